@@ -1,0 +1,34 @@
+"""Training primitives for PyTorch that stay right under every derivative: norms and log-softmax with fused kernels.
+
+`primitives.functional` mirrors `torch.nn.functional`, `primitives.nn` mirrors `torch.nn`; `primitives.nn.convert` changes the
+modules of an existing model. Importing this package imports no Triton: kernels are loaded at their first call.
+"""
+
+from primitives import functional, nn
+from primitives._version import __version__
+from primitives.core import (
+    AxisError,
+    BackendError,
+    DeviceError,
+    DtypeError,
+    MissingRuleError,
+    ShapeError,
+    TreeError,
+    current_backend,
+    use_backend,
+)
+
+__all__ = [
+    "AxisError",
+    "BackendError",
+    "DeviceError",
+    "DtypeError",
+    "MissingRuleError",
+    "ShapeError",
+    "TreeError",
+    "__version__",
+    "current_backend",
+    "functional",
+    "nn",
+    "use_backend",
+]

@@ -1,0 +1,139 @@
+"""Checks of the functional API: typed errors that name the operation, the argument, what is required and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.core.errors import AxisError, DeviceError, DtypeError, ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+BATCH_NORM_MIN_DIM, BATCH_NORM_MAX_DIM = 2, 5
+
+
+def _list(shape: Sequence[int]) -> list[int]:
+    return list(shape)
+
+
+def floating(op_name: str, label: str, dtype: torch.dtype, hint: str = "") -> None:
+    """Raise unless `dtype` is one that the kernels compute with."""
+    if dtype not in FLOATING:
+        raise DtypeError(
+            f"{op_name}: {label} must have dtype float16, bfloat16, float32 or float64, got {dtype}.{hint}"
+        )
+
+
+def _companion(op_name: str, label: str, x: Tensor, name: str, value: Tensor | None) -> None:
+    """Raise unless a parameter's device and dtype go with those of x."""
+    if value is None:
+        return
+    if value.device != x.device:
+        raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
+    allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
+    if value.dtype not in allowed:
+        names = " or ".join(str(dtype) for dtype in allowed)
+        raise DtypeError(f"{op_name}: {name} must have dtype {names} for {label} of dtype {x.dtype}, got {value.dtype}.")
+
+
+def _same_dtype(op_name: str, tensors: dict[str, Tensor | None]) -> None:
+    given = {name: value for name, value in tensors.items() if value is not None}
+    if len({value.dtype for value in given.values()}) > 1:
+        listed = ", ".join(f"{name} {value.dtype}" for name, value in given.items())
+        raise DtypeError(f"{op_name}: {' and '.join(given)} must have the same dtype, got {listed}.")
+
+
+def normalized_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
+    if isinstance(shape, int) or not isinstance(shape, Sequence):
+        raise DtypeError(f"layer_norm: normalized_shape must be a sequence of ints, got {type(shape).__name__}.")
+    if len(shape) == 0:
+        raise ShapeError("layer_norm: normalized_shape must name at least one axis, got [].")
+    return tuple(shape)
+
+
+def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise unless `x`, `weight` and `bias` fit `shape` and one another."""
+    floating("layer_norm", label, x.dtype)
+    if tuple(x.shape[-len(shape) :]) != shape:
+        wanted = ", ".join(["*", *map(str, shape)])
+        raise ShapeError(
+            f"layer_norm: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
+        )
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ShapeError(
+                f"layer_norm: {name} must have shape {_list(shape)} (normalized_shape), got {_list(value.shape)}."
+            )
+        _companion("layer_norm", label, x, name, value)
+    _same_dtype("layer_norm", {"weight": weight, "bias": bias})
+
+
+def momentum(value: float) -> None:
+    """Raise unless `value` is a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        raise DtypeError(
+            f"batch_norm: momentum must be a number, got {type(value).__name__}. (The cumulative average that "
+            "momentum=None means is a feature of the BatchNorm modules, which count the batches.)"
+        )
+
+
+def batch_norm(
+    label: str,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    training: bool,
+) -> None:
+    """Raise unless the arguments of a batch norm fit one another."""
+    if not BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM:
+        raise ShapeError(f"batch_norm: {label} must have 2 to 5 axes, [N, C, *spatial], got {_list(x.shape)}.")
+    floating("batch_norm", label, x.dtype)
+    if (running_mean is None) != (running_var is None):
+        missing, given = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
+        raise ShapeError(
+            f"batch_norm: running_mean and running_var must both be given or both be None, got {given} without {missing}."
+        )
+    if not training and running_mean is None:
+        raise ShapeError(
+            "batch_norm: running_mean and running_var must be given in evaluation mode, got None. "
+            "Pass training=True to normalize by the statistics of the batch."
+        )
+    channels = x.shape[1]
+    tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    for name, value in tensors.items():
+        if value is not None and tuple(value.shape) != (channels,):
+            raise ShapeError(
+                f"batch_norm: {name} must have shape [{channels}] (axis 1 of {label}), got {_list(value.shape)}."
+            )
+        _companion("batch_norm", label, x, name, value)
+    _same_dtype("batch_norm", {"weight": weight, "bias": bias})
+    _same_dtype("batch_norm", {"running_mean": running_mean, "running_var": running_var})
+    if training and x.numel() == channels:
+        raise ShapeError(
+            f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
+            "Use a larger batch, or evaluation mode."
+        )
+
+
+def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None) -> None:
+    """Raise unless `dim` is an axis of `x` and the dtypes are floating point."""
+    if dtype is None:
+        floating("log_softmax", label, x.dtype, " Pass dtype= to convert it.")
+    else:
+        floating("log_softmax", "the result", dtype)
+        if x.is_complex():
+            raise DtypeError(f"log_softmax: {label} must be real, got {x.dtype}.")
+    if dim is None:
+        return
+    ndim = max(x.dim(), 1)
+    if not -ndim <= dim < ndim:
+        raise AxisError(f"log_softmax: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")

@@ -1,0 +1,23 @@
+"""The front end: it knows how to register, differentiate and batch an operator, and knows no operator."""
+
+from primitives.core.backend import current_backend, triton_kernels_module, use_backend
+from primitives.core.batching import BatchInfo, to_front
+from primitives.core.errors import AxisError, BackendError, DeviceError, DtypeError, MissingRuleError, ShapeError, TreeError
+from primitives.core.primitive import Primitive, registered_primitives
+
+__all__ = [
+    "AxisError",
+    "BackendError",
+    "BatchInfo",
+    "DeviceError",
+    "DtypeError",
+    "MissingRuleError",
+    "Primitive",
+    "ShapeError",
+    "TreeError",
+    "current_backend",
+    "registered_primitives",
+    "to_front",
+    "triton_kernels_module",
+    "use_backend",
+]

@@ -1,0 +1,105 @@
+"""Which implementation a primitive runs on: Triton kernels or the plain-torch reference.
+
+The choice is one setting of the process, not of the thread: the autograd engine runs the backward pass of a CUDA
+graph on threads of its own, and those must make the same choice as the forward pass did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from typing import TYPE_CHECKING
+
+from primitives.core.errors import BackendError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["current_backend", "triton_kernels_module", "use_backend"]
+
+BACKENDS = ("auto", "triton", "reference")
+ENVIRONMENT_VARIABLE = "PRIMITIVES_BACKEND"
+KERNELS_DISTRIBUTION = "torch-training-primitives"
+
+
+def _checked(name: str, origin: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{origin}: the backend must be one of {', '.join(BACKENDS)}, got {name!r}.")
+    return name
+
+
+_backend = _checked(os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE)
+
+
+def current_backend() -> str:
+    """Name of the backend in force: `"auto"`, `"triton"` or `"reference"`."""
+    return _backend
+
+
+class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a function, as contextlib.suppress is
+    """Context manager and decorator that selects the backend of every primitive inside it.
+
+    `"auto"` runs Triton kernels on CUDA (ROCm included) and the reference elsewhere; `"triton"` also runs the kernels
+    on CPU tensors, in Triton's interpreter, and raises where that is off; `"reference"` runs plain torch everywhere.
+    The setting belongs to the process: threads share it.
+
+    Args:
+        name: `"auto"`, `"triton"` or `"reference"`.
+
+    Raises:
+        ValueError: If `name` is none of these.
+
+    Example:
+        >>> import primitives as pr, torch
+        >>> with pr.use_backend("reference"):
+        ...     pr.functional.log_softmax(torch.zeros(2), dim=0)
+        tensor([-0.6931, -0.6931])
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = _checked(name, "use_backend")
+        self._previous: list[str] = []
+
+    def __enter__(self) -> None:
+        global _backend  # noqa: PLW0603 - the setting is the module's
+        self._previous.append(_backend)
+        _backend = self.name
+
+    def __exit__(self, *exc_info: object) -> None:
+        global _backend  # noqa: PLW0603 - the setting is the module's
+        _backend = self._previous.pop()
+
+
+def triton_kernels_module(name: str) -> ModuleType:
+    """Module `triton_kernels.<name>`, imported on first use.
+
+    Raises:
+        BackendError: If Triton is not installed, or the installed `triton_kernels` is another project's.
+    """
+    try:
+        package = importlib.import_module("triton_kernels")
+        if getattr(package, "DISTRIBUTION", None) != KERNELS_DISTRIBUTION:
+            where = getattr(package, "__file__", None) or list(getattr(package, "__path__", ["an unknown place"]))[0]
+            raise BackendError(
+                f"The import name 'triton_kernels' belongs to another project here (found at {where}): remove that "
+                f"one from the environment, or put {KERNELS_DISTRIBUTION} before it on sys.path."
+            )
+        return importlib.import_module(f"triton_kernels.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("triton", "triton_kernels"):
+            raise
+        raise BackendError(
+            f"Triton kernels were asked for, but {error.name!r} is not installed. Install it (pip install triton, Linux "
+            'only), or choose the plain-torch implementation: primitives.use_backend("reference").'
+        ) from error
+
+
+def require_interpreter(op_name: str) -> None:
+    """Raise unless Triton kernels can run on CPU tensors, which takes Triton's interpreter."""
+    if not triton_kernels_module("_runtime").INTERPRETED:
+        raise BackendError(
+            f'{op_name}: the backend is "triton" and the tensors are on the CPU, where Triton kernels only run in '
+            "Triton's interpreter. Set TRITON_INTERPRET=1 before triton is imported, or use the backend "
+            '"auto" or "reference".'
+        )

@@ -1,0 +1,277 @@
+"""`Primitive`: one torch operator together with every rule that torch needs to know about it."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _C
+
+from primitives.core import backend
+from primitives.core.autograd import autograd_kernel
+from primitives.core.batching import BatchInfo
+from primitives.core.errors import MissingRuleError
+from primitives.core.residuals import ResidualLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["NAMESPACE", "Primitive", "library", "registered_primitives"]
+
+NAMESPACE = "primitives"
+
+# Operators live as long as their library object does: one per namespace, for the life of the process.
+_libraries: dict[str, torch.library.Library] = {}
+_registry: dict[str, Primitive] = {}
+_registry_lock = threading.Lock()
+
+
+def registered_primitives() -> dict[str, Primitive]:
+    """All primitives by qualified name, in order of definition."""
+    return dict(_registry)
+
+
+def library(namespace: str) -> torch.library.Library:
+    """The library object that the operators of `namespace` are defined in."""
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _libraries[namespace]
+
+
+def _names(entries: Sequence[Any], unnamed: str) -> list[str]:
+    return [entry.name or (unnamed if len(entries) == 1 else f"{unnamed}{i}") for i, entry in enumerate(entries)]
+
+
+class Primitive:
+    """One `torch.library` operator and its rules, registered with torch from this one object.
+
+    The reference is the definition: a plain-torch, differentiable function of the schema's arguments. It runs wherever there
+    is no kernel, gives shapes, dtypes and strides to tracers, and is the decomposition that is
+    differentiated where a derivative rule is missing and `decomposable` allows it. It must not return its inputs or
+    views of them.
+
+    Rules are added with the `def_*` decorators, each returning its function unchanged:
+
+    - `def_reference(*args) -> outputs`
+    - `def_kernel(device)(*args) -> outputs`, device `"cuda"` (a Triton kernel, also run by the interpreter) or `"cpu"`
+    - `def_fake(*args) -> outputs`, by default the reference on tensors without data
+    - `def_vjp(residuals, cotangents, wanted) -> {argument: cotangent}`
+    - `def_jvp(residuals, tangents) -> tangent of each differentiable output`
+    - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a vmap of the reference
+    - `def_autocast(device)(primals) -> primals`
+
+    `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the schema. A tensor
+    that is absent, a tangent of something unperturbed and a cotangent of something unused are all `None`; a vjp rule leaves out
+    (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so that they can be differentiated and batched.
+
+    Args:
+        name: Operator name; the operator is `torch.ops.<namespace>.<name>`.
+        schema: Arguments and named outputs as in `torch.library`, `"(Tensor x, float eps) -> (Tensor y, Tensor rstd)"`.
+        residuals: What the forward pass keeps: names of arguments or outputs, or `"x.dtype"` for a dtype alone. Arguments that are
+            no tensors are kept always.
+        statistics: Outputs that are cached values of the inputs: differentiating one raises.
+        state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers are.
+        decomposable: Whether a missing derivative rule may be replaced by differentiating the reference.
+        namespace: Operator namespace.
+
+    Raises:
+        ValueError: If a name in `residuals`, `statistics` or `state` is not in the schema.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        residuals: Sequence[str] = (),
+        statistics: Sequence[str] = (),
+        state: Sequence[str] = (),
+        decomposable: bool = False,
+        namespace: str = NAMESPACE,
+    ) -> None:
+        self.name = name
+        self.qualified_name = f"{namespace}::{name}"
+        parsed = _C.parse_schema(f"{self.qualified_name}{schema}")
+        self.argument_names = _names(parsed.arguments, "input")
+        self.output_names = _names(parsed.returns, "output")
+        tensors = [n for n, a in zip(self.argument_names, parsed.arguments, strict=True) if "Tensor" in str(a.type)]
+        self._check_outputs(statistics, "statistics")
+        self._check_outputs(state, "state")
+        self.statistics = tuple(statistics)
+        self.state = tuple(state)
+        self.decomposable = decomposable
+        self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
+        self.residuals = ResidualLayout(name, residuals, self.argument_names, tensors, self.output_names)
+        # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
+        self.Primals = namedtuple("Primals", self.argument_names)  # noqa: PYI024
+        self.Tangents = namedtuple("Tangents", self.argument_names)  # noqa: PYI024
+        self.Wanted = namedtuple("Wanted", self.argument_names)  # noqa: PYI024
+        self.Axes = namedtuple("Axes", self.argument_names)  # noqa: PYI024
+        self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)  # noqa: PYI024
+        self._tensor_arguments = frozenset(tensors)
+        self._rules: dict[str, Callable] = {}
+        self._kernels: dict[str, Callable] = {}
+        self._choose_implementations()
+        self._register(namespace, schema)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator: arguments in the order of the schema, outputs as torch returns them."""
+        return self.overload(*args)
+
+    def __repr__(self) -> str:
+        return f"Primitive({self.qualified_name})"
+
+    def _check_outputs(self, names: Sequence[str], what: str) -> None:
+        for name in names:
+            if name not in self.output_names:
+                raise ValueError(f"{self.name}: {what} names {name!r}, which is no output ({self.output_names}).")
+
+    def _register(self, namespace: str, schema: str) -> None:
+        lib = library(namespace)
+        lib.define(f"{self.name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        self.overload = getattr(getattr(torch.ops, namespace), self.name).default
+        lib.impl(self.name, self._cpu, "CPU")
+        lib.impl(self.name, self._cuda, "CUDA")
+        lib.impl(self.name, autograd_kernel(self), "Autograd", with_keyset=True)
+        torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
+        torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
+        with _registry_lock:
+            _registry[self.qualified_name] = self
+
+    # Rules.
+
+    def _define(self, kind: str) -> Callable[[Callable], Callable]:
+        def decorator(rule: Callable) -> Callable:
+            self._rules[kind] = rule
+            self._choose_implementations()
+            return rule
+
+        return decorator
+
+    def def_reference(self, rule: Callable) -> Callable:
+        """Define the operator: a differentiable plain-torch function of the arguments."""
+        return self._define("reference")(rule)
+
+    def def_fake(self, rule: Callable) -> Callable:
+        """Define shapes, dtypes and strides of the outputs, without looking at data."""
+        return self._define("fake")(rule)
+
+    def def_kernel(self, device: str) -> Callable[[Callable], Callable]:
+        """Define the implementation for a device: `"cuda"` or `"cpu"`."""
+        if device not in ("cuda", "cpu"):
+            raise ValueError(f'{self.name}: def_kernel takes "cuda" or "cpu", got {device!r}.')
+
+        def decorator(kernel: Callable) -> Callable:
+            self._kernels[device] = kernel
+            self._choose_implementations()
+            return kernel
+
+        return decorator
+
+    def def_vjp(self, rule: Callable) -> Callable:
+        """Define the reverse-mode rule: `(residuals, cotangents, wanted) -> {argument name: cotangent}`."""
+        return self._define("vjp")(rule)
+
+    def def_jvp(self, rule: Callable) -> Callable:
+        """Define the forward-mode rule: `(residuals, tangents) -> tangent of each differentiable output`."""
+        return self._define("jvp")(rule)
+
+    def def_vmap(self, rule: Callable) -> Callable:
+        """Define the batching rule: `(batch, primals) -> (outputs, output axes)`."""
+        return self._define("vmap")(rule)
+
+    def def_autocast(self, device: str) -> Callable[[Callable], Callable]:
+        """Define what autocast does on `device` (`"cuda"`, `"cpu"`): `primals -> primals`, cast as needed."""
+
+        def decorator(rule: Callable) -> Callable:
+            key = f"Autocast{device.upper()}"
+            excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
+
+            def kernel(*args: Any) -> Any:
+                with _C._ExcludeDispatchKeyGuard(excluded):
+                    return self.overload(*rule(self.Primals(*args)))
+
+            library(self.qualified_name.split("::")[0]).impl(self.name, kernel, key)
+            return rule
+
+        return decorator
+
+    def has_rule(self, kind: str) -> bool:
+        """Whether the rule `kind` (`"vjp"`, `"jvp"`, `"vmap"`, ...) is defined."""
+        return kind in self._rules
+
+    def rule(self, kind: str) -> Callable:
+        """The rule `kind`.
+
+        Raises:
+            MissingRuleError: If it is not defined.
+        """
+        try:
+            return self._rules[kind]
+        except KeyError:
+            raise MissingRuleError(
+                f"{self.name}: no {kind} rule is defined. Register one with @{self.name}_p.def_{kind}."
+            ) from None
+
+    # What torch calls.
+
+    def decompose(self, kind: str, args: tuple) -> Any:
+        """Run the reference in place of the missing derivative rule `kind`, so that torch differentiates it.
+
+        Raises:
+            MissingRuleError: If the primitive may not be decomposed.
+        """
+        if not self.decomposable:
+            mode = "reverse-mode" if kind == "vjp" else "forward-mode"
+            raise MissingRuleError(
+                f"{self.name}: {mode} differentiation was asked for, but there is no {kind} rule and no decomposition. "
+                f"Register a rule with def_{kind}, or declare the primitive decomposable."
+            )
+        return self.rule("reference")(*args)
+
+    def check_vjp_result(self, result: Any) -> None:
+        """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""
+        if not isinstance(result, dict):
+            raise TypeError(f"{self.name}: the vjp rule must return a dict, got {type(result).__name__}.")
+        if not self._tensor_arguments.issuperset(result):
+            unknown = sorted(set(result) - self._tensor_arguments)
+            raise ValueError(
+                f"{self.name}: the vjp rule returned cotangents for {unknown}, but the tensor arguments are "
+                f"{sorted(self._tensor_arguments)}."
+            )
+
+    def _cpu(self, *args: Any) -> Any:
+        return self._on_cpu[backend.current_backend()](*args)
+
+    def _cuda(self, *args: Any) -> Any:
+        return self._on_cuda[backend.current_backend()](*args)
+
+    def _interpreted(self, *args: Any) -> Any:
+        backend.require_interpreter(self.name)
+        return self._kernels["cuda"](*args)
+
+    def _choose_implementations(self) -> None:
+        """Tabulate which implementation runs on which device under which backend."""
+        reference = self._rules.get("reference", self._undefined)
+        kernel = self._kernels.get("cuda", reference)
+        self._on_cuda = {"auto": kernel, "triton": kernel, "reference": reference}
+        self._on_cpu = {
+            "auto": self._kernels.get("cpu", reference),
+            "triton": self._interpreted if "cuda" in self._kernels else reference,
+            "reference": reference,
+        }
+
+    def _undefined(self, *args: Any) -> Any:
+        return self.rule("reference")
+
+    def _fake(self, *args: Any) -> Any:
+        return self._rules.get("fake", self.rule("reference"))(*args)
+
+    def _vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        if not self.has_rule("vmap"):
+            return torch.vmap(self.rule("reference"), in_dims, randomness=info.randomness)(*args), 0 if len(
+                self.output_names
+            ) == 1 else (0,) * len(self.output_names)
+        return self.rule("vmap")(BatchInfo(info.batch_size, self.Axes(*in_dims)), self.Primals(*args))

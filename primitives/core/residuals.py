@@ -1,0 +1,75 @@
+"""What the forward pass of a primitive keeps for its derivative rules."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ResidualLayout"]
+
+DTYPE_SUFFIX = ".dtype"
+
+
+class ResidualLayout:
+    """Where each residual of a primitive comes from, and the namedtuple that hands them to a rule.
+
+    A residual is the name of a tensor argument or output, or `"<argument>.dtype"`, which keeps the dtype and not the
+    tensor (field `<argument>_dtype`). Arguments that are no tensors are always kept.
+
+    Args:
+        op_name: Name of the primitive, for errors.
+        residuals: Names, as above.
+        arguments: Names of all arguments of the schema, in order.
+        tensor_arguments: Those of them that are tensors.
+        outputs: Names of all outputs, in order.
+
+    Raises:
+        ValueError: If a residual is neither an argument nor an output.
+    """
+
+    def __init__(
+        self,
+        op_name: str,
+        residuals: Sequence[str],
+        arguments: Sequence[str],
+        tensor_arguments: Sequence[str],
+        outputs: Sequence[str],
+    ) -> None:
+        self._inputs: list[int] = []
+        self._outputs: list[int] = []
+        input_names, output_names, dtype_names = [], [], []
+        self._dtypes: list[int] = []
+        for residual in residuals:
+            argument = residual.removesuffix(DTYPE_SUFFIX)
+            if residual != argument and argument in tensor_arguments:
+                dtype_names.append(f"{argument}_dtype")
+                self._dtypes.append(arguments.index(argument))
+            elif residual in tensor_arguments:
+                input_names.append(residual)
+                self._inputs.append(arguments.index(residual))
+            elif residual in outputs:
+                output_names.append(residual)
+                self._outputs.append(outputs.index(residual))
+            else:
+                raise ValueError(
+                    f"{op_name}: residual {residual!r} is neither a tensor argument ({', '.join(tensor_arguments)}) "
+                    f"nor an output ({', '.join(outputs)})."
+                )
+        static = [name for name in arguments if name not in tensor_arguments]
+        self._static = [arguments.index(name) for name in static]
+        fields = [*input_names, *output_names, *dtype_names, *static]
+        self.Residuals = namedtuple("Residuals", fields)  # noqa: PYI024 - the fields are known at run time only
+
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+        """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
+        tensors = [args[i] for i in self._inputs]
+        tensors += [outputs[i] for i in self._outputs]
+        dtypes = [None if args[i] is None else args[i].dtype for i in self._dtypes]
+        return tensors, (*dtypes, *[args[i] for i in self._static])
+
+    def unpack(self, tensors: Sequence[Any], static: tuple) -> Any:
+        """The residuals as a namedtuple."""
+        return self.Residuals(*tensors, *static)

@@ -1,0 +1,81 @@
+"""The pytree boundary: public functions take any optree pytree of tensors and map it leaf by leaf."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+
+from primitives.core.errors import DtypeError, TreeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["map_tensors"]
+
+
+def _broadcast(op_name: str, argument: str, prefix: Any, tree: Any, num_leaves: int, namespace: str) -> list:
+    """One value of `prefix` per leaf of `tree`."""
+    if prefix is None or isinstance(prefix, torch.Tensor):
+        return [prefix] * num_leaves
+    options: dict[str, Any] = {"none_is_leaf": True, "namespace": namespace}
+    errors = optree.prefix_errors(prefix, tree, **options)
+    if errors:
+        trees = [optree.tree_structure(t, **options) for t in (prefix, tree)]
+        raise TreeError(
+            f"{op_name}: {argument} must be a tensor or a tree prefix of input. {errors[0](argument)}\n"
+            f"{argument}: {trees[0]}\ninput: {trees[1]}"
+        )
+    return optree.broadcast_prefix(prefix, tree, **options)
+
+
+def map_tensors(
+    op_name: str,
+    check: Callable[..., None],
+    compute: Callable[..., Any],
+    tree: Any,
+    prefixes: dict[str, Any],
+    *,
+    namespace: str = "",
+) -> Any:
+    """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, *values)` passed for all.
+
+    Args:
+        op_name: Name of the public function, for errors.
+        check: Raises if a leaf and its values do not go together; `label` names the leaf.
+        compute: Result for one leaf.
+        tree: Pytree of tensors. `None`s in it stay as they are.
+        prefixes: Further arguments by name, each a tensor, `None`, or a tree prefix of `tree`.
+        namespace: optree namespace in which custom node types are looked up.
+
+    Returns:
+        The results in the structure of `tree`; where `compute` returns a tuple, a tuple of such trees.
+
+    Raises:
+        TreeError: If a prefix does not fit the tree.
+        DtypeError: If a leaf is no tensor.
+    """
+    if isinstance(tree, torch.Tensor):
+        values = tuple(prefixes.values())
+        if all(value is None or isinstance(value, torch.Tensor) for value in values):
+            check("input", tree, *values)
+            return compute(tree, *values)
+    paths, leaves, treespec = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=namespace)
+    accessors = treespec.accessors()
+    columns = [_broadcast(op_name, name, p, tree, len(leaves), namespace) for name, p in prefixes.items()]
+    calls = list(zip(leaves, *columns, strict=True))
+    for accessor, call in zip(accessors, calls, strict=True):
+        if call[0] is None:
+            continue
+        label = accessor.codify("input")
+        if not isinstance(call[0], torch.Tensor):
+            raise DtypeError(f"{op_name}: {label} must be a tensor, got {type(call[0]).__name__}.")
+        check(label, *call)
+    results = [None if call[0] is None else compute(*call) for call in calls]
+    first = next((r for r in results if r is not None), None)
+    if not isinstance(first, tuple):
+        return treespec.unflatten(results)
+    width = len(first)
+    rows = [(None,) * width if r is None else r for r in results]
+    return tuple(treespec.unflatten(list(column)) for column in zip(*rows, strict=True))

@@ -1,0 +1,299 @@
+"""Functional API: the signatures, defaults and errors of `torch.nn.functional`, over tensors and pytrees of tensors.
+
+Each function is differentiable in forward and reverse mode to any order, under every transform of `torch.func`,
+`torch.autograd.forward_ad`, and `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from primitives import _checks
+from primitives.core.tree import map_tensors
+from primitives.core.write_back import write_back
+from primitives.ops.batch_norm import batch_norm_p
+from primitives.ops.batch_norm_eval import batch_norm_eval_p
+from primitives.ops.layer_norm import layer_norm_p
+from primitives.ops.log_softmax import log_softmax_p
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+__all__ = ["BatchNormOutput", "batch_norm", "layer_norm", "log_softmax", "pure_batch_norm"]
+
+
+def layer_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    namespace: str = "",
+) -> Any:
+    r"""Layer normalization of `input` over its last axes.
+
+    $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b, \qquad
+       \mu = \operatorname{mean}(x), \quad \sigma^2 = \operatorname{mean}\left((x - \mu)^2\right) $$
+
+    The means run over the normalized axes; the variance is the biased one.
+
+    Args:
+        input: Tensor of shape `[*, *normalized_shape]`, float16, bfloat16, float32 or float64, any strides; or a pytree
+            of such tensors, which is mapped leaf by leaf.
+        normalized_shape: Sizes of the normalized axes, at least one.
+        weight: Scale `w`, shape `normalized_shape`, dtype of `input`, or float32 for float16 and bfloat16 `input`. `None` means 1.
+            For a pytree `input`, a tensor or a tree prefix of it.
+        bias: Shift `b`, like `weight`, and in its dtype. `None` means 0.
+        eps: Added to the variance, in the unit of `input` squared.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape, dtype and device of `input`, contiguous; for a pytree, in its structure.
+
+    Raises:
+        ShapeError: If `input` does not end in `normalized_shape`, or `weight` or `bias` differ from it.
+        DtypeError: If a dtype is not one of the above.
+        DeviceError: If the tensors are on different devices.
+        TreeError: If `weight` or `bias` is no prefix of the tree `input`.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`, `weight` and `bias`. Reverse mode keeps `input`, `weight` and,
+        per row, mean and reciprocal standard deviation.
+
+    Numerics:
+        Accumulated in float32 (float64 for float64 `input`), the variance from centered values, so that a large common
+        offset does no harm. A constant row gives `bias` for positive `eps`.
+
+    Example:
+        >>> import torch
+        >>> layer_norm(torch.tensor([[1.0, 3.0], [2.0, 6.0]]), (2,), eps=0.0)
+        tensor([[-1.,  1.],
+                [-1.,  1.]])
+
+    References:
+        Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
+    """
+    shape = _checks.normalized_shape(normalized_shape)
+
+    def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        _checks.layer_norm(label, x, shape, weight, bias)
+
+    def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return layer_norm_p(x, weight, bias, len(shape), 0, eps)[0]
+
+    return map_tensors("layer_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)
+
+
+class BatchNormOutput(NamedTuple):
+    """What `pure_batch_norm` returns.
+
+    Attributes:
+        output: The normalized input.
+        running_mean: The running mean after this batch, or `None` if there was none.
+        running_var: The running variance after this batch, or `None` if there was none.
+    """
+
+    output: Any
+    running_mean: Any
+    running_var: Any
+
+
+def pure_batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    namespace: str = "",
+) -> BatchNormOutput:
+    """Batch normalization that returns the new running statistics and writes nothing.
+
+    The arguments, errors and the output are those of `batch_norm`. Because nothing is written, it works where an in-place update
+    cannot: under `vmap` over samples or models, and in purely functional training loops.
+
+    Returns:
+        `BatchNormOutput(output, running_mean, running_var)`. In training the statistics are new tensors in the dtype of the given
+        ones; in evaluation they are the given ones. They are state, as torch's buffers are: constant to every derivative.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, TreeError: As `batch_norm` does.
+
+    Derivatives:
+        As for `batch_norm`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> out = pure_batch_norm(x, torch.zeros(1), torch.ones(1), training=True)
+        >>> out.running_mean
+        tensor([0.2000])
+    """
+    _checks.momentum(momentum)
+
+    def check(label: str, x: Tensor, *channel_tensors: Tensor | None) -> None:
+        _checks.batch_norm(label, x, *channel_tensors, training=training)
+
+    def compute(x: Tensor, *channel_tensors: Tensor | None) -> BatchNormOutput:
+        return _batch_norm(x, *channel_tensors, training, momentum, eps)
+
+    prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    return BatchNormOutput(*map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace))
+
+
+def _batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> BatchNormOutput:
+    if not training:
+        y = batch_norm_eval_p(x, weight, bias, running_mean, running_var, 0, eps)
+        return BatchNormOutput(y, running_mean, running_var)
+    y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, running_mean, running_var, 0, momentum, eps)
+    return BatchNormOutput(y, None, None) if running_mean is None else BatchNormOutput(y, new_mean, new_var)
+
+
+def batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    namespace: str = "",
+) -> Any:
+    r"""Batch normalization of `input`, channel by channel.
+
+    $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b $$
+
+    In training `μ` and `σ²` (biased) are the statistics of each channel in this batch; the running statistics are moved towards
+    them in place, the variance by its unbiased value:
+    `running = (1 - momentum) * running + momentum * batch`. In evaluation `μ` and `σ²` are the running statistics.
+
+    Args:
+        input: Tensor of shape `[N, C, *]` with 2 to 5 axes, float16, bfloat16, float32 or float64, any strides; or a pytree
+            of such tensors, which is mapped leaf by leaf.
+        running_mean: Shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`; written in training. `None`, together
+            with `running_var`, for none: then only training is possible.
+        running_var: Like `running_mean`.
+        weight: Scale `w`, shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`. `None` means 1.
+        bias: Shift `b`, like `weight`, and in its dtype. `None` means 0.
+        training: Whether to normalize by the statistics of this batch.
+        momentum: Weight of this batch in the new running statistics, a number.
+        eps: Added to the variance, in the unit of `input` squared.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape, dtype and device of `input`; channels_last where `input` is, else contiguous.
+
+    Raises:
+        ShapeError: If shapes do not agree, running statistics are missing in evaluation, or a channel has a single value in training.
+        DtypeError: If a dtype is not one of the above, or `momentum` is no number.
+        DeviceError: If the tensors are on different devices.
+        TreeError: If a parameter is no prefix of the tree `input`.
+        RuntimeError: Under `vmap`, if `input` is batched and the running statistics are not: see `pure_batch_norm`.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`, `weight` and `bias`; in evaluation also in the running statistics.
+
+    Example:
+        >>> import torch
+        >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True, eps=0.0)
+        tensor([[-1.],
+                [ 1.]])
+
+    References:
+        Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
+    """
+    _checks.momentum(momentum)
+
+    def check(label: str, x: Tensor, *channel_tensors: Tensor | None) -> None:
+        _checks.batch_norm(label, x, *channel_tensors, training=training)
+
+    def compute(x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any) -> Tensor:
+        out = _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        if training and running_mean is not None:
+            write_back([running_mean, running_var], [out.running_mean, out.running_var])
+        return out.output
+
+    prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    return map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace)
+
+
+def log_softmax(
+    input: Any,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    namespace: str = "",
+) -> Any:
+    r"""Logarithm of the softmax of `input` over one axis.
+
+    $$ y = x - \log \sum \exp(x) $$
+
+    Args:
+        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; of any real dtype if `dtype` is given;
+            or a pytree of such tensors, which is mapped leaf by leaf.
+        dim: Axis that the sum runs over. `None` chooses one as torch does, with a warning.
+        _stacklevel: How far up the call stack that warning points.
+        dtype: Dtype that `input` is cast to first, and that the result has. `None` means that of `input`.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape and device of `input`, contiguous; for a pytree, in its structure.
+
+    Raises:
+        AxisError: If `dim` is not an axis of `input`.
+        DtypeError: If a dtype is not one of the above.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`. Reverse mode keeps the output and not the input.
+
+    Numerics:
+        The maximum is subtracted before exponentiation. Accumulated in float32, in float64 for a float64 result. A row that is
+        all `-inf`, or has `+inf` or NaN in it, gives NaN.
+
+    Example:
+        >>> import torch
+        >>> log_softmax(torch.zeros(2), dim=0)
+        tensor([-0.6931, -0.6931])
+    """
+
+    def check(label: str, x: Tensor) -> None:
+        _checks.log_softmax(label, x, dim, dtype)
+
+    def compute(x: Tensor) -> Tensor:
+        axis = _implicit_dim(x, _stacklevel) if dim is None else dim
+        if not x.is_floating_point():
+            x = x.to(dtype)
+        # A number has one axis to torch's softmax; the primitive wants it spelled out.
+        rows = x.reshape(1) if x.dim() == 0 else x
+        y = log_softmax_p(rows, axis % rows.dim(), dtype)
+        return y.reshape(x.shape) if x.dim() == 0 else y
+
+    return map_tensors("log_softmax", check, compute, input, {}, namespace=namespace)
+
+
+def _implicit_dim(x: Tensor, stacklevel: int) -> int:
+    """The axis that torch chooses when none is given: 0 for 0, 1 and 3 axes, else 1."""
+    warnings.warn(
+        "log_softmax: choosing dim implicitly is deprecated; pass dim=.", UserWarning, stacklevel=stacklevel + 3
+    )
+    return 0 if x.dim() in (0, 1, 3) else 1

@@ -1,0 +1,85 @@
+"""The modules. Each adds nothing but `forward`, so that a torch module can become one and turn back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives import _checks, functional
+from primitives.core.write_back import write_back
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "LogSoftmax"]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` on `primitives.functional.layer_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
+    """
+
+    def forward(self, input: Any) -> Any:
+        """Normalize `input` over its last axes."""
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class LogSoftmax(torch.nn.LogSoftmax):
+    """`torch.nn.LogSoftmax` on `primitives.functional.log_softmax`.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+    """
+
+    def forward(self, input: Any) -> Any:
+        """Logarithm of the softmax of `input` over axis `dim`."""
+        return functional.log_softmax(input, self.dim, _stacklevel=5)
+
+
+class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize each channel of `input`; in training, move the running statistics on."""
+        self._check_input_dim(input)
+        use_batch = self.training or (self.running_mean is None and self.running_var is None)
+        update = self.training and self.track_running_stats
+        running = (self.running_mean, self.running_var) if update or not self.training else (None, None)
+        _checks.batch_norm("input", input, *running, self.weight, self.bias, training=use_batch)
+        momentum = self._batch_weight() if update else 0.0
+        output = functional.batch_norm(input, *running, self.weight, self.bias, use_batch, momentum, self.eps)
+        if update and self.num_batches_tracked is not None:
+            # Counted last: a call that raises leaves the module as it was.
+            write_back([self.num_batches_tracked], [self.num_batches_tracked + 1])
+        return output
+
+    def _batch_weight(self) -> float:
+        """Weight of this batch in the running statistics: the plain average over all batches if momentum is None."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if self.num_batches_tracked is None else 1.0 / (float(self.num_batches_tracked) + 1.0)
+
+
+class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` on `primitives.functional.batch_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C]` or `[N, C, L]`.
+    """
+
+
+class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` on `primitives.functional.batch_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C, H, W]`, contiguous or channels_last.
+    """
+
+
+class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` on `primitives.functional.batch_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C, D, H, W]`, contiguous or channels_last_3d.
+    """

@@ -1,0 +1,65 @@
+"""Per-channel arithmetic in plain torch, for the references of batch norm in training and in evaluation.
+
+x is [*batch, N, C, *spatial] with `batch_ndim` batch axes; everything per channel is [*batch, C].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.ops._shared import accumulation_dtype, unwanted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["affine", "axes_of", "dense", "normalized", "parameter_cotangents", "per_channel", "sum_of_terms"]
+
+
+def _memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
+    """Layout of the output: channels_last where x has it, else contiguous."""
+    if batch_ndim == 0 and not x.is_contiguous():
+        by_rank = {4: torch.channels_last, 5: torch.channels_last_3d}
+        candidate = by_rank.get(x.dim())
+        if candidate is not None and x.is_contiguous(memory_format=candidate):
+            return candidate
+    return torch.contiguous_format
+
+
+def dense(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
+    """x in the accumulation dtype and in the output layout for `like`."""
+    return x.contiguous(memory_format=_memory_format(like, batch_ndim)).to(accumulation_dtype(like.dtype))
+
+
+def axes_of(x: Tensor, batch_ndim: int) -> list[int]:
+    """Axes that a channel's statistics run over: all but [*batch] and C."""
+    return [batch_ndim, *range(batch_ndim + 2, x.dim())]
+
+
+def per_channel(param: Tensor, x: Tensor, batch_ndim: int) -> Tensor:
+    """A parameter [*batch, C], shaped to broadcast against x [*batch, N, C, *spatial]."""
+    return param.reshape(*param.shape[:-1], 1, param.shape[-1], *[1] * (x.dim() - batch_ndim - 2))
+
+
+def normalized(x: Tensor, mean: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
+    return (x - per_channel(mean, x, batch_ndim)) * per_channel(rstd, x, batch_ndim)
+
+
+def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int) -> Tensor:
+    y = x_hat if weight is None else x_hat * per_channel(weight, x_hat, batch_ndim)
+    return y if bias is None else y + per_channel(bias, x_hat, batch_ndim)
+
+
+def parameter_cotangents(
+    y_bar: Tensor, x_hat: Tensor, x: Tensor, weight: Tensor | None, batch_ndim: int, wanted: list[bool]
+) -> tuple[Tensor, Tensor]:
+    axes, dtype = axes_of(x, batch_ndim), x.dtype if weight is None else weight.dtype
+    weight_bar = (y_bar * x_hat).sum(axes).to(dtype) if wanted[1] else unwanted(x)
+    bias_bar = y_bar.sum(axes).to(dtype) if wanted[2] else unwanted(x)
+    return weight_bar, bias_bar
+
+
+def sum_of_terms(terms: list[Tensor], x: Tensor, batch_ndim: int) -> Tensor:
+    total = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype, copy=True)
+    return total.contiguous(memory_format=_memory_format(x, batch_ndim))

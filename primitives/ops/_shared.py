@@ -1,0 +1,42 @@
+"""Small pieces that the references and rules of several families use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.core import BatchInfo, to_front
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LOW_PRECISION", "accumulation_dtype", "cast_to_float32", "fold_batch", "unwanted"]
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums and statistics: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unwanted(x: Tensor) -> Tensor:
+    """Stands for an output that nobody asked for: no elements, the dtype and device of `x`."""
+    return x.new_empty(0)
+
+
+def cast_to_float32(primals: Any) -> Any:
+    """Autocast rule of the operations that torch runs in float32: low-precision tensors are cast up."""
+    return primals._make(
+        value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value for value in primals
+    )
+
+
+def fold_batch(batch: BatchInfo, primals: Any, names: tuple[str, ...]) -> Any:
+    """`primals` with the batch axis of the named tensors brought to the front, where it is one more leading axis.
+
+    Tensors without a batch axis are expanded, which costs no copy.
+    """
+    folded = {name: to_front(getattr(primals, name), getattr(batch.axes, name), batch.size) for name in names}
+    return primals._replace(**folded)

@@ -1,0 +1,229 @@
+r"""Batch normalization in training: each channel of x by its own statistics over everything but the channel.
+
+With x_hat = (x - mean) * rstd, per channel,
+
+    y = x_hat * weight + bias
+
+mean and var (biased) are those of the batch, rstd = 1 / sqrt(var + eps), and the running statistics move on,
+
+    running_mean' = (1 - momentum) * running_mean + momentum * mean
+    running_var'  = (1 - momentum) * running_var  + momentum * var * n / (n - 1),     n = values per channel
+
+as outputs: nothing is written in place. With P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat)) per channel,
+
+    jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    vjp   x_bar = P(y_bar) * weight,   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
+
+Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap adds; everything per channel is
+[*batch, C]. mean and rstd are float32 (float64 for float64 x). y is channels_last where x is, else contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from primitives.core import Primitive, triton_kernels_module
+from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
+from primitives.ops._shared import fold_batch, unwanted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+batch_norm_p = Primitive(
+    "batch_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, int batch_ndim, float momentum,"
+    " float eps) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean, Tensor new_running_var)",
+    residuals=("x", "weight", "mean", "rstd"),
+    statistics=("mean", "rstd"),
+    state=("new_running_mean", "new_running_var"),
+)
+batch_norm_bwd_p = Primitive(
+    "batch_norm_bwd",
+    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int batch_ndim, float eps, bool[] wanted)"
+    " -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    decomposable=True,
+)
+batch_norm_jvp_p = Primitive(
+    "batch_norm_jvp",
+    "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
+    " int batch_ndim, float eps) -> Tensor y_dot",
+    decomposable=True,
+)
+
+
+# Reference.
+
+
+def _statistics(x: Tensor, batch_ndim: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and rstd of each channel, [*batch, C]."""
+    axes = axes_of(x, batch_ndim)
+    mean = x.mean(axes)
+    variance = (x - per_channel(mean, x, batch_ndim)).square().mean(axes)
+    return mean, variance, (variance + eps).rsqrt()
+
+
+def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
+    axes = axes_of(v, batch_ndim)
+    centered = v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True)
+    return per_channel(rstd, v, batch_ndim) * centered
+
+
+def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
+    """The next running statistic; an empty batch leaves it as it is."""
+    if running is None:
+        return unwanted(x)
+    if x.numel() == 0:
+        return running.clone()
+    return (momentum * batch + (1 - momentum) * running).to(running.dtype)
+
+
+@batch_norm_p.def_reference
+def _batch_norm_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x_acc = dense(x, x, batch_ndim)
+    mean, variance, rstd = _statistics(x_acc, batch_ndim, eps)
+    y = affine(normalized(x_acc, mean, rstd, batch_ndim), weight, bias, batch_ndim).to(x.dtype)
+    count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
+    new_mean = _moved_on(running_mean, mean, momentum, x)
+    new_var = _moved_on(running_var, variance * (count / max(count - 1, 1)), momentum, x)
+    return y, mean, rstd, new_mean, new_var
+
+
+@batch_norm_bwd_p.def_reference
+def _batch_norm_bwd_reference(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    batch_ndim: int,
+    eps: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    y_bar, x_acc = dense(y_bar, x, batch_ndim), dense(x, x, batch_ndim)
+    # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
+    mean, _, rstd = _statistics(x_acc, batch_ndim, eps)
+    x_hat = normalized(x_acc, mean, rstd, batch_ndim)
+    x_bar = unwanted(x)
+    if wanted[0]:
+        x_bar = affine(_project(y_bar, x_hat, rstd, batch_ndim), weight, None, batch_ndim).to(x.dtype)
+    return x_bar, *parameter_cotangents(y_bar, x_hat, x, weight, batch_ndim, wanted)
+
+
+@batch_norm_jvp_p.def_reference
+def _batch_norm_jvp_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    eps: float,
+) -> Tensor:
+    x_acc = dense(x, x, batch_ndim)
+    mean, _, rstd = _statistics(x_acc, batch_ndim, eps)
+    x_hat = normalized(x_acc, mean, rstd, batch_ndim)
+    terms = []
+    if x_dot is not None:
+        projected = _project(dense(x_dot, x, batch_ndim), x_hat, rstd, batch_ndim)
+        terms.append(affine(projected, weight, None, batch_ndim))
+    if weight_dot is not None:
+        terms.append(x_hat * per_channel(weight_dot, x, batch_ndim))
+    if bias_dot is not None:
+        terms.append(per_channel(bias_dot, x, batch_ndim))
+    return sum_of_terms(terms, x, batch_ndim)
+
+
+# Triton kernels.
+
+
+@batch_norm_p.def_kernel("cuda")
+def _batch_norm_cuda(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+) -> Any:
+    kernels = triton_kernels_module("batch_norm")
+    return kernels.batch_norm_train_fwd(x, weight, bias, running_mean, running_var, batch_ndim, momentum, eps)
+
+
+@batch_norm_bwd_p.def_kernel("cuda")
+def _batch_norm_bwd_cuda(
+    y_bar: Tensor, x: Tensor, weight: Any, mean: Tensor, rstd: Tensor, batch_ndim: int, eps: float, wanted: Any
+) -> Any:
+    kernels = triton_kernels_module("batch_norm")
+    return kernels.batch_norm_train_bwd(y_bar, x, weight, mean, rstd, batch_ndim, wanted)
+
+
+@batch_norm_jvp_p.def_kernel("cuda")
+def _batch_norm_jvp_cuda(
+    x: Tensor,
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Any,
+    weight_dot: Any,
+    bias_dot: Any,
+    batch_ndim: int,
+    eps: float,
+) -> Any:
+    kernels = triton_kernels_module("batch_norm")
+    return kernels.batch_norm_train_jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, batch_ndim)
+
+
+# Derivatives.
+
+
+@batch_norm_p.def_vjp
+def _batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
+    out = batch_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, r.batch_ndim, r.eps, mask)
+    return {name: bar for name, bar, want in zip(("x", "weight", "bias"), out, mask, strict=True) if want}
+
+
+@batch_norm_p.def_jvp
+def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor | None:
+    r, t = residuals, tangents
+    if t.x is None and t.weight is None and t.bias is None:
+        return None
+    return batch_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.batch_ndim, r.eps)
+
+
+# Batching: the batch multiplies the channels.
+
+
+def _fold(batch: Any, primals: Any, names: tuple[str, ...]) -> Any:
+    return fold_batch(batch, primals, names)._replace(batch_ndim=primals.batch_ndim + 1)
+
+
+@batch_norm_p.def_vmap
+def _batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    axes = (0, 0, 0) + (0 if primals.running_mean is not None else None,) * 2
+    return batch_norm_p(*_fold(batch, primals, ("x", "weight", "bias", "running_mean", "running_var"))), axes
+
+
+@batch_norm_bwd_p.def_vmap
+def _batch_norm_bwd_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    axes = tuple(0 if want else None for want in primals.wanted)
+    return batch_norm_bwd_p(*_fold(batch, primals, ("y_bar", "x", "weight", "mean", "rstd"))), axes
+
+
+@batch_norm_jvp_p.def_vmap
+def _batch_norm_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    names = ("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot")
+    return batch_norm_jvp_p(*_fold(batch, primals, names)), 0

@@ -1,0 +1,252 @@
+r"""Layer normalization over the last axes of x.
+
+With x_hat = (x - mean) * rstd, rstd = 1 / sqrt(var + eps), all means over the normalized axes,
+
+    y = x_hat * weight + bias
+
+Write P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat)). P is the derivative of x_hat with respect to x; it is
+symmetric, so one map serves both modes:
+
+    jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    vjp   x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
+
+The sums run over all axes of x but the normalized ones.
+
+Shapes: x is [*batch, *rest, *norm] with `norm_ndim` normalized axes and `batch_ndim` batch axes, which vmap adds. weight and
+bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 (float64 for float64 x).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from primitives.core import Primitive, triton_kernels_module
+from primitives.ops._shared import accumulation_dtype, cast_to_float32, fold_batch, unwanted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+layer_norm_p = Primitive(
+    "layer_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, int norm_ndim, int batch_ndim, float eps)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    residuals=("x", "weight", "mean", "rstd"),
+    statistics=("mean", "rstd"),
+)
+layer_norm_bwd_p = Primitive(
+    "layer_norm_bwd",
+    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
+    " bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    decomposable=True,
+)
+layer_norm_jvp_p = Primitive(
+    "layer_norm_jvp",
+    "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
+    " int norm_ndim, int batch_ndim, float eps) -> Tensor y_dot",
+    decomposable=True,
+)
+
+
+# Reference.
+
+
+def _norm_axes(norm_ndim: int) -> list[int]:
+    return list(range(-norm_ndim, 0))
+
+
+def _statistics(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and rstd of x [*rows, *norm], each [*rows], in the accumulation dtype."""
+    axes = _norm_axes(norm_ndim)
+    x = x.to(accumulation_dtype(x.dtype))
+    mean = x.mean(axes)
+    variance = (x - _per_feature(mean, norm_ndim)).square().mean(axes)
+    return mean, (variance + eps).rsqrt()
+
+
+def _per_feature(statistic: Tensor, norm_ndim: int) -> Tensor:
+    """A statistic [*rows], shaped to broadcast against x [*rows, *norm]."""
+    return statistic.reshape(*statistic.shape, *[1] * norm_ndim)
+
+
+def _normalized(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
+    """x_hat and rstd (shaped to broadcast against x), both functions of x."""
+    mean, rstd = _statistics(x, norm_ndim, eps)
+    rstd = _per_feature(rstd, norm_ndim)
+    return (x - _per_feature(mean, norm_ndim)) * rstd, rstd
+
+
+def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int) -> Tensor:
+    axes = _norm_axes(norm_ndim)
+    return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
+
+
+def _per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
+    """A parameter [*batch, *norm], shaped to broadcast against x [*batch, *rest, *norm]."""
+    rest = x.dim() - batch_ndim - norm_ndim
+    return param.reshape(*x.shape[:batch_ndim], *[1] * rest, *x.shape[x.dim() - norm_ndim :])
+
+
+@layer_norm_p.def_reference
+def _layer_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    mean, rstd = _statistics(x, norm_ndim, eps)
+    y = (x - _per_feature(mean, norm_ndim)) * _per_feature(rstd, norm_ndim)
+    if weight is not None:
+        y = y * _per_row(weight, x, norm_ndim, batch_ndim)
+    if bias is not None:
+        y = y + _per_row(bias, x, norm_ndim, batch_ndim)
+    return y.to(x.dtype), mean, rstd
+
+
+@layer_norm_bwd_p.def_reference
+def _layer_norm_bwd_reference(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, y_bar = x.contiguous(), y_bar.contiguous()
+    # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
+    x_hat, rstd = _normalized(x, norm_ndim, eps)
+    y_bar_acc = y_bar.to(x_hat.dtype)
+    v = y_bar_acc if weight is None else y_bar_acc * _per_row(weight, x, norm_ndim, batch_ndim)
+    x_bar = _project(v, x_hat, rstd, norm_ndim).to(x.dtype) if wanted[0] else unwanted(x)
+    batch, norm = x.shape[:batch_ndim], x.shape[x.dim() - norm_ndim :]
+    dtype = x.dtype if weight is None else weight.dtype
+
+    def sum_rows(v: Tensor) -> Tensor:
+        return v.reshape(*batch, x.shape[batch_ndim : x.dim() - norm_ndim].numel(), *norm).sum(batch_ndim).to(dtype)
+
+    weight_bar = sum_rows(y_bar_acc * x_hat) if wanted[1] else unwanted(x)
+    bias_bar = sum_rows(y_bar_acc) if wanted[2] else unwanted(x)
+    return x_bar, weight_bar, bias_bar
+
+
+@layer_norm_jvp_p.def_reference
+def _layer_norm_jvp_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+) -> Tensor:
+    x = x.contiguous()
+    x_hat, rstd = _normalized(x, norm_ndim, eps)
+    terms = []
+    if x_dot is not None:
+        projected = _project(x_dot.contiguous().to(x_hat.dtype), x_hat, rstd, norm_ndim)
+        terms.append(projected if weight is None else projected * _per_row(weight, x, norm_ndim, batch_ndim))
+    if weight_dot is not None:
+        terms.append(x_hat * _per_row(weight_dot, x, norm_ndim, batch_ndim))
+    if bias_dot is not None:
+        terms.append(_per_row(bias_dot, x, norm_ndim, batch_ndim).expand(x.shape).contiguous())
+    return sum(terms[1:], terms[0]).to(x.dtype, copy=True)
+
+
+# Triton kernels.
+
+
+@layer_norm_p.def_kernel("cuda")
+def _layer_norm_cuda(x: Tensor, weight: Any, bias: Any, norm_ndim: int, batch_ndim: int, eps: float) -> Any:
+    return triton_kernels_module("layer_norm").layer_norm_fwd(x, weight, bias, norm_ndim, batch_ndim, eps)
+
+
+@layer_norm_bwd_p.def_kernel("cuda")
+def _layer_norm_bwd_cuda(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: Any,
+) -> Any:
+    return triton_kernels_module("layer_norm").layer_norm_bwd(
+        y_bar, x, weight, mean, rstd, norm_ndim, batch_ndim, wanted
+    )
+
+
+@layer_norm_jvp_p.def_kernel("cuda")
+def _layer_norm_jvp_cuda(
+    x: Tensor,
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Any,
+    weight_dot: Any,
+    bias_dot: Any,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+) -> Any:
+    return triton_kernels_module("layer_norm").layer_norm_jvp(
+        x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim
+    )
+
+
+# Derivatives.
+
+
+@layer_norm_p.def_vjp
+def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+    r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
+    out = layer_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, r.norm_ndim, r.batch_ndim, r.eps, mask)
+    return {name: bar for name, bar, want in zip(("x", "weight", "bias"), out, mask, strict=True) if want}
+
+
+@layer_norm_p.def_jvp
+def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
+    r, t = residuals, tangents
+    return layer_norm_jvp_p(
+        r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.norm_ndim, r.batch_ndim, r.eps
+    )
+
+
+# Batching: the batch becomes more rows, and where parameters have it too, one more batch axis.
+
+
+@layer_norm_p.def_vmap
+def _layer_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    names: tuple[str, ...] = ("x",)
+    if primals.batch_ndim or batch.is_batched("weight", "bias"):
+        names = ("x", "weight", "bias")
+        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
+    return layer_norm_p(*fold_batch(batch, primals, names)), (0, 0, 0)
+
+
+@layer_norm_bwd_p.def_vmap
+def _layer_norm_bwd_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    names: tuple[str, ...] = ("y_bar", "x", "mean", "rstd")
+    # Each sample has its own sum over rows, so parameter cotangents need the batch axis even if no parameter has it.
+    if primals.batch_ndim or batch.is_batched("weight") or any(primals.wanted[1:]):
+        names = (*names, "weight")
+        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
+    axes = tuple(0 if want else None for want in primals.wanted)
+    return layer_norm_bwd_p(*fold_batch(batch, primals, names)), axes
+
+
+@layer_norm_jvp_p.def_vmap
+def _layer_norm_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    names: tuple[str, ...] = ("x", "mean", "rstd", "x_dot")
+    if primals.batch_ndim or batch.is_batched("weight", "weight_dot", "bias_dot"):
+        names = (*names, "weight", "weight_dot", "bias_dot")
+        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
+    return layer_norm_jvp_p(*fold_batch(batch, primals, names)), 0
+
+
+# Torch runs layer norm in float32 under CUDA's autocast and leaves it alone under the CPU's.
+layer_norm_p.def_autocast("cuda")(cast_to_float32)

@@ -1,0 +1,126 @@
+r"""Logarithm of the softmax over one axis.
+
+    y = x - log(sum(exp(x))),      p = exp(y)
+
+    jvp   y_dot = x_dot - sum(p * x_dot)
+    vjp   x_bar = y_bar - p * sum(y_bar)
+
+All sums run over the axis. Both derivatives need the output y alone, so x is not kept.
+
+Shapes: x, y and their tangents and cotangents are alike; y has `output_dtype` (None: that of x), and x is cast to it
+as it is read. Sums are taken in float32, in float64 for float64 y.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.core import Primitive, triton_kernels_module
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, fold_batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log_softmax_p = Primitive(
+    "log_softmax",
+    "(Tensor x, int dim, ScalarType? output_dtype) -> Tensor y",
+    residuals=("y", "x.dtype"),
+)
+log_softmax_bwd_p = Primitive(
+    "log_softmax_bwd",
+    "(Tensor y_bar, Tensor y, int dim, ScalarType x_dtype) -> Tensor x_bar",
+    decomposable=True,
+)
+log_softmax_jvp_p = Primitive(
+    "log_softmax_jvp",
+    "(Tensor x_dot, Tensor y, int dim) -> Tensor y_dot",
+    decomposable=True,
+)
+
+
+# Reference.
+
+
+@log_softmax_p.def_reference
+def _log_softmax_reference(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor:
+    y_dtype = output_dtype or x.dtype
+    # torch defines dtype= as a cast before the operation, so a narrower dtype rounds x too.
+    x = x.contiguous().to(y_dtype).to(accumulation_dtype(y_dtype))
+    return torch.log_softmax(x, dim).to(y_dtype)
+
+
+@log_softmax_bwd_p.def_reference
+def _log_softmax_bwd_reference(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
+    acc = accumulation_dtype(y.dtype)
+    y_bar, y = y_bar.contiguous().to(acc), y.contiguous().to(acc)
+    return (y_bar - y.exp() * y_bar.sum(dim, keepdim=True)).to(x_dtype)
+
+
+@log_softmax_jvp_p.def_reference
+def _log_softmax_jvp_reference(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
+    acc = accumulation_dtype(y.dtype)
+    x_dot, y_acc = x_dot.contiguous().to(acc), y.contiguous().to(acc)
+    return (x_dot - (y_acc.exp() * x_dot).sum(dim, keepdim=True)).to(y.dtype)
+
+
+# Triton kernels.
+
+
+@log_softmax_p.def_kernel("cuda")
+def _log_softmax_cuda(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor:
+    return triton_kernels_module("log_softmax").log_softmax_fwd(x, dim, output_dtype)
+
+
+@log_softmax_bwd_p.def_kernel("cuda")
+def _log_softmax_bwd_cuda(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
+    return triton_kernels_module("log_softmax").log_softmax_bwd(y_bar, y, dim, x_dtype)
+
+
+@log_softmax_jvp_p.def_kernel("cuda")
+def _log_softmax_jvp_cuda(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
+    return triton_kernels_module("log_softmax").log_softmax_jvp(x_dot, y, dim)
+
+
+# Derivatives.
+
+
+@log_softmax_p.def_vjp
+def _log_softmax_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    return {"x": log_softmax_bwd_p(cotangents.y, residuals.y, residuals.dim, residuals.x_dtype)}
+
+
+@log_softmax_p.def_jvp
+def _log_softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
+    return log_softmax_jvp_p(tangents.x, residuals.y, residuals.dim)
+
+
+# Batching: the batch is one more axis that the sum does not run over.
+
+
+def _fold(batch: Any, primals: Any, names: tuple[str, ...]) -> Any:
+    return fold_batch(batch, primals, names)._replace(dim=primals.dim + 1)
+
+
+@log_softmax_p.def_vmap
+def _log_softmax_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
+    return log_softmax_p(*_fold(batch, primals, ("x",))), 0
+
+
+@log_softmax_bwd_p.def_vmap
+def _log_softmax_bwd_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
+    return log_softmax_bwd_p(*_fold(batch, primals, ("y_bar", "y"))), 0
+
+
+@log_softmax_jvp_p.def_vmap
+def _log_softmax_jvp_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
+    return log_softmax_jvp_p(*_fold(batch, primals, ("x_dot", "y"))), 0
+
+
+@log_softmax_p.def_autocast("cuda")
+def _log_softmax_autocast(primals: Any) -> Any:
+    """Torch runs log-softmax in float32 under CUDA's autocast, unless a dtype was asked for."""
+    if primals.output_dtype is None and primals.x.dtype in LOW_PRECISION:
+        return primals._replace(output_dtype=torch.float32)
+    return primals
