@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,9 @@ WARM_UP_ROUNDS = 5
 # Upper limits of (this package / torch.library.custom_op), from the design.
 LIMITS = {"call with grad": 1.0, "call without grad": 1.1, "forward + backward": 1.0}
 
-scale_p = Primitive("scale", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace="perf_overhead")
+scale_p = Primitive(
+    "scale", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace="perf_overhead"
+)
 
 
 @scale_p.def_reference
@@ -111,7 +114,7 @@ def main() -> int:
     """Measure, print one line per mode, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds per mode (default: %(default)s)")
-    parser.add_argument("--json", help="also write the numbers to this file")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = measure(options.rounds)
@@ -123,8 +126,7 @@ def main() -> int:
             f"limit {r['limit']:.1f}: {verdict})  {r['ours_us']:.1f} us / {r['custom_op_us']:.1f} us"
         )
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"torch": torch.__version__, "modes": results}, file, indent=2)
+        options.json.write_text(json.dumps({"torch": torch.__version__, "modes": results}, indent=2) + "\n")
     return 0 if all(r["ratio"] <= r["limit"] for r in results.values()) else 1
 
 

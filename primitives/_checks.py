@@ -38,7 +38,9 @@ def _companion(op_name: str, label: str, x: Tensor, name: str, value: Tensor | N
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
     if value.dtype not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
-        raise DtypeError(f"{op_name}: {name} must have dtype {names} for {label} of dtype {x.dtype}, got {value.dtype}.")
+        raise DtypeError(
+            f"{op_name}: {name} must have dtype {names} for {label} of dtype {x.dtype}, got {value.dtype}."
+        )
 
 
 def _same_dtype(op_name: str, tensors: dict[str, Tensor | None]) -> None:
@@ -100,7 +102,8 @@ def batch_norm(
     if (running_mean is None) != (running_var is None):
         missing, given = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
         raise ShapeError(
-            f"batch_norm: running_mean and running_var must both be given or both be None, got {given} without {missing}."
+            "batch_norm: running_mean and running_var must both be given or both be None, "
+            f"got {given} without {missing}."
         )
     if not training and running_mean is None:
         raise ShapeError(

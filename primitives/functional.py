@@ -43,11 +43,11 @@ def layer_norm(
     The means run over the normalized axes; the variance is the biased one.
 
     Args:
-        input: Tensor of shape `[*, *normalized_shape]`, float16, bfloat16, float32 or float64, any strides; or a pytree
-            of such tensors, which is mapped leaf by leaf.
+        input: Tensor of shape `[*, *normalized_shape]`, float16, bfloat16, float32 or float64, any strides; or a
+            pytree of such tensors, which is mapped leaf by leaf.
         normalized_shape: Sizes of the normalized axes, at least one.
-        weight: Scale `w`, shape `normalized_shape`, dtype of `input`, or float32 for float16 and bfloat16 `input`. `None` means 1.
-            For a pytree `input`, a tensor or a tree prefix of it.
+        weight: Scale `w`, shape `normalized_shape`, dtype of `input`, or float32 for float16 and bfloat16 `input`.
+            `None` means 1. For a pytree `input`, a tensor or a tree prefix of it.
         bias: Shift `b`, like `weight`, and in its dtype. `None` means 0.
         eps: Added to the variance, in the unit of `input` squared.
         namespace: optree namespace of custom pytree nodes.
@@ -62,12 +62,12 @@ def layer_norm(
         TreeError: If `weight` or `bias` is no prefix of the tree `input`.
 
     Derivatives:
-        Forward and reverse mode, to any order, in `input`, `weight` and `bias`. Reverse mode keeps `input`, `weight` and,
-        per row, mean and reciprocal standard deviation.
+        Forward and reverse mode, to any order, in `input`, `weight` and `bias`. Reverse mode keeps `input`, `weight`
+        and, per row, mean and reciprocal standard deviation.
 
     Numerics:
-        Accumulated in float32 (float64 for float64 `input`), the variance from centered values, so that a large common
-        offset does no harm. A constant row gives `bias` for positive `eps`.
+        Accumulated in float32 (float64 for float64 `input`), the variance from centered values, so that a large
+        common offset does no harm. A constant row gives `bias` for positive `eps`.
 
     Example:
         >>> import torch
@@ -117,12 +117,13 @@ def pure_batch_norm(
 ) -> BatchNormOutput:
     """Batch normalization that returns the new running statistics and writes nothing.
 
-    The arguments, errors and the output are those of `batch_norm`. Because nothing is written, it works where an in-place update
-    cannot: under `vmap` over samples or models, and in purely functional training loops.
+    The arguments, errors and the output are those of `batch_norm`. Because nothing is written, it works where an
+    in-place update cannot: under `vmap` over samples or models, and in purely functional training loops.
 
     Returns:
-        `BatchNormOutput(output, running_mean, running_var)`. In training the statistics are new tensors in the dtype of the given
-        ones; in evaluation they are the given ones. They are state, as torch's buffers are: constant to every derivative.
+        `BatchNormOutput(output, running_mean, running_var)`. In training the statistics are new tensors in the dtype
+        of the given ones; in evaluation they are the given ones. They are state, as torch's buffers are: constant to
+        every derivative.
 
     Raises:
         ShapeError, DtypeError, DeviceError, TreeError: As `batch_norm` does.
@@ -182,15 +183,15 @@ def batch_norm(
 
     $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b $$
 
-    In training `μ` and `σ²` (biased) are the statistics of each channel in this batch; the running statistics are moved towards
-    them in place, the variance by its unbiased value:
+    In training `μ` and `σ²` (biased) are the statistics of each channel in this batch; the running statistics are
+    moved towards them in place, the variance by its unbiased value:
     `running = (1 - momentum) * running + momentum * batch`. In evaluation `μ` and `σ²` are the running statistics.
 
     Args:
-        input: Tensor of shape `[N, C, *]` with 2 to 5 axes, float16, bfloat16, float32 or float64, any strides; or a pytree
-            of such tensors, which is mapped leaf by leaf.
-        running_mean: Shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`; written in training. `None`, together
-            with `running_var`, for none: then only training is possible.
+        input: Tensor of shape `[N, C, *]` with 2 to 5 axes, float16, bfloat16, float32 or float64, any strides; or a
+            pytree of such tensors, which is mapped leaf by leaf.
+        running_mean: Shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`; written in
+            training. `None`, together with `running_var`, for none: then only training is possible.
         running_var: Like `running_mean`.
         weight: Scale `w`, shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`. `None` means 1.
         bias: Shift `b`, like `weight`, and in its dtype. `None` means 0.
@@ -203,14 +204,16 @@ def batch_norm(
         `y`, with the shape, dtype and device of `input`; channels_last where `input` is, else contiguous.
 
     Raises:
-        ShapeError: If shapes do not agree, running statistics are missing in evaluation, or a channel has a single value in training.
+        ShapeError: If shapes do not agree, running statistics are missing in evaluation, or a channel has a single
+            value in training.
         DtypeError: If a dtype is not one of the above, or `momentum` is no number.
         DeviceError: If the tensors are on different devices.
         TreeError: If a parameter is no prefix of the tree `input`.
         RuntimeError: Under `vmap`, if `input` is batched and the running statistics are not: see `pure_batch_norm`.
 
     Derivatives:
-        Forward and reverse mode, to any order, in `input`, `weight` and `bias`; in evaluation also in the running statistics.
+        Forward and reverse mode, to any order, in `input`, `weight` and `bias`; in evaluation also in the running
+        statistics.
 
     Example:
         >>> import torch
@@ -249,8 +252,8 @@ def log_softmax(
     $$ y = x - \log \sum \exp(x) $$
 
     Args:
-        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; of any real dtype if `dtype` is given;
-            or a pytree of such tensors, which is mapped leaf by leaf.
+        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; of any real dtype if `dtype`
+            is given; or a pytree of such tensors, which is mapped leaf by leaf.
         dim: Axis that the sum runs over. `None` chooses one as torch does, with a warning.
         _stacklevel: How far up the call stack that warning points.
         dtype: Dtype that `input` is cast to first, and that the result has. `None` means that of `input`.
@@ -267,8 +270,8 @@ def log_softmax(
         Forward and reverse mode, to any order, in `input`. Reverse mode keeps the output and not the input.
 
     Numerics:
-        The maximum is subtracted before exponentiation. Accumulated in float32, in float64 for a float64 result. A row that is
-        all `-inf`, or has `+inf` or NaN in it, gives NaN.
+        The maximum is subtracted before exponentiation. Accumulated in float32, in float64 for a float64 result. A
+        row that is all `-inf`, or has `+inf` or NaN in it, gives NaN.
 
     Example:
         >>> import torch

@@ -2,7 +2,15 @@
 
 from primitives.core.backend import current_backend, triton_kernels_module, use_backend
 from primitives.core.batching import BatchInfo, to_front
-from primitives.core.errors import AxisError, BackendError, DeviceError, DtypeError, MissingRuleError, ShapeError, TreeError
+from primitives.core.errors import (
+    AxisError,
+    BackendError,
+    DeviceError,
+    DtypeError,
+    MissingRuleError,
+    ShapeError,
+    TreeError,
+)
 from primitives.core.primitive import Primitive, registered_primitives
 
 __all__ = [

@@ -99,7 +99,7 @@ def _redispatcher(op: Primitive) -> Callable:
     return run
 
 
-def _rules_class(op: Primitive) -> type:
+def _rules_class(op: Primitive) -> type:  # noqa: C901 - three short methods that close over one operator
     """Build the autograd function of `op`: the only place in the package that does."""
     redispatch, layout, argument_names = _redispatcher(op), op.residuals, op.argument_names
     num_outputs = len(op.output_names)

@@ -80,7 +80,7 @@ def triton_kernels_module(name: str) -> ModuleType:
     try:
         package = importlib.import_module("triton_kernels")
         if getattr(package, "DISTRIBUTION", None) != KERNELS_DISTRIBUTION:
-            where = getattr(package, "__file__", None) or list(getattr(package, "__path__", ["an unknown place"]))[0]
+            where = getattr(package, "__file__", None) or next(iter(getattr(package, "__path__", ["an unknown place"])))
             raise BackendError(
                 f"The import name 'triton_kernels' belongs to another project here (found at {where}): remove that "
                 f"one from the environment, or put {KERNELS_DISTRIBUTION} before it on sys.path."
@@ -90,8 +90,8 @@ def triton_kernels_module(name: str) -> ModuleType:
         if error.name not in ("triton", "triton_kernels"):
             raise
         raise BackendError(
-            f"Triton kernels were asked for, but {error.name!r} is not installed. Install it (pip install triton, Linux "
-            'only), or choose the plain-torch implementation: primitives.use_backend("reference").'
+            f"Triton kernels were asked for, but {error.name!r} is not installed. Install it (pip install triton, "
+            'Linux only), or choose the plain-torch implementation: primitives.use_backend("reference").'
         ) from error
 
 

@@ -47,32 +47,36 @@ def _names(entries: Sequence[Any], unnamed: str) -> list[str]:
 class Primitive:
     """One `torch.library` operator and its rules, registered with torch from this one object.
 
-    The reference is the definition: a plain-torch, differentiable function of the schema's arguments. It runs wherever there
-    is no kernel, gives shapes, dtypes and strides to tracers, and is the decomposition that is
+    The reference is the definition: a plain-torch, differentiable function of the schema's arguments. It runs
+    wherever there is no kernel, gives shapes, dtypes and strides to tracers, and is the decomposition that is
     differentiated where a derivative rule is missing and `decomposable` allows it. It must not return its inputs or
     views of them.
 
     Rules are added with the `def_*` decorators, each returning its function unchanged:
 
     - `def_reference(*args) -> outputs`
-    - `def_kernel(device)(*args) -> outputs`, device `"cuda"` (a Triton kernel, also run by the interpreter) or `"cpu"`
+    - `def_kernel(device)(*args) -> outputs`, device `"cuda"` (a Triton kernel, also run by the interpreter) or
+      `"cpu"`
     - `def_fake(*args) -> outputs`, by default the reference on tensors without data
     - `def_vjp(residuals, cotangents, wanted) -> {argument: cotangent}`
     - `def_jvp(residuals, tangents) -> tangent of each differentiable output`
     - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a vmap of the reference
     - `def_autocast(device)(primals) -> primals`
 
-    `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the schema. A tensor
-    that is absent, a tangent of something unperturbed and a cotangent of something unused are all `None`; a vjp rule leaves out
-    (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so that they can be differentiated and batched.
+    `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the
+    schema. A tensor that is absent, a tangent of something unperturbed and a cotangent of something unused are all
+    `None`; a vjp rule leaves out (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so
+    that they can be differentiated and batched.
 
     Args:
         name: Operator name; the operator is `torch.ops.<namespace>.<name>`.
-        schema: Arguments and named outputs as in `torch.library`, `"(Tensor x, float eps) -> (Tensor y, Tensor rstd)"`.
-        residuals: What the forward pass keeps: names of arguments or outputs, or `"x.dtype"` for a dtype alone. Arguments that are
-            no tensors are kept always.
+        schema: Arguments and named outputs as in `torch.library`, `"(Tensor x, float eps) -> (Tensor y, Tensor
+            rstd)"`.
+        residuals: What the forward pass keeps: names of arguments or outputs, or `"x.dtype"` for a dtype alone.
+            Arguments that are no tensors are kept always.
         statistics: Outputs that are cached values of the inputs: differentiating one raises.
-        state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers are.
+        state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers
+            are.
         decomposable: Whether a missing derivative rule may be replaced by differentiating the reference.
         namespace: Operator namespace.
 
@@ -105,11 +109,11 @@ class Primitive:
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
         self.residuals = ResidualLayout(name, residuals, self.argument_names, tensors, self.output_names)
         # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
-        self.Primals = namedtuple("Primals", self.argument_names)  # noqa: PYI024
-        self.Tangents = namedtuple("Tangents", self.argument_names)  # noqa: PYI024
-        self.Wanted = namedtuple("Wanted", self.argument_names)  # noqa: PYI024
-        self.Axes = namedtuple("Axes", self.argument_names)  # noqa: PYI024
-        self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)  # noqa: PYI024
+        self.Primals = namedtuple("Primals", self.argument_names)
+        self.Tangents = namedtuple("Tangents", self.argument_names)
+        self.Wanted = namedtuple("Wanted", self.argument_names)
+        self.Axes = namedtuple("Axes", self.argument_names)
+        self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
         self._tensor_arguments = frozenset(tensors)
         self._rules: dict[str, Callable] = {}
         self._kernels: dict[str, Callable] = {}

@@ -61,7 +61,7 @@ class ResidualLayout:
         static = [name for name in arguments if name not in tensor_arguments]
         self._static = [arguments.index(name) for name in static]
         fields = [*input_names, *output_names, *dtype_names, *static]
-        self.Residuals = namedtuple("Residuals", fields)  # noqa: PYI024 - the fields are known at run time only
+        self.Residuals = namedtuple("Residuals", fields)
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""

@@ -30,7 +30,11 @@ def _message(op_name: str, output: str, mode: str) -> str:
 
 def _returns_view(func: Any) -> bool:
     returns = func._schema.returns
-    return [str(r.type) for r in returns] == ["Tensor"] and bool(returns[0].alias_info) and not returns[0].alias_info.is_write
+    return (
+        [str(r.type) for r in returns] == ["Tensor"]
+        and bool(returns[0].alias_info)
+        and not returns[0].alias_info.is_write
+    )
 
 
 class _RefusedTangent(torch.Tensor):
@@ -39,7 +43,7 @@ class _RefusedTangent(torch.Tensor):
     _message: str
 
     @staticmethod
-    def __new__(cls, primal: Tensor, message: str, device: torch.device | None = None) -> _RefusedTangent:
+    def __new__(cls: type, primal: Tensor, message: str, device: torch.device | None = None) -> _RefusedTangent:
         """A refused tangent with the layout of `primal`."""
         tangent = torch.Tensor._make_wrapper_subclass(
             cls, primal.shape, strides=primal.stride(), dtype=primal.dtype, device=device or primal.device

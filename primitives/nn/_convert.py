@@ -27,8 +27,9 @@ def _retype(model: torch.nn.Module, types: dict[type, type], caller: str) -> dic
 def convert(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Turn every module of `model` that has a counterpart here into it, in place.
 
-    Only modules whose type is exactly one of `torch.nn` are changed: subclasses, and whatever else this package does not know,
-    stay untouched. Parameters, buffers, hooks, training mode and `state_dict` stay the same objects under the same names.
+    Only modules whose type is exactly one of `torch.nn` are changed: subclasses, and whatever else this package does
+    not know, stay untouched. Parameters, buffers, hooks, training mode and `state_dict` stay the same objects under
+    the same names.
 
     Args:
         model: Any module; it may itself be one that is converted.

@@ -28,7 +28,7 @@ def _memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
 
 
 def dense(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
-    """x in the accumulation dtype and in the output layout for `like`."""
+    """Return x in the accumulation dtype and in the output layout for `like`."""
     return x.contiguous(memory_format=_memory_format(like, batch_ndim)).to(accumulation_dtype(like.dtype))
 
 

@@ -29,7 +29,8 @@ def unwanted(x: Tensor) -> Tensor:
 def cast_to_float32(primals: Any) -> Any:
     """Autocast rule of the operations that torch runs in float32: low-precision tensors are cast up."""
     return primals._make(
-        value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value for value in primals
+        value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
+        for value in primals
     )
 
 

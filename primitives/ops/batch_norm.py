@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 batch_norm_p = Primitive(
     "batch_norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, int batch_ndim, float momentum,"
-    " float eps) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean, Tensor new_running_var)",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, int batch_ndim,"
+    " float momentum, float eps) -> (Tensor y, Tensor mean, Tensor rstd, Tensor new_running_mean,"
+    " Tensor new_running_var)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
     state=("new_running_mean", "new_running_var"),

@@ -180,9 +180,7 @@ _PERTURBABLE = ("x", "weight", "bias", "running_mean", "running_var")
 @batch_norm_eval_p.def_vjp
 def _batch_norm_eval_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, mask = residuals, [getattr(wanted, name) for name in _PERTURBABLE]
-    out = batch_norm_eval_bwd_p(
-        cotangents.y, r.x, r.weight, r.running_mean, r.running_var, r.batch_ndim, r.eps, mask
-    )
+    out = batch_norm_eval_bwd_p(cotangents.y, r.x, r.weight, r.running_mean, r.running_var, r.batch_ndim, r.eps, mask)
     return {name: bar for name, bar, want in zip(_PERTURBABLE, out, mask, strict=True) if want}
 
 

@@ -12,8 +12,8 @@ symmetric, so one map serves both modes:
 
 The sums run over all axes of x but the normalized ones.
 
-Shapes: x is [*batch, *rest, *norm] with `norm_ndim` normalized axes and `batch_ndim` batch axes, which vmap adds. weight and
-bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 (float64 for float64 x).
+Shapes: x is [*batch, *rest, *norm] with `norm_ndim` normalized axes and `batch_ndim` batch axes, which vmap adds.
+weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 (float64 for float64 x).
 """
 
 from __future__ import annotations
@@ -211,9 +211,7 @@ def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, T
 @layer_norm_p.def_jvp
 def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
     r, t = residuals, tangents
-    return layer_norm_jvp_p(
-        r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.norm_ndim, r.batch_ndim, r.eps
-    )
+    return layer_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.norm_ndim, r.batch_ndim, r.eps)
 
 
 # Batching: the batch becomes more rows, and where parameters have it too, one more batch axis.
