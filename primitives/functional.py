@@ -138,33 +138,42 @@ def pure_batch_norm(
         >>> out.running_mean
         tensor([0.2000])
     """
-    _checks.momentum(momentum)
-
-    def check(label: str, x: Tensor, *channel_tensors: Tensor | None) -> None:
-        _checks.batch_norm(label, x, *channel_tensors, training=training)
-
-    def compute(x: Tensor, *channel_tensors: Tensor | None) -> BatchNormOutput:
-        return _batch_norm(x, *channel_tensors, training, momentum, eps)
-
-    prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    return BatchNormOutput(*map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace))
+    return _batch_norm_tree(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, namespace, in_place=False
+    )
 
 
-def _batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+def _batch_norm_tree(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any,
+    bias: Any,
     training: bool,
     momentum: float,
     eps: float,
+    namespace: str,
+    *,
+    in_place: bool,
 ) -> BatchNormOutput:
-    if not training:
-        y = batch_norm_eval_p(x, weight, bias, running_mean, running_var, 0, eps)
-        return BatchNormOutput(y, running_mean, running_var)
-    y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, running_mean, running_var, 0, momentum, eps)
-    return BatchNormOutput(y, None, None) if running_mean is None else BatchNormOutput(y, new_mean, new_var)
+    """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
+    _checks.momentum(momentum)
+
+    def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
+        _checks.batch_norm(label, x, mean, var, weight, bias, training=training)
+
+    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> BatchNormOutput:
+        if not training:
+            return BatchNormOutput(batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), mean, var)
+        y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, mean, var, 0, momentum, eps)
+        if mean is None:
+            return BatchNormOutput(y, None, None)
+        if in_place:
+            write_back([mean, var], [new_mean, new_var])
+        return BatchNormOutput(y, new_mean, new_var)
+
+    prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    return BatchNormOutput(*map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace))
 
 
 def batch_norm(
@@ -224,19 +233,10 @@ def batch_norm(
     References:
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
     """
-    _checks.momentum(momentum)
-
-    def check(label: str, x: Tensor, *channel_tensors: Tensor | None) -> None:
-        _checks.batch_norm(label, x, *channel_tensors, training=training)
-
-    def compute(x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any) -> Tensor:
-        out = _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        if training and running_mean is not None:
-            write_back([running_mean, running_var], [out.running_mean, out.running_var])
-        return out.output
-
-    prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    return map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace)
+    out = _batch_norm_tree(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, namespace, in_place=True
+    )
+    return out.output
 
 
 def log_softmax(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C
+from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 from primitives.core.errors import DtypeError, ShapeError
@@ -46,7 +47,7 @@ def _tangents_possible() -> bool:
     """
     return (
         forward_ad._current_level >= 0
-        or _C._functorch.peek_interpreter_stack() is not None
+        or _functorch.peek_interpreter_stack() is not None
         or _C._len_torch_dispatch_stack() > 0
     )
 
@@ -86,7 +87,7 @@ def _redispatcher(op: Primitive) -> Callable:
     """`(keyset, args) -> outputs`: run the implementation below this level."""
     redispatch = op.overload._handle.redispatch_boxed
     below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
-    peek = _C._functorch.peek_interpreter_stack
+    peek = _functorch.peek_interpreter_stack
 
     def run(keyset: Any, args: tuple) -> Any:
         with below_autograd():
@@ -141,7 +142,7 @@ def _rules_class(op: Primitive) -> type:  # noqa: C901 - three short methods tha
             return (None, *map(result.get, argument_names))
 
         @staticmethod
-        def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:  # type: ignore[override]
             with forward_ad._set_fwd_grad_enabled(True):
                 saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
                 residuals = unpack(saved, ctx.static)
@@ -165,7 +166,6 @@ def autograd_kernel(op: Primitive) -> Callable:
     """
     rules = _rules_class(op)
     redispatch = op.overload._handle.redispatch_boxed
-    functorch = _C._functorch
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
     below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
 
@@ -179,11 +179,11 @@ def autograd_kernel(op: Primitive) -> Callable:
             return op.decompose("vjp", args)
         if forward and not op.has_rule("jvp"):
             return op.decompose("jvp", args)
-        previous = functorch.get_single_level_autograd_function_allowed()
-        functorch.set_single_level_autograd_function_allowed(True)
+        previous = _functorch.get_single_level_autograd_function_allowed()
+        _functorch.set_single_level_autograd_function_allowed(True)
         try:
             return rules.apply(keyset, *args)
         finally:
-            functorch.set_single_level_autograd_function_allowed(previous)
+            _functorch.set_single_level_autograd_function_allowed(previous)
 
     return kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import optree
 import torch
@@ -61,7 +61,7 @@ def map_tensors(
         if all(value is None or isinstance(value, torch.Tensor) for value in values):
             check("input", tree, *values)
             return compute(tree, *values)
-    leaves, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
+    leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)
     accessors = treespec.accessors()
     columns = [_broadcast(op_name, name, p, tree, len(leaves), namespace) for name, p in prefixes.items()]
     calls = list(zip(leaves, *columns, strict=True))
