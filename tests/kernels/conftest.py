@@ -1,0 +1,29 @@
+"""Kernel tests run in Triton's interpreter, on memory that is poisoned with NaN before a kernel writes it."""
+
+from __future__ import annotations
+
+import os
+
+# Read by triton when it is imported, so set before any test module is.
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that an output which no kernel writes cannot pass."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -1,0 +1,176 @@
+"""What every launcher shares: dtype rules, row and group views, and the guard around a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+TL_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums and statistics: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@triton.jit
+def _probe_kernel():
+    pass
+
+
+# Decided when triton is imported, by TRITON_INTERPRET.
+INTERPRETED = isinstance(_probe_kernel, InterpretedFunction)
+
+
+def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
+    """Context in which Triton launches on the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int = 0) -> int | None:
+    """The one stride that walks these dims in row-major order, or None where there is no such stride.
+
+    Args:
+        sizes: Sizes of adjacent dims.
+        strides: Their strides; expanded dims (stride 0) collapse with each other.
+        single: Answer where the dims hold at most one element, so that any stride would do.
+    """
+    stride = span = None
+    for size, dim_stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if stride is None:
+            stride = dim_stride
+        elif dim_stride != span:
+            return None
+        span = dim_stride * size
+    return single if stride is None else stride
+
+
+def collapse(tensor: Tensor, cuts: Sequence[int], single: int = 0) -> tuple[int, ...] | None:
+    """Strides of `tensor` viewed with its dims merged between `cuts`, or None where that needs a copy.
+
+    Args:
+        tensor: Any tensor.
+        cuts: Increasing dim numbers in `[0, tensor.dim()]`; `(1, 3)` merges dims `[0:1]`, `[1:3]` and `[3:]`. An empty
+            range of dims counts as one dim of size 1.
+        single: Stride reported for a merged dim of at most one element.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    merged = []
+    for start, stop in zip((0, *cuts), (*cuts, tensor.dim()), strict=True):
+        stride = collapsed_stride(sizes[start:stop], strides[start:stop], single)
+        if stride is None:
+            return None
+        merged.append(stride)
+    return tuple(merged)
+
+
+class RowView(NamedTuple):
+    """Tensors of one shape seen as `[num_segments, num_rows, num_cols]`, each with its own three strides.
+
+    Row `r` of segment `s` is row `s * num_rows + r` of the whole. Two levels are what it takes to address the rows of
+    an expanded or padded tensor without a copy.
+    """
+
+    num_segments: int
+    num_rows: int
+    num_cols: int
+    tensors: tuple[Tensor | None, ...]
+    strides: tuple[tuple[int, int, int], ...]
+
+    def alignment(self, *more: int) -> int:
+        """Power of two, at most 16, that divides every segment and row stride, `num_cols` and the integers `more`."""
+        divisor = math.gcd(16, self.num_cols, *more)
+        for segment_stride, row_stride, _ in self.strides:
+            divisor = math.gcd(divisor, segment_stride, row_stride)
+        return divisor
+
+
+_ABSENT_STRIDES = (0, 0, 1)
+
+
+def row_view(
+    tensors: Sequence[Tensor | None], norm_ndim: int, batch_ndim: int | None, max_segments: int | None = None
+) -> RowView:
+    """View of tensors of one shape as rows over their last `norm_ndim` dims.
+
+    Args:
+        tensors: Tensors of one non-empty shape; None entries stay None. At least one is a tensor.
+        norm_ndim: Number of trailing dims that form a row.
+        batch_ndim: Number of leading dims that form the segments; None leaves the choice to the strides.
+        max_segments: Copy rather than use more segments than this, where the strides have the choice.
+    """
+    first = next(tensor for tensor in tensors if tensor is not None)
+    row_ndim = first.dim() - norm_ndim
+    shape = first.shape
+    num_cols = math.prod(shape[row_ndim:])
+    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    cut = batch_ndim or 0
+    if batch_ndim is None and not contiguous:
+        cut = _segment_cut([tensor for tensor in tensors if tensor is not None], row_ndim, max_segments)
+    viewed, strides = zip(*(_as_rows(tensor, cut, row_ndim) for tensor in tensors), strict=True)
+    num_segments = math.prod(shape[:cut])
+    return RowView(num_segments, math.prod(shape[cut:row_ndim]), num_cols, viewed, strides)
+
+
+def _as_rows(tensor: Tensor | None, cut: int, row_ndim: int) -> tuple[Tensor | None, tuple[int, int, int]]:
+    if tensor is None:
+        return None, _ABSENT_STRIDES
+    strides = _row_strides(tensor, cut, row_ndim)
+    if strides is not None:
+        return tensor, strides
+    num_cols = math.prod(tensor.shape[row_ndim:])
+    num_rows = math.prod(tensor.shape[cut:row_ndim])
+    return tensor.contiguous(), (num_rows * num_cols, num_cols, 1)
+
+
+def _row_strides(tensor: Tensor, cut: int, row_ndim: int) -> tuple[int, int, int] | None:
+    sizes, strides = tensor.shape, tensor.stride()
+    segment_stride = collapsed_stride(sizes[:cut], strides[:cut])
+    row_stride = collapsed_stride(sizes[cut:row_ndim], strides[cut:row_ndim])
+    # A stride of 1 is what Triton specializes on, so rows of one column report it too.
+    col_stride = collapsed_stride(sizes[row_ndim:], strides[row_ndim:], single=1)
+    if segment_stride is None or row_stride is None or col_stride is None:
+        return None
+    return segment_stride, row_stride, col_stride
+
+
+def _segment_cut(tensors: Sequence[Tensor], row_ndim: int, max_segments: int | None) -> int:
+    """Fewest leading dims to take as segments so that no tensor needs a copy; 0 where every choice needs one."""
+    num_segments = 1
+    for cut in range(row_ndim):
+        if max_segments is not None and num_segments > max_segments:
+            break
+        if all(_row_strides(tensor, cut, row_ndim) is not None for tensor in tensors):
+            return cut
+        num_segments *= tensors[0].shape[cut]
+    return 0
+
+
+def param_view(param: Tensor | None, batch_ndim: int) -> tuple[Tensor | None, int]:
+    """A parameter as `[num_segments, num_cols]` with adjacent columns, and its segment stride."""
+    if param is None:
+        return None, 0
+    merged = collapse(param, (batch_ndim,))
+    num_cols = math.prod(param.shape[batch_ndim:])
+    if merged is not None and (merged[1] == 1 or num_cols == 1):
+        return param, merged[0]
+    num_segments = math.prod(param.shape[:batch_ndim])
+    return param.contiguous(), num_cols if num_segments > 1 else 0

@@ -1,0 +1,326 @@
+"""Layer normalization: forward, backward and JVP launchers.
+
+    x_hat = (x - mean) * rstd,      y = x_hat * weight + bias
+
+with mean and rstd = 1 / sqrt(variance + eps) over the last dims of x. The derivative of x_hat with respect to x is
+
+    P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))
+
+which is symmetric, so one device function serves both modes:
+
+    jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    vjp   x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
+
+Every launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The leading
+`batch_ndim` dims of x number the segments, each with parameters of its own; where the parameters are shared, the
+segments are whatever lets the strides be used as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from triton_kernels import launch
+from triton_kernels._layer_norm_kernels import (
+    layer_norm_bwd_kernel,
+    layer_norm_fwd_kernel,
+    layer_norm_jvp_kernel,
+    param_reduce_kernel,
+)
+from triton_kernels._layer_norm_looped import (
+    layer_norm_fwd_looped_kernel,
+    layer_norm_jvp_looped_kernel,
+    layer_norm_param_bar_kernel,
+    layer_norm_x_bar_looped_kernel,
+)
+from triton_kernels._runtime import RowView, accumulation_dtype, device_guard, param_view, row_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["layer_norm_bwd", "layer_norm_fwd", "layer_norm_jvp"]
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm of `x` over its last `norm_ndim` dims.
+
+    Args:
+        x: `[*batch, *rest, *norm]`, any strides.
+        weight: `[*batch, *norm]`, or None for 1.
+        bias: `[*batch, *norm]`, or None for 0.
+        norm_ndim: Number of normalized dims.
+        batch_ndim: Number of leading dims of `x` along which the parameters differ.
+        eps: Added to the variance.
+
+    Returns:
+        `y`, contiguous, with the shape and dtype of `x`; `mean` and `rstd`, `[*batch, *rest]` in the accumulation
+        dtype.
+    """
+    row_shape = x.shape[: x.dim() - norm_ndim]
+    y = x.new_empty(x.shape)
+    mean = x.new_empty(row_shape, dtype=accumulation_dtype(x.dtype))
+    rstd = x.new_empty(row_shape, dtype=mean.dtype)
+    if x.numel() == 0:
+        # Rows without columns: the empty sum and, as in torch, an undefined variance.
+        return y, mean.zero_(), rstd.fill_(math.nan)
+    weight, weight_stride = param_view(weight, batch_ndim)
+    bias, bias_stride = param_view(bias, batch_ndim)
+    view = row_view([x], norm_ndim, batch_ndim if weight_stride or bias_stride else None)
+    num_rows = view.num_segments * view.num_rows
+    plan = launch.plan_layer_norm_rows(num_rows, view.num_cols, x.element_size(), two_rows=False)
+    tensors = (view.tensors[0], weight, bias, y, mean, rstd)
+    arguments = (view.num_rows, *view.strides[0], weight_stride, bias_stride)
+    flags = {
+        "num_cols": view.num_cols,
+        "EPS": eps,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+        "TWO_LEVEL": view.num_segments > 1,
+        "ALIGN": view.alignment(weight_stride, bias_stride),
+        "BLOCK_COLS": plan.block_cols,
+        "num_warps": plan.num_warps,
+    }
+    with device_guard(x):
+        if plan.looped:
+            layer_norm_fwd_looped_kernel[(num_rows,)](*tensors, *arguments, **flags)
+        else:
+            grid = (launch.cdiv(num_rows, plan.block_rows),)
+            layer_norm_fwd_kernel[grid](*tensors, num_rows, *arguments, BLOCK_ROWS=plan.block_rows, **flags)
+    return y, mean, rstd
+
+
+def layer_norm_jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+) -> Tensor:
+    """Tangent of `layer_norm_fwd`: `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`.
+
+    Args:
+        x: Input of the forward.
+        weight: Weight of the forward, or None.
+        mean: Mean of the forward.
+        rstd: Reciprocal standard deviation of the forward.
+        x_dot: Tangent of `x`, of its shape; None for zero, as for the other tangents.
+        weight_dot: Tangent of the weight, `[*batch, *norm]`.
+        bias_dot: Tangent of the bias, `[*batch, *norm]`.
+        norm_ndim: Number of normalized dims.
+        batch_ndim: Number of leading dims of `x` along which the parameters and their tangents differ.
+
+    Returns:
+        `y_dot`, contiguous, with the shape and dtype of `x`.
+    """
+    y_dot = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return y_dot
+    weight, weight_stride = param_view(weight if x_dot is not None else None, batch_ndim)
+    weight_dot, weight_dot_stride = param_view(weight_dot, batch_ndim)
+    bias_dot, bias_dot_stride = param_view(bias_dot, batch_ndim)
+    param_strides = (weight_stride, weight_dot_stride, bias_dot_stride)
+    view = row_view([x, x_dot], norm_ndim, batch_ndim if any(param_strides) else None)
+    num_rows = view.num_segments * view.num_rows
+    plan = launch.plan_layer_norm_rows(num_rows, view.num_cols, x.element_size(), two_rows=True)
+    tensors = (view.tensors[0], weight, mean.contiguous(), rstd.contiguous(), view.tensors[1], weight_dot, bias_dot)
+    arguments = (view.num_rows, *view.strides[0], *view.strides[1], *param_strides)
+    flags = {
+        "num_cols": view.num_cols,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_X_DOT": x_dot is not None,
+        "HAS_WEIGHT_DOT": weight_dot is not None,
+        "HAS_BIAS_DOT": bias_dot is not None,
+        "TWO_LEVEL": view.num_segments > 1,
+        "ALIGN": view.alignment(*param_strides),
+        "BLOCK_COLS": plan.block_cols,
+        "num_warps": plan.num_warps,
+    }
+    with device_guard(x):
+        if plan.looped:
+            layer_norm_jvp_looped_kernel[(num_rows,)](*tensors, y_dot, *arguments, **flags)
+        else:
+            grid = (launch.cdiv(num_rows, plan.block_rows),)
+            layer_norm_jvp_kernel[grid](*tensors, y_dot, num_rows, *arguments, BLOCK_ROWS=plan.block_rows, **flags)
+    return y_dot
+
+
+def layer_norm_bwd(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of the inputs of `layer_norm_fwd`; only the `wanted` ones are computed.
+
+    Args:
+        y_bar: Cotangent of `y`, of the shape of `x`, any strides.
+        x: Input of the forward.
+        weight: Weight of the forward, or None.
+        mean: Mean of the forward.
+        rstd: Reciprocal standard deviation of the forward.
+        norm_ndim: Number of normalized dims.
+        batch_ndim: Number of leading dims of `x` over which the parameter cotangents are not summed.
+        wanted: Whether `x_bar`, `weight_bar` and `bias_bar` are wanted.
+
+    Returns:
+        `x_bar`, contiguous, with the shape and dtype of `x`; `weight_bar` and `bias_bar`, `[*batch, *norm]` in the
+        dtype of the weight, or of `x` without one. What is not wanted is an empty tensor.
+    """
+    want_x, want_weight, want_bias = wanted
+    param_shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
+    param_dtype = x.dtype if weight is None else weight.dtype
+    x_bar = x.new_empty(x.shape if want_x else 0)
+    weight_bar = x.new_empty(param_shape if want_weight else 0, dtype=param_dtype)
+    bias_bar = x.new_empty(param_shape if want_bias else 0, dtype=param_dtype)
+    if x.numel() == 0:
+        return x_bar, weight_bar.zero_(), bias_bar.zero_()
+    # The weight only enters x_bar.
+    weight, weight_stride = param_view(weight if want_x else None, batch_ndim)
+    mean, rstd = mean.contiguous(), rstd.contiguous()
+    with device_guard(x):
+        if want_weight or want_bias:
+            num_groups = math.prod(x.shape[:batch_ndim])
+            view = row_view(
+                [y_bar, x], norm_ndim, batch_ndim if num_groups > 1 else None, launch.LAYER_NORM_MAX_SEGMENTS
+            )
+            plan = launch.plan_layer_norm_params(
+                view.num_segments, view.num_rows, view.num_cols, x.element_size(), x.device
+            )
+            if want_x and plan.looped:
+                _launch_x_bar(y_bar, x, weight, weight_stride, mean, rstd, x_bar, norm_ndim, batch_ndim)
+            _launch_param_bars(
+                view, plan, num_groups, weight, weight_stride, mean, rstd, x_bar, weight_bar, bias_bar, wanted
+            )
+        elif want_x:
+            _launch_x_bar(y_bar, x, weight, weight_stride, mean, rstd, x_bar, norm_ndim, batch_ndim)
+    return x_bar, weight_bar, bias_bar
+
+
+def _launch_x_bar(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    weight_stride: int,
+    mean: Tensor,
+    rstd: Tensor,
+    x_bar: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+) -> None:
+    view = row_view([y_bar, x], norm_ndim, batch_ndim if weight_stride else None)
+    plan = launch.plan_layer_norm_rows(view.num_rows, view.num_cols, x.element_size(), two_rows=True)
+    tensors = (*view.tensors, weight, mean, rstd, x_bar)
+    strides = (*view.strides[0], *view.strides[1], weight_stride)
+    flags = {
+        "num_cols": view.num_cols,
+        "HAS_WEIGHT": weight is not None,
+        "ALIGN": view.alignment(weight_stride),
+        "BLOCK_COLS": plan.block_cols,
+        "num_warps": plan.num_warps,
+    }
+    if plan.looped:
+        layer_norm_x_bar_looped_kernel[(view.num_segments * view.num_rows,)](
+            *tensors, view.num_rows, *strides, TWO_LEVEL=view.num_segments > 1, **flags
+        )
+        return
+    # One block of rows per program: the loop of the kernel runs once.
+    num_splits = launch.cdiv(view.num_rows, plan.block_rows)
+    layer_norm_bwd_kernel[(view.num_segments * num_splits,)](
+        *tensors,
+        None,
+        None,
+        view.num_rows,
+        num_splits,
+        *strides,
+        WANT_X=True,
+        WANT_WEIGHT=False,
+        WANT_BIAS=False,
+        BLOCK_ROWS=plan.block_rows,
+        LOOP_STAGES=1,
+        **flags,
+    )
+
+
+def _launch_param_bars(
+    view: RowView,
+    plan: launch.LayerNormParamPlan,
+    num_groups: int,
+    weight: Tensor | None,
+    weight_stride: int,
+    mean: Tensor,
+    rstd: Tensor,
+    x_bar: Tensor,
+    weight_bar: Tensor,
+    bias_bar: Tensor,
+    wanted: Sequence[bool],
+) -> None:
+    """Launch the sums over rows, with x_bar fused unless the plan is looped, and the sum of their partial rows."""
+    want_x, want_weight, want_bias = wanted
+    num_parts = view.num_segments * plan.num_splits
+    weight_part, bias_part = weight_bar, bias_bar
+    # A group of a single part needs no second sum: its partial row is the result.
+    if num_parts > num_groups:
+        scratch = mean.new_empty((want_weight + want_bias, num_parts, view.num_cols))
+        weight_part, bias_part = scratch[0], scratch[-1]
+    flags = {
+        "num_cols": view.num_cols,
+        "WANT_WEIGHT": want_weight,
+        "WANT_BIAS": want_bias,
+        "ALIGN": view.alignment(weight_stride),
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "LOOP_STAGES": plan.loop_stages,
+        "num_warps": plan.num_warps,
+    }
+    strides = (*view.strides[0], *view.strides[1])
+    if plan.looped:
+        grid = (num_parts * launch.cdiv(view.num_cols, plan.block_cols),)
+        layer_norm_param_bar_kernel[grid](
+            *view.tensors, mean, rstd, weight_part, bias_part, view.num_rows, plan.num_splits, *strides, **flags
+        )
+    else:
+        layer_norm_bwd_kernel[(num_parts,)](
+            *view.tensors,
+            weight,
+            mean,
+            rstd,
+            x_bar,
+            weight_part,
+            bias_part,
+            view.num_rows,
+            plan.num_splits,
+            *strides,
+            weight_stride,
+            HAS_WEIGHT=weight is not None,
+            WANT_X=want_x,
+            **flags,
+        )
+    if num_parts > num_groups:
+        reduce = launch.plan_param_reduce(num_parts // num_groups, mean.element_size())
+        grid = (num_groups * launch.cdiv(view.num_cols, reduce.block_cols),)
+        param_reduce_kernel[grid](
+            weight_part,
+            bias_part,
+            weight_bar,
+            bias_bar,
+            num_parts // num_groups,
+            view.num_cols,
+            WANT_WEIGHT=want_weight,
+            WANT_BIAS=want_bias,
+            BLOCK_PARTS=reduce.block_parts,
+            BLOCK_COLS=reduce.block_cols,
+            num_warps=reduce.num_warps,
+        )
