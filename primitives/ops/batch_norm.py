@@ -42,12 +42,14 @@ batch_norm_bwd_p = Primitive(
     "batch_norm_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int batch_ndim, float eps, bool[] wanted)"
     " -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    residuals=("y_bar", "x", "weight", "mean", "rstd"),
     decomposable=True,
 )
 batch_norm_jvp_p = Primitive(
     "batch_norm_jvp",
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
     " int batch_ndim, float eps) -> Tensor y_dot",
+    residuals=("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
     decomposable=True,
 )
 
@@ -55,7 +57,7 @@ batch_norm_jvp_p = Primitive(
 # Reference.
 
 
-def _statistics(x: Tensor, batch_ndim: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(x: Tensor, batch_ndim: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and rstd of each channel, [*batch, C]."""
     axes = axes_of(x, batch_ndim)
     mean = x.mean(axes)
@@ -63,7 +65,7 @@ def _statistics(x: Tensor, batch_ndim: int, eps: float) -> tuple[Tensor, Tensor,
     return mean, variance, (variance + eps).rsqrt()
 
 
-def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
+def project(v: Tensor, x_hat: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
     axes = axes_of(v, batch_ndim)
     centered = v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True)
     return per_channel(rstd, v, batch_ndim) * centered
@@ -90,7 +92,7 @@ def _batch_norm_reference(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x_acc = dense(x, x, batch_ndim)
-    mean, variance, rstd = _statistics(x_acc, batch_ndim, eps)
+    mean, variance, rstd = statistics(x_acc, batch_ndim, eps)
     y = affine(normalized(x_acc, mean, rstd, batch_ndim), weight, bias, batch_ndim).to(x.dtype)
     count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
     new_mean = _moved_on(running_mean, mean, momentum, x)
@@ -111,11 +113,11 @@ def _batch_norm_bwd_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     y_bar, x_acc = dense(y_bar, x, batch_ndim), dense(x, x, batch_ndim)
     # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
-    mean, _, rstd = _statistics(x_acc, batch_ndim, eps)
+    mean, _, rstd = statistics(x_acc, batch_ndim, eps)
     x_hat = normalized(x_acc, mean, rstd, batch_ndim)
     x_bar = unwanted(x)
     if wanted[0]:
-        x_bar = affine(_project(y_bar, x_hat, rstd, batch_ndim), weight, None, batch_ndim).to(x.dtype)
+        x_bar = affine(project(y_bar, x_hat, rstd, batch_ndim), weight, None, batch_ndim).to(x.dtype)
     return x_bar, *parameter_cotangents(y_bar, x_hat, x, weight, batch_ndim, wanted)
 
 
@@ -132,11 +134,11 @@ def _batch_norm_jvp_reference(
     eps: float,
 ) -> Tensor:
     x_acc = dense(x, x, batch_ndim)
-    mean, _, rstd = _statistics(x_acc, batch_ndim, eps)
+    mean, _, rstd = statistics(x_acc, batch_ndim, eps)
     x_hat = normalized(x_acc, mean, rstd, batch_ndim)
     terms = []
     if x_dot is not None:
-        projected = _project(dense(x_dot, x, batch_ndim), x_hat, rstd, batch_ndim)
+        projected = project(dense(x_dot, x, batch_ndim), x_hat, rstd, batch_ndim)
         terms.append(affine(projected, weight, None, batch_ndim))
     if weight_dot is not None:
         terms.append(x_hat * per_channel(weight_dot, x, batch_ndim))

@@ -37,12 +37,14 @@ layer_norm_bwd_p = Primitive(
     "layer_norm_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
     " bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    residuals=("y_bar", "x", "weight", "mean", "rstd"),
     decomposable=True,
 )
 layer_norm_jvp_p = Primitive(
     "layer_norm_jvp",
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
     " int norm_ndim, int batch_ndim, float eps) -> Tensor y_dot",
+    residuals=("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
     decomposable=True,
 )
 
@@ -50,13 +52,13 @@ layer_norm_jvp_p = Primitive(
 # Reference.
 
 
-def _norm_axes(norm_ndim: int) -> list[int]:
+def norm_axes(norm_ndim: int) -> list[int]:
     return list(range(-norm_ndim, 0))
 
 
 def _statistics(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
     """Mean and rstd of x [*rows, *norm], each [*rows], in the accumulation dtype."""
-    axes = _norm_axes(norm_ndim)
+    axes = norm_axes(norm_ndim)
     x = x.to(accumulation_dtype(x.dtype))
     mean = x.mean(axes)
     variance = (x - _per_feature(mean, norm_ndim)).square().mean(axes)
@@ -68,22 +70,28 @@ def _per_feature(statistic: Tensor, norm_ndim: int) -> Tensor:
     return statistic.reshape(*statistic.shape, *[1] * norm_ndim)
 
 
-def _normalized(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
+def normalized(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
     """x_hat and rstd (shaped to broadcast against x), both functions of x."""
     mean, rstd = _statistics(x, norm_ndim, eps)
     rstd = _per_feature(rstd, norm_ndim)
     return (x - _per_feature(mean, norm_ndim)) * rstd, rstd
 
 
-def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int) -> Tensor:
-    axes = _norm_axes(norm_ndim)
+def project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int) -> Tensor:
+    axes = norm_axes(norm_ndim)
     return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
 
 
-def _per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
+def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
     """A parameter [*batch, *norm], shaped to broadcast against x [*batch, *rest, *norm]."""
     rest = x.dim() - batch_ndim - norm_ndim
     return param.reshape(*x.shape[:batch_ndim], *[1] * rest, *x.shape[x.dim() - norm_ndim :])
+
+
+def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
+    """Sum of v [*batch, *rest, *norm] over [*rest]."""
+    stop = v.dim() - norm_ndim
+    return v.reshape(*v.shape[:batch_ndim], v.shape[batch_ndim:stop].numel(), *v.shape[stop:]).sum(batch_ndim)
 
 
 @layer_norm_p.def_reference
@@ -94,9 +102,9 @@ def _layer_norm_reference(
     mean, rstd = _statistics(x, norm_ndim, eps)
     y = (x - _per_feature(mean, norm_ndim)) * _per_feature(rstd, norm_ndim)
     if weight is not None:
-        y = y * _per_row(weight, x, norm_ndim, batch_ndim)
+        y = y * per_row(weight, x, norm_ndim, batch_ndim)
     if bias is not None:
-        y = y + _per_row(bias, x, norm_ndim, batch_ndim)
+        y = y + per_row(bias, x, norm_ndim, batch_ndim)
     return y.to(x.dtype), mean, rstd
 
 
@@ -114,18 +122,13 @@ def _layer_norm_bwd_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, y_bar = x.contiguous(), y_bar.contiguous()
     # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
-    x_hat, rstd = _normalized(x, norm_ndim, eps)
+    x_hat, rstd = normalized(x, norm_ndim, eps)
     y_bar_acc = y_bar.to(x_hat.dtype)
-    v = y_bar_acc if weight is None else y_bar_acc * _per_row(weight, x, norm_ndim, batch_ndim)
-    x_bar = _project(v, x_hat, rstd, norm_ndim).to(x.dtype) if wanted[0] else unwanted(x)
-    batch, norm = x.shape[:batch_ndim], x.shape[x.dim() - norm_ndim :]
+    v = y_bar_acc if weight is None else y_bar_acc * per_row(weight, x, norm_ndim, batch_ndim)
+    x_bar = project(v, x_hat, rstd, norm_ndim).to(x.dtype) if wanted[0] else unwanted(x)
     dtype = x.dtype if weight is None else weight.dtype
-
-    def sum_rows(v: Tensor) -> Tensor:
-        return v.reshape(*batch, x.shape[batch_ndim : x.dim() - norm_ndim].numel(), *norm).sum(batch_ndim).to(dtype)
-
-    weight_bar = sum_rows(y_bar_acc * x_hat) if wanted[1] else unwanted(x)
-    bias_bar = sum_rows(y_bar_acc) if wanted[2] else unwanted(x)
+    weight_bar = sum_rows(y_bar_acc * x_hat, norm_ndim, batch_ndim).to(dtype) if wanted[1] else unwanted(x)
+    bias_bar = sum_rows(y_bar_acc, norm_ndim, batch_ndim).to(dtype) if wanted[2] else unwanted(x)
     return x_bar, weight_bar, bias_bar
 
 
@@ -143,15 +146,15 @@ def _layer_norm_jvp_reference(
     eps: float,
 ) -> Tensor:
     x = x.contiguous()
-    x_hat, rstd = _normalized(x, norm_ndim, eps)
+    x_hat, rstd = normalized(x, norm_ndim, eps)
     terms = []
     if x_dot is not None:
-        projected = _project(x_dot.contiguous().to(x_hat.dtype), x_hat, rstd, norm_ndim)
-        terms.append(projected if weight is None else projected * _per_row(weight, x, norm_ndim, batch_ndim))
+        projected = project(x_dot.contiguous().to(x_hat.dtype), x_hat, rstd, norm_ndim)
+        terms.append(projected if weight is None else projected * per_row(weight, x, norm_ndim, batch_ndim))
     if weight_dot is not None:
-        terms.append(x_hat * _per_row(weight_dot, x, norm_ndim, batch_ndim))
+        terms.append(x_hat * per_row(weight_dot, x, norm_ndim, batch_ndim))
     if bias_dot is not None:
-        terms.append(_per_row(bias_dot, x, norm_ndim, batch_ndim).expand(x.shape).contiguous())
+        terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim).expand(x.shape).contiguous())
     return sum(terms[1:], terms[0]).to(x.dtype, copy=True)
 
 

@@ -31,11 +31,13 @@ log_softmax_p = Primitive(
 log_softmax_bwd_p = Primitive(
     "log_softmax_bwd",
     "(Tensor y_bar, Tensor y, int dim, ScalarType x_dtype) -> Tensor x_bar",
+    residuals=("y_bar", "y"),
     decomposable=True,
 )
 log_softmax_jvp_p = Primitive(
     "log_softmax_jvp",
     "(Tensor x_dot, Tensor y, int dim) -> Tensor y_dot",
+    residuals=("x_dot", "y"),
     decomposable=True,
 )
 

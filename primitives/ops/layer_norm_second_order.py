@@ -1,0 +1,285 @@
+r"""Second-order rules of layer normalization: derivatives of its backward and of its jvp.
+
+Notation as in `layer_norm.py`: x_hat, rstd, and P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat)). Along x_dot,
+
+    x_hat_dot = P(x_dot) =: h,        rstd_dot = -rstd**2 * mean(x_hat * x_dot)
+
+Both first-order operators are partial derivatives of one scalar, the pairing of a cotangent with a tangent of y,
+
+    L = <y_bar, y_dot> = <y_bar * weight, P(x_dot)> + <y_bar, x_hat * weight_dot> + <y_bar, bias_dot>
+
+    dL/d(x_dot, weight_dot, bias_dot) = (x_bar, weight_bar, bias_bar),        dL/d(y_bar) = y_dot
+
+so the vjp of either one is the gradient of L, and one operator, `layer_norm_pairing_p`, serves double backward (vjp of
+the vjp) and the reverse-mode derivative of a jvp. With g = y_bar * weight, A = mean(x_dot * x_hat), B = mean(g * x_hat),
+S = mean(x_dot * P(g)), and a prime for the derivative of L with respect to what is primed,
+
+    y_bar'  = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    x'      = P(y_bar * weight_dot - rstd * (B * x_dot + A * g)) - rstd * S * x_hat
+    weight' = sum(y_bar * P(x_dot))
+    x_dot'  = P(g),    weight_dot' = sum(y_bar * x_hat),    bias_dot' = sum(y_bar)
+
+Forward over reverse, `layer_norm_bwd_jvp_p`: with g_dot = y_bar_dot * weight + y_bar * weight_dot,
+
+    x_bar_dot      = P(g_dot) - rstd * (A * P(g) + x_hat * mean(g * h) + h * B)
+    weight_bar_dot = sum(y_bar_dot * x_hat + y_bar * h),        bias_bar_dot = sum(y_bar_dot)
+
+Third and higher orders, and the jvp of a jvp, differentiate the references.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from primitives.core import Primitive, triton_kernels_module
+from primitives.ops._shared import fold_batch, unwanted
+from primitives.ops.layer_norm import (
+    layer_norm_bwd_p,
+    layer_norm_jvp_p,
+    norm_axes,
+    normalized,
+    per_row,
+    project,
+    sum_rows,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+layer_norm_pairing_p = Primitive(
+    "layer_norm_pairing",
+    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
+    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool[] wanted)"
+    " -> (Tensor y_bar_bar, Tensor x_bar, Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar,"
+    " Tensor bias_dot_bar)",
+    decomposable=True,
+)
+layer_norm_bwd_jvp_p = Primitive(
+    "layer_norm_bwd_jvp",
+    "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? y_bar_dot, Tensor? x_dot,"
+    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool[] wanted)"
+    " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
+    decomposable=True,
+)
+
+
+# Reference.
+
+
+@layer_norm_pairing_p.def_reference
+def _layer_norm_pairing_reference(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    want_y_bar, want_x, want_weight, want_x_dot, want_weight_dot, want_bias_dot = wanted
+    x = x.contiguous()
+    # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
+    x_hat, rstd = normalized(x, norm_ndim, eps)
+    y_bar = y_bar.contiguous().to(x_hat.dtype)
+    axes, dtype = norm_axes(norm_ndim), x.dtype if weight is None else weight.dtype
+
+    def scaled(v: Tensor, param: Tensor | None) -> Tensor:
+        return v if param is None else v * per_row(param, x, norm_ndim, batch_ndim)
+
+    def mean_of(v: Tensor) -> Tensor:
+        return v.mean(axes, keepdim=True)
+
+    def sums(v: Tensor | None) -> Tensor:
+        if v is None:
+            return x.new_zeros((*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :]), dtype=dtype)
+        return sum_rows(v, norm_ndim, batch_ndim).to(dtype)
+
+    def total(terms: list[Tensor]) -> Tensor:
+        return sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype).contiguous() if terms else x.new_zeros(x.shape)
+
+    g = scaled(y_bar, weight)
+    h = projected_g = None
+    if x_dot is not None:
+        x_dot = x_dot.contiguous().to(x_hat.dtype)
+        h = project(x_dot, x_hat, rstd, norm_ndim)
+    if want_x_dot or x_dot is not None:
+        projected_g = project(g, x_hat, rstd, norm_ndim)
+
+    y_bar_terms, x_terms = [], []
+    if h is not None and x_dot is not None and projected_g is not None:
+        y_bar_terms.append(scaled(h, weight))
+        twisted = rstd * (mean_of(g * x_hat) * x_dot + mean_of(x_dot * x_hat) * g)
+        x_terms.append(-project(twisted, x_hat, rstd, norm_ndim) - rstd * mean_of(x_dot * projected_g) * x_hat)
+    if weight_dot is not None:
+        y_bar_terms.append(scaled(x_hat, weight_dot))
+        x_terms.append(project(scaled(y_bar, weight_dot), x_hat, rstd, norm_ndim))
+    if bias_dot is not None:
+        y_bar_terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim))
+    return (
+        total(y_bar_terms) if want_y_bar else unwanted(x),
+        total(x_terms) if want_x else unwanted(x),
+        sums(None if h is None else y_bar * h) if want_weight else unwanted(x),
+        projected_g.to(x.dtype, copy=True) if want_x_dot and projected_g is not None else unwanted(x),
+        sums(y_bar * x_hat) if want_weight_dot else unwanted(x),
+        sums(y_bar) if want_bias_dot else unwanted(x),
+    )
+
+
+@layer_norm_bwd_jvp_p.def_reference
+def _layer_norm_bwd_jvp_reference(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    x_hat, rstd = normalized(x, norm_ndim, eps)
+    y_bar = y_bar.contiguous().to(x_hat.dtype)
+    axes, dtype = norm_axes(norm_ndim), x.dtype if weight is None else weight.dtype
+
+    def scaled(v: Tensor, param: Tensor | None) -> Tensor:
+        return v if param is None else v * per_row(param, x, norm_ndim, batch_ndim)
+
+    def total(terms: list[Tensor]) -> Tensor:
+        return sum(terms[1:], terms[0]) if terms else y_bar.new_zeros(x.shape)
+
+    x_terms, weight_terms, g_dot_terms = [], [], []
+    if y_bar_dot is not None:
+        y_bar_dot = y_bar_dot.contiguous().to(x_hat.dtype)
+        g_dot_terms.append(scaled(y_bar_dot, weight))
+        weight_terms.append(y_bar_dot * x_hat)
+    if weight_dot is not None:
+        g_dot_terms.append(scaled(y_bar, weight_dot))
+    if g_dot_terms:
+        x_terms.append(project(total(g_dot_terms), x_hat, rstd, norm_ndim))
+    if x_dot is not None:
+        x_dot = x_dot.contiguous().to(x_hat.dtype)
+        g, h = scaled(y_bar, weight), project(x_dot, x_hat, rstd, norm_ndim)
+        means = [(v * u).mean(axes, keepdim=True) for v, u in ((x_dot, x_hat), (g, h), (g, x_hat))]
+        x_terms.append(-rstd * (means[0] * project(g, x_hat, rstd, norm_ndim) + x_hat * means[1] + h * means[2]))
+        weight_terms.append(y_bar * h)
+    return (
+        total(x_terms).to(x.dtype, copy=True) if wanted[0] else unwanted(x),
+        sum_rows(total(weight_terms), norm_ndim, batch_ndim).to(dtype) if wanted[1] else unwanted(x),
+        sum_rows(total([] if y_bar_dot is None else [y_bar_dot]), norm_ndim, batch_ndim).to(dtype)
+        if wanted[2]
+        else unwanted(x),
+    )
+
+
+# Triton kernels.
+
+
+@layer_norm_pairing_p.def_kernel("cuda")
+def _layer_norm_pairing_cuda(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Any,
+    weight_dot: Any,
+    bias_dot: Any,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: Any,
+) -> Any:
+    return triton_kernels_module("layer_norm_second_order").layer_norm_pairing(
+        y_bar, x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, wanted
+    )
+
+
+@layer_norm_bwd_jvp_p.def_kernel("cuda")
+def _layer_norm_bwd_jvp_cuda(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Any,
+    x_dot: Any,
+    weight_dot: Any,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: Any,
+) -> Any:
+    return triton_kernels_module("layer_norm_second_order").layer_norm_bwd_jvp(
+        y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, norm_ndim, batch_ndim, wanted
+    )
+
+
+# Rules of the first-order operators.
+
+
+@layer_norm_bwd_p.def_vjp
+def _layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
+    if not any(mask):
+        return {}
+    tangents = (c.x_bar, c.weight_bar, c.bias_bar)
+    statics = (r.norm_ndim, r.batch_ndim, r.eps, (*mask, False, False, False))
+    out = layer_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *statics)
+    return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}
+
+
+@layer_norm_jvp_p.def_vjp
+def _layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
+    mask = [getattr(wanted, name) for name in names]
+    if not any(mask):
+        return {}
+    tangents = (r.x_dot, r.weight_dot, r.bias_dot)
+    statics = (r.norm_ndim, r.batch_ndim, r.eps, (False, *mask))
+    out = layer_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *statics)
+    return {name: bar for name, bar, want in zip(names, out[1:], mask, strict=True) if want}
+
+
+@layer_norm_bwd_p.def_jvp
+def _layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+    r, t = residuals, tangents
+    if t.y_bar is None and t.x is None and t.weight is None:
+        return None, None, None
+    dots = (t.y_bar, t.x, t.weight)
+    statics = (r.norm_ndim, r.batch_ndim, r.eps, r.wanted)
+    return layer_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *statics)
+
+
+# Batching: as in first order, parameters get the batch axis where they or what is summed into them need it.
+
+
+def _fold(batch: Any, primals: Any, full: tuple[str, ...], params: tuple[str, ...], sums: bool) -> Any:
+    if sums or primals.batch_ndim or batch.is_batched(*params):
+        full = (*full, *params)
+        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
+    return fold_batch(batch, primals, full)
+
+
+@layer_norm_pairing_p.def_vmap
+def _layer_norm_pairing_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    w = primals.wanted
+    full, params = ("y_bar", "x", "mean", "rstd", "x_dot"), ("weight", "weight_dot", "bias_dot")
+    axes = tuple(0 if want else None for want in w)
+    return layer_norm_pairing_p(*_fold(batch, primals, full, params, sums=w[2] or w[4] or w[5])), axes
+
+
+@layer_norm_bwd_jvp_p.def_vmap
+def _layer_norm_bwd_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    w = primals.wanted
+    full, params = ("y_bar", "x", "mean", "rstd", "y_bar_dot", "x_dot"), ("weight", "weight_dot")
+    axes = tuple(0 if want else None for want in w)
+    return layer_norm_bwd_jvp_p(*_fold(batch, primals, full, params, sums=w[1] or w[2])), axes

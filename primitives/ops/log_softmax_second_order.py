@@ -1,0 +1,135 @@
+r"""Second-order rules of log-softmax: derivatives of its backward and of its jvp.
+
+Notation as in `log_softmax.py`, p = exp(y), sums over the axis. Both first-order operators are partial derivatives of one
+scalar, the pairing of a cotangent with a tangent of the output,
+
+    L = <y_bar, y_dot> = <y_bar, x_dot> - sum(y_bar) * sum(p * x_dot)
+
+    dL/d(x_dot) = y_bar - p * sum(y_bar) = x_bar,        dL/d(y_bar) = x_dot - sum(p * x_dot) = y_dot
+
+so the vjp of either one is the gradient of L, which `log_softmax_pairing_p` returns. The output y is kept in place of x,
+and its own derivative leads on to x:
+
+    dL/dy = -p * x_dot * sum(y_bar)
+
+Forward over reverse, `log_softmax_bwd_jvp_p`:
+
+    x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
+
+Third and higher orders, and the jvp of a jvp, differentiate the references.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from primitives.core import Primitive, triton_kernels_module
+from primitives.ops._shared import accumulation_dtype, fold_batch, unwanted
+from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+log_softmax_pairing_p = Primitive(
+    "log_softmax_pairing",
+    "(Tensor y_bar, Tensor y, Tensor x_dot, int dim, bool[] wanted)"
+    " -> (Tensor y_bar_bar, Tensor output_bar, Tensor x_dot_bar)",
+    decomposable=True,
+)
+log_softmax_bwd_jvp_p = Primitive(
+    "log_softmax_bwd_jvp",
+    "(Tensor y_bar, Tensor y, Tensor? y_bar_dot, Tensor? y_dot, int dim, ScalarType x_dtype) -> Tensor x_bar_dot",
+    decomposable=True,
+)
+
+
+# Reference.
+
+
+@log_softmax_pairing_p.def_reference
+def _log_softmax_pairing_reference(
+    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    acc = accumulation_dtype(y.dtype)
+    y_bar_acc, x_dot_acc = y_bar.contiguous().to(acc), x_dot.contiguous().to(acc)
+    p = y.contiguous().to(acc).exp()
+    y_bar_sum = y_bar_acc.sum(dim, keepdim=True)
+    y_bar_bar = output_bar = x_dot_bar = None
+    if wanted[0]:
+        y_bar_bar = (x_dot_acc - (p * x_dot_acc).sum(dim, keepdim=True)).to(y_bar.dtype)
+    if wanted[1]:
+        output_bar = (-p * x_dot_acc * y_bar_sum).to(y.dtype)
+    if wanted[2]:
+        x_dot_bar = (y_bar_acc - p * y_bar_sum).to(x_dot.dtype)
+    y_bar_bar, output_bar, x_dot_bar = (unwanted(y) if v is None else v for v in (y_bar_bar, output_bar, x_dot_bar))
+    return y_bar_bar, output_bar, x_dot_bar
+
+
+@log_softmax_bwd_jvp_p.def_reference
+def _log_softmax_bwd_jvp_reference(
+    y_bar: Tensor, y: Tensor, y_bar_dot: Tensor | None, y_dot: Tensor | None, dim: int, x_dtype: torch.dtype
+) -> Tensor:
+    acc = accumulation_dtype(y.dtype)
+    p = y.contiguous().to(acc).exp()
+    terms = []
+    if y_bar_dot is not None:
+        y_bar_dot = y_bar_dot.contiguous().to(acc)
+        terms.append(y_bar_dot - p * y_bar_dot.sum(dim, keepdim=True))
+    if y_dot is not None:
+        terms.append(-p * y_dot.contiguous().to(acc) * y_bar.to(acc).sum(dim, keepdim=True))
+    return sum(terms[1:], terms[0]).to(x_dtype, copy=True)
+
+
+# Triton kernels.
+
+
+@log_softmax_pairing_p.def_kernel("cuda")
+def _log_softmax_pairing_cuda(y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Any) -> Any:
+    return triton_kernels_module("log_softmax_second_order").log_softmax_pairing(y_bar, y, x_dot, dim, wanted)
+
+
+@log_softmax_bwd_jvp_p.def_kernel("cuda")
+def _log_softmax_bwd_jvp_cuda(
+    y_bar: Tensor, y: Tensor, y_bar_dot: Any, y_dot: Any, dim: int, x_dtype: torch.dtype
+) -> Tensor:
+    kernels = triton_kernels_module("log_softmax_second_order")
+    return kernels.log_softmax_bwd_jvp(y_bar, y, y_bar_dot, y_dot, dim, x_dtype)
+
+
+# Rules of the first-order operators.
+
+
+@log_softmax_bwd_p.def_vjp
+def _log_softmax_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, mask = residuals, (wanted.y_bar, wanted.y, False)
+    y_bar_bar, output_bar, _ = log_softmax_pairing_p(r.y_bar, r.y, cotangents.x_bar, r.dim, mask)
+    return {name: bar for name, bar, want in zip(("y_bar", "y"), (y_bar_bar, output_bar), mask, strict=False) if want}
+
+
+@log_softmax_jvp_p.def_vjp
+def _log_softmax_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, mask = residuals, (False, wanted.y, wanted.x_dot)
+    _, output_bar, x_dot_bar = log_softmax_pairing_p(cotangents.y_dot, r.y, r.x_dot, r.dim, mask)
+    return {name: bar for name, bar, want in zip(("y", "x_dot"), (output_bar, x_dot_bar), mask[1:], strict=True) if want}
+
+
+@log_softmax_bwd_p.def_jvp
+def _log_softmax_bwd_jvp(residuals: Any, tangents: Any) -> Tensor:
+    r, t = residuals, tangents
+    return log_softmax_bwd_jvp_p(r.y_bar, r.y, t.y_bar, t.y, r.dim, r.x_dtype)
+
+
+# Batching: the batch is one more axis that the sum does not run over.
+
+
+@log_softmax_pairing_p.def_vmap
+def _log_softmax_pairing_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    folded = fold_batch(batch, primals, ("y_bar", "y", "x_dot"))._replace(dim=primals.dim + 1)
+    return log_softmax_pairing_p(*folded), tuple(0 if want else None for want in primals.wanted)
+
+
+@log_softmax_bwd_jvp_p.def_vmap
+def _log_softmax_bwd_jvp_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
+    folded = fold_batch(batch, primals, ("y_bar", "y", "y_bar_dot", "y_dot"))._replace(dim=primals.dim + 1)
+    return log_softmax_bwd_jvp_p(*folded), 0
