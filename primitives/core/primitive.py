@@ -12,6 +12,7 @@ from torch import _C
 from primitives.core import backend
 from primitives.core.autograd import autograd_kernel
 from primitives.core.batching import BatchInfo
+from primitives.core.decomposition import get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
 from primitives.core.residuals import ResidualLayout
 
@@ -77,7 +78,8 @@ class Primitive:
         statistics: Outputs that are cached values of the inputs: differentiating one raises.
         state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers
             are.
-        decomposable: Whether a missing derivative rule may be replaced by differentiating the reference.
+        decomposable: Whether the reference is entered into the decomposition table, which is differentiated where a
+            derivative rule is missing.
         namespace: Operator namespace.
 
     Raises:
@@ -156,6 +158,8 @@ class Primitive:
 
     def def_reference(self, rule: Callable) -> Callable:
         """Define the operator: a differentiable plain-torch function of the arguments."""
+        if self.decomposable:
+            register_decomposition(self, allow_existing=True)(rule)
         return self._define("reference")(rule)
 
     def def_fake(self, rule: Callable) -> Callable:
@@ -222,18 +226,20 @@ class Primitive:
     # What torch calls.
 
     def decompose(self, kind: str, args: tuple) -> Any:
-        """Run the reference in place of the missing derivative rule `kind`, so that torch differentiates it.
+        """Run the decomposition in place of the missing derivative rule `kind`, so that torch differentiates it.
 
         Raises:
-            MissingRuleError: If the primitive may not be decomposed.
+            MissingRuleError: If no table has a decomposition.
         """
-        if not self.decomposable:
+        try:
+            decomposition = get_decomposition(self, for_jvp=kind == "jvp")
+        except MissingRuleError as error:
             mode = "reverse-mode" if kind == "vjp" else "forward-mode"
             raise MissingRuleError(
                 f"{self.name}: {mode} differentiation was asked for, but there is no {kind} rule and no decomposition. "
-                f"Register a rule with def_{kind}, or declare the primitive decomposable."
-            )
-        return self.rule("reference")(*args)
+                f"Register a rule with def_{kind}, declare the primitive decomposable, or use register_decomposition."
+            ) from error
+        return decomposition(*args)
 
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""

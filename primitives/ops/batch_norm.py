@@ -66,6 +66,7 @@ def statistics(x: Tensor, batch_ndim: int, eps: float) -> tuple[Tensor, Tensor, 
 
 
 def project(v: Tensor, x_hat: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
+    """`P(v)`, the derivative of x_hat with respect to x along v; rstd is [*batch, C]."""
     axes = axes_of(v, batch_ndim)
     centered = v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True)
     return per_channel(rstd, v, batch_ndim) * centered

@@ -1,8 +1,8 @@
 r"""Second-order rules of batch normalization in training: derivatives of its backward and of its jvp.
 
-Notation as in `batch_norm.py`, per channel: x_hat, rstd, and P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat)). As for
-layer norm, both first-order operators are partial derivatives of one scalar, the pairing of a cotangent with a tangent
-of y,
+Notation as in `batch_norm.py`, per channel: x_hat, rstd, and P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat)).
+As for layer norm, both first-order operators are partial derivatives of one scalar, the pairing of a cotangent with a
+tangent of y,
 
     L = <y_bar, y_dot> = weight * <y_bar, P(x_dot)> + weight_dot * <y_bar, x_hat> + bias_dot * sum(y_bar)
 

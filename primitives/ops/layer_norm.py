@@ -53,6 +53,7 @@ layer_norm_jvp_p = Primitive(
 
 
 def norm_axes(norm_ndim: int) -> list[int]:
+    """The normalized axes, counted from the end."""
     return list(range(-norm_ndim, 0))
 
 
@@ -78,6 +79,7 @@ def normalized(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int) -> Tensor:
+    """`P(v)`, the derivative of x_hat with respect to x along v."""
     axes = norm_axes(norm_ndim)
     return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
 

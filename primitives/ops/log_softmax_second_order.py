@@ -1,14 +1,14 @@
 r"""Second-order rules of log-softmax: derivatives of its backward and of its jvp.
 
-Notation as in `log_softmax.py`, p = exp(y), sums over the axis. Both first-order operators are partial derivatives of one
-scalar, the pairing of a cotangent with a tangent of the output,
+Notation as in `log_softmax.py`, p = exp(y), sums over the axis. Both first-order operators are partial derivatives of
+one scalar, the pairing of a cotangent with a tangent of the output,
 
     L = <y_bar, y_dot> = <y_bar, x_dot> - sum(y_bar) * sum(p * x_dot)
 
     dL/d(x_dot) = y_bar - p * sum(y_bar) = x_bar,        dL/d(y_bar) = x_dot - sum(p * x_dot) = y_dot
 
-so the vjp of either one is the gradient of L, which `log_softmax_pairing_p` returns. The output y is kept in place of x,
-and its own derivative leads on to x:
+so the vjp of either one is the gradient of L, which `log_softmax_pairing_p` returns. The output y is kept in place of
+x, and its own derivative leads on to x:
 
     dL/dy = -p * x_dot * sum(y_bar)
 
@@ -111,7 +111,9 @@ def _log_softmax_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[s
 def _log_softmax_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, mask = residuals, (False, wanted.y, wanted.x_dot)
     _, output_bar, x_dot_bar = log_softmax_pairing_p(cotangents.y_dot, r.y, r.x_dot, r.dim, mask)
-    return {name: bar for name, bar, want in zip(("y", "x_dot"), (output_bar, x_dot_bar), mask[1:], strict=True) if want}
+    return {
+        name: bar for name, bar, want in zip(("y", "x_dot"), (output_bar, x_dot_bar), mask[1:], strict=True) if want
+    }
 
 
 @log_softmax_bwd_p.def_jvp

@@ -1,0 +1,26 @@
+"""Decompositions: plain-torch functions that stand for operators wherever a derivative rule is missing or wrong.
+
+Importing this package fills the tables with the ATen operators whose derivatives torch lacks or gets wrong.
+"""
+
+from primitives.core.decomposition import (
+    decomposition_table,
+    decomposition_table_for_jvp,
+    get_decomposition,
+    register_decomposition,
+    register_decomposition_for_jvp,
+)
+from primitives.decompositions import _losses as _losses
+from primitives.decompositions import _norms as _norms
+from primitives.decompositions._graph import decomposition_graph
+from primitives.decompositions._mode import differentiate_through
+
+__all__ = [
+    "decomposition_graph",
+    "decomposition_table",
+    "decomposition_table_for_jvp",
+    "differentiate_through",
+    "get_decomposition",
+    "register_decomposition",
+    "register_decomposition_for_jvp",
+]

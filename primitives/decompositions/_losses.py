@@ -1,0 +1,100 @@
+"""Decompositions of ATen operators around losses and softmax, differentiable in forward and reverse mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.core.decomposition import register_decomposition
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+# Values of ATen's Reduction enumeration.
+REDUCTION_MEAN = 1
+
+
+@register_decomposition(aten.trace)
+def trace(self: Tensor) -> Tensor:
+    """Sum of the diagonal of a matrix `[n, m]`."""
+    if self.dim() != 2:
+        raise RuntimeError(f"trace: expected a matrix, got a tensor of {self.dim()} axes.")
+    return self.diagonal().sum()
+
+
+@register_decomposition(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
+    """`log(sigmoid(x)) = min(x, 0) - log(1 + exp(-|x|))`, and the buffer `exp(-|x|)` (empty on CUDA, as in ATen)."""
+    # |x| by sign of x, so that the derivative at 0 is that of the formula from both sides: 1/2.
+    small = torch.exp(torch.where(self < 0, self, -self))
+    output = torch.where(self < 0, self, torch.zeros_like(self)) - torch.log1p(small)
+    return output, self.new_zeros(0) if self.is_cuda else small
+
+
+def _nll_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    axis = 0 if self.dim() < 2 else 1
+    if reduction == REDUCTION_MEAN:
+        grad_output = grad_output / total_weight
+    target = target.unsqueeze(axis)
+    kept = target != ignore_index
+    index = torch.where(kept, target, 0)
+    picked = torch.zeros_like(self).scatter(axis, index, -1.0)
+    if weight is not None:
+        shape = [1] * self.dim()
+        shape[axis] = weight.shape[0]
+        picked = picked * weight.reshape(shape)
+    if grad_output.dim() > 0 and grad_output.dim() < self.dim():
+        grad_output = grad_output.unsqueeze(axis)
+    return picked * torch.where(kept, grad_output, 0)
+
+
+@register_decomposition(aten.nll_loss_backward)
+def nll_loss_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """Cotangent of the log-probabilities `self`, `[C]` or `[N, C]`: minus the class weight where the target is."""
+    return _nll_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight)
+
+
+@register_decomposition(aten.nll_loss2d_backward)
+def nll_loss2d_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """Cotangent of the log-probabilities `self`, `[N, C, H, W]`: minus the class weight where the target is."""
+    return _nll_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight)
+
+
+@register_decomposition(aten._log_softmax_backward_data)
+def log_softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """`x_bar = y_bar - exp(y) * sum(y_bar)`."""
+    return (grad_output - output.exp() * grad_output.sum(dim, keepdim=True)).to(input_dtype)
+
+
+@register_decomposition(aten._softmax_backward_data)
+def softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """`x_bar = y * (y_bar - sum(y * y_bar))`."""
+    weighted = grad_output * output
+    return (weighted - output * weighted.sum(dim, keepdim=True)).to(input_dtype)
