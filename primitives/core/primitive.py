@@ -60,7 +60,7 @@ class Primitive:
     - `def_fake(*args) -> outputs`, by default the reference on tensors without data
     - `def_vjp(residuals, cotangents, wanted) -> {argument: cotangent}`
     - `def_jvp(residuals, tangents) -> tangent of each differentiable output`
-    - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a vmap of the reference
+    - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a loop over the samples
     - `def_autocast(device)(primals) -> primals`
 
     `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the
@@ -103,6 +103,9 @@ class Primitive:
         tensors = [n for n, a in zip(self.argument_names, parsed.arguments, strict=True) if "Tensor" in str(a.type)]
         self._check_outputs(statistics, "statistics")
         self._check_outputs(state, "state")
+        for statistic in statistics:
+            if statistic not in residuals:
+                raise ValueError(f"{name}: statistic {statistic!r} must be a residual, for its tangent to be refused.")
         self.statistics = tuple(statistics)
         self.state = tuple(state)
         self.decomposable = decomposable
@@ -275,7 +278,15 @@ class Primitive:
 
     def _vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         if not self.has_rule("vmap"):
-            return torch.vmap(self.rule("reference"), in_dims, randomness=info.randomness)(*args), 0 if len(
-                self.output_names
-            ) == 1 else (0,) * len(self.output_names)
+            return self._vmap_by_loop(info.batch_size, in_dims, args)
         return self.rule("vmap")(BatchInfo(info.batch_size, self.Axes(*in_dims)), self.Primals(*args))
+
+    def _vmap_by_loop(self, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
+        # torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
+        samples = [
+            self.overload(*[arg if axis is None else arg.select(axis, i) for arg, axis in zip(args, axes, strict=True)])
+            for i in range(size)
+        ]
+        if len(self.output_names) == 1:
+            return torch.stack(samples), 0
+        return tuple(torch.stack(column) for column in zip(*samples, strict=True)), (0,) * len(self.output_names)
