@@ -12,8 +12,6 @@ and one elementwise transform; `batch_norm` says which rule uses which terms. Pe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -25,20 +23,7 @@ from triton_kernels._channels import (
     split_channel_program,
     tile_offsets,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from triton.runtime.jit import JITFunction
-
-# These follow the batch size; specializing on them would compile again for a new one.
-_BATCH_DEPENDENT = ["num_samples", "num_spatial", "num_rows", "num_splits", "count"]
-
-
-def batch_independent_jit(fn: Callable) -> JITFunction:
-    """`triton.jit` that never specializes the integer arguments which change with the batch."""
-    arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    return triton.jit(do_not_specialize=[name for name in _BATCH_DEPENDENT if name in arguments])(fn)
+from triton_kernels._runtime import batch_independent_jit
 
 
 @triton.jit

@@ -157,10 +157,10 @@ def transform(
     `default_slope` stands for an absent `slope`. Without `eps` the scale statistic is rstd and `tilt` a mean of
     products, otherwise a variance and its tangent.
     """
-    out, written = new_output(x, batch_ndim)
+    out = new_output(x, batch_ndim)
     if x.numel() == 0:
         return out
-    tensors = [written]
+    tensors = [out]
     tensors += [readable(tensor, batch_ndim) for tensor in (u, x_read) if tensor is not None]
     view = view_channels(tensors, batch_ndim)
     strides = [view.kernel_strides(index) for index in range(len(tensors))]
@@ -172,7 +172,7 @@ def transform(
     plan = plan_channel_transform(view.sizes, view.spatial_inner, x.element_size(), x.device)
     with device_guard(x):
         batch_norm_transform_kernel[_channel_grid(view, plan)](
-            written,
+            out,
             None if u is None else tensors[1],
             None if x_read is None else tensors[-1],
             mean_view,
@@ -197,8 +197,6 @@ def transform(
             ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
             **_tile_options(view, plan),
         )
-    if written is not out:
-        out.copy_(written)
     return out
 
 

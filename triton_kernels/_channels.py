@@ -81,18 +81,15 @@ def readable(x: Tensor, batch_ndim: int) -> Tensor:
     return x if channel_strides(x, batch_ndim) is not None else x.contiguous()
 
 
-def new_output(x: Tensor, batch_ndim: int) -> tuple[Tensor, Tensor]:
-    """An output with the layout of `x` (contiguous if `x` has gaps or overlaps), and the tensor kernels write it to.
-
-    The two differ only for a dense `x` without a channel view, such as one with the channels between two spatial axes.
-    """
-    out = torch.empty_like(x)
-    # empty_like keeps the strides of exactly the tensors without gaps and overlaps.
-    if out.stride() != x.stride():
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if channel_strides(out, batch_ndim) is not None:
-        return out, out
-    return out, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def new_output(x: Tensor, batch_ndim: int) -> Tensor:
+    """An uninitialized output for `x`: channels_last where `x` is (without batch dims), else contiguous, as in torch."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = torch.contiguous_format
+    if batch_ndim == 0 and x.dim() in formats and not x.is_contiguous():
+        candidate = formats[x.dim()]
+        if x.is_contiguous(memory_format=candidate):
+            memory_format = candidate
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
 
 
 def view_channels(tensors: list[Tensor], batch_ndim: int) -> ChannelView:

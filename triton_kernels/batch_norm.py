@@ -78,7 +78,7 @@ def batch_norm_train_fwd(
     if x.numel() == 0:
         mean, rstd = (x.new_zeros(channel_shape(x, batch_ndim), dtype=acc_dtype) for _ in range(2))
         kept_mean, kept_var = (x.new_empty(0) if old is None else old.clone() for old in running)
-        return new_output(x, batch_ndim)[0], mean, rstd, kept_mean, kept_var
+        return new_output(x, batch_ndim), mean, rstd, kept_mean, kept_var
 
     mean, rstd = (new_channels(x, batch_ndim, acc_dtype) for _ in range(2))
     updated = [None if old is None else new_channels(x, batch_ndim, old.dtype) for old in running]
