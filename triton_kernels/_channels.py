@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from triton_kernels._runtime import collapse, param_view
 
@@ -82,14 +83,11 @@ def readable(x: Tensor, batch_ndim: int) -> Tensor:
 
 
 def new_output(x: Tensor, batch_ndim: int) -> Tensor:
-    """An uninitialized output for `x`: channels_last where `x` is (without batch dims), else contiguous, as in torch."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = torch.contiguous_format
-    if batch_ndim == 0 and x.dim() in formats and not x.is_contiguous():
-        candidate = formats[x.dim()]
-        if x.is_contiguous(memory_format=candidate):
-            memory_format = candidate
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    """An uninitialized output for `x` in the layout that torch gives it: channels_last if the strides of `x` are."""
+    layout = torch.contiguous_format
+    if batch_ndim == 0 and not x.is_contiguous():
+        layout = suggest_memory_format(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
 def view_channels(tensors: list[Tensor], batch_ndim: int) -> ChannelView:
