@@ -77,11 +77,13 @@ class Primitive:
         statistics: Outputs that are cached values of the inputs: differentiating one raises.
         state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers
             are.
+        cached: Arguments that are statistics of another argument, such as the mean of x. The reference takes them from
+            that argument again, and nothing is ever differentiated with respect to them.
         decomposable: Whether a missing derivative rule may be replaced by differentiating the reference.
         namespace: Operator namespace.
 
     Raises:
-        ValueError: If a name in `residuals`, `statistics` or `state` is not in the schema.
+        ValueError: If a name in `residuals`, `statistics`, `state` or `cached` is not in the schema.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Primitive:
         residuals: Sequence[str] = (),
         statistics: Sequence[str] = (),
         state: Sequence[str] = (),
+        cached: Sequence[str] = (),
         decomposable: bool = False,
         namespace: str = NAMESPACE,
     ) -> None:
@@ -111,6 +114,11 @@ class Primitive:
         self.decomposable = decomposable
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
         self.residuals = ResidualLayout(name, residuals, self.argument_names, tensors, self.output_names)
+        self.every_argument = ResidualLayout(
+            name, [*tensors, *statistics], self.argument_names, tensors, self.output_names
+        )
+        self._check_arguments(cached, tensors)
+        self.cached = frozenset(cached)
         # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
         self.Primals = namedtuple("Primals", self.argument_names)
         self.Tangents = namedtuple("Tangents", self.argument_names)
@@ -118,7 +126,7 @@ class Primitive:
         self.Axes = namedtuple("Axes", self.argument_names)
         self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
         self._tensor_arguments = frozenset(tensors)
-        self._rules: dict[str, Callable] = {}
+        self._rules: dict[str, Callable] = {"decomposed_vjp": self._decomposed_vjp}
         self._kernels: dict[str, Callable] = {}
         self._choose_implementations()
         self._register(namespace, schema)
@@ -134,6 +142,11 @@ class Primitive:
         for name in names:
             if name not in self.output_names:
                 raise ValueError(f"{self.name}: {what} names {name!r}, which is no output ({self.output_names}).")
+
+    def _check_arguments(self, names: Sequence[str], tensors: Sequence[str]) -> None:
+        for name in names:
+            if name not in tensors:
+                raise ValueError(f"{self.name}: cached names {name!r}, which is no tensor argument ({tensors}).")
 
     def _register(self, namespace: str, schema: str) -> None:
         lib = library(namespace)
@@ -224,8 +237,8 @@ class Primitive:
 
     # What torch calls.
 
-    def decompose(self, kind: str, args: tuple) -> Any:
-        """Run the reference in place of the missing derivative rule `kind`, so that torch differentiates it.
+    def require_decomposition(self, kind: str) -> Callable:
+        """The decomposition that is differentiated in place of the missing derivative rule `kind`.
 
         Raises:
             MissingRuleError: If the primitive may not be decomposed.
@@ -236,7 +249,30 @@ class Primitive:
                 f"{self.name}: {mode} differentiation was asked for, but there is no {kind} rule and no decomposition. "
                 f"Register a rule with def_{kind}, or declare the primitive decomposable."
             )
-        return self.rule("reference")(*args)
+        return self.rule("reference")
+
+    def decompose(self, kind: str, args: tuple) -> Any:
+        """Run the decomposition in place of the missing derivative rule `kind`, so that torch differentiates it.
+
+        Raises:
+            MissingRuleError: If the primitive may not be decomposed.
+        """
+        return self.require_decomposition(kind)(*args)
+
+    def _decomposed_vjp(self, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
+        """The vjp rule of a primitive that has none: that of its decomposition."""
+        decomposition = self.require_decomposition("vjp")
+        names = [n for n in self.argument_names if getattr(wanted, n) and n not in self.cached]
+        given = {n: cotangent for n, cotangent in cotangents._asdict().items() if cotangent is not None}
+        args = {n: getattr(residuals, n) for n in self.argument_names}
+
+        def function(*active: Any) -> tuple:
+            outputs = decomposition(*{**args, **dict(zip(names, active, strict=True))}.values())
+            by_name = dict(zip(self.output_names, outputs if len(self.output_names) > 1 else (outputs,), strict=True))
+            return tuple(by_name[n] for n in given)
+
+        _, pullback = torch.func.vjp(function, *[args[n] for n in names])
+        return dict(zip(names, pullback(tuple(given.values())), strict=True))
 
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""

@@ -37,12 +37,14 @@ layer_norm_bwd_p = Primitive(
     "layer_norm_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
     " bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    cached=("mean", "rstd"),
     decomposable=True,
 )
 layer_norm_jvp_p = Primitive(
     "layer_norm_jvp",
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
     " int norm_ndim, int batch_ndim, float eps) -> Tensor y_dot",
+    cached=("mean", "rstd"),
     decomposable=True,
 )
 
