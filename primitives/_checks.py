@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,8 @@ def _list(shape: Sequence[int]) -> list[int]:
 
 
 def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # The first test is the one that torch.compile understands for a symbolic size; the last admits NumPy's integers.
+    return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
 def eps(op_name: str, value: float) -> None:
