@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,17 @@ BATCH_NORM_MIN_DIM, BATCH_NORM_MAX_DIM = 2, 5
 
 def _list(shape: Sequence[int]) -> list[int]:
     return list(shape)
+
+
+def _is_integer(value: object) -> bool:
+    # The first test is the one that torch.compile understands for a symbolic size; the last admits NumPy's integers.
+    return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
+
+
+def eps(op_name: str, value: float) -> None:
+    """Raise unless `value` is a number."""
+    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise DtypeError(f"{op_name}: eps must be a number, got {type(value).__name__}.")
 
 
 def floating(op_name: str, label: str, dtype: torch.dtype, hint: str = "") -> None:
@@ -56,6 +68,11 @@ def normalized_shape(shape: Sequence[int]) -> tuple[int, ...]:
         raise DtypeError(f"layer_norm: normalized_shape must be a sequence of ints, got {type(shape).__name__}.")
     if len(shape) == 0:
         raise ShapeError("layer_norm: normalized_shape must name at least one axis, got [].")
+    for size in shape:
+        if not _is_integer(size):
+            raise DtypeError(
+                f"layer_norm: normalized_shape must be a sequence of ints, got one with a {type(size).__name__}."
+            )
     return tuple(shape)
 
 
@@ -74,6 +91,16 @@ def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | N
             )
         _companion("layer_norm", label, x, name, value)
     _same_dtype("layer_norm", {"weight": weight, "bias": bias})
+
+
+def written(running_mean: Tensor | None, running_var: Tensor | None) -> None:
+    """Raise unless the running statistics can be written in place."""
+    for name, value in (("running_mean", running_mean), ("running_var", running_var)):
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"batch_norm: {name} is written in training and must not require grad. Pass {name}.detach(), or use "
+                "pure_batch_norm, which writes nothing."
+            )
 
 
 def momentum(value: float) -> None:
@@ -120,7 +147,7 @@ def batch_norm(
         _companion("batch_norm", label, x, name, value)
     _same_dtype("batch_norm", {"weight": weight, "bias": bias})
     _same_dtype("batch_norm", {"running_mean": running_mean, "running_var": running_var})
-    if training and x.numel() == channels:
+    if training and x.shape[0] * x.shape[2:].numel() == 1:
         raise ShapeError(
             f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
             "Use a larger batch, or evaluation mode."
@@ -137,6 +164,8 @@ def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | Non
             raise DtypeError(f"log_softmax: {label} must be real, got {x.dtype}.")
     if dim is None:
         return
+    if not _is_integer(dim):
+        raise DtypeError(f"log_softmax: dim must be an int, got {type(dim).__name__}.")
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise AxisError(f"log_softmax: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")

@@ -79,6 +79,7 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
     shape = _checks.normalized_shape(normalized_shape)
+    _checks.eps("layer_norm", eps)
 
     def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         _checks.layer_norm(label, x, shape, weight, bias)
@@ -158,9 +159,12 @@ def _batch_norm_tree(
 ) -> BatchNormOutput:
     """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
     _checks.momentum(momentum)
+    _checks.eps("batch_norm", eps)
 
     def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
         _checks.batch_norm(label, x, mean, var, weight, bias, training=training)
+        if in_place and training:
+            _checks.written(mean, var)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> BatchNormOutput:
         if not training:
@@ -173,7 +177,8 @@ def _batch_norm_tree(
         return BatchNormOutput(y, new_mean, new_var)
 
     prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    return BatchNormOutput(*map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace))
+    trees = map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace, num_results=3)
+    return BatchNormOutput(*trees)
 
 
 def batch_norm(
@@ -283,7 +288,7 @@ def log_softmax(
         _checks.log_softmax(label, x, dim, dtype)
 
     def compute(x: Tensor) -> Tensor:
-        axis = _implicit_dim(x, _stacklevel) if dim is None else dim
+        axis = _implicit_dim(x) if dim is None else dim
         if not x.is_floating_point():
             x = x.to(dtype)
         # A number has one axis to torch's softmax; the primitive wants it spelled out.
@@ -291,12 +296,12 @@ def log_softmax(
         y = log_softmax_p(rows, axis % rows.dim(), dtype)
         return y.reshape(x.shape) if x.dim() == 0 else y
 
+    if dim is None:
+        message = "log_softmax: choosing dim implicitly is deprecated; pass dim=."
+        warnings.warn(message, UserWarning, stacklevel=_stacklevel - 1)
     return map_tensors("log_softmax", check, compute, input, {}, namespace=namespace)
 
 
-def _implicit_dim(x: Tensor, stacklevel: int) -> int:
+def _implicit_dim(x: Tensor) -> int:
     """The axis that torch chooses when none is given: 0 for 0, 1 and 3 axes, else 1."""
-    warnings.warn(
-        "log_softmax: choosing dim implicitly is deprecated; pass dim=.", UserWarning, stacklevel=stacklevel + 3
-    )
     return 0 if x.dim() in (0, 1, 3) else 1

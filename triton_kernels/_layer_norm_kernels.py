@@ -12,38 +12,10 @@ Rows longer than the registers are served by `_layer_norm_looped`. Shared argume
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import triton
 import triton.language as tl
 
 from triton_kernels._rows import load_param, normalize, project, row_offset, tile_offsets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from triton.runtime.jit import JITFunction
-
-# Integers that change with the batch: specializing on them would compile anew for another batch size. What alignment
-# the strides have reaches the kernels as ALIGN.
-_BATCH_DEPENDENT = [
-    "num_rows",
-    "segment_rows",
-    "num_splits",
-    "num_parts",
-    "x_segment_stride",
-    "x_row_stride",
-    "x_dot_segment_stride",
-    "x_dot_row_stride",
-    "y_bar_segment_stride",
-    "y_bar_row_stride",
-]
-
-
-def batch_independent_jit(fn: Callable) -> JITFunction:
-    """`triton.jit` that never specializes the integer arguments which change with the batch."""
-    arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    return triton.jit(do_not_specialize=[name for name in _BATCH_DEPENDENT if name in arguments])(fn)
+from triton_kernels._runtime import batch_independent_jit
 
 
 @batch_independent_jit

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_kernels._layer_norm_kernels import batch_independent_jit
 from triton_kernels._rows import apply_projection, load_param, normalize, row_offset, tile_offsets
+from triton_kernels._runtime import batch_independent_jit
 
 
 @batch_independent_jit

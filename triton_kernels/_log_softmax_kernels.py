@@ -10,6 +10,9 @@ of one segment. Shared arguments:
     DTYPE                               dtype of all arithmetic
 """
 
+# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -12,9 +12,10 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from triton.runtime.jit import JITFunction
 
 TL_DTYPES = {
     torch.float16: tl.float16,
@@ -36,6 +37,33 @@ def _probe_kernel():
 
 # Decided when triton is imported, by TRITON_INTERPRET.
 INTERPRETED = isinstance(_probe_kernel, InterpretedFunction)
+
+
+# Integers that follow the batch size: specializing on them would compile anew for another one. What the kernels need to
+# know of the strides' alignment reaches them as a compile-time constant.
+BATCH_DEPENDENT = {
+    "num_rows",
+    "segment_rows",
+    "num_samples",
+    "num_spatial",
+    "num_splits",
+    "num_parts",
+    "count",
+    "x_segment_stride",
+    "x_row_stride",
+    "x_dot_segment_stride",
+    "x_dot_row_stride",
+    "y_bar_segment_stride",
+    "y_bar_row_stride",
+    "y_bar_dot_segment_stride",
+    "y_bar_dot_row_stride",
+}
+
+
+def batch_independent_jit(fn: Callable) -> JITFunction:
+    """`triton.jit` that never specializes the integer arguments which change with the batch."""
+    arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    return triton.jit(do_not_specialize=[name for name in arguments if name in BATCH_DEPENDENT])(fn)
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from primitives.core.primitive import Primitive
+    from primitives.core.residuals import ResidualLayout
 
 __all__ = ["autograd_kernel"]
 
@@ -100,9 +101,12 @@ def _redispatcher(op: Primitive) -> Callable:
     return run
 
 
-def _rules_class(op: Primitive) -> type:  # noqa: C901 - three short methods that close over one operator
-    """Build the autograd function of `op`: the only place in the package that does."""
-    redispatch, layout, argument_names = _redispatcher(op), op.residuals, op.argument_names
+def _rules_class(op: Primitive, layout: ResidualLayout, vjp: str) -> type:  # noqa: C901 - short methods, one closure
+    """Build the autograd function of `op` that keeps `layout` and has the vjp rule of kind `vjp`.
+
+    This is the only place in the package that builds one.
+    """
+    redispatch, argument_names = _redispatcher(op), op.argument_names
     num_outputs = len(op.output_names)
     indices = {name: i for i, name in enumerate(op.output_names)}
     statistics = [(indices[name], name) for name in op.statistics]
@@ -137,7 +141,7 @@ def _rules_class(op: Primitive) -> type:  # noqa: C901 - three short methods tha
                     break
             else:
                 return (None,) * (1 + len(wanted))
-            result = op.rule("vjp")(unpack(ctx.saved_tensors, ctx.static), by_name, wanted_type(*wanted))
+            result = op.rule(vjp)(unpack(ctx.saved_tensors, ctx.static), by_name, wanted_type(*wanted))
             op.check_vjp_result(result)
             return (None, *map(result.get, argument_names))
 
@@ -161,10 +165,14 @@ def _rules_class(op: Primitive) -> type:  # noqa: C901 - three short methods tha
 def autograd_kernel(op: Primitive) -> Callable:
     """Kernel for the Autograd key of `op`: `(keyset, *args) -> outputs`.
 
-    A call that nothing differentiates goes straight to the implementation. A call that needs a mode for which there
-    is no rule goes to the decomposition of `op`, or raises `MissingRuleError` if there is none.
+    A call that nothing differentiates goes straight to the implementation. Where a rule is missing, the decomposition
+    of `op` is differentiated: at once in forward mode, when the backward pass comes in reverse mode. Without a
+    decomposition the call raises `MissingRuleError`.
     """
-    rules = _rules_class(op)
+    rules = _rules_class(op, op.residuals, "vjp")
+    # Without a vjp rule the value still comes from the kernel, and the decomposition runs when its derivative is asked
+    # for. torch.func.grad always prepares for that, and mostly nobody asks.
+    late_rules = _rules_class(op, op.every_argument, "decomposed_vjp")
     redispatch = op.overload._handle.redispatch_boxed
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
     below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
@@ -175,14 +183,15 @@ def autograd_kernel(op: Primitive) -> Callable:
         if not (reverse or forward):
             with below_autograd():
                 return redispatch(keyset & after_autograd, *args)
-        if reverse and not op.has_rule("vjp"):
-            return op.decompose("vjp", args)
         if forward and not op.has_rule("jvp"):
             return op.decompose("jvp", args)
+        late = reverse and not op.has_rule("vjp")
+        if late:
+            op.require_decomposition("vjp")
         previous = _functorch.get_single_level_autograd_function_allowed()
         _functorch.set_single_level_autograd_function_allowed(True)
         try:
-            return rules.apply(keyset, *args)
+            return (late_rules if late else rules).apply(keyset, *args)
         finally:
             _functorch.set_single_level_autograd_function_allowed(previous)
 

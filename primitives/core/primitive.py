@@ -61,7 +61,7 @@ class Primitive:
     - `def_fake(*args) -> outputs`, by default the reference on tensors without data
     - `def_vjp(residuals, cotangents, wanted) -> {argument: cotangent}`
     - `def_jvp(residuals, tangents) -> tangent of each differentiable output`
-    - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a vmap of the reference
+    - `def_vmap(batch, primals) -> (outputs, output axes)`, by default a loop over the samples
     - `def_autocast(device)(primals) -> primals`
 
     `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the
@@ -78,12 +78,14 @@ class Primitive:
         statistics: Outputs that are cached values of the inputs: differentiating one raises.
         state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers
             are.
+        cached: Arguments that are statistics of another argument, such as the mean of x. The reference takes them from
+            that argument again, and nothing is ever differentiated with respect to them.
         decomposable: Whether the reference is entered into the decomposition table, which is differentiated where a
             derivative rule is missing.
         namespace: Operator namespace.
 
     Raises:
-        ValueError: If a name in `residuals`, `statistics` or `state` is not in the schema.
+        ValueError: If a name in `residuals`, `statistics`, `state` or `cached` is not in the schema.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Primitive:
         residuals: Sequence[str] = (),
         statistics: Sequence[str] = (),
         state: Sequence[str] = (),
+        cached: Sequence[str] = (),
         decomposable: bool = False,
         namespace: str = NAMESPACE,
     ) -> None:
@@ -105,11 +108,19 @@ class Primitive:
         tensors = [n for n, a in zip(self.argument_names, parsed.arguments, strict=True) if "Tensor" in str(a.type)]
         self._check_outputs(statistics, "statistics")
         self._check_outputs(state, "state")
+        for statistic in statistics:
+            if statistic not in residuals:
+                raise ValueError(f"{name}: statistic {statistic!r} must be a residual, for its tangent to be refused.")
         self.statistics = tuple(statistics)
         self.state = tuple(state)
         self.decomposable = decomposable
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
         self.residuals = ResidualLayout(name, residuals, self.argument_names, tensors, self.output_names)
+        self.every_argument = ResidualLayout(
+            name, [*tensors, *statistics], self.argument_names, tensors, self.output_names
+        )
+        self._check_arguments(cached, tensors)
+        self.cached = frozenset(cached)
         # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
         self.Primals = namedtuple("Primals", self.argument_names)
         self.Tangents = namedtuple("Tangents", self.argument_names)
@@ -117,7 +128,7 @@ class Primitive:
         self.Axes = namedtuple("Axes", self.argument_names)
         self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
         self._tensor_arguments = frozenset(tensors)
-        self._rules: dict[str, Callable] = {}
+        self._rules: dict[str, Callable] = {"decomposed_vjp": self._decomposed_vjp}
         self._kernels: dict[str, Callable] = {}
         self._choose_implementations()
         self._register(namespace, schema)
@@ -133,6 +144,11 @@ class Primitive:
         for name in names:
             if name not in self.output_names:
                 raise ValueError(f"{self.name}: {what} names {name!r}, which is no output ({self.output_names}).")
+
+    def _check_arguments(self, names: Sequence[str], tensors: Sequence[str]) -> None:
+        for name in names:
+            if name not in tensors:
+                raise ValueError(f"{self.name}: cached names {name!r}, which is no tensor argument ({tensors}).")
 
     def _register(self, namespace: str, schema: str) -> None:
         lib = library(namespace)
@@ -225,8 +241,8 @@ class Primitive:
 
     # What torch calls.
 
-    def decompose(self, kind: str, args: tuple) -> Any:
-        """Run the decomposition in place of the missing derivative rule `kind`, so that torch differentiates it.
+    def require_decomposition(self, kind: str) -> Callable:
+        """The decomposition that is differentiated in place of the missing derivative rule `kind`.
 
         Raises:
             MissingRuleError: If no table has a decomposition.
@@ -239,7 +255,30 @@ class Primitive:
                 f"{self.name}: {mode} differentiation was asked for, but there is no {kind} rule and no decomposition. "
                 f"Register a rule with def_{kind}, declare the primitive decomposable, or use register_decomposition."
             ) from error
-        return decomposition(*args)
+        return decomposition
+
+    def decompose(self, kind: str, args: tuple) -> Any:
+        """Run the decomposition in place of the missing derivative rule `kind`, so that torch differentiates it.
+
+        Raises:
+            MissingRuleError: If the primitive may not be decomposed.
+        """
+        return self.require_decomposition(kind)(*args)
+
+    def _decomposed_vjp(self, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
+        """The vjp rule of a primitive that has none: that of its decomposition."""
+        decomposition = self.require_decomposition("vjp")
+        names = [n for n in self.argument_names if getattr(wanted, n) and n not in self.cached]
+        given = {n: cotangent for n, cotangent in cotangents._asdict().items() if cotangent is not None}
+        args = {n: getattr(residuals, n) for n in self.argument_names}
+
+        def function(*active: Any) -> tuple:
+            outputs = decomposition(*{**args, **dict(zip(names, active, strict=True))}.values())
+            by_name = dict(zip(self.output_names, outputs if len(self.output_names) > 1 else (outputs,), strict=True))
+            return tuple(by_name[n] for n in given)
+
+        _, pullback = torch.func.vjp(function, *[args[n] for n in names])
+        return dict(zip(names, pullback(tuple(given.values())), strict=True))
 
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""
@@ -281,7 +320,15 @@ class Primitive:
 
     def _vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         if not self.has_rule("vmap"):
-            return torch.vmap(self.rule("reference"), in_dims, randomness=info.randomness)(*args), 0 if len(
-                self.output_names
-            ) == 1 else (0,) * len(self.output_names)
+            return self._vmap_by_loop(info.batch_size, in_dims, args)
         return self.rule("vmap")(BatchInfo(info.batch_size, self.Axes(*in_dims)), self.Primals(*args))
+
+    def _vmap_by_loop(self, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
+        # torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
+        samples = [
+            self.overload(*[arg if axis is None else arg.select(axis, i) for arg, axis in zip(args, axes, strict=True)])
+            for i in range(size)
+        ]
+        if len(self.output_names) == 1:
+            return torch.stack(samples), 0
+        return tuple(torch.stack(column) for column in zip(*samples, strict=True)), (0,) * len(self.output_names)

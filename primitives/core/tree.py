@@ -38,6 +38,7 @@ def map_tensors(
     prefixes: dict[str, Any],
     *,
     namespace: str = "",
+    num_results: int | None = None,
 ) -> Any:
     """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, *values)` passed for all.
 
@@ -48,14 +49,17 @@ def map_tensors(
         tree: Pytree of tensors. `None`s in it stay as they are.
         prefixes: Further arguments by name, each a tensor, `None`, or a tree prefix of `tree`.
         namespace: optree namespace in which custom node types are looked up.
+        num_results: Length of the tuple that `compute` returns; `None` where it returns one result.
 
     Returns:
-        The results in the structure of `tree`; where `compute` returns a tuple, a tuple of such trees.
+        The results in the structure of `tree`; with `num_results`, a tuple of that many such trees.
 
     Raises:
         TreeError: If a prefix does not fit the tree.
-        DtypeError: If a leaf is no tensor.
+        DtypeError: If a leaf, or a value that goes with it, is no tensor.
     """
+    if tree is None:
+        raise DtypeError(f"{op_name}: input must be a tensor, got NoneType.")
     if isinstance(tree, torch.Tensor):
         values = tuple(prefixes.values())
         if all(value is None or isinstance(value, torch.Tensor) for value in values):
@@ -71,11 +75,12 @@ def map_tensors(
         label = accessor.codify("input")
         if not isinstance(call[0], torch.Tensor):
             raise DtypeError(f"{op_name}: {label} must be a tensor, got {type(call[0]).__name__}.")
+        for name, value in zip(prefixes, call[1:], strict=True):
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise DtypeError(f"{op_name}: {name} must be a tensor, got {type(value).__name__}.")
         check(label, *call)
     results = [None if call[0] is None else compute(*call) for call in calls]
-    first = next((r for r in results if r is not None), None)
-    if not isinstance(first, tuple):
+    if num_results is None:
         return treespec.unflatten(results)
-    width = len(first)
-    rows = [(None,) * width if r is None else r for r in results]
-    return tuple(treespec.unflatten(list(column)) for column in zip(*rows, strict=True))
+    rows = [(None,) * num_results if r is None else r for r in results]
+    return tuple(treespec.unflatten([row[i] for row in rows]) for i in range(num_results))

@@ -1,4 +1,4 @@
-"""Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behaviour."""
+"""Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behavior."""
 
 from primitives.nn._convert import convert, revert
 from primitives.nn._modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, LogSoftmax

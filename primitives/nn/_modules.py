@@ -36,7 +36,7 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
     def forward(self, input: Any) -> Any:
         """Logarithm of the softmax of `input` over axis `dim`."""
-        return functional.log_softmax(input, self.dim, _stacklevel=5)
+        return functional.log_softmax(input, self.dim, _stacklevel=6)
 
 
 class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):

@@ -1,1 +1,1 @@
-"""One file per family of primitives, with every rule of it: maths, schema, reference, kernel, vjp, jvp, vmap."""
+"""One file per family of primitives, with every rule of it: math, schema, reference, kernel, vjp, jvp, vmap."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from primitives.ops._shared import accumulation_dtype, unwanted
 
@@ -18,12 +19,9 @@ __all__ = ["affine", "axes_of", "dense", "normalized", "parameter_cotangents", "
 
 
 def _memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
-    """Layout of the output: channels_last where x has it, else contiguous."""
+    """Layout of the output, as torch chooses it: channels_last where the strides of x are, else contiguous."""
     if batch_ndim == 0 and not x.is_contiguous():
-        by_rank = {4: torch.channels_last, 5: torch.channels_last_3d}
-        candidate = by_rank.get(x.dim())
-        if candidate is not None and x.is_contiguous(memory_format=candidate):
-            return candidate
+        return suggest_memory_format(x)
     return torch.contiguous_format
 
 

@@ -41,6 +41,7 @@ batch_norm_pairing_p = Primitive(
     " Tensor? bias_dot, int batch_ndim, float eps, bool[] wanted)"
     " -> (Tensor y_bar_bar, Tensor x_bar, Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar,"
     " Tensor bias_dot_bar)",
+    cached=("mean", "rstd"),
     decomposable=True,
 )
 batch_norm_bwd_jvp_p = Primitive(
@@ -48,6 +49,7 @@ batch_norm_bwd_jvp_p = Primitive(
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? y_bar_dot, Tensor? x_dot,"
     " Tensor? weight_dot, int batch_ndim, float eps, bool[] wanted)"
     " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
+    cached=("mean", "rstd"),
     decomposable=True,
 )
 

@@ -38,6 +38,7 @@ layer_norm_bwd_p = Primitive(
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
     " bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "x", "weight", "mean", "rstd"),
+    cached=("mean", "rstd"),
     decomposable=True,
 )
 layer_norm_jvp_p = Primitive(
@@ -45,6 +46,7 @@ layer_norm_jvp_p = Primitive(
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
     " int norm_ndim, int batch_ndim, float eps) -> Tensor y_dot",
     residuals=("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
+    cached=("mean", "rstd"),
     decomposable=True,
 )
 

@@ -1,0 +1,93 @@
+# Every target works on a fresh machine with Python 3.10+ and a package index: it makes .venv, installs what it needs
+# there (once, and again when pyproject.toml or constraints.txt change) and runs.
+#
+#   make test ACTIVE=1        use the python that is active, install nothing
+#   make test PYTHON=/a/path  make .venv from this python
+#   make test VENV=/a/path    keep the environment there
+
+VENV ?= .venv
+ACTIVE ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+GPU_TEST_XML ?= gpu-test.xml
+# More workers than this only multiply the time and memory of importing torch.
+MAX_WORKERS ?= 16
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+ifeq ($(ACTIVE),)
+RUN := $(VENV)/bin/python
+installed = $(VENV)/.installed-$(1)
+else
+RUN := $(or $(shell command -v python),python3)
+installed =
+endif
+
+# A name on the path may be a launcher without an interpreter behind it, or lack what `venv` needs: try each.
+define FIND_PYTHON
+for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.14 python3.13 python3.12 python3.11 python3.10 python); do \
+  if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; \
+  then python=$$candidate; break; fi; \
+done; \
+if [ -z "$${python:-}" ]; then \
+  echo 'No Python 3.10 to 3.14 with venv and ensurepip found (Debian: install python3-venv); set PYTHON=/path/to/python.' >&2; \
+  exit 1; \
+fi
+endef
+
+# One thread per worker: the workers fill the cores, and tiny tensors gain nothing from threads.
+PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(RUN) -m pytest
+PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal -m 'not gpu'
+
+.PHONY: help demo test test-front test-kernels gpu-test check perf docs clean
+
+help:
+	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
+	@echo 'make test      every test that needs no GPU'
+	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
+	@echo 'make check     ruff, format, pyright, codespell'
+	@echo 'make perf      benchmarks'
+	@echo 'make docs      run the examples in docs, README and docstrings'
+	@echo 'make clean     remove what the targets made'
+	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'
+
+$(VENV)/bin/python:
+	@$(FIND_PYTHON); "$$python" -m venv "$(VENV)"
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	@touch $@
+
+demo: $(call installed,demo)
+	$(RUN) -m perf.demo $(DEMO_ARGS)
+
+test: test-front test-kernels
+
+# Compiled code needs triton as it is, kernel tests need its interpreter, and an import decides which: two processes.
+test-front: $(call installed,test)
+	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) $(PYTEST_ARGS)
+
+test-kernels: $(call installed,test)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) $(PYTEST_ARGS)
+
+# The torch of a GPU machine is not the pinned one: what it warns of is shown and fails nothing.
+gpu-test: $(call installed,test)
+	env -u TRITON_INTERPRET $(RUN) -m pytest tests -m gpu --device cuda -W default --junitxml=$(GPU_TEST_XML) $(PYTEST_ARGS)
+
+check: $(call installed,check)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"
+	$(RUN) -m codespell_lib
+
+perf: $(call installed,perf)
+	$(RUN) -m perf.overhead
+
+docs: $(call installed,docs)
+	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(if $(filter .venv,$(VENV)),.venv) build dist *.egg-info demo_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

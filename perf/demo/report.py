@@ -1,0 +1,186 @@
+"""What the demo shows: the two tables, and the two pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from perf.demo.train import predict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+    from perf.demo.data import Digits
+    from perf.demo.derivatives import Errors
+    from perf.demo.train import Duel
+
+FLOAT64_BOUND = 1e-9
+# Rounding of a few hundred float64 operations stays far below; a wrong formula lies far above.
+DERIVATIVE_BOUND = 1e-9
+
+TORCH_COLOR = "#e8a33d"
+OUR_COLOR = "#1f4e79"
+WRONG_COLOR = "#c0392b"
+DPI = 150
+DIGIT_ROWS, DIGIT_COLS = 4, 9
+# Differences of exactly zero are drawn at the floor of the logarithmic axis.
+DIFFERENCE_FLOOR = 1e-17
+# Leaves room for the legend above the largest differences.
+DIFFERENCE_CEILING = 1e1
+
+
+def _mark(text: str, good: bool) -> str:
+    return f"[green]{text}[/green]" if good else f"[bold red]{text}[/bold red]"
+
+
+def training_table(duels: Sequence[Duel]) -> Table:
+    """One row per model: accuracies, largest differences of the loss curves, times."""
+    steps = len(duels[0].torch_run_float64.losses)
+    table = Table(title="torch.nn and the same model after primitives.nn.convert", box=box.SIMPLE_HEAD)
+    table.add_column("\nmodel")
+    for heading in (
+        "accuracy\nrequired",
+        "accuracy\ntorch.nn",
+        "accuracy\nconverted",
+        f"loss difference\nfloat64, {steps} steps",
+        "loss difference\nfloat32, all steps",
+        "ms/step\ntorch.nn",
+        "ms/step\nconverted",
+    ):
+        table.add_column(heading, justify="right")
+    for duel in duels:
+        bound = duel.contest.min_accuracy
+        difference, step = duel.largest_difference()
+        difference_float64 = duel.largest_difference_float64()
+        table.add_row(
+            duel.contest.name,
+            f"{bound:.2f}",
+            _mark(f"{duel.torch_accuracy:.4f}", duel.torch_accuracy >= bound),
+            _mark(f"{duel.our_accuracy:.4f}", duel.our_accuracy >= bound),
+            _mark(f"{difference_float64:.1e}", difference_float64 <= FLOAT64_BOUND),
+            f"{difference:.1e} at step {step}",
+            f"{1e3 * duel.torch_run.step_seconds:.2f}",
+            f"{1e3 * duel.our_run.step_seconds:.2f}",
+        )
+    return table
+
+
+def derivative_table(errors: Mapping[str, Mapping[str, Errors]]) -> Table:
+    """One row per derivative: the relative errors of torch.nn and of this package, block by block.
+
+    Args:
+        errors: Name of a block -> name of a derivative -> its errors.
+    """
+    table = Table(title="relative error of derivatives, against the norms written out in float64", box=box.SIMPLE_HEAD)
+    table.add_column("\nderivative")
+    for block in errors:
+        table.add_column(f"{block}\ntorch.nn", justify="right")
+        table.add_column(f"{block}\nconverted", justify="right")
+    for case in next(iter(errors.values())):
+        cells = []
+        for by_case in errors.values():
+            error = by_case[case]
+            cells += [_mark(f"{value:.1e}", value <= DERIVATIVE_BOUND) for value in (error.torch_nn, error.ours)]
+        table.add_row(case, *cells)
+    return table
+
+
+def failures(duels: Sequence[Duel], errors: Mapping[str, Mapping[str, Errors]]) -> list[str]:
+    """A sentence for each bound that was missed."""
+    missed = []
+    for duel in duels:
+        name, bound = duel.contest.name, duel.contest.min_accuracy
+        for who, accuracy in (("torch.nn", duel.torch_accuracy), ("converted", duel.our_accuracy)):
+            if accuracy < bound:
+                missed.append(f"{name}, {who}: accuracy {accuracy:.4f} is below {bound}.")
+        # Written so that a NaN counts as missed.
+        if not duel.largest_difference_float64() <= FLOAT64_BOUND:
+            missed.append(f"{name}: float64 loss curves differ by {duel.largest_difference_float64():.1e}.")
+    for block, by_case in errors.items():
+        for case, error in by_case.items():
+            if not error.ours <= DERIVATIVE_BOUND:
+                missed.append(f"{block}: {case} has a relative error of {error.ours:.1e}.")
+    return missed
+
+
+def save_loss_curves(duels: Sequence[Duel], path: Path) -> None:
+    """Loss curves of both float32 runs and, below, how far apart the two are in float32 and in float64."""
+    with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(5.5 * len(duels), 6.5), layout="constrained")
+        axes = figure.subplots(2, len(duels), squeeze=False, sharey="row", height_ratios=(3, 2))
+        for column, duel in enumerate(duels):
+            _draw_losses(axes[0, column], duel)
+            _draw_differences(axes[1, column], duel)
+        axes[0, 0].set_ylabel("training loss (nats per image)")
+        axes[1, 0].set_ylabel("|difference| of the losses\n(nats per image; 1e-17: none)")
+        figure.savefig(path, dpi=DPI)
+
+
+def _draw_losses(axes: Axes, duel: Duel) -> None:
+    steps = range(1, len(duel.torch_run.losses) + 1)
+    axes.semilogy(steps, duel.torch_run.losses, color=TORCH_COLOR, linewidth=4, label="torch.nn")
+    axes.semilogy(steps, duel.our_run.losses, color=OUR_COLOR, linewidth=1, label="converted")
+    axes.set_title(f"{duel.contest.name} (held-out accuracy {duel.our_accuracy:.3f})")
+    axes.set_xlabel("training step")
+    axes.legend()
+
+
+def _draw_differences(axes: Axes, duel: Duel) -> None:
+    for label, first, second, color in (
+        ("float32", duel.torch_run, duel.our_run, OUR_COLOR),
+        ("float64", duel.torch_run_float64, duel.our_run_float64, TORCH_COLOR),
+    ):
+        gaps = [max(abs(a - b), DIFFERENCE_FLOOR) for a, b in zip(first.losses, second.losses, strict=True)]
+        axes.semilogy(range(1, len(gaps) + 1), gaps, ".", markersize=3, color=color, label=label)
+    axes.axhline(FLOAT64_BOUND, color=WRONG_COLOR, linewidth=1, linestyle="--", label="bound for float64")
+    axes.set_xlabel("training step")
+    axes.set_ylim(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING)
+    axes.legend(loc="upper center", ncols=3, markerscale=3, fontsize="small")
+
+
+def save_digits(duels: Sequence[Duel], digits: Digits, path: Path) -> None:
+    """Held-out digits with their label and what each converted model says, its mistakes first and in red.
+
+    Args:
+        duels: The models.
+        digits: The data in the dtype and on the device of the models.
+        path: Of the PNG file.
+    """
+    predictions = [predict(duel.our_run.model, digits.test_images).cpu() for duel in duels]
+    labels = digits.test_labels.cpu()
+    wrong = torch.stack([prediction != labels for prediction in predictions]).any(0)
+    # Mistakes fill at most half of the picture, so that it shows what the models usually do.
+    shown = torch.cat([wrong.nonzero()[:, 0][: DIGIT_ROWS * DIGIT_COLS // 2], (~wrong).nonzero()[:, 0]])
+    figure = Figure(figsize=(1.25 * DIGIT_COLS, 1.75 * DIGIT_ROWS + 0.6), layout="constrained")
+    figure.suptitle(
+        f"Held-out digits as the converted models read them; all mistakes among {len(labels)} come first, in red"
+        if wrong.sum() <= DIGIT_ROWS * DIGIT_COLS // 2
+        else "Held-out digits as the converted models read them; mistakes first, in red"
+    )
+    images = digits.test_images.cpu().float()
+    for axes, index in zip(figure.subplots(DIGIT_ROWS, DIGIT_COLS).flat, shown.tolist(), strict=False):
+        _draw_digit(axes, images[index, 0], int(labels[index]), duels, [int(p[index]) for p in predictions])
+    figure.savefig(path, dpi=DPI)
+
+
+def _draw_digit(axes: Axes, image: Tensor, label: int, duels: Sequence[Duel], readings: Sequence[int]) -> None:
+    wrong = any(reading != label for reading in readings)
+    axes.imshow(image.numpy(), cmap="gray_r", vmin=0, vmax=1)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    lines = [
+        f"true {label}",
+        *(f"{duel.contest.name} {reading}" for duel, reading in zip(duels, readings, strict=True)),
+    ]
+    axes.set_title("\n".join(lines), fontsize=7, color=WRONG_COLOR if wrong else "black")
+    for spine in axes.spines.values():
+        spine.set_color(WRONG_COLOR if wrong else "0.7")

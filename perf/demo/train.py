@@ -1,0 +1,172 @@
+"""Training one model, and the duel: the same model with torch.nn and converted, in float64 and in float32."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import primitives as pr
+from perf.demo.data import Digits, batches, num_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from perf.demo.models import DigitModel
+
+BATCH_SIZE = 64
+WEIGHT_DECAY = 0.1
+# The first steps pay for allocations and, on a GPU, for compiling kernels.
+WARMUP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One model of the demo: how to make it, how long it trains, and what it has to reach."""
+
+    name: str
+    make_model: Callable[[], DigitModel]
+    learning_rate: float
+    epochs: int
+    min_accuracy: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run leaves: the model, its loss at each step, and how long a step took (median, seconds)."""
+
+    model: DigitModel
+    losses: list[float]
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Duel:
+    """The four runs of one model: float32 to the end and float64 for the first steps, torch.nn and converted."""
+
+    contest: Contest
+    torch_run: Run
+    our_run: Run
+    torch_run_float64: Run
+    our_run_float64: Run
+    torch_accuracy: float
+    our_accuracy: float
+
+    def largest_difference(self) -> tuple[float, int]:
+        """Largest difference between the float32 loss curves and the step (from 1) where it occurs."""
+        return _largest_difference(self.torch_run.losses, self.our_run.losses)
+
+    def largest_difference_float64(self) -> float:
+        """Largest difference between the float64 loss curves."""
+        return _largest_difference(self.torch_run_float64.losses, self.our_run_float64.losses)[0]
+
+
+def _largest_difference(first: list[float], second: list[float]) -> tuple[float, int]:
+    return max((abs(a - b), step) for step, (a, b) in enumerate(zip(first, second, strict=True), start=1))
+
+
+def num_steps(contest: Contest, digits: Digits) -> int:
+    """Training steps of a whole run."""
+    return contest.epochs * num_batches(digits, BATCH_SIZE)
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Convolutions that give the same bits each time, so that two runs differ only by what is compared."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
+    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = before
+
+
+def run_duel(
+    contest: Contest, digits: Digits, device: torch.device, seed: int, float64_steps: int, on_step: Callable[[], None]
+) -> Duel:
+    """Train the model of `contest` four times from the same seed.
+
+    Args:
+        contest: The model and its bounds.
+        digits: The data, in any dtype and on any device.
+        device: Where to train.
+        seed: Of the initial weights and of the order of the batches.
+        float64_steps: Length of the float64 runs. Their learning rate follows the schedule of a whole run.
+        on_step: Called after each training step.
+    """
+    total = num_steps(contest, digits)
+
+    def train_twice(dtype: torch.dtype, steps: int) -> tuple[Run, Run]:
+        moved = digits.to(device, dtype)
+        torch.manual_seed(seed)
+        plain = contest.make_model().to(device, dtype)
+        torch.manual_seed(seed)
+        converted = contest.make_model().to(device, dtype)
+        if not pr.nn.convert(converted):
+            raise RuntimeError(f"{contest.name}: primitives.nn.convert changed no module.")
+        first, second = (
+            _train(model, moved, contest.learning_rate, seed, steps, total, on_step) for model in (plain, converted)
+        )
+        return first, second
+
+    with reproducible():
+        torch_run_float64, our_run_float64 = train_twice(torch.float64, float64_steps)
+        torch_run, our_run = train_twice(torch.float32, total)
+    moved = digits.to(device, torch.float32)
+    return Duel(
+        contest,
+        torch_run,
+        our_run,
+        torch_run_float64,
+        our_run_float64,
+        accuracy(torch_run.model, moved),
+        accuracy(our_run.model, moved),
+    )
+
+
+def _train(
+    model: DigitModel,
+    digits: Digits,
+    learning_rate: float,
+    seed: int,
+    steps: int,
+    schedule_steps: int,
+    on_step: Callable[[], None],
+) -> Run:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=schedule_steps)
+    losses: list[float] = []
+    durations: list[float] = []
+    for (images, labels), _ in zip(batches(digits, BATCH_SIZE, seed), range(steps), strict=False):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = nn.functional.nll_loss(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        # Reading the loss waits for the device, so the clock sees the whole step.
+        losses.append(loss.item())
+        durations.append(time.perf_counter() - start)
+        schedule.step()
+        on_step()
+    return Run(model, losses, statistics.median(durations[min(WARMUP_STEPS, steps - 1) :]))
+
+
+def predict(model: nn.Module, images: Tensor) -> Tensor:
+    """Most probable digit of each image."""
+    model.eval()
+    with torch.no_grad():
+        return model(images).argmax(-1)
+
+
+def accuracy(model: nn.Module, digits: Digits) -> float:
+    """Fraction of the held-out images that `model` names rightly."""
+    return (predict(model, digits.test_images) == digits.test_labels).double().mean().item()

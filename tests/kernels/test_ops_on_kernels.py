@@ -1,0 +1,183 @@
+"""The generic properties on the Triton kernels, from the public function down: they are held to what the reference is.
+
+On a GPU the same records run on the kernels without this file: `pytest tests --device cuda`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import jacfwd, jvp, vmap
+
+import primitives as pr
+from tests.op_cases import CASES
+from tests.properties import (
+    BATCH,
+    batched,
+    check_fake,
+    check_jvp,
+    check_outputs,
+    check_vjp,
+    check_vmap,
+    layout_of,
+    leaves,
+    recorded_calls,
+)
+from tests.support import assert_close, dtype_id, like, subsets
+from tests.test_nestings import flattened, nested, nestings, true_derivative
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# The interpreter takes its time: the samples meet the dtypes in turns (out of step with the layouts, of which there are
+# four as well), the small one meets all.
+SAMPLES = [
+    pytest.param(case, sample, dtype, id=f"{case.name}-{sample}-{dtype_id(dtype)}")
+    for case in CASES
+    for i, sample in enumerate([*case.samples, *[case.small] * len(case.dtypes)])
+    for dtype in [case.dtypes[(i + i // len(case.dtypes)) % len(case.dtypes)]]
+]
+
+
+@pytest.fixture(autouse=True)
+def on_kernels():
+    """Every primitive runs its Triton kernel, in the interpreter."""
+    with pr.use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def device():
+    """The interpreter's: kernels that are interpreted see CPU tensors."""
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
+def test_outputs_cotangents_and_tangents_are_those_of_the_definition(case, sample, dtype, device):
+    inputs = case.inputs(sample, dtype, device)
+    check_outputs(case, sample, inputs)
+    check_vjp(case, sample, inputs, case.perturbable(sample))
+    check_jvp(case, sample, inputs, case.perturbable(sample))
+
+
+@every_case
+def test_every_subset_of_perturbed_arguments(case, device):
+    inputs = case.inputs(case.small, torch.float32, device)
+    for names in subsets(case.differentiable):
+        check_vjp(case, case.small, inputs, names)
+        check_jvp(case, case.small, inputs, names)
+
+
+@every_case
+def test_fake_outputs_have_the_layout_of_the_kernels(case, device):
+    """What a compiler is told is what a kernel returns: shape, dtype and stride, unwanted outputs included."""
+    for sample in case.samples[::2]:
+        for call in recorded_calls(case, sample, case.inputs(sample, torch.bfloat16, device)):
+            check_fake(call)
+
+
+@every_case
+def test_kernels_and_reference_return_the_same_layouts(case, device):
+    for sample in case.samples[1::6]:
+        for call in recorded_calls(case, sample, case.inputs(sample, torch.float32, device)):
+            actual = call.outputs()
+            with pr.use_backend("reference"):
+                expected = call.outputs()
+            assert [layout_of(x) for x in actual] == [layout_of(x) for x in expected], str(call)
+
+
+@every_case
+def test_vmap_over_subsets_of_arguments(case, device):
+    """Up to three arguments in every combination; of the 31 of five arguments, every third and all at once."""
+    inputs = case.inputs(case.small, torch.float64, device)
+
+    def outputs(*values):
+        return case.outputs(dict(zip(case.arguments, values, strict=True)), case.small)
+
+    values = list(inputs.values())
+    chosen = list(subsets(range(len(values))))
+    step = 1 if len(chosen) <= 7 else 3
+    for positions in {*chosen[::step], chosen[-1]}:
+        check_vmap(outputs, values, positions, 0, case.name)
+
+
+@every_case
+def test_vmap_of_derivative_primitives(case, device):
+    """Each wanted cotangent and each tangent over all tensors; where all are wanted, over each tensor alone too."""
+    for call in recorded_calls(case, case.small, case.inputs(case.small, torch.float64, device))[1:]:
+        tensors = [call.args[i] for i in call.tensors]
+
+        def function(*tensors, call=call):
+            args = list(call.args)
+            for position, tensor in zip(call.tensors, tensors, strict=True):
+                args[position] = tensor
+            return call.outputs(args)
+
+        check_vmap(function, tensors, tuple(range(len(tensors))), -1, str(call))
+        mask = call.argument("wanted") if "wanted" in call.names else [a is not None for a in call.args]
+        for position in range(len(tensors)) if all(mask) else ():
+            check_vmap(function, tensors, (position,), -1, str(call))
+
+
+@every_case
+def test_vmap_of_vmap(case, device):
+    """Both levels batch every argument: two batch axes reach the kernels."""
+    inputs = case.inputs(case.small, torch.float64, device)
+    names = case.differentiable
+    twice = [batched(batched(inputs[name], 0), 0) for name in names]
+    function = case.of(names, inputs, case.small)
+    dots = tuple(like(value, seed=3) for value in twice)
+    y, y_dot = jvp(vmap(vmap(function)), tuple(twice), dots)
+    for i in range(BATCH):
+        for j in range(BATCH):
+            primals, tangents = tuple(v[i, j] for v in twice), tuple(d[i, j] for d in dots)
+            expected, expected_dot = jvp(function, primals, tangents)
+            assert_close(y[i, j], expected)
+            assert_close(y_dot[i, j], expected_dot)
+
+
+@every_case
+@pytest.mark.parametrize("word", [*nestings(1, 2), "frf", "rfr"])
+def test_nestings_in_the_input(case, word, device):
+    inputs = case.inputs(case.tiny, torch.float64, device)
+    names = case.perturbable(case.tiny)
+    actual = nested(case.of(names, inputs, case.tiny), word)(*[inputs[name] for name in names])
+    assert_close(actual, true_derivative(case, device, (0,) * len(word), len(word)), order=len(word), what=word)
+
+
+@every_case
+@pytest.mark.parametrize("word", nestings(2))
+def test_nestings_in_all_arguments_at_once(case, word, device):
+    function, vector = flattened(case, device, true=False)
+    actual = nested(function, word)(vector)
+    assert_close(actual, true_derivative(case, device, None, len(word)), order=len(word), what=word)
+
+
+@every_case
+def test_per_sample_jacobians(case, device):
+    inputs = case.inputs(case.tiny, torch.float64, device)
+    stack = batched(inputs["x"], 0)
+    actual = vmap(jacfwd(case.of(["x"], inputs, case.tiny)))(stack)
+    truth = case.of(["x"], inputs, case.tiny, true=True)
+    for got, x in zip(actual, stack, strict=True):
+        assert_close(got, jacfwd(truth)(x))
+
+
+@every_case
+def test_opcheck(case, device):
+    for call in recorded_calls(case, case.small, case.inputs(case.small, torch.float32, device))[-1:]:
+        torch.library.opcheck(call.overload, call.args, test_utils=("test_schema", "test_faketensor"))
+
+
+@every_case
+def test_two_runs_agree_bitwise(case, device):
+    inputs = case.inputs(case.samples[0], torch.float32, device)
+    for sample in case.samples[2::9]:
+        inputs = case.inputs(sample, torch.float32, device)
+        names = case.perturbable(sample)
+
+        def run(inputs=inputs, names=names, sample=sample):
+            prepared = leaves(inputs, names)
+            outputs = case.outputs(prepared, sample)
+            return [*outputs, *torch.autograd.grad(outputs[0], [prepared[n] for n in names], like(outputs[0], seed=1))]
+
+        for first, second in zip(run(), run(), strict=True):
+            assert torch.equal(first, second)

@@ -1,0 +1,123 @@
+"""What the generic tests share: dtypes and tolerances, numbers in many memory layouts, all-pairs sampling."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# Allowed error in units in the last place of the largest expected element (or of 1, the size of the inputs). Results in
+# low precision are sums in float32 that are rounded once; the second unit is for log-softmax, whose derivatives see the
+# rounded output. In float32 and float64 the sums themselves round: the longest sample has 257 terms, and rstd
+# multiplies what they lose by up to a few tens.
+ULPS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 64, torch.float64: 64}
+# Each further order of derivative multiplies sums by sums, and by another rstd.
+ULPS_PER_ORDER = 8
+# A central difference of fourth order with step 1e-3 leaves 1e-12 times the fifth derivative, and 1e-16 / 1e-3 of
+# rounding.
+DIFFERENCE_TOLERANCE = 1e-9
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "channels_last")
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    """Short name of a dtype, for test ids."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tolerance(dtype: torch.dtype, order: int = 1) -> float:
+    """Allowed error of a derivative of the given order, relative to the largest element."""
+    return ULPS[dtype] * ULPS_PER_ORDER ** max(order - 1, 0) * torch.finfo(dtype).eps
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype with the largest unit in the last place."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def assert_close(
+    actual: Tensor,
+    expected: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    precision: torch.dtype | None = None,
+    order: int = 1,
+    what: str = "result",
+) -> None:
+    """Compare shape, dtype, NaNs and values.
+
+    `actual` must have the dtype `dtype` (default: that of `expected`) and the accuracy of `precision` (`dtype`).
+    """
+    dtype = dtype or expected.dtype
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert actual.dtype == dtype, f"{what}: dtype {actual.dtype}, expected {dtype}"
+    scale = expected.detach().nan_to_num().abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        actual.detach().double(),
+        expected.detach().double(),
+        rtol=0.0,
+        atol=tolerance(precision or dtype, order) * max(scale, 1.0),
+        equal_nan=True,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
+    """Normal numbers in float64 on the CPU, the same on every device and in every run."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64) + mean
+
+
+def arranged(values: Tensor, layout: str) -> Tensor:
+    """`values` in a layout of `LAYOUTS`; `"expanded"` repeats the first entry of the first axis with stride 0."""
+    axes = list(range(values.dim()))
+    if layout == "transposed":
+        return values.permute(axes[::-1]).contiguous().permute(axes[::-1])
+    if layout == "sliced" and axes:
+        # What lies between the elements must never be read.
+        wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
+        wide[..., ::2] = values
+        return wide[..., ::2]
+    if layout == "expanded" and axes and values.shape[0] > 0:
+        return values[:1].clone().expand(values.shape)
+    if layout == "channels_last" and len(axes) > 1:
+        return values.movedim(1, -1).contiguous().movedim(-1, 1)
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def like(x: Tensor, seed: int, layout: str = "contiguous") -> Tensor:
+    """Normal numbers with the shape, dtype and device of `x`."""
+    return arranged(normal(x.shape, seed).to(x.device, x.dtype), layout)
+
+
+def subsets(items: Iterable[Any]) -> Iterator[tuple]:
+    """All non-empty subsets."""
+    items = list(items)
+    return itertools.chain.from_iterable(itertools.combinations(items, r) for r in range(1, len(items) + 1))
+
+
+def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Few combinations in which every value of each axis meets every value of each other axis."""
+    names = list(axes)
+    positions = list(itertools.combinations(range(len(names)), 2))
+    candidates = list(itertools.product(*[range(len(values)) for values in axes.values()]))
+
+    def pairs(row: tuple[int, ...]) -> set[tuple[int, ...]]:
+        return {(i, row[i], j, row[j]) for i, j in positions}
+
+    missing = set().union(*map(pairs, candidates))
+    rows = []
+    while missing:
+        best = max(candidates, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        rows.append({name: axes[name][i] for name, i in zip(names, best, strict=True)})
+    return rows

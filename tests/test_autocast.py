@@ -1,0 +1,120 @@
+"""Autocast: what torch casts is cast, on the same devices, to the same dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import _C
+from torch.testing import assert_close
+
+import primitives as pr
+from primitives.core import registered_primitives
+from primitives.ops.layer_norm import layer_norm_p
+from primitives.ops.log_softmax import log_softmax_p
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CALLS = {
+    "layer_norm": lambda f, x: f.layer_norm(x, (4,)),
+    "layer_norm_affine": lambda f, x: f.layer_norm(x, (4,), x[0], x[1]),
+    "log_softmax": lambda f, x: f.log_softmax(x, 1),
+    "log_softmax_dtype": lambda f, x: f.log_softmax(x, 1, dtype=torch.float64),
+    "batch_norm": lambda f, x: f.batch_norm(x, x[0].clone(), x[1].exp(), training=True),
+    "batch_norm_eval": lambda f, x: f.batch_norm(x, x[0].clone(), x[1].exp(), x[2], x[3]),
+}
+AUTOCAST_CUDA = _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
+
+
+def data(dtype, device="cpu"):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return x.to(device, dtype)
+
+
+def under_cuda_autocast(op, *args):
+    """Run the kernel registered for CUDA's autocast, which needs no CUDA itself, on CPU tensors."""
+    return op.overload.redispatch(AUTOCAST_CUDA, *args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_cast_on_the_cpu(call, low, dtype):
+    x = data(dtype)
+    outside = CALLS[call](pr.functional, x)
+    with torch.autocast("cpu", dtype=low):
+        ours, theirs = CALLS[call](pr.functional, x), CALLS[call](F, x)
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours, outside)
+
+
+def test_a_compiled_model_under_autocast_follows_torch():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.LogSoftmax(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = model(data(torch.float32))
+    pr.nn.convert(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = model(data(torch.float32))
+    assert ours.dtype == theirs.dtype
+    assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", [n for n in registered_primitives() if n.startswith("primitives::")])
+def test_which_operators_cuda_autocast_changes(name):
+    # Derivatives run in the dtypes of their forward; batch norm takes the dtype that comes, as torch's does.
+    expected = name in ("primitives::layer_norm", "primitives::log_softmax")
+    assert _C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA") == expected
+    assert not _C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_runs_in_float32_under_cuda_autocast(dtype):
+    x, weight = data(dtype), data(dtype)[0]
+    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
+    assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide)))
+
+
+def test_layer_norm_casts_each_low_precision_argument_under_cuda_autocast():
+    x, weight, bias = data(torch.bfloat16), data(torch.float32)[0], data(torch.float16)[1]
+    y = under_cuda_autocast(layer_norm_p, x, weight, bias, 1, 0, 1e-5)[0]
+    assert torch.equal(y, pr.functional.layer_norm(x.float(), (4,), weight, bias.float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("output_dtype", [None, torch.float16, torch.float64], ids=str)
+def test_log_softmax_has_a_float32_result_under_cuda_autocast(dtype, output_dtype):
+    x = data(dtype)
+    y = under_cuda_autocast(log_softmax_p, x, 1, output_dtype)
+    default = torch.float64 if dtype == torch.float64 else torch.float32
+    assert y.dtype == (output_dtype or default)
+    assert torch.equal(y, pr.functional.log_softmax(x, 1, dtype=output_dtype or default))
+
+
+def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
+    x, weight = data(torch.bfloat16).requires_grad_(), data(torch.bfloat16)[0].requires_grad_()
+    y = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5)[0]
+    z = under_cuda_autocast(log_softmax_p, x, 1, None)
+    (y.square().sum() + z.square().sum()).backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    x32, weight32 = (t.detach().float().requires_grad_() for t in (x, weight))
+    (F.layer_norm(x32, (4,), weight32).square().sum() + F.log_softmax(x32, 1).square().sum()).backward()
+    assert_close(x.grad.float(), x32.grad, rtol=1e-2, atol=5e-2)
+    assert_close(weight.grad.float(), weight32.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_cuda_autocast_is_that_of_torch(device, call, low, dtype):
+    inputs = [data(dtype, device).requires_grad_() for _ in range(2)]
+    with torch.autocast("cuda", dtype=low):
+        ours, theirs = (CALLS[call](f, x.clone()) for f, x in zip((pr.functional, F), inputs, strict=True))
+    assert ours.dtype == theirs.dtype
+    assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    for result in (ours, theirs):
+        result.float().sin().sum().backward()
+    assert inputs[0].grad.dtype == inputs[1].grad.dtype
+    assert_close(inputs[0].grad, inputs[1].grad, rtol=2e-2, atol=2e-2)

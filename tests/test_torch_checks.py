@@ -1,0 +1,225 @@
+"""Torch's own checkers and the older interfaces of autograd, run over every record."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from tests.op_cases import CASES
+from tests.properties import CallRecorder, check_fake, leaves, recorded_calls
+from tests.support import assert_close, like
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_primitive = pytest.mark.parametrize(
+    "case, kind",
+    [pytest.param(case, kind, id=getattr(case, kind).name) for case in CASES for kind in ("forward", "bwd", "jvp")],
+)
+EVERYTHING = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def double_leaves(case, device):
+    """A function of all differentiable arguments of the tiny sample, and these as leaves."""
+    inputs = leaves(case.inputs(case.tiny, torch.float64, device), case.differentiable)
+    names = case.perturbable(case.tiny)
+    return case.of(names, inputs, case.tiny), [inputs[name] for name in names]
+
+
+def small(case, device, dtype=torch.float64):
+    inputs = leaves(case.inputs(case.small, dtype, device), case.differentiable)
+    return case.of(case.differentiable, inputs, case.small), [inputs[name] for name in case.differentiable]
+
+
+@every_case
+def test_gradcheck(case, device):
+    function, args = small(case, device)
+    assert torch.autograd.gradcheck(
+        function, args, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+
+
+@every_case
+def test_gradgradcheck(case, device):
+    function, args = double_leaves(case, device)
+    assert torch.autograd.gradgradcheck(
+        function, args, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
+    )
+
+
+def recorded(case, kind, device, absent=()):
+    sample = dataclasses.replace(case.small, absent=(*case.small.absent, *absent))
+    calls = recorded_calls(case, sample, case.inputs(sample, torch.float32, device))
+    return [call for call in calls if call.overload is getattr(case, kind).overload]
+
+
+@every_primitive
+def test_opcheck_without_gradients(case, kind, device):
+    for call in recorded(case, kind, device)[-1:]:
+        torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING)
+
+
+@every_primitive
+def test_opcheck_with_gradients(case, kind, device):
+    """All arguments require grad, where the op has derivatives in them."""
+    (call,) = recorded(case, kind, device)[-1:]
+    frozen = set(case.arguments) - set(case.differentiable)
+    args = [
+        a.clone().requires_grad_() if isinstance(a, torch.Tensor) and name not in frozen else a
+        for name, a in zip(call.names, call.args, strict=True)
+    ]
+    # The last utility differentiates the sum of all outputs, which a primitive with statistics refuses.
+    utilities = EVERYTHING[:3] if getattr(case, kind).statistics else EVERYTHING
+    if kind == "forward" or not case.forward.statistics:
+        torch.library.opcheck(call.overload, tuple(args), test_utils=utilities)
+    else:
+        # Statistics that a derivative receives are values of x, not variables: its own derivative has none for them.
+        args = [a.detach() if n in case.forward.statistics else a for n, a in zip(call.names, args, strict=True)]
+        torch.library.opcheck(call.overload, tuple(args), test_utils=utilities)
+
+
+@every_primitive
+def test_opcheck_without_optional_arguments(case, kind, device):
+    optional = tuple(name for name in case.arguments if any(name in sample.absent for sample in case.samples))
+    for call in recorded(case, kind, device, optional)[-1:]:
+        torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING[:3])
+        check_fake(call)
+
+
+class Block(torch.nn.Module):
+    """A record's op between two other operations."""
+
+    def __init__(self, case, inputs):
+        super().__init__()
+        self.case = case
+        self.parameters_in_order = case.arguments[1:]
+        for name in self.parameters_in_order:
+            self.register_buffer(name, inputs[name])
+
+    def forward(self, x):
+        values = {name: getattr(self, name) for name in self.parameters_in_order}
+        return self.case.outputs({"x": x.sin(), **values}, self.case.small)[0] * 2
+
+
+# torch.export deprecates a spelling that it uses itself.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@every_case
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non_strict"])
+def test_export(case, strict, device):
+    inputs = case.inputs(case.small, torch.float32, device)
+    block, x = Block(case, inputs), inputs["x"]
+    program = torch.export.export(block, (x,), strict=strict)
+    assert any(node.target is case.forward.overload for node in program.graph.nodes)
+    assert_close(program.module()(x), block(x))
+    decomposed = program.run_decompositions()
+    assert any(node.target is case.forward.overload for node in decomposed.graph.nodes)
+    assert_close(decomposed.module()(x), block(x))
+
+
+@every_case
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_of_a_derivative(case, tracing_mode, device):
+    """The graph of a gradient holds the forward and the backward primitive, each as one node."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    function = case.of(["x"], inputs, case.small)
+
+    def gradient(x):
+        y, transpose = torch.func.vjp(function, x)
+        return transpose(y.sin())[0]
+
+    # Arguments that are no inputs of the graph are constants in it, which only real tensors can be.
+    graph = make_fx(gradient, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(inputs["x"])
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(case.forward.overload) == 1
+    assert targets.count(case.bwd.overload) == 1
+    assert_close(graph(inputs["x"]), gradient(inputs["x"]))
+
+
+@every_case
+def test_dual_level(case, device):
+    """Eager forward mode, alone and through the graph that reverse mode recorded."""
+    function, args = small(case, device)
+    dots = [like(a.detach(), seed=2 + i) for i, a in enumerate(args)]
+    _, expected = torch.func.jvp(function, tuple(a.detach() for a in args), tuple(dots))
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(a, d) for a, d in zip(args, dots, strict=True)]
+        y = function(*duals)
+        y_dot = forward_ad.unpack_dual(y).tangent
+        assert_close(y_dot, expected)
+        x_bar = torch.autograd.grad(y.sin().sum(), args[0], create_graph=True)[0]
+        x_bar_dot = forward_ad.unpack_dual(x_bar).tangent
+    gradient = torch.func.grad(lambda *values: function(*values).sin().sum())
+    _, true_dot = torch.func.jvp(gradient, tuple(a.detach() for a in args), tuple(dots))
+    assert_close(x_bar_dot, true_dot, order=2)
+    # What forward mode computed is itself part of the reverse-mode graph.
+    torch.autograd.grad(y_dot.sum(), args[0])
+
+
+@every_case
+def test_batched_cotangents(case, device):
+    function, args = small(case, device)
+    y = function(*args)
+    y_bars = torch.stack([like(y, seed=i) for i in range(3)])
+    actual = torch.autograd.grad(y, args, y_bars, is_grads_batched=True, retain_graph=True)
+    rows = [torch.autograd.grad(y, args, y_bar, retain_graph=True) for y_bar in y_bars]
+    for got, *want in zip(actual, *rows, strict=True):
+        assert_close(got, torch.stack(want))
+
+
+@every_case
+def test_saved_tensors_hooks(case, device):
+    """Whatever is kept passes through the hooks, as offloading needs it."""
+    function, args = small(case, device)
+    expected = torch.autograd.grad(function(*args).sin().sum(), args)
+    store = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: store.append(x.cpu()) or len(store) - 1, lambda i: store[i].to(device)
+    ):
+        loss = function(*args).sin().sum()
+    actual = torch.autograd.grad(loss, args)
+    assert store
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@every_case
+def test_activation_checkpointing(case, device):
+    function, args = small(case, device)
+    expected = torch.autograd.grad(function(*args).sin().sum(), args)
+    with CallRecorder() as recorder:
+        y = checkpoint(lambda *values: function(*values).sin(), *args, use_reentrant=False)
+        actual = torch.autograd.grad(y.sum(), args)
+    overloads = [call.overload for call in recorder.calls]
+    assert overloads == [case.forward.overload, case.forward.overload, case.bwd.overload]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@every_case
+def test_functional_jacobian_and_hessian(case, device):
+    function, args = small(case, device)
+    x, rest = args[0].detach(), [a.detach() for a in args[1:]]
+
+    def of_x(x):
+        return function(x, *rest)
+
+    expected = torch.func.jacrev(of_x)(x)
+    jacobian = torch.autograd.functional.jacobian
+    assert_close(jacobian(of_x, x), expected)
+    assert_close(jacobian(of_x, x, strategy="forward-mode", vectorize=True), expected)
+    hessian = torch.autograd.functional.hessian(lambda x: of_x(x).sin().sum(), x)
+    assert_close(hessian, torch.func.hessian(lambda x: of_x(x).sin().sum())(x), order=2)
+
+
+@every_case
+def test_backward_accumulates_into_leaves_and_calls_hooks(case, device):
+    function, args = small(case, device)
+    seen = []
+    args[0].register_hook(seen.append)
+    for _ in range(2):
+        function(*args).sin().sum().backward()
+    single = torch.autograd.grad(function(*args).sin().sum(), args)
+    for leaf, x_bar in zip(args, single, strict=True):
+        assert_close(leaf.grad, 2 * x_bar)
+    assert len(seen) == 3

@@ -1,0 +1,242 @@
+"""The functional API over pytrees: structures, None leaves, prefix trees, errors with key paths, atomic writes."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch.testing import assert_close
+
+import primitives as pr
+
+NAMESPACE = "primitives_test_trees"
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@optree.dataclasses.dataclass(namespace=NAMESPACE)
+class Block:
+    hidden: Any
+    output: Any
+
+
+@optree.register_pytree_node_class(namespace=NAMESPACE)
+class Bag:
+    TREE_PATH_ENTRY_TYPE = optree.SequenceEntry
+
+    def __init__(self, *items):
+        self.items = items
+
+    def tree_flatten(self):
+        return self.items, None, range(len(self.items))
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(*children)
+
+
+def leaf(seed, channels=3, rows=5):
+    return torch.randn(rows, channels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+TREES = {
+    "dict": lambda a, b, c: {"a": a, "b": {"c": b, "d": c}},
+    "list": lambda a, b, c: [a, [b, [c]]],
+    "tuple": lambda a, b, c: (a, (b, c)),
+    "namedtuple": lambda a, b, c: Pair(a, Pair(b, c)),
+    "OrderedDict": lambda a, b, c: collections.OrderedDict(z=a, b=b, a=c),
+    "deque": lambda a, b, c: collections.deque([a, b, c], maxlen=3),
+    "dataclass": lambda a, b, c: Block(a, {"x": b, "y": c}),
+    "registered": lambda a, b, c: Bag(a, Bag(b, c)),
+}
+CALLS = {
+    "layer_norm": lambda x, **kwargs: pr.functional.layer_norm(x, (3,), **kwargs),
+    "log_softmax": lambda x, **kwargs: pr.functional.log_softmax(x, 1, **kwargs),
+    "batch_norm": lambda x, **kwargs: pr.functional.batch_norm(x, None, None, training=True, **kwargs),
+}
+structure = {"none_is_leaf": True, "namespace": NAMESPACE}
+
+
+def assert_trees_equal(ours, theirs):
+    ours_leaves, ours_spec = optree.tree_flatten(ours, **structure)
+    their_leaves, their_spec = optree.tree_flatten(theirs, **structure)
+    assert ours_spec == their_spec
+    for mine, their in zip(ours_leaves, their_leaves, strict=True):
+        assert mine is their is None or torch.equal(mine, their)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tree_is_mapped_leaf_by_leaf(call, tree):
+    leaves = [leaf(0), leaf(1, rows=2), leaf(2, rows=7)]
+    ours = CALLS[call](TREES[tree](*leaves), namespace=NAMESPACE)
+    assert type(ours) is type(TREES[tree](*leaves))
+    assert_trees_equal(ours, TREES[tree](*map(CALLS[call], leaves)))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("call", CALLS)
+def test_none_leaves_stay_none(call, tree):
+    ours = CALLS[call](TREES[tree](None, leaf(1), None), namespace=NAMESPACE)
+    assert_trees_equal(ours, TREES[tree](None, CALLS[call](leaf(1)), None))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_empty_tree_is_its_own_result(call):
+    assert CALLS[call]({}) == {}
+    assert CALLS[call]([{}, ()]) == [{}, ()]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_custom_nodes_need_their_namespace(call):
+    with pytest.raises(pr.DtypeError, match=f"^{call}: input must be a tensor, got Bag.$"):
+        CALLS[call](Bag(leaf(0)))
+
+
+def test_prefix_trees_of_parameters():
+    x = {"a": leaf(0), "b": [leaf(1), leaf(2)], "c": (leaf(3), None)}
+    weight = {"a": torch.full((3,), 2.0).double(), "b": leaf(4)[0], "c": None}
+    bias = {"a": None, "b": [leaf(5)[0], None], "c": (leaf(6)[0], leaf(7)[0])}
+    ours = pr.functional.layer_norm(x, (3,), weight, bias)
+
+    def expected(leaf, w, b):
+        return pr.functional.layer_norm(leaf, (3,), w, b)
+
+    assert_trees_equal(
+        ours,
+        {
+            "a": expected(x["a"], weight["a"], None),
+            "b": [expected(x["b"][0], weight["b"], bias["b"][0]), expected(x["b"][1], weight["b"], None)],
+            "c": (expected(x["c"][0], None, bias["c"][0]), None),
+        },
+    )
+
+
+def test_gradients_reach_a_parameter_shared_by_all_leaves():
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    out = pr.functional.layer_norm({"a": leaf(0), "b": leaf(1)}, (3,), weight)
+    (out["a"].square().sum() + out["b"].square().sum()).backward()
+    shared = weight.grad.clone()
+    weight.grad = None
+    for x in (leaf(0), leaf(1)):
+        pr.functional.layer_norm(x, (3,), weight).square().sum().backward()
+    assert_close(shared, weight.grad)
+
+
+@pytest.mark.parametrize(
+    "weight, path, detail",
+    [
+        (lambda w: {"a": w}, "weight tree root", "extra key(s):\n    ['b']"),
+        (lambda w: {"a": w, "b": w, "c": w}, "weight tree root", "missing key(s):\n    ['c']"),
+        (lambda w: {"a": w, "b": {"c": w}}, "weight['b']", "extra key(s):\n    ['d']"),
+        (lambda w: {"a": w, "b": {"c": w, "d": [w]}}, "weight['b']['d']", "different numbers of pytree children"),
+        (lambda w: {"a": {"x": w}, "b": w}, "weight['a']", "different types"),
+        (lambda w: (w, w), "weight tree root", "different types"),
+    ],
+    ids=["missing", "extra", "nested", "children", "leaf", "type"],
+)
+def test_a_wrong_prefix_is_named_with_its_key_path(weight, path, detail):
+    x = {"a": leaf(0), "b": {"c": leaf(1), "d": [leaf(2), leaf(3)]}}
+    weight = weight(leaf(4)[0])
+    with pytest.raises(pr.TreeError) as caught:
+        pr.functional.layer_norm(x, (3,), weight)
+    text = str(caught.value)
+    assert text.startswith("layer_norm: weight must be a tensor or a tree prefix of input. ")
+    assert f"at key path\n    {path}\n" in text
+    assert detail in text
+    trees = [optree.tree_structure(tree, none_is_leaf=True) for tree in (weight, x)]
+    assert text.endswith(f"\nweight: {trees[0]}\ninput: {trees[1]}")
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
+def test_every_parameter_of_batch_norm_may_be_a_prefix_and_is_named_when_it_is_none(name):
+    x = [leaf(0), leaf(1)]
+    parameters = {"running_mean": torch.zeros(3).double(), "running_var": torch.ones(3).double()}
+    with pytest.raises(pr.TreeError, match=rf"^batch_norm: {name} must be a tensor or a tree prefix of input\. "):
+        pr.functional.batch_norm(x, **{**parameters, name: [torch.ones(3).double()]})
+
+
+def test_a_tree_of_parameters_for_a_tensor_is_an_error():
+    with pytest.raises(pr.TreeError, match=r"^layer_norm: weight must be a tensor or a tree prefix of input\. "):
+        pr.functional.layer_norm(leaf(0), (3,), {"a": leaf(1)[0]})
+
+
+@pytest.mark.parametrize(
+    "tree, label",
+    [
+        (lambda good, bad: {"a": good, "b": [good, bad]}, "input['b'][1]"),
+        (Pair, "input.right"),
+        (lambda good, bad: Block(good, {"k": bad}), "input.output['k']"),
+        (lambda good, bad: Bag(good, Bag(good, bad)), "input[1][1]"),
+    ],
+    ids=["dict", "namedtuple", "dataclass", "registered"],
+)
+def test_errors_of_a_leaf_name_its_key_path(tree, label):
+    with pytest.raises(
+        pr.ShapeError, match=rf"^layer_norm: {re.escape(label)} must have shape \[\*, 3\] .*, got \[5, 4\]"
+    ):
+        pr.functional.layer_norm(tree(leaf(0), leaf(1, channels=4)), (3,), namespace=NAMESPACE)
+    with pytest.raises(pr.DtypeError, match=f"^layer_norm: {re.escape(label)} must be a tensor, got float.$"):
+        pr.functional.layer_norm(tree(leaf(0), 1.0), (3,), namespace=NAMESPACE)
+
+
+# Running statistics.
+
+
+def batch_norm_state():
+    return torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+
+
+BAD_LEAVES = {
+    "channels": lambda: leaf(1, channels=4),
+    "dtype": lambda: leaf(1).float(),
+    "integer": lambda: leaf(1).int(),
+    "one value": lambda: leaf(1, rows=1),
+    "not a tensor": lambda: 1.0,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LEAVES)
+def test_one_bad_leaf_leaves_the_running_statistics_unwritten(bad):
+    mean, var = batch_norm_state()
+    with pytest.raises((pr.ShapeError, pr.DtypeError)):
+        pr.functional.batch_norm([leaf(0), BAD_LEAVES[bad]()], mean, var, training=True)
+    assert (mean._version, var._version) == (0, 0)
+    assert_close((mean, var), batch_norm_state(), rtol=0, atol=0)
+
+
+def test_leaves_that_share_running_statistics_update_them_one_after_the_other():
+    shared, sequential = batch_norm_state(), batch_norm_state()
+    leaves = [leaf(0), leaf(1, rows=2), leaf(2, rows=9)]
+    pr.functional.batch_norm(leaves, *shared, training=True, momentum=0.4)
+    for x in leaves:
+        pr.functional.batch_norm(x, *sequential, training=True, momentum=0.4)
+    assert_close(shared, sequential, rtol=0, atol=0)
+    assert [t._version for t in shared] == [3, 3]
+
+
+def test_each_leaf_may_have_running_statistics_of_its_own():
+    x = {"a": leaf(0), "b": leaf(1)}
+    means, variances = ({key: batch_norm_state()[i] for key in x} for i in (0, 1))
+    pr.functional.batch_norm(x, means, variances, training=True, momentum=1.0)
+    for key, value in x.items():
+        assert_close((means[key], variances[key]), (value.mean(0), value.var(0)))
+
+
+@pytest.mark.parametrize("tree", ["dict", "list", "tuple", "namedtuple"])
+def test_pure_batch_norm_returns_one_tree_per_result(tree):
+    build, leaves, state = TREES[tree], [leaf(0), None, leaf(2)], batch_norm_state()
+    out = pr.functional.pure_batch_norm(build(*leaves), *state, training=True)
+    single = [x if x is None else pr.functional.pure_batch_norm(x, *state, training=True) for x in leaves]
+    for name in ("output", "running_mean", "running_var"):
+        assert_trees_equal(getattr(out, name), build(*[None if s is None else getattr(s, name) for s in single]))
+    assert (state[0]._version, state[1]._version) == (0, 0)
+
+
+@pytest.mark.parametrize("tree", [{}, [], {"a": None}, (None, None, None)], ids=str)
+def test_pure_batch_norm_of_a_tree_without_tensors(tree):
+    assert pr.functional.pure_batch_norm(tree, None, None, training=True) == (tree, tree, tree)

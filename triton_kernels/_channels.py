@@ -1,0 +1,185 @@
+"""Channel view of a tensor, and the device functions that walk it.
+
+Batch norm sees `x: [*batch, N, C, *spatial]` as `[groups, samples, channels, spatial]` with one stride per axis, which
+covers NCHW, channels_last, `[N, C]`, sliced and expanded tensors without a copy. Where samples and spatial positions
+lie at one common stride they become a single axis (channels_last is then a matrix of rows by channels).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from triton_kernels._runtime import collapse, param_view
+
+# Below this many adjacent positions a program per channel would fetch mostly bytes of other channels; tiles then span
+# several channels, and the unused part of a cache line serves the neighbors in the same tile.
+MIN_SPATIAL_RUN = 16
+
+# Triton knows whether an integer argument is a multiple of 16 and nothing finer; 16 is also the longest vector load
+# in elements that any dtype needs.
+MAX_ALIGN = 16
+
+Strides = tuple[int, int, int, int]
+
+
+class ChannelView(NamedTuple):
+    """Common `[groups, samples, channels, spatial]` geometry of several tensors of one shape.
+
+    Attributes:
+        sizes: Groups, samples, channels, spatial positions.
+        strides: Per tensor, the strides of these axes in elements; 0 for an axis of size 1.
+        spatial_inner: Whether tiles run along the spatial axis of one channel, otherwise they span channels.
+        align: Power of two that divides the extent of the inner axis and all strides but the inner one. Kernels get
+            those numbers divided by it, and so know at compile time how wide their loads may be.
+    """
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[Strides, ...]
+    spatial_inner: bool
+    align: int
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of all groups together."""
+        return self.sizes[0] * self.sizes[2]
+
+    @property
+    def num_reduced(self) -> int:
+        """Elements per channel."""
+        return self.sizes[1] * self.sizes[3]
+
+    def extents(self) -> tuple[int, int]:
+        """Samples and spatial positions as the kernels take them."""
+        return self.sizes[1], self.sizes[3] // self.align if self.spatial_inner else self.sizes[3]
+
+    def kernel_strides(self, index: int) -> Strides:
+        """Strides of tensor `index` as the kernels take them."""
+        group, sample, channel, spatial = self.strides[index]
+        align = self.align
+        if self.spatial_inner:
+            return group // align, sample // align, channel // align, spatial
+        return group // align, sample // align, channel, spatial // align
+
+
+def channel_strides(x: Tensor, batch_ndim: int) -> Strides | None:
+    """Strides of groups, samples, channels and spatial positions of `x`, or None if one of them does not collapse."""
+    strides = collapse(x, (batch_ndim, batch_ndim + 1, batch_ndim + 2))
+    if strides is None:
+        return None
+    group, sample, channel, spatial = strides
+    return group, sample, channel, spatial
+
+
+def readable(x: Tensor, batch_ndim: int) -> Tensor:
+    """`x` itself if it has a channel view, else a contiguous copy."""
+    return x if channel_strides(x, batch_ndim) is not None else x.contiguous()
+
+
+def new_output(x: Tensor, batch_ndim: int) -> Tensor:
+    """An uninitialized output for `x` in the layout that torch gives it: channels_last if the strides of `x` are."""
+    layout = torch.contiguous_format
+    if batch_ndim == 0 and not x.is_contiguous():
+        layout = suggest_memory_format(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def view_channels(tensors: list[Tensor], batch_ndim: int) -> ChannelView:
+    """Channel view shared by `tensors`, non-empty tensors of one shape that each have one; the first sets the tile."""
+    shape = tensors[0].shape
+    num_groups = math.prod(shape[:batch_ndim])
+    num_samples, num_channels = shape[batch_ndim : batch_ndim + 2]
+    num_spatial = math.prod(shape[batch_ndim + 2 :])
+    strides = [found for tensor in tensors if (found := channel_strides(tensor, batch_ndim)) is not None]
+    if num_samples == 1 or num_spatial == 1 or all(n == s * num_spatial for _, n, _, s in strides):
+        strides = [(group, 0, channel, spatial or sample) for group, sample, channel, spatial in strides]
+        num_samples, num_spatial = 1, num_samples * num_spatial
+
+    _, _, channel, spatial = strides[0]
+    spatial_inner = num_spatial >= MIN_SPATIAL_RUN and (spatial == 1 or channel != 1)
+    align = 1
+    if (spatial if spatial_inner else channel) == 1:
+        align = math.gcd(MAX_ALIGN, num_spatial if spatial_inner else num_channels)
+        for group, sample, channel, spatial in strides:
+            align = math.gcd(align, group, sample, channel if spatial_inner else spatial)
+    return ChannelView((num_groups, num_samples, num_channels, num_spatial), tuple(strides), spatial_inner, align)
+
+
+def param_pair_view(
+    first: Tensor | None, second: Tensor | None, batch_ndim: int
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Two parameters as `param_view` gives them, and the one group stride that holds for both."""
+    first, first_stride = param_view(first, batch_ndim)
+    second, second_stride = param_view(second, batch_ndim)
+    if first is None or second is None or first_stride == second_stride:
+        return first, second, first_stride or second_stride
+    return first.contiguous(), second.contiguous(), first.shape[-1]
+
+
+@triton.jit
+def split_channel_program(NUM_CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):
+    """Group and channels `[BLOCK_CHANNELS]` that this program owns, both int64, and the mask of the channels."""
+    blocks_per_group: tl.constexpr = (NUM_CHANNELS + BLOCK_CHANNELS - 1) // BLOCK_CHANNELS
+    program = tl.program_id(0).to(tl.int64)
+    channels = (program % blocks_per_group) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    return program // blocks_per_group, channels, channels < NUM_CHANNELS
+
+
+@triton.jit
+def spatial_extent(num_spatial, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr):
+    """Spatial positions as int64, from the number that the host passes (see `ChannelView.extents`)."""
+    extent = num_spatial.to(tl.int64)
+    if SPATIAL_INNER:
+        extent = extent * ALIGN
+    return extent
+
+
+@triton.jit
+def count_tiles(num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
+    """Tiles that cover one channel."""
+    return (tl.cdiv(num_samples, BLOCK_SAMPLES) * tl.cdiv(num_spatial, BLOCK_SPATIAL)).to(tl.int32)
+
+
+@triton.jit
+def locate_tile(tile, num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
+    """Sample and position of each row of a tile (int64), the mask of the rows, and how many of them exist.
+
+    Row `i` of a tile is position `i % BLOCK_SPATIAL` of sample `i // BLOCK_SPATIAL`: powers of two, so that no
+    division by a run-time number is left and the compiler sees which rows are adjacent.
+    """
+    tiles_per_sample = tl.cdiv(num_spatial, BLOCK_SPATIAL).to(tl.int32)
+    first_sample = (tile // tiles_per_sample).to(tl.int64) * BLOCK_SAMPLES
+    first_position = (tile % tiles_per_sample).to(tl.int64) * BLOCK_SPATIAL
+    rows = tl.arange(0, BLOCK_SAMPLES * BLOCK_SPATIAL)
+    samples = first_sample + rows // BLOCK_SPATIAL
+    positions = first_position + rows % BLOCK_SPATIAL
+    count = tl.minimum(num_samples - first_sample, BLOCK_SAMPLES) * tl.minimum(
+        num_spatial - first_position, BLOCK_SPATIAL
+    )
+    return samples, positions, (samples < num_samples) & (positions < num_spatial), count
+
+
+@triton.jit
+def tile_offsets(group, samples, positions, channels, strides, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr):
+    """Offsets `[rows, channels]` (int64) of a tile in a tensor with `strides` from `ChannelView.kernel_strides`."""
+    group_stride, sample_stride, channel_stride, spatial_stride = strides
+    along_samples = group * group_stride + samples * sample_stride
+    along_channels = channels * channel_stride
+    along_spatial = positions * spatial_stride
+    if SPATIAL_INNER:
+        offsets = (along_samples * ALIGN + along_spatial)[:, None] + (along_channels * ALIGN)[None, :]
+    else:
+        offsets = ((along_samples + along_spatial) * ALIGN)[:, None] + along_channels[None, :]
+    return offsets
+
+
+@triton.jit
+def divide(numerator, denominator):
+    """Quotient rounded to nearest: the fp32 `/` of GPUs may be off by two units in the last place."""
+    return tl.div_rn(numerator, denominator) if denominator.dtype == tl.float32 else numerator / denominator
