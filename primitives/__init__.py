@@ -5,7 +5,7 @@ changes the modules of an existing model. Importing this package imports no Trit
 call.
 """
 
-from primitives import functional, nn
+from primitives import autograd, func, functional, nn
 from primitives._version import __version__
 from primitives.core import (
     AxisError,
@@ -28,7 +28,9 @@ __all__ = [
     "ShapeError",
     "TreeError",
     "__version__",
+    "autograd",
     "current_backend",
+    "func",
     "functional",
     "nn",
     "use_backend",

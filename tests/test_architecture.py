@@ -28,6 +28,7 @@ TEXTS = sorted(
 # Layers from the bottom; a module imports from its own layer and from lower ones.
 LAYERS = (
     ("primitives.core",),
+    ("primitives.func", "primitives.autograd"),
     ("primitives.ops",),
     ("primitives._checks", "primitives.functional"),
     ("primitives.nn",),

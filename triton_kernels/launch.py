@@ -301,12 +301,22 @@ class LogSoftmaxPlan:
 # and y) 16 of each. Up to here ptxas reports no spills, at the next power of two 176 and 32 bytes (sm_90, float32).
 LOG_SOFTMAX_ROW_COLS = 32768
 LOG_SOFTMAX_TWO_ROW_COLS = 16384
+# Two is also what most second-order kernels hold of their three or four inputs: one that is only summed is let go
+# first. All three results of the pairing hold three rows: up to 82 of 128 registers of 512 threads at this many
+# columns, 16 to 72 bytes of spills at the next power of two (sm_90, sm_100).
+LOG_SOFTMAX_THREE_ROW_COLS = 8192
 # A tile whose rows, not columns, are adjacent in memory: 16 values (8 of each of two tensors) in each of 512 threads.
-# Its offsets take registers too, because they differ along both axes.
+# Its offsets take registers too, because they differ along both axes; four tensors take up to 86 of 128 (sm_90).
 LOG_SOFTMAX_TILE = 8192
 LOG_SOFTMAX_TWO_TILE = 4096
 # Memory is read in sectors of this many bytes; shorter runs waste bandwidth.
 SECTOR_BYTES = 32
+
+
+def _log_softmax_row_cols(num_inputs: int, num_outputs: int) -> int:
+    if num_inputs == 1:
+        return LOG_SOFTMAX_ROW_COLS
+    return LOG_SOFTMAX_THREE_ROW_COLS if num_outputs == 3 else LOG_SOFTMAX_TWO_ROW_COLS
 
 
 def plan_log_softmax(
@@ -316,6 +326,7 @@ def plan_log_softmax(
     compute_itemsize: int,
     num_inputs: int,
     device: torch.device,
+    num_outputs: int = 1,
 ) -> LogSoftmaxPlan:
     """Plan of a kernel that reduces `[segments, rows, columns]` over the columns.
 
@@ -324,8 +335,9 @@ def plan_log_softmax(
         rows_adjacent: Whether it is the rows that are adjacent in memory, so that loads must run along them.
         itemsize: Bytes of an element of the input.
         compute_itemsize: Bytes of the dtype of the arithmetic.
-        num_inputs: Full-size tensors that are read: 1 for the forward, 2 for its derivatives.
+        num_inputs: Full-size tensors that are read: 1 for the forward, 2 for its derivatives, 2 to 4 for theirs.
         device: Where the kernel runs.
+        num_outputs: Full-size tensors that are written: up to 3 by the second-order kernels.
     """
     num_segments, num_rows, num_cols = sizes
     block_cols = next_power_of_2(num_cols)
@@ -345,14 +357,15 @@ def plan_log_softmax(
             block_rows = min(block_rows, next_power_of_2(num_rows))
         return LogSoftmaxPlan(block_rows, block_cols, _row_warps(block_rows * block_cols, 512), looped)
 
-    limit = _register_values(LOG_SOFTMAX_ROW_COLS if num_inputs == 1 else LOG_SOFTMAX_TWO_ROW_COLS, compute_itemsize)
+    limit = _register_values(_log_softmax_row_cols(num_inputs, num_outputs), compute_itemsize)
     if block_cols > limit:
-        # 16 values of the tile and 16 sums in each of 512 threads.
+        # 16 values of the tile and 16 sums in each of 512 threads. The second-order kernels, with two sums and up to
+        # three tensors at a time, take 88 of the 128 registers that this leaves to each (sm_90).
         block_cols = min(_register_values(8192, compute_itemsize), limit)
         return LogSoftmaxPlan(1, block_cols, _row_warps(block_cols, 512), True)
-    # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors) and no barrier; more
-    # than 32 rows would serialize the row reductions of very short rows.
-    tile = _register_values(1024 // num_inputs, compute_itemsize)
+    # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors, 256 of each of three or
+    # four) and no barrier; more than 32 rows would serialize the row reductions of very short rows.
+    tile = _register_values(1024 // next_power_of_2(num_inputs), compute_itemsize)
     block_rows = min(max(tile // block_cols, 1), 32, next_power_of_2(num_rows))
     num_warps = 1 if block_cols <= tile else _row_warps(block_cols, 1024 if block_cols == limit else 512)
     return LogSoftmaxPlan(block_rows, block_cols, num_warps, False)

@@ -40,16 +40,27 @@ _MAX_ALIGN = 16
 
 
 class _View(NamedTuple):
-    """Tensors of one shape seen as `[num_segments, num_rows, num_cols]`, each with its own three strides."""
+    """Tensors of one shape seen as `[num_segments, num_rows, num_cols]`, each with its own three strides.
+
+    The last strides are those of the outputs. There may be several of these, and absent tensors are None.
+    """
 
     num_segments: int
     num_rows: int
     num_cols: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | None, ...]
     strides: tuple[tuple[int, int, int], ...]
 
+    def inputs(self) -> list[Tensor]:
+        """The tensors that are read."""
+        return [tensor for tensor in self.tensors[: len(self.strides) - 1] if tensor is not None]
+
+    def outputs(self) -> list[Tensor]:
+        """The tensors that are written."""
+        return [tensor for tensor in self.tensors[len(self.strides) - 1 :] if tensor is not None]
+
     def adjacent(self) -> list[str]:
-        """For each tensor, which of its axes has stride 1."""
+        """For each triple of strides, which axis has stride 1."""
         return [
             "cols" if col_stride == 1 and self.num_cols > 1 else "rows" if row_stride == 1 else "none"
             for _, row_stride, col_stride in self.strides
@@ -112,16 +123,18 @@ def _without(numbers: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def _launch(kernel, looped_kernel, names: Sequence[str], view: _View, dtype: torch.dtype, **flags: bool) -> None:
-    """Plan and launch one of two kernels over a view; `names` are the kernels' names of its tensors."""
-    first = view.tensors[0]
+    """Plan and launch one of two kernels over a view; `names` are the kernels' names of its triples of strides."""
+    inputs = view.inputs()
+    first = inputs[0]
     adjacent = view.adjacent()
     plan = launch.plan_log_softmax(
         (view.num_segments, view.num_rows, view.num_cols),
         "rows" in adjacent,
         first.element_size(),
         dtype.itemsize,
-        len(view.tensors) - 1,
+        len(inputs),
         first.device,
+        len(view.outputs()),
     )
     grid = (view.num_segments * launch.cdiv(view.num_rows, plan.block_rows),)
     with device_guard(first):

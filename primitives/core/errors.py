@@ -4,7 +4,16 @@ Each one also derives from what `torch` raises for the same mistake, so that cod
 working when it moves here.
 """
 
-__all__ = ["AxisError", "BackendError", "DeviceError", "DtypeError", "MissingRuleError", "ShapeError", "TreeError"]
+__all__ = [
+    "AxisError",
+    "BackendError",
+    "DeviceError",
+    "DtypeError",
+    "LeafError",
+    "MissingRuleError",
+    "ShapeError",
+    "TreeError",
+]
 
 
 class ShapeError(ValueError, RuntimeError):
@@ -23,11 +32,15 @@ class DtypeError(TypeError, NotImplementedError):
     """An argument has a dtype that the operation does not take, or one that differs from what it must match."""
 
 
+class LeafError(DtypeError, ValueError):
+    """A leaf of a pytree is no tensor, or none that can be differentiated: depending on where, torch raises either."""
+
+
 class MissingRuleError(NotImplementedError):
     """An operation was asked for a derivative or a transform that it has no rule for."""
 
 
-class TreeError(ValueError):
+class TreeError(ValueError, RuntimeError):
     """Two pytrees that must have the same structure differ."""
 
 

@@ -32,7 +32,14 @@ ROW_SHAPES = [
 
 def compile_cases(target: str) -> Iterator[Case]:
     """Names of cases and functions that launch them, for one target."""
-    for family in (layer_norm_cases, batch_norm_cases, log_softmax_cases):
+    families = (
+        layer_norm_cases,
+        batch_norm_cases,
+        batch_norm_second_cases,
+        log_softmax_cases,
+        log_softmax_second_cases,
+    )
+    for family in families:
         for name, launch_case, everywhere in family():
             if everywhere or target in THOROUGH_TARGETS:
                 yield name, launch_case
@@ -89,6 +96,34 @@ def batch_norm_cases() -> Iterator[tuple[str, Callable[[], object], bool]]:
         yield name, launch, everywhere
 
 
+def batch_norm_second_cases() -> Iterator[tuple[str, Callable[[], object], bool]]:
+    """Derivatives of the backward and the JVP of batch norm, with and without what the rules may leave out."""
+
+    def launch_case(x: Tensor) -> None:
+        from triton_kernels.batch_norm_second_order import batch_norm_bwd_jvp, batch_norm_pairing
+
+        weight = _params(x.shape[1], x.dtype)
+        # What the vjp rules of the backward and of the JVP ask for, then everything.
+        for wanted in ((True, True, True, False, False, False), (False, *[True] * 5), (True,) * 6):
+            batch_norm_pairing(x, x, weight, weight, weight, x, weight, weight, 0, wanted)
+        batch_norm_bwd_jvp(x, x, weight, weight, weight, x, x, weight, 0, (True, True, True))
+        batch_norm_bwd_jvp(x, x, weight, weight, weight, None, x, None, 0, (True, False, False))
+
+    contiguous, channels_last = torch.contiguous_format, torch.channels_last
+    for what, shape, dtype, memory_format, everywhere in (
+        ("channels first", (64, 256, 56, 56), torch.bfloat16, contiguous, True),
+        ("channels last", (64, 256, 56, 56), torch.bfloat16, channels_last, False),
+        ("features", (8192, 1000), torch.float32, contiguous, False),
+        ("float64", (32, 64, 16, 16), torch.float64, contiguous, False),
+    ):
+        name = _case_name("batch_norm_second", what, shape, dtype)
+
+        def launch(shape=shape, dtype=dtype, memory_format=memory_format) -> None:
+            launch_case(torch.empty(shape, dtype=dtype, memory_format=memory_format))
+
+        yield name, launch, everywhere
+
+
 def log_softmax_cases() -> Iterator[tuple[str, Callable[[], object], bool]]:
     """Log-softmax over the last dim, and over a dim with others inside it."""
 
@@ -107,6 +142,30 @@ def log_softmax_cases() -> Iterator[tuple[str, Callable[[], object], bool]]:
     ]
     for what, shape, dim, dtype, everywhere in shapes:
         name = _case_name("log_softmax", what, shape, dtype)
+        yield name, lambda shape=shape, dim=dim, dtype=dtype: launch_case(shape, dim, dtype), everywhere
+
+
+def log_softmax_second_cases() -> Iterator[tuple[str, Callable[[], object], bool]]:
+    """Derivatives of the backward and the JVP of log-softmax, with and without what the rules may leave out."""
+
+    def launch_case(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+        from triton_kernels.log_softmax_second_order import log_softmax_bwd_jvp, log_softmax_pairing
+
+        x = torch.empty(shape, dtype=dtype)
+        # What the vjp rules of the backward and of the JVP ask for, then everything.
+        for wanted in ((True, True, False), (False, True, True), (True, True, True)):
+            log_softmax_pairing(x, x, x, dim, wanted)
+        log_softmax_bwd_jvp(x, x, x, x, dim, dtype)
+        log_softmax_bwd_jvp(x, x, None, x, dim, dtype)
+
+    shapes = [(what, shape, 1, dtype, everywhere) for what, shape, dtype, everywhere in ROW_SHAPES]
+    shapes += [
+        ("longest rows in registers", (512, 16384), 1, torch.float32, False),
+        ("classes of pixels", (16, 21, 128, 128), 1, torch.bfloat16, True),
+        ("long columns", (16, 5000, 96), 1, torch.float32, False),
+    ]
+    for what, shape, dim, dtype, everywhere in shapes:
+        name = _case_name("log_softmax_second", what, shape, dtype)
         yield name, lambda shape=shape, dim=dim, dtype=dtype: launch_case(shape, dim, dtype), everywhere
 
 

@@ -1,0 +1,273 @@
+"""`torch.autograd.backward` and `torch.autograd.grad` over pytrees of tensors and gradient edges."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+from torch.autograd.graph import GradientEdge
+
+from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
+from primitives.core.structure import align
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["backward", "grad"]
+
+
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    *,
+    namespace: str = "",
+) -> None:
+    """Add the gradient of `tensors` to the `.grad` of the leaves of their graph.
+
+    Args:
+        tensors: Pytree of tensors and `GradientEdge`s to differentiate.
+        grad_tensors: Their cotangents: a tree of the structure of `tensors`, in shapes and dtypes too, with `None` for
+            a real tensor of one element, which means 1. `None` stands for such a tree of `None`s.
+        retain_graph: Whether the graph can be used again. `None` means what `create_graph` says.
+        create_graph: Whether the gradients can be differentiated. They then refer to the graph that refers to them:
+            use `grad`, or set `.grad` to `None` afterwards.
+        inputs: Pytree of tensors and `GradientEdge`s: gradients are added to these and to nothing else. `None` means
+            all leaves of the graph.
+        namespace: optree namespace of custom pytree nodes.
+
+    Raises:
+        RuntimeError: If a transform of `torch.func` is active, a tensor does not require grad, or the graph was freed.
+        TreeError: If `tensors` or `inputs` is empty, or `grad_tensors` has another structure than `tensors`.
+        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is no tensor.
+        ShapeError: If a cotangent has another shape than its tensor, or is missing for a tensor of several elements.
+        DtypeError: If a cotangent has another dtype than its tensor, or is missing for a complex one.
+        DeviceError: If a cotangent is on another device than its tensor.
+
+    Example:
+        >>> params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones((), requires_grad=True)}
+        >>> losses = {"fit": (params["w"] * 3).sum(), "penalty": params["b"] ** 2}
+        >>> backward(losses)
+        >>> params["w"].grad, params["b"].grad
+        (tensor([3., 3.]), tensor(2.))
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "backward: it must be called outside of the transforms of torch.func and primitives.func, which track "
+            "gradients on their own and have no .grad to add to. Use primitives.func.grad or vjp inside them."
+        )
+    outputs = _leaves("backward", "tensors", tensors, namespace)
+    cotangents = _cotangents("backward", outputs, "grad_tensors", grad_tensors, batched=False)
+    targets = None if inputs is None else _leaves("backward", "inputs", inputs, namespace).values
+    torch.autograd.backward(outputs.values, cotangents, retain_graph, create_graph, inputs=targets)
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+    *,
+    namespace: str = "",
+) -> Any:
+    """Gradient of `outputs` with respect to `inputs`, as a tree; adds nothing to `.grad`.
+
+    Args:
+        outputs: Pytree of tensors and `GradientEdge`s to differentiate. Their gradients are added up.
+        inputs: Pytree of tensors and `GradientEdge`s to differentiate with respect to.
+        grad_outputs: Cotangents of the outputs: a tree of their structure, in shapes and dtypes too, with `None` for a
+            real output of one element, which means 1. `None` stands for such a tree of `None`s.
+        retain_graph: Whether the graph can be used again. `None` means what `create_graph` says.
+        create_graph: Whether the result can be differentiated.
+        allow_unused: Whether an input that the outputs do not depend on has the gradient `None`, and is not an error.
+            `None` means what `materialize_grads` says.
+        is_grads_batched: Whether each cotangent has one more axis, the first, of the same size in all. The result has
+            it too: one gradient for each entry, computed together.
+        materialize_grads: Whether an input that the outputs do not depend on has a gradient of zeros.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        The gradients in the structure of `inputs`.
+
+    Raises:
+        ValueError: If `materialize_grads` and `allow_unused` is `False`.
+        RuntimeError: If an output or input does not require grad, an input is unused and that is not allowed, the
+            graph was freed, or `materialize_grads` meets an unused `GradientEdge`.
+        TreeError: If `outputs` or `inputs` is empty, or `grad_outputs` has another structure than `outputs`.
+        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is no tensor.
+        ShapeError: If a cotangent has another shape than its output, is missing for an output of several elements, or
+            batch axes differ in size.
+        DtypeError: If a cotangent has another dtype than its output, or is missing for a complex one.
+        DeviceError: If a cotangent is on another device than its output.
+
+    Example:
+        >>> params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones((), requires_grad=True)}
+        >>> grad((params["w"] * 3).sum() + params["b"] ** 2, params)
+        {'w': tensor([3., 3.]), 'b': tensor(2.)}
+    """
+    if materialize_grads and allow_unused is False:
+        raise ValueError(
+            "grad: allow_unused must be True or not given with materialize_grads=True, which replaces the gradients "
+            "of unused inputs, got False."
+        )
+    roots = _leaves("grad", "outputs", outputs, namespace)
+    targets = _leaves("grad", "inputs", inputs, namespace)
+    cotangents = _cotangents("grad", roots, "grad_outputs", grad_outputs, batched=is_grads_batched)
+    gradients = torch.autograd.grad(
+        roots.values,
+        targets.values,
+        cotangents,
+        retain_graph,
+        create_graph,
+        allow_unused=True,
+        is_grads_batched=is_grads_batched,
+    )
+    if any(gradient is None for gradient in gradients):
+        batch = tuple(cotangents[0].shape[:1]) if is_grads_batched and cotangents[0] is not None else ()
+        gradients = _unused(targets, gradients, bool(allow_unused), materialize_grads, (batch, create_graph))
+    return optree.tree_unflatten(targets.treespec, gradients)
+
+
+class _Leaves(NamedTuple):
+    """A tree of tensors and gradient edges: its name, its leaves, its structure, and how it was taken apart."""
+
+    name: str
+    values: list[Any]
+    treespec: Any
+    tree: Any
+    options: dict[str, Any]
+
+    def label(self, index: int, root: str | None = None) -> str:
+        """Key path of one leaf."""
+        return self.treespec.accessors()[index].codify(self.name if root is None else root)
+
+
+def _is_edge(node: Any) -> bool:
+    # A GradientEdge is a namedtuple, hence a node to optree.
+    return isinstance(node, GradientEdge)
+
+
+def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
+    """Leaves of `outputs` or `inputs`, each a gradient edge or a tensor that requires grad."""
+    options: dict[str, Any] = {"namespace": namespace, "is_leaf": _is_edge}
+    leaves = _Leaves(name, *optree.tree_flatten(tree, **options), tree, options)
+    if not leaves.values:
+        raise TreeError(f"{function}: {name} must hold at least one tensor, got none.")
+    for i, leaf in enumerate(leaves.values):
+        if _is_edge(leaf):
+            continue
+        if not isinstance(leaf, torch.Tensor):
+            raise LeafError(
+                f"{function}: {leaves.label(i)} must be a tensor or a GradientEdge, got {type(leaf).__name__}."
+            )
+        if not leaf.requires_grad:
+            raise RuntimeError(
+                f"{function}: {leaves.label(i)} must require grad, or result from tensors that do, got one that does "
+                "not."
+            )
+    return leaves
+
+
+class _Meta(NamedTuple):
+    """What a cotangent must look like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _meta(leaf: Any) -> _Meta:
+    source = leaf.node._input_metadata[leaf.output_nr] if _is_edge(leaf) else leaf
+    return _Meta(tuple(source.shape), source.dtype, source.device)
+
+
+def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batched: bool) -> list[Tensor | None]:
+    """The cotangent of each output, `None` where it is implicit."""
+    if tree is None:
+        values: list[Any] = [None] * len(outputs.values)
+    else:
+        values = align(function, name, tree, outputs.name, outputs.tree, outputs.options)
+    sizes: dict[str, int] = {}
+    for i, (output, value) in enumerate(zip(outputs.values, values, strict=True)):
+        labels = outputs.label(i, name), outputs.label(i)
+        if value is None:
+            _check_implicit(function, *labels, _meta(output), batched=batched)
+        else:
+            _check_cotangent(function, *labels, value, _meta(output), batched=batched)
+            if batched:
+                sizes[labels[0]] = value.shape[0]
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{label} has {size}" for label, size in sizes.items())
+        raise ShapeError(f"{function}: all batch axes must have the same size, but {listed}.")
+    return values
+
+
+def _check_implicit(function: str, label: str, output_label: str, meta: _Meta, *, batched: bool) -> None:
+    if batched:
+        raise ShapeError(f"{function}: {label} must be given with is_grads_batched=True, got None.")
+    if torch.Size(meta.shape).numel() != 1:
+        raise ShapeError(
+            f"{function}: {label} must be given, got None: it is implicitly 1 only for an output of one element, and "
+            f"{output_label} has shape {list(meta.shape)}."
+        )
+    if not meta.dtype.is_floating_point:
+        raise DtypeError(
+            f"{function}: {label} must be given, got None: it is implicitly 1 only for a real output, and "
+            f"{output_label} has dtype {meta.dtype}."
+        )
+
+
+def _check_cotangent(function: str, label: str, output_label: str, value: Any, meta: _Meta, *, batched: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise LeafError(f"{function}: {label} must be a tensor or None, got {type(value).__name__}.")
+    own_shape = tuple(value.shape[1:] if batched else value.shape)
+    if own_shape != meta.shape or (batched and value.dim() == 0):
+        wanted = ["batch", *meta.shape] if batched else list(meta.shape)
+        written = "[" + ", ".join(map(str, wanted)) + "]"
+        raise ShapeError(f"{function}: {label} must have shape {written} ({output_label}), got {list(value.shape)}.")
+    if value.dtype != meta.dtype:
+        raise DtypeError(f"{function}: {label} must have dtype {meta.dtype} ({output_label}), got {value.dtype}.")
+    if value.device != meta.device:
+        raise DeviceError(f"{function}: {label} must be on {meta.device} ({output_label}), got {value.device}.")
+
+
+def _unused(
+    inputs: _Leaves,
+    gradients: Sequence[Tensor | None],
+    allow_unused: bool,
+    materialize_grads: bool,
+    zeros: tuple[tuple[int, ...], bool],
+) -> list[Tensor | None]:
+    """The gradients with those of unused inputs as asked for.
+
+    torch would give zeros without the batch axis, and name no input.
+    """
+    unused = [i for i, gradient in enumerate(gradients) if gradient is None]
+    if not (allow_unused or materialize_grads):
+        listed = ", ".join(inputs.label(i) for i in unused)
+        raise RuntimeError(
+            f"grad: every one of inputs must be used to compute outputs, but {listed} is not. Pass allow_unused=True "
+            "for a gradient of None, or materialize_grads=True for zeros."
+        )
+    if not materialize_grads:
+        return list(gradients)
+    batch, create_graph = zeros
+    edges = [inputs.label(i) for i in unused if _is_edge(inputs.values[i])]
+    if edges:
+        raise RuntimeError(
+            f"grad: materialize_grads=True must have tensors for unused inputs, got a GradientEdge at {edges[0]}."
+        )
+    result = list(gradients)
+    for i in unused:
+        leaf = inputs.values[i]
+        result[i] = torch.zeros_like(leaf).expand((*batch, *leaf.shape)).clone().requires_grad_(create_graph)
+    return result

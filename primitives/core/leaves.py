@@ -1,0 +1,134 @@
+"""The tensors of a pytree as a flat list, and errors that name one of them by its key path.
+
+Transforms see flat tensors only: a tree is split where it enters and joined where it leaves. Everything here but the
+making of errors is code that Dynamo traces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
+import torch
+
+from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
+from primitives.core.structure import align, is_leafless, tracing_predicate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Partition", "check_like"]
+
+
+class Partition:
+    """The tensors of a pytree apart from everything else in it.
+
+    `split` takes a tree apart and remembers what puts it together again; `join` does that with other values in the
+    places of the tensors.
+
+    Args:
+        namespace: optree namespace of custom nodes.
+        is_leaf: Where it returns true, a subtree is taken as a leaf.
+    """
+
+    def __init__(self, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None) -> None:
+        if torch.compiler.is_compiling():
+            is_leaf = tracing_predicate(is_leaf)
+        self.options: dict[str, Any] = {"namespace": namespace, "is_leaf": is_leaf}
+        self.treespec: Any = None
+        self._template: list[Any] = []
+        self._places: list[int] = []
+
+    def split(self, tree: Any) -> list[Tensor]:
+        """The tensors of `tree`, in the order of its leaves."""
+        leaves, self.treespec = optree.tree_flatten(tree, **self.options)
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        # The tensors themselves are not kept: what is joined later may belong to another level of a transform.
+        self._template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return [cast("Tensor", leaves[i]) for i in self._places]
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """The tree that was split, with `values` in place of its tensors."""
+        leaves = list(self._template)
+        for place, value in zip(self._places, values, strict=True):
+            leaves[place] = value
+        return optree.tree_unflatten(self.treespec, leaves)
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves of the tree that was split, tensors and others."""
+        return len(self._template)
+
+    def own(self, values: Sequence[Any]) -> list[Any]:
+        """Those of `values`, one for each leaf, that belong to tensors."""
+        return [values[i] for i in self._places]
+
+    def others(self, values: Sequence[Any], root: str) -> list[tuple[str, Any, Any]]:
+        """Key path, entry of `values` and leaf, for each leaf that is no tensor."""
+        places = set(self._places)
+        rest = [i for i, leaf in enumerate(self._template) if i not in places and not is_leafless(leaf)]
+        if not rest:
+            return []
+        accessors = self.treespec.accessors()
+        return [(accessors[i].codify(root), values[i], self._template[i]) for i in rest]
+
+    def label(self, index: int, root: str) -> str:
+        """Key path of tensor `index`, as code that starts with `root`."""
+        return self.treespec.accessors()[self._places[index]].codify(root)
+
+    def require_tensors(self, function: str, root: str, purpose: str = "") -> None:
+        """Raise unless every leaf of the tree that was split is a tensor.
+
+        Raises:
+            LeafError: Naming the first leaf that is none, by key path.
+        """
+        for label, _, leaf in self.others(self._template, root):
+            raise LeafError(f"{function}: {label} must be a tensor{purpose}, got {type(leaf).__name__}.")
+
+    def match(self, function: str, name: str, tree: Any, like_name: str, like: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves of `tree`, checked to be tensors like those of the tree that was split.
+
+        Args:
+            function: Name of the public function, for errors.
+            name: Name of `tree`, the root of its key paths.
+            tree: A tree that must have the structure of the one that was split.
+            like_name: Name of the tree that was split.
+            like: Its tensors, which must be all of its leaves.
+
+        Raises:
+            TreeError: If the structures differ.
+            LeafError: If a leaf of `tree` is no tensor.
+            ShapeError: If a shape differs.
+            DtypeError: If a dtype differs.
+            DeviceError: If a device differs.
+        """
+        leaves = self.own(align(function, name, tree, like_name, self.join(like), self.options))
+        for i, (leaf, wanted) in enumerate(zip(leaves, like, strict=True)):
+            if not _is_like(leaf, wanted):
+                check_like(function, self.label(i, name), leaf, self.label(i, like_name), wanted)
+        return leaves
+
+
+def _is_like(leaf: Any, wanted: Tensor) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.shape == wanted.shape
+        and leaf.dtype == wanted.dtype
+        and leaf.device == wanted.device
+    )
+
+
+def check_like(function: str, label: str, leaf: Any, wanted_label: str, wanted: Tensor) -> None:
+    """Raise unless `leaf` is a tensor with the shape, dtype and device of `wanted`."""
+    if not isinstance(leaf, torch.Tensor):
+        raise LeafError(f"{function}: {label} must be a tensor like {wanted_label}, got {type(leaf).__name__}.")
+    if leaf.shape != wanted.shape:
+        raise ShapeError(
+            f"{function}: {label} must have shape {list(wanted.shape)} ({wanted_label}), got {list(leaf.shape)}."
+        )
+    if leaf.dtype != wanted.dtype:
+        raise DtypeError(f"{function}: {label} must have dtype {wanted.dtype} ({wanted_label}), got {leaf.dtype}.")
+    if leaf.device != wanted.device:
+        raise DeviceError(f"{function}: {label} must be on {wanted.device} ({wanted_label}), got {leaf.device}.")

@@ -1,0 +1,165 @@
+"""Trees laid over one another, and the error that names the first place where they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
+import torch
+from optree.utils import total_order_sorted
+
+from primitives.core.errors import TreeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["align", "is_leafless", "spread", "tracing_predicate"]
+
+_DICTS = ("dict", "OrderedDict", "defaultdict")
+
+
+def align(function: str, name: str, tree: Any, like_name: str, like: Any, options: dict[str, Any]) -> list[Any]:
+    """What stands in `tree` at each leaf of `like`.
+
+    Args:
+        function: Name of the public function, for errors.
+        name: Name of `tree`, the root of its key paths.
+        tree: The tree to take apart.
+        like_name: Name of `like`.
+        like: The tree whose structure is required.
+        options: `namespace` and `is_leaf` of both.
+
+    Raises:
+        TreeError: If `tree` has another structure than `like` above the leaves of `like`.
+    """
+    try:
+        return [piece for _, piece in _overlaid(like, tree, options)]
+    except ValueError:
+        requirement = f"{name} must have the structure of {like_name}"
+        found = _first_difference(name, like, tree, options)
+        if found is not None:
+            label, wanted, given = found
+            requirement += f", but {label} is {given} where {like_name} has {wanted}"
+        raise _error(function, requirement, {name: tree, like_name: like}, options) from None
+
+
+def spread(function: str, name: str, prefix: Any, tree_name: str, tree: Any, options: dict[str, Any]) -> list[Any]:
+    """One value of `prefix` for each leaf of `tree`; `None` is a value.
+
+    Args:
+        function: Name of the public function, for errors.
+        name: Name of `prefix`, the root of its key paths.
+        prefix: A tree prefix of `tree`.
+        tree_name: Name of `tree`.
+        tree: The tree to cover.
+        options: `namespace` and `is_leaf` of `tree`.
+
+    Raises:
+        TreeError: If `prefix` is no tree prefix of `tree`.
+    """
+    try:
+        pairs = _overlaid(prefix, tree, {"none_is_leaf": True, "namespace": options["namespace"]})
+    except ValueError:
+        with_none = {**options, "none_is_leaf": True}
+        requirement = f"{name} must be an int, None or a tree prefix of {tree_name}"
+        found = _first_difference(name, prefix, tree, with_none)
+        if found is not None:
+            label, given, wanted = found
+            requirement += f", but {label} is {given} where {tree_name} has {wanted}"
+        raise _error(function, requirement, {name: prefix, tree_name: tree}, with_none) from None
+    result: list[Any] = []
+    for value, subtree in pairs:
+        result += [value] * len(optree.tree_leaves(cast("Any", subtree), **options))
+    return result
+
+
+def _overlaid(prefix: Any, full: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Each leaf of `prefix` with what stands in `full` there, in optree's order; raises `ValueError` if none does."""
+    if torch.compiler.is_compiling():
+        return _overlaid_while_tracing(prefix, full, options)
+    leaves, treespec = optree.tree_flatten(prefix, **options)
+    return list(zip(leaves, treespec.flatten_up_to(full), strict=True))
+
+
+def _overlaid_while_tracing(prefix: Any, full: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """`_overlaid` in terms that Dynamo traces: its `flatten_up_to` fails on dataclasses in torch 2.11."""
+    if optree.tree_is_leaf(prefix, **options):
+        return [(prefix, full)]
+    if type(prefix) is not type(full):
+        raise ValueError
+    if type(prefix) is dict:
+        # By hand, as Dynamo folds the flattening of a dict of constants and cannot represent the result.
+        if set(prefix) != set(full):
+            raise ValueError
+        children = [(prefix[key], full[key]) for key in total_order_sorted(prefix)]
+    else:
+        level, full_level = (optree.tree_flatten_one_level(node, **options) for node in (prefix, full))
+        if level[2] != full_level[2]:
+            raise ValueError
+        children = list(zip(level[0], full_level[0], strict=True))
+    return [pair for child in children for pair in _overlaid_while_tracing(*child, options)]
+
+
+def tracing_predicate(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    """`is_leaf` for use under Dynamo, where a dict of constants has to be a leaf too.
+
+    Dynamo folds the flattening of such a dict, and cannot represent the result.
+    """
+
+    def predicate(node: Any) -> bool:
+        return (type(node) is dict and _is_constant(node)) or (is_leaf is not None and is_leaf(node))
+
+    return predicate
+
+
+def is_leafless(leaf: Any) -> bool:
+    """Whether a leaf is one for Dynamo alone (see `tracing_predicate`) and really a dict without leaves."""
+    return type(leaf) is dict and all(child is None or is_leafless(child) for child in leaf.values())
+
+
+def _is_constant(node: Any) -> bool:
+    if type(node) is dict:
+        return all(_is_constant(child) for child in node.values())
+    if type(node) in (tuple, list):
+        return all(_is_constant(child) for child in node)
+    return node is None or isinstance(node, (int, float, complex, str, bytes, torch.dtype, torch.device))
+
+
+def _error(function: str, requirement: str, trees: dict[str, Any], options: dict[str, Any]) -> TreeError:
+    specs = [f"{name}: {optree.tree_structure(tree, **options)}" for name, tree in trees.items()]
+    return TreeError("\n".join([f"{function}: {requirement}.", *specs]))
+
+
+def _first_difference(label: str, prefix: Any, full: Any, options: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Key path of the first node of `prefix` that `full` lacks, with both nodes described."""
+    if optree.tree_is_leaf(prefix, **options):
+        return None
+    # Only the children of this node, whatever they are, count as leaves.
+    accessors, children, treespec = _one_level(prefix, options)
+    described = _describe(prefix, treespec)
+    if optree.tree_is_leaf(full, **options):
+        return label, described, _describe(full, None)
+    _, full_children, full_spec = _one_level(full, options)
+    if described != _describe(full, full_spec) or len(children) != len(full_children):
+        return label, described, _describe(full, full_spec)
+    for accessor, child, full_child in zip(accessors, children, full_children, strict=True):
+        found = _first_difference(accessor.codify(label), child, full_child, options)
+        if found is not None:
+            return found
+    return None
+
+
+def _one_level(node: Any, options: dict[str, Any]) -> tuple[list[Any], list[Any], Any]:
+    return optree.tree_flatten_with_accessor(node, **{**options, "is_leaf": lambda child: child is not node})
+
+
+def _describe(node: Any, treespec: Any) -> str:
+    """A node in words: its type and, for a container, what tells it from others of the type."""
+    name = type(node).__name__
+    if treespec is None or node is None:
+        return "None" if node is None else f"a leaf of type {name}"
+    if name in _DICTS:
+        return f"a dict with keys {sorted(node, key=str)}"
+    if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
+        return f"a {name} of {len(node)}"
+    return f"a node of type {name}"

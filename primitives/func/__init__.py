@@ -1,0 +1,26 @@
+"""`torch.func` over pytrees: dicts, dataclasses, namedtuples and everything else that is registered with optree.
+
+The transforms are torch's own, run on flat tensors: they nest with each other, with those of `torch.func`, and inside
+`torch.compile(fullgraph=True)`. Trees, shapes and dtypes are checked first, and errors name the leaf by its key path.
+"""
+
+from primitives.func._forward import hvp, jvp, linearize
+from primitives.func._functional_call import functional_call
+from primitives.func._jacobian import hessian, jacfwd, jacrev
+from primitives.func._reverse import grad, grad_and_value, vjp
+from primitives.func._vmap import chunk_vmap, vmap
+
+__all__ = [
+    "chunk_vmap",
+    "functional_call",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "hvp",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "vjp",
+    "vmap",
+]

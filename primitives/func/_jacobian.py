@@ -1,0 +1,264 @@
+"""Whole matrices of derivatives: `jacrev`, `jacfwd`, `hessian`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.func._calls import (
+    FlatCall,
+    Generators,
+    check_positive,
+    check_randomness,
+    named_like,
+    split_output,
+    unpack_aux,
+    wrap_argnums,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["hessian", "jacfwd", "jacrev"]
+
+
+def jacrev(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """Jacobian by reverse mode: one vector-Jacobian product for each element of the output.
+
+    Args:
+        func: Function of pytrees that returns a pytree of real floating-point tensors; with `has_aux`, a pair of it
+            and any tree.
+        argnums: Position of the differentiated argument, or a tuple of positions. Every leaf there must be a real
+            floating-point tensor.
+        has_aux: Whether `func` returns `(output, aux)`.
+        chunk_size: Number of products computed at a time, which bounds the memory that they take. `None` computes
+            all at once; 1 computes them in a loop, without vmap.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        Function of the arguments of `func`. It returns the structure of the output, with the structure of the
+        argument (for a tuple `argnums`, a tuple of them) at each leaf, and in that, tensors of shape
+        `[*output leaf, *argument leaf]`; with `has_aux`, `(jacobian, aux)`.
+
+    Raises:
+        ShapeError: If `chunk_size` is less than 1.
+        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
+        LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
+        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are no ints.
+        TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is no pair.
+
+    Example:
+        >>> jacrev(lambda tree: {"square": tree["a"] ** 2})({"a": torch.tensor([1.0, 2.0])})
+        {'square': {'a': tensor([[2., 0.],
+                [0., 4.]])}}
+    """
+    if chunk_size is not None:
+        check_positive("jacrev", "chunk_size", chunk_size)
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        call = FlatCall("jacrev", func, args, kwargs, options)
+        return _by_rows(_Problem(call, argnums, has_aux, chunk_size), one_by_one=chunk_size == 1)
+
+    return jacobian
+
+
+def jacfwd(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """Jacobian by forward mode: one Jacobian-vector product for each element of the differentiated arguments.
+
+    Args:
+        func: As in `jacrev`.
+        argnums: As in `jacrev`.
+        has_aux: Whether `func` returns `(output, aux)`.
+        randomness: What random operations in `func` do under the vmap that runs the products: `"error"`, `"same"`
+            numbers in each, or `"different"` ones.
+        chunk_size: Number of products computed at a time, which bounds the memory that they take. `None` computes
+            all at once.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        Function of the arguments of `func` that returns what that of `jacrev` returns.
+
+    Raises:
+        RuntimeError: If `randomness` is none of the three.
+        ShapeError: If `chunk_size` is less than 1.
+        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
+        LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
+        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are no ints.
+        TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is no pair.
+
+    Example:
+        >>> jacfwd(lambda x, y: x * y, argnums=(0, 1))(torch.tensor([1.0, 2.0]), torch.tensor(3.0))
+        (tensor([[3., 0.],
+                [0., 3.]]), tensor([1., 2.]))
+    """
+    check_randomness("jacfwd", randomness)
+    if chunk_size is not None:
+        check_positive("jacfwd", "chunk_size", chunk_size)
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        call = FlatCall("jacfwd", func, args, kwargs, options)
+        return _by_columns(_Problem(call, argnums, has_aux, chunk_size), randomness)
+
+    return jacobian
+
+
+def hessian(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    chunk_size: int | None = None,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """Hessian by forward-over-reverse mode: `jacfwd(jacrev(func))`.
+
+    Args:
+        func: As in `jacrev`, without `has_aux`.
+        argnums: As in `jacrev`.
+        chunk_size: Number of columns computed at a time, which bounds the memory that they take. `None` computes all
+            at once.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        Function of the arguments of `func`. It returns the structure of the output, with the structure of the
+        argument (for a tuple `argnums`, a tuple of them) at each leaf, and at each leaf of that the same structure
+        again, with tensors of shape `[*output leaf, *argument leaf, *argument leaf]`.
+
+    Raises:
+        ShapeError: If `chunk_size` is less than 1.
+        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
+        LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
+        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are no ints.
+        TreeError: If there is no output or nothing to differentiate.
+
+    Example:
+        >>> hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
+        {'a': {'a': tensor(10.), 'b': tensor(6.)}, 'b': {'a': tensor(6.), 'b': tensor(0.)}}
+    """
+    keywords: dict[str, Any] = {"namespace": namespace, "is_leaf": is_leaf}
+    return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
+
+
+class _Problem:
+    """What both modes share: the flat function of the differentiated tensors, and the tree of the result.
+
+    Args:
+        call: The call to differentiate.
+        argnums: What to differentiate with respect to, as the user gave it.
+        has_aux: Whether the function returns `(output, aux)`.
+        chunk_size: Number of rows or columns at a time, `None` for all.
+    """
+
+    def __init__(self, call: FlatCall, argnums: Any, has_aux: bool, chunk_size: int | None) -> None:
+        self._call, self._argnums, self._has_aux, self._chunk_size = call, argnums, has_aux, chunk_size
+        self._positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args), real=True)
+        call.require_some(self._positions)
+        self.inputs = [call.tensors[i] for i in self._positions]
+        self._output, self._aux = call.partition(), call.partition()
+
+    def flat(self, *inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Tensors of output and aux, as a function of the differentiated tensors."""
+        tensors = list(self._call.tensors)
+        for position, tensor in zip(self._positions, inputs, strict=True):
+            tensors[position] = tensor
+        function = self._call.function
+        output, aux = unpack_aux(function, self._call(*tensors), has_aux=self._has_aux)
+        return split_output(function, self._output, output, allowed="real"), tuple(self._aux.split(aux))
+
+    def chunks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """The standard basis of `tensors` taken as one vector: for each, vectors along a new first axis, in chunks."""
+        total = sum([tensor.numel() for tensor in tensors])
+        step = self._chunk_size or max(total, 1)
+        for start in range(0, max(total, 1), step):
+            yield _basis(tensors, start, min(start + step, total))
+
+    def result(self, blocks: Sequence[Sequence[Tensor]], aux: Sequence[Tensor]) -> Any:
+        """The tree of the Jacobian, from one tensor for each pair of output and input."""
+        jacobian = self._output.join([self._call.in_structure(self._argnums, row) for row in blocks])
+        return (jacobian, self._aux.join(aux)) if self._has_aux else jacobian
+
+
+def _by_rows(problem: _Problem, *, one_by_one: bool) -> Any:
+    """The Jacobian from vector-Jacobian products."""
+    outputs, pull, aux = torch.func.vjp(problem.flat, *problem.inputs, has_aux=True)  # type: ignore[misc]
+    chunks = []
+    for basis in problem.chunks(outputs):
+        if one_by_one:
+            chunks.append([row.unsqueeze(0) for row in pull(tuple([vector.squeeze(0) for vector in basis]))])
+        else:
+            chunks.append(torch.func.vmap(pull)(basis))
+    numels = [output.numel() for output in outputs]
+    columns = [column.split(numels) for column in _concatenated(chunks)]
+    blocks = [
+        [column[i].reshape((*output.shape, *x.shape)) for column, x in zip(columns, problem.inputs, strict=True)]
+        for i, output in enumerate(outputs)
+    ]
+    return problem.result(blocks, aux)
+
+
+def _by_columns(problem: _Problem, randomness: str) -> Any:
+    """The Jacobian from Jacobian-vector products."""
+    inputs = tuple(problem.inputs)
+
+    def push(*basis: Tensor) -> tuple[Any, Any]:
+        _, tangents, aux = torch.func.jvp(problem.flat, inputs, basis, has_aux=True)  # type: ignore[misc]
+        return tangents, aux
+
+    mapped = torch.func.vmap(push, randomness=randomness)
+    generators = Generators(inputs) if randomness == "same" else None
+    chunks, aux = [], ()
+    for basis in problem.chunks(inputs):
+        if generators is not None:
+            generators.rewind()
+        tangents, aux = mapped(*basis)
+        chunks.append(tangents)
+    numels = [x.numel() for x in inputs]
+    rows = [row.movedim(0, -1).split(numels, -1) for row in _concatenated(chunks)]
+    blocks = [
+        [block.reshape((*block.shape[:-1], *x.shape)) for block, x in zip(row, inputs, strict=True)] for row in rows
+    ]
+    return problem.result(blocks, [leaf[0] for leaf in aux])
+
+
+def _basis(tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+    """Vectors `start` to `stop` of the standard basis of `tensors` taken as one vector."""
+    blocks, offset = [], 0
+    for tensor in tensors:
+        block = tensor.new_zeros(stop - start, tensor.numel())
+        block.diagonal(start - offset).fill_(1)
+        blocks.append(block.view((stop - start, *tensor.shape)))
+        offset += tensor.numel()
+    return tuple(blocks)
+
+
+def _concatenated(chunks: list[Sequence[Tensor]]) -> list[Tensor]:
+    if len(chunks) == 1:
+        return list(chunks[0])
+    return [torch.cat(column) for column in zip(*chunks, strict=True)]

@@ -1,0 +1,189 @@
+"""Reverse mode: `grad`, `grad_and_value`, `vjp`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.func._calls import (
+    FlatCall,
+    check_scalar,
+    named_like,
+    split_output,
+    unpack_aux,
+    wrap_argnums,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["grad", "grad_and_value", "vjp"]
+
+
+def grad(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """Gradient of a scalar function with respect to pytrees.
+
+    Args:
+        func: Function of pytrees that returns a real tensor of shape `[]`; with `has_aux`, a pair of it and any tree.
+            What is no tensor in the arguments passes through.
+        argnums: Position of the differentiated argument, or a tuple of positions. Every leaf there must be a
+            floating-point or complex tensor.
+        has_aux: Whether `func` returns `(output, aux)`.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree of an argument or of aux is a leaf.
+
+    Returns:
+        Function of the arguments of `func`. It returns the gradient in the structure of the argument, for a tuple
+        `argnums` a tuple of them; with `has_aux`, `(gradient, aux)`.
+
+    Raises:
+        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
+        LeafError: If a differentiated leaf is no floating-point or complex tensor, or the output is no tensor.
+        ShapeError: If the output has axes.
+        DtypeError: If the output is integral or complex.
+        TreeError: If `has_aux` and the output is no pair.
+
+    Example:
+        >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0), "unused": None}
+        >>> grad(lambda params, x: params["w"] @ x + params["b"] ** 2)(params, torch.tensor([5.0, 7.0]))
+        {'w': tensor([5., 7.]), 'b': tensor(6.), 'unused': None}
+    """
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        gradients, _, aux = _grad("grad", func, argnums, has_aux, (args, kwargs), options)
+        return (gradients, aux) if has_aux else gradients
+
+    return gradient
+
+
+def grad_and_value(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """Gradient and value of a scalar function, from one evaluation.
+
+    Args:
+        func: As in `grad`.
+        argnums: As in `grad`.
+        has_aux: Whether `func` returns `(output, aux)`.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree of an argument or of aux is a leaf.
+
+    Returns:
+        Function of the arguments of `func` that returns `(gradient, value)`; with `has_aux`,
+        `(gradient, (value, aux))`.
+
+    Raises:
+        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
+        LeafError: If a differentiated leaf is no floating-point or complex tensor, or the output is no tensor.
+        ShapeError: If the output has axes.
+        DtypeError: If the output is integral or complex.
+        TreeError: If `has_aux` and the output is no pair.
+
+    Example:
+        >>> grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))
+        (tensor([2., 4.]), tensor(5.))
+    """
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
+        gradients, value, aux = _grad("grad_and_value", func, argnums, has_aux, (args, kwargs), options)
+        return gradients, ((value, aux) if has_aux else value)
+
+    return gradient_and_value
+
+
+def _grad(
+    function: str, func: Callable, argnums: Any, has_aux: bool, arguments: tuple[tuple, dict], options: dict[str, Any]
+) -> tuple[Any, Tensor, Any]:
+    """Gradient tree, value and aux of a call."""
+    call = FlatCall(function, func, *arguments, options)
+    positions = call.differentiated(wrap_argnums(function, argnums, call.num_args))
+    aux_partition = call.partition()
+
+    def scalar(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output, aux = unpack_aux(function, call(*tensors), has_aux=has_aux)
+        check_scalar(function, output)
+        return output, tuple(aux_partition.split(aux))
+
+    if positions:
+        gradients, (value, aux) = torch.func.grad_and_value(scalar, positions, has_aux=True)(*call.tensors)
+    else:
+        gradients, (value, aux) = (), scalar(*call.tensors)
+    return call.in_structure(argnums, gradients), value, aux_partition.join(aux)
+
+
+def vjp(
+    func: Callable[..., Any],
+    *primals: Any,
+    has_aux: bool = False,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Value of `func` at `primals`, and the function that pulls cotangents of the output back to them.
+
+    Args:
+        func: Function of pytrees that returns a pytree of floating-point or complex tensors; with `has_aux`, a pair
+            of it and any tree.
+        primals: Arguments of `func`, pytrees of floating-point or complex tensors.
+        has_aux: Whether `func` returns `(output, aux)`.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        `(output, vjp_fn)`, with `has_aux` `(output, vjp_fn, aux)`. `vjp_fn(cotangents, retain_graph=True,
+        create_graph=None)` takes a tree like the output, in shapes and dtypes too, and returns a tuple with one
+        cotangent tree for each primal. `create_graph=None` means whether grad mode is on.
+
+    Raises:
+        LeafError: If a leaf of `primals`, of the output or of the cotangents is no tensor to differentiate.
+        DtypeError: If an output is integral, or a cotangent has another dtype than its output.
+        TreeError: If the cotangents have another structure than the output, there is no output, or `has_aux` and the
+            output is no pair.
+        ShapeError: If a cotangent has another shape than its output.
+        DeviceError: If a cotangent is on another device than its output.
+
+    Example:
+        >>> output, vjp_fn = vjp(lambda x, y: {"product": x * y}, torch.tensor(2.0), torch.tensor(3.0))
+        >>> output
+        {'product': tensor(6.)}
+        >>> vjp_fn({"product": torch.tensor(1.0)})
+        (tensor(3.), tensor(2.))
+    """
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+    call = FlatCall("vjp", func, primals, {}, options, root="primals")
+    argnums = tuple(range(len(primals)))
+    call.differentiated(argnums)
+    output_partition, aux_partition = call.partition(), call.partition()
+
+    def flat(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        output, aux = unpack_aux("vjp", call(*tensors), has_aux=has_aux)
+        outputs = split_output("vjp", output_partition, output, allowed="differentiable")
+        return outputs, tuple(aux_partition.split(aux))
+
+    outputs, flat_vjp_fn, aux = torch.func.vjp(flat, *call.tensors, has_aux=True)  # type: ignore[misc]
+
+    def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> tuple:
+        matched = output_partition.match("vjp", "cotangents", cotangents, "output", outputs)
+        pulled = flat_vjp_fn(tuple(matched), retain_graph=retain_graph, create_graph=create_graph)
+        return call.in_structure(argnums, pulled)
+
+    result = output_partition.join(outputs), vjp_fn
+    return (*result, aux_partition.join(aux)) if has_aux else result

@@ -1,0 +1,294 @@
+"""Vectorization: `vmap`, `chunk_vmap`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _functorch  # type: ignore[attr-defined]
+
+from primitives.core.errors import AxisError, LeafError, ShapeError, TreeError
+from primitives.core.structure import spread
+from primitives.func._calls import FlatCall, Generators, check_positive, check_randomness, named_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from primitives.core.leaves import Partition
+
+__all__ = ["chunk_vmap", "vmap"]
+
+
+def vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+    *,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """Vectorizing map: `func` over an axis of the leaves of its arguments.
+
+    Args:
+        func: Function of pytrees that returns a pytree of tensors.
+        in_dims: Mapped axis of each leaf of the positional arguments, `None` for a leaf that every call sees whole
+            (the only choice for what is no tensor): an int, or a tree prefix of the tuple of arguments. Keyword
+            arguments are never mapped.
+        out_dims: Where the mapped axis goes in each leaf of the output: an int, or a tree prefix of the output. `None`
+            is for leaves that are the same in every call, and for what is no tensor.
+        randomness: What random operations in `func` do: `"error"`, the `"same"` numbers in each call, or
+            `"different"` ones.
+        chunk_size: Number of calls run at a time, which bounds the memory that they take. `None` runs all at once.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree of an argument or of the output is a leaf.
+
+    Returns:
+        Function of the arguments of `func` with the mapped axes, whose output has one too. A leaf of the output whose
+        `out_dims` is `None` is the one of the last chunk.
+
+    Raises:
+        RuntimeError: If `randomness` is none of the three.
+        ShapeError: If `chunk_size` is less than 1, or, by the returned function, mapped axes differ in size.
+        TreeError: If `in_dims` or `out_dims` is no tree prefix or holds something else than ints and `None`, or
+            nothing is mapped.
+        AxisError: If a leaf has no such axis.
+        LeafError: If a leaf with an axis to map is no tensor.
+
+    Example:
+        >>> batch = {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "scale": torch.tensor(10.0)}
+        >>> vmap(lambda batch: batch["x"].sum() * batch["scale"], in_dims=({"x": 0, "scale": None},))(batch)
+        tensor([30., 70.])
+    """
+    check_randomness("vmap", randomness)
+    if chunk_size is not None:
+        check_positive("vmap", "chunk_size", chunk_size)
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        call = FlatCall("vmap", func, args, kwargs, options)
+        mapped_call = _MappedCall(call, args, in_dims, out_dims)
+        return mapped_call.run(chunk_size or mapped_call.batch_size, randomness)
+
+    return mapped
+
+
+def chunk_vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    randomness: str = "error",
+    chunks: int = 2,
+    *,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """`vmap` in a given number of chunks, run one after the other.
+
+    Args:
+        func: As in `vmap`.
+        in_dims: As in `vmap`.
+        out_dims: As in `vmap`.
+        randomness: As in `vmap`.
+        chunks: Number of chunks, all of the same size but for the last; fewer if the mapped axis is shorter.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree of an argument or of the output is a leaf.
+
+    Returns:
+        Function of the arguments of `func` with the mapped axes, whose output has one too.
+
+    Raises:
+        RuntimeError: If `randomness` is none of the three.
+        ShapeError: If `chunks` is less than 1, or, by the returned function, mapped axes differ in size.
+        TreeError: If `in_dims` or `out_dims` is no tree prefix or holds something else than ints and `None`, or
+            nothing is mapped.
+        AxisError: If a leaf has no such axis.
+        LeafError: If a leaf with an axis to map is no tensor.
+
+    Example:
+        >>> chunk_vmap(lambda x: x.sum(), chunks=3)(torch.ones(5, 2))
+        tensor([2., 2., 2., 2., 2.])
+    """
+    check_randomness("chunk_vmap", randomness)
+    check_positive("chunk_vmap", "chunks", chunks)
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        call = FlatCall("chunk_vmap", func, args, kwargs, options)
+        mapped_call = _MappedCall(call, args, in_dims, out_dims)
+        return mapped_call.run(-(-mapped_call.batch_size // chunks), randomness)
+
+    return mapped
+
+
+class _MappedCall:
+    """One call of a mapped function: its tensors, and the axis of each.
+
+    Args:
+        call: The call as a function of flat tensors.
+        args: Its positional arguments.
+        in_dims: Mapped axes of the arguments.
+        out_dims: Places of the mapped axis in the output.
+
+    Attributes:
+        batch_size: Length of the mapped axes.
+    """
+
+    def __init__(self, call: FlatCall, args: tuple, in_dims: Any, out_dims: Any) -> None:
+        self._call, self._out_dims = call, out_dims
+        self._in_dims = _argument_dims(call, args, in_dims)
+        self.batch_size = _common_size(call, self._in_dims)
+        self._output = call.partition()
+        self._output_dims: list[int | None] = []
+        self._whole: list[Tensor] = []
+
+    def run(self, chunk_size: int, randomness: str) -> Any:
+        """Call the function on `chunk_size` entries of the mapped axes at a time."""
+        split = [
+            None if dim is None else tensor.split(max(chunk_size, 1), dim)
+            for tensor, dim in zip(self._call.tensors, self._in_dims, strict=True)
+        ]
+        num_chunks = next(len(pieces) for pieces in split if pieces is not None)
+        vectorized = torch.func.vmap(self._flat, tuple(self._in_dims), 0, randomness)
+        generators = Generators(self._call.tensors) if num_chunks > 1 and randomness == "same" else None
+        chunks = []
+        for i in range(num_chunks):
+            if generators is not None:
+                generators.rewind()
+            pairs = zip(self._call.tensors, split, strict=True)
+            chunks.append(vectorized(*[tensor if pieces is None else pieces[i] for tensor, pieces in pairs]))
+        return self._joined(chunks)
+
+    def _joined(self, chunks: list[tuple[Tensor, ...]]) -> Any:
+        """The output tree of all chunks."""
+        columns = [list(column) for column in zip(*chunks, strict=True)]
+        # Chunks are let go of column by column, so that one leaf is in memory twice, and not all of them.
+        chunks.clear()
+        leaves: list[Tensor] = []
+        whole = list(self._whole)
+        for dim in self._output_dims:
+            if dim is None:
+                leaves.append(whole.pop(0))
+                continue
+            pieces = [piece.movedim(0, dim) for piece in columns.pop(0)]
+            leaves.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
+        return self._output.join(leaves)
+
+    def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The function on one entry. What it returns unmapped is set aside: it needs no unwrapping."""
+        output = self._call(*tensors)
+        leaves = self._output.split(output)
+        # torch takes a 1-tuple for the axis of a single tensor too.
+        single = isinstance(output, torch.Tensor) and isinstance(self._out_dims, tuple) and len(self._out_dims) == 1
+        out_dims = self._out_dims[0] if single else self._out_dims
+        names = "out_dims", "output"
+        self._output_dims = _leaf_dims(self._call.function, names, out_dims, output, self._output, leaves, 1)
+        self._whole = [leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is None]
+        for i, (leaf, dim) in enumerate(zip(leaves, self._output_dims, strict=True)):
+            if dim is None and _is_mapped(leaf):
+                label = self._output.label(i, "output")
+                raise TreeError(
+                    f"{self._call.function}: out_dims of {label} must be an int, as it is mapped, got None."
+                )
+        return tuple(leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is not None)
+
+
+def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None]:
+    """Mapped axis of each tensor of a call; those of keyword arguments have none."""
+    if not args:
+        raise TreeError(f"{call.function}: func must be called with at least one positional argument, got none.")
+    if in_dims is None or isinstance(in_dims, int):
+        in_dims = (in_dims,) * len(args)
+    if not isinstance(in_dims, tuple) or len(in_dims) != len(args):
+        given = f"a tuple of {len(in_dims)}" if isinstance(in_dims, tuple) else type(in_dims).__name__
+        raise TreeError(
+            f"{call.function}: in_dims must be an int, None or a tree prefix of args, a tuple of {len(args)}, "
+            f"got {given}."
+        )
+    dims: list[int | None] = []
+    for i, (arg, own_dims) in enumerate(zip(args, in_dims, strict=True)):
+        names = f"in_dims[{i}]", f"args[{i}]"
+        dims += _leaf_dims(call.function, names, own_dims, arg, call.parts[i], call.own(i, call.tensors), 0)
+    return dims + [None] * (len(call.tensors) - len(dims))
+
+
+def _leaf_dims(
+    function: str,
+    names: tuple[str, str],
+    dims: Any,
+    tree: Any,
+    partition: Partition,
+    tensors: Sequence[Tensor],
+    extra_axes: int,
+) -> list[int | None]:
+    """The entry of `dims` for each tensor of `tree`, checked.
+
+    Args:
+        function: Name of the public function, for errors.
+        names: Names of `dims` and `tree`.
+        dims: A tree prefix of `tree`.
+        tree: The tree.
+        partition: The partition that `tree` was split by.
+        tensors: The tensors that it was split into.
+        extra_axes: Number of axes that the tensors will have beyond those that they have.
+    """
+    dims_name, tree_name = names
+    if dims is None or isinstance(dims, int):
+        values = [dims] * partition.num_leaves
+    else:
+        values = spread(function, dims_name, dims, tree_name, tree, partition.options)
+    for label, dim, leaf in partition.others(values, tree_name):
+        if dim is not None:
+            raise LeafError(
+                f"{function}: {label} must be a tensor where {dims_name} is {dim}, got {type(leaf).__name__}. "
+                f"Pass None as its {dims_name}."
+            )
+    own_dims = partition.own(values)
+    for i, (tensor, dim) in enumerate(zip(tensors, own_dims, strict=True)):
+        if dim is None:
+            continue
+        ndim = tensor.dim() + extra_axes
+        if not isinstance(dim, int):
+            label = partition.label(i, tree_name)
+            raise TreeError(f"{function}: {dims_name} of {label} must be an int or None, got {dim!r}.")
+        if not -ndim <= dim < ndim:
+            label = partition.label(i, tree_name)
+            allowed = f"in [{-ndim}, {ndim - 1}]" if ndim else "None"
+            raise AxisError(
+                f"{function}: {dims_name} of {label} must be {allowed} for shape {list(tensor.shape)}, got {dim}."
+            )
+    return own_dims
+
+
+def _common_size(call: FlatCall, dims: Sequence[int | None]) -> int:
+    """Length of the mapped axes.
+
+    Raises:
+        TreeError: If there are none.
+        ShapeError: If they differ.
+    """
+    sizes = [None if dim is None else tensor.shape[dim] for tensor, dim in zip(call.tensors, dims, strict=True)]
+    found = [size for size in sizes if size is not None]
+    if not found:
+        raise TreeError(f"{call.function}: in_dims must map at least one tensor, got none.")
+    if any(size != found[0] for size in found):
+        labels = call.labels()
+        listed = [
+            f"{label} has {size} (axis {dim})"
+            for label, size, dim in zip(labels, sizes, dims, strict=True)
+            if size is not None
+        ]
+        raise ShapeError(f"{call.function}: all mapped axes must have the same size, but {', '.join(listed)}.")
+    return found[0]
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether the innermost vmap maps over `tensor`."""
+    return _functorch.is_batchedtensor(tensor) and (
+        _functorch.maybe_get_level(tensor) == _functorch.maybe_current_level()
+    )

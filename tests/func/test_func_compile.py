@@ -1,0 +1,105 @@
+"""torch.compile(fullgraph=True) of every transform, over dicts, dataclasses and everything else that is a node."""
+
+import pytest
+import torch
+from func_trees import NAMESPACE, Affine, Batch, Pair, assert_tree, like, predict, randn
+from func_trees import params as make_params
+
+import primitives as pr
+from primitives import func
+
+N = {"namespace": NAMESPACE}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(8)
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def check(function, *args):
+    expected = function(*args)
+    assert_tree(compiled(function)(*args), expected)
+
+
+def output(tree, x):
+    return {"pair": Pair(tree["affine"].w * x.x, tree["affine"].b.sin()), "none": None}
+
+
+def energy(tree, x):
+    return (output(tree, x)["pair"].left ** 3).sum() * output(tree, x)["pair"].right.sum() + tree["rest"][0].sum()
+
+
+def small():
+    return {"affine": Affine(randn(2), randn(1)), "rest": [randn(1), None]}, Batch(randn(2), randn(1))
+
+
+def norm_loss(tree, x):
+    return pr.functional.layer_norm(x, (3,), tree["norm"].w, tree["norm"].b).pow(3).sum()
+
+
+def mapped(params, xs):
+    in_dims = ({"affine": None, "pair": None, "scale": (None,)}, {"x": 0, "n": None})
+    out_dims = {"y": 1, "n": None}
+    function = func.vmap(lambda p, t: {"y": predict(p, t["x"]), "n": t["n"]}, in_dims, out_dims, **N)
+    return function(params, {"x": xs, "n": 3})
+
+
+def pulled_back(value, vjp_fn):
+    return vjp_fn(value)
+
+
+CASES = {
+    "grad": func.grad(energy, (0, 1), **N),
+    "grad_and_value": func.grad_and_value(lambda p, b: (energy(p, b), {"y": b.y, "tag": "t"}), has_aux=True, **N),
+    "jacrev": func.jacrev(output, (0, 1), **N),
+    "jacrev in chunks": func.jacrev(output, chunk_size=2, **N),
+    "jacfwd": func.jacfwd(output, 1, **N),
+    "hessian": func.hessian(energy, 1, **N),
+    "chunk_vmap": lambda p, b: func.chunk_vmap(lambda x: output(p, Batch(x, x)), chunks=2, **N)(torch.stack([b.x] * 3)),
+    "grad of a buffer dict": lambda p, b: func.grad(lambda p, buffers, b: energy(p, b), **N)(p, {}, b),
+    "jvp": lambda p, b: func.jvp(output, (p, b), (p, b), **N),
+    "hvp": lambda p, b: func.hvp(energy, (p, b), (p, b), **N),
+    "vjp": lambda p, b: pulled_back(*func.vjp(output, p, b, **N)),
+    "linearize": lambda p, b: func.linearize(output, p, b, **N)[1](p, b),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transform(case):
+    check(CASES[case], *small())
+
+
+def test_vmap_over_a_prefix_tree():
+    params, xs = make_params(), randn(2, 2)
+    check(mapped, params, xs)
+
+
+def test_layer_norm_in_nested_transforms():
+    def function(tree, x, tangent):
+        directional = lambda tree: func.jvp(norm_loss, (tree, x), (tangent, x), **N)[1]  # noqa: E731
+        return func.grad(directional, **N)(tree), func.vmap(func.grad(norm_loss, **N), (None, 0), **N)(tree, x)
+
+    # A dict without leaves: Dynamo cannot represent what optree makes of one.
+    tree = {"norm": Affine(randn(3), randn(3)), "buffers": {"none": {}}}
+    check(function, tree, randn(4, 3), {"norm": like(tree["norm"]), "buffers": {"none": {}}})
+
+
+def test_a_torch_transform_around_ours():
+    def function(w, b):
+        return torch.func.jacrev(lambda w: func.grad(lambda t: (t.w * t.b).pow(3).sum(), **N)(Affine(w, b)).b)(w)
+
+    check(function, randn(3), randn(3))
+
+
+def test_other_batch_sizes_compile_without_a_graph_break():
+    function = compiled(func.vmap(func.grad(norm_loss, **N), (None, 0), **N))
+    tree = {"norm": Affine(randn(3), randn(3))}
+    for size in (4, 6):
+        x = randn(size, 3)
+        expected = func.vmap(func.grad(norm_loss, **N), (None, 0), **N)(tree, x)
+        assert_tree(function(tree, x), expected)

@@ -1,0 +1,187 @@
+"""The transforms inside one another, inside and around torch's own, over the operations of this package.
+
+What is expected comes from the same nesting of torch's transforms over layer norm written out in elementary
+operations, which torch differentiates rightly at every order.
+"""
+
+import itertools
+
+import optree
+import pytest
+import torch
+from func_trees import NAMESPACE, Affine, assert_leaves, assert_tree, leaves, like, randn
+
+import primitives as pr
+from primitives import func
+
+SIZE = 4
+PR, TORCH = "primitives", "torch"
+
+
+def written_out(x, w, b):
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w + b
+
+
+def normalized(tree, x):
+    return pr.functional.layer_norm(x, (SIZE,), tree.w, tree.b)
+
+
+def energy(tree, x):
+    return normalized(tree, x).pow(3).sum()
+
+
+def flat_energy(w, b, x):
+    return written_out(x, w, b).pow(3).sum()
+
+
+@pytest.fixture(name="point")
+def _point():
+    torch.manual_seed(6)
+    return Affine(randn(SIZE), randn(SIZE)), randn(3, SIZE)
+
+
+def flat(point):
+    return tuple(leaves(point))
+
+
+# One derivative along fixed directions, by each library and mode: scalar function of flat tensors -> the same.
+
+
+def along(mode, library, directions):
+    module = func if library == PR else torch.func
+
+    def forward(function):
+        return lambda *tensors: module.jvp(function, tensors, directions)[1]
+
+    def reverse(function):
+        def derivative(*tensors):
+            gradients = module.grad(function, tuple(range(len(tensors))))(*tensors)
+            return sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))
+
+        return derivative
+
+    return forward if mode == "jvp" else reverse
+
+
+@pytest.mark.parametrize("libraries", [(PR,) * 3, (PR, TORCH, PR), (TORCH, PR, TORCH)], ids="-".join)
+@pytest.mark.parametrize("modes", list(itertools.product(("jvp", "grad"), repeat=3)), ids="-".join)
+def test_every_nesting_to_order_three_in_both_libraries(point, modes, libraries):
+    directions = [tuple(flat(like(point))) for _ in range(3)]
+    tensors = flat(point)
+    ours = lambda w, b, x: energy(Affine(w, b), x)  # noqa: E731
+    expected = flat_energy
+    for mode, library, direction in zip(modes, libraries, directions, strict=True):
+        ours = along(mode, library, direction)(ours)
+        expected = along(mode, TORCH, direction)(expected)
+        torch.testing.assert_close(ours(*tensors), expected(*tensors))
+
+
+def test_grad_of_jvp_over_trees(point):
+    tangents = like(point)
+
+    def directional(tree, x):
+        return func.jvp(energy, (tree, x), tangents, namespace=NAMESPACE)[1]
+
+    result = func.grad(directional, (0, 1), namespace=NAMESPACE)(*point)
+    expected = torch.func.grad(along("jvp", TORCH, flat(tangents))(flat_energy), (0, 1, 2))(*flat(point))
+    assert_leaves(result, expected)
+    assert_tree(func.hvp(energy, point, tangents, namespace=NAMESPACE), result)
+
+
+def test_jvp_of_jvp_over_trees(point):
+    first, second = like(point), like(point)
+
+    def directional(tree, x):
+        return func.jvp(normalized, (tree, x), first, namespace=NAMESPACE)[1]
+
+    result = func.jvp(directional, point, second, namespace=NAMESPACE)[1]
+    function = lambda w, b, x: written_out(x, w, b)  # noqa: E731
+    expected = along("jvp", TORCH, flat(second))(along("jvp", TORCH, flat(first))(function))(*flat(point))
+    assert_tree(result, expected)
+
+
+@pytest.mark.parametrize("outer, inner", list(itertools.product([func.jacrev, func.jacfwd], repeat=2)))
+def test_hessian_in_all_modes(point, outer, inner):
+    expected = torch.func.hessian(flat_energy, (0, 1, 2))(*flat(point))
+    result = outer(inner(energy, (0, 1), namespace=NAMESPACE), (0, 1), namespace=NAMESPACE)(*point)
+    assert_leaves(result, [block for row in expected for block in row])
+    result = func.hessian(energy, (0, 1), namespace=NAMESPACE)(*point)
+    assert_leaves(result, [block for row in expected for block in row])
+
+
+def test_third_derivative_over_trees(point):
+    result = func.jacfwd(func.hessian(energy, namespace=NAMESPACE), namespace=NAMESPACE)(*point)
+    expected = torch.func.jacfwd(torch.func.hessian(flat_energy, (0, 1)), (0, 1))(*flat(point))
+    torch.testing.assert_close(leaves(result), leaves(expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])
+def test_gradients_per_sample(point, options):
+    tree, x = point
+    gradient = func.grad(energy, namespace=NAMESPACE)
+    result = func.vmap(gradient, (None, 0), namespace=NAMESPACE, **options)(tree, x)
+    expected = torch.func.vmap(torch.func.grad(flat_energy, (0, 1)), (None, None, 0))(*flat(point))
+    assert_leaves(result, expected)
+    assert_leaves(torch.func.vmap(lambda row: flat(gradient(tree, row)))(x), expected)
+
+
+def test_gradient_through_a_map_in_chunks(point):
+    tree, x = point
+
+    def function(tree, x):
+        mapped = func.chunk_vmap(energy, (None, 0), chunks=2, namespace=NAMESPACE)(tree, x)
+        return mapped.square().sum()
+
+    result = func.grad(function, (0, 1), namespace=NAMESPACE)(tree, x)
+    rows = lambda w, b, x: torch.stack([flat_energy(w, b, row) for row in x]).square().sum()  # noqa: E731
+    assert_leaves(result, torch.func.grad(rows, (0, 1, 2))(*flat(point)))
+
+
+def test_vjp_under_vmap_and_jvp(point):
+    tree, x = point
+    output, vjp_fn = func.vjp(normalized, tree, x, namespace=NAMESPACE)
+    cotangents = randn(5, *output.shape)
+    batched = func.vmap(vjp_fn, namespace=NAMESPACE)(cotangents)
+    for i, cotangent in enumerate(cotangents):
+        assert_tree(optree.tree_map(lambda leaf, i=i: leaf[i], batched, namespace=NAMESPACE), vjp_fn(cotangent))
+
+    def pulled(tree, x):
+        return func.vjp(normalized, tree, x, namespace=NAMESPACE)[1](cotangents[0])
+
+    tangents = like(point)
+    _, result = func.jvp(pulled, point, tangents, namespace=NAMESPACE)
+    step = 1e-6
+    moved = [optree.tree_map(lambda p, t, s=s: p + s * step * t, point, tangents, namespace=NAMESPACE) for s in (1, -1)]
+    ahead, behind = (leaves(pulled(*at)) for at in moved)
+    expected = [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+    assert_leaves(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_eager_autograd_and_forward_ad_see_through(point):
+    tree, x = point
+    w = tree.w.clone().requires_grad_()
+    func.grad(energy, namespace=NAMESPACE)(Affine(w, tree.b), x).w.sum().backward()
+    expected = torch.func.grad(lambda w: torch.func.grad(flat_energy)(w, tree.b, x).sum())(tree.w)
+    torch.testing.assert_close(w.grad, expected)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tree.w, torch.ones_like(tree.w))
+        result = func.grad(energy, namespace=NAMESPACE)(Affine(dual, tree.b), x).w
+        tangent = torch.autograd.forward_ad.unpack_dual(result).tangent
+    torch.testing.assert_close(tangent, expected)
+
+
+def test_model_by_functional_call():
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(2, SIZE), torch.nn.LayerNorm(SIZE), torch.nn.Tanh()).double()
+    pr.nn.convert(model)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    x = randn(5, 2)
+
+    def loss(params, sample):
+        return func.functional_call(model, params, sample).square().sum()
+
+    per_sample = func.vmap(func.grad(loss), (None, 0))(params, x)
+    total = optree.tree_map(lambda leaf: leaf.sum(0), per_sample)
+    model(x).square().sum().backward()
+    assert_tree(total, {name: p.grad for name, p in model.named_parameters()})

@@ -1,0 +1,158 @@
+"""jacrev, jacfwd, hessian, functional_call: against torch.func on flat functions and against formulas."""
+
+import optree
+import pytest
+import torch
+from func_trees import (
+    NAMESPACE,
+    Batch,
+    Pair,
+    assert_tree,
+    flat_loss,
+    flat_predict,
+    leaves,
+    loss,
+    predict,
+    randn,
+    structure,
+)
+from func_trees import params as make_params
+
+from primitives import func
+
+JACOBIANS = [func.jacrev, func.jacfwd]
+
+
+@pytest.fixture(name="params")
+def _params():
+    torch.manual_seed(4)
+    return make_params()
+
+
+@pytest.mark.parametrize("transform", JACOBIANS)
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 100])
+def test_jacobian_against_torch(params, transform, chunk_size):
+    x = randn(2)
+
+    def function(params, x):
+        y = predict(params, x)
+        return Pair(y, {"sum": y.sum(), "none": None})
+
+    expected = torch.func.jacrev(lambda *t: (flat_predict(*t), flat_predict(*t).sum()), tuple(range(6)))(
+        *leaves(params), x
+    )
+    options = {"chunk_size": chunk_size, "namespace": NAMESPACE}
+    by_params, by_x = (transform(function, i, **options)(params, x) for i in (0, 1))
+    both = transform(function, (0, 1), **options)(params, x)
+    for row, wanted in zip(("left", "right"), expected, strict=True):
+        get = (lambda tree: tree.left) if row == "left" else (lambda tree: tree.right["sum"])
+        assert structure(get(by_params)) == structure(params)
+        torch.testing.assert_close(tuple(leaves(get(by_params))), tuple(wanted[:5]))
+        torch.testing.assert_close(get(by_x), wanted[5])
+        assert_tree(get(both), (get(by_params), get(by_x)))
+    assert by_params.right["none"] is None
+
+
+@pytest.mark.parametrize("transform", JACOBIANS)
+def test_aux_keyword_arguments_and_other_tensors(transform):
+    x, other = {"x": randn(3)}, torch.arange(3)
+
+    def function(t, index, *, scale):
+        return (t["x"][index] * scale) ** 2, {"raw": t["x"], "note": "aux", "index": index}
+
+    jacobian, aux = transform(function, has_aux=True)(x, other, scale=torch.tensor(3.0))
+    assert_tree(jacobian, {"x": torch.diag(18 * x["x"])})
+    assert_tree(aux, {"raw": x["x"], "note": "aux", "index": other})
+
+
+def test_jacfwd_randomness():
+    def noisy(x):
+        return x["x"] * torch.rand(())
+
+    x = {"x": torch.ones(64)}
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        func.jacfwd(noisy)(x)
+    for chunk_size in (None, 16):
+        same = func.jacfwd(noisy, randomness="same", chunk_size=chunk_size)(x)["x"].diagonal()
+        assert len(same.unique()) == 1
+        different = func.jacfwd(noisy, randomness="different", chunk_size=chunk_size)(x)["x"].diagonal()
+        assert len(different.unique()) > 32
+
+
+@pytest.mark.parametrize("transform", JACOBIANS)
+def test_empty_outputs_and_inputs(transform):
+    x = {"full": randn(2), "empty": randn(0)}
+    jacobian = transform(lambda t: {"y": t["full"] * 2, "none": t["empty"] * 1})(x)
+    assert_tree(jacobian["y"], {"full": 2 * torch.eye(2, dtype=torch.float64), "empty": randn(2, 0)})
+    assert jacobian["none"]["full"].shape == (0, 2)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_hessian_against_torch(params, chunk_size):
+    batch = Batch(randn(2), randn(3))
+    expected = torch.func.hessian(flat_loss, tuple(range(7)))(*leaves(params), *batch)
+    options = {"chunk_size": chunk_size, "namespace": NAMESPACE}
+    single = func.hessian(loss, **options)(params, batch)
+    assert single["affine"].w["pair"].left.shape == (3, 2, 3)
+    torch.testing.assert_close(leaves(single), [block for row in expected[:5] for block in row[:5]])
+    both = func.hessian(loss, (0, 1), **options)(params, batch)
+    torch.testing.assert_close(leaves(both), [block for row in expected for block in row])
+    torch.testing.assert_close(both[1].x[0]["affine"].b, expected[5][1])
+
+
+def test_hessian_of_a_tree_of_outputs():
+    x = randn(3)
+    hessian = func.hessian(lambda t: {"cube": t["x"] ** 3, "sum": t["x"].sum() ** 2})({"x": x})
+    expected = torch.zeros(3, 3, 3, dtype=torch.float64)
+    for i in range(3):
+        expected[i, i, i] = 6 * x[i]
+    torch.testing.assert_close(hessian["cube"]["x"]["x"], expected)
+    torch.testing.assert_close(hessian["sum"]["x"]["x"], torch.full((3, 3), 2.0, dtype=torch.float64))
+
+
+@optree.dataclasses.dataclass(namespace=NAMESPACE)
+class Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x, *, offset=0.0):
+        return self.linear(x) * self.scale + offset
+
+
+def test_functional_call_by_flat_nested_and_several_trees():
+    block = Block()
+    weight, bias, scale, x = torch.randn(3, 2), torch.randn(3), torch.tensor(2.0), torch.randn(2)
+    expected = torch.func.functional_call(
+        block, {"linear.weight": weight, "linear.bias": bias, "scale": scale}, x, {"offset": 1.0}
+    )
+    trees = [
+        {"linear.weight": weight, "linear.bias": bias, "scale": scale},
+        {"linear": {"weight": weight, "bias": bias}, "scale": scale},
+        ({"linear": {"weight": weight}}, {"linear.bias": bias, "scale": scale, "unused": None}),
+        [dict(zip(("linear.weight", "linear.bias"), (weight, bias), strict=True)), {"scale": scale}],
+    ]
+    for tree in trees:
+        torch.testing.assert_close(func.functional_call(block, tree, x, {"offset": 1.0}), expected)
+        torch.testing.assert_close(func.functional_call(block, tree, (x,), {"offset": 1.0}), expected)
+    dataclass = {"linear": Linear(weight, bias), "scale": scale}
+    result = func.functional_call(block, dataclass, x, {"offset": 1.0}, namespace=NAMESPACE)
+    torch.testing.assert_close(result, expected)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        func.functional_call(block, {"linear": {"weight": weight}}, x, strict=True)
+    assert block.scale == 1
+
+
+def test_gradient_of_a_functional_call():
+    block = Block()
+    nested = {"linear": {"weight": block.linear.weight.detach(), "bias": block.linear.bias.detach()}}
+    x = torch.randn(5, 2)
+    gradient = func.grad(lambda p: func.functional_call(block, p, x).square().sum())(nested)
+    block(x).square().sum().backward()
+    assert_tree(gradient, {"linear": {"weight": block.linear.weight.grad, "bias": block.linear.bias.grad}})

@@ -1,0 +1,151 @@
+"""vmap and chunk_vmap: against torch.func on flat functions, and what torch does not do."""
+
+import pytest
+import torch
+from func_trees import NAMESPACE, Affine, Batch, Pair, assert_tree, flat_predict, leaves, predict, randn
+from func_trees import params as make_params
+
+from primitives import func
+
+
+@pytest.fixture(name="params")
+def _params():
+    torch.manual_seed(5)
+    return make_params()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3, 7])
+def test_vmap_against_torch(params, chunk_size):
+    xs = randn(2, 5)
+    in_dims = (None, 1)
+    expected = torch.func.vmap(flat_predict, (None,) * 5 + (1,), 1)(*leaves(params), xs)
+    result = func.vmap(predict, in_dims, 1, chunk_size=chunk_size, namespace=NAMESPACE)(params, xs)
+    assert_tree(result, expected)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
+def test_chunk_vmap_against_torch(params, chunks):
+    xs = randn(5, 2)
+    expected = torch.func.vmap(flat_predict, (None,) * 5 + (0,), -1)(*leaves(params), xs)
+    result = func.chunk_vmap(predict, (None, 0), -1, chunks=chunks, namespace=NAMESPACE)(params, xs)
+    assert_tree(result, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])
+def test_prefix_trees_of_axes(options):
+    tree = {"affine": Affine(randn(2, 4), randn(4)), "pair": Pair(randn(4, 3), [randn(3), 2.0, None]), "note": "n"}
+    in_dims = ({"affine": Affine(-1, 0), "pair": Pair(0, None), "note": None},)
+
+    def function(tree):
+        left = tree["pair"].left * tree["pair"].right[1]
+        return {
+            "batch": Batch(tree["affine"].w * tree["affine"].b, left + tree["pair"].right[0]),
+            "whole": (tree["pair"].right[0].exp(), tree["note"], None),
+        }
+
+    out_dims = {"batch": Batch(1, -1), "whole": None}
+    result = func.vmap(function, in_dims, out_dims, namespace=NAMESPACE, **options)(tree)
+    affine, pair = tree["affine"], tree["pair"]
+    expected = {
+        "batch": Batch(affine.w * affine.b, (2 * pair.left + pair.right[0]).T),
+        "whole": (pair.right[0].exp(), "n", None),
+    }
+    assert_tree(result, expected)
+
+
+def test_one_axis_for_a_whole_argument_or_output():
+    tree = {"a": randn(3, 2), "b": [randn(3), None]}
+    expected = {"sum": tree["a"].sum(1) + tree["b"][0], "none": None}
+    for in_dims in (0, (0,), ({"a": 0, "b": 0},), ({"a": -2, "b": [-1, None]},)):
+        result = func.vmap(lambda t: {"sum": t["a"].sum() + t["b"][0], "none": None}, in_dims)(tree)
+        assert_tree(result, expected)
+    single = func.vmap(lambda t: t["a"], out_dims=(1,))(tree)
+    assert_tree(single, tree["a"].T)
+
+
+def test_keyword_arguments_are_not_mapped():
+    x, scale = randn(3), {"by": randn(3)}
+    result = func.vmap(lambda x, *, scale: x * scale["by"])(x, scale=scale)
+    assert_tree(result, x[:, None] * scale["by"])
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}])
+def test_randomness(options):
+    def noisy(x):
+        return x + torch.rand(2)
+
+    x = torch.zeros(8, 2)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        func.vmap(noisy, **options)(x)
+    same = func.vmap(noisy, randomness="same", **options)(x)
+    assert (same == same[0]).all()
+    different = func.vmap(noisy, randomness="different", **options)(x)
+    assert len(different.unique()) == 16
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        func.chunk_vmap(noisy, chunks=2)(x)
+    same = func.chunk_vmap(noisy, randomness="same", chunks=3)(x)
+    assert (same == same[0]).all()
+
+
+def test_same_randomness_moves_the_generator_on_once():
+    torch.manual_seed(0)
+    func.vmap(lambda x: x + torch.rand(2), randomness="same", chunk_size=1)(torch.zeros(4))
+    after_chunks = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(2)
+    assert after_chunks == torch.rand(1)
+
+
+def test_an_empty_axis():
+    for options in ({}, {"chunk_size": 2}):
+        result = func.vmap(lambda t: {"y": t["x"] * 2}, **options)({"x": torch.ones(0, 3)})
+        assert result["y"].shape == (0, 3)
+    assert func.chunk_vmap(lambda x: x * 2)(torch.ones(0, 3)).shape == (0, 3)
+    with pytest.raises(AssertionError):
+        torch.func.vmap(lambda x: x * 2, chunk_size=2)(torch.ones(0, 3))
+
+
+def test_nested_vmap_with_an_output_that_only_the_outer_one_maps():
+    """torch refuses it: it looks whether any vmap maps the output."""
+    x, y = torch.arange(3.0), torch.ones(2)
+    nested = func.vmap(lambda x: func.vmap(lambda y: (x * y, x * 2), out_dims=(0, None))(y))
+    assert_tree(nested(x), (x[:, None] * y, x * 2))
+    with pytest.raises(ValueError, match="BatchedTensor"):
+        torch.func.vmap(lambda x: torch.func.vmap(lambda y: (x * y, x * 2), out_dims=(0, None))(y))(x)
+
+
+def test_an_unmapped_output_of_chunks_is_returned_once():
+    x, constant = torch.ones(5, 2), torch.tensor([1.0, 2.0])
+    result = func.vmap(lambda x: (x * 2, constant), out_dims=(0, None), chunk_size=2)(x)
+    assert_tree(result, (x * 2, constant))
+
+
+def test_integer_and_boolean_tensors():
+    x = torch.arange(6).reshape(3, 2)
+    assert_tree(func.vmap(lambda t: {"max": t["x"].max(), "odd": t["x"] % 2 == 1})({"x": x})["max"], x.amax(1))
+
+
+def test_chunks_are_called_in_order_and_hold_what_they_should():
+    sizes = []
+
+    class Record(torch.autograd.Function):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            sizes.append(info.batch_size)
+            return x.clone(), in_dims[0]
+
+    x = torch.arange(7.0)
+    assert_tree(func.vmap(Record.apply, chunk_size=3)(x), x)
+    assert_tree(func.chunk_vmap(Record.apply, chunks=2)(x), x)
+    assert_tree(func.vmap(Record.apply)(x), x)
+    assert sizes == [3, 3, 1, 4, 3, 7]

@@ -1,0 +1,378 @@
+"""Second-order layer normalization: launchers of the derivatives of its backward and of its JVP.
+
+The backward and the JVP are the partial derivatives, with respect to the tangents and to the cotangent, of their
+pairing L = <y_bar, y_dot>. `layer_norm_pairing` is the gradient of L, which is the vjp of either. `layer_norm_bwd_jvp`
+is the JVP of the backward: the gradient of L + <y_bar_dot, y> with respect to the inputs of the forward. One kernel
+computes both; the formulas stand in `_layer_norm_second_kernels`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from triton_kernels import launch
+from triton_kernels._layer_norm_kernels import param_reduce_kernel
+from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel
+from triton_kernels._layer_norm_second_looped import layer_norm_second_looped_kernel, layer_norm_second_param_kernel
+from triton_kernels._runtime import device_guard, param_view, row_view
+from triton_kernels.launch_second_order import plan_layer_norm_second, plan_layer_norm_second_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from triton_kernels._runtime import RowView
+    from triton_kernels.launch_second_order import LayerNormColumnPlan, LayerNormSecondPlan
+
+    _Shape = tuple[tuple[int, ...], torch.dtype]
+
+__all__ = ["layer_norm_bwd_jvp", "layer_norm_pairing"]
+
+
+class _Operands(NamedTuple):
+    """What a derivative is computed from, besides mean and rstd; absent tensors are None."""
+
+    y_bar: Tensor | None
+    x: Tensor | None
+    y_bar_dot: Tensor | None
+    x_dot: Tensor | None
+    weight: Tensor | None
+    weight_dot: Tensor | None
+    bias_dot: Tensor | None
+
+
+class _Results(NamedTuple):
+    """The tensors to write; None where a derivative is not wanted."""
+
+    y_bar_bar: Tensor | None = None
+    x_bar: Tensor | None = None
+    x_dot_bar: Tensor | None = None
+    weight_bar: Tensor | None = None
+    weight_dot_bar: Tensor | None = None
+    bias_bar: Tensor | None = None
+
+
+class _Rows(NamedTuple):
+    """The views that the kernels are launched on: full-size operands in the order of `_Operands`, and parameters."""
+
+    view: RowView
+    params: tuple[Tensor | None, ...]
+    param_strides: tuple[int, ...]
+    mean: Tensor
+    rstd: Tensor
+
+
+def layer_norm_pairing(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Gradient of the pairing `<y_bar, y_dot>` of a cotangent with the tangent that `layer_norm_jvp` computes.
+
+    Args:
+        y_bar: Cotangent of `y`, of the shape of `x`, any strides.
+        x: Input of the forward.
+        weight: Weight of the forward, or None.
+        mean: Mean of the forward.
+        rstd: Reciprocal standard deviation of the forward.
+        x_dot: Tangent of `x`, of its shape; None for zero, as for the other tangents.
+        weight_dot: Tangent of the weight, `[*batch, *norm]`.
+        bias_dot: Tangent of the bias, `[*batch, *norm]`.
+        norm_ndim: Number of normalized dims.
+        batch_ndim: Number of leading dims of `x` along which the parameters differ.
+        wanted: Which of the six results are wanted; only what these take is read.
+
+    Returns:
+        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`, contiguous: those of full size with
+        the shape and dtype of `x`, those of parameters `[*batch, *norm]` in the dtype of the weight, or of `x` without
+        one. What is not wanted is an empty tensor; what the pairing does not depend on is zero.
+    """
+    full_size, param = _shapes(x, weight, norm_ndim, batch_ndim)
+    has_tangent = x_dot is not None or weight_dot is not None
+    outputs, computed = _allocate(
+        x,
+        (full_size, full_size, param, full_size, param, param),
+        wanted,
+        depends=(has_tangent or bias_dot is not None, has_tangent, x_dot is not None, True, True, True),
+    )
+    y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = computed
+    results = _Results(y_bar_bar, x_bar, x_dot_bar, weight_bar, weight_dot_bar, bias_dot_bar)
+    operands = _Operands(y_bar, x, None, x_dot, weight, weight_dot, bias_dot)
+    _differentiate(x, operands, results, mean, rstd, norm_ndim, batch_ndim)
+    return outputs
+
+
+def layer_norm_bwd_jvp(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Tangents of the cotangents that `layer_norm_bwd` computes (forward over reverse).
+
+    Args:
+        y_bar: Cotangent of `y`, of the shape of `x`, any strides.
+        x: Input of the forward.
+        weight: Weight of the forward, or None.
+        mean: Mean of the forward.
+        rstd: Reciprocal standard deviation of the forward.
+        y_bar_dot: Tangent of `y_bar`, of its shape; None for zero, as for the other tangents.
+        x_dot: Tangent of `x`, of its shape.
+        weight_dot: Tangent of the weight, `[*batch, *norm]`.
+        norm_ndim: Number of normalized dims.
+        batch_ndim: Number of leading dims of `x` over which the parameter cotangents are not summed.
+        wanted: Which of the three results are wanted; only what these take is read.
+
+    Returns:
+        `(x_bar_dot, weight_bar_dot, bias_bar_dot)`, contiguous, with the shapes and dtypes of `x_bar`, `weight_bar`
+        and `bias_bar`. What is not wanted is an empty tensor; what no given tangent moves is zero.
+    """
+    full_size, param = _shapes(x, weight, norm_ndim, batch_ndim)
+    moves_sums = y_bar_dot is not None or x_dot is not None
+    outputs, computed = _allocate(
+        x,
+        (full_size, param, param),
+        wanted,
+        depends=(moves_sums or weight_dot is not None, moves_sums, y_bar_dot is not None),
+    )
+    x_bar_dot, weight_bar_dot, bias_bar_dot = computed
+    results = _Results(None, x_bar_dot, None, weight_bar_dot, None, bias_bar_dot)
+    operands = _Operands(y_bar, x, y_bar_dot, x_dot, weight, weight_dot, None)
+    _differentiate(x, operands, results, mean, rstd, norm_ndim, batch_ndim)
+    return outputs
+
+
+def _shapes(x: Tensor, weight: Tensor | None, norm_ndim: int, batch_ndim: int) -> tuple[_Shape, _Shape]:
+    """Shape and dtype of full-size outputs, and of parameter-size ones."""
+    param_shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
+    return (tuple(x.shape), x.dtype), (param_shape, x.dtype if weight is None else weight.dtype)
+
+
+def _allocate(
+    x: Tensor, shapes: Sequence[_Shape], wanted: Sequence[bool], depends: Sequence[bool]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """The outputs, and those of them that a kernel must write."""
+    outputs, computed = [], []
+    for (shape, dtype), want, depend in zip(shapes, wanted, depends, strict=True):
+        compute = bool(want and depend and x.numel() > 0)
+        if compute:
+            outputs.append(x.new_empty(shape, dtype=dtype))
+        else:
+            outputs.append(x.new_zeros(shape, dtype=dtype) if want else x.new_empty(0))
+        computed.append(outputs[-1] if compute else None)
+    return tuple(outputs), tuple(computed)
+
+
+def _needed(operands: _Operands, results: _Results) -> _Operands:
+    """The operands that the results take, None in the place of the others.
+
+    One that is given but multiplies nothing that is wanted would be read for nothing.
+    """
+    want_y_bar, want_x, want_x_dot, want_weight, want_weight_dot, want_bias = (tensor is not None for tensor in results)
+    x_dot = operands.x_dot if want_y_bar or want_x or want_weight else None
+    y_bar_dot = operands.y_bar_dot if want_x or want_weight or want_bias else None
+    weight_dot = operands.weight_dot if want_y_bar or want_x else None
+    has_x_dot, has_y_bar_dot, has_weight_dot = (tensor is not None for tensor in (x_dot, y_bar_dot, weight_dot))
+    project_g = want_x_dot or (want_x and has_x_dot)
+    reads_weight = project_g or (want_y_bar and has_x_dot) or (want_x and has_y_bar_dot)
+    reads_x = has_x_dot or (want_y_bar and has_weight_dot) or want_x or want_x_dot or want_weight or want_weight_dot
+    reads_y_bar = (
+        project_g
+        or want_weight_dot
+        or (want_x and has_weight_dot)
+        or (want_weight and has_x_dot)
+        or (want_bias and not has_y_bar_dot)
+    )
+    return _Operands(
+        operands.y_bar if reads_y_bar else None,
+        operands.x if reads_x else None,
+        y_bar_dot,
+        x_dot,
+        operands.weight if reads_weight else None,
+        weight_dot,
+        operands.bias_dot if want_y_bar else None,
+    )
+
+
+def _differentiate(
+    x: Tensor, operands: _Operands, results: _Results, mean: Tensor, rstd: Tensor, norm_ndim: int, batch_ndim: int
+) -> None:
+    """Write the results: in one launch, or a second one for sums that do not fit in it, and those of partial rows."""
+    if all(tensor is None for tensor in results):
+        return
+    needed = _needed(operands, results)
+    params, param_strides = zip(*(param_view(param, batch_ndim) for param in needed[4:]), strict=True)
+    sums = results[3:]
+    num_sums = sum(tensor is not None for tensor in sums)
+    num_groups = math.prod(x.shape[:batch_ndim])
+    in_groups = any(param_strides) or (num_sums > 0 and num_groups > 1)
+    view = row_view(
+        (needed.y_bar, x, needed.y_bar_dot, needed.x_dot),
+        norm_ndim,
+        batch_ndim if in_groups else None,
+        launch.LAYER_NORM_MAX_SEGMENTS if num_sums else None,
+    )
+    sizes = (view.num_segments, view.num_rows, view.num_cols, x.element_size())
+    plan = plan_layer_norm_second(*sizes, num_sums > 0, x.device)
+    columns = None if plan.fused or num_sums == 0 else plan_layer_norm_second_columns(*sizes, x.device)
+    rows = _Rows(view, params, param_strides, mean.contiguous(), rstd.contiguous())
+    # A group of a single part needs no second sum: its partial row is the result.
+    num_parts = view.num_segments * (columns or plan).num_splits
+    parts = _partial_rows(rows, sums, num_parts) if num_sums and num_parts > num_groups else sums
+    with device_guard(x):
+        if columns is None:
+            _launch_rows(rows, plan, needed, results, parts)
+        else:
+            _launch_rows_and_columns(rows, plan, columns, operands, results, parts)
+        if parts is not sums:
+            _add_partial_rows(parts, sums, num_groups, num_parts // num_groups, view.num_cols)
+
+
+def _launch_rows(
+    rows: _Rows,
+    plan: LayerNormSecondPlan,
+    needed: _Operands,
+    results: _Results,
+    parts: Sequence[Tensor | None],
+    x_dot_means: Tensor | None = None,
+) -> None:
+    """Launch the kernel that owns whole rows."""
+    view = rows.view
+    num_rows = view.num_segments * view.num_rows
+    flags = {
+        **_read_flags(rows, needed),
+        "HAS_WEIGHT": needed.weight is not None,
+        "HAS_WEIGHT_DOT": needed.weight_dot is not None,
+        "HAS_BIAS_DOT": needed.bias_dot is not None,
+        "WANT_Y_BAR": results.y_bar_bar is not None,
+        "WANT_X": results.x_bar is not None,
+        "WANT_X_DOT": results.x_dot_bar is not None,
+        "WANT_X_DOT_MEANS": x_dot_means is not None,
+        "BLOCK_COLS": plan.rows.block_cols,
+        "num_warps": plan.rows.num_warps,
+    }
+    inputs = (*view.tensors, *rows.params, rows.mean, rows.rstd, *results[:3])
+    strides = (*itertools.chain(*view.strides), *rows.param_strides)
+    if plan.rows.looped:
+        layer_norm_second_looped_kernel[(num_rows,)](
+            *inputs, x_dot_means, num_rows, view.num_rows, *strides, TWO_LEVEL=view.num_segments > 1, **flags
+        )
+        return
+    layer_norm_second_kernel[(view.num_segments * plan.num_splits,)](
+        *inputs,
+        *parts,
+        x_dot_means,
+        num_rows,
+        view.num_rows,
+        plan.num_splits,
+        *strides,
+        **_sum_flags(results),
+        BLOCK_ROWS=plan.rows.block_rows,
+        LOOP_STAGES=plan.loop_stages,
+        **flags,
+    )
+
+
+def _launch_rows_and_columns(
+    rows: _Rows,
+    plan: LayerNormSecondPlan,
+    columns: LayerNormColumnPlan,
+    operands: _Operands,
+    results: _Results,
+    parts: Sequence[Tensor | None],
+) -> None:
+    """Launch a kernel for the row outputs and the means of x_dot, and one for the sums, which take those means."""
+    view = rows.view
+    num_rows = view.num_segments * view.num_rows
+    row_results, sum_results = _Results(*results[:3]), _Results(None, None, None, *results[3:])
+    row_needed, needed = _needed(operands, row_results), _needed(operands, sum_results)
+    x_dot_means = None
+    if needed.x_dot is not None:
+        x_dot_means = rows.mean.new_empty((2, num_rows))
+        row_needed = row_needed._replace(x=operands.x, x_dot=operands.x_dot)
+    if x_dot_means is not None or any(tensor is not None for tensor in row_results):
+        _launch_rows(rows, plan, row_needed, row_results, row_results[3:], x_dot_means)
+    col_blocks = launch.cdiv(view.num_cols, columns.block_cols)
+    layer_norm_second_param_kernel[(view.num_segments * columns.num_splits * col_blocks,)](
+        *view.tensors,
+        rows.mean,
+        rows.rstd,
+        x_dot_means,
+        *parts,
+        num_rows,
+        view.num_rows,
+        columns.num_splits,
+        *itertools.chain(*view.strides),
+        **_read_flags(rows, needed),
+        **_sum_flags(sum_results),
+        BLOCK_ROWS=columns.block_rows,
+        BLOCK_COLS=columns.block_cols,
+        LOOP_STAGES=columns.loop_stages,
+        num_warps=columns.num_warps,
+    )
+
+
+def _read_flags(rows: _Rows, needed: _Operands) -> dict[str, int]:
+    return {
+        "num_cols": rows.view.num_cols,
+        "READ_X": needed.x is not None,
+        "READ_Y_BAR": needed.y_bar is not None,
+        "HAS_Y_BAR_DOT": needed.y_bar_dot is not None,
+        "HAS_X_DOT": needed.x_dot is not None,
+        "ALIGN": rows.view.alignment(*rows.param_strides),
+    }
+
+
+def _sum_flags(results: _Results) -> dict[str, bool]:
+    return {
+        "WANT_WEIGHT": results.weight_bar is not None,
+        "WANT_WEIGHT_DOT": results.weight_dot_bar is not None,
+        "WANT_BIAS": results.bias_bar is not None,
+    }
+
+
+def _partial_rows(rows: _Rows, sums: Sequence[Tensor | None], num_parts: int) -> tuple[Tensor | None, ...]:
+    num_sums = sum(tensor is not None for tensor in sums)
+    scratch = iter(rows.mean.new_empty((num_sums, num_parts, rows.view.num_cols)).unbind())
+    return tuple(None if tensor is None else next(scratch) for tensor in sums)
+
+
+def _add_partial_rows(
+    parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_parts: int, num_cols: int
+) -> None:
+    pairs = [(part, out) for part, out in zip(parts, sums, strict=True) if part is not None]
+    plan = launch.plan_param_reduce(num_parts, pairs[0][0].element_size())
+    # The kernel adds two scratch arrays up, as the first-order backward has.
+    for first, second in zip(pairs[::2], [*pairs[1::2], (None, None)], strict=False):
+        param_reduce_kernel[(num_groups * launch.cdiv(num_cols, plan.block_cols),)](
+            first[0],
+            second[0],
+            first[1],
+            second[1],
+            num_parts,
+            num_cols,
+            WANT_WEIGHT=True,
+            WANT_BIAS=second[0] is not None,
+            BLOCK_PARTS=plan.block_parts,
+            BLOCK_COLS=plan.block_cols,
+            num_warps=plan.num_warps,
+        )
