@@ -271,7 +271,7 @@ class Primitive:
             by_name = dict(zip(self.output_names, outputs if len(self.output_names) > 1 else (outputs,), strict=True))
             return tuple(by_name[n] for n in given)
 
-        _, pullback = torch.func.vjp(function, *[args[n] for n in names])
+        pullback = torch.func.vjp(function, *[args[n] for n in names])[1]
         return dict(zip(names, pullback(tuple(given.values())), strict=True))
 
     def check_vjp_result(self, result: Any) -> None:
