@@ -27,7 +27,7 @@ class MissingRuleError(NotImplementedError):
     """An operation was asked for a derivative or a transform that it has no rule for."""
 
 
-class TreeError(ValueError):
+class TreeError(ValueError, TypeError):
     """Two pytrees that must have the same structure differ."""
 
 

@@ -22,6 +22,9 @@ __all__ = ["NAMESPACE", "Primitive", "library", "registered_primitives"]
 
 NAMESPACE = "primitives"
 
+# Devices without kernels of their own run the reference.
+OTHER_DEVICES = ("MPS", "XPU", "HPU", "PrivateUse1")
+
 # Operators live as long as their library object does: one per namespace, for the life of the process.
 _libraries: dict[str, torch.library.Library] = {}
 _registry: dict[str, Primitive] = {}
@@ -154,6 +157,8 @@ class Primitive:
         self.overload = getattr(getattr(torch.ops, namespace), self.name).default
         lib.impl(self.name, self._cpu, "CPU")
         lib.impl(self.name, self._cuda, "CUDA")
+        for device in OTHER_DEVICES:
+            lib.impl(self.name, self._elsewhere, device)
         lib.impl(self.name, autograd_kernel(self), "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
@@ -290,6 +295,9 @@ class Primitive:
 
     def _cuda(self, *args: Any) -> Any:
         return self._on_cuda[backend.current_backend()](*args)
+
+    def _elsewhere(self, *args: Any) -> Any:
+        return self.rule("reference")(*args)
 
     def _interpreted(self, *args: Any) -> Any:
         backend.require_interpreter(self.name)

@@ -121,7 +121,8 @@ def _layer_norm_bwd_reference(
     v = y_bar_acc if weight is None else y_bar_acc * _per_row(weight, x, norm_ndim, batch_ndim)
     x_bar = _project(v, x_hat, rstd, norm_ndim).to(x.dtype) if wanted[0] else unwanted(x)
     batch, norm = x.shape[:batch_ndim], x.shape[x.dim() - norm_ndim :]
-    dtype = x.dtype if weight is None else weight.dtype
+    # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
+    dtype = x_hat.dtype if weight is None else weight.dtype
 
     def sum_rows(v: Tensor) -> Tensor:
         return v.reshape(*batch, x.shape[batch_ndim : x.dim() - norm_ndim].numel(), *norm).sum(batch_ndim).to(dtype)
