@@ -5,7 +5,7 @@ changes the modules of an existing model. Importing this package imports no Trit
 call.
 """
 
-from primitives import autograd, func, functional, nn
+from primitives import autograd, decompositions, func, functional, nn
 from primitives._version import __version__
 from primitives.core import (
     AxisError,
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "autograd",
     "current_backend",
+    "decompositions",
     "func",
     "functional",
     "nn",

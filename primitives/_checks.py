@@ -47,12 +47,19 @@ def _companion(op_name: str, label: str, x: Tensor, name: str, value: Tensor | N
         return
     if value.device != x.device:
         raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
+    if _autocast_casts(op_name, x):
+        return
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
     if value.dtype not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
         raise DtypeError(
             f"{op_name}: {name} must have dtype {names} for {label} of dtype {x.dtype}, got {value.dtype}."
         )
+
+
+def _autocast_casts(op_name: str, x: Tensor) -> bool:
+    """Whether autocast will bring the arguments to one dtype, so that they may differ: layer norm's on CUDA."""
+    return op_name == "layer_norm" and x.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _same_dtype(op_name: str, tensors: dict[str, Tensor | None]) -> None:
@@ -90,7 +97,14 @@ def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | N
                 f"layer_norm: {name} must have shape {_list(shape)} (normalized_shape), got {_list(value.shape)}."
             )
         _companion("layer_norm", label, x, name, value)
-    _same_dtype("layer_norm", {"weight": weight, "bias": bias})
+    if not _autocast_casts("layer_norm", x):
+        _same_dtype("layer_norm", {"weight": weight, "bias": bias})
+
+
+def positive_eps(value: float) -> None:
+    """Raise unless `value` is positive, as batch norm in training needs it: a constant channel has no variance."""
+    if value <= 0.0:
+        raise ValueError(f"batch_norm: eps must be positive in training, got {value}.")
 
 
 def written(running_mean: Tensor | None, running_var: Tensor | None) -> None:

@@ -160,6 +160,8 @@ def _batch_norm_tree(
     """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
     _checks.momentum(momentum)
     _checks.eps("batch_norm", eps)
+    if training:
+        _checks.positive_eps(eps)
 
     def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
         _checks.batch_norm(label, x, mean, var, weight, bias, training=training)
@@ -221,6 +223,7 @@ def batch_norm(
         ShapeError: If shapes do not agree, running statistics are missing in evaluation, or a channel has a single
             value in training.
         DtypeError: If a dtype is not one of the above, or `momentum` is no number.
+        ValueError: If `eps` is not positive in training.
         DeviceError: If the tensors are on different devices.
         TreeError: If a parameter is no prefix of the tree `input`.
         RuntimeError: Under `vmap`, if `input` is batched and the running statistics are not: see `pure_batch_norm`.
@@ -231,9 +234,9 @@ def batch_norm(
 
     Example:
         >>> import torch
-        >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True, eps=0.0)
-        tensor([[-1.],
-                [ 1.]])
+        >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True)
+        tensor([[-1.0000],
+                [ 1.0000]])
 
     References:
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.

@@ -114,7 +114,7 @@ def batch_norm_train_bwd(
         `x` without one.
     """
     x_wanted, weight_wanted, bias_wanted = wanted
-    dtype = x.dtype if weight is None else weight.dtype
+    dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     weight_bar = new_channels(x, batch_ndim, dtype) if weight_wanted else None
     bias_bar = new_channels(x, batch_ndim, dtype) if bias_wanted else None
     means = new_mean_pair(x, batch_ndim) if x_wanted else (None, None)
@@ -240,7 +240,7 @@ def batch_norm_eval_bwd(
         one; `running_mean_bar` and `running_var_bar` in the dtypes of the statistics; all but the first `[*batch, C]`.
     """
     x_wanted, weight_wanted, bias_wanted, mean_wanted, var_wanted = wanted
-    dtype = x.dtype if weight is None else weight.dtype
+    dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     sums = (
         new_channels(x, batch_ndim, dtype) if weight_wanted else None,
         new_channels(x, batch_ndim, dtype) if bias_wanted else None,

@@ -177,14 +177,14 @@ def layer_norm_bwd(
 
     Returns:
         `x_bar`, contiguous, with the shape and dtype of `x`; `weight_bar` and `bias_bar`, `[*batch, *norm]` in the
-        dtype of the weight, or of `x` without one. What is not wanted is an empty tensor.
+        dtype of the weight, or the accumulation dtype without one. What is not wanted is an empty tensor.
     """
     want_x, want_weight, want_bias = wanted
     param_shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
-    param_dtype = x.dtype if weight is None else weight.dtype
+    param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     x_bar = x.new_empty(x.shape if want_x else 0)
-    weight_bar = x.new_empty(param_shape if want_weight else 0, dtype=param_dtype)
-    bias_bar = x.new_empty(param_shape if want_bias else 0, dtype=param_dtype)
+    weight_bar = x.new_empty(param_shape, dtype=param_dtype) if want_weight else x.new_empty(0)
+    bias_bar = x.new_empty(param_shape, dtype=param_dtype) if want_bias else x.new_empty(0)
     if x.numel() == 0:
         return x_bar, weight_bar.zero_(), bias_bar.zero_()
     # The weight only enters x_bar.

@@ -11,6 +11,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from primitives.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
 
     Raises:
         ValueError: If `name` is none of these.
+        BackendError: Inside a function that is being compiled.
 
     Example:
         >>> import primitives as pr, torch
@@ -62,6 +65,11 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
         self._previous: list[str] = []
 
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            raise BackendError(
+                "use_backend: the backend cannot change inside a compiled function, which chooses it when it runs. "
+                "Put the context manager around the call of the compiled function."
+            )
         global _backend  # noqa: PLW0603 - the setting is the module's
         self._previous.append(_backend)
         _backend = self.name

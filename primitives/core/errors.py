@@ -40,7 +40,7 @@ class MissingRuleError(NotImplementedError):
     """An operation was asked for a derivative or a transform that it has no rule for."""
 
 
-class TreeError(ValueError, RuntimeError):
+class TreeError(ValueError, TypeError, RuntimeError):
     """Two pytrees that must have the same structure differ."""
 
 

@@ -23,6 +23,9 @@ __all__ = ["NAMESPACE", "Primitive", "library", "registered_primitives"]
 
 NAMESPACE = "primitives"
 
+# Devices without kernels of their own run the reference.
+OTHER_DEVICES = ("MPS", "XPU", "HPU", "PrivateUse1")
+
 # Operators live as long as their library object does: one per namespace, for the life of the process.
 _libraries: dict[str, torch.library.Library] = {}
 _registry: dict[str, Primitive] = {}
@@ -156,6 +159,8 @@ class Primitive:
         self.overload = getattr(getattr(torch.ops, namespace), self.name).default
         lib.impl(self.name, self._cpu, "CPU")
         lib.impl(self.name, self._cuda, "CUDA")
+        for device in OTHER_DEVICES:
+            lib.impl(self.name, self._elsewhere, device)
         lib.impl(self.name, autograd_kernel(self), "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
@@ -277,7 +282,7 @@ class Primitive:
             by_name = dict(zip(self.output_names, outputs if len(self.output_names) > 1 else (outputs,), strict=True))
             return tuple(by_name[n] for n in given)
 
-        _, pullback = torch.func.vjp(function, *[args[n] for n in names])
+        pullback = torch.func.vjp(function, *[args[n] for n in names])[1]
         return dict(zip(names, pullback(tuple(given.values())), strict=True))
 
     def check_vjp_result(self, result: Any) -> None:
@@ -296,6 +301,9 @@ class Primitive:
 
     def _cuda(self, *args: Any) -> Any:
         return self._on_cuda[backend.current_backend()](*args)
+
+    def _elsewhere(self, *args: Any) -> Any:
+        return self.rule("reference")(*args)
 
     def _interpreted(self, *args: Any) -> Any:
         backend.require_interpreter(self.name)

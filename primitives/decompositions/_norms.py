@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 # A value that no mode differentiates: Tensor.detach stops reverse mode alone.
-constant_p = Primitive("constant", "(Tensor x) -> Tensor value", state=("value",))
+constant_p = Primitive(
+    "constant", "(Tensor x) -> Tensor value", state=("value",), namespace="primitives_decompositions"
+)
 constant_p.def_reference(lambda x: x.clone())
 constant_p.def_vjp(lambda residuals, cotangents, wanted: {})
 constant_p.def_jvp(lambda residuals, tangents: ())

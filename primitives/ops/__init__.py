@@ -1,1 +1,8 @@
-"""One file per family of primitives, with every rule of it: math, schema, reference, kernel, vjp, jvp, vmap."""
+"""One family of primitives a file, with every rule of it: math, schema, reference, kernel, vjp, jvp, vmap.
+
+The rules of second order lie in a file of their own beside it, and importing the package registers all of them.
+"""
+
+from primitives.ops import batch_norm_second_order as batch_norm_second_order
+from primitives.ops import layer_norm_second_order as layer_norm_second_order
+from primitives.ops import log_softmax_second_order as log_softmax_second_order

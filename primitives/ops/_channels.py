@@ -52,7 +52,7 @@ def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim
 def parameter_cotangents(
     y_bar: Tensor, x_hat: Tensor, x: Tensor, weight: Tensor | None, batch_ndim: int, wanted: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    axes, dtype = axes_of(x, batch_ndim), x.dtype if weight is None else weight.dtype
+    axes, dtype = axes_of(x, batch_ndim), accumulation_dtype(x.dtype) if weight is None else weight.dtype
     weight_bar = (y_bar * x_hat).sum(axes).to(dtype) if wanted[1] else unwanted(x)
     bias_bar = y_bar.sum(axes).to(dtype) if wanted[2] else unwanted(x)
     return weight_bar, bias_bar

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
 from primitives.ops._shared import fold_batch, unwanted
@@ -203,10 +205,11 @@ def _batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, T
 
 
 @batch_norm_p.def_jvp
-def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor | None:
+def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
     r, t = residuals, tangents
     if t.x is None and t.weight is None and t.bias is None:
-        return None
+        # Only the running statistics move, and in training the output does not depend on them.
+        return torch.zeros_like(r.x)
     return batch_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.batch_ndim, r.eps)
 
 
@@ -219,8 +222,13 @@ def _fold(batch: Any, primals: Any, names: tuple[str, ...]) -> Any:
 
 @batch_norm_p.def_vmap
 def _batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    axes = (0, 0, 0) + (0 if primals.running_mean is not None else None,) * 2
-    return batch_norm_p(*_fold(batch, primals, ("x", "weight", "bias", "running_mean", "running_var"))), axes
+    out = batch_norm_p(*_fold(batch, primals, ("x", "weight", "bias", "running_mean", "running_var")))
+    if primals.running_mean is None:
+        return out, (0, 0, 0, None, None)
+    if batch.is_batched("x", "running_mean", "running_var"):
+        return out, (0, 0, 0, 0, 0)
+    # Parameters alone differ, so the statistics of every sample are the same.
+    return (*out[:3], out[3][0].clone(), out[4][0].clone()), (0, 0, 0, None, None)
 
 
 @batch_norm_bwd_p.def_vmap

@@ -130,7 +130,8 @@ def _layer_norm_bwd_reference(
     y_bar_acc = y_bar.to(x_hat.dtype)
     v = y_bar_acc if weight is None else y_bar_acc * per_row(weight, x, norm_ndim, batch_ndim)
     x_bar = project(v, x_hat, rstd, norm_ndim).to(x.dtype) if wanted[0] else unwanted(x)
-    dtype = x.dtype if weight is None else weight.dtype
+    # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
+    dtype = x_hat.dtype if weight is None else weight.dtype
     weight_bar = sum_rows(y_bar_acc * x_hat, norm_ndim, batch_ndim).to(dtype) if wanted[1] else unwanted(x)
     bias_bar = sum_rows(y_bar_acc, norm_ndim, batch_ndim).to(dtype) if wanted[2] else unwanted(x)
     return x_bar, weight_bar, bias_bar

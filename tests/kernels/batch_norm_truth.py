@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.batch_norm import (
     batch_norm_eval_bwd,
     batch_norm_eval_fwd,
@@ -142,7 +143,7 @@ def check_train(x, weight=None, bias=None, running_mean=None, running_var=None, 
     """All three training launchers on one input."""
     truth = Truth(x, weight, batch_ndim)
     channels = truth.narrow(truth.mean()).shape
-    param_dtype = x.dtype if weight is None else weight.dtype
+    param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     outputs = batch_norm_train_fwd(x, weight, bias, running_mean, running_var, batch_ndim, MOMENTUM, EPS)
     y, mean, rstd, new_running_mean, new_running_var = outputs
     assert_matches(y, truth.y(bias), x.dtype)
@@ -174,7 +175,7 @@ def check_eval(x, weight, bias, running_mean, running_var, batch_ndim=0, y_bar=N
     """All three evaluation launchers on one input."""
     truth = Truth(x, weight, batch_ndim, running_mean, running_var)
     channels = x.shape[:batch_ndim] + x.shape[batch_ndim + 1 : batch_ndim + 2]
-    param_dtype = x.dtype if weight is None else weight.dtype
+    param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     stats = (running_mean, running_var)
     y = batch_norm_eval_fwd(x, weight, bias, *stats, batch_ndim, EPS)
     assert_matches(y, truth.y(bias), x.dtype)

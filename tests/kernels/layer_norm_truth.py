@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_jvp
 
 EPS = 1e-5
@@ -106,7 +107,7 @@ def check_fwd(x, weight, bias, norm_ndim=1, batch_ndim=0) -> None:
 def check_bwd(y_bar, x, weight, norm_ndim=1, batch_ndim=0, wanted=ALL) -> tuple[torch.Tensor, ...]:
     truth = Truth(x, weight, norm_ndim, batch_ndim)
     bars = layer_norm_bwd(y_bar, x, weight, *truth.stats(), norm_ndim, batch_ndim, wanted)
-    param_dtype = x.dtype if weight is None else weight.dtype
+    param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     dtypes = (x.dtype, param_dtype, param_dtype)
     for bar, expected, want, dtype in zip(bars, truth.bars(y_bar), wanted, dtypes, strict=True):
         if want:
@@ -128,6 +129,6 @@ def check_all(x, weight, bias, norm_ndim=1, batch_ndim=0) -> None:
     check_fwd(x, weight, bias, norm_ndim, batch_ndim)
     check_bwd(random(*x.shape, dtype=x.dtype, seed=1), x, weight, norm_ndim, batch_ndim)
     param_shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
-    dtype = x.dtype if weight is None else weight.dtype
+    dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     tangents = (random(*param_shape, dtype=dtype, seed=seed) for seed in (2, 3))
     check_jvp(x, weight, random(*x.shape, dtype=x.dtype, seed=4), *tangents, norm_ndim, batch_ndim)

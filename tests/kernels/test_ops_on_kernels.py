@@ -69,14 +69,14 @@ def test_every_subset_of_perturbed_arguments(case, device):
 @every_case
 def test_fake_outputs_have_the_layout_of_the_kernels(case, device):
     """What a compiler is told is what a kernel returns: shape, dtype and stride, unwanted outputs included."""
-    for sample in case.samples[::2]:
+    for sample in case.samples[1::4]:
         for call in recorded_calls(case, sample, case.inputs(sample, torch.bfloat16, device)):
             check_fake(call)
 
 
 @every_case
 def test_kernels_and_reference_return_the_same_layouts(case, device):
-    for sample in case.samples[1::6]:
+    for sample in case.samples[1::9]:
         for call in recorded_calls(case, sample, case.inputs(sample, torch.float32, device)):
             actual = call.outputs()
             with pr.use_backend("reference"):
