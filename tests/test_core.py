@@ -132,7 +132,7 @@ def test_own_fake_is_used_instead():
 NO_RULE = (
     "{}: {} differentiation was asked for, but there is no {} rule and no decomposition. Register a rule with def_{}, "
 )
-NO_RULE += "or declare the primitive decomposable."
+NO_RULE += "declare the primitive decomposable, or use register_decomposition."
 
 
 def double(x):

@@ -1,4 +1,4 @@
-"""The decomposition tables: values against ATen, derivatives against formulas, registration, and the modes using them."""
+"""The decomposition tables: values against ATen, derivatives against formulas, registration, use."""
 
 from __future__ import annotations
 

@@ -67,10 +67,13 @@ def _instance_norm(
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     samples, channels = input.shape[:2]
-    repeated = [None if p is None else p.repeat(samples) for p in (running_mean, running_var, weight, bias)]
-    y = _batch_norm(input.reshape(1, samples * channels, *input.shape[2:]), *repeated, True, momentum, eps)
+    mean, var, scale, shift = (
+        None if p is None else p.repeat(samples) for p in (running_mean, running_var, weight, bias)
+    )
+    flat = input.reshape(1, samples * channels, *input.shape[2:])
+    y = _batch_norm(flat, mean, var, scale, shift, True, momentum, eps)
     if running_mean is not None and running_var is not None:
-        means = [constant_p(p.reshape(samples, channels).mean(0)) for p in repeated[:2] if p is not None]
+        means = [constant_p(p.reshape(samples, channels).mean(0)) for p in (mean, var) if p is not None]
         write_back([running_mean, running_var], means)
     return y.reshape(input.shape)
 

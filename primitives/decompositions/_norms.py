@@ -34,12 +34,12 @@ def _accumulated(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _moments(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
     mean = x.mean(axes, keepdim=True)
     return mean, (x - mean).square().mean(axes, keepdim=True)
 
 
-def _projected(v: Tensor, x_hat: Tensor, rstd: Tensor, axes: Sequence[int]) -> Tensor:
+def _projected(v: Tensor, x_hat: Tensor, rstd: Tensor, axes: list[int]) -> Tensor:
     return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
 
 

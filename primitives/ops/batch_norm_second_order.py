@@ -204,8 +204,8 @@ def _batch_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
     if not any(mask):
         return {}
-    tangents, statics = (c.x_bar, c.weight_bar, c.bias_bar), (r.batch_ndim, r.eps, (*mask, False, False, False))
-    out = batch_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *statics)
+    tangents, options = (c.x_bar, c.weight_bar, c.bias_bar), (r.batch_ndim, r.eps, (*mask, False, False, False))
+    out = batch_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
     return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}
 
 
@@ -215,8 +215,8 @@ def _batch_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     mask = [getattr(wanted, name) for name in names]
     if not any(mask):
         return {}
-    tangents, statics = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
-    out = batch_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *statics)
+    tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
+    out = batch_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
     return {name: bar for name, bar, want in zip(names, out[1:], mask, strict=True) if want}
 
 
@@ -225,8 +225,8 @@ def _batch_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, .
     r, t = residuals, tangents
     if t.y_bar is None and t.x is None and t.weight is None:
         return None, None, None
-    dots, statics = (t.y_bar, t.x, t.weight), (r.batch_ndim, r.eps, r.wanted)
-    return batch_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *statics)
+    dots, options = (t.y_bar, t.x, t.weight), (r.batch_ndim, r.eps, r.wanted)
+    return batch_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
 
 
 # Batching: the batch multiplies the channels.

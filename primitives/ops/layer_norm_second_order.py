@@ -234,8 +234,8 @@ def _layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     if not any(mask):
         return {}
     tangents = (c.x_bar, c.weight_bar, c.bias_bar)
-    statics = (r.norm_ndim, r.batch_ndim, r.eps, (*mask, False, False, False))
-    out = layer_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *statics)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, (*mask, False, False, False))
+    out = layer_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
     return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}
 
 
@@ -246,8 +246,8 @@ def _layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     if not any(mask):
         return {}
     tangents = (r.x_dot, r.weight_dot, r.bias_dot)
-    statics = (r.norm_ndim, r.batch_ndim, r.eps, (False, *mask))
-    out = layer_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *statics)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, (False, *mask))
+    out = layer_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
     return {name: bar for name, bar, want in zip(names, out[1:], mask, strict=True) if want}
 
 
@@ -257,8 +257,8 @@ def _layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, .
     if t.y_bar is None and t.x is None and t.weight is None:
         return None, None, None
     dots = (t.y_bar, t.x, t.weight)
-    statics = (r.norm_ndim, r.batch_ndim, r.eps, r.wanted)
-    return layer_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *statics)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, r.wanted)
+    return layer_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
 
 
 # Batching: as in first order, parameters get the batch axis where they or what is summed into them need it.
