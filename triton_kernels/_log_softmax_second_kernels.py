@@ -7,6 +7,7 @@ wanted result needs is neither read nor written, and its pointer may be None. Al
 # Pyright does not know that branches on constexpr flags are settled at compile time.
 # Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

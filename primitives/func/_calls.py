@@ -146,7 +146,7 @@ def wrap_argnums(function: str, argnums: Any, num_args: int) -> tuple[int, ...]:
             f"{function}: argnums must be in [{-num_args}, {num_args - 1}] for a call with {num_args} positional "
             f"argument{'s' * (num_args != 1)}, got {argnums}."
         )
-    wrapped = tuple(abs(i) % num_args for i in positions)
+    wrapped = tuple(i % num_args for i in positions)
     if not wrapped or len(set(wrapped)) != len(wrapped):
         raise AxisError(f"{function}: argnums must name at least one argument, and each one once, got {argnums}.")
     return wrapped
