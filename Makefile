@@ -84,6 +84,7 @@ check: $(call installed,check)
 
 perf: $(call installed,perf)
 	$(RUN) -m perf.overhead
+	$(RUN) -m perf.chunking
 
 docs: $(call installed,docs)
 	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)

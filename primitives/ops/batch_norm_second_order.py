@@ -222,9 +222,8 @@ def _batch_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
 
 @batch_norm_bwd_p.def_jvp
 def _batch_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+    # Where only a statistic has a tangent, which is none, the operator returns zeros.
     r, t = residuals, tangents
-    if t.y_bar is None and t.x is None and t.weight is None:
-        return None, None, None
     dots, options = (t.y_bar, t.x, t.weight), (r.batch_ndim, r.eps, r.wanted)
     return batch_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
 

@@ -253,9 +253,8 @@ def _layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
 
 @layer_norm_bwd_p.def_jvp
 def _layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+    # Where only a statistic has a tangent, which is none, the operator returns zeros.
     r, t = residuals, tangents
-    if t.y_bar is None and t.x is None and t.weight is None:
-        return None, None, None
     dots = (t.y_bar, t.x, t.weight)
     options = (r.norm_ndim, r.batch_ndim, r.eps, r.wanted)
     return layer_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
