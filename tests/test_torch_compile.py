@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.op_cases import CASES, LAYER_NORM
+from tests.op_cases import CASES
 from tests.properties import leaves
 from tests.support import assert_close, like
 from tests.test_nestings import flattened, nested, nestings, true_derivative
@@ -27,13 +27,8 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
-# A third derivative takes seconds to trace. Layer norm goes through all of them, the others through those whose levels
-# alternate: each mode is inside and outside the other there, so that a rule which lost a level shows.
-THIRD_ORDERS = [
-    pytest.param(case, word, id=f"{case.name}-{word}")
-    for case in CASES
-    for word in (nestings(3) if case is LAYER_NORM else ["frf", "rfr"])
-]
+# A third derivative takes seconds to trace, which makes these the slowest tests of the front end.
+THIRD_ORDERS = [pytest.param(case, word, id=f"{case.name}-{word}") for case in CASES for word in nestings(3)]
 
 
 @pytest.mark.parametrize("case, word", THIRD_ORDERS)
