@@ -81,7 +81,10 @@ def test_vmap_over_a_prefix_tree():
 
 def test_layer_norm_in_nested_transforms():
     def function(tree, x, tangent):
-        directional = lambda tree: func.jvp(norm_loss, (tree, x), (tangent, x), **N)[1]  # noqa: E731
+
+        def directional(tree):
+            return func.jvp(norm_loss, (tree, x), (tangent, x), **N)[1]
+
         return func.grad(directional, **N)(tree), func.vmap(func.grad(norm_loss, **N), (None, 0), **N)(tree, x)
 
     # A dict without leaves: Dynamo cannot represent what optree makes of one.

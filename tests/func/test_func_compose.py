@@ -69,7 +69,10 @@ def along(mode, library, directions):
 def test_every_nesting_to_order_three_in_both_libraries(point, modes, libraries):
     directions = [tuple(flat(like(point))) for _ in range(3)]
     tensors = flat(point)
-    ours = lambda w, b, x: energy(Affine(w, b), x)  # noqa: E731
+
+    def ours(w, b, x):
+        return energy(Affine(w, b), x)
+
     expected = flat_energy
     for mode, library, direction in zip(modes, libraries, directions, strict=True):
         ours = along(mode, library, direction)(ours)
@@ -96,7 +99,10 @@ def test_jvp_of_jvp_over_trees(point):
         return func.jvp(normalized, (tree, x), first, namespace=NAMESPACE)[1]
 
     result = func.jvp(directional, point, second, namespace=NAMESPACE)[1]
-    function = lambda w, b, x: written_out(x, w, b)  # noqa: E731
+
+    def function(w, b, x):
+        return written_out(x, w, b)
+
     expected = along("jvp", TORCH, flat(second))(along("jvp", TORCH, flat(first))(function))(*flat(point))
     assert_tree(result, expected)
 
@@ -134,7 +140,10 @@ def test_gradient_through_a_map_in_chunks(point):
         return mapped.square().sum()
 
     result = func.grad(function, (0, 1), namespace=NAMESPACE)(tree, x)
-    rows = lambda w, b, x: torch.stack([flat_energy(w, b, row) for row in x]).square().sum()  # noqa: E731
+
+    def rows(w, b, x):
+        return torch.stack([flat_energy(w, b, row) for row in x]).square().sum()
+
     assert_leaves(result, torch.func.grad(rows, (0, 1, 2))(*flat(point)))
 
 
