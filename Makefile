@@ -45,7 +45,7 @@ PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal -m 'not gpu'
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
-	@echo 'make test      every test that needs no GPU'
+	@echo 'make test      every test that needs no GPU, the examples in the docs included'
 	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make perf      benchmarks'
@@ -63,7 +63,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 demo: $(call installed,demo)
 	$(RUN) -m perf.demo $(DEMO_ARGS)
 
-test: test-front test-kernels
+test: test-front test-kernels docs
 
 # Compiled code needs triton as it is, kernel tests need its interpreter, and an import decides which: two processes.
 test-front: $(call installed,test)
@@ -86,7 +86,7 @@ perf: $(call installed,perf)
 	$(RUN) -m perf.overhead
 	$(RUN) -m perf.chunking
 
-docs: $(call installed,docs)
+docs: $(call installed,test)
 	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
 
 clean:

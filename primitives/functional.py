@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from primitives import _checks
 from primitives.core.tree import map_tensors
 from primitives.core.write_back import write_back
@@ -20,7 +22,6 @@ from primitives.ops.log_softmax import log_softmax_p
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
 __all__ = ["BatchNormOutput", "batch_norm", "layer_norm", "log_softmax", "pure_batch_norm"]
@@ -85,9 +86,19 @@ def layer_norm(
         _checks.layer_norm(label, x, shape, weight, bias)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return layer_norm_p(x, weight, bias, len(shape), 0, eps)[0]
+        return layer_norm_p(x, _weight_beside(bias, weight, x), bias, len(shape), 0, eps)[0]
 
     return map_tensors("layer_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)
+
+
+def _weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """`weight`, or ones where a bias without one has another dtype than `x`.
+
+    The primitives sum the derivatives of parameters in the dtype of the weight, and without one in that of `x`.
+    """
+    if weight is None and bias is not None and bias.dtype != x.dtype:
+        return torch.ones_like(bias)
+    return weight
 
 
 class BatchNormOutput(NamedTuple):
@@ -169,6 +180,7 @@ def _batch_norm_tree(
             _checks.written(mean, var)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> BatchNormOutput:
+        weight = _weight_beside(bias, weight, x)
         if not training:
             return BatchNormOutput(batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), mean, var)
         y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, mean, var, 0, momentum, eps)

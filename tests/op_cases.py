@@ -15,8 +15,11 @@ import torch
 import primitives as pr
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_p
 from primitives.ops.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
+from primitives.ops.batch_norm_second_order import batch_norm_bwd_jvp_p, batch_norm_pairing_p
 from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
+from primitives.ops.layer_norm_second_order import layer_norm_bwd_jvp_p, layer_norm_pairing_p
 from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_p
+from primitives.ops.log_softmax_second_order import log_softmax_bwd_jvp_p, log_softmax_pairing_p
 from tests.support import DTYPES, LOW_PRECISION, arranged, normal, pairwise
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class OpCase:
         tiny: Fewer still, for derivatives of order four.
         not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
         positive: Arguments that must be positive.
+        second_order: Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed.
         dtypes: Supported dtypes.
     """
 
@@ -90,6 +94,7 @@ class OpCase:
     tiny: Sample
     not_kept: tuple[str, ...]
     positive: tuple[str, ...] = ()
+    second_order: tuple[pr.core.Primitive, ...] = ()
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
     def present(self, sample: Sample) -> list[str]:
@@ -185,6 +190,7 @@ LAYER_NORM = OpCase(
     forward=layer_norm_p,
     bwd=layer_norm_bwd_p,
     jvp=layer_norm_jvp_p,
+    second_order=(layer_norm_pairing_p, layer_norm_bwd_jvp_p),
     function=_layer_norm,
     truth=_true_layer_norm,
     torch_function=_torch_layer_norm,
@@ -263,6 +269,7 @@ BATCH_NORM = OpCase(
     forward=batch_norm_p,
     bwd=batch_norm_bwd_p,
     jvp=batch_norm_jvp_p,
+    second_order=(batch_norm_pairing_p, batch_norm_bwd_jvp_p),
     function=_batch_norm,
     truth=_true_batch_norm,
     torch_function=functools.partial(_torch_batch_norm, training=True),
@@ -328,6 +335,7 @@ LOG_SOFTMAX = OpCase(
     forward=log_softmax_p,
     bwd=log_softmax_bwd_p,
     jvp=log_softmax_jvp_p,
+    second_order=(log_softmax_pairing_p, log_softmax_bwd_jvp_p),
     function=lambda x, dim, dtype=None: pr.functional.log_softmax(x, dim, dtype=dtype),
     truth=_true_log_softmax,
     torch_function=lambda x, dim, dtype=None: torch.nn.functional.log_softmax(x, dim, dtype=dtype),

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import LAYOUTS, assert_close, coarsest, like, subsets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -58,10 +58,8 @@ def check_vjp(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], na
     expected = torch.autograd.grad(true_y, [theirs[n] for n in names], y_bar.to(true_y.dtype))
     for name, got, want in zip(names, actual, expected, strict=True):
         dtype = inputs[name].dtype
-        # Through dtype= the cotangent passes the coarser of two dtypes; that of a bias alone is summed up in that of x.
-        narrow = (
-            [y.dtype] if "dtype" in dict(sample.options) else [inputs["x"].dtype] if "weight" in sample.absent else []
-        )
+        # Through dtype= the cotangent passes the coarser of two dtypes.
+        narrow = [y.dtype] if "dtype" in dict(sample.options) else []
         assert_close(got, want, dtype=dtype, precision=coarsest(dtype, *narrow), what=f"{name}_bar")
 
 
@@ -201,3 +199,24 @@ def check_vmap(
     ]
     for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
         assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
+
+
+def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -> None:
+    """`check_vmap` of a primitive for the tensors of `call`, batched over each of the chosen sets of them."""
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        args = list(call.args)
+        for position, tensor in zip(call.tensors, tensors, strict=True):
+            args[position] = tensor
+        return call.outputs(args)
+
+    tensors = [call.args[i] for i in call.tensors]
+    for positions in chosen:
+        names = [call.names[call.tensors[i]] for i in positions]
+        check_vmap(function, tensors, positions, axis, f"{call} over {names}")
+
+
+def alone_and_together(call: Call) -> list[tuple[int, ...]]:
+    """Each tensor of `call` by itself, and all of them."""
+    count = len(call.tensors)
+    return [*[(i,) for i in range(count)], tuple(range(count))]

@@ -56,7 +56,7 @@ def true_derivative(case, device, argnums, order):
     return nested(function, "f" * order, argnums)(*[inputs[name] for name in names])
 
 
-def check(case, device, word, argnums):
+def check_nesting(case, device, word, argnums):
     inputs = case.inputs(case.tiny, torch.float64, device)
     names = case.perturbable(case.tiny)
     actual = nested(case.of(names, inputs, case.tiny), word, argnums)(*[inputs[name] for name in names])
@@ -78,13 +78,13 @@ single_argument = pytest.mark.parametrize(
 @every_case
 @pytest.mark.parametrize("word", nestings(1, 2, 3, 4))
 def test_every_nesting_in_the_input(case, word, device):
-    check(case, device, word, (0,) * len(word))
+    check_nesting(case, device, word, (0,) * len(word))
 
 
 @single_argument
 @pytest.mark.parametrize("word", nestings(1, 2, 3))
 def test_every_nesting_in_each_other_argument(case, position, word, device):
-    check(case, device, word, (position,) * len(word))
+    check_nesting(case, device, word, (position,) * len(word))
 
 
 @every_case
@@ -101,13 +101,13 @@ def test_every_nesting_in_all_arguments_at_once(case, word, device):
 @pytest.mark.parametrize("input_first", [True, False], ids=["input_inside", "input_outside"])
 def test_one_argument_in_each_mode(case, position, word, input_first, device):
     """One level perturbs the input, the other another argument: each rule sees one tangent or cotangent only."""
-    check(case, device, word, (position, 0) if input_first else (0, position))
+    check_nesting(case, device, word, (position, 0) if input_first else (0, position))
 
 
 @single_argument
 @pytest.mark.parametrize("word", nestings(3))
 def test_input_then_another_argument_then_the_input(case, position, word, device):
-    check(case, device, word, (0, position, 0))
+    check_nesting(case, device, word, (0, position, 0))
 
 
 @every_case

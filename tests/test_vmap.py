@@ -10,7 +10,14 @@ import torch
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from tests.op_cases import CASES
-from tests.properties import BATCH, batched, check_vmap, recorded_calls
+from tests.properties import (
+    BATCH,
+    alone_and_together,
+    batched,
+    check_vmap,
+    check_vmap_of_call,
+    recorded_calls,
+)
 from tests.support import LAYOUTS, assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -24,25 +31,12 @@ def calls(case, device, absent=()):
     return recorded_calls(case, sample, case.inputs(sample, torch.float64, device), every_subset=True)
 
 
-def check_subsets(call, axis, chosen):
-    def function(*tensors):
-        args = list(call.args)
-        for position, tensor in zip(call.tensors, tensors, strict=True):
-            args[position] = tensor
-        return call.outputs(args)
-
-    tensors = [call.args[i] for i in call.tensors]
-    for positions in chosen:
-        names = [call.names[call.tensors[i]] for i in positions]
-        check_vmap(function, tensors, positions, axis, f"{call} over {names}")
-
-
 @every_axis
 @every_case
 def test_op_over_every_subset_of_arguments(case, axis, device):
     for call in calls(case, device):
         if call.overload is case.forward.overload:
-            check_subsets(call, axis, subsets(range(len(call.tensors))))
+            check_vmap_of_call(call, axis, subsets(range(len(call.tensors))))
 
 
 @every_axis
@@ -54,15 +48,14 @@ def test_derivative_primitives_over_every_subset_of_arguments(case, axis, device
             (c for c in calls(case, device) if c.overload is primitive.overload),
             key=lambda c: (len(c.tensors), sum(c.argument("wanted")) if "wanted" in c.names else 0),
         )
-        check_subsets(call, axis, subsets(range(len(call.tensors))))
+        check_vmap_of_call(call, axis, subsets(range(len(call.tensors))))
 
 
 @every_case
 def test_derivative_primitives_for_every_mask(case, device):
     """Each subset of wanted cotangents and of present tangents, batched over each argument alone and over all."""
     for call in calls(case, device):
-        count = len(call.tensors)
-        check_subsets(call, 0, [*[(i,) for i in range(count)], tuple(range(count))])
+        check_vmap_of_call(call, 0, alone_and_together(call))
 
 
 @every_case
@@ -73,8 +66,7 @@ def test_absent_arguments(case, device):
         pytest.skip(f"{case.name} has no optional argument")
     for absent in [("bias",), ("weight",), ("weight", "bias"), tuple(optional)]:
         for call in calls(case, device, absent):
-            count = len(call.tensors)
-            check_subsets(call, 0, [*[(i,) for i in range(count)], tuple(range(count))])
+            check_vmap_of_call(call, 0, alone_and_together(call))
 
 
 @every_case

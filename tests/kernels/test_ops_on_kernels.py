@@ -13,18 +13,20 @@ import primitives as pr
 from tests.op_cases import CASES
 from tests.properties import (
     BATCH,
+    alone_and_together,
     batched,
     check_fake,
     check_jvp,
     check_outputs,
     check_vjp,
     check_vmap,
+    check_vmap_of_call,
     layout_of,
     leaves,
     recorded_calls,
 )
 from tests.support import assert_close, dtype_id, like, subsets
-from tests.test_nestings import flattened, nested, nestings, true_derivative
+from tests.test_nestings import check_nesting, flattened, nested, nestings, single_argument, true_derivative
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # The interpreter takes its time: the samples meet the dtypes in turns (out of step with the layouts, of which there are
@@ -103,18 +105,9 @@ def test_vmap_over_subsets_of_arguments(case, device):
 def test_vmap_of_derivative_primitives(case, device):
     """Each wanted cotangent and each tangent over all tensors; where all are wanted, over each tensor alone too."""
     for call in recorded_calls(case, case.small, case.inputs(case.small, torch.float64, device))[1:]:
-        tensors = [call.args[i] for i in call.tensors]
-
-        def function(*tensors, call=call):
-            args = list(call.args)
-            for position, tensor in zip(call.tensors, tensors, strict=True):
-                args[position] = tensor
-            return call.outputs(args)
-
-        check_vmap(function, tensors, tuple(range(len(tensors))), -1, str(call))
         mask = call.argument("wanted") if "wanted" in call.names else [a is not None for a in call.args]
-        for position in range(len(tensors)) if all(mask) else ():
-            check_vmap(function, tensors, (position,), -1, str(call))
+        chosen = alone_and_together(call)
+        check_vmap_of_call(call, -1, chosen if all(mask) else chosen[-1:])
 
 
 @every_case
@@ -135,16 +128,19 @@ def test_vmap_of_vmap(case, device):
 
 
 @every_case
-@pytest.mark.parametrize("word", [*nestings(1, 2), "frf", "rfr"])
-def test_nestings_in_the_input(case, word, device):
-    inputs = case.inputs(case.tiny, torch.float64, device)
-    names = case.perturbable(case.tiny)
-    actual = nested(case.of(names, inputs, case.tiny), word)(*[inputs[name] for name in names])
-    assert_close(actual, true_derivative(case, device, (0,) * len(word), len(word)), order=len(word), what=word)
+@pytest.mark.parametrize("word", nestings(1, 2, 3, 4))
+def test_every_nesting_in_the_input(case, word, device):
+    check_nesting(case, device, word, (0,) * len(word))
+
+
+@single_argument
+@pytest.mark.parametrize("word", nestings(2, 3))
+def test_every_nesting_in_each_other_argument(case, position, word, device):
+    check_nesting(case, device, word, (position,) * len(word))
 
 
 @every_case
-@pytest.mark.parametrize("word", nestings(2))
+@pytest.mark.parametrize("word", [*nestings(2), "frf", "rfr"])
 def test_nestings_in_all_arguments_at_once(case, word, device):
     function, vector = flattened(case, device, true=False)
     actual = nested(function, word)(vector)
