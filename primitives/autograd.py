@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import optree
 import torch
 from torch.autograd.graph import GradientEdge
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
-from primitives.core.structure import align
+from primitives.core.structure import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,8 @@ def backward(
         create_graph: Whether the gradients can be differentiated. They then refer to the graph that refers to them:
             use `grad`, or set `.grad` to `None` afterwards.
         inputs: Pytree of tensors and `GradientEdge`s: gradients are added to these and to nothing else. `None` means
-            all leaves of the graph.
+            all leaves of the graph. Here and in `tensors`, an iterable that is no pytree node, such as
+            `module.parameters()`, stands for the tuple of its elements.
         namespace: optree namespace of custom pytree nodes.
 
     Raises:
@@ -83,7 +85,8 @@ def grad(
 
     Args:
         outputs: Pytree of tensors and `GradientEdge`s to differentiate. Their gradients are added up.
-        inputs: Pytree of tensors and `GradientEdge`s to differentiate with respect to.
+        inputs: Pytree of tensors and `GradientEdge`s to differentiate with respect to. Here and in `outputs`, an
+            iterable that is no pytree node, such as `module.parameters()`, stands for the tuple of its elements.
         grad_outputs: Cotangents of the outputs: a tree of their structure, in shapes and dtypes too, with `None` for a
             real output of one element, which means 1. `None` stands for such a tree of `None`s.
         retain_graph: Whether the graph can be used again. `None` means what `create_graph` says.
@@ -122,6 +125,11 @@ def grad(
     roots = _leaves("grad", "outputs", outputs, namespace)
     targets = _leaves("grad", "inputs", inputs, namespace)
     cotangents = _cotangents("grad", roots, "grad_outputs", grad_outputs, batched=is_grads_batched)
+    batch_size = cast("Tensor", cotangents[0]).shape[0] if is_grads_batched else None
+    # torch cannot map over an empty axis: one gradient, of zeros, is computed and cut off.
+    empty = batch_size == 0
+    if empty:
+        cotangents = [value.new_zeros(value.shape[1:]) for value in cast("list[Tensor]", cotangents)]
     gradients = torch.autograd.grad(
         roots.values,
         targets.values,
@@ -129,10 +137,12 @@ def grad(
         retain_graph,
         create_graph,
         allow_unused=True,
-        is_grads_batched=is_grads_batched,
+        is_grads_batched=is_grads_batched and not empty,
     )
+    if empty:
+        gradients = [None if gradient is None else gradient[None][:0] for gradient in gradients]
     if any(gradient is None for gradient in gradients):
-        batch = tuple(cotangents[0].shape[:1]) if is_grads_batched and cotangents[0] is not None else ()
+        batch = () if batch_size is None else (batch_size,)
         gradients = _unused(targets, gradients, bool(allow_unused), materialize_grads, (batch, create_graph))
     return optree.tree_unflatten(targets.treespec, gradients)
 
@@ -148,7 +158,13 @@ class _Leaves(NamedTuple):
 
     def label(self, index: int, root: str | None = None) -> str:
         """Key path of one leaf."""
-        return self.treespec.accessors()[index].codify(self.name if root is None else root)
+        return key_path(self.treespec.accessors()[index], self.name if root is None else root)
+
+
+def _collected(tree: Any, options: dict[str, Any]) -> Any:
+    """`tree`, or the tuple of its elements if it is an iterable that is no node, such as `module.parameters()`."""
+    single = isinstance(tree, (torch.Tensor, GradientEdge, str)) or not isinstance(tree, Iterable)
+    return tree if single or not optree.tree_is_leaf(cast("Any", tree), **options) else tuple(tree)
 
 
 def _is_edge(node: Any) -> bool:
@@ -159,6 +175,7 @@ def _is_edge(node: Any) -> bool:
 def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
     """Leaves of `outputs` or `inputs`, each a gradient edge or a tensor that requires grad."""
     options: dict[str, Any] = {"namespace": namespace, "is_leaf": _is_edge}
+    tree = _collected(tree, options)
     leaves = _Leaves(name, *optree.tree_flatten(tree, **options), tree, options)
     if not leaves.values:
         raise TreeError(f"{function}: {name} must hold at least one tensor, got none.")
@@ -195,6 +212,7 @@ def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batche
     if tree is None:
         values: list[Any] = [None] * len(outputs.values)
     else:
+        tree = _collected(tree, outputs.options)
         values = align(function, name, tree, outputs.name, outputs.tree, outputs.options)
     sizes: dict[str, int] = {}
     for i, (output, value) in enumerate(zip(outputs.values, values, strict=True)):

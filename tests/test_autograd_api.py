@@ -170,6 +170,38 @@ def test_gradient_edges():
         autograd.grad(outputs["edge"], x, torch.ones(2).double())
 
 
+def test_an_empty_batch_of_cotangents():
+    x, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    options = {"is_grads_batched": True, "retain_graph": True}
+    y = (x**2)[:2]
+    empty = torch.zeros(0, 2)
+    assert autograd.grad(y, {"x": x}, empty, **options)["x"].shape == (0, 3)
+    both = autograd.grad(get_gradient_edge(y), [x, unused], empty, materialize_grads=True, **options)
+    assert [gradient.shape for gradient in both] == [(0, 3), (0, 2)]
+    assert autograd.grad(y, [x, unused], empty, allow_unused=True, **options)[1] is None
+    assert autograd.grad(y, x, empty, create_graph=True, **options).requires_grad
+    with pytest.raises(pr.ShapeError, match=r"grad_outputs must have shape \[batch, 2\]"):
+        autograd.grad(y, x, torch.zeros(0, 3), **options)
+
+
+def test_iterables_that_are_no_nodes():
+    """`module.parameters()` and the like, which torch makes a tuple of too."""
+    model = torch.nn.Linear(2, 1)
+    x = torch.ones(3, 2)
+    expected = (torch.full((1, 2), 3.0), torch.full((1,), 3.0))
+    parameters = dict(model.named_parameters())
+    for inputs in (model.parameters(), parameters.values(), torch.nn.ParameterList(model.parameters())):
+        gradient = autograd.grad(model(x).sum(), inputs)
+        assert isinstance(gradient, tuple)
+        assert_close(gradient, expected)
+    autograd.backward(iter([model(x).sum(), model(x).sum()]), iter([None, torch.tensor(2.0)]), inputs=[model.weight])
+    torch.testing.assert_close(model.weight.grad, 3 * expected[0])
+    autograd.backward(model(x).sum(), inputs=model.parameters())
+    torch.testing.assert_close(model.bias.grad, expected[1])
+    with pytest.raises(pr.TreeError, match="inputs must hold at least one tensor"):
+        autograd.grad(model(x).sum(), iter([]))
+
+
 def test_complex_outputs():
     z = torch.tensor([1 + 2j, 3j], requires_grad=True)
     z_bar = torch.tensor([1j, 2.0 + 0j])

@@ -23,7 +23,7 @@ from triton_kernels._channels import (
     split_channel_program,
     tile_offsets,
 )
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
 @triton.jit
@@ -166,11 +166,11 @@ def batch_norm_statistics_merge_kernel(
     if running_mean_ptr is not None:
         running_mean = tl.load(running_mean_ptr + running_offsets, mask=row_mask, other=0.0).to(acc_dtype)
         new_running_mean = (1.0 - momentum) * running_mean + momentum * mean
-        tl.store(new_running_mean_ptr + rows, new_running_mean, mask=row_mask)
+        store_cast(new_running_mean_ptr + rows, new_running_mean, row_mask)
     if running_var_ptr is not None:
         running_var = tl.load(running_var_ptr + running_offsets, mask=row_mask, other=0.0).to(acc_dtype)
         new_running_var = (1.0 - momentum) * running_var + momentum * divide(square_sum, total - 1.0)
-        tl.store(new_running_var_ptr + rows, new_running_var, mask=row_mask)
+        store_cast(new_running_var_ptr + rows, new_running_var, row_mask)
 
 
 @batch_independent_jit
@@ -277,15 +277,15 @@ def batch_norm_product_sums_merge_kernel(
     if product_mean_ptr is not None:
         tl.store(product_mean_ptr + rows, product_sum / total, mask=row_mask)
     if weight_bar_ptr is not None:
-        tl.store(weight_bar_ptr + rows, product_sum, mask=row_mask)
+        store_cast(weight_bar_ptr + rows, product_sum, row_mask)
     if bias_bar_ptr is not None:
-        tl.store(bias_bar_ptr + rows, u_sum, mask=row_mask)
+        store_cast(bias_bar_ptr + rows, u_sum, row_mask)
     weight = load_param(weight_ptr, group * weight_group_stride + channels, row_mask, 1.0, acc_dtype)
     slope = rstd * weight
     if mean_bar_ptr is not None:
-        tl.store(mean_bar_ptr + rows, -slope * u_sum, mask=row_mask)
+        store_cast(mean_bar_ptr + rows, -slope * u_sum, row_mask)
     if var_bar_ptr is not None:
-        tl.store(var_bar_ptr + rows, -0.5 * rstd * slope * product_sum, mask=row_mask)
+        store_cast(var_bar_ptr + rows, -0.5 * rstd * slope * product_sum, row_mask)
 
 
 @batch_independent_jit

@@ -27,8 +27,7 @@ from triton_kernels._channels import (
     split_channel_program,
     tile_offsets,
 )
-from triton_kernels._log_softmax_kernels import _cast
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, cast, store_cast
 
 
 @triton.jit
@@ -37,14 +36,8 @@ def load_channels(ptr, offsets, mask, DEFAULT: tl.constexpr, acc_dtype: tl.const
     if ptr is None:
         values = tl.full(mask.shape, DEFAULT, acc_dtype)
     else:
-        values = _cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
+        values = cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
     return values
-
-
-@triton.jit
-def store_channels(ptr, rows, mask, values):
-    """Write values per channel in the dtype of the memory."""
-    tl.store(ptr + rows, _cast(values, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -62,7 +55,7 @@ def load_tile(
 ):
     """A tile `[rows, channels]` of a full-size tensor; 0 outside the mask."""
     offsets = tile_offsets(group, samples, positions, channels, strides, ALIGN, SPATIAL_INNER)
-    return _cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
+    return cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
 
 
 @triton.jit
@@ -246,13 +239,13 @@ def batch_norm_second_merge_kernel(
         pairing = rstd * (pair_mean - y_bar_mean * x_dot_mean - y_bar_tilt * x_dot_tilt)
 
     if weight_bar_ptr is not None:
-        store_channels(weight_bar_ptr, rows, row_mask, total * pairing + y_bar_dot_product)
+        store_cast(weight_bar_ptr + rows, total * pairing + y_bar_dot_product, row_mask)
     if weight_dot_bar_ptr is not None:
-        store_channels(weight_dot_bar_ptr, rows, row_mask, y_bar_product)
+        store_cast(weight_dot_bar_ptr + rows, y_bar_product, row_mask)
     if bias_dot_bar_ptr is not None:
-        store_channels(bias_dot_bar_ptr, rows, row_mask, y_bar_sum)
+        store_cast(bias_dot_bar_ptr + rows, y_bar_sum, row_mask)
     if bias_bar_ptr is not None:
-        store_channels(bias_bar_ptr, rows, row_mask, y_bar_dot_sum)
+        store_cast(bias_bar_ptr + rows, y_bar_dot_sum, row_mask)
 
     if coefficients_ptr is not None:
         scale = weight * rstd

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from triton_kernels._rows import load_param, normalize, project, row_offset, tile_offsets
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
 @batch_independent_jit
@@ -152,9 +152,9 @@ def layer_norm_bwd_kernel(  # noqa: C901 - its branches are settled when it is c
 
     part_offset = part.to(tl.int64) * num_cols + col_offsets
     if WANT_WEIGHT:
-        tl.store(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), mask=col_offsets < num_cols)
+        store_cast(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), col_offsets < num_cols)
     if WANT_BIAS:
-        tl.store(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), mask=col_offsets < num_cols)
+        store_cast(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), col_offsets < num_cols)
 
 
 @batch_independent_jit
@@ -266,6 +266,6 @@ def param_reduce_kernel(
         if WANT_BIAS:
             bias_sum += tl.load(bias_part_ptr + offset, mask=mask, other=0.0)
     if WANT_WEIGHT:
-        tl.store(weight_bar_ptr + group * num_cols + col_offsets, tl.sum(weight_sum, axis=0), mask=col_mask)
+        store_cast(weight_bar_ptr + group * num_cols + col_offsets, tl.sum(weight_sum, axis=0), col_mask)
     if WANT_BIAS:
-        tl.store(bias_bar_ptr + group * num_cols + col_offsets, tl.sum(bias_sum, axis=0), mask=col_mask)
+        store_cast(bias_bar_ptr + group * num_cols + col_offsets, tl.sum(bias_sum, axis=0), col_mask)

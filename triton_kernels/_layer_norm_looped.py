@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from triton_kernels._rows import apply_projection, load_param, normalize, row_offset, tile_offsets
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
 @batch_independent_jit
@@ -193,9 +193,9 @@ def layer_norm_param_bar_kernel(
             bias_sum += y_bar
     part_offset = part.to(tl.int64) * num_cols + col_offsets
     if WANT_WEIGHT:
-        tl.store(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), mask=col_mask)
+        store_cast(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), col_mask)
     if WANT_BIAS:
-        tl.store(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), mask=col_mask)
+        store_cast(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), col_mask)
 
 
 @batch_independent_jit

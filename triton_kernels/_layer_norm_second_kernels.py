@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels._rows import apply_projection, normalize, project, tile_offsets
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
 @triton.jit
@@ -225,8 +225,8 @@ def layer_norm_second_kernel(  # noqa: C901 - its branches are settled when it i
 
     part_offset = part.to(tl.int64) * num_cols + col_offsets
     if WANT_WEIGHT:
-        tl.store(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), mask=col_offsets < num_cols)
+        store_cast(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), col_offsets < num_cols)
     if WANT_WEIGHT_DOT:
-        tl.store(weight_dot_part_ptr + part_offset, tl.sum(weight_dot_sum, axis=0), mask=col_offsets < num_cols)
+        store_cast(weight_dot_part_ptr + part_offset, tl.sum(weight_dot_sum, axis=0), col_offsets < num_cols)
     if WANT_BIAS:
-        tl.store(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), mask=col_offsets < num_cols)
+        store_cast(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), col_offsets < num_cols)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from triton_kernels._layer_norm_second_kernels import curvature
 from triton_kernels._rows import apply_projection, load_param, normalize, row_offset, tile_offsets
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
 # Most of the branches are settled when the kernel is compiled.
@@ -317,8 +317,8 @@ def layer_norm_second_param_kernel(  # noqa: C901 - its branches are settled whe
 
     part_offset = part.to(tl.int64) * num_cols + col_offsets
     if WANT_WEIGHT:
-        tl.store(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), mask=col_mask)
+        store_cast(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), col_mask)
     if WANT_WEIGHT_DOT:
-        tl.store(weight_dot_part_ptr + part_offset, tl.sum(weight_dot_sum, axis=0), mask=col_mask)
+        store_cast(weight_dot_part_ptr + part_offset, tl.sum(weight_dot_sum, axis=0), col_mask)
     if WANT_BIAS:
-        tl.store(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), mask=col_mask)
+        store_cast(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), col_mask)

@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triton_kernels._runtime import cast, store_cast
+
 
 def _stride_jit(fn):
     """`triton.jit` that compiles nothing anew for another number of rows or other strides.
@@ -61,14 +63,6 @@ def _tile_offsets(
 
 
 @triton.jit
-def _cast(value, DTYPE: tl.constexpr):
-    """`value` in another dtype. bfloat16 and float64 meet in float32, as in torch; the interpreter mixes them up."""
-    if value.dtype == tl.bfloat16 or tl.bfloat16 == DTYPE:
-        value = value.to(tl.float32)
-    return value.to(DTYPE)
-
-
-@triton.jit
 def _load_logits(x_ptrs, row_mask, col_mask, eviction_policy: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr):
     """A tile of x, rounded to the dtype `ROUNDED` on the way to `DTYPE`.
 
@@ -78,7 +72,7 @@ def _load_logits(x_ptrs, row_mask, col_mask, eviction_policy: tl.constexpr, ROUN
     padding = tl.where(col_mask, 0.0, float("-inf")).to(x_ptrs.dtype.element_ty)
     mask = row_mask & col_mask
     x = tl.load(x_ptrs, mask=mask, other=tl.broadcast_to(padding, mask.shape), eviction_policy=eviction_policy)
-    return _cast(_cast(x, ROUNDED), DTYPE)
+    return cast(cast(x, ROUNDED), DTYPE)
 
 
 @_stride_jit
@@ -220,10 +214,10 @@ def log_softmax_linear_kernel(
         segment, row, col_offsets, out_segment_stride, out_row_stride, out_col_stride, OUT_ADJACENT, ALIGN
     )
 
-    v = _cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0), DTYPE)
-    probability = tl.exp(_cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE))
+    v = cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0), DTYPE)
+    probability = tl.exp(cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE))
     change = probability * tl.sum(v, axis=1)[:, None] if TRANSPOSED else tl.sum(probability * v, axis=1)[:, None]
-    tl.store(out_ptr + out_offsets, _cast(v - change, out_ptr.dtype.element_ty), mask=mask)
+    store_cast(out_ptr + out_offsets, v - change, mask)
 
 
 @_stride_jit
@@ -266,12 +260,12 @@ def log_softmax_linear_looped_kernel(
         v_offsets = _tile_offsets(
             segment, row, col_offsets, v_segment_stride, v_row_stride, v_col_stride, V_ADJACENT, ALIGN
         )
-        v = _cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0, eviction_policy="evict_last"), DTYPE)
+        v = cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0, eviction_policy="evict_last"), DTYPE)
         if not TRANSPOSED:
             y_offsets = _tile_offsets(
                 segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
             )
-            v *= tl.exp(_cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE))
+            v *= tl.exp(cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE))
         sums += v
     row_sum = tl.sum(sums, axis=1)[:, None]
 
@@ -284,12 +278,12 @@ def log_softmax_linear_looped_kernel(
         out_offsets = _tile_offsets(
             segment, row, col_offsets, out_segment_stride, out_row_stride, out_col_stride, OUT_ADJACENT, ALIGN
         )
-        v = _cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0, eviction_policy="evict_first"), DTYPE)
+        v = cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0, eviction_policy="evict_first"), DTYPE)
         if TRANSPOSED:
             y_offsets = _tile_offsets(
                 segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
             )
-            out = v - tl.exp(_cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE)) * row_sum
+            out = v - tl.exp(cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE)) * row_sum
         else:
             out = v - row_sum
-        tl.store(out_ptr + out_offsets, _cast(out, out_ptr.dtype.element_ty), mask=mask)
+        store_cast(out_ptr + out_offsets, out, mask)

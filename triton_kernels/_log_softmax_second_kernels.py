@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels._log_softmax_kernels import _aligned, _cast, _program_rows, _stride_jit, _tile_offsets
+from triton_kernels._log_softmax_kernels import _aligned, _program_rows, _stride_jit, _tile_offsets
+from triton_kernels._runtime import cast, store_cast
 
 
 @triton.jit
@@ -29,14 +30,14 @@ def _load_tile(
 ):
     """Elements of a tensor in `DTYPE`, zero outside the mask; `tile` is the segment, rows, columns and mask."""
     offsets = _tile_offsets(tile[0], tile[1], tile[2], strides[0], strides[1], strides[2], ADJACENT, ALIGN)
-    return _cast(tl.load(tensor_ptr + offsets, mask=tile[3], other=0.0, eviction_policy=eviction_policy), DTYPE)
+    return cast(tl.load(tensor_ptr + offsets, mask=tile[3], other=0.0, eviction_policy=eviction_policy), DTYPE)
 
 
 @triton.jit
 def _store_tile(out_ptr, tile, strides, value, ADJACENT: tl.constexpr, ALIGN: tl.constexpr):
     """Writes a tile of an output in the dtype of that output."""
     offsets = _tile_offsets(tile[0], tile[1], tile[2], strides[0], strides[1], strides[2], ADJACENT, ALIGN)
-    tl.store(out_ptr + offsets, _cast(value, out_ptr.dtype.element_ty), mask=tile[3])
+    store_cast(out_ptr + offsets, value, tile[3])
 
 
 @_stride_jit

@@ -66,6 +66,24 @@ def batch_independent_jit(fn: Callable) -> JITFunction:
     return triton.jit(do_not_specialize=[name for name in arguments if name in BATCH_DEPENDENT])(fn)
 
 
+@triton.jit
+def cast(value, DTYPE: tl.constexpr):
+    """`value` in another dtype, rounded to nearest.
+
+    bfloat16 and float64 meet in float32, as in torch; the interpreter takes the bits of one for the other. Anything
+    else is a plain conversion.
+    """
+    if value.dtype == tl.bfloat16 or tl.bfloat16 == DTYPE:
+        value = value.to(tl.float32)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def store_cast(ptrs, value, mask):
+    """Store `value` in the dtype of the memory (see `cast`)."""
+    tl.store(ptrs, cast(value, ptrs.dtype.element_ty), mask=mask)
+
+
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
     """Context in which Triton launches on the device of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

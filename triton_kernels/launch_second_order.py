@@ -38,11 +38,26 @@ class LayerNormColumnPlan:
 
 
 # Three or four rows at a time (x, y_bar, x_dot and y_bar_dot) and their parameters take up to 128 registers at 16
-# columns per thread, so no more than 512 threads: at this many columns ptxas reports no spills for sm_80 and sm_90, and
-# 8 bytes for sm_100.
+# columns per thread, so no more than 512 threads: at this many columns ptxas reports no spills for sm_80 and sm_90. For
+# sm_100 it spills 8 bytes of the double backward of bfloat16 rows: 4 KiB of cache per row, written and read once, where
+# a sweep by tiles would read another 16 KiB of each of three operands.
 LAYER_NORM_SECOND_COLS = 8192
 # With up to three accumulators they take up to 128 registers at 8 columns per thread. At 16, ptxas reports up to 239,
-# so half as many warps, and at twice the columns 64 to 256 bytes of spills.
+# so half as many warps, and at twice the columns 64 to 256 bytes of spills. Longer rows therefore take two passes over
+# their operands where sums are wanted: one kernel holds whole rows for the row outputs, another one reads the operands
+# again and owns columns, so that few accumulators stay in registers over many rows.
+#
+# One pass that adds to a scratch row per program would keep the accumulators in the L2 cache: by calculation, not
+# measured, 8 bytes of cache traffic (a float32 read and written) per element of every row and sum. The second pass
+# costs 2 to 4 bytes per element and operand:
+#
+#     bytes per element of a row      scratch row (L2)    second pass, 2-byte    second pass, 4-byte
+#     double backward                 1 sum:   8          3 operands: 6          12
+#     jvp of the backward             2 sums: 16          4 operands: 8          16
+#     backward of the jvp             3 sums: 24          3 operands: 6          12
+#
+# So it pays for 2-byte operands nowhere, and for 4-byte ones only where a single sum is wanted; there each addition
+# would also wait for the load of what the row before it has stored.
 LAYER_NORM_SECOND_SUMMED_COLS = 4096
 # The tile of the kernel that sweeps long rows: 8 values of each operand and parameter in each of 512 threads.
 LAYER_NORM_SECOND_SWEEP_COLS = 4096
@@ -137,9 +152,10 @@ def plan_channel_second_transform(
     sizes: tuple[int, int, int, int], spatial_inner: bool, itemsize: int, device: torch.device
 ) -> ChannelPlan:
     """Plan for an elementwise kernel of up to four operands and three results with coefficients per channel."""
-    # As in first order: 8 values per thread, 16 bytes of 2-byte elements. ptxas reports up to 40 registers along the
-    # spatial axis; across channels, with up to nine coefficients for each, up to 124, and 64 at half the tile (sm_90).
-    tile = launch.CHANNEL_TILE_BYTES // max(itemsize, 4) // (2 if spatial_inner else 4)
+    # As in first order: 8 values per thread, 16 bytes of 2-byte elements. ptxas reports up to 64 registers along the
+    # spatial axis, and up to 128 across channels, with nine coefficients for each. At half the tile it aims at 64 there
+    # and spills 16 bytes for sm_100; twice the threads with half the bytes each would have as much memory in flight.
+    tile = launch.CHANNEL_TILE_BYTES // max(itemsize, 4) // 2
     # As in first order: at least two waves of resident programs, which hide each other's loads without stages.
     programs = 16 * launch.num_processors(device)
     return launch._plan_channels(sizes, spatial_inner, itemsize, tile, programs, launch.MAX_GRID_Y, num_stages=1)

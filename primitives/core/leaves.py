@@ -12,7 +12,7 @@ import optree
 import torch
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
-from primitives.core.structure import align, is_leafless, tracing_predicate
+from primitives.core.structure import align, is_leafless, key_path, tracing_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,11 +72,11 @@ class Partition:
         if not rest:
             return []
         accessors = self.treespec.accessors()
-        return [(accessors[i].codify(root), values[i], self._template[i]) for i in rest]
+        return [(key_path(accessors[i], root), values[i], self._template[i]) for i in rest]
 
     def label(self, index: int, root: str) -> str:
         """Key path of tensor `index`, as code that starts with `root`."""
-        return self.treespec.accessors()[self._places[index]].codify(root)
+        return key_path(self.treespec.accessors()[self._places[index]], root)
 
     def require_tensors(self, function: str, root: str, purpose: str = "") -> None:
         """Raise unless every leaf of the tree that was split is a tensor.
@@ -108,6 +108,34 @@ class Partition:
         for i, (leaf, wanted) in enumerate(zip(leaves, like, strict=True)):
             if not _is_like(leaf, wanted):
                 check_like(function, self.label(i, name), leaf, self.label(i, like_name), wanted)
+        return leaves
+
+    def match_some(
+        self, function: str, name: str, tree: Any, like_name: str, like: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """What stands in `tree` for each tensor, checked as by `match`, or `None` where that stands there.
+
+        Raises:
+            LeafError: If anything but `None` stands in `tree` for a leaf that is no floating-point or complex tensor.
+        """
+        pieces = align(function, name, tree, like_name, self.join(like), self.options)
+        advice = f"Pass None in {name} to hold it constant."
+        for label, piece, leaf in self.others(pieces, like_name):
+            if piece is not None:
+                raise LeafError(
+                    f"{function}: {label} must be a tensor to be differentiated, got {type(leaf).__name__}. {advice}"
+                )
+        leaves = self.own(pieces)
+        for i, (leaf, wanted) in enumerate(zip(leaves, like, strict=True)):
+            if leaf is None:
+                continue
+            label = self.label(i, like_name)
+            if not (wanted.is_floating_point() or wanted.is_complex()):
+                raise LeafError(
+                    f"{function}: {label} must be floating point or complex to be differentiated, got "
+                    f"{wanted.dtype}. {advice}"
+                )
+            check_like(function, self.label(i, name), leaf, label, wanted)
         return leaves
 
 

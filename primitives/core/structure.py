@@ -13,7 +13,7 @@ from primitives.core.errors import TreeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["align", "is_leafless", "spread", "tracing_predicate"]
+__all__ = ["align", "is_leafless", "key_path", "spread", "tracing_predicate"]
 
 _DICTS = ("dict", "OrderedDict", "defaultdict")
 
@@ -71,6 +71,23 @@ def spread(function: str, name: str, prefix: Any, tree_name: str, tree: Any, opt
     for value, subtree in pairs:
         result += [value] * len(optree.tree_leaves(cast("Any", subtree), **options))
     return result
+
+
+def key_path(accessor: optree.PyTreeAccessor, root: str) -> str:
+    """Key path as code that starts with `root`.
+
+    optree knows the entries of a class that was registered without a path entry type, but not how they are reached:
+    a name is taken for an attribute, anything else is a child that has no code.
+    """
+    code = root
+    for entry in accessor:
+        if type(entry) is not optree.FlattenedEntry:
+            code = entry.codify(code)
+        elif isinstance(entry.entry, str) and entry.entry.isidentifier():
+            code = f"{code}.{entry.entry}"
+        else:
+            code = f"{code}<child {entry.entry!r} of {entry.type.__name__}>"
+    return code
 
 
 def _overlaid(prefix: Any, full: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -143,7 +160,7 @@ def _first_difference(label: str, prefix: Any, full: Any, options: dict[str, Any
     if described != _describe(full, full_spec) or len(children) != len(full_children):
         return label, described, _describe(full, full_spec)
     for accessor, child, full_child in zip(accessors, children, full_children, strict=True):
-        found = _first_difference(accessor.codify(label), child, full_child, options)
+        found = _first_difference(key_path(accessor, label), child, full_child, options)
         if found is not None:
             return found
     return None

@@ -4,9 +4,10 @@ The transforms are torch's own, run on flat tensors: they nest with each other, 
 `torch.compile(fullgraph=True)`. Trees, shapes and dtypes are checked first, and errors name the leaf by its key path.
 """
 
-from primitives.func._forward import hvp, jvp, linearize
+from primitives.func._forward import hvp, jvp
 from primitives.func._functional_call import functional_call
 from primitives.func._jacobian import hessian, jacfwd, jacrev
+from primitives.func._linearize import linearize
 from primitives.func._reverse import grad, grad_and_value, vjp
 from primitives.func._vmap import chunk_vmap, vmap
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 
 from primitives.core.errors import AxisError, DtypeError, LeafError, ShapeError, TreeError
 from primitives.core.leaves import Partition
@@ -101,16 +102,35 @@ class FlatCall:
 
     def match_primals(self, name: str, tangents: Any) -> list[Tensor]:
         """The leaves of `tangents`, checked to be trees like the positional arguments, in shapes and dtypes too."""
-        if not isinstance(tangents, tuple) or len(tangents) != self.num_args:
-            given = f"a tuple of {len(tangents)}" if isinstance(tangents, tuple) else type(tangents).__name__
-            raise TreeError(
-                f"{self.function}: {name} must be a tuple of {self.num_args}, one for each of {self.root}, got {given}."
-            )
+        self._check_number(name, tangents)
         matched: list[Tensor] = []
         for i, tangent in enumerate(tangents):
             names = f"{name}[{i}]", tangent, f"{self.root}[{i}]"
             matched += self.parts[i].match(self.function, *names, self.own(i, self.tensors))
         return matched
+
+    def match_variables(self, name: str, tangents: Any) -> dict[int, Tensor]:
+        """Tangents by position of their tensor, checked as by `match_primals`, where some are given as `None`.
+
+        `None` stands for a leaf or for a whole argument.
+        """
+        self._check_number(name, tangents)
+        found: dict[int, Tensor] = {}
+        for i, tangent in enumerate(tangents):
+            if tangent is None:
+                continue
+            names = f"{name}[{i}]", tangent, f"{self.root}[{i}]"
+            matched = self.parts[i].match_some(self.function, *names, self.own(i, self.tensors))
+            start, _ = self._spans[i]
+            found.update({start + j: value for j, value in enumerate(matched) if value is not None})
+        return found
+
+    def _check_number(self, name: str, tangents: Any) -> None:
+        if not isinstance(tangents, tuple) or len(tangents) != self.num_args:
+            given = f"a tuple of {len(tangents)}" if isinstance(tangents, tuple) else type(tangents).__name__
+            raise TreeError(
+                f"{self.function}: {name} must be a tuple of {self.num_args}, one for each of {self.root}, got {given}."
+            )
 
     def in_structure(self, argnums: Any, values: Sequence[Any]) -> Any:
         """`values`, one for each differentiated tensor: one tree for an int `argnums`, a tuple of trees for a tuple."""
@@ -121,6 +141,52 @@ class FlatCall:
             trees.append(self.parts[argnum].join(remaining[: stop - start]))
             remaining = remaining[stop - start :]
         return tuple(trees) if isinstance(argnums, tuple) else trees[0]
+
+
+def primals_call(
+    function: str,
+    func: Callable[..., Any],
+    primals: Any,
+    namespace: str,
+    is_leaf: Callable[[Any], bool] | None,
+) -> FlatCall:
+    """`func(*primals)` as a function of flat tensors, all of which must be differentiable, and at least one.
+
+    Raises:
+        TreeError: If `primals` is no tuple, or holds no tensor.
+        LeafError: If a leaf is no floating-point or complex tensor.
+    """
+    check_primals(function, primals)
+    call = FlatCall(function, func, primals, {}, {"namespace": namespace, "is_leaf": is_leaf}, root="primals")
+    call.require_some(call.differentiated(tuple(range(len(primals)))))
+    return call
+
+
+def check_primals(function: str, primals: Any) -> None:
+    """Raise unless `primals` is a tuple."""
+    if not isinstance(primals, tuple):
+        raise TreeError(
+            f"{function}: primals must be a tuple of the arguments of func, got {type(primals).__name__}. "
+            "Write (x,) for a single argument."
+        )
+
+
+def vjp_of(flat: Callable[..., Any], tensors: Sequence[Tensor], positions: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """The `vjp` of torch, of a function with aux, with respect to some of its arguments.
+
+    The other arguments are inputs of the transform too, not captured: it lets a function change its inputs in place,
+    such as the buffers of a module. torch has this for its own `jacrev`, and not in public.
+    """
+    return _vjp_with_argnums(flat, *tensors, argnums=positions, has_aux=True)  # type: ignore[return-value]
+
+
+def jvp_of(
+    flat: Callable[..., Any], tensors: Sequence[Tensor], tangents: Sequence[Tensor], positions: tuple[int, ...]
+) -> tuple[Any, Any, Any]:
+    """The `jvp` of torch, of a function with aux, with respect to some of its arguments; as `vjp_of`."""
+    return _jvp_with_argnums(  # type: ignore[return-value]
+        flat, tuple(tensors), tuple(tangents), argnums=positions, has_aux=True
+    )
 
 
 def named_like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -141,6 +207,8 @@ def wrap_argnums(function: str, argnums: Any, num_args: int) -> tuple[int, ...]:
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in positions):
         raise DtypeError(f"{function}: argnums must be an int or a tuple of ints, got {argnums!r}.")
+    if not num_args:
+        raise AxisError(f"{function}: func must be called with at least one positional argument, got none.")
     if any(not -num_args <= i < num_args for i in positions):
         raise AxisError(
             f"{function}: argnums must be in [{-num_args}, {num_args - 1}] for a call with {num_args} positional "

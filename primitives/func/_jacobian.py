@@ -11,9 +11,11 @@ from primitives.func._calls import (
     Generators,
     check_positive,
     check_randomness,
+    jvp_of,
     named_like,
     split_output,
     unpack_aux,
+    vjp_of,
     wrap_argnums,
 )
 
@@ -183,20 +185,29 @@ class _Problem:
         self.inputs = [call.tensors[i] for i in self._positions]
         self._output, self._aux = call.partition(), call.partition()
 
-    def flat(self, *inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Tensors of output and aux, as a function of the differentiated tensors."""
-        tensors = list(self._call.tensors)
-        for position, tensor in zip(self._positions, inputs, strict=True):
-            tensors[position] = tensor
+    def pullback(self) -> tuple[Any, Any, Any]:
+        """Tensors of the output, their pullback, and tensors of aux."""
+        return vjp_of(self._flat, self._call.tensors, self._positions)
+
+    def pushforward(self, *tangents: Tensor) -> tuple[Any, Any]:
+        """Tangents of the tensors of the output, and tensors of aux."""
+        _, pushed, aux = jvp_of(self._flat, self._call.tensors, tangents, self._positions)
+        return pushed, aux
+
+    def _flat(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         function = self._call.function
         output, aux = unpack_aux(function, self._call(*tensors), has_aux=self._has_aux)
         return split_output(function, self._output, output, allowed="real"), tuple(self._aux.split(aux))
 
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the standard basis of `tensors` is one chunk."""
+        return self._chunk_size is None or sum([tensor.numel() for tensor in tensors]) <= self._chunk_size
+
     def chunks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """The standard basis of `tensors` taken as one vector: for each, vectors along a new first axis, in chunks."""
         total = sum([tensor.numel() for tensor in tensors])
-        step = self._chunk_size or max(total, 1)
-        for start in range(0, max(total, 1), step):
+        step = self._chunk_size or total
+        for start in range(0, total, step or 1):
             yield _basis(tensors, start, min(start + step, total))
 
     def result(self, blocks: Sequence[Sequence[Tensor]], aux: Sequence[Tensor]) -> Any:
@@ -207,15 +218,16 @@ class _Problem:
 
 def _by_rows(problem: _Problem, *, one_by_one: bool) -> Any:
     """The Jacobian from vector-Jacobian products."""
-    outputs, pull, aux = torch.func.vjp(problem.flat, *problem.inputs, has_aux=True)  # type: ignore[misc]
-    chunks = []
+    outputs, pull, aux = problem.pullback()
+    chunks: list[Sequence[Tensor]] = []
     for basis in problem.chunks(outputs):
         if one_by_one:
             chunks.append([row.unsqueeze(0) for row in pull(tuple([vector.squeeze(0) for vector in basis]))])
         else:
             chunks.append(torch.func.vmap(pull)(basis))
     numels = [output.numel() for output in outputs]
-    columns = [column.split(numels) for column in _concatenated(chunks)]
+    stacked = _concatenated(chunks) or [x.new_zeros((0, *x.shape)) for x in problem.inputs]
+    columns = [column.split(numels) for column in stacked]
     blocks = [
         [column[i].reshape((*output.shape, *x.shape)) for column, x in zip(columns, problem.inputs, strict=True)]
         for i, output in enumerate(outputs)
@@ -225,22 +237,23 @@ def _by_rows(problem: _Problem, *, one_by_one: bool) -> Any:
 
 def _by_columns(problem: _Problem, randomness: str) -> Any:
     """The Jacobian from Jacobian-vector products."""
-    inputs = tuple(problem.inputs)
-
-    def push(*basis: Tensor) -> tuple[Any, Any]:
-        _, tangents, aux = torch.func.jvp(problem.flat, inputs, basis, has_aux=True)  # type: ignore[misc]
-        return tangents, aux
-
-    mapped = torch.func.vmap(push, randomness=randomness)
-    generators = Generators(inputs) if randomness == "same" else None
-    chunks, aux = [], ()
+    inputs = problem.inputs
+    mapped = torch.func.vmap(problem.pushforward, randomness=randomness)
+    generators = Generators(inputs) if randomness == "same" and not problem.fits(inputs) else None
+    chunks: list[Sequence[Tensor]] = []
+    aux: Sequence[Tensor] = ()
     for basis in problem.chunks(inputs):
         if generators is not None:
             generators.rewind()
         tangents, aux = mapped(*basis)
         chunks.append(tangents)
     numels = [x.numel() for x in inputs]
-    rows = [row.movedim(0, -1).split(numels, -1) for row in _concatenated(chunks)]
+    stacked = _concatenated(chunks)
+    if not stacked:
+        # Nothing to push forward: the function is still to be called, for the shapes of its output and for aux.
+        tangents, aux = mapped(*[x.new_zeros((1, *x.shape)) for x in inputs])
+        stacked = [tangent[:0] for tangent in tangents]
+    rows = [row.movedim(0, -1).split(numels, -1) for row in stacked]
     blocks = [
         [block.reshape((*block.shape[:-1], *x.shape)) for block, x in zip(row, inputs, strict=True)] for row in rows
     ]
@@ -259,6 +272,6 @@ def _basis(tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ..
 
 
 def _concatenated(chunks: list[Sequence[Tensor]]) -> list[Tensor]:
-    if len(chunks) == 1:
-        return list(chunks[0])
+    if len(chunks) <= 1:
+        return list(chunks[0]) if chunks else []
     return [torch.cat(column) for column in zip(*chunks, strict=True)]

@@ -202,7 +202,7 @@ def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None
     """Mapped axis of each tensor of a call; those of keyword arguments have none."""
     if not args:
         raise TreeError(f"{call.function}: func must be called with at least one positional argument, got none.")
-    if in_dims is None or isinstance(in_dims, int):
+    if in_dims is None or _is_axis(in_dims):
         in_dims = (in_dims,) * len(args)
     if not isinstance(in_dims, tuple) or len(in_dims) != len(args):
         given = f"a tuple of {len(in_dims)}" if isinstance(in_dims, tuple) else type(in_dims).__name__
@@ -238,7 +238,7 @@ def _leaf_dims(
         extra_axes: Number of axes that the tensors will have beyond those that they have.
     """
     dims_name, tree_name = names
-    if dims is None or isinstance(dims, int):
+    if dims is None or _is_axis(dims):
         values = [dims] * partition.num_leaves
     else:
         values = spread(function, dims_name, dims, tree_name, tree, partition.options)
@@ -253,7 +253,7 @@ def _leaf_dims(
         if dim is None:
             continue
         ndim = tensor.dim() + extra_axes
-        if not isinstance(dim, int):
+        if not _is_axis(dim):
             label = partition.label(i, tree_name)
             raise TreeError(f"{function}: {dims_name} of {label} must be an int or None, got {dim!r}.")
         if not -ndim <= dim < ndim:
@@ -263,6 +263,10 @@ def _leaf_dims(
                 f"{function}: {dims_name} of {label} must be {allowed} for shape {list(tensor.shape)}, got {dim}."
             )
     return own_dims
+
+
+def _is_axis(dim: Any) -> bool:
+    return isinstance(dim, int) and not isinstance(dim, bool)
 
 
 def _common_size(call: FlatCall, dims: Sequence[int | None]) -> int:

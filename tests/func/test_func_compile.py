@@ -53,6 +53,11 @@ def pulled_back(value, vjp_fn):
     return vjp_fn(value)
 
 
+def slope(tree, batch):
+    """A derivative of a function that holds `tree`."""
+    return func.linearize(lambda b: energy(tree, b), batch, **N)[1](batch)
+
+
 CASES = {
     "grad": func.grad(energy, (0, 1), **N),
     "grad_and_value": func.grad_and_value(lambda p, b: (energy(p, b), {"y": b.y, "tag": "t"}), has_aux=True, **N),
@@ -66,6 +71,10 @@ CASES = {
     "hvp": lambda p, b: func.hvp(energy, (p, b), (p, b), **N),
     "vjp": lambda p, b: pulled_back(*func.vjp(output, p, b, **N)),
     "linearize": lambda p, b: func.linearize(output, p, b, **N)[1](p, b),
+    "linearize in grad": lambda p, b: func.grad(lambda p: slope(p, b), **N)(p),
+    "linearize in jacfwd": lambda p, b: func.jacfwd(lambda p: slope(p, b), **N)(p),
+    "linearize in vmap": lambda p, b: func.vmap(lambda x: slope(p, Batch(x, x)), **N)(torch.stack([b.x] * 3)),
+    "linearize, mapped": lambda p, b: func.vmap(func.linearize(torch.sin, b.x)[1])(torch.stack([b.x, b.x.exp()])),
 }
 
 
@@ -77,6 +86,26 @@ def test_transform(case):
 def test_vmap_over_a_prefix_tree():
     params, xs = make_params(), randn(2, 2)
     check(mapped, params, xs)
+
+
+def test_linearize_runs_the_function_once():
+    def function(x):
+        value, jvp_fn = func.linearize(lambda x: torch.nn.functional.dropout(x, 0.5), x)
+        return value, jvp_fn(x)
+
+    value, tangent = compiled(function)(torch.ones(64))
+    assert_tree(tangent, value)
+
+
+def test_same_randomness():
+    """In one chunk. For several the state of the generator is needed, which Dynamo cannot read: recorded."""
+    for transform in (func.vmap, func.jacfwd):
+        result = compiled(transform(lambda x: x * torch.rand(()), randomness="same"))(torch.ones(3))
+        assert len(result.unique()) == (1 if transform is func.vmap else 2)
+    for library in (func, torch.func):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(library.vmap(lambda x: x * torch.rand(()), randomness="same", chunk_size=1))(torch.ones(3))
 
 
 def test_layer_norm_in_nested_transforms():

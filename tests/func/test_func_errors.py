@@ -2,6 +2,7 @@
 
 import re
 
+import optree
 import pytest
 import torch
 from func_trees import NAMESPACE, Affine, Pair
@@ -12,6 +13,30 @@ from primitives import func
 ONE, TWO = torch.ones(()), torch.ones(2)
 INTS = torch.arange(2)
 X = {"x": TWO}
+
+
+N = {"namespace": NAMESPACE}
+
+
+class Unnamed(Pair):
+    """Registered without the names of its children."""
+
+
+class Named(Pair):
+    """Registered with names, but not with how they are reached."""
+
+
+def _register(cls, *names):
+    optree.register_pytree_node(
+        cls,
+        lambda pair: ((pair.left, pair.right), None, *names),
+        lambda _, children: cls(*children),
+        namespace=NAMESPACE,
+    )
+
+
+_register(Unnamed)
+_register(Named, ("left", "right"))
 
 
 def total(tree):
@@ -90,6 +115,9 @@ CASES = {
         "jacfwd: argnums must name at least one argument, and each one once, got (0, -1).",
     ),
     "no argnums": (lambda: func.grad(total, ())(X), pr.AxisError, "argnums must name at least one argument"),
+    "no positional argument": (
+        func.grad(total), pr.AxisError, "grad: func must be called with at least one positional argument",
+    ),
     "type of argnums": (
         lambda: func.grad(total, [0])(X), pr.DtypeError, "grad: argnums must be an int or a tuple of ints, got [0]."
     ),
@@ -177,7 +205,40 @@ CASES = {
         lambda: func.vjp(lambda t: (t["x"], t["x"]), X)[1]((TWO, TWO.double())), pr.DtypeError,
         "vjp: cotangents[1] must have dtype torch.float32 (output[1]), got torch.float64.",
     ),
+    "tangent of an integer leaf of hvp": (
+        lambda: func.hvp(total, ({"x": TWO, "n": INTS},), ({"x": TWO, "n": INTS},)), pr.DtypeError,
+        ("hvp: primals[0]['n'] must be floating point or complex to be differentiated, got torch.int64. "
+        "Pass None in tangents[0] to hold it constant."),
+    ),
+    "tangent of another leaf of hvp": (
+        lambda: func.hvp(total, ({"x": TWO, "n": 3},), ({"x": TWO, "n": 3},)), pr.DtypeError,
+        "hvp: primals[0]['n'] must be a tensor to be differentiated, got int. Pass None in tangents[0] to hold",
+    ),
+    "no tangent of hvp": (
+        lambda: func.hvp(total, (X,), ({"x": None},)), pr.TreeError,
+        "hvp: tangents must hold a tensor, got none.",
+    ),
+    "unnamed child": (
+        lambda: func.jvp(same, (Unnamed(TWO, [ONE]),), (Unnamed(TWO, [TWO]),), **N), pr.ShapeError,
+        "jvp: tangents[0]<child 1 of Unnamed>[0] must have shape [] (primals[0]<child 1 of Unnamed>[0]), got [2].",
+    ),
+    "named child": (
+        lambda: func.jvp(same, (Named(TWO, [ONE]),), (Named(TWO, (ONE,)),), **N), pr.TreeError,
+        "but tangents[0].right is a tuple of 1 where primals[0] has a list of 1.",
+    ),
     # vmap.
+    "boolean in_dims": (
+        lambda: func.vmap(same, in_dims=True)(X), pr.TreeError,
+        "vmap: in_dims must be an int, None or a tree prefix of args, a tuple of 1, got bool.",
+    ),
+    "boolean leaf of in_dims": (
+        lambda: func.vmap(same, in_dims=(True,))(X), pr.TreeError,
+        "vmap: in_dims[0] of args[0]['x'] must be an int or None, got True.",
+    ),
+    "boolean out_dims": (
+        lambda: func.vmap(same, out_dims=False)(X), pr.TreeError,
+        "vmap: out_dims of output['x'] must be an int or None, got False.",
+    ),
     "batch sizes": (
         lambda: func.vmap(same, (0, {"a": 1, "b": None}))([TWO, TWO], {"a": torch.ones(2, 3), "b": ONE}),
         pr.ShapeError,

@@ -63,28 +63,6 @@ def test_jvp_of_complex_tensors():
     assert_tree(func.jvp(lambda t: t["z"] ** 2, ({"z": z},), ({"z": z_dot},)), (z**2, 2 * z * z_dot))
 
 
-def test_linearize(params, batch):
-    output, jvp_fn = func.linearize(predict, params, batch.x, namespace=NAMESPACE)
-    assert_tree(output, predict(params, batch.x))
-    for _ in range(2):
-        tangents = like((params, batch.x))
-        _, expected = func.jvp(predict, (params, batch.x), tangents, namespace=NAMESPACE)
-        assert_tree(jvp_fn(*tangents), expected)
-
-
-def test_linearize_computes_the_primal_part_once():
-    calls = []
-
-    def function(t):
-        calls.append(1)
-        return {"y": t["x"] ** 3}
-
-    _, jvp_fn = func.linearize(function, {"x": torch.tensor(2.0)})
-    before = len(calls)
-    assert_tree([jvp_fn({"x": torch.tensor(v)}) for v in (1.0, 2.0)], [{"y": torch.tensor(12.0 * v)} for v in (1, 2)])
-    assert len(calls) == before
-
-
 def test_hvp_against_the_hessian_of_torch(params, batch):
     tangents = like((params, batch))
     product = func.hvp(loss, (params, batch), tangents, namespace=NAMESPACE)
@@ -138,6 +116,18 @@ def test_hvp_is_one_forward_and_one_backward_pass():
     (product,) = func.hvp(lambda x: Counted.apply(x).sum(), (x,), (v,))
     torch.testing.assert_close(product, x.exp() * v)
     assert sorted(calls) == ["backward", "forward", "jvp"]
+
+
+def test_hvp_holds_constant_what_has_no_tangent():
+    x, other = {"a": randn(3), "b": randn(3), "n": torch.tensor(2), "s": "text"}, {"c": randn(3), "d": (3,)}
+    v = {"a": randn(3), "b": None, "n": None, "s": None}
+
+    def function(t, other):
+        return ((t["a"] * t["b"]) ** t["n"] * other["c"] * other["d"][0]).sum() * len(t["s"])
+
+    product = func.hvp(function, (x, other), (v, None))
+    (expected,) = func.hvp(lambda a: function({**x, "a": a}, other), (x["a"],), (v["a"],))
+    assert_tree(product, ({"a": expected, "b": None, "n": None, "s": "text"}, None))
 
 
 def test_hvp_maps_over_directions():

@@ -87,6 +87,17 @@ def test_empty_outputs_and_inputs(transform):
     assert jacobian["none"]["full"].shape == (0, 2)
 
 
+@pytest.mark.parametrize("transform", JACOBIANS)
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+def test_nothing_but_empty(transform, chunk_size):
+    assert transform(lambda x: x[:0], chunk_size=chunk_size)(randn(4)).shape == (0, 4)
+    assert transform(lambda x: x * 2, chunk_size=chunk_size)(randn(0, 2)).shape == (0, 2, 0, 2)
+    constant = transform(lambda x: (x.sum() + torch.ones(3), {"x": x, "n": 1}), has_aux=True, chunk_size=chunk_size)
+    jacobian, aux = constant(randn(0))
+    assert jacobian.shape == (3, 0)
+    assert_tree(aux, {"x": randn(0), "n": 1})
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_hessian_against_torch(params, chunk_size):
     batch = Batch(randn(2), randn(3))
@@ -156,3 +167,51 @@ def test_gradient_of_a_functional_call():
     gradient = func.grad(lambda p: func.functional_call(block, p, x).square().sum())(nested)
     block(x).square().sum().backward()
     assert_tree(gradient, {"linear": {"weight": block.linear.weight.grad, "bias": block.linear.bias.grad}})
+
+
+def norm_of_buffers():
+    """A norm in training, its parameters, and fresh copies of its buffers, which a call changes."""
+    module = torch.nn.BatchNorm1d(2)
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    return module, params, lambda: {name: b.clone() for name, b in module.named_buffers()}
+
+
+def norm_loss(module):
+    return lambda p, b, x: (func.functional_call(module, (p, b), x) ** 3).sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transform", [func.grad, func.jacrev, func.jacfwd, func.hessian])
+def test_buffers_that_are_arguments_are_updated(transform, compiled):
+    module, params, fresh = norm_of_buffers()
+    x = torch.randn(4, 2)
+    ours, theirs = fresh(), fresh()
+    function = transform(norm_loss(module))
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    result = function(params, ours, x)
+    assert_tree(result, getattr(torch.func, transform.__name__)(norm_loss(module))(params, theirs, x))
+    assert_tree(ours, theirs)
+    assert ours["num_batches_tracked"] == 1
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        transform(lambda p: norm_loss(module)(p, ours, x))(params)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_buffers_in_a_hessian_vector_product(compiled):
+    module, params, fresh = norm_of_buffers()
+    x, buffers, direction = torch.randn(4, 2), fresh(), {name: torch.randn(2) for name in params}
+
+    def function(p, b, x, v):
+        return func.hvp(norm_loss(module), (p, b, x), (v, None, None))
+
+    if compiled:
+        torch._dynamo.reset()
+        product = torch.compile(function, fullgraph=True, backend="aot_eager")(params, buffers, x, direction)
+    else:
+        product = function(params, buffers, x, direction)
+    rows = func.hessian(norm_loss(module))(params, fresh(), x)
+    expected = {name: sum(row[other] @ direction[other] for other in row) for name, row in rows.items()}
+    assert_tree(product, (expected, None, None), rtol=1e-4, atol=1e-4)
+    assert buffers["num_batches_tracked"] == 1

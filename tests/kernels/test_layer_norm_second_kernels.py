@@ -17,7 +17,7 @@ from tests.kernels.layer_norm_second_truth import (
     check_results,
     draw_point,
 )
-from tests.kernels.layer_norm_truth import random
+from tests.kernels.layer_norm_truth import check_all, random
 from triton_kernels import launch, launch_second_order
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -52,6 +52,25 @@ def test_dtypes_and_columns(dtype: torch.dtype, num_cols: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_parameters_of_narrow_input(dtype: torch.dtype) -> None:
     check_both(draw_point((5, 33), dtype, torch.float32))
+
+
+@pytest.mark.parametrize("shape, batch_ndim", [((5, 33), 0), ((2, 3, 33), 1), ((3, 33), 1)], ids=str)
+def test_bfloat16_parameters_of_float64_input(shape: tuple[int, ...], batch_ndim: int, plan: str) -> None:
+    check_both(draw_point(shape, torch.float64, torch.bfloat16, batch_ndim=batch_ndim))
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("shape, batch_ndim", [((5, 33), 0), ((2, 3, 33), 1), ((3, 33), 1)], ids=str)
+def test_bfloat16_parameters_of_float64_input_in_first_order(
+    shape: tuple[int, ...], batch_ndim: int, looped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if looped:
+        monkeypatch.setattr(launch, "LAYER_NORM_DOUBLE_DIVISOR", 1)
+        monkeypatch.setattr(launch, "LAYER_NORM_FWD_BYTES", 16 * 8)
+        for name in ("LAYER_NORM_TWO_ROW_COLS", "LAYER_NORM_ACCUMULATED_COLS", "LAYER_NORM_SWEEP_COLS"):
+            monkeypatch.setattr(launch, name, 16)
+    weight, bias = (random(*shape[:batch_ndim], shape[-1], dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    check_all(random(*shape, dtype=torch.float64), weight, bias, batch_ndim=batch_ndim)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -1,12 +1,15 @@
-"""Bytes that the layer norm kernels move, counted in Triton's interpreter, against the least that they could."""
+"""Bytes that kernels move, counted in Triton's interpreter, against the passes that they declare.
+
+Here are the meter itself, batch norm and log-softmax; layer norm is in `test_layer_norm_traffic`.
+"""
 
 # Compile-time constants are upper case, as in the kernels of the package.
 # ruff: noqa: N803
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -14,16 +17,17 @@ import triton
 import triton.language as tl
 
 from tests.kernels.layer_norm_truth import ALL, EPS, random
-from tests.kernels.traffic import Traffic, measure_traffic
-from triton_kernels import launch, launch_second_order
-from triton_kernels._runtime import accumulation_dtype
-from triton_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_jvp
-from triton_kernels.layer_norm_second_order import layer_norm_bwd_jvp, layer_norm_pairing
+from tests.kernels.traffic import Traffic, check_traffic, measure_traffic
+from triton_kernels import batch_norm, launch
+from triton_kernels.batch_norm_second_order import batch_norm_bwd_jvp, batch_norm_pairing
+from triton_kernels.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
+from triton_kernels.log_softmax_second_order import log_softmax_bwd_jvp, log_softmax_pairing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUM_ROWS = 6
+DOUBLE_BACKWARD = (True, True, True, False, False, False)
+BACKWARD_OF_JVP = (False, True, True, True, True, True)
 
 
 # The meter.
@@ -82,180 +86,6 @@ def test_meter_restores_the_interpreter() -> None:
     assert traffic.num_launches == 0
 
 
-# The kernels.
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A launcher's traffic, and which of its tensors are of which kind."""
-
-    traffic: Traffic
-    full_size: tuple[Tensor, ...]
-    row_stats: tuple[Tensor, ...] = ()
-    params: tuple[Tensor, ...] = ()
-
-    def check_full_size(self, num_passes: int, launches: int) -> None:
-        """Every full-size tensor moves once."""
-        minimum = sum(tensor.nbytes for tensor in self.full_size)
-        assert minimum == num_passes * self.full_size[0].nbytes
-        assert minimum <= self.traffic.moved(*self.full_size) <= 1.02 * minimum
-        assert self.traffic.moved(*self.row_stats) <= sum(stat.nbytes for stat in self.row_stats)
-        assert self.traffic.num_launches == launches
-
-    @property
-    def scratch(self) -> int:
-        """Bytes moved to and from partial rows."""
-        return self.traffic.moved() - self.traffic.moved(*self.full_size, *self.row_stats, *self.params)
-
-
-class Case:
-    """Operands of layer norm over rows of `num_cols` columns."""
-
-    def __init__(self, num_cols: int, dtype: torch.dtype) -> None:
-        """Draw them."""
-        self.x, self.y_bar, self.x_dot, self.y_bar_dot = (
-            random(NUM_ROWS, num_cols, dtype=dtype, seed=seed) for seed in range(4)
-        )
-        self.weight, self.weight_dot, self.bias_dot = (random(num_cols, seed=seed) for seed in range(3))
-        stat_dtype = accumulation_dtype(dtype)
-        self.mean = self.x.to(stat_dtype).mean(1)
-        self.rstd = (self.x.to(stat_dtype).var(1, correction=0) + EPS) ** -0.5
-
-    @property
-    def stats(self) -> tuple[Tensor, Tensor]:
-        return self.mean, self.rstd
-
-
-@pytest.fixture(params=[(1024, torch.bfloat16), (4096, torch.bfloat16), (1024, torch.float32), (4096, torch.float32)])
-def case(request: pytest.FixtureRequest) -> Case:
-    return Case(*request.param)
-
-
-def test_forward(case: Case) -> None:
-    params = (case.weight, case.bias_dot)
-    with measure_traffic() as traffic:
-        y, mean, rstd = layer_norm_fwd(case.x, *params, 1, 0, EPS)
-    measured = Measured(traffic, (case.x, y), (mean, rstd), params)
-    measured.check_full_size(num_passes=2, launches=1)
-    assert measured.scratch == 0
-
-
-def test_jvp(case: Case) -> None:
-    params = (case.weight, case.weight_dot, case.bias_dot)
-    with measure_traffic() as traffic:
-        y_dot = layer_norm_jvp(case.x, params[0], *case.stats, case.x_dot, *params[1:], 1, 0)
-    measured = Measured(traffic, (case.x, case.x_dot, y_dot), case.stats, params)
-    measured.check_full_size(num_passes=3, launches=1)
-    assert measured.scratch == 0
-
-
-def test_backward(case: Case) -> None:
-    with measure_traffic() as traffic:
-        x_bar, *bars = layer_norm_bwd(case.y_bar, case.x, case.weight, *case.stats, 1, 0, ALL)
-    measured = Measured(traffic, (case.y_bar, case.x, x_bar), case.stats, (case.weight, *bars))
-    measured.check_full_size(num_passes=3, launches=2)
-    check_param_traffic(measured, bars, [case.weight])
-
-
-def test_double_backward(case: Case) -> None:
-    params = (case.weight, case.weight_dot, case.bias_dot)
-    wanted = (True, True, True, False, False, False)
-    with measure_traffic() as traffic:
-        y_bar_bar, x_bar, weight_bar, *_ = layer_norm_pairing(
-            case.y_bar, case.x, params[0], *case.stats, case.x_dot, *params[1:], 1, 0, wanted
-        )
-    full_size = (case.y_bar, case.x, case.x_dot, y_bar_bar, x_bar)
-    measured = Measured(traffic, full_size, case.stats, (*params, weight_bar))
-    measured.check_full_size(num_passes=5, launches=2)
-    check_param_traffic(measured, [weight_bar], params)
-
-
-def test_backward_of_jvp(case: Case) -> None:
-    params = (case.weight, case.weight_dot)
-    wanted = (False, True, True, True, True, True)
-    with measure_traffic() as traffic:
-        _, x_bar, weight_bar, x_dot_bar, *bars = layer_norm_pairing(
-            case.y_bar, case.x, params[0], *case.stats, case.x_dot, params[1], case.bias_dot, 1, 0, wanted
-        )
-    full_size = (case.y_bar, case.x, case.x_dot, x_bar, x_dot_bar)
-    measured = Measured(traffic, full_size, case.stats, (*params, case.bias_dot, weight_bar, *bars))
-    # Three sums over rows are added up by two launches.
-    measured.check_full_size(num_passes=5, launches=3)
-    assert traffic.moved(case.bias_dot) == 0
-    check_param_traffic(measured, [weight_bar, *bars], params)
-
-
-def test_jvp_of_backward(case: Case) -> None:
-    params = (case.weight, case.weight_dot)
-    with measure_traffic() as traffic:
-        x_bar_dot, *bars = layer_norm_bwd_jvp(
-            case.y_bar, case.x, params[0], *case.stats, case.y_bar_dot, case.x_dot, params[1], 1, 0, ALL
-        )
-    full_size = (case.y_bar, case.x, case.y_bar_dot, case.x_dot, x_bar_dot)
-    measured = Measured(traffic, full_size, case.stats, (*params, *bars))
-    measured.check_full_size(num_passes=5, launches=2)
-    check_param_traffic(measured, bars, params)
-
-
-def check_param_traffic(measured: Measured, sums: list[Tensor], params: tuple[Tensor, ...] | list[Tensor]) -> None:
-    """Each program reads every parameter once and writes one partial row per sum, which is then read once."""
-    partial_row = sums[0].nbytes
-    num_parts, remainder = divmod(measured.scratch, 2 * len(sums) * partial_row)
-    assert remainder == 0
-    assert 1 < num_parts <= NUM_ROWS
-    assert measured.traffic.moved(*params) == num_parts * sum(param.nbytes for param in params)
-    assert measured.traffic.moved(*sums) == sum(tensor.nbytes for tensor in sums)
-
-
-# What longer rows cost: the numbers of times that each operand is read.
-
-
-def test_sums_that_do_not_fit_cost_one_more_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_second_order, "LAYER_NORM_SECOND_SUMMED_COLS", 512)
-    check_double_backward_reads(1024, reads=2)
-
-
-def test_looped_rows_are_read_twice_and_once_for_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_second_order, "LAYER_NORM_SECOND_COLS", 512)
-    monkeypatch.setattr(launch_second_order, "LAYER_NORM_SECOND_SWEEP_COLS", 512)
-    check_double_backward_reads(1024, reads=3)
-
-
-def check_double_backward_reads(num_cols: int, reads: int) -> None:
-    """How often the double backward reads each of its full-size operands; it writes each result once."""
-    case = Case(num_cols, torch.float32)
-    with measure_traffic() as traffic:
-        outputs = layer_norm_pairing(
-            case.y_bar, case.x, case.weight, *case.stats, case.x_dot, None, None, 1, 0, (True,) * 3 + (False,) * 3
-        )
-    for operand in (case.y_bar, case.x, case.x_dot):
-        assert traffic.loaded(operand).total == reads * operand.nbytes
-        assert traffic.loaded(operand).unique == operand.nbytes
-    for result in outputs[:2]:
-        assert traffic.stored(result).total == result.nbytes
-
-
-def test_unneeded_operands_are_not_read() -> None:
-    case = Case(1024, torch.float32)
-    operands = (case.y_bar, case.x, case.weight, *case.stats, case.x_dot, case.weight_dot, case.bias_dot)
-    read_for = {
-        (True, False, False, False, False, False): (case.x, case.x_dot),
-        (False, False, True, False, False, False): (case.y_bar, case.x, case.x_dot),
-        (False, False, False, True, False, False): (case.y_bar, case.x),
-        (False, False, False, False, True, False): (case.y_bar, case.x),
-        (False, False, False, False, False, True): (case.y_bar,),
-        (False, False, False, False, False, False): (),
-    }
-    for wanted, read in read_for.items():
-        with measure_traffic() as traffic:
-            layer_norm_pairing(*operands, 1, 0, wanted)
-        for operand in (case.y_bar, case.x, case.x_dot):
-            assert traffic.loaded(operand).total == (operand.nbytes if any(operand is t for t in read) else 0), wanted
-
-
-# A kernel that fails.
-
-
 @triton.jit
 def _wasteful_kernel(x_ptr, y_ptr, num_cols, BLOCK_COLS: tl.constexpr):
     row, cols = tl.program_id(0), tl.arange(0, BLOCK_COLS)
@@ -266,17 +96,158 @@ def _wasteful_kernel(x_ptr, y_ptr, num_cols, BLOCK_COLS: tl.constexpr):
 
 
 def test_second_read_of_the_input_is_caught() -> None:
-    x = random(NUM_ROWS, 1000)
+    x = random(6, 1000)
     y = torch.empty_like(x)
     with measure_traffic() as traffic:
-        _wasteful_kernel[(NUM_ROWS,)](x, y, 1000, BLOCK_COLS=1024)
+        _wasteful_kernel[(6,)](x, y, 1000, BLOCK_COLS=1024)
     assert traffic.loaded(x) == (2 * x.nbytes, x.nbytes)
+    check_traffic(traffic, read=[x, x], written=[y], launches=1)
+    for declared in ({"read": [x], "launches": 1}, {"read": [x, x], "launches": 2}):
+        with pytest.raises(AssertionError):
+            check_traffic(traffic, written=[y], **declared)
     with pytest.raises(AssertionError):
-        Measured(traffic, (x, y)).check_full_size(num_passes=2, launches=1)
+        check_traffic(traffic, written=[y], small=[x], launches=1)
 
 
-def test_plans_of_the_measured_rows_are_fused() -> None:
-    for num_cols in (1024, 4096):
-        plan = launch_second_order.plan_layer_norm_second(1, NUM_ROWS, num_cols, 4, True, torch.device("cpu"))
-        assert plan.fused
-        assert plan.num_splits <= launch.INTERPRETER_PROCESSORS
+# Batch norm.
+
+
+class Channels(NamedTuple):
+    """Full-size operands of batch norm, parameters and statistics, enough of each for every launcher."""
+
+    full: list[Tensor]
+    small: list[Tensor]
+
+    def partials(self, traffic: Traffic, num_sums: int) -> int:
+        """Bytes of the partial sums of each program of the first launch and channel, written and read once."""
+        num_channels = self.small[0].numel()
+        channels = 1 if self.full[0].stride(1) != 1 else num_channels
+        return 2 * 4 * num_sums * channels * traffic.launches[0].num_programs
+
+
+CHANNEL_LAYOUTS = {
+    "channels first": ((8, 4, 32, 32), torch.contiguous_format),
+    "channels last": ((8, 8, 32, 32), torch.channels_last),
+    "features": ((8192, 8), torch.contiguous_format),
+}
+
+
+@pytest.fixture(params=CHANNEL_LAYOUTS, ids=str)
+def channels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Channels:
+    # Fewer programs, so that tensors of this size are to them what those of a GPU are to its programs.
+    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 1)
+    shape, memory_format = CHANNEL_LAYOUTS[request.param]
+    full = [random(*shape, seed=seed).contiguous(memory_format=memory_format) for seed in range(4)]
+    return Channels(full, [random(shape[1], seed=seed).abs() for seed in range(6)])
+
+
+def test_batch_norm_in_training(channels: Channels) -> None:
+    (x, y_bar, x_dot, _), (weight, bias, *running, weight_dot, bias_dot) = channels
+    with measure_traffic() as traffic:
+        y, *stats = batch_norm.batch_norm_train_fwd(x, weight, bias, *running, 0, 0.1, EPS)
+    small, extra = [weight, bias, *running, *stats], channels.partials(traffic, 3)
+    check_traffic(traffic, read=[x] * 2, written=[y], small=small, extra=extra, launches=3)
+
+    mean, rstd = stats[:2]
+    with measure_traffic() as traffic:
+        x_bar, *bars = batch_norm.batch_norm_train_bwd(y_bar, x, weight, mean, rstd, 0, ALL)
+    small, extra = [weight, mean, rstd, *bars], channels.partials(traffic, 2)
+    check_traffic(traffic, read=[y_bar, x] * 2, written=[x_bar], small=small, extra=extra, launches=3)
+
+    with measure_traffic() as traffic:
+        y_dot = batch_norm.batch_norm_train_jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, 0)
+    small, extra = [weight, mean, rstd, weight_dot, bias_dot], channels.partials(traffic, 2)
+    check_traffic(traffic, read=[x, x_dot] * 2, written=[y_dot], small=small, extra=extra, launches=3)
+
+
+def test_batch_norm_in_evaluation(channels: Channels) -> None:
+    (x, y_bar, x_dot, _), (weight, bias, mean, var, weight_dot, bias_dot) = channels
+    with measure_traffic() as traffic:
+        y = batch_norm.batch_norm_eval_fwd(x, weight, bias, mean, var, 0, EPS)
+    check_traffic(traffic, read=[x], written=[y], small=[weight, bias, mean, var], launches=1)
+
+    # The sums take both, x_bar only y_bar.
+    with measure_traffic() as traffic:
+        x_bar, *bars = batch_norm.batch_norm_eval_bwd(y_bar, x, weight, mean, var, 0, EPS, (True,) * 5)
+    small, extra = [weight, mean, var, *bars], channels.partials(traffic, 2)
+    check_traffic(traffic, read=[y_bar, x, y_bar], written=[x_bar], small=small, extra=extra, launches=3)
+
+    dots = (x_dot, weight_dot, bias_dot, None, None)
+    with measure_traffic() as traffic:
+        y_dot = batch_norm.batch_norm_eval_jvp(x, weight, mean, var, *dots, 0, EPS)
+    small = [weight, mean, var, weight_dot, bias_dot]
+    check_traffic(traffic, read=[x, x_dot], written=[y_dot], small=small, launches=1)
+
+
+def test_batch_norm_in_second_order(channels: Channels) -> None:
+    (x, y_bar, x_dot, y_bar_dot), (weight, mean, rstd, weight_dot, bias_dot, _) = channels
+    for wanted in (DOUBLE_BACKWARD, BACKWARD_OF_JVP):
+        with measure_traffic() as traffic:
+            results = batch_norm_pairing(y_bar, x, weight, mean, rstd, x_dot, weight_dot, bias_dot, 0, wanted)
+        written = [result for result in results if result.shape == x.shape]
+        small = [weight, mean, rstd, weight_dot, *(result for result in results if result.dim() == 1)]
+        extra = channels.partials(traffic, 5)
+        check_traffic(traffic, read=[y_bar, x, x_dot] * 2, written=written, small=small, extra=extra, launches=3)
+        assert len(written) == 2
+
+    with measure_traffic() as traffic:
+        x_bar_dot, *bars = batch_norm_bwd_jvp(y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, 0, ALL)
+    read, small = [y_bar, x, y_bar_dot, x_dot] * 2, [weight, mean, rstd, weight_dot, *bars]
+    extra = channels.partials(traffic, 7)
+    check_traffic(traffic, read=read, written=[x_bar_dot], small=small, extra=extra, launches=3)
+
+
+# Log-softmax.
+
+
+@pytest.fixture(params=[False, True], ids=["in registers", "looped"])
+def looped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        for name in ("LOG_SOFTMAX_ROW_COLS", "LOG_SOFTMAX_TWO_ROW_COLS", "LOG_SOFTMAX_THREE_ROW_COLS"):
+            monkeypatch.setattr(launch, name, 512)
+        monkeypatch.setattr(launch, "LOG_SOFTMAX_TILE", 256)
+        monkeypatch.setattr(launch, "LOG_SOFTMAX_TWO_TILE", 256)
+    return request.param
+
+
+LOG_SOFTMAX_SHAPES = [((2, 1031), 1), ((1024, 3), 0)]
+
+
+@pytest.mark.parametrize("shape, dim", LOG_SOFTMAX_SHAPES, ids=str)
+def test_log_softmax(shape: tuple[int, int], dim: int, looped: bool) -> None:
+    # What a loop sums and then writes from is read twice.
+    x, v = random(*shape), random(*shape, seed=1)
+    with measure_traffic() as traffic:
+        y = log_softmax_fwd(x, dim, None)
+    check_traffic(traffic, read=[x, x] if looped else [x], written=[y], launches=1)
+    for derivative in (lambda: log_softmax_bwd(v, y, dim, x.dtype), lambda: log_softmax_jvp(v, y, dim)):
+        with measure_traffic() as traffic:
+            out = derivative()
+        check_traffic(traffic, read=[v, y, v] if looped else [v, y], written=[out], launches=1)
+
+
+@pytest.mark.parametrize("shape, dim", LOG_SOFTMAX_SHAPES, ids=str)
+def test_log_softmax_in_second_order(shape: tuple[int, int], dim: int, looped: bool) -> None:
+    y_bar, x_dot, y_bar_dot, y_dot = (random(*shape, seed=seed) for seed in range(4))
+    y = torch.log_softmax(random(*shape, seed=4), dim)
+    for wanted in itertools.product((False, True), repeat=3):
+        with measure_traffic() as traffic:
+            results = log_softmax_pairing(y_bar, y, x_dot, dim, wanted)
+        y_bar_bar, output_bar, x_dot_bar = wanted
+        passes = [(y_bar, output_bar or x_dot_bar), (y, any(wanted)), (x_dot, y_bar_bar or output_bar)]
+        if looped:
+            passes = [
+                (y_bar, 2 if x_dot_bar else output_bar),
+                (y, y_bar_bar + (output_bar or x_dot_bar)),
+                (x_dot, 2 if y_bar_bar else output_bar),
+            ]
+        read = [tensor for tensor, count in passes for _ in range(count)]
+        written = [result for result in results if result.numel()]
+        assert len(written) == sum(wanted)
+        check_traffic(traffic, read=read, written=written, launches=int(any(wanted)))
+    for dots in ((y_bar_dot, y_dot), (y_bar_dot, None), (None, y_dot)):
+        with measure_traffic() as traffic:
+            x_bar_dot = log_softmax_bwd_jvp(y_bar, y, *dots, dim, y.dtype)
+        read = [y, *(tensor for tensor in dots if tensor is not None)]
+        read += [y_bar] * (dots[1] is not None) + [y_bar_dot] * (looped and dots[0] is not None)
+        check_traffic(traffic, read=read, written=[x_bar_dot], launches=1)

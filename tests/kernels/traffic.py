@@ -1,8 +1,8 @@
 """A meter of the global memory traffic of Triton kernels, for tests in Triton's interpreter.
 
     with measure_traffic() as traffic:
-        layer_norm_fwd(x, weight, bias, 1, 0, 1e-5)
-    traffic.num_launches, traffic.loaded(x), traffic.stored(y)
+        y, mean, rstd = layer_norm_fwd(x, None, None, 1, 0, 1e-5)
+    check_traffic(traffic, read=[x], written=[y], small=[mean, rstd], launches=1)
 
 Every load and store of the interpreter ends in one of four methods of its builder, whose signatures differ between
 releases of Triton only behind the pointers, values and masks; the meter wraps these four. Lanes that are masked off do
@@ -12,13 +12,14 @@ not count. What a cache would serve counts like everything else: the figures are
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from triton.runtime import interpreter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -52,10 +53,11 @@ def count(accesses: list[Accesses]) -> Bytes:
 
 
 class Launch:
-    """Loads and stores of one launch; an atomic operation is one of each."""
+    """Loads and stores of one launch by `num_programs` programs; an atomic operation is one of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_programs: int) -> None:
         """Start with no access."""
+        self.num_programs = num_programs
         self.loads: list[Accesses] = []
         self.stores: list[Accesses] = []
 
@@ -89,6 +91,41 @@ class Traffic:
             ranges = sorted({_memory(tensor) for tensor in tensors})
             accesses = [access.within(start, stop) for access in accesses for start, stop in ranges]
         return count(accesses)
+
+
+# What a call may move beyond what it declares, for what is read again by each of a few programs.
+TOLERANCE = 0.02
+
+
+def check_traffic(
+    traffic: Traffic,
+    *,
+    read: Sequence[Tensor] = (),
+    written: Sequence[Tensor] = (),
+    small: Sequence[Tensor] = (),
+    extra: int = 0,
+    launches: int,
+) -> None:
+    """Assert that a call moved what it declares and no more than `TOLERANCE` beyond it.
+
+    Args:
+        traffic: What the meter saw during the call.
+        read: Full-size inputs, contiguous; one that takes several passes occurs as many times.
+        written: Full-size results, contiguous.
+        small: Statistics, parameters and results of their size, each moved once.
+        extra: Bytes of partial results and of parameters that every program reads anew.
+        launches: Number of kernels.
+    """
+    for tensor in read:
+        declared = tensor.nbytes * sum(tensor is other for other in read)
+        loaded = traffic.loaded(tensor)
+        assert loaded.unique == tensor.nbytes
+        assert declared <= loaded.total <= (1 + TOLERANCE) * declared, f"{loaded.total / tensor.nbytes} passes"
+    for tensor in written:
+        assert traffic.stored(tensor) == (tensor.nbytes, tensor.nbytes)
+    assert traffic.num_launches == launches
+    declared = sum(tensor.nbytes for tensor in (*read, *written, *small)) + extra
+    assert declared <= traffic.moved() <= (1 + TOLERANCE) * declared, f"{traffic.moved()} bytes, {declared} declared"
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -133,7 +170,7 @@ def measure_traffic() -> Iterator[Traffic]:
     run_grid = interpreter.GridExecutor.__call__
 
     def run_and_count(self, *args, **kwargs):
-        traffic.launches.append(Launch())
+        traffic.launches.append(Launch(0 if callable(self.grid) else math.prod(self.grid)))
         return run_grid(self, *args, **kwargs)
 
     for name, original in originals.items():

@@ -1,0 +1,154 @@
+"""The derivative of a function at a point, as a function: `linearize`.
+
+    out, pull = vjp(func, primals)        pull: out_bar -> J^T out_bar
+    _, push   = vjp(pull, 0)              push: x_dot -> (J^T)^T x_dot = J x_dot
+
+The pullback is linear, so the point at which it is transposed does not matter. `func` runs once, and both steps are
+transforms of `torch.func`: what they keep is differentiable from outside and may be batched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _functorch  # type: ignore[attr-defined]
+
+from primitives.func._calls import primals_call, split_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["linearize"]
+
+
+def linearize(
+    func: Callable[..., Any],
+    *primals: Any,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> tuple[Any, Callable[..., Any]]:
+    """Value of `func` at `primals`, and its derivative there as a linear function.
+
+    `func` runs once, with one backward pass, and what the derivative needs is kept: each call of the derivative then
+    costs about one forward pass. Random numbers are those of that one run. The derivative is the transpose of the
+    pullback of `vjp`, so `func` needs reverse mode to second order, and no rules for forward mode; what it computes
+    under `torch.no_grad()` is constant, which `jvp` does not heed.
+
+    Args:
+        func: Function of pytrees that returns a pytree of tensors.
+        primals: Arguments of `func`, pytrees of floating-point or complex tensors.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        `(output, jvp_fn)`. `jvp_fn(*tangents)` takes trees like the primals, in shapes and dtypes too, and returns
+        the tangent of the output, zeros for integral tensors. It can itself be transformed, and differentiated with
+        respect to whatever `primals` and the variables of `func` were computed from.
+
+    Raises:
+        TreeError: If there are no primals or no output, or, by `jvp_fn`, a tangent has another structure.
+        LeafError: If a leaf of `primals` is no floating-point or complex tensor, or another one no tensor.
+        ShapeError: By `jvp_fn`, if a tangent has another shape than its primal.
+        DtypeError: By `jvp_fn`, if a tangent has another dtype than its primal.
+        DeviceError: By `jvp_fn`, if a tangent is on another device than its primal.
+        RuntimeError: By `jvp_fn`, if a tensor that it needs was changed in place.
+
+    Example:
+        >>> output, jvp_fn = linearize(lambda tree: tree["x"] ** 3, {"x": torch.tensor(2.0)})
+        >>> output, jvp_fn({"x": torch.tensor(1.0)}), jvp_fn({"x": torch.tensor(2.0)})
+        (tensor(8.), tensor(12.), tensor(24.))
+    """
+    call = primals_call("linearize", func, primals, namespace, is_leaf)
+    output_partition = call.partition()
+
+    def differentiable(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        outputs = split_output("linearize", output_partition, call(*tensors))
+        # vjp wants an output: an argument stands in where there is none to differentiate.
+        return tuple(filter(_is_differentiable, outputs)) or tensors[:1], outputs
+
+    results, pull, outputs = torch.func.vjp(differentiable, *call.tensors, has_aux=True)  # type: ignore[misc]
+    kept = _Versions()
+
+    def pullback(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        pulled = pull(cotangents)
+        if not torch.compiler.is_compiling():
+            kept.record(pulled)
+        return pulled
+
+    _, push = torch.func.vjp(pullback, *[torch.zeros_like(result) for result in results])  # type: ignore[misc]
+
+    def jvp_fn(*tangents: Any) -> Any:
+        matched = call.match_primals("tangents", tangents)
+        kept.check()
+        pushed = iter(push(tuple(matched)))
+        found = [next(pushed) if _is_differentiable(output) else torch.zeros_like(output) for output in outputs]
+        return output_partition.join(found)
+
+    return output_partition.join(outputs), jvp_fn
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class _Versions:
+    """The tensors that a graph keeps, and how often each had been changed in place.
+
+    Autograd looks for such changes itself, but inside a transform only at the wrapper of a tensor, which a change
+    from outside passes by.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, int]] = []
+
+    def record(self, outputs: Sequence[Tensor]) -> None:
+        """Take note of what the graph of `outputs` keeps."""
+        seen: set[Any] = set()
+        nodes = [output.grad_fn for output in outputs]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            # The version of a tensor made in inference mode cannot be read, nor can it change outside of that.
+            kept = [tensor for tensor in map(_unwrapped, _kept_by(node)) if not tensor.is_inference()]
+            self._kept += [(tensor, tensor._version) for tensor in kept]
+            nodes += [following for following, _ in node.next_functions]
+
+    def check(self) -> None:
+        """Raise if one of the tensors has been changed since.
+
+        Raises:
+            RuntimeError: What autograd raises.
+        """
+        for tensor, version in self._kept:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"linearize: no tensor that the derivative needs may be changed in place, but one of shape "
+                    f"{list(tensor.shape)} and dtype {tensor.dtype} was. Call linearize again."
+                )
+
+
+def _kept_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that one node of a graph has saved."""
+    for name in _saving_attributes(type(node)):
+        value = getattr(node, name)
+        for entry in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(entry, torch.Tensor):
+                yield entry
+
+
+@functools.cache
+def _saving_attributes(node_type: type) -> tuple[str, ...]:
+    return tuple([name for name in dir(node_type) if name == "saved_tensors" or name.startswith("_saved_")])
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor below all levels of transforms, which is the one that is changed in place."""
+    while _functorch.is_gradtrackingtensor(tensor) or _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
