@@ -13,11 +13,13 @@ from primitives.core import (
     DeviceError,
     DtypeError,
     MissingRuleError,
+    MutationError,
     ShapeError,
     TreeError,
     current_backend,
     use_backend,
 )
+from primitives.custom import custom_op
 
 __all__ = [
     "AxisError",
@@ -25,11 +27,13 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "MissingRuleError",
+    "MutationError",
     "ShapeError",
     "TreeError",
     "__version__",
     "autograd",
     "current_backend",
+    "custom_op",
     "decompositions",
     "func",
     "functional",

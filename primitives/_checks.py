@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.errors import AxisError, DeviceError, DtypeError, ShapeError
+from primitives.core.errors import AxisError, DeviceError, DtypeError, MutationError, ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +111,7 @@ def written(running_mean: Tensor | None, running_var: Tensor | None) -> None:
     """Raise unless the running statistics can be written in place."""
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if value is not None and value.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
+            raise MutationError(
                 f"batch_norm: {name} is written in training and must not require grad. Pass {name}.detach(), or use "
                 "pure_batch_norm, which writes nothing."
             )

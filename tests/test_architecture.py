@@ -28,7 +28,8 @@ TEXTS = sorted(
 # Layers from the bottom; a module imports from its own layer and from lower ones.
 LAYERS = (
     ("primitives.core",),
-    ("primitives.func", "primitives.autograd", "primitives.decompositions"),
+    ("primitives.func", "primitives.autograd", "primitives.decompositions", "primitives.custom"),
+    ("primitives.testing",),
     ("primitives.ops",),
     ("primitives._checks", "primitives.functional"),
     ("primitives.nn",),

@@ -8,6 +8,7 @@ from primitives.core.errors import (
     DeviceError,
     DtypeError,
     MissingRuleError,
+    MutationError,
     ShapeError,
     TreeError,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "MissingRuleError",
+    "MutationError",
     "Primitive",
     "ShapeError",
     "TreeError",

@@ -16,7 +16,8 @@ Four points decide whether nesting is right:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import _C
@@ -24,15 +25,23 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 from primitives.core.errors import DtypeError, ShapeError
+from primitives.core.lists import Lengths, flatten, regroup
 from primitives.core.statistics import refuse_cotangent, refused_tangent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from primitives.core.primitive import Primitive
-    from primitives.core.residuals import ResidualLayout
+    from primitives.core.residuals import Residuals
 
-__all__ = ["autograd_kernel"]
+__all__ = ["autograd_kernel", "below_this_level", "has_derivatives", "is_transforming", "tangents_possible"]
+
+
+class _Call(NamedTuple):
+    """What the autograd function is told about a call: whether reverse mode records it, and the lists in it."""
+
+    reverse: bool
+    lengths: Lengths | None
 
 
 def _unpack_dual(value: Any) -> tuple[Any, Any]:
@@ -40,7 +49,7 @@ def _unpack_dual(value: Any) -> tuple[Any, Any]:
     return torch._VF._unpack_dual(value, level=0) if isinstance(value, torch.Tensor) else (value, None)  # type: ignore[attr-defined]
 
 
-def _tangents_possible() -> bool:
+def tangents_possible() -> bool:
     """Whether a tensor could carry a tangent here: cheap, and never wrongly false.
 
     Eager `forward_ad` counts its level in Python. Transforms, and graphs that a compiler runs while it traces, enter
@@ -60,97 +69,169 @@ def _check_tangents(op: Primitive, args: tuple) -> bool:
         DtypeError: If a tangent's dtype is not its primal's, which torch itself lets pass.
     """
     dual = False
-    for name, value in zip(op.argument_names, args, strict=True):
-        primal, tangent = _unpack_dual(value)
-        if tangent is None:
-            continue
-        dual = True
-        if tangent.dtype != primal.dtype:
-            raise DtypeError(
-                f"{op.name}: the tangent of {name} must have the dtype of its primal, {primal.dtype}, "
-                f"got {tangent.dtype}."
-            )
+    for name, entry in zip(op.argument_names, args, strict=True):
+        values = entry if isinstance(entry, list) else (entry,)
+        for i, value in enumerate(values):
+            primal, tangent = _unpack_dual(value)
+            if tangent is None:
+                continue
+            dual = True
+            if tangent.dtype != primal.dtype:
+                raise DtypeError(
+                    f"{op.name}: the tangent of {op.label(name, i, args)} must have the dtype of its primal, "
+                    f"{primal.dtype}, got {tangent.dtype}."
+                )
     return dual
 
 
-def _by_output(op: Primitive, rule: str, result: Any) -> tuple:
-    """What a jvp rule returned, as one tangent per differentiable output."""
+def _by_output(op: Primitive, result: Any) -> tuple:
+    """What a jvp rule returned, as one tangent (or list of them) per differentiable output."""
     tangents = result if isinstance(result, tuple) else (result,)
     if len(tangents) != len(op.differentiable_outputs):
         raise ShapeError(
-            f"{op.name}: the {rule} rule must return one tangent for each of "
+            f"{op.name}: the jvp rule must return one tangent for each of "
             f"{', '.join(op.differentiable_outputs)}, got {len(tangents)}."
         )
     return tangents
 
 
-def _redispatcher(op: Primitive) -> Callable:
-    """`(keyset, args) -> outputs`: run the implementation below this level."""
-    redispatch = op.overload._handle.redispatch_boxed
-    below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
-    peek = _functorch.peek_interpreter_stack
-
-    def run(keyset: Any, args: tuple) -> Any:
-        with below_autograd():
-            if peek() is None:
-                return redispatch(keyset & after_autograd, *args)
-            # Levels outside this one still differentiate.
+@contextlib.contextmanager
+def below_this_level() -> Iterator[None]:
+    """Run operations as the forward pass of a level does: not recorded by it, and differentiated by those outside."""
+    with _C._AutoDispatchBelowAutograd():
+        if _functorch.peek_interpreter_stack() is None:
+            yield
+        else:
             with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
-                return redispatch(keyset & after_autograd, *args)
+                yield
+
+
+# Keys below autograd that do nothing for an operator that has a tensor argument and writes into none.
+_IDLE_KEYS = _C.DispatchKeySet(_C.DispatchKey.BackendSelect) | _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+_ACTIVE_KEYS = _C._after_autograd_keyset - _IDLE_KEYS
+_CPU, _CUDA = (_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA))
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is running."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def _redispatch(op: Primitive) -> Callable:
+    """`(keyset, *args) -> outputs`: the next kernel below the Autograd key.
+
+    Where that is the implementation for a device, it is called here and now: the dispatcher would take the arguments
+    apart and put them together again, which for lists takes as long as the rest.
+    """
+    redispatch = op.overload._handle.redispatch_boxed
+    after_autograd, implementations = _C._after_autograd_keyset, {_CPU: op._cpu, _CUDA: op._cuda}
+
+    def run(keyset: Any, *args: Any) -> Any:
+        implementation = implementations.get((keyset & _ACTIVE_KEYS).raw_repr())
+        if implementation is None:
+            return redispatch(keyset & after_autograd, *args)
+        return implementation(*args)
 
     return run
 
 
-def _rules_class(op: Primitive, layout: ResidualLayout, vjp: str) -> type:  # noqa: C901 - short methods, one closure
-    """Build the autograd function of `op` that keeps `layout` and has the vjp rule of kind `vjp`.
+def _redispatcher(op: Primitive) -> Callable:
+    """`(keyset, args) -> outputs`: run the implementation below this level."""
+    redispatch, below_autograd, peek = _redispatch(op), _C._AutoDispatchBelowAutograd, _functorch.peek_interpreter_stack
 
-    This is the only place in the package that builds one.
+    def run(keyset: Any, args: Sequence[Any]) -> Any:
+        # `below_this_level` spelled out: a context manager written in Python costs as much as the rest of a call.
+        with below_autograd():
+            if peek() is None:
+                return redispatch(keyset, *args)
+            # Levels outside this one still differentiate.
+            with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
+                return redispatch(keyset, *args)
+
+    return run
+
+
+def has_derivatives(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can be differentiated."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: str) -> type:  # noqa: C901 - one closure
+    """Build the autograd function of `op` that has the vjp rule of kind `vjp` and keeps `layout` for it.
+
+    This is the only place in the package that builds one. What it is applied to is flat: lists of tensors are replaced
+    by their elements, because torch differentiates no lists.
     """
     redispatch, argument_names = _redispatcher(op), op.argument_names
-    num_outputs = len(op.output_names)
+    num_outputs, has_lists, returns_list = len(op.output_names), bool(op.list_arguments), op.returns_list
     indices = {name: i for i, name in enumerate(op.output_names)}
     statistics = [(indices[name], name) for name in op.statistics]
-    state = [indices[name] for name in op.state]
     differentiable = [indices[name] for name in op.differentiable_outputs]
     every_output = len(differentiable) == num_outputs
-    cotangents_type, wanted_type, unpack = op.Cotangents, op.Wanted, layout.unpack
+    has_constants = bool(op.state) or returns_list
+    cotangents_type, wanted_type, tangents_type = op.Cotangents, op.Wanted, op.Tangents
 
     class Rules(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined]
         @staticmethod
-        def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
+            args = flat if call.lengths is None else regroup(flat, call.lengths)
             output = redispatch(keyset, args)
             outputs = output if num_outputs > 1 else (output,)
-            tensors, ctx.static = layout.pack(args, outputs)
-            ctx.save_for_backward(*tensors)
-            if _tangents_possible():
+            ctx.lengths = call.lengths
+            tensors: list[Any] = []
+            if call.reverse:
+                tensors, ctx.static = layout.pack(args, outputs)
+                ctx.save_for_backward(*tensors)
+            if tangents_possible():
+                if layout is not jvp_layout or not call.reverse:
+                    tensors, ctx.jvp_static = jvp_layout.pack(args, outputs)
+                else:
+                    ctx.jvp_static = ctx.static
                 ctx.save_for_forward(*tensors)
             ctx.set_materialize_grads(False)
-            if state:
-                ctx.mark_non_differentiable(*[outputs[i] for i in state])
-            return output
+            flat_outputs = tuple(output) if returns_list else outputs
+            if has_constants:
+                ctx.constants = set(op.constant_outputs(args))
+                # Torch knows by itself that integers have no gradient, and not that they have no tangent.
+                ctx.constants.update(i for i, x in enumerate(flat_outputs) if not has_derivatives(x.dtype))
+                if ctx.constants:
+                    ctx.mark_non_differentiable(*[flat_outputs[i] for i in ctx.constants])
+            return flat_outputs if returns_list or num_outputs > 1 else output
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Any) -> tuple:
             for i, name in statistics:
                 if cotangents[i] is not None:
                     refuse_cotangent(op.name, name)
-            wanted = ctx.needs_input_grad[1:]
-            by_name = cotangents_type(*(cotangents if every_output else [cotangents[i] for i in differentiable]))
-            for cotangent in by_name:
+            for cotangent in cotangents:
                 if cotangent is not None:
                     break
             else:
-                return (None,) * (1 + len(wanted))
-            result = op.rule(vjp)(unpack(ctx.saved_tensors, ctx.static), by_name, wanted_type(*wanted))
+                return (None,) * len(ctx.needs_input_grad)
+            wanted = ctx.needs_input_grad[2:]
+            if returns_list:
+                by_name = cotangents_type(list(cotangents))
+            else:
+                by_name = cotangents_type(*(cotangents if every_output else [cotangents[i] for i in differentiable]))
+            by_argument = regroup(wanted, ctx.lengths) if has_lists else wanted
+            result = op.rule(vjp)(layout.unpack(ctx.saved_tensors, ctx.static), by_name, wanted_type(*by_argument))
             op.check_vjp_result(result)
-            return (None, *map(result.get, argument_names))
+            bars = list(map(result.get, argument_names))
+            if has_lists:
+                for i, length in ctx.lengths:
+                    bars[i] = bars[i] or [None] * length
+                bars, _ = flatten(bars, op.list_arguments)
+            return (None, None, *bars)
 
         @staticmethod
-        def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        def jvp(ctx: Any, _keyset: Any, _call: Any, *tangents: Any) -> Any:  # type: ignore[override]
             with forward_ad._set_fwd_grad_enabled(True):
                 saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
-                residuals = unpack(saved, ctx.static)
-                computed = _by_output(op, "jvp", op.rule("jvp")(residuals, op.Tangents(*tangents)))
+                residuals = jvp_layout.unpack(saved, ctx.jvp_static)
+                by_argument = regroup(tangents, ctx.lengths) if has_lists else tangents
+                computed = _by_output(op, op.rule("jvp")(residuals, tangents_type(*by_argument)))
+                if returns_list:
+                    return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
                 out: list[Any] = [None] * num_outputs
                 for i, tangent in zip(differentiable, computed, strict=True):
                     out[i] = tangent
@@ -167,32 +248,36 @@ def autograd_kernel(op: Primitive) -> Callable:
 
     A call that nothing differentiates goes straight to the implementation. Where a rule is missing, the decomposition
     of `op` is differentiated: at once in forward mode, when the backward pass comes in reverse mode. Without a
-    decomposition the call raises `MissingRuleError`.
+    decomposition the call raises `MissingRuleError`. A rule of kind `"autograd"` takes the place of all this.
     """
-    rules = _rules_class(op, op.residuals, "vjp")
+    rules = _rules_class(op, op.residuals, op.jvp_residuals, "vjp")
     # Without a vjp rule the value still comes from the kernel, and the decomposition runs when its derivative is asked
     # for. torch.func.grad always prepares for that, and mostly nobody asks.
-    late_rules = _rules_class(op, op.every_argument, "decomposed_vjp")
-    redispatch = op.overload._handle.redispatch_boxed
+    late_rules = _rules_class(op, op.every_argument, op.jvp_residuals, "decomposed_vjp")
+    redispatch, below_autograd = _redispatch(op), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
-    below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
+    lists, rule_kinds = op.list_arguments, op.rule_kinds
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        if "autograd" in rule_kinds:
+            return op.rule("autograd")(*args)
         reverse = is_grad_enabled() and any_requires_grad(*args)
-        forward = _tangents_possible() and _check_tangents(op, args)
+        forward = tangents_possible() and _check_tangents(op, args)
         if not (reverse or forward):
             with below_autograd():
-                return redispatch(keyset & after_autograd, *args)
+                return redispatch(keyset, *args)
         if forward and not op.has_rule("jvp"):
             return op.decompose("jvp", args)
         late = reverse and not op.has_rule("vjp")
         if late:
             op.require_decomposition("vjp")
+        flat, lengths = flatten(args, lists) if lists else (args, None)
         previous = _functorch.get_single_level_autograd_function_allowed()
         _functorch.set_single_level_autograd_function_allowed(True)
         try:
-            return (late_rules if late else rules).apply(keyset, *args)
+            output = (late_rules if late else rules).apply(keyset, _Call(reverse, lengths), *flat)
         finally:
             _functorch.set_single_level_autograd_function_allowed(previous)
+        return list(output) if op.returns_list else output
 
     return kernel

@@ -15,11 +15,14 @@ class BatchInfo(NamedTuple):
 
     Attributes:
         size: Length of the batch axis.
-        axes: One entry per argument, by name: position of its batch axis, or `None` where it has none.
+        axes: One entry per argument, by name: position of its batch axis, or `None` where it has none; a list of
+            these for a list of tensors.
+        randomness: What random operations do: `"error"`, `"same"` or `"different"`.
     """
 
     size: int
     axes: tuple
+    randomness: str = "error"
 
     def is_batched(self, *names: str) -> bool:
         """Whether any of the named arguments carries the batch axis."""

@@ -6,8 +6,9 @@ mode first (if that is the mode), then in the general one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from primitives.core.errors import MissingRuleError
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
+    "Signature",
     "decomposition_table",
     "decomposition_table_for_jvp",
     "get_decomposition",
     "overloads_of",
     "register_decomposition",
     "register_decomposition_for_jvp",
+    "registered_overloads",
+    "signatures_by_callable",
 ]
 
 decomposition_table: dict[OpOverload, Callable] = {}
@@ -31,7 +35,65 @@ decomposition_table_for_jvp: dict[OpOverload, Callable] = {}
 """Decompositions by operator overload that forward mode prefers to the general ones."""
 
 
-def overloads_of(op: Any) -> list[OpOverload]:
+# Where Python finds the functions and methods that call ATen operators directly.
+_ATEN_HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)  # type: ignore[attr-defined]
+
+
+class Signature(NamedTuple):
+    """What a call has to look like to mean one overload. Schemas are read once: a compiler traces no schema."""
+
+    overload: OpOverload
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    required: tuple[str, ...]
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+    out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, overload: OpOverload) -> Signature:
+        """The signature of `overload`, out of its schema."""
+        arguments = overload._schema.arguments
+        types = {argument.name: str(argument.type) for argument in arguments}
+        return cls(
+            overload,
+            tuple(a.name for a in arguments if not a.kwarg_only),
+            tuple(a.name for a in arguments if a.kwarg_only),
+            tuple(a.name for a in arguments if not a.has_default_value()),
+            tuple(name for name, kind in types.items() if kind == "Tensor"),
+            tuple(name for name, kind in types.items() if "Tensor" not in kind),
+            tuple(a.name for a in arguments if a.is_out),
+        )
+
+    def accepts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the names of these arguments, and which of them are tensors, can mean this overload."""
+        if len(args) > len(self.positional):
+            return False
+        given = dict(zip(self.positional, args))  # noqa: B905 - the rest has defaults or comes by keyword
+        for name, value in kwargs.items():
+            if name in given or not (name in self.positional or name in self.keyword_only):
+                return False
+            given[name] = value
+        if any(name not in given for name in self.required):
+            return False
+        return not any(name in given and not isinstance(given[name], torch.Tensor) for name in self.tensors)
+
+    def takes_tensor_as_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor stands where this overload has a number; another that accepts the call then comes first."""
+        given = {**dict(zip(self.positional, args)), **kwargs}  # noqa: B905 - as above
+        return any(name in given and isinstance(given[name], torch.Tensor) for name in self.numbers)
+
+
+signatures_by_callable: dict[Any, tuple[Signature, ...]] = {}
+"""For every callable by which Python reaches a registered operator: the operator's overloads, registered or not.
+
+The operator itself, its overloads, and for ATen's the functions of torch and the methods of `torch.Tensor`.
+"""
+
+_overloads_by_name: dict[Any, tuple[OpOverload, ...]] = {}
+
+
+def overloads_of(op: Any, caller: str = "register_decomposition") -> list[OpOverload]:
     """Every overload that `op` names: an overload, a packet of them, a primitive, or a sequence of these."""
     if isinstance(op, OpOverload):
         return [op]
@@ -40,25 +102,66 @@ def overloads_of(op: Any) -> list[OpOverload]:
     if isinstance(getattr(op, "overload", None), OpOverload):
         return [op.overload]
     if isinstance(op, (list, tuple)):
-        return [overload for entry in op for overload in overloads_of(entry)]
+        return [overload for entry in op for overload in overloads_of(entry, caller)]
     raise TypeError(
-        "register_decomposition: expected an operator overload, an operator, a primitive, or a sequence of them, "
+        f"{caller}: expected an operator overload, an operator, a primitive, or a sequence of them, "
         f"got {type(op).__name__}."
     )
+
+
+def registered_overloads(op: Any, caller: str) -> tuple[OpOverload, ...]:
+    """Those overloads of `op` that have a decomposition in any table; what a compiler can trace of `overloads_of`.
+
+    Raises:
+        MissingRuleError: If there is none.
+        TypeError: If `op` is no operator.
+    """
+    if isinstance(op, (list, tuple)):
+        return tuple(overload for entry in op for overload in registered_overloads(entry, caller))
+    named = _overloads_by_name.get(op)
+    found = (
+        () if named is None else tuple(o for o in named if o in decomposition_table or o in decomposition_table_for_jvp)
+    )
+    if not found:
+        raise _missing(overloads_of(op, caller), "register_decomposition")
+    return found
+
+
+def _enter_names(op: Any, overloads: Sequence[OpOverload]) -> None:
+    for overload in overloads:
+        packet = overload.overloadpacket
+        family = overloads_of(packet)
+        signatures = tuple(map(Signature.of, family))
+        namespace, name = packet._qualified_op_name.split("::")
+        holders = _ATEN_HOLDERS if namespace == "aten" else ()
+        for spelling in (packet, *[getattr(holder, name) for holder in holders if hasattr(holder, name)]):
+            signatures_by_callable[spelling] = signatures
+        _overloads_by_name[packet] = tuple(family)
+        for member, signature in zip(family, signatures, strict=True):
+            signatures_by_callable[member] = (signature,)
+            _overloads_by_name[member] = (member,)
+    if not isinstance(op, (list, tuple, OpOverload, OpOverloadPacket)):
+        _overloads_by_name[op] = tuple(overloads)
 
 
 def _out_names(overload: OpOverload) -> list[str]:
     return [argument.name for argument in overload._schema.arguments if argument.is_out]
 
 
-def _with_out(decomposition: Callable, names: list[str]) -> Callable:
+def _with_out(overload: OpOverload, decomposition: Callable, names: list[str]) -> Callable:
     """`decomposition` for an out= overload: compute the results, then write them where they are wanted."""
+    label = str(overload)
 
     def decompose_out(*args: Any, **kwargs: Any) -> Any:
+        missing = [name for name in names if name not in kwargs]
+        if missing:
+            raise TypeError(f"{label}: missing keyword argument {', '.join(missing)}: where the result is written to.")
         targets = [kwargs.pop(name) for name in names]
         results = decomposition(*args, **kwargs)
         values = results if isinstance(results, tuple) else (results,)
         for target, value in zip(targets, values, strict=True):
+            if value is None:
+                continue
             if target.shape != value.shape:
                 target.resize_(value.shape)
             target.copy_(value)
@@ -68,7 +171,7 @@ def _with_out(decomposition: Callable, names: list[str]) -> Callable:
 
 
 def _register(table: dict, caller: str, op: Any, allow_existing: bool) -> Callable[[Callable], Callable]:
-    overloads = overloads_of(op)
+    overloads = overloads_of(op, caller)
 
     def decorator(decomposition: Callable) -> Callable:
         existing = [str(overload) for overload in overloads if overload in table]
@@ -78,7 +181,8 @@ def _register(table: dict, caller: str, op: Any, allow_existing: bool) -> Callab
             )
         for overload in overloads:
             names = _out_names(overload)
-            table[overload] = _with_out(decomposition, names) if names else decomposition
+            table[overload] = _with_out(overload, decomposition, names) if names else decomposition
+        _enter_names(op, overloads)
         return decomposition
 
     return decorator
@@ -132,9 +236,10 @@ def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:
 
     Raises:
         MissingRuleError: If there is none, naming the operator.
+        TypeError: If `op` is no operator.
     """
     tables: Sequence[dict] = (decomposition_table_for_jvp, decomposition_table) if for_jvp else (decomposition_table,)
-    overloads = overloads_of(op)
+    overloads = overloads_of(op, "get_decomposition")
     for table in tables:
         found = [overload for overload in overloads if overload in table and not _out_names(overload)]
         if found:
@@ -143,9 +248,14 @@ def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:
     for table in tables:
         if len(overloads) == 1 and overloads[0] in table:
             return table[overloads[0]]
-    mode = "forward mode" if for_jvp else "differentiation"
-    decorator = "register_decomposition_for_jvp or register_decomposition" if for_jvp else "register_decomposition"
-    raise MissingRuleError(
+    raise _missing(
+        overloads, "register_decomposition_for_jvp or register_decomposition" if for_jvp else "register_decomposition"
+    )
+
+
+def _missing(overloads: Sequence[OpOverload], decorator: str) -> MissingRuleError:
+    mode = "forward mode" if "jvp" in decorator else "differentiation"
+    return MissingRuleError(
         f"{', '.join(str(overload) for overload in overloads)}: no decomposition is registered for {mode}. "
         f"Add one with {decorator}."
     )

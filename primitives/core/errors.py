@@ -11,6 +11,7 @@ __all__ = [
     "DtypeError",
     "LeafError",
     "MissingRuleError",
+    "MutationError",
     "ShapeError",
     "TreeError",
 ]
@@ -46,3 +47,7 @@ class TreeError(ValueError, TypeError, RuntimeError):
 
 class BackendError(RuntimeError):
     """The chosen backend cannot run here: Triton is missing, is not ours, or has no device to run on."""
+
+
+class MutationError(RuntimeError, ValueError):
+    """A tensor was to be updated in place where that is impossible."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from primitives.core.autograd import autograd_kernel
 from primitives.core.batching import BatchInfo
 from primitives.core.decomposition import get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
-from primitives.core.residuals import ResidualLayout
+from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
+from primitives.core.residuals import ResidualLayout, Residuals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 __all__ = ["NAMESPACE", "Primitive", "library", "registered_primitives"]
 
@@ -42,6 +44,15 @@ def library(namespace: str) -> torch.library.Library:
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     return _libraries[namespace]
+
+
+def _list_names(names: Sequence[str], entries: Sequence[Any]) -> list[str]:
+    """Names of the entries of a schema that are lists of tensors."""
+    return [
+        n
+        for n, entry in zip(names, entries, strict=True)
+        if str(entry.type).startswith("List[") and "Tensor" in str(entry.type)
+    ]
 
 
 def _names(entries: Sequence[Any], unnamed: str) -> list[str]:
@@ -109,6 +120,12 @@ class Primitive:
         self.argument_names = _names(parsed.arguments, "input")
         self.output_names = _names(parsed.returns, "output")
         tensors = [n for n, a in zip(self.argument_names, parsed.arguments, strict=True) if "Tensor" in str(a.type)]
+        lists = _list_names(self.argument_names, parsed.arguments)
+        self.list_arguments = [self.argument_names.index(n) for n in lists]
+        list_outputs = _list_names(self.output_names, parsed.returns)
+        if list_outputs and len(self.output_names) > 1:
+            raise ValueError(f"{name}: a list of tensors must be the only output, got {schema}.")
+        self.returns_list = bool(list_outputs)
         self._check_outputs(statistics, "statistics")
         self._check_outputs(state, "state")
         for statistic in statistics:
@@ -116,12 +133,13 @@ class Primitive:
                 raise ValueError(f"{name}: statistic {statistic!r} must be a residual, for its tangent to be refused.")
         self.statistics = tuple(statistics)
         self.state = tuple(state)
+        self._state_positions = [self.output_names.index(n) for n in state]
         self.decomposable = decomposable
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
-        self.residuals = ResidualLayout(name, residuals, self.argument_names, tensors, self.output_names)
-        self.every_argument = ResidualLayout(
-            name, [*tensors, *statistics], self.argument_names, tensors, self.output_names
-        )
+        sources = (self.argument_names, tensors, self.output_names, [*lists, *list_outputs])
+        self._declared_residuals = ResidualLayout(name, residuals, *sources)
+        self._every_argument = ResidualLayout(name, [*tensors, *statistics], *sources)
+        self.residuals, self.jvp_residuals, self.every_argument = self.residual_layouts()
         self._check_arguments(cached, tensors)
         self.cached = frozenset(cached)
         # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
@@ -130,8 +148,8 @@ class Primitive:
         self.Wanted = namedtuple("Wanted", self.argument_names)
         self.Axes = namedtuple("Axes", self.argument_names)
         self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
-        self._tensor_arguments = frozenset(tensors)
-        self._rules: dict[str, Callable] = {"decomposed_vjp": self._decomposed_vjp}
+        self.tensor_arguments = frozenset(tensors)
+        self._rules: dict[str, Callable] = {"decomposed_vjp": functools.partial(decomposed_vjp, self)}
         self._kernels: dict[str, Callable] = {}
         self._choose_implementations()
         self._register(namespace, schema)
@@ -180,17 +198,25 @@ class Primitive:
     def def_reference(self, rule: Callable) -> Callable:
         """Define the operator: a differentiable plain-torch function of the arguments."""
         if self.decomposable:
-            register_decomposition(self, allow_existing=True)(rule)
+            self.decompose_with(rule)
         return self._define("reference")(rule)
+
+    def decompose_with(self, decomposition: Callable) -> None:
+        """Enter a function of the same arguments into the decomposition table, in the place of the reference."""
+        register_decomposition(self, allow_existing=True)(decomposition)
 
     def def_fake(self, rule: Callable) -> Callable:
         """Define shapes, dtypes and strides of the outputs, without looking at data."""
         return self._define("fake")(rule)
 
+    def check_device(self, decorator: str, device: str) -> None:
+        """Raise `ValueError` unless `decorator` takes `device`."""
+        if device not in ("cuda", "cpu"):
+            raise ValueError(f'{self.name}: {decorator} takes "cuda" or "cpu", got {device!r}.')
+
     def def_kernel(self, device: str) -> Callable[[Callable], Callable]:
         """Define the implementation for a device: `"cuda"` or `"cpu"`."""
-        if device not in ("cuda", "cpu"):
-            raise ValueError(f'{self.name}: def_kernel takes "cuda" or "cpu", got {device!r}.')
+        self.check_device("def_kernel", device)
 
         def decorator(kernel: Callable) -> Callable:
             self._kernels[device] = kernel
@@ -206,6 +232,10 @@ class Primitive:
     def def_jvp(self, rule: Callable) -> Callable:
         """Define the forward-mode rule: `(residuals, tangents) -> tangent of each differentiable output`."""
         return self._define("jvp")(rule)
+
+    def def_autograd(self, rule: Callable) -> Callable:
+        """Define what is run on the Autograd key in the place of all derivative rules: `(*args) -> outputs`."""
+        return self._define("autograd")(rule)
 
     def def_vmap(self, rule: Callable) -> Callable:
         """Define the batching rule: `(batch, primals) -> (outputs, output axes)`."""
@@ -227,6 +257,11 @@ class Primitive:
 
         return decorator
 
+    @property
+    def rule_kinds(self) -> Collection[str]:
+        """The kinds of the rules that are defined: a view that follows later definitions."""
+        return self._rules.keys()
+
     def has_rule(self, kind: str) -> bool:
         """Whether the rule `kind` (`"vjp"`, `"jvp"`, `"vmap"`, ...) is defined."""
         return kind in self._rules
@@ -244,7 +279,20 @@ class Primitive:
                 f"{self.name}: no {kind} rule is defined. Register one with @{self.name}_p.def_{kind}."
             ) from None
 
-    # What torch calls.
+    # What the autograd kernel asks.
+
+    def residual_layouts(self) -> tuple[Residuals, Residuals, Residuals]:
+        """What is kept for the vjp rule, for the jvp rule, and for the decomposition where there is no vjp rule."""
+        return self._declared_residuals, self._declared_residuals, self._every_argument
+
+    def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
+        """Positions of the outputs (in a list of outputs, of its elements) that are constants to every derivative."""
+        return self._state_positions
+
+    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
+        """What errors call the tensor `index` of the argument `name` of the call `args`."""
+        is_list = self.argument_names.index(name) in self.list_arguments
+        return f"{name}[{index}]" if is_list else name
 
     def require_decomposition(self, kind: str) -> Callable:
         """The decomposition that is differentiated in place of the missing derivative rule `kind`.
@@ -270,30 +318,15 @@ class Primitive:
         """
         return self.require_decomposition(kind)(*args)
 
-    def _decomposed_vjp(self, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
-        """The vjp rule of a primitive that has none: that of its decomposition."""
-        decomposition = self.require_decomposition("vjp")
-        names = [n for n in self.argument_names if getattr(wanted, n) and n not in self.cached]
-        given = {n: cotangent for n, cotangent in cotangents._asdict().items() if cotangent is not None}
-        args = {n: getattr(residuals, n) for n in self.argument_names}
-
-        def function(*active: Any) -> tuple:
-            outputs = decomposition(*{**args, **dict(zip(names, active, strict=True))}.values())
-            by_name = dict(zip(self.output_names, outputs if len(self.output_names) > 1 else (outputs,), strict=True))
-            return tuple(by_name[n] for n in given)
-
-        pullback = torch.func.vjp(function, *[args[n] for n in names])[1]
-        return dict(zip(names, pullback(tuple(given.values())), strict=True))
-
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""
         if not isinstance(result, dict):
             raise TypeError(f"{self.name}: the vjp rule must return a dict, got {type(result).__name__}.")
-        if not self._tensor_arguments.issuperset(result):
-            unknown = sorted(set(result) - self._tensor_arguments)
+        if not self.tensor_arguments.issuperset(result):
+            unknown = sorted(set(result) - self.tensor_arguments)
             raise ValueError(
                 f"{self.name}: the vjp rule returned cotangents for {unknown}, but the tensor arguments are "
-                f"{sorted(self._tensor_arguments)}."
+                f"{sorted(self.tensor_arguments)}."
             )
 
     def _cpu(self, *args: Any) -> Any:
@@ -329,14 +362,8 @@ class Primitive:
     def _vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         if not self.has_rule("vmap"):
             return self._vmap_by_loop(info.batch_size, in_dims, args)
-        return self.rule("vmap")(BatchInfo(info.batch_size, self.Axes(*in_dims)), self.Primals(*args))
+        batch = BatchInfo(info.batch_size, self.Axes(*in_dims), info.randomness)
+        return self.rule("vmap")(batch, self.Primals(*args))
 
     def _vmap_by_loop(self, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
-        # torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
-        samples = [
-            self.overload(*[arg if axis is None else arg.select(axis, i) for arg, axis in zip(args, axes, strict=True)])
-            for i in range(size)
-        ]
-        if len(self.output_names) == 1:
-            return torch.stack(samples), 0
-        return tuple(torch.stack(column) for column in zip(*samples, strict=True)), (0,) * len(self.output_names)
+        return vmap_by_loop(self, size, axes, args)

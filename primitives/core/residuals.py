@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from primitives.core.lists import flatten, regroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ResidualLayout"]
+__all__ = ["ResidualLayout", "Residuals"]
 
 DTYPE_SUFFIX = ".dtype"
+
+
+class Residuals(Protocol):
+    """What decides what the forward pass keeps for a rule, and how the rule gets it."""
+
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+        """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
+        ...
+
+    def unpack(self, tensors: Sequence[Any], static: tuple) -> Any:
+        """What the rule gets."""
+        ...
 
 
 class ResidualLayout:
     """Where each residual of a primitive comes from, and the namedtuple that hands them to a rule.
 
     A residual is the name of a tensor argument or output, or `"<argument>.dtype"`, which keeps the dtype and not the
-    tensor (field `<argument>_dtype`). Arguments that are no tensors are always kept.
+    tensor (field `<argument>_dtype`). Arguments that are no tensors are always kept. An argument or output that is a
+    list of tensors is kept whole.
 
     Args:
         op_name: Name of the primitive, for errors.
@@ -25,6 +40,7 @@ class ResidualLayout:
         arguments: Names of all arguments of the schema, in order.
         tensor_arguments: Those of them that are tensors.
         outputs: Names of all outputs, in order.
+        lists: Names of the arguments and outputs that are lists of tensors.
 
     Raises:
         ValueError: If a residual is neither an argument nor an output.
@@ -37,6 +53,7 @@ class ResidualLayout:
         arguments: Sequence[str],
         tensor_arguments: Sequence[str],
         outputs: Sequence[str],
+        lists: Sequence[str] = (),
     ) -> None:
         self._inputs: list[int] = []
         self._outputs: list[int] = []
@@ -58,6 +75,7 @@ class ResidualLayout:
                     f"{op_name}: residual {residual!r} is neither a tensor argument ({', '.join(tensor_arguments)}) "
                     f"nor an output ({', '.join(outputs)})."
                 )
+        self._lists = [i for i, name in enumerate([*input_names, *output_names]) if name in lists]
         static = [name for name in arguments if name not in tensor_arguments]
         self._static = [arguments.index(name) for name in static]
         fields = [*input_names, *output_names, *dtype_names, *static]
@@ -68,8 +86,14 @@ class ResidualLayout:
         tensors = [args[i] for i in self._inputs]
         tensors += [outputs[i] for i in self._outputs]
         dtypes = [None if args[i] is None else args[i].dtype for i in self._dtypes]
-        return tensors, (*dtypes, *[args[i] for i in self._static])
+        static = (*dtypes, *[args[i] for i in self._static])
+        if not self._lists:
+            return tensors, static
+        tensors, lengths = flatten(tensors, self._lists)
+        return tensors, (lengths, *static)
 
     def unpack(self, tensors: Sequence[Any], static: tuple) -> Any:
         """The residuals as a namedtuple."""
+        if self._lists:
+            tensors, static = regroup(tensors, static[0]), static[1:]
         return self.Residuals(*tensors, *static)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
+from primitives.core.autograd import is_transforming
+from primitives.core.errors import MutationError
 from primitives.core.primitive import NAMESPACE, library
 
 if TYPE_CHECKING:
@@ -22,6 +25,21 @@ def _write_back(targets: list[Tensor], values: list[Tensor]) -> None:
         target.copy_(value)
 
 
+def _write_back_autograd(keyset: Any, targets: list[Tensor], values: list[Tensor]) -> None:
+    """Called once for each level that differentiates: what is written there is a constant, and must be one."""
+    # Only where a forward-mode level is open: a compiler that traces this must find the write and nothing else.
+    dual = forward_ad._current_level >= 0 or is_transforming()
+    for target in targets:
+        tangent = torch._VF._unpack_dual(target, level=0)[1] if dual else None  # type: ignore[attr-defined] - no stub
+        if tangent is not None or (target.requires_grad and torch.is_grad_enabled()):
+            raise MutationError(
+                "A tensor that is updated in place is being differentiated, and its derivative would be lost. Use the "
+                "pure form, which returns the new value (primitives.functional.pure_batch_norm, `pure` of a custom "
+                "operator), or detach it."
+            )
+    _overload._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, targets, values)
+
+
 def _write_back_fake(targets: list[Tensor], values: list[Tensor]) -> None:
     pass
 
@@ -30,10 +48,10 @@ def _write_back_vmap(info: Any, in_dims: tuple, targets: list[Tensor], values: l
     target_axes, value_axes = in_dims
     # Everything is checked before anything is written.
     if any(t is None and v is not None for t, v in zip(target_axes, value_axes, strict=True)):
-        raise RuntimeError(
-            "vmap: the new running statistics differ from sample to sample, but the tensor that they are to be written "
-            "to has no batch axis. Use primitives.functional.pure_batch_norm, which returns them, or pass "
-            "running statistics with a batch axis."
+        raise MutationError(
+            "vmap: the values to write differ from sample to sample, but the tensor that they are to be written to has "
+            "no batch axis. Use the pure form, which returns them (primitives.functional.pure_batch_norm, `pure` of a "
+            "custom operator), or pass a tensor with a batch axis."
         )
     fronts = [t if axis is None else t.movedim(axis, 0) for t, axis in zip(targets, target_axes, strict=True)]
     aligned = [
@@ -45,6 +63,7 @@ def _write_back_vmap(info: Any, in_dims: tuple, targets: list[Tensor], values: l
 
 
 _library.impl("write_back", _write_back, "CompositeExplicitAutograd")
+_library.impl("write_back", _write_back_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake(f"{NAMESPACE}::write_back", _write_back_fake, lib=_library)
 torch.library.register_vmap(f"{NAMESPACE}::write_back", _write_back_vmap, lib=_library)
 _overload = torch.ops.primitives.write_back.default
@@ -62,6 +81,6 @@ def write_back(targets: list[Tensor], values: list[Tensor]) -> None:
         values: New values, one per target, of its shape.
 
     Raises:
-        RuntimeError: Under vmap, if a value has a batch axis and its target has none; nothing is written then.
+        MutationError: Under vmap, if a value has a batch axis and its target has none; nothing is written then.
     """
     _overload(targets, values)

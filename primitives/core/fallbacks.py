@@ -1,0 +1,71 @@
+"""What stands in for a rule that a primitive does not have: its decomposition, or a loop over the samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.core.lists import flatten, regroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from primitives.core.primitive import Primitive
+
+__all__ = ["decomposed_vjp", "vmap_by_loop"]
+
+
+def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
+    """The vjp rule of a primitive that has none: that of its decomposition."""
+    decomposition, lists = op.require_decomposition("vjp"), op.list_arguments
+    args, lengths = flatten([getattr(residuals, name) for name in op.argument_names], lists)
+    mask = wanted._replace(**dict.fromkeys(op.cached, False))
+    active = [i for i, want in enumerate(flatten(mask, lists)[0]) if want]
+    places = range(len(cotangents[0])) if op.returns_list else map(op.output_names.index, cotangents._fields)
+    bars = zip(places, cotangents[0] if op.returns_list else cotangents, strict=True)
+    given = {place: bar for place, bar in bars if bar is not None}
+
+    def function(*values: Any) -> tuple:
+        substituted = list(args)
+        for i, value in zip(active, values, strict=True):
+            substituted[i] = value
+        outputs = decomposition(*regroup(substituted, lengths))
+        flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        return tuple(flat[place] for place in given)
+
+    pullback = torch.func.vjp(function, *[args[i] for i in active])[1]
+    result: list[Any] = [None] * len(args)
+    for i, bar in zip(active, pullback(tuple(given.values())), strict=True):
+        result[i] = bar
+    by_name = dict(zip(op.argument_names, regroup(result, lengths), strict=True))
+    return {name: by_name[name] for name in op.tensor_arguments}
+
+
+def vmap_by_loop(op: Primitive, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
+    """The batching rule of a primitive that has none: one call for each sample.
+
+    torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
+    """
+    # An argument that is no list has one axis or None, a list has a list of them.
+    (flat, lengths), (flat_axes, _) = flatten(args, op.list_arguments), flatten(axes, op.list_arguments)
+
+    def outputs_of(sample: list) -> Sequence[Any]:
+        output = op.overload(*regroup(sample, lengths))
+        return output if op.returns_list or len(op.output_names) > 1 else (output,)
+
+    def sample(i: int) -> list:
+        return [x if axis is None else x.select(axis, i) for x, axis in zip(flat, flat_axes, strict=True)]
+
+    if size:
+        stacks = [torch.stack(column) for column in zip(*[outputs_of(sample(i)) for i in range(size)], strict=True)]
+    else:
+        # The shapes and dtypes of the results for no sample are those for a sample of zeros.
+        zeros = [
+            x if axis is None else x.new_zeros(x.movedim(axis, 0).shape[1:])
+            for x, axis in zip(flat, flat_axes, strict=True)
+        ]
+        stacks = [x.new_empty((0, *x.shape)) for x in outputs_of(zeros)]
+    if op.returns_list:
+        return stacks, [0] * len(stacks)
+    return (tuple(stacks), (0,) * len(stacks)) if len(stacks) > 1 else (stacks[0], 0)

@@ -1,0 +1,6 @@
+"""Users' own operators over pytrees: the same mechanism as the package's own primitives, with another door."""
+
+from primitives.custom._operator import CustomOp, custom_op
+from primitives.custom._rules import BackwardContext, VmapInfo
+
+__all__ = ["BackwardContext", "CustomOp", "VmapInfo", "custom_op"]

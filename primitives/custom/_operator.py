@@ -1,0 +1,309 @@
+"""`custom_op`: a user's function of pytrees as one torch operator, with every rule that transforms need."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from primitives.core.autograd import below_this_level
+from primitives.core.errors import MissingRuleError, MutationError
+from primitives.core.primitive import Primitive
+from primitives.custom._mutation import check_targets, write
+from primitives.custom._residuals import Inputs, InputsAndOutputs, SavedTree
+from primitives.custom._rules import Rules
+from primitives.custom._structure import Signature
+from primitives.custom._table import StructureTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+__all__ = ["CustomOp", "custom_op", "find"]
+
+# Looked up once: this is asked at every call.
+_is_tracing = torch.compiler.is_dynamo_compiling
+
+SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
+
+
+class _TreePrimitive(Primitive):
+    """The primitive under a custom operator: its rules are over lists of tensors, its errors speak of trees."""
+
+    def __init__(self, namespace: str, name: str, rules: Rules, decomposable: bool) -> None:
+        self._rules_of_trees = rules
+        self._warned = False
+        super().__init__(name, SCHEMA, decomposable=decomposable, namespace=namespace)
+
+    def residual_layouts(self) -> tuple[Any, Any, Any]:
+        """What def_save_for_backward returns, everything for the jvp rule, and the inputs for the reference."""
+        rules = self._rules_of_trees
+        return SavedTree(rules), InputsAndOutputs(rules), Inputs(rules)
+
+    def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
+        """Those that output_differentiability marks."""
+        return self._rules_of_trees.structures[args[1]].constants
+
+    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
+        """Key path of an input."""
+        return self._rules_of_trees.structures[args[1]].label(index)
+
+    def require_decomposition(self, kind: str) -> Callable:
+        """The reference, if it may be differentiated.
+
+        Raises:
+            MissingRuleError: Naming what to register.
+        """
+        if self.decomposable:
+            return super().require_decomposition(kind)
+        self._rules_of_trees.require_both()
+        mode, rules = ("reverse", "def_save_for_backward and def_backward") if kind == "vjp" else ("forward", "def_jvp")
+        raise MissingRuleError(
+            f"{self.qualified_name}: {mode}-mode differentiation was asked for, but there is no rule for it. Register "
+            f'{rules}, or create the operator with differentiate="reference" to differentiate its reference.'
+        )
+
+    def _vmap_by_loop(self, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.qualified_name}: vmap runs a loop over the batch, because there is no batching rule; register "
+                "one with def_vmap.",
+                stacklevel=2,
+            )
+        return super()._vmap_by_loop(size, axes, args)
+
+
+class CustomOp:
+    """A torch operator over pytrees, and its rules; made by `custom_op`.
+
+    Calling it is calling the function that it was made from: the reference on the CPU, a kernel of `def_kernel` on the
+    device that has one. Every rule is optional, and they may be added in any order. In what rules take, `inputs`,
+    `tangents` and `in_dims` are namedtuples whose fields are the names of the arguments.
+    """
+
+    def __init__(
+        self,
+        qualified_name: str,
+        function: Callable,
+        *,
+        differentiate: Literal["reference"] | None,
+        output_differentiability: Sequence[bool] | None,
+        materialize: bool,
+        mutates: Sequence[str],
+        tree_namespace: str,
+    ) -> None:
+        namespace, name = _split(qualified_name)
+        if differentiate not in (None, "reference"):
+            raise ValueError(f'{qualified_name}: differentiate must be None or "reference", got {differentiate!r}.')
+        self.qualified_name = qualified_name
+        self.__name__ = name
+        self.__doc__ = function.__doc__
+        self.__module__ = function.__module__
+        self.__wrapped__ = function
+        self._path = (function.__module__, function.__qualname__)
+        self._signature = Signature(qualified_name, function, mutates)
+        self._table = StructureTable(qualified_name, self._signature, tree_namespace)
+        self._rules = Rules(qualified_name, self._table, tree_namespace, materialize, output_differentiability)
+        self._rules.add("reference", function)
+        self.primitive = _TreePrimitive(namespace, name, self._rules, differentiate == "reference")
+        self.primitive.def_reference(self._rules.implementation("reference"))
+        if differentiate == "reference":
+            self.primitive.decompose_with(self._rules.differentiable("reference"))
+        self._overload = self.primitive.overload._op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator as the function is called."""
+        if _is_tracing():
+            from primitives.custom import _compiled
+
+            return _compiled.call(self.qualified_name, args, kwargs)
+        trees, static = self._signature.bind(args, kwargs)
+        leaves, structure = self._table.flatten(trees, static)
+        if structure.mutated:
+            check_targets(self.qualified_name, structure, leaves)
+            values = self._overload(leaves, structure.number)
+            write(structure, leaves, values[structure.num_outputs :])
+            return structure.output_tree(values)
+        return structure.output_tree(self._overload(leaves, structure.number))
+
+    def pure(self, *args: Any, **kwargs: Any) -> tuple:
+        """The pure form of an operator that updates arguments: nothing is written.
+
+        Returns:
+            The result, and the new value of each argument that `mutates` names, in its tree.
+
+        Raises:
+            MutationError: If the operator updates nothing.
+        """
+        if not self._signature.mutates:
+            raise MutationError(f"{self.qualified_name}: pure is for operators that update an argument; see mutates.")
+        if _is_tracing():
+            from primitives.custom import _compiled
+
+            return _compiled.call_pure(self.qualified_name, args, kwargs)
+        trees, static = self._signature.bind(args, kwargs)
+        leaves, structure = self._table.flatten(trees, static)
+        values = self._overload(leaves, structure.number)
+        return structure.output_tree(values), *structure.new_trees(values)
+
+    def __repr__(self) -> str:
+        return f"CustomOp({self.qualified_name})"
+
+    def __reduce__(self) -> tuple:
+        """Pickled by name: the module that defines the operator is imported again."""
+        return _load, (self.qualified_name, *self._path)
+
+    # Rules.
+
+    def def_kernel(self, device: str) -> Callable[[Callable], Callable]:
+        """Decorator for the implementation on `"cuda"` or `"cpu"`: a function with the signature of the reference."""
+        self.primitive.check_device("def_kernel", device)
+
+        def decorator(kernel: Callable) -> Callable:
+            kind = f"def_kernel({device!r})"
+            self._rules.add(kind, kernel)
+            self.primitive.def_kernel(device)(self._rules.implementation(kind))
+            return kernel
+
+        return decorator
+
+    def def_fake(self, rule: Callable) -> Callable:
+        """Decorator for a function with the signature of the reference, run on tensors without data.
+
+        It gives shapes, dtypes and strides of the results. By default the reference does.
+        """
+        self._rules.add("def_fake", rule)
+        self.primitive.def_fake(self._rules.implementation("def_fake"))
+        return rule
+
+    def def_save_for_backward(self, rule: Callable) -> Callable:
+        """Decorator for `(inputs, output) -> tree`: what `def_backward` gets as `saved`."""
+        self._rules.add("def_save_for_backward", rule)
+        self.primitive.def_vjp(self._rules.vjp)
+        return rule
+
+    def def_backward(self, rule: Callable) -> Callable:
+        """Decorator for `(ctx, saved, *cotangents) -> dict`: by argument name, a cotangent tree or `None`."""
+        self._rules.add("def_backward", rule)
+        self.primitive.def_vjp(self._rules.vjp)
+        return rule
+
+    def def_jvp(self, rule: Callable) -> Callable:
+        """Decorator for `(inputs, output, tangents) -> tree`: the tangent of the output."""
+        self._rules.add("def_jvp", rule)
+        self.primitive.def_jvp(self._rules.jvp)
+        return rule
+
+    def def_vmap(self, rule: Callable) -> Callable:
+        """Decorator for `(info, in_dims, inputs) -> (output, out_dims)`; without one, `vmap` is a loop."""
+        if self._signature.mutates:
+            raise MutationError(
+                f"{self.qualified_name}: an operator that updates arguments takes no def_vmap; vmap runs a loop."
+            )
+        self._rules.add("def_vmap", rule)
+        self.primitive.def_vmap(self._rules.vmap)
+        return rule
+
+    def def_autograd(self, rule: Callable) -> Callable:
+        """Decorator for a function with the signature of the reference that is differentiated in its place.
+
+        It wins over every other derivative rule. `below_autograd` calls what it stands for.
+        """
+        self._rules.add("def_autograd", rule)
+        self.primitive.def_autograd(self._rules.differentiable("def_autograd"))
+        return rule
+
+    def def_autocast(self, device: str) -> Callable[[Callable], Callable]:
+        """Decorator for `inputs -> inputs`: what autocast does on `"cuda"` or `"cpu"`, usually a cast."""
+        self.primitive.check_device("def_autocast", device)
+
+        def decorator(rule: Callable) -> Callable:
+            kind = f"def_autocast({device!r})"
+            self._rules.add(kind, rule)
+            self.primitive.def_autocast(device)(self._rules.autocast(kind))
+            return rule
+
+        return decorator
+
+    def below_autograd(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator below the level that is being differentiated, from inside `def_autograd`."""
+        with below_this_level():
+            return self(*args, **kwargs)
+
+
+def custom_op(
+    name: str,
+    *,
+    differentiate: Literal["reference"] | None = None,
+    output_differentiability: Sequence[bool] | None = None,
+    materialize: bool = True,
+    mutates: Sequence[str] = (),
+    tree_namespace: str = "",
+) -> Callable[[Callable], CustomOp]:
+    """Decorator that makes a torch operator of a plain-torch function of pytrees.
+
+    Args:
+        name: `"namespace::name"`; the operator is `torch.ops.namespace.name`.
+        differentiate: `"reference"` differentiates the function itself wherever a rule is missing; by default that
+            raises `MissingRuleError`.
+        output_differentiability: For each output whether it has derivatives. A tuple is several outputs, anything else
+            is one. By default everything floating or complex has.
+        materialize: Whether `def_backward` and `def_jvp` get zeros for absent cotangents and tangents (of floating
+            dtypes), or `None`.
+        mutates: Names of arguments that the function updates in place. The operator does not: it gets copies, whose new
+            values are written to the arguments after it, as constants to every derivative. `pure` returns them.
+        tree_namespace: optree namespace in which custom node types are looked up.
+
+    Returns:
+        The decorator, which returns a `CustomOp`. The function's positional arguments hold tensors, in any trees;
+        leaves that are no tensors, and the keyword-only arguments, are static: they must be hashable. The tree of
+        the result depends on trees and static arguments alone.
+
+    Raises:
+        ValueError: If `name` has no namespace, or the operator exists.
+        TypeError: If the function takes `*args` or `**kwargs`.
+    """
+
+    def decorator(function: Callable) -> CustomOp:
+        op = CustomOp(
+            name,
+            function,
+            differentiate=differentiate,
+            output_differentiability=output_differentiability,
+            materialize=materialize,
+            mutates=mutates,
+            tree_namespace=tree_namespace,
+        )
+        _operators[name] = op
+        return op
+
+    return decorator
+
+
+_operators: dict[str, CustomOp] = {}
+
+
+def find(qualified_name: str) -> CustomOp:
+    """The operator of that name."""
+    return _operators[qualified_name]
+
+
+def _split(qualified_name: str) -> tuple[str, str]:
+    namespace, separator, name = qualified_name.partition("::")
+    if not (separator and namespace.isidentifier() and name.isidentifier()):
+        raise ValueError(f'custom_op: the name must be "namespace::name", got {qualified_name!r}.')
+    if qualified_name in _operators or hasattr(getattr(torch.ops, namespace), name):
+        raise ValueError(f"custom_op: the operator {qualified_name} exists already.")
+    return namespace, name
+
+
+def _load(qualified_name: str, module: str, path: str) -> CustomOp:
+    """The operator of that name, whose module is imported if need be."""
+    if qualified_name not in _operators:
+        importlib.import_module(module)
+    try:
+        return _operators[qualified_name]
+    except KeyError:
+        raise ImportError(f"{qualified_name}: importing {module} did not define the operator ({path}).") from None

@@ -1,0 +1,121 @@
+"""What custom operators keep for their derivative rules: the layouts that core asks for, over trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import optree
+import torch
+
+from primitives.core.autograd import below_this_level, has_derivatives, is_transforming, tangents_possible
+from primitives.custom._mutation import without_written
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from primitives.custom._rules import Rules
+    from primitives.custom._structure import Structure
+
+
+class SavedTree:
+    """What def_save_for_backward returns: its tensors in autograd's care, the rest beside them."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+        """The tensors to save, and how to make the tree again."""
+        rules = self._rules
+        if not rules.complete:
+            rules.require_both()
+        (leaves, number), (flat_outputs,) = args, outputs
+        structure = rules.structures[number]
+        if is_transforming():
+            with below_this_level():
+                tree = self._save(structure, leaves, flat_outputs)
+        else:
+            tree = self._save(structure, leaves, flat_outputs)
+        treespec, template, places = None, None, ()
+        if type(tree) is tuple and all([isinstance(x, torch.Tensor) for x in tree]):  # noqa: C419 - no generator here: this is every call
+            tensors = list(tree)
+        else:
+            template, treespec = optree.tree_flatten(cast("Any", tree), namespace=rules.namespace)
+            places = [i for i, leaf in enumerate(template) if isinstance(leaf, torch.Tensor)]
+            tensors = [template[i] for i in places]
+            for i in places:
+                template[i] = None
+        num_saved = len(tensors)
+        tensors = without_written(structure, leaves, tensors)
+        leaves = without_written(structure, leaves, leaves)
+        # What the rule computed is a function of the inputs that autograd has not seen: a derivative of higher order
+        # computes it again, from inputs and outputs that it has seen.
+        known = {id(x) for x in leaves}
+        for x in tensors:
+            if id(x) not in known and has_derivatives(x.dtype) and not any(x is y for y in flat_outputs):
+                tensors += [*leaves, *flat_outputs]
+                break
+        input_metas = [(x.shape, x.dtype, x.device) for x in leaves]
+        # The cotangent of a single output is never absent.
+        output_metas = None if structure.single_output else [(x.shape, x.dtype, x.device) for x in flat_outputs]
+        return tensors, (structure, treespec, template, places, num_saved, input_metas, output_metas)
+
+    def unpack(self, tensors: Sequence[Any], static: tuple) -> tuple:
+        """The structure, the tree, and what cotangents must be like."""
+        structure, treespec, template, places, num_saved, input_metas, output_metas = static
+        if len(tensors) > num_saved and (torch.is_grad_enabled() or tangents_possible()):
+            middle = num_saved + structure.num_tensors
+            tree = self._save(structure, tensors[num_saved:middle], tensors[middle:])
+        elif treespec is None:
+            tree = tuple(tensors[:num_saved])
+        else:
+            leaves = list(template)
+            for place, x in zip(places, tensors, strict=False):
+                leaves[place] = x
+            tree = optree.tree_unflatten(treespec, leaves)
+        return structure, tree, input_metas, output_metas
+
+    def _save(self, structure: Structure, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        return self._rules.given["def_save_for_backward"](structure.inputs(leaves), structure.output_tree(outputs))
+
+
+class FlatInputs(NamedTuple):
+    """The arguments of the operator under a custom operator."""
+
+    leaves: list[Tensor]
+    structure: int
+
+
+class Inputs:
+    """What the reference takes that is differentiated in the place of a missing vjp rule."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+        """The tensors to save, and the number of the structure."""
+        leaves, number = args
+        return without_written(self._rules.structures[number], leaves, leaves), (number,)
+
+    def unpack(self, tensors: Sequence[Any], static: tuple) -> FlatInputs:
+        """The arguments."""
+        return FlatInputs(list(tensors), *static)
+
+
+class InputsAndOutputs:
+    """What a jvp rule takes: everything."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+        """The tensors to save, and the structure."""
+        (leaves, number), (flat_outputs,) = args, outputs
+        return [*leaves, *flat_outputs], (self._rules.structures[number],)
+
+    def unpack(self, tensors: Sequence[Any], static: tuple) -> tuple:
+        """The structure, the tensors of the inputs, and those of the outputs."""
+        (structure,) = static
+        count = structure.num_tensors
+        return structure, list(tensors[:count]), list(tensors[count:])

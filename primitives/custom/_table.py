@@ -1,0 +1,154 @@
+"""The structures of an operator, interned: equal ones are one, and each has a number."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
+import torch
+
+from primitives.core.errors import LeafError, TreeError
+from primitives.core.structure import key_path
+from primitives.custom._structure import Signature, Structure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A static argument that changes with every call makes a structure, and a compiled graph, for every call.
+MANY_STRUCTURES = 1000
+
+_SYMBOLIC: tuple[tuple[type, Any], ...] = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
+
+
+class _ByNumber(dict):
+    """Structures by number; asking for an unknown one raises."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __missing__(self, number: int) -> Structure:
+        raise TreeError(
+            f"{self._name}: structure {number} is unknown in this process. A graph that was exported in another one "
+            "needs one call of the operator with the same trees and static arguments first."
+        )
+
+
+class StructureTable:
+    """The structures of one operator, by number and by content.
+
+    Attributes:
+        by_number: The structures by number; an unknown number raises `TreeError`.
+    """
+
+    def __init__(self, name: str, signature: Signature, namespace: str) -> None:
+        self._name = name
+        self._signature = signature
+        self._namespace = namespace
+        self.by_number: dict[int, Structure] = _ByNumber(name)
+        self._by_content: dict[Any, Structure] = {}
+        self._lock = threading.Lock()
+
+    def flatten(self, args: tuple, static: dict[str, Any]) -> tuple[list[Tensor], Structure]:
+        """The tensors of a call, and its structure."""
+        if static:
+            static = {name: _settled(value) for name, value in static.items()}
+        static_key = tuple(map(_content, static.values())) if static else ()
+        try:
+            for arg in args:
+                if not isinstance(arg, torch.Tensor):
+                    break
+            else:
+                # No tree at all: as cheap as it can be.
+                structure = self._by_content.get((len(args), static_key))
+                if structure is not None:
+                    return list(args), structure
+            leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
+            tensors = [cast("Tensor", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            other_key = () if len(tensors) == len(leaves) else tuple(map(_content_or_tensor, leaves))
+            key = (treespec, other_key, static_key)
+            structure = self._by_content.get(key)
+        except TypeError:
+            self._refuse_unhashable(args, static)
+            raise
+        return tensors, structure or self._intern(args, treespec, leaves, static, key)
+
+    def _intern(self, args: tuple, treespec: Any, leaves: list, static: dict, key: Any) -> Structure:
+        template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if None not in template:
+            raise LeafError(f"{self._name}: the positional arguments must hold a tensor, got none.")
+        for name, value in static.items():
+            if any(isinstance(leaf, torch.Tensor) for leaf in optree.tree_leaves(value)):
+                raise LeafError(
+                    f"{self._name}: {name} is keyword-only, hence static, and must hold no tensor; make it a "
+                    "positional argument of the function."
+                )
+        # The same in every process, as far as the values print alike: an exported graph may be run elsewhere.
+        content = repr((str(treespec), key[1], key[2])).encode()
+        number = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+        with self._lock:
+            if key in self._by_content:
+                return self._by_content[key]
+            while number in self.by_number:
+                number += 1
+            structure = Structure(self._signature, number, treespec, template, static)
+            self.by_number[number] = structure
+            self._by_content[key] = structure
+            if all(isinstance(arg, torch.Tensor) for arg in args):
+                self._by_content[(len(args), key[2])] = structure
+            count = len(self.by_number)
+        if count == MANY_STRUCTURES:
+            warnings.warn(
+                f"{self._name}: called with {count} different structures. A number that changes from call to call is "
+                "better passed as a tensor: every value of a static argument is kept, and compiled for itself.",
+                stacklevel=4,
+            )
+        return structure
+
+    def _refuse_unhashable(self, args: tuple, static: dict[str, Any]) -> None:
+        """Raise for the first value that is not hashable."""
+        leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
+        named = [(f"static argument {name}", value) for name, value in static.items()]
+        accessors = treespec.accessors()
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                path = key_path(optree.PyTreeAccessor(accessor[1:]), self._signature.positional[accessor[0].entry])
+                named.append((path, leaf))
+        for label, value in named:
+            if not _is_hashable(value):
+                raise LeafError(
+                    f"{self._name}: {label} must be hashable, as everything but tensors, got {type(value).__name__}; "
+                    "pass a tuple, or register its class with optree if it holds tensors."
+                )
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _settled(value: Any) -> Any:
+    """A compiler's symbolic number as the number it stands for; the compiler then guards it."""
+    for symbolic, number in _SYMBOLIC:
+        if isinstance(value, symbolic):
+            return number(value)
+    return value
+
+
+def _content(value: Any) -> Any:
+    """A key that tells apart what Python's equality does not: 1, 1.0 and True, 0.0 and -0.0; and NaN equals NaN."""
+    if type(value) is float:
+        return (float, value.hex())
+    if type(value) is tuple:
+        return (tuple, *map(_content, value))
+    return (type(value), value)
+
+
+def _content_or_tensor(leaf: Any) -> Any:
+    return None if isinstance(leaf, torch.Tensor) else _content(leaf)
