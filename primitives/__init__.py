@@ -5,7 +5,7 @@ changes the modules of an existing model. Importing this package imports no Trit
 call.
 """
 
-from primitives import autograd, decompositions, func, functional, nn
+from primitives import autograd, decompositions, func, functional, nn, testing
 from primitives._version import __version__
 from primitives.core import (
     AxisError,
@@ -38,5 +38,6 @@ __all__ = [
     "func",
     "functional",
     "nn",
+    "testing",
     "use_backend",
 ]

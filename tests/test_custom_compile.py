@@ -149,3 +149,27 @@ def test_export(tmp_path):
     torch.export.save(program, tmp_path / "net.pt2")
     longer = torch.cat([x, x + 1])
     assert_close(torch.export.load(tmp_path / "net.pt2").module()(longer), net(longer))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs():
+    """Forward and backward are captured once and replayed for other data."""
+    weight, bias, x = [value.cuda().requires_grad_() for value in arguments()]
+
+    def step():
+        return torch.autograd.grad(with_dict(affine, weight, bias, x).sum(), (weight, x))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        x.add_(1)
+    graph.replay()
+    for got, want in zip(results, step(), strict=True):
+        assert_close(got, want)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.op_cases import CASES
-from tests.properties import alone_and_together, check_fake, check_vmap_of_call
+from tests.properties import alone_and_together, check_fake, check_vmap_of_call, recorded_calls
 from tests.second_order import check_second_order, fullest, second_order_calls
 from tests.support import dtype_id, subsets
 
@@ -99,3 +99,24 @@ def test_unwanted_outputs_are_empty(case, device):
                     torch.testing.assert_close(got, want, msg=lambda text, i=i, mask=mask: f"{mask}, {i}: {text}")
                 else:
                     assert got.numel() == 0, f"{call}, wanted {mask}: output {i}"
+
+
+@with_primitives
+def test_cotangents_of_unwanted_outputs_mean_nothing(case, device):
+    """A backward primitive's stand-in for an output that nobody asked for takes part in no derivative."""
+    inputs = case.inputs(case.small, torch.float64, device)
+    names = case.perturbable(case.small)
+    for call in recorded_calls(case, case.small, inputs):
+        if call.overload is not case.bwd.overload or "wanted" not in call.names or len(names) == 1:
+            continue
+        args = [a.clone().requires_grad_() if i == call.names.index("x") else a for i, a in enumerate(call.args)]
+        outputs, mask = call.outputs(args), call.argument("wanted")
+        bars = [torch.ones_like(out) for out in outputs]
+        (everything,) = torch.autograd.grad(
+            outputs, args[call.names.index("x")], bars, retain_graph=True, allow_unused=True
+        )
+        chosen = [i for i, want in enumerate(mask) if want]
+        (expected,) = torch.autograd.grad(
+            [outputs[i] for i in chosen], args[call.names.index("x")], [bars[i] for i in chosen], allow_unused=True
+        )
+        assert torch.equal(everything, expected) if expected is not None else not everything.any()

@@ -24,7 +24,9 @@ def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) 
     active = [i for i, want in enumerate(flatten(mask, lists)[0]) if want]
     places = range(len(cotangents[0])) if op.returns_list else map(op.output_names.index, cotangents._fields)
     bars = zip(places, cotangents[0] if op.returns_list else cotangents, strict=True)
-    given = {place: bar for place, bar in bars if bar is not None}
+    given = {place: _alive(bar) for place, bar in bars if bar is not None}
+    # A pullback may run after its level has ended: what it saved is then wrapped for a level that another one takes.
+    args = [_alive(arg) for arg in args]
 
     def function(*values: Any) -> tuple:
         substituted = list(args)
@@ -40,6 +42,10 @@ def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) 
         result[i] = bar
     by_name = dict(zip(op.argument_names, regroup(result, lengths), strict=True))
     return {name: by_name[name] for name in op.tensor_arguments}
+
+
+def _alive(value: Any) -> Any:
+    return torch._C._functorch.unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value  # type: ignore[attr-defined] - no stub
 
 
 def vmap_by_loop(op: Primitive, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:

@@ -151,10 +151,8 @@ def is_like(value: Any, meta: Meta) -> bool:
     """Whether `value` is a floating tensor with that shape, dtype and device."""
     return (
         isinstance(value, torch.Tensor)
-        and value.shape == meta[0]
-        and value.dtype == meta[1]
-        and value.device == meta[2]
-        and has_derivatives(meta[1])
+        and (value.shape, value.dtype, value.device) == meta
+        and (meta[1].is_floating_point or meta[1].is_complex)
     )
 
 

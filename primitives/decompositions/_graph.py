@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
 
 from primitives.core.decomposition import get_decomposition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["decomposition_graph"]
 
@@ -24,19 +28,63 @@ def _layout(leaf: Any) -> Any:
     return type(leaf).__name__, repr(leaf)
 
 
-def decomposition_graph(op: Any, *example_args: Any, for_jvp: bool = False) -> torch.fx.GraphModule:
+@contextlib.contextmanager
+def _outside_everything() -> Iterator[None]:
+    """No transform, no mode and no autocast: what is traced here is the same wherever it is asked for."""
+    with contextlib.ExitStack() as stack:
+        for guard in (
+            temporarily_clear_interpreter_stack,
+            _disable_current_modes,
+            torch._C.DisableTorchFunction,
+            torch._C._DisableAutocast,
+            lambda: torch.inference_mode(False),
+            torch.enable_grad,
+        ):
+            stack.enter_context(guard())
+        yield
+
+
+def _trace(decomposition: Callable, example_args: tuple, example_kwargs: dict[str, Any]) -> torch.fx.GraphModule:
+    names = list(example_kwargs)
+
+    def function(*args: Any) -> Any:
+        split = len(args) - len(names)
+        return decomposition(*args[:split], **dict(zip(names, args[split:], strict=True)))
+
+    def blank(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    with FakeTensorMode():
+        # Only layouts matter, so tensors of a transform and of a mode will do as examples.
+        blanks = tree_map(blank, (*example_args, *example_kwargs.values()))
+    return make_fx(function, tracing_mode="fake")(*blanks)
+
+
+def _copied(source: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(source.graph, {}))
+    graph.set_codegen(source.graph._codegen)
+    return torch.fx.GraphModule(source, graph)
+
+
+def decomposition_graph(
+    op: Any, *example_args: Any, for_jvp: bool = False, **example_kwargs: Any
+) -> torch.fx.GraphModule:
     """The decomposition of `op` as an FX graph of ATen operators.
 
     It is traced once for each layout of the tensors and each value of the other arguments, with fake tensors: nothing
-    is computed and no memory is used.
+    is computed and no memory is used. Transforms and modes around the call have no part in it.
 
     Args:
         op: What `get_decomposition` takes.
         *example_args: Arguments of the operator, in the order of its schema.
         for_jvp: Whether to look in the table for forward mode first.
+        **example_kwargs: Arguments of the operator by name. The graph takes them by position, after the others.
 
     Returns:
-        The graph; call it with arguments like the examples, read it as `.code` or `.graph`.
+        The graph, the caller's own; call it with arguments like the examples, read it as `.code` or `.graph`.
 
     Raises:
         MissingRuleError: If there is no decomposition.
@@ -50,9 +98,11 @@ def decomposition_graph(op: Any, *example_args: Any, for_jvp: bool = False) -> t
         tensor(3.)
     """
     decomposition = get_decomposition(op, for_jvp=for_jvp)
-    key = (op, for_jvp, str(tree_structure(example_args)), *[_layout(leaf) for leaf in tree_leaves(example_args)])
-    cached = _graphs.get(key)
-    # A table may have been given another decomposition since.
-    if cached is None or cached[0] is not decomposition:
-        cached = _graphs[key] = (decomposition, make_fx(decomposition, tracing_mode="fake")(*example_args))
-    return cached[1]
+    leaves, structure = tree_flatten((example_args, example_kwargs))
+    key = (op, for_jvp, str(structure), *map(_layout, leaves))
+    with _outside_everything():
+        cached = _graphs.get(key)
+        # A table may have been given another decomposition since.
+        if cached is None or cached[0] is not decomposition:
+            cached = _graphs[key] = (decomposition, _trace(decomposition, example_args, example_kwargs))
+    return _copied(cached[1])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.decomposition import register_decomposition
+from primitives.core.decomposition import decomposition_table, register_decomposition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +25,19 @@ def trace(self: Tensor) -> Tensor:
     return self.diagonal().sum()
 
 
-@register_decomposition(aten.log_sigmoid_forward.default)
+@register_decomposition(aten.log_sigmoid_forward)
 def log_sigmoid_forward(self: Tensor) -> tuple[Tensor, Tensor]:
     """`log(sigmoid(x)) = min(x, 0) - log(1 + exp(-|x|))`, and the buffer `exp(-|x|)` (empty on CUDA, as in ATen)."""
     # |x| by sign of x, so that the derivative at 0 is that of the formula from both sides: 1/2.
     small = torch.exp(torch.where(self < 0, self, -self))
     output = torch.where(self < 0, self, torch.zeros_like(self)) - torch.log1p(small)
     return output, self.new_zeros(0) if self.is_cuda else small
+
+
+@register_decomposition(aten.log_sigmoid)
+def log_sigmoid(self: Tensor) -> Tensor:
+    """The output of `log_sigmoid_forward`."""
+    return decomposition_table[aten.log_sigmoid_forward.default](self)[0]
 
 
 def _nll_backward(
@@ -46,7 +52,8 @@ def _nll_backward(
     axis = 0 if self.dim() < 2 else 1
     if reduction == REDUCTION_MEAN:
         grad_output = grad_output / total_weight
-    target = target.unsqueeze(axis)
+    # Labels may be uint8, which neither holds a negative ignore_index nor indexes.
+    target = target.to(torch.int64).unsqueeze(axis)
     kept = target != ignore_index
     index = torch.where(kept, target, 0)
     picked = torch.zeros_like(self).scatter(axis, index, -1.0)

@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._C import _functorch  # type: ignore[attr-defined]
+from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from primitives.core.decomposition import decomposition_table, get_decomposition, overloads_of
-from primitives.core.write_back import write_back
-from primitives.decompositions._norms import constant_p
+from primitives.core.decomposition import (
+    decomposition_table,
+    decomposition_table_for_jvp,
+    registered_overloads,
+    signatures_by_callable,
+)
+from primitives.decompositions._norms import COMPONENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch._ops import OpOverload
 
 __all__ = ["differentiate_through"]
 
@@ -23,17 +30,18 @@ aten = torch.ops.aten
 
 
 def _layer_norm(
+    decomposition: Callable,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enable: bool = True,
 ) -> Tensor:
-    return get_decomposition(aten.native_layer_norm.default)(input, normalized_shape, weight, bias, eps)[0]
+    return decomposition(input, normalized_shape, weight, bias, eps)
 
 
 def _batch_norm(
+    decomposition: Callable,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -43,17 +51,15 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    running = running_mean, running_var
-    if running_mean is None or running_var is None:
-        running = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
-    decomposition = get_decomposition(aten._native_batch_norm_legit_functional.default)
-    y, _, _, new_mean, new_var = decomposition(input, weight, bias, *running, training, momentum, eps)
-    if training and running_mean is not None and running_var is not None:
-        write_back([running_mean, running_var], [constant_p(new_mean), constant_p(new_var)])
-    return y
+    if training:
+        functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
+    if eps < 0.0 or (training and eps == 0.0):
+        raise ValueError(f"batch_norm: eps must be positive in training and must not be negative, got {eps}.")
+    return decomposition(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
 
 
 def _instance_norm(
+    decomposition: Callable,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -63,44 +69,70 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm in which every channel of every sample is a channel of its own."""
-    if not use_input_stats:
-        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    samples, channels = input.shape[:2]
-    mean, var, scale, shift = (
-        None if p is None else p.repeat(samples) for p in (running_mean, running_var, weight, bias)
-    )
-    flat = input.reshape(1, samples * channels, *input.shape[2:])
-    y = _batch_norm(flat, mean, var, scale, shift, True, momentum, eps)
-    if running_mean is not None and running_var is not None:
-        means = [constant_p(p.reshape(samples, channels).mean(0)) for p in (mean, var) if p is not None]
-        write_back([running_mean, running_var], means)
-    return y.reshape(input.shape)
+    if use_input_stats:
+        functional._verify_spatial_size(input.size())  # type: ignore[attr-defined]
+    return decomposition(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, False)
 
 
-# Python entry points, each with the operator whose decomposition it runs.
-_ENTRY_POINTS: dict[Callable, tuple[OpOverload, Callable]] = {
-    torch.nn.functional.layer_norm: (aten.native_layer_norm.default, _layer_norm),
-    torch.layer_norm: (aten.native_layer_norm.default, _layer_norm),
-    torch.nn.functional.batch_norm: (aten._native_batch_norm_legit_functional.default, _batch_norm),
-    torch.nn.functional.instance_norm: (aten._native_batch_norm_legit_functional.default, _instance_norm),
+# Functions written in Python hide the operator that they call: what they check before it, and the operator.
+_WRAPPERS: dict[Callable, tuple[OpOverload, Callable]] = {
+    functional.layer_norm: (aten.layer_norm.default, _layer_norm),
+    functional.batch_norm: (aten.batch_norm.default, _batch_norm),
+    functional.instance_norm: (aten.instance_norm.default, _instance_norm),
 }
+
+
+def _jvp_level_exists() -> bool:
+    stack = _functorch.get_interpreter_stack() or []
+    return any(interpreter.key() == _functorch.TransformType.Jvp for interpreter in stack)
+
+
+# What torch.compiler.assume_constant_result does; calling it would import the compiler together with this package.
+_jvp_level_exists._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_tangent(value: Any, levels: Sequence[Any]) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, (list, tuple)) and any(_has_tangent(entry, levels) for entry in value)
+    while _functorch.is_functorch_wrapped_tensor(value):
+        level = _functorch.maybe_get_level(value)
+        if 0 < level <= len(levels) and levels[level - 1].key() == _functorch.TransformType.Jvp:
+            return True
+        value = _functorch.get_unwrapped(value)
+    if forward_ad._current_level < 0:
+        return False
+    with torch._C._DisableFuncTorch():
+        return torch._VF._unpack_dual(value, level=0)[1] is not None  # type: ignore[attr-defined]
+
+
+def _forward_mode(args: tuple, kwargs: dict) -> bool:
+    """Whether any argument carries a tangent at any level; while a compiler traces, whether there is such a level."""
+    if torch.compiler.is_compiling():
+        return _jvp_level_exists()
+    levels = _functorch.get_interpreter_stack() or []
+    return any(_has_tangent(value, levels) for value in (*args, *kwargs.values()))
 
 
 class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context manager in which plain torch code runs, and is differentiated, through decompositions.
 
-    `torch.nn.functional.layer_norm`, `batch_norm` and `instance_norm`, the modules that call them, and every ATen
-    operator of the tables that is called as `torch.ops.aten.<op>` are replaced by their decompositions. What was
-    computed inside is right at every order, in forward and reverse mode, also when it is differentiated after the
-    context has ended.
+    Every operator of the tables is replaced by its decomposition, by whatever name Python calls it:
+    `torch.nn.functional.layer_norm`, `batch_norm` and `instance_norm` and the modules that call them, functions of
+    `torch`, methods of tensors, and `torch.ops.<namespace>.<op>` with its overloads. What was computed inside is right
+    at every order, in forward and reverse mode, also when it is differentiated after the context has ended. Where an
+    argument carries a tangent, `decomposition_table_for_jvp` comes first.
+
+    Arguments that torch refuses are refused with an error of the same type, before running statistics are written.
+    TorchScript is out of reach: a scripted module or function calls operators without asking Python. A function
+    that is run again outside, as by `torch.utils.checkpoint`, has to enter the context there too: pass
+    `context_fn=lambda: (contextlib.nullcontext(), differentiate_through())`.
 
     Args:
         *ops: Operators to replace: what `register_decomposition` takes. None given means every operator that has a
             decomposition when it is called.
 
     Raises:
-        MissingRuleError: If one of `ops` has no decomposition.
+        MissingRuleError: If one of `ops` has no decomposition in either table.
 
     Example:
         >>> import torch, primitives as pr
@@ -121,24 +153,34 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
         super().__init__()
         self._only: set[OpOverload] | None = None
         if ops:
-            for op in ops:
-                get_decomposition(op)
-            self._only = {overload for overload in overloads_of(list(ops)) if overload in decomposition_table}
+            self._only = set(registered_overloads(ops, "differentiate_through"))
+            for composite, components in COMPONENTS.items():
+                if any(component in self._only for component in components):
+                    self._only.add(composite)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Replace `func` by its decomposition, if it has one here."""
         kwargs = kwargs or {}
-        if func in _ENTRY_POINTS:
-            op, replacement = _ENTRY_POINTS[func]
-            return (replacement if self._applies(op) else func)(*args, **kwargs)
-        if isinstance(func, OpOverloadPacket):
-            # torch chooses the overload by the arguments; only the functional one is replaced.
-            func_overload = getattr(func, "default", None) if not any("out" in name for name in kwargs) else None
-        else:
-            func_overload = func if isinstance(func, OpOverload) else None
-        if func_overload is not None and self._applies(func_overload):
-            return decomposition_table[func_overload](*args, **kwargs)
-        return func(*args, **kwargs)
+        if func in _WRAPPERS:
+            op, wrapper = _WRAPPERS[func]
+            decomposition = self._decomposition(op, args, kwargs)
+            return func(*args, **kwargs) if decomposition is None else wrapper(decomposition, *args, **kwargs)
+        signatures = signatures_by_callable.get(func)
+        if signatures is None:
+            return func(*args, **kwargs)
+        names = kwargs
+        if "input" in kwargs and "self" in signatures[0].positional:
+            # What schemas call self, functions of torch call input.
+            names = {"self" if name == "input" else name: value for name, value in kwargs.items()}
+        meant = [signature for signature in signatures if signature.accepts(args, names)]
+        if len(meant) > 1:
+            meant = [signature for signature in meant if not signature.takes_tensor_as_number(args, names)]
+        decomposition = self._decomposition(meant[0].overload, args, kwargs) if meant else None
+        return func(*args, **kwargs) if decomposition is None else decomposition(*args, **names)
 
-    def _applies(self, op: OpOverload) -> bool:
-        return op in decomposition_table and (self._only is None or op in self._only)
+    def _decomposition(self, op: OpOverload, args: tuple, kwargs: dict) -> Callable | None:
+        if self._only is not None and op not in self._only:
+            return None
+        if op in decomposition_table_for_jvp and _forward_mode(args, kwargs):
+            return decomposition_table_for_jvp[op]
+        return decomposition_table.get(op)

@@ -1,117 +1,174 @@
-"""Decompositions of ATen's normalizations and of their backward operators.
+"""Decompositions of ATen's normalizations, under every name that ATen has for them.
 
-ATen hands mean and reciprocal standard deviation from the forward to the backward operator, and differentiates the
-backward as if they were constants. Here they are taken from the input again, so that derivatives reach it.
+ATen returns mean and reciprocal standard deviation, and its derivative rules take them for constants in second and
+higher derivatives. Here they are plain functions of the input.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from primitives.core.decomposition import register_decomposition
-from primitives.core.primitive import Primitive
+from primitives.core.decomposition import decomposition_table, register_decomposition
+from primitives.core.write_back import write_back
+from primitives.decompositions._norm_checks import check_batch_norm, check_instance_norm, check_layer_norm
+from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments, saved_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from torch._ops import OpOverload
+
+__all__ = ["COMPONENTS"]
 
 aten = torch.ops.aten
 
-# A value that no mode differentiates: Tensor.detach stops reverse mode alone.
-constant_p = Primitive(
-    "constant", "(Tensor x) -> Tensor value", state=("value",), namespace="primitives_decompositions"
-)
-constant_p.def_reference(lambda x: x.clone())
-constant_p.def_vjp(lambda residuals, cotangents, wanted: {})
-constant_p.def_jvp(lambda residuals, tangents: ())
-constant_p.def_vmap(lambda batch, primals: (constant_p(primals.x), batch.axes.x))
 
-
-def _accumulated(x: Tensor) -> Tensor:
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-
-
-def _moments(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
-    mean = x.mean(axes, keepdim=True)
-    return mean, (x - mean).square().mean(axes, keepdim=True)
-
-
-def _projected(v: Tensor, x_hat: Tensor, rstd: Tensor, axes: list[int]) -> Tensor:
-    return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
-
-
-@register_decomposition(aten.native_layer_norm.default)
+@register_decomposition(aten.native_layer_norm)
 def native_layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm over the last axes: y, and mean and rstd with those axes kept as 1."""
+    check_layer_norm("layer_norm", input, normalized_shape, weight, bias)
     axes = list(range(-len(normalized_shape), 0))
-    x = _accumulated(input)
-    mean, variance = _moments(x, axes)
+    x = accumulated(input)
+    mean, variance = moments(x, axes)
+    if x.numel() == 0:
+        # ATen has a mean of 0 for a row without elements, and NaN for its rstd.
+        mean = torch.zeros_like(mean)
     rstd = (variance + eps).rsqrt()
     y = (x - mean) * rstd
     if weight is not None:
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y.to(input.dtype), mean, rstd
+    dtype = saved_dtype(input, weight, bias)
+    return y.to(input.dtype), mean.to(dtype), rstd.to(dtype)
 
 
-@register_decomposition(aten.native_layer_norm_backward.default)
-def native_layer_norm_backward(
-    grad_out: Tensor,
+@register_decomposition(aten.layer_norm)
+def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """Layer norm over the last axes."""
+    return decomposition_table[aten.native_layer_norm.default](input, normalized_shape, weight, bias, eps)[0]
+
+
+class _Normalized(NamedTuple):
+    """What a batch norm computes; the running statistics are `None` where there are none."""
+
+    y: Tensor
+    mean: Tensor
+    rstd: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+    def write(self, running_mean: Tensor | None, running_var: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the new running statistics in place, as the last thing that can fail."""
+        if running_mean is not None and running_var is not None and self.running_mean is not None:
+            write_back([running_mean, running_var], [constant_p(self.running_mean), constant_p(self.running_var)])
+        return self.y, self.mean, self.rstd
+
+
+def _normalize(
+    caller: str,
+    input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Cotangents of input, weight and bias of a layer norm; what the mask leaves out, or is not there, is `None`."""
-    axes = list(range(-len(normalized_shape), 0))
-    rows = list(range(input.dim() - len(normalized_shape)))
-    x, y_bar = _accumulated(input), _accumulated(grad_out)
-    if x.numel() == 0:
-        return _zeros(input, weight, bias, output_mask)
-    mean, variance = _moments(x, axes)
-    # ATen does not pass eps on. It is what separates the variance from 1 / rstd**2, and no function of the input.
-    eps = constant_p(rstd.to(x.dtype).pow(-2) - variance)
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> _Normalized:
+    check_batch_norm(caller, input, weight, bias, running_mean, running_var, training)
+    if training and input.numel() == 0:
+        raise RuntimeError(f"{caller}: input must have at least one element in training, got {list(input.shape)}.")
+    x, shape = accumulated(input), channel_shape(input)
+    new_mean, new_var = running_mean, running_var
+    if training or running_mean is None or running_var is None:
+        mean, variance = moments(x, [0, *range(2, input.dim())])
+        if running_mean is not None and running_var is not None:
+            count = x.numel() // x.shape[1]
+            # A single value has no unbiased variance: 0 / 0, as in torch.
+            unbiased = variance.flatten() * count / (count - 1)
+            new_mean = (momentum * mean.flatten() + (1 - momentum) * running_mean).to(running_mean.dtype)
+            new_var = (momentum * unbiased + (1 - momentum) * running_var).to(running_var.dtype)
+    else:
+        mean, variance = (accumulated(v).reshape(shape) for v in (running_mean, running_var))
     rstd = (variance + eps).rsqrt()
-    x_hat = (x - mean) * rstd
-    x_bar = weight_bar = bias_bar = None
-    if output_mask[0]:
-        x_bar = _projected(y_bar if weight is None else y_bar * weight, x_hat, rstd, axes).to(input.dtype)
-    if output_mask[1] and weight is not None:
-        weight_bar = _sum(y_bar * x_hat, rows).to(weight.dtype)
-    if output_mask[2] and bias is not None:
-        bias_bar = _sum(y_bar, rows).to(bias.dtype)
-    return x_bar, weight_bar, bias_bar
+    y = (x - mean) * rstd
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    dtype = saved_dtype(input, weight, bias, running_mean, running_var)
+    saved = [v.flatten().to(dtype) if training else x.new_zeros(0, dtype=dtype) for v in (mean, rstd)]
+    return _Normalized(y.to(input.dtype), saved[0], saved[1], new_mean, new_var)
 
 
-def _sum(v: Tensor, axes: list[int]) -> Tensor:
-    # An empty list of axes means all of them to torch.
-    return v.sum(axes) if axes else v
+@register_decomposition(aten.native_batch_norm)
+def native_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm that writes the running statistics in training: y, mean, rstd."""
+    args = input, weight, bias, running_mean, running_var, training, momentum, eps
+    result = _normalize("native_batch_norm", *args)
+    return result.write(running_mean, running_var) if training else result[:3]
 
 
-def _zeros(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    zeros = [
-        torch.zeros_like(value) if wanted and value is not None else None
-        for value, wanted in zip((x, weight, bias), output_mask, strict=True)
-    ]
-    return zeros[0], zeros[1], zeros[2]
+@register_decomposition([aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.out])
+def native_batch_norm_legit(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`native_batch_norm` with running statistics."""
+    return native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
-def _channel_shape(x: Tensor) -> list[int]:
-    return [1, x.shape[1], *[1] * (x.dim() - 2)]
+@register_decomposition([aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit.no_stats_out])
+def native_batch_norm_no_stats(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`native_batch_norm` without running statistics."""
+    return native_batch_norm(input, weight, bias, None, None, training, momentum, eps)
 
 
-@register_decomposition(aten._native_batch_norm_legit_functional.default)
+@register_decomposition(aten._native_batch_norm_legit_no_training)
+def native_batch_norm_no_training(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`native_batch_norm` in evaluation mode."""
+    return native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
+
+
+@register_decomposition(aten._native_batch_norm_legit_functional)
 def native_batch_norm_functional(
     input: Tensor,
     weight: Tensor | None,
@@ -121,120 +178,170 @@ def native_batch_norm_functional(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Batch norm that returns new running statistics: y, mean, rstd, running mean, running variance."""
-    axes = [0, *range(2, input.dim())]
-    x = _accumulated(input)
-    if training:
-        mean, variance = _moments(x, axes)
-        count = max(x.numel() // max(x.shape[1], 1), 1)
-        running_mean = (momentum * mean.flatten() + (1 - momentum) * running_mean).to(running_mean.dtype)
-        unbiased = variance.flatten() * (count / max(count - 1, 1))
-        running_var = (momentum * unbiased + (1 - momentum) * running_var).to(running_var.dtype)
-    else:
-        mean, variance = (_accumulated(v).reshape(_channel_shape(x)) for v in (running_mean, running_var))
-    rstd = (variance + eps).rsqrt()
-    y = (x - mean) * rstd
-    if weight is not None:
-        y = y * weight.reshape(_channel_shape(x))
-    if bias is not None:
-        y = y + bias.reshape(_channel_shape(x))
-    saved = (mean.flatten(), rstd.flatten()) if training else (x.new_zeros(0), x.new_zeros(0))
-    return y.to(input.dtype), *saved, running_mean, running_var
+    args = input, weight, bias, running_mean, running_var, training, momentum, eps
+    return tuple(_normalize("native_batch_norm", *args))
 
 
-@register_decomposition(aten.native_batch_norm_backward.default)
-def native_batch_norm_backward(
-    grad_out: Tensor,
+def _reserve(x: Tensor) -> Tensor:
+    return x.new_zeros(0, dtype=torch.uint8)
+
+
+@register_decomposition(aten._batch_norm_with_update)
+def batch_norm_with_update(
     input: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm in training that writes the running statistics: y, mean, rstd, nothing reserved."""
+    return *native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps), _reserve(input)
+
+
+@register_decomposition(aten._batch_norm_with_update_functional)
+def batch_norm_with_update_functional(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    """Batch norm in training: y, mean, rstd, nothing reserved, running mean, running variance."""
+    result = native_batch_norm_functional(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return *result[:3], _reserve(input), *result[3:]
+
+
+@register_decomposition(aten._batch_norm_no_update)
+def batch_norm_no_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_invstd: Tensor | None,
-    train: bool,
+    momentum: float,
     eps: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Cotangents of input, weight and bias of a batch norm; what the mask leaves out is `None`.
+) -> tuple[Tensor, ...]:
+    """Batch norm in evaluation mode: y, two empty statistics, nothing reserved."""
+    return *native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps), _reserve(input)
 
-    Weight and bias have the shape `[C]`; ATen gives bias its cotangent even where there is no weight.
+
+@register_decomposition(aten.cudnn_batch_norm)
+def cudnn_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    exponential_average_factor: float,
+    epsilon: float,
+) -> tuple[Tensor, ...]:
+    """Batch norm of cuDNN: `native_batch_norm`, with nothing reserved for the backward."""
+    args = input, weight, bias, running_mean, running_var, training, exponential_average_factor, epsilon
+    return *native_batch_norm(*args), _reserve(input)
+
+
+@register_decomposition(aten.miopen_batch_norm)
+def miopen_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    exponential_average_factor: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm of MIOpen: `native_batch_norm`."""
+    args = input, weight, bias, running_mean, running_var, training, exponential_average_factor, epsilon
+    return native_batch_norm(*args)
+
+
+@register_decomposition(aten._batch_norm_impl_index)
+def batch_norm_impl_index(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Batch norm of whichever implementation torch takes: y, mean, rstd, nothing reserved, the native implementation.
+
+    An input without elements is handed through, and no running statistics are written.
     """
-    x, y_bar = _accumulated(input), _accumulated(grad_out)
-    axes, shape = [0, *range(2, x.dim())], _channel_shape(x)
-    dtype = input.dtype if weight is None else weight.dtype
-    if x.numel() == 0:
-        channels = x.new_zeros(x.shape[1], dtype=dtype)
-        return _zeros(input, channels, channels, output_mask)
-    if train:
-        mean, variance = _moments(x, axes)
-    elif running_mean is None or running_var is None:
-        raise RuntimeError("native_batch_norm_backward: running_mean and running_var must be given in evaluation mode.")
-    else:
-        mean, variance = (_accumulated(running_mean).reshape(shape), _accumulated(running_var).reshape(shape))
-    rstd = (variance + eps).rsqrt()
-    x_hat = (x - mean) * rstd
-    x_bar = weight_bar = bias_bar = None
-    if output_mask[0]:
-        x_bar = _projected(y_bar, x_hat, rstd, axes) if train else y_bar * rstd
-        x_bar = (x_bar if weight is None else x_bar * weight.reshape(shape)).to(input.dtype)
-    if output_mask[1]:
-        weight_bar = (y_bar * x_hat).sum(axes).to(dtype)
-    if output_mask[2]:
-        bias_bar = y_bar.sum(axes).to(dtype)
-    return x_bar, weight_bar, bias_bar
+    args = input, weight, bias, running_mean, running_var, training
+    check_batch_norm("batch_norm", *args)
+    if input.numel() == 0:
+        y = input.clone()
+        y = y if weight is None else y * weight[0]
+        y = y if bias is None else y + bias[0]
+        return y, input.new_zeros(0), input.new_zeros(0), _reserve(input), 0
+    return *decomposition_table[aten.native_batch_norm.default](*args, momentum, eps), _reserve(input), 0
 
 
-@register_decomposition(aten.cudnn_batch_norm_backward.default)
-def cudnn_batch_norm_backward(
+@register_decomposition(aten.batch_norm)
+def batch_norm(
     input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-    reserveSpace: Tensor,  # noqa: N803 - ATen's name
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Training backward of cuDNN: `native_batch_norm_backward` with the arguments in its own order."""
-    return native_batch_norm_backward(
-        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, (True, True, True)
-    )
-
-
-@register_decomposition(aten.miopen_batch_norm_backward.default)
-def miopen_batch_norm_backward(
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Training backward of MIOpen: `native_batch_norm_backward` with the arguments in its own order."""
-    return native_batch_norm_backward(
-        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, (True, True, True)
-    )
-
-
-@register_decomposition(aten.batch_norm_backward.default)
-def batch_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    update: bool,
+    training: bool,
+    momentum: float,
     eps: float,
-    output_mask: Sequence[bool],
-    reserve: Tensor,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The unified backward: `update` says whether the forward was in training."""
-    return native_batch_norm_backward(
-        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
-    )
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Batch norm that writes the running statistics in training."""
+    args = input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+    return batch_norm_impl_index(*args)[0]
+
+
+@register_decomposition(aten.instance_norm)
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Batch norm in which every channel of every sample is a channel; running statistics average over the samples."""
+    running = running_mean, running_var
+    check_instance_norm("instance_norm", input, weight, bias, *running, use_input_stats)
+    samples, channels = input.shape[:2]
+    scale, shift, mean, var = (None if p is None else p.repeat(samples) for p in (weight, bias, *running))
+    flat = input.reshape(1, samples * channels, *input.shape[2:])
+    if input.numel() == 0:
+        y = batch_norm(flat, scale, shift, mean, var, use_input_stats, momentum, eps, cudnn_enabled)
+        means = [mean, var]
+    else:
+        result = _normalize("instance_norm", flat, scale, shift, mean, var, use_input_stats, momentum, eps)
+        y, means = result.y, [result.running_mean, result.running_var]
+    if use_input_stats:
+        averaged = [None if p is None else p.reshape(samples, channels).mean(0) for p in means]
+        _Normalized(y, y, y, averaged[0], averaged[1]).write(*running)
+    return y.reshape(input.shape)
+
+
+_BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default)
+
+COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
+    aten.layer_norm.default: (aten.native_layer_norm.default,),
+    aten.batch_norm.default: _BATCH_NORMS,
+    aten.instance_norm.default: _BATCH_NORMS,
+    aten._batch_norm_impl_index.default: _BATCH_NORMS,
+}
+"""Operators that torch computes by others: one is replaced where any of those is to be."""

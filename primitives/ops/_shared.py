@@ -9,9 +9,11 @@ import torch
 from primitives.core import BatchInfo, to_front
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["LOW_PRECISION", "accumulation_dtype", "cast_to_float32", "fold_batch", "unwanted"]
+__all__ = ["LOW_PRECISION", "accumulation_dtype", "cast_to_float32", "fold_batch", "of_wanted", "unwanted"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -24,6 +26,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def unwanted(x: Tensor) -> Tensor:
     """Stands for an output that nobody asked for: no elements, the dtype and device of `x`."""
     return x.new_empty(0)
+
+
+def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The cotangents of the outputs that were computed: those of stand-ins (`unwanted`) mean nothing."""
+    return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
 
 
 def cast_to_float32(primals: Any) -> Any:

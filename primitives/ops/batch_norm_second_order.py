@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
-from primitives.ops._shared import fold_batch, unwanted
+from primitives.ops._shared import fold_batch, of_wanted, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def _batch_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
     if not any(mask):
         return {}
-    tangents, options = (c.x_bar, c.weight_bar, c.bias_bar), (r.batch_ndim, r.eps, (*mask, False, False, False))
+    tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
+    options = (r.batch_ndim, r.eps, (*mask, False, False, False))
     out = batch_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
     return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
-from primitives.ops._shared import fold_batch, unwanted
+from primitives.ops._shared import fold_batch, of_wanted, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -233,7 +233,7 @@ def _layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
     if not any(mask):
         return {}
-    tangents = (c.x_bar, c.weight_bar, c.bias_bar)
+    tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
     options = (r.norm_ndim, r.batch_ndim, r.eps, (*mask, False, False, False))
     out = layer_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
     return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}

@@ -1,0 +1,46 @@
+"""Means, variances and other statistics, as ATen's normalizations take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.core.primitive import Primitive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["accumulated", "channel_shape", "constant_p", "moments", "saved_dtype"]
+
+# A value that no mode differentiates: Tensor.detach stops reverse mode alone.
+constant_p = Primitive(
+    "constant", "(Tensor x) -> Tensor value", state=("value",), namespace="primitives_decompositions"
+)
+constant_p.def_reference(lambda x: x.clone())
+constant_p.def_vjp(lambda residuals, cotangents, wanted: {})
+constant_p.def_jvp(lambda residuals, tangents: ())
+constant_p.def_vmap(lambda batch, primals: (constant_p(primals.x), batch.axes.x))
+
+
+def accumulated(x: Tensor) -> Tensor:
+    """`x` in the dtype that its sums are taken in."""
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def saved_dtype(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """Dtype in which ATen returns the statistics of `x`: on the CPU that of the parameters, or else of `x`."""
+    if x.device.type != "cpu":
+        return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return next((parameter.dtype for parameter in parameters if parameter is not None), x.dtype)
+
+
+def moments(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over `axes`, kept as 1."""
+    mean = x.mean(axes, keepdim=True)
+    return mean, (x - mean).square().mean(axes, keepdim=True)
+
+
+def channel_shape(x: Tensor) -> list[int]:
+    """Shape in which a vector with one entry per channel broadcasts against `x`, `[N, C, *]`."""
+    return [1, x.shape[1], *[1] * (x.dim() - 2)]

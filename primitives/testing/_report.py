@@ -1,0 +1,110 @@
+"""What `check_rules` found: one row per property, as a table, and the error for the first one that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
+NOTE_WIDTH = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Outcome of one property.
+
+    Attributes:
+        property: Its name, one of `PROPERTIES`.
+        status: `"ok"`, `"failed"` or `"not applicable"`.
+        error: Largest error of a number, where numbers were compared; of a failed property, that of the comparison
+            that failed.
+        allowed: What was allowed in that comparison.
+        note: For `"ok"` what limits the check, for `"failed"` what is wrong, for `"not applicable"` why.
+        raised: For `"failed"`, the name of the exception that was raised, if one was.
+        reproducer: For `"failed"`, a program that shows the fault.
+    """
+
+    property: str
+    status: Literal["ok", "failed", "not applicable"]
+    error: float | None = None
+    allowed: float | None = None
+    note: str = ""
+    raised: str = ""
+    reproducer: str = dataclasses.field(default="", repr=False)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """Outcome of `check_rules`; prints as a table.
+
+    Attributes:
+        op: Name of the operator.
+        rows: One row per property, in the order of `PROPERTIES`.
+    """
+
+    op: str
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of the property `name`."""
+        for row in self.rows:
+            if row.property == name:
+                return row
+        raise KeyError(name)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no property failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the properties that failed."""
+        return tuple(row.property for row in self.rows if row.status == FAILED)
+
+    def __str__(self) -> str:
+        header = ("property", "status", "error", "allowed", "note")
+        lines = [header, *[_cells(row) for row in self.rows]]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join([f"{self.op}:", *[f"  {line}" for line in table]])
+
+    __repr__ = __str__
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    numbers = ["" if value is None else f"{value:.1e}" for value in (row.error, row.allowed)]
+    note = row.note.split("\n")[0]
+    if len(note) > NOTE_WIDTH and row.status == FAILED:
+        note = f"{note[: NOTE_WIDTH - 3]}..."
+    return row.property, row.status, *numbers, note
+
+
+class RuleError(AssertionError):
+    """A property does not hold.
+
+    Attributes:
+        property: Name of the property.
+        op: Name of the operator.
+        note: What is wrong: the tensor, what came and what was expected.
+        reproducer: Python program that shows the fault.
+        report: Outcome of all properties that were checked.
+    """
+
+    def __init__(self, row: Row, report: Report) -> None:
+        self.property = row.property
+        self.op = report.op
+        self.note = row.note
+        self.reproducer = row.reproducer
+        self.report = report
+        indented = "\n".join(f"    {line}".rstrip() for line in row.reproducer.splitlines())
+        parts = [f"{self.op}: {row.property} failed: {row.note}", f"Reproducer:\n\n{indented}"]
+        if len(report.rows) > 1:
+            parts.append(str(report))
+        super().__init__("\n\n".join(parts))
+
+    def __reduce__(self) -> tuple:
+        """Test runners send errors between processes."""
+        return RuleError, (self.report[self.property], self.report)
