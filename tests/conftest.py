@@ -43,3 +43,9 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("--device cuda: torch sees no CUDA device.", returncode=pytest.ExitCode.USAGE_ERROR)
     return torch.device(name)
+
+
+@pytest.fixture
+def seeded() -> None:
+    """Random numbers that are the same in every run."""
+    torch.manual_seed(0)

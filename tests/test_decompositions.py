@@ -20,19 +20,11 @@ from primitives.core.decomposition import (
 )
 from primitives.decompositions import decomposition_graph
 from primitives.decompositions._graph import _graphs
+from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
 
 aten = torch.ops.aten
 _native_layer_norm = get_decomposition(aten.native_layer_norm.default)
-DOUBLE = {"dtype": torch.float64}
-
-
-def randn(*shape):
-    return torch.randn(shape, **DOUBLE)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def _layer_norm_arguments(mask, affine=True):
@@ -148,11 +140,6 @@ def test_derivatives_are_right_in_both_modes(name):
     assert torch.autograd.gradcheck(function, active, check_forward_ad=True, check_batched_grad=True)
 
 
-def _plain_layer_norm(x, eps=1e-2):
-    centered = x - x.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
 @pytest.mark.parametrize("nesting", list(itertools.product([jacfwd, jacrev], repeat=2)), ids=lambda n: n[0].__name__)
 def test_the_backward_of_layer_norm_differentiates_through_its_statistics(nesting):
     y_bar, x = randn(2, 3), randn(2, 3)
@@ -163,7 +150,7 @@ def test_the_backward_of_layer_norm_differentiates_through_its_statistics(nestin
         return (get_decomposition(aten.native_layer_norm_backward.default)(*args)[0] ** 2).sum()
 
     def by_formula(x):
-        _, pullback = torch.func.vjp(_plain_layer_norm, x)
+        _, pullback = torch.func.vjp(plain_layer_norm, x)
         return (pullback(y_bar)[0] ** 2).sum()
 
     ours, truth = by_decomposition, by_formula

@@ -17,23 +17,10 @@ from primitives.core.decomposition import (
     register_decomposition_for_jvp,
 )
 from primitives.decompositions import differentiate_through
+from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
 
 aten = torch.ops.aten
-DOUBLE = {"dtype": torch.float64}
-
-
-def randn(*shape):
-    return torch.randn(shape, **DOUBLE)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def _plain_layer_norm(x, eps=1e-2):
-    centered = x - x.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 # The table for forward mode.
@@ -112,7 +99,7 @@ def test_compiled_code_is_replaced_under_the_context():
         norm = lambda x: functional.layer_norm(x, (3,), eps=1e-2)  # noqa: E731
         return jvp(lambda x: jvp(norm, (x,), (v,))[1], (x,), (v,))[1]
 
-    truth = jvp(lambda x: jvp(_plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
+    truth = jvp(lambda x: jvp(plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
     with differentiate_through():
         torch.testing.assert_close(curvature(x), truth)
     assert not torch.allclose(curvature(x), truth), "outside of the context torch's own derivative is compiled"

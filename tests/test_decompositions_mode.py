@@ -18,37 +18,24 @@ from primitives.core.decomposition import (
     register_decomposition,
 )
 from primitives.decompositions import differentiate_through
+from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
 
 aten = torch.ops.aten
 functional = torch.nn.functional
-DOUBLE = {"dtype": torch.float64}
-
-
-def randn(*shape):
-    return torch.randn(shape, **DOUBLE)
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
-def _plain_layer_norm(x, eps=1e-2):
-    centered = x - x.mean(-1, keepdim=True)
-    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 TORCH_NORMS = {
-    "layer_norm": (lambda x: functional.layer_norm(x, (3,), eps=1e-2), _plain_layer_norm),
-    "module": (torch.nn.LayerNorm(3, eps=1e-2, **DOUBLE), _plain_layer_norm),
-    "aten": (lambda x: aten.native_layer_norm(x, [3], None, None, 1e-2)[0], _plain_layer_norm),
+    "layer_norm": (lambda x: functional.layer_norm(x, (3,), eps=1e-2), plain_layer_norm),
+    "module": (torch.nn.LayerNorm(3, eps=1e-2, **DOUBLE), plain_layer_norm),
+    "aten": (lambda x: aten.native_layer_norm(x, [3], None, None, 1e-2)[0], plain_layer_norm),
     "batch_norm": (
         lambda x: functional.batch_norm(x, None, None, training=True, eps=1e-2),
-        lambda x: _plain_layer_norm(x.T).T,
+        lambda x: plain_layer_norm(x.T).T,
     ),
     "instance_norm": (
         lambda x: functional.instance_norm(x.unsqueeze(0), eps=1e-2).squeeze(0),
-        _plain_layer_norm,
+        plain_layer_norm,
     ),
 }
 
@@ -91,7 +78,7 @@ def test_running_statistics_are_written_as_torch_writes_them():
 def test_only_the_operators_asked_for_are_replaced():
     norm = TORCH_NORMS["layer_norm"][0]
     x, v = randn(2, 3), randn(2, 3)
-    truth = jvp(lambda x: jvp(_plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
+    truth = jvp(lambda x: jvp(plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
     with differentiate_through(aten.native_layer_norm):
         torch.testing.assert_close(jvp(lambda x: jvp(norm, (x,), (v,))[1], (x,), (v,))[1], truth)
     with differentiate_through(aten.trace):
@@ -111,7 +98,7 @@ def test_what_was_computed_inside_is_differentiated_right_outside():
         second = torch.autograd.grad((first * weights[1]).sum(), x, create_graph=True)[0]
         return torch.autograd.grad((second * weights[2]).sum(), x)[0]
 
-    torch.testing.assert_close(third(y), third(_plain_layer_norm(x)))
+    torch.testing.assert_close(third(y), third(plain_layer_norm(x)))
 
 
 def test_the_package_keeps_its_own_operators_inside():
@@ -190,8 +177,8 @@ def test_every_spelling_is_replaced(name):
         return jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (w,))[1]
 
     with differentiate_through():
-        torch.testing.assert_close(norm(x), _plain_layer_norm(x))
-        torch.testing.assert_close(curvature(norm), curvature(_plain_layer_norm))
+        torch.testing.assert_close(norm(x), plain_layer_norm(x))
+        torch.testing.assert_close(curvature(norm), curvature(plain_layer_norm))
 
 
 def test_functions_and_methods_of_torch_are_replaced():
@@ -228,7 +215,7 @@ def test_scripted_code_is_out_of_reach():
     x, v = randn(2, 3), randn(2, 3)
     with differentiate_through():
         got = jvp(lambda x: jvp(scripted, (x,), (v,))[1], (x,), (v,))[1]
-    truth = jvp(lambda x: jvp(_plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
+    truth = jvp(lambda x: jvp(plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
     assert not torch.allclose(got, truth)
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import primitives as pr
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,3 +29,16 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The interpreter's: kernels that are interpreted see CPU tensors."""
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def on_kernels() -> Iterator[None]:
+    """Every primitive runs its Triton kernel, in the interpreter."""
+    with pr.use_backend("triton"):
+        yield

@@ -10,6 +10,7 @@ import torch
 from torch.func import jacfwd, jvp, vmap
 
 import primitives as pr
+from tests.kernels.samples import samples_in_turns
 from tests.op_cases import CASES
 from tests.properties import (
     BATCH,
@@ -25,34 +26,14 @@ from tests.properties import (
     leaves,
     recorded_calls,
 )
-from tests.support import assert_close, dtype_id, like, subsets
+from tests.support import assert_close, like, subsets
 from tests.test_nestings import check_nesting, flattened, nested, nestings, single_argument, true_derivative
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# The interpreter takes its time: the samples meet the dtypes in turns (out of step with the layouts, of which there are
-# four as well), the small one meets all.
-SAMPLES = [
-    pytest.param(case, sample, dtype, id=f"{case.name}-{sample}-{dtype_id(dtype)}")
-    for case in CASES
-    for i, sample in enumerate([*case.samples, *[case.small] * len(case.dtypes)])
-    for dtype in [case.dtypes[(i + i // len(case.dtypes)) % len(case.dtypes)]]
-]
+pytestmark = pytest.mark.usefixtures("on_kernels")
 
 
-@pytest.fixture(autouse=True)
-def on_kernels():
-    """Every primitive runs its Triton kernel, in the interpreter."""
-    with pr.use_backend("triton"):
-        yield
-
-
-@pytest.fixture
-def device():
-    """The interpreter's: kernels that are interpreted see CPU tensors."""
-    return torch.device("cpu")
-
-
-@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
+@pytest.mark.parametrize("case, sample, dtype", samples_in_turns())
 def test_outputs_cotangents_and_tangents_are_those_of_the_definition(case, sample, dtype, device):
     inputs = case.inputs(sample, dtype, device)
     check_outputs(case, sample, inputs)

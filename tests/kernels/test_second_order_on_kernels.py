@@ -6,36 +6,18 @@ import pytest
 import torch
 
 import primitives as pr
+from tests.kernels.samples import samples_in_turns
 from tests.op_cases import CASES
 from tests.properties import alone_and_together, check_fake, check_vmap_of_call, layout_of
 from tests.second_order import check_second_order, fullest, second_order_calls
-from tests.support import assert_close, dtype_id, subsets
+from tests.support import assert_close, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 with_primitives = pytest.mark.parametrize("case", [c for c in CASES if c.second_order], ids=lambda case: case.name)
-# The interpreter takes its time: every second sample, the dtypes in turns out of step with the layouts.
-SAMPLES = [
-    pytest.param(case, sample, dtype, id=f"{case.name}-{sample}-{dtype_id(dtype)}")
-    for case in CASES
-    for i, sample in list(enumerate([*case.samples, *[case.small] * len(case.dtypes)]))[::2]
-    for dtype in [case.dtypes[(i + i // len(case.dtypes)) % len(case.dtypes)]]
-]
+pytestmark = pytest.mark.usefixtures("on_kernels")
 
 
-@pytest.fixture(autouse=True)
-def on_kernels():
-    """Every primitive runs its Triton kernel, in the interpreter."""
-    with pr.use_backend("triton"):
-        yield
-
-
-@pytest.fixture
-def device():
-    """The interpreter's: kernels that are interpreted see CPU tensors."""
-    return torch.device("cpu")
-
-
-@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
+@pytest.mark.parametrize("case, sample, dtype", samples_in_turns(step=2))
 def test_second_derivatives_are_those_of_the_definition(case, sample, dtype, device):
     check_second_order(case, sample, case.inputs(sample, dtype, device), case.perturbable(sample))
 
