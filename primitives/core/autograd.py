@@ -191,11 +191,14 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
             ctx.set_materialize_grads(False)
             flat_outputs = tuple(output) if returns_list else outputs
             if has_constants:
-                ctx.constants = set(op.constant_outputs(args))
-                # Torch knows by itself that integers have no gradient, and not that they have no tangent.
-                ctx.constants.update(i for i, x in enumerate(flat_outputs) if not has_derivatives(x.dtype))
-                if ctx.constants:
-                    ctx.mark_non_differentiable(*[flat_outputs[i] for i in ctx.constants])
+                constants = op.constant_outputs(args)
+                for i, x in enumerate(flat_outputs):
+                    # Torch knows by itself that integers have no gradient, and not that they have no tangent.
+                    if not has_derivatives(x.dtype):
+                        constants = {*constants, i}
+                ctx.constants = constants
+                if constants:
+                    ctx.mark_non_differentiable(*[flat_outputs[i] for i in constants])
             return flat_outputs if returns_list or num_outputs > 1 else output
 
         @staticmethod

@@ -1,0 +1,63 @@
+"""The example of the documentation, on its Triton kernel in the interpreter."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import primitives as pr
+from primitives.testing import check_rules
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "swiglu.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(EXAMPLE))
+
+
+@pytest.fixture(autouse=True)
+def kernel():
+    with pr.use_backend("triton"):
+        yield
+
+
+# More elements than a block, one, none, and a dtype that the kernel computes in itself.
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (9, 2, 130), (1, 1, 1), (0, 3, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_kernel_against_reference(example, sizes, dtype):
+    weights, x, y_bar = example["example"](*sizes, dtype=torch.float64)
+    gated = example["gated"]
+    a, b = (x @ weights.gate).to(dtype), (x @ weights.up).to(dtype)
+    y_bar = y_bar.to(dtype)
+    for mode, others in (("value", ()), ("backward", (y_bar,)), ("jvp", (b, y_bar.mT.contiguous().mT))):
+        actual = gated(a, b, others, mode=mode)
+        expected = gated.__wrapped__(a.double(), b.double(), tuple(x.double() for x in others), mode=mode)
+        for got, want in zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, expected)), strict=True):
+            assert got.dtype == dtype
+            assert got.is_contiguous()
+            torch.testing.assert_close(got, want.to(dtype))
+
+
+def test_check_rules(example):
+    weights, x, _ = example["example"]()
+    report = check_rules(example["swiglu"], weights, x, compile=False)
+    assert report["reference against kernel"].status == "ok"
+
+
+def test_training_and_curvature(example):
+    weights, x, target = example["example"]()
+    train_step, loss, node = (example[name] for name in ("train_step", "loss", "Weights"))
+    first = loss(weights, x, target)
+    for _ in range(3):
+        weights, _ = train_step(weights, x, target)
+    assert loss(weights, x, target) < first
+    along = node(torch.ones_like(weights.gate), torch.zeros_like(weights.up))
+    (product,) = pr.func.hvp(lambda w: loss(w, x, target), (weights,), (along,), namespace="swiglu")
+    with pr.use_backend("reference"):
+        (expected,) = pr.func.hvp(lambda w: loss(w, x, target), (weights,), (along,), namespace="swiglu")
+    torch.testing.assert_close(product.gate, expected.gate)
+    torch.testing.assert_close(product.up, expected.up)

@@ -1,0 +1,62 @@
+"""The documentation of custom operators says what is so: the example, its size, and the table beside torch.library."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from perf.custom_ops.__main__ import RIGHT, measure
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "docs" / "examples" / "swiglu.py"
+TABLE = re.findall(
+    r"^\| (.+?) \| (right|wrong|raises)\b.*? \| (right|wrong|raises)\b.*? \|$",
+    (ROOT / "docs" / "custom_op.md").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return measure()
+
+
+def test_the_operator_of_the_example_has_fewer_than_120_lines():
+    operator, script = EXAMPLE.read_text(encoding="utf-8").split("def example(")
+    assert len(operator.rstrip().splitlines()) < 120
+    assert "def main" in script
+
+
+def test_the_example_runs(capsys):
+    pytest.importorskip("triton")
+    runpy.run_path(str(EXAMPLE))["main"]()
+    printed = capsys.readouterr().out
+    assert "compile against eager     ok" in printed
+    losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+    assert "curvature" in printed
+
+
+def test_this_package_is_right_in_every_row(rows):
+    assert [(row.name, row.here) for row in rows if row.here.kind != RIGHT] == []
+
+
+def test_the_table_in_the_docs_is_what_comes_out(rows):
+    assert [name for name, _, _ in TABLE] == [row.name for row in rows]
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"the table is that of torch 2.13, this is {torch.__version__}")
+    assert [library for _, library, _ in TABLE] == [row.library.kind for row in rows]
+
+
+def test_the_readme_counts_the_rows():
+    kinds = [library for _, library, _ in TABLE]
+    right, wrong, raising = (kinds.count(kind) for kind in ("right", "wrong", "raises"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{right} right, {wrong} silently wrong" in readme
+    assert f"{raising} raise (`torch.func.grad`" in readme
+    assert f"{len(kinds)} things done with `torch.library.custom_op`" in readme
