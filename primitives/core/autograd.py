@@ -31,17 +31,35 @@ from primitives.core.statistics import refuse_cotangent, refused_tangent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch import Tensor
+
     from primitives.core.primitive import Primitive
     from primitives.core.residuals import Residuals
 
-__all__ = ["autograd_kernel", "below_this_level", "has_derivatives", "is_transforming", "tangents_possible"]
+__all__ = [
+    "autograd_kernel",
+    "below_this_level",
+    "direct_call",
+    "has_derivatives",
+    "is_transforming",
+    "tangents_possible",
+]
 
 
 class _Call(NamedTuple):
-    """What the autograd function is told about a call: whether reverse mode records it, and the lists in it."""
+    """What the autograd function is told about a call.
+
+    Attributes:
+        reverse: Whether reverse mode records it.
+        tangents: Whether a tensor could carry a tangent.
+        lengths: The lists among its arguments.
+        args: The arguments, with their lists.
+    """
 
     reverse: bool
+    tangents: bool
     lengths: Lengths | None
+    args: tuple
 
 
 def _unpack_dual(value: Any) -> tuple[Any, Any]:
@@ -162,19 +180,17 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
     This is the only place in the package that builds one. What it is applied to is flat: lists of tensors are replaced
     by their elements, because torch differentiates no lists.
     """
-    redispatch, argument_names = _redispatcher(op), op.argument_names
+    redispatch, tangents_type = _redispatcher(op), op.Tangents
     num_outputs, has_lists, returns_list = len(op.output_names), bool(op.list_arguments), op.returns_list
     indices = {name: i for i, name in enumerate(op.output_names)}
     statistics = [(indices[name], name) for name in op.statistics]
     differentiable = [indices[name] for name in op.differentiable_outputs]
-    every_output = len(differentiable) == num_outputs
     has_constants = bool(op.state) or returns_list
-    cotangents_type, wanted_type, tangents_type = op.Cotangents, op.Wanted, op.Tangents
 
     class Rules(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined]
         @staticmethod
         def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
-            args = flat if call.lengths is None else regroup(flat, call.lengths)
+            args = call.args
             output = redispatch(keyset, args)
             outputs = output if num_outputs > 1 else (output,)
             ctx.lengths = call.lengths
@@ -182,7 +198,7 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
             if call.reverse:
                 tensors, ctx.static = layout.pack(args, outputs)
                 ctx.save_for_backward(*tensors)
-            if tangents_possible():
+            if call.tangents:
                 if layout is not jvp_layout or not call.reverse:
                     tensors, ctx.jvp_static = jvp_layout.pack(args, outputs)
                 else:
@@ -211,19 +227,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
                     break
             else:
                 return (None,) * len(ctx.needs_input_grad)
-            wanted = ctx.needs_input_grad[2:]
-            if returns_list:
-                by_name = cotangents_type(list(cotangents))
-            else:
-                by_name = cotangents_type(*(cotangents if every_output else [cotangents[i] for i in differentiable]))
-            by_argument = regroup(wanted, ctx.lengths) if has_lists else wanted
-            result = op.rule(vjp)(layout.unpack(ctx.saved_tensors, ctx.static), by_name, wanted_type(*by_argument))
-            op.check_vjp_result(result)
-            bars = list(map(result.get, argument_names))
-            if has_lists:
-                for i, length in ctx.lengths:
-                    bars[i] = bars[i] or [None] * length
-                bars, _ = flatten(bars, op.list_arguments)
+            residuals = layout.unpack(ctx.saved_tensors, ctx.static)
+            bars = op.flat_vjp(vjp, residuals, cotangents, ctx.lengths, ctx.needs_input_grad[2:])
             return (None, None, *bars)
 
         @staticmethod
@@ -242,8 +247,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
                     out[i] = refused_tangent(op.name, name, getattr(residuals, name))
             return tuple(out) if num_outputs > 1 else out[0]
 
-    Rules.__name__ = Rules.__qualname__ = "".join(part.title() for part in op.name.split("_"))
-    return Rules
+    # A subclass, because torch names the node of the graph when a class is made.
+    return type("".join(part.title() for part in op.name.split("_")), (Rules,), {})
 
 
 def autograd_kernel(op: Primitive) -> Callable:
@@ -265,7 +270,8 @@ def autograd_kernel(op: Primitive) -> Callable:
         if "autograd" in rule_kinds:
             return op.rule("autograd")(*args)
         reverse = is_grad_enabled() and any_requires_grad(*args)
-        forward = tangents_possible() and _check_tangents(op, args)
+        tangents = tangents_possible()
+        forward = tangents and _check_tangents(op, args)
         if not (reverse or forward):
             with below_autograd():
                 return redispatch(keyset, *args)
@@ -278,9 +284,51 @@ def autograd_kernel(op: Primitive) -> Callable:
         previous = _functorch.get_single_level_autograd_function_allowed()
         _functorch.set_single_level_autograd_function_allowed(True)
         try:
-            output = (late_rules if late else rules).apply(keyset, _Call(reverse, lengths), *flat)
+            output = (late_rules if late else rules).apply(keyset, _Call(reverse, tangents, lengths, args), *flat)
         finally:
             _functorch.set_single_level_autograd_function_allowed(previous)
         return list(output) if op.returns_list else output
 
     return kernel
+
+
+# What a plain eager call finds: nothing that changes where calls go, and these keys on its tensors.
+_INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
+_PLAIN_STATE = _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _plain_keys() -> dict[int, Any]:
+    """For each device, the keys of a plain tensor, and those of them that an operator sees."""
+    keys = {}
+    for device in ("CPU", "CUDA"):
+        names = (device, f"Autograd{device}", "ADInplaceOrView", f"Autocast{device}")
+        backend, autograd, idle, autocast = (_C.DispatchKeySet(getattr(_C.DispatchKey, name)) for name in names)
+        keys[(backend | autograd | idle | autocast).raw_repr()] = backend | autograd
+    return keys
+
+
+_PLAIN_KEYS = _plain_keys()
+
+
+def direct_call(op: Primitive) -> Callable[[list[Tensor], int], list[Tensor]]:
+    """`(tensors, number) -> outputs` for an operator of one list of tensors and a number, in eager code.
+
+    Where no mode, transform, profiler or unusual tensor takes part, the dispatcher would take the list apart, put it
+    together again and call the Autograd kernel, which costs a quarter of a call. It is called here and now then.
+    """
+    overload, kernel, keys_of = op.overload._op, op.autograd_kernel, _C._dispatch_keys
+    is_profiling, num_function_modes = torch.autograd._profiler_enabled, _C._len_torch_function_stack
+
+    def call(tensors: list[Tensor], number: int) -> list[Tensor]:
+        state = _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
+        if state != _PLAIN_STATE or num_function_modes() or is_profiling():
+            return overload(tensors, number)
+        first = keys_of(tensors[0]).raw_repr()
+        for x in tensors:
+            if type(x) not in _PLAIN_TYPES or keys_of(x).raw_repr() != first:
+                return overload(tensors, number)
+        keyset = _PLAIN_KEYS.get(first)
+        return overload(tensors, number) if keyset is None else kernel(keyset, tensors, number)
+
+    return call

@@ -16,6 +16,7 @@ from primitives.core.batching import BatchInfo
 from primitives.core.decomposition import get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
 from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
+from primitives.core.lists import flatten, regroup
 from primitives.core.residuals import ResidualLayout, Residuals
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Primitive:
         self.decomposable = decomposable
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
         sources = (self.argument_names, tensors, self.output_names, [*lists, *list_outputs])
+        self._differentiable_positions = [self.output_names.index(n) for n in self.differentiable_outputs]
         self._declared_residuals = ResidualLayout(name, residuals, *sources)
         self._every_argument = ResidualLayout(name, [*tensors, *statistics], *sources)
         self.residuals, self.jvp_residuals, self.every_argument = self.residual_layouts()
@@ -179,7 +181,8 @@ class Primitive:
         lib.impl(self.name, self._cuda, "CUDA")
         for device in OTHER_DEVICES:
             lib.impl(self.name, self._elsewhere, device)
-        lib.impl(self.name, autograd_kernel(self), "Autograd", with_keyset=True)
+        self.autograd_kernel = autograd_kernel(self)
+        lib.impl(self.name, self.autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
         with _registry_lock:
@@ -317,6 +320,24 @@ class Primitive:
             MissingRuleError: If the primitive may not be decomposed.
         """
         return self.require_decomposition(kind)(*args)
+
+    def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
+        """Apply the vjp rule of kind `vjp` to flat cotangents and flags; one cotangent per flat argument."""
+        if self.returns_list:
+            by_name = self.Cotangents(list(cotangents))
+        elif len(self.differentiable_outputs) == len(self.output_names):
+            by_name = self.Cotangents(*cotangents)
+        else:
+            by_name = self.Cotangents(*[cotangents[i] for i in self._differentiable_positions])
+        by_argument = wanted if lengths is None else regroup(wanted, lengths)
+        result = self.rule(vjp)(residuals, by_name, self.Wanted(*by_argument))
+        self.check_vjp_result(result)
+        bars = list(map(result.get, self.argument_names))
+        if lengths is None:
+            return bars
+        for i, length in lengths:
+            bars[i] = bars[i] or [None] * length
+        return flatten(bars, self.list_arguments)[0]
 
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from primitives.core.autograd import below_this_level
+from primitives.core.autograd import below_this_level, direct_call
 from primitives.core.errors import MissingRuleError, MutationError
 from primitives.core.primitive import Primitive
 from primitives.custom._mutation import check_targets, write
@@ -40,6 +40,12 @@ class _TreePrimitive(Primitive):
         """What def_save_for_backward returns, everything for the jvp rule, and the inputs for the reference."""
         rules = self._rules_of_trees
         return SavedTree(rules), InputsAndOutputs(rules), Inputs(rules)
+
+    def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
+        """The users' rule takes and returns what is flat; the structure number has no cotangent."""
+        if vjp == "vjp":
+            return [*self._rules_of_trees.flat_vjp(residuals, cotangents, wanted[:-1]), None]
+        return super().flat_vjp(vjp, residuals, cotangents, lengths, wanted)
 
     def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
         """Those that output_differentiability marks."""
@@ -111,7 +117,8 @@ class CustomOp:
         self.primitive.def_reference(self._rules.implementation("reference"))
         if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
-        self._overload = self.primitive.overload._op
+        self._rules.overload = self.primitive.overload
+        self._overload = direct_call(self.primitive)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as the function is called."""
@@ -181,13 +188,13 @@ class CustomOp:
     def def_save_for_backward(self, rule: Callable) -> Callable:
         """Decorator for `(inputs, output) -> tree`: what `def_backward` gets as `saved`."""
         self._rules.add("def_save_for_backward", rule)
-        self.primitive.def_vjp(self._rules.vjp)
+        self.primitive.def_vjp(self._rules.flat_vjp)
         return rule
 
     def def_backward(self, rule: Callable) -> Callable:
         """Decorator for `(ctx, saved, *cotangents) -> dict`: by argument name, a cotangent tree or `None`."""
         self._rules.add("def_backward", rule)
-        self.primitive.def_vjp(self._rules.vjp)
+        self.primitive.def_vjp(self._rules.flat_vjp)
         return rule
 
     def def_jvp(self, rule: Callable) -> Callable:

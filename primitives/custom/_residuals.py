@@ -37,47 +37,64 @@ class SavedTree:
                 tree = self._save(structure, leaves, flat_outputs)
         else:
             tree = self._save(structure, leaves, flat_outputs)
-        treespec, template, places = None, None, ()
-        if type(tree) is tuple and all([isinstance(x, torch.Tensor) for x in tree]):  # noqa: C419 - no generator here: this is every call
-            tensors = list(tree)
-        else:
-            template, treespec = optree.tree_flatten(cast("Any", tree), namespace=rules.namespace)
-            places = [i for i, leaf in enumerate(template) if isinstance(leaf, torch.Tensor)]
-            tensors = [template[i] for i in places]
-            for i in places:
-                template[i] = None
+        tensors, rest = _taken_apart(tree, rules.namespace)
         num_saved = len(tensors)
-        tensors = without_written(structure, leaves, tensors)
-        leaves = without_written(structure, leaves, leaves)
         # What the rule computed is a function of the inputs that autograd has not seen: a derivative of higher order
-        # computes it again, from inputs and outputs that it has seen.
-        known = {id(x) for x in leaves}
-        for x in tensors:
-            if id(x) not in known and has_derivatives(x.dtype) and not any(x is y for y in flat_outputs):
-                tensors += [*leaves, *flat_outputs]
-                break
+        # computes it again, from inputs that it has seen.
+        if _computed_any(tensors, leaves, flat_outputs):
+            tensors += leaves
+        tensors = without_written(structure, leaves, tensors)
         input_metas = [(x.shape, x.dtype, x.device) for x in leaves]
         # The cotangent of a single output is never absent.
         output_metas = None if structure.single_output else [(x.shape, x.dtype, x.device) for x in flat_outputs]
-        return tensors, (structure, treespec, template, places, num_saved, input_metas, output_metas)
+        return tensors, (structure, rest, num_saved, input_metas, output_metas)
 
     def unpack(self, tensors: Sequence[Any], static: tuple) -> tuple:
         """The structure, the tree, and what cotangents must be like."""
-        structure, treespec, template, places, num_saved, input_metas, output_metas = static
+        structure, rest, num_saved, input_metas, output_metas = static
         if len(tensors) > num_saved and (torch.is_grad_enabled() or tangents_possible()):
-            middle = num_saved + structure.num_tensors
-            tree = self._save(structure, tensors[num_saved:middle], tensors[middle:])
-        elif treespec is None:
+            leaves = list(tensors[num_saved:])
+            tree = self._save(structure, leaves, self._rules.overload(leaves, structure.number))
+        elif rest is None:
             tree = tuple(tensors[:num_saved])
         else:
-            leaves = list(template)
+            treespec, template, places = rest
+            values = list(template)
             for place, x in zip(places, tensors, strict=False):
-                leaves[place] = x
-            tree = optree.tree_unflatten(treespec, leaves)
+                values[place] = x
+            tree = optree.tree_unflatten(treespec, values)
         return structure, tree, input_metas, output_metas
 
     def _save(self, structure: Structure, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         return self._rules.given["def_save_for_backward"](structure.inputs(leaves), structure.output_tree(outputs))
+
+
+def _taken_apart(tree: Any, namespace: str) -> tuple[list[Tensor], tuple | None]:
+    """The tensors of a tree, and what makes it of them again: nothing for a tuple of tensors."""
+    if type(tree) is tuple:
+        for x in tree:
+            if not isinstance(x, torch.Tensor):
+                break
+        else:
+            return list(tree), None
+    template, treespec = optree.tree_flatten(cast("Any", tree), namespace=namespace)
+    places = [i for i, leaf in enumerate(template) if isinstance(leaf, torch.Tensor)]
+    tensors = [cast("Tensor", template[i]) for i in places]
+    for i in places:
+        template[i] = None
+    return tensors, (treespec, template, places)
+
+
+def _computed_any(tensors: Sequence[Tensor], leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether one of `tensors`, of a dtype that has derivatives, is neither an input nor an output."""
+    for x in tensors:
+        for y in leaves:
+            if x is y:
+                break
+        else:
+            if has_derivatives(x.dtype) and not any(x is y for y in outputs):
+                return True
+    return False
 
 
 class FlatInputs(NamedTuple):

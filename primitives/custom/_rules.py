@@ -26,6 +26,15 @@ def _meta(x: Tensor) -> Meta:
     return x.shape, x.dtype, x.device
 
 
+def _is_tuple_of_tensors(value: Any, length: int) -> bool:
+    if type(value) is not tuple or len(value) != length:
+        return False
+    for x in value:  # noqa: SIM110 - this is every call, and a generator costs as much as the rest
+        if not isinstance(x, torch.Tensor):
+            return False
+    return True
+
+
 def _zeros(meta: Meta) -> Tensor | None:
     """A derivative that is zero; `None` for dtypes that have none."""
     shape, dtype, device = meta
@@ -81,10 +90,15 @@ class Rules:
         self.structures = table.by_number
         self.materialize = materialize
         self.given: dict[str, Callable] = {}
+        # The operator itself, over lists; set when it is registered.
+        self.overload: Callable[..., Any] = self._unregistered
         self.complete = False
         self._errors: dict[str, RuleErrors] = {}
         self.namespace = namespace
         self._output_differentiability = output_differentiability
+
+    def _unregistered(self, *args: Any) -> Any:
+        raise MissingRuleError(f"{self.op_name}: the operator is not registered yet.")
 
     def add(self, kind: str, rule: Callable) -> None:
         """Take the rule that was given to the decorator `kind`."""
@@ -106,10 +120,15 @@ class Rules:
 
         def run(leaves: list[Tensor], number: int) -> list[Tensor]:
             structure = self.structures[number]
-            leaves, updated = with_copies(structure, leaves)
-            output = function(*structure.trees(leaves), **structure.static)
+            updated: list[Tensor] = []
+            if structure.mutated:
+                leaves, updated = with_copies(structure, leaves)
+            trees = leaves if structure.is_flat else structure.trees(leaves)
+            output = function(*trees, **structure.static)
             if structure.single_output and isinstance(output, torch.Tensor):
                 outputs = [output]
+            elif structure.tuple_output and _is_tuple_of_tensors(output, structure.num_outputs):
+                outputs = list(output)
             else:
                 outputs, treespec = errors.flat_outputs(output)
                 self._settle(kind, structure, output, treespec, leaves)
@@ -171,11 +190,10 @@ class Rules:
                 f"{found[0]} ({place_of(self.given[found[0]])}); add {missing}."
             )
 
-    def vjp(self, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, list]:
-        """The vjp rule over lists, from def_backward."""
+    def flat_vjp(self, residuals: Any, bars: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        """The cotangents of the tensors of a call, from those of the results, by def_backward."""
         structure, saved, input_metas, output_metas = residuals
         errors = self._errors["def_backward"]
-        bars = cotangents.outputs
         if structure.mutated:
             refuse_cotangents(self.op_name, structure, bars[structure.num_outputs :])
             bars = bars[: structure.num_outputs]
@@ -184,16 +202,16 @@ class Rules:
                 _zeros(meta) if bar is None and i not in structure.constants else bar
                 for i, (bar, meta) in enumerate(zip(bars, output_metas, strict=False))
             ]
-        ctx = BackwardContext(structure.masks(wanted.leaves), structure.static_values)
+        ctx = BackwardContext(structure.masks(wanted), structure.static_values)
         result = self.given["def_backward"](ctx, saved, *structure.output_entries(bars))
-        return {"leaves": self._flat_cotangents(errors, structure, result, input_metas)}
+        return self._flat_cotangents(errors, structure, result, input_metas)
 
     def _flat_cotangents(self, errors: RuleErrors, structure: Structure, result: Any, metas: Sequence[Meta]) -> list:
         if not isinstance(result, dict):
             raise TreeError(
                 f"{errors.where} must return a dict from argument name to cotangent, got {type(result).__name__}."
             )
-        spans = structure.spans()
+        spans = structure.spans
         if result.keys() != spans.keys():
             missing, extra = sorted(spans.keys() - result.keys()), sorted(map(str, result.keys() - spans.keys()))
             found = [f"lacks {missing}"] * bool(missing) + [f"has {extra}"] * bool(extra)
@@ -201,7 +219,14 @@ class Rules:
                 f"{errors.where} must return a dict with the keys {list(spans)}, but what it returned "
                 f"{' and '.join(found)}; None stands for a cotangent of zeros."
             )
-        flat: list[Any] = []
+        if structure.is_flat:
+            flat = list(map(result.__getitem__, spans))
+            for value, meta in zip(flat, metas, strict=True):
+                if value is not None and not is_like(value, meta):
+                    break
+            else:
+                return flat
+        flat = []
         for name, span in spans.items():
             value = result[name]
             if value is None:

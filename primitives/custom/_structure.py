@@ -62,9 +62,12 @@ class Structure:
         static_values: The same as a namedtuple.
         output: Description of the results; `None` before the first call.
         constants: Positions of the result tensors that have no derivative because the operator says so.
+        spans: The tensors that belong to each positional argument, by name.
         mutated: Positions of the tensors that are updated; their new values follow the results.
         num_outputs: Number of tensors of the results.
         single_output: Whether the result is one tensor and no tree.
+        tuple_output: Whether the result is a tuple of tensors.
+        is_flat: Whether every positional argument is a tensor.
     """
 
     def __init__(self, signature: Signature, number: int, treespec: Any, template: list[Any], static: dict) -> None:
@@ -75,14 +78,14 @@ class Structure:
         self.static_values = signature.Static(**static)
         self.output: Output | None = None
         self.constants: frozenset[int] = frozenset()
-        self.single_output = False
+        self.single_output = self.tuple_output = False
         # None in the place of every tensor: a Structure outlives the call that it was made for.
         self._template = template
         self._places = [i for i, leaf in enumerate(template) if leaf is None]
         self._only_tensors = len(self._places) == len(template)
-        self._is_flat = self._only_tensors and all(child.is_leaf() for child in treespec.children())
-        self._spans: dict[str, Span] | None = None
-        spans = self.spans()
+        self.is_flat = self._only_tensors and all(child.is_leaf() for child in treespec.children())
+        self.spans = self._find_spans()
+        spans = self.spans
         self.mutated = [i for name in signature.mutates for i in range(spans[name].start, spans[name].stop)]
         self.num_outputs = 0
 
@@ -93,7 +96,7 @@ class Structure:
 
     def trees(self, values: Sequence[Any], other: Any = ...) -> tuple:
         """The positional arguments with `values` for the tensors, and `other` (default: as they are) for the rest."""
-        if self._is_flat:
+        if self.is_flat:
             return tuple(values)
         leaves = values
         if not self._only_tensors:
@@ -104,10 +107,14 @@ class Structure:
 
     def inputs(self, values: Sequence[Any]) -> Any:
         """All arguments by name: trees with `values` for the tensors, and the static arguments."""
+        if self.is_flat:
+            return self.signature.Inputs(*values, *self.static_values)
         return self.signature.Inputs(*self.trees(values), *self.static_values)
 
     def masks(self, values: Sequence[Any]) -> Any:
         """One tree per positional argument by name, with `values` for the tensors and `None` for all other leaves."""
+        if self.is_flat:
+            return self.signature.Inputs(*values, *[None] * len(self.static))
         return self.signature.Inputs(*self.trees(values, None), *[None] * len(self.static))
 
     def label(self, index: int) -> str:
@@ -116,19 +123,15 @@ class Structure:
         name = self.signature.positional[accessor[0].entry]
         return key_path(optree.PyTreeAccessor(accessor[1:]), name)
 
-    def spans(self) -> dict[str, Span]:
-        """The tensors that belong to each positional argument, by name."""
-        if self._spans is None:
-            spans, leaf, start = {}, 0, 0
-            tensors = set(self._places)
-            for name, child in zip(self.signature.positional, self.treespec.children(), strict=True):
-                is_tensor = tuple(i in tensors for i in range(leaf, leaf + child.num_leaves))
-                spans[name] = Span(
-                    leaf, start, start + sum(is_tensor), child, is_tensor, child.is_leaf() and is_tensor[0]
-                )
-                leaf, start = leaf + child.num_leaves, start + sum(is_tensor)
-            self._spans = spans
-        return self._spans
+    def _find_spans(self) -> dict[str, Span]:
+        spans, leaf, start = {}, 0, 0
+        tensors = set(self._places)
+        for name, child in zip(self.signature.positional, self.treespec.children(), strict=True):
+            is_tensor = tuple(i in tensors for i in range(leaf, leaf + child.num_leaves))
+            is_plain = child.is_leaf() and is_tensor[0]
+            spans[name] = Span(leaf, start, start + sum(is_tensor), child, is_tensor, is_plain)
+            leaf, start = leaf + child.num_leaves, start + sum(is_tensor)
+        return spans
 
     def settle(self, output: Any, treespec: Any, differentiability: Sequence[bool] | None) -> None:
         """Note the tree of the results.
@@ -157,6 +160,7 @@ class Structure:
         self.constants = frozenset(constants)
         self.num_outputs = treespec.num_leaves
         self.single_output = not described.is_tuple and treespec.is_leaf()
+        self.tuple_output = treespec.type is tuple and all(child.is_leaf() for child in treespec.children())
         self.output = described
 
     @property
@@ -170,6 +174,8 @@ class Structure:
         """The tree of the results with `values` for its tensors; the new values after them are left out."""
         if self.single_output:
             return values[0]
+        if self.tuple_output:
+            return tuple(values[: self.num_outputs])
         return optree.tree_unflatten(self.settled.treespec, values[: self.num_outputs])
 
     def new_trees(self, values: Sequence[Any]) -> list[Any]:
@@ -177,7 +183,7 @@ class Structure:
         updated = dict(zip(self.mutated, values[self.num_outputs :], strict=True))
         trees = []
         for name in self.signature.mutates:
-            span = self.spans()[name]
+            span = self.spans[name]
             tensors = iter([updated[i] for i in range(span.start, span.stop)])
             rest = iter(self._template[span.leaf :])
             leaves = [
@@ -188,7 +194,7 @@ class Structure:
 
     def output_entries(self, values: Sequence[Any]) -> Sequence[Any]:
         """`values`, one for each tensor of the results, as one tree per output."""
-        return values[:1] if self.single_output else self.settled.split(values)
+        return values[: self.num_outputs] if self.single_output or self.tuple_output else self.settled.split(values)
 
 
 @dataclasses.dataclass(frozen=True)
