@@ -51,7 +51,7 @@ BACKWARD_MISTAKES = {
     "wrong tree": (
         lambda ctx, saved, y: good(params=[None, None]),
         pr.TreeError,
-        "the cotangent of params must have the tree",
+        "the cotangent of params is a list of 2 where params has a dict",
     ),
     "list too long": (
         lambda ctx, saved, y: good(x=[X, X]),
@@ -94,7 +94,11 @@ def test_mistakes_of_def_backward(mistake):
 
 
 JVP_MISTAKES = {
-    "wrong tree": (lambda inputs, output, tangents: {"y": X}, pr.TreeError, "the tangent of output must have the tree"),
+    "wrong tree": (
+        lambda inputs, output, tangents: {"y": X},
+        pr.TreeError,
+        "must have the structure of output, but the tangent of output is a dict",
+    ),
     "shape": (
         lambda inputs, output, tangents: {"y": Y, "z": (None,)},
         pr.ShapeError,

@@ -97,7 +97,7 @@ def test_the_same_tensor_is_not_updated_twice():
         return x.clone()
 
     state, x = torch.zeros(2), torch.ones(2)
-    with pytest.raises(pr.MutationError, match="second is the same tensor as first"):
+    with pytest.raises(pr.MutationError, match="first is updated in place and shares memory with second"):
         two_states(state, state, x)
     assert state.tolist() == [0, 0]
 

@@ -278,6 +278,8 @@ def autograd_kernel(op: Primitive) -> Callable:
         if forward and not op.has_rule("jvp"):
             return op.decompose("jvp", args)
         late = reverse and not op.has_rule("vjp")
+        if late and op.is_decomposed_at_once(args):
+            return op.decompose("vjp", args)
         if late:
             op.require_decomposition("vjp")
         flat, lengths = flatten(args, lists) if lists else (args, None)

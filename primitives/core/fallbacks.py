@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import detect_fake_mode
 
 from primitives.core.lists import flatten, regroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from primitives.core.primitive import Primitive
 
@@ -48,7 +51,38 @@ def _alive(value: Any) -> Any:
     return torch._C._functorch.unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value  # type: ignore[attr-defined] - no stub
 
 
-def vmap_by_loop(op: Primitive, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
+class _Generators:
+    """What vmap's `randomness` means for the random numbers that the samples of a loop draw."""
+
+    def __init__(self, op: Primitive, randomness: str, tensors: Sequence[Any]) -> None:
+        self._op, self._randomness = op, randomness
+        # A tracer's tensors draw no numbers.
+        self._active = randomness != "different" and detect_fake_mode(list(tensors)) is None
+        self._on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
+        self._first = self._states() if self._active else None
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_cuda else [])]
+
+    def before_sample(self) -> None:
+        """Every sample draws the same numbers where `randomness` is `"same"`."""
+        if self._first is not None and self._randomness == "same":
+            torch.set_rng_state(self._first[0])
+            if self._on_cuda:
+                torch.cuda.set_rng_state(self._first[1])
+
+    def after_sample(self) -> None:
+        """Raise if a sample has drawn numbers where `randomness` is `"error"`."""
+        if self._first is None or self._randomness != "error":
+            return
+        if not all(torch.equal(now, first) for now, first in zip(self._states(), self._first, strict=True)):
+            raise RuntimeError(
+                f"vmap: {self._op.name} called a random operation while in randomness error mode. Please either use "
+                "the 'same' or 'different' randomness flags on vmap or perform the randomness operation out of vmap."
+            )
+
+
+def vmap_by_loop(op: Primitive, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
     """The batching rule of a primitive that has none: one call for each sample.
 
     torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
@@ -64,7 +98,13 @@ def vmap_by_loop(op: Primitive, size: int, axes: tuple, args: tuple) -> tuple[An
         return [x if axis is None else x.select(axis, i) for x, axis in zip(flat, flat_axes, strict=True)]
 
     if size:
-        stacks = [torch.stack(column) for column in zip(*[outputs_of(sample(i)) for i in range(size)], strict=True)]
+        generator = _Generators(op, randomness, flat)
+        rows = []
+        for i in range(size):
+            generator.before_sample()
+            rows.append(outputs_of(sample(i)))
+            generator.after_sample()
+        stacks = [torch.stack(column) for column in zip(*rows, strict=True)]
     else:
         # The shapes and dtypes of the results for no sample are those for a sample of zeros.
         zeros = [

@@ -288,6 +288,10 @@ class Primitive:
         """What is kept for the vjp rule, for the jvp rule, and for the decomposition where there is no vjp rule."""
         return self._declared_residuals, self._declared_residuals, self._every_argument
 
+    def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
+        """Whether a missing vjp rule is replaced by the decomposition at the call, not in the backward pass."""
+        return False
+
     def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
         """Positions of the outputs (in a list of outputs, of its elements) that are constants to every derivative."""
         return self._state_positions
@@ -374,6 +378,11 @@ class Primitive:
             "reference": reference,
         }
 
+    def has_kernel_for(self, device: str) -> bool:
+        """Whether something else than the reference runs on `device` under the backend in force."""
+        chosen = {"cpu": self._on_cpu, "cuda": self._on_cuda}.get(device)
+        return chosen is not None and chosen[backend.current_backend()] is not self._rules.get("reference")
+
     def _undefined(self, *args: Any) -> Any:
         return self.rule("reference")
 
@@ -382,9 +391,9 @@ class Primitive:
 
     def _vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         if not self.has_rule("vmap"):
-            return self._vmap_by_loop(info.batch_size, in_dims, args)
+            return self._vmap_by_loop(info.batch_size, info.randomness, in_dims, args)
         batch = BatchInfo(info.batch_size, self.Axes(*in_dims), info.randomness)
         return self.rule("vmap")(batch, self.Primals(*args))
 
-    def _vmap_by_loop(self, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
-        return vmap_by_loop(self, size, axes, args)
+    def _vmap_by_loop(self, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
+        return vmap_by_loop(self, size, randomness, axes, args)

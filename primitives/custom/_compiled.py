@@ -6,6 +6,7 @@ what the compiler's backend gets is the operator.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch._dynamo
@@ -13,32 +14,35 @@ import torch._dynamo
 from primitives.custom._operator import find
 
 # Stand for None, which Dynamo (up to torch 2.13) takes neither as an argument nor as a result of an opaque function. It
-# takes strings as arguments alone, and numbers as results.
+# takes strings as arguments alone, and numbers as results. Nor does it make namedtuples of results: they are lists of
+# NAMED, the position of their class in _CLASSES, and their entries.
+NAMED = -0x6E616D65_64747570
+_CLASSES: list[type] = []
 ABSENT, ABSENT_RESULT = "primitives.custom: None", -0x6E6F6E65_6E6F6E65
 
 
 def call(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call an operator by name, so that no object but trees of tensors and constants goes through Dynamo."""
     result = _traced_call(qualified_name, _replaced(args, None, ABSENT), _replaced(kwargs, None, ABSENT))
-    return _replaced(result, ABSENT_RESULT, None)
+    return _shown(result)
 
 
 def call_pure(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`call` for the pure form."""
     result = _traced_pure_call(qualified_name, _replaced(args, None, ABSENT), _replaced(kwargs, None, ABSENT))
-    return _replaced(result, ABSENT_RESULT, None)
+    return _shown(result)
 
 
 @torch._dynamo.nonstrict_trace
 def _traced_call(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = find(qualified_name)(*_replaced(args, ABSENT, None), **_replaced(kwargs, ABSENT, None))
-    return _replaced(result, None, ABSENT_RESULT)
+    return _hidden(result)
 
 
 @torch._dynamo.nonstrict_trace
 def _traced_pure_call(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = find(qualified_name).pure(*_replaced(args, ABSENT, None), **_replaced(kwargs, ABSENT, None))
-    return _replaced(result, None, ABSENT_RESULT)
+    return _hidden(result)
 
 
 def _replaced(tree: Any, old: Any, new: Any) -> Any:
@@ -49,10 +53,44 @@ def _replaced(tree: Any, old: Any, new: Any) -> Any:
         return new
     if type(tree) is dict:
         return {key: _replaced(value, old, new) for key, value in tree.items()}
+    if type(tree) is OrderedDict:
+        return OrderedDict([(key, _replaced(value, old, new)) for key, value in tree.items()])
+    if type(tree) is defaultdict:
+        return defaultdict(tree.default_factory, {key: _replaced(value, old, new) for key, value in tree.items()})
     if type(tree) is list:
         return [_replaced(value, old, new) for value in tree]
     if type(tree) is tuple:
         return tuple([_replaced(value, old, new) for value in tree])
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*[_replaced(value, old, new) for value in tree])
+    return tree
+
+
+def _hidden(tree: Any) -> Any:
+    """A result as Dynamo takes it from an opaque function."""
+    if tree is None:
+        return ABSENT_RESULT
+    if type(tree) is dict:
+        return {key: _hidden(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_hidden(value) for value in tree])
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        if type(tree) not in _CLASSES:
+            _CLASSES.append(type(tree))
+        return [NAMED, _CLASSES.index(type(tree)), *map(_hidden, tree)]
+    return tree
+
+
+def _shown(tree: Any) -> Any:
+    """What `_hidden` hid; Dynamo traces this."""
+    if type(tree) is int and tree == ABSENT_RESULT:
+        return None
+    if type(tree) is dict:
+        return {key: _shown(value) for key, value in tree.items()}
+    if type(tree) is list:
+        if len(tree) > 1 and type(tree[0]) is int and tree[0] == NAMED:
+            return _CLASSES[tree[1]](*[_shown(value) for value in tree[2:]])
+        return [_shown(value) for value in tree]
+    if type(tree) is tuple:
+        return tuple([_shown(value) for value in tree])
     return tree

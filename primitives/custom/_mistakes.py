@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 
 from primitives.core.autograd import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
-from primitives.core.structure import key_path
+from primitives.core.structure import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from primitives.custom._structure import Structure
 
+
+# Stands for a tensor where only the tree matters.
+LEAF = object()
 
 # What a derivative must share with the tensor that it belongs to: shape, dtype, device.
 Meta = tuple[torch.Size, torch.dtype, torch.device]
@@ -75,6 +78,17 @@ class RuleErrors:
             f"{structure.label(j)}; return a clone."
         )
 
+    def refuse_shared(self, outputs: Sequence[Tensor], i: int, other: Tensor, structure: Structure) -> None:
+        """Raise `LeafError` for two outputs that are one tensor, or views of one."""
+        j = next(k for k, x in enumerate(outputs) if x is other)
+        first, second = (key_path(structure.settled.treespec.accessors()[k], "output") for k in (j, i))
+        raise LeafError(f"{self.where} must return new tensors, but {first} and {second} share memory; return a clone.")
+
+    def refuse_batch(self, structure: Structure, i: int, axis: int, size: int, shape: Sequence[int]) -> None:
+        """Raise `ShapeError` for a batched output that has another number of samples than the batch."""
+        path = key_path(structure.settled.treespec.accessors()[i], "output")
+        raise ShapeError(f"{self.where}: {path} must have {size} samples along axis {axis}, got shape {list(shape)}.")
+
     def flat_like(
         self,
         what: str,
@@ -108,8 +122,11 @@ class RuleErrors:
                 # Leaf by leaf: None may stand for a whole subtree.
                 values = _up_to(treespec, tree, self._namespace)
             except ValueError:
-                found = optree.tree_structure(cast("Any", tree), namespace=self._namespace)
-                raise TreeError(f"{self.where}: {what} {root} must have the tree {treespec}, got {found}.") from None
+                wanted_tree = optree.tree_unflatten(treespec, [LEAF] * treespec.num_leaves)
+                options = {"namespace": self._namespace, "is_leaf": None}
+                # Raises, naming the first difference.
+                align(self.where, f"{what} {root}", tree, root, wanted_tree, options)
+                raise
         results = []
         wanted = iter(like)
         for i, value in enumerate(values):

@@ -46,8 +46,29 @@ def without_written(structure: Structure, leaves: Sequence[Tensor], tensors: lis
     if not structure.mutated:
         return tensors
     # What requires grad is not written: this is the pure form.
-    written = {id(leaves[i]) for i in structure.mutated if not leaves[i].requires_grad}
-    return [x.clone() if id(x) in written else x for x in tensors]
+    written = [leaves[i] for i in structure.mutated if not leaves[i].requires_grad]
+    return [x.clone() if any(_shares_memory(x, y) for y in written) else x for x in tensors]
+
+
+def _shares_memory(x: Tensor, y: Tensor) -> bool:
+    return x is y or torch._C._is_alias_of(x, y)  # type: ignore[attr-defined] - no stub
+
+
+def _extent(x: Tensor) -> tuple[Any, Any]:
+    """First byte of a tensor in its storage, and one past its last."""
+    first = x.storage_offset() * x.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return first, first + (reach * x.itemsize if x.numel() else 0)
+
+
+def _overlaps(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors may have bytes in common; what is interleaved counts as overlapping."""
+    if x is y:
+        return True
+    if not _shares_memory(x, y):
+        return False
+    (x_first, x_end), (y_first, y_end) = _extent(x), _extent(y)
+    return x_first < y_end and y_first < x_end
 
 
 def write(structure: Structure, leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -56,8 +77,7 @@ def write(structure: Structure, leaves: Sequence[Tensor], values: Sequence[Tenso
 
 
 def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) -> None:
-    """Raise `MutationError` if a tensor that is to be written requires grad, or is written twice."""
-    seen: dict[int, int] = {}
+    """Raise `MutationError` if a tensor that is to be written requires grad, or shares memory with another one."""
     for i in structure.mutated:
         x = leaves[i]
         label = structure.label(i)
@@ -66,11 +86,12 @@ def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) 
                 f"{op_name}: {label} is updated in place and must not require grad. Pass {label}.detach(), or use "
                 "the pure form, `pure`, which returns the new value."
             )
-        if id(x) in seen:
-            raise MutationError(
-                f"{op_name}: {label} is the same tensor as {structure.label(seen[id(x)])}, and both are updated."
-            )
-        seen[id(x)] = i
+        for j, y in enumerate(leaves):
+            if i != j and _overlaps(x, y):
+                raise MutationError(
+                    f"{op_name}: {label} is updated in place and shares memory with {structure.label(j)}, which would "
+                    "see the update or undo it. Pass a clone."
+                )
 
 
 def refuse_cotangents(op_name: str, structure: Structure, bars: Sequence[Any]) -> None:

@@ -70,7 +70,11 @@ class _TreePrimitive(Primitive):
             f'{rules}, or create the operator with differentiate="reference" to differentiate its reference.'
         )
 
-    def _vmap_by_loop(self, size: int, axes: tuple, args: tuple) -> tuple[Any, Any]:
+    def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
+        """Where no kernel gives the value: a reference that draws random numbers must not be run again for them."""
+        return not self.has_kernel_for(args[0][0].device.type)
+
+    def _vmap_by_loop(self, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -78,7 +82,7 @@ class _TreePrimitive(Primitive):
                 "one with def_vmap.",
                 stacklevel=2,
             )
-        return super()._vmap_by_loop(size, axes, args)
+        return super()._vmap_by_loop(size, randomness, axes, args)
 
 
 class CustomOp:

@@ -132,10 +132,13 @@ class Rules:
             else:
                 outputs, treespec = errors.flat_outputs(output)
                 self._settle(kind, structure, output, treespec, leaves)
-            for x in outputs:
+            for i, x in enumerate(outputs):
                 for leaf in leaves:
                     if x is leaf or is_alias_of(x, leaf):
                         errors.refuse_alias(outputs, x, leaves, leaf, structure)
+                for y in outputs[:i]:
+                    if x is y or is_alias_of(x, y):
+                        errors.refuse_shared(outputs, i, y, structure)
             return outputs + updated
 
         return run
@@ -173,7 +176,9 @@ class Rules:
                 fakes = [mode.from_tensor(leaf.detach()) for leaf in leaves]
                 output = self.given[kind](*structure.trees(fakes), **structure.static)
         except Exception:
-            return
+            # What needs data fails without them, in many ways.
+            kind = "reference"
+            output = self.given[kind](*structure.trees([leaf.detach().clone() for leaf in leaves]), **structure.static)
         _, treespec = self._errors[kind].flat_outputs(output)
         structure.settle(output, treespec, self._output_differentiability)
 
@@ -267,8 +272,17 @@ class Rules:
             raise TreeError(f"{errors.where} must return (output, out_dims), got {type(result).__name__}.")
         output, out_dims = result
         outputs, treespec = errors.flat_outputs(output)
-        self._settle("def_vmap", structure, output, treespec, ())
-        return outputs, self._flat_axes(errors, out_dims, output, outputs)
+        samples = [
+            x if axis is None else x.movedim(axis, 0).new_zeros(x.movedim(axis, 0).shape[1:])
+            for x, axis in zip(primals.leaves, batch.axes[0], strict=True)
+        ]
+        self._settle("def_vmap", structure, output, treespec, samples)
+        axes = self._flat_axes(errors, out_dims, output, outputs)
+        for i, (x, axis) in enumerate(zip(outputs, axes, strict=True)):
+            if axis is not None and x.shape[axis] != batch.size:
+                errors.refuse_batch(structure, i, axis, batch.size, x.shape)
+        # What shares memory with an input would be written by whoever writes to the result.
+        return [x.clone() if any(x is leaf for leaf in primals.leaves) else x for x in outputs], axes
 
     def _flat_axes(self, errors: RuleErrors, out_dims: Any, output: Any, outputs: Sequence[Tensor]) -> list:
         options: dict[str, Any] = {"none_is_leaf": True, "namespace": self.namespace}
@@ -301,7 +315,7 @@ class Rules:
                 )
             count = structure.signature.num_positional
             static = dict(zip(structure.signature.static, result[count:], strict=True))
-            leaves, structure = self.table.flatten(tuple(result[:count]), static)
-            return leaves, structure.number
+            leaves, structure.cast = self.table.flatten(tuple(result[:count]), static)
+            return leaves, structure.cast.number
 
         return cast_inputs

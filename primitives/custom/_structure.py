@@ -77,6 +77,8 @@ class Structure:
         self.static = static
         self.static_values = signature.Static(**static)
         self.output: Output | None = None
+        # What autocast made of it: the results have its tree.
+        self.cast: Structure | None = None
         self.constants: frozenset[int] = frozenset()
         self.single_output = self.tuple_output = False
         # None in the place of every tensor: a Structure outlives the call that it was made for.
@@ -166,12 +168,17 @@ class Structure:
     @property
     def settled(self) -> Output:
         """`output`, after the first call."""
+        if self.output is None and self.cast is not None and self.cast.output is not None:
+            for name in ("constants", "num_outputs", "single_output", "tuple_output", "output"):
+                setattr(self, name, getattr(self.cast, name))
         if self.output is None:
             raise TreeError(f"{self.signature.name}: the tree of the results is not known before the first call.")
         return self.output
 
     def output_tree(self, values: Sequence[Any]) -> Any:
         """The tree of the results with `values` for its tensors; the new values after them are left out."""
+        if self.output is None:
+            self.settled  # noqa: B018 - known now, or it raises
         if self.single_output:
             return values[0]
         if self.tuple_output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 import warnings
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 MANY_STRUCTURES = 1000
 
 _SYMBOLIC: tuple[tuple[type, Any], ...] = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
+
+
+_TOLD_APART_BY_EQUALITY = {int, bool, str, bytes, type(None), torch.dtype, torch.device}
 
 
 class _ByNumber(dict):
@@ -68,8 +72,14 @@ class StructureTable:
                     return list(args), structure
             leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
             tensors = [cast("Tensor", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            other_key = () if len(tensors) == len(leaves) else tuple(map(_content_or_tensor, leaves))
-            key = (treespec, other_key, static_key)
+            if len(tensors) < len(leaves):
+                leaves = [_settled(leaf) for leaf in leaves]
+                other_key = tuple(map(_content_or_tensor, leaves))
+            else:
+                other_key = ()
+            # Treespecs of dicts agree whatever the order of insertion is; a function may go by it.
+            order = tuple([tuple(arg) for arg in args if isinstance(arg, dict)])
+            key = (treespec, order, other_key, static_key)
             structure = self._by_content.get(key)
         except TypeError:
             self._refuse_unhashable(args, static)
@@ -87,7 +97,7 @@ class StructureTable:
                     "positional argument of the function."
                 )
         # The same in every process, as far as the values print alike: an exported graph may be run elsewhere.
-        content = repr((str(treespec), key[1], key[2])).encode()
+        content = repr((str(treespec), *key[1:])).encode()
         number = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
         with self._lock:
             if key in self._by_content:
@@ -98,7 +108,7 @@ class StructureTable:
             self.by_number[number] = structure
             self._by_content[key] = structure
             if all(isinstance(arg, torch.Tensor) for arg in args):
-                self._by_content[(len(args), key[2])] = structure
+                self._by_content[(len(args), key[-1])] = structure
             count = len(self.by_number)
         if count == MANY_STRUCTURES:
             warnings.warn(
@@ -134,20 +144,32 @@ def _is_hashable(value: Any) -> bool:
 
 
 def _settled(value: Any) -> Any:
-    """A compiler's symbolic number as the number it stands for; the compiler then guards it."""
+    """A compiler's symbolic numbers as the numbers they stand for; the compiler then guards them."""
     for symbolic, number in _SYMBOLIC:
         if isinstance(value, symbolic):
             return number(value)
+    if isinstance(value, tuple):
+        settled = [_settled(entry) for entry in value]
+        if any(new is not old for new, old in zip(settled, value, strict=True)):
+            return type(value)(*settled) if hasattr(value, "_fields") else tuple(settled)
     return value
 
 
 def _content(value: Any) -> Any:
     """A key that tells apart what Python's equality does not: 1, 1.0 and True, 0.0 and -0.0; and NaN equals NaN."""
-    if type(value) is float:
-        return (float, value.hex())
-    if type(value) is tuple:
-        return (tuple, *map(_content, value))
-    return (type(value), value)
+    kind = type(value)
+    if kind in _TOLD_APART_BY_EQUALITY:
+        return kind, value
+    if isinstance(value, float):
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, tuple):
+        return kind, *map(_content, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hash(value)  # Only what is frozen may be kept.
+        return kind, *[_content(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return kind, value
 
 
 def _content_or_tensor(leaf: Any) -> Any:
