@@ -41,17 +41,27 @@ def _zeros(meta: Meta) -> Tensor | None:
     return torch.zeros(shape, dtype=dtype, device=device) if has_derivatives(dtype) else None
 
 
-class BackwardContext(NamedTuple):
-    """What a backward rule is told beside what was saved.
+class BackwardContext:
+    """What a backward rule is told beside what was saved."""
 
-    Attributes:
-        needs_input_grad: By argument name, a tree like the argument with a bool in the place of every tensor. What is
-            not needed may be `None`.
-        static: The keyword-only arguments by name.
-    """
+    __slots__ = ("_structure", "_wanted")
 
-    needs_input_grad: Any
-    static: Any
+    def __init__(self, structure: Structure, wanted: Sequence[bool]) -> None:
+        self._structure = structure
+        self._wanted = wanted
+
+    @property
+    def needs_input_grad(self) -> Any:
+        """By argument name, a tree like the argument with a bool in the place of every tensor.
+
+        What is not needed may be `None`.
+        """
+        return self._structure.masks(self._wanted)
+
+    @property
+    def static(self) -> Any:
+        """The keyword-only arguments by name."""
+        return self._structure.static_values
 
 
 class VmapInfo(NamedTuple):
@@ -207,11 +217,18 @@ class Rules:
                 _zeros(meta) if bar is None and i not in structure.constants else bar
                 for i, (bar, meta) in enumerate(zip(bars, output_metas, strict=False))
             ]
-        ctx = BackwardContext(structure.masks(wanted), structure.static_values)
+        ctx = BackwardContext(structure, wanted)
         result = self.given["def_backward"](ctx, saved, *structure.output_entries(bars))
         return self._flat_cotangents(errors, structure, result, input_metas)
 
     def _flat_cotangents(self, errors: RuleErrors, structure: Structure, result: Any, metas: Sequence[Meta]) -> list:
+        if structure.is_flat and type(result) is dict and len(result) == len(metas):
+            flat = list(map(result.get, structure.spans))
+            for value, meta in zip(flat, metas, strict=True):
+                if value is None or not is_like(value, meta):
+                    break
+            else:
+                return flat
         if not isinstance(result, dict):
             raise TreeError(
                 f"{errors.where} must return a dict from argument name to cotangent, got {type(result).__name__}."
@@ -224,13 +241,6 @@ class Rules:
                 f"{errors.where} must return a dict with the keys {list(spans)}, but what it returned "
                 f"{' and '.join(found)}; None stands for a cotangent of zeros."
             )
-        if structure.is_flat:
-            flat = list(map(result.__getitem__, spans))
-            for value, meta in zip(flat, metas, strict=True):
-                if value is not None and not is_like(value, meta):
-                    break
-            else:
-                return flat
         flat = []
         for name, span in spans.items():
             value = result[name]
