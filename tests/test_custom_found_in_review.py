@@ -232,3 +232,30 @@ def test_graph_nodes_are_named_after_the_operator():
     op.def_backward(lambda ctx, saved, y_bar: {"x": 2 * y_bar})
     assert type(op(X.clone().requires_grad_()).grad_fn).__name__ == "NamedNodeBackward"
     assert_close(jvp(op, (X,), (X,))[1], 2 * X)
+
+
+def test_defining_the_same_function_again_replaces_the_operator():
+    def define(factor, **options):
+        @pr.custom_op("tests::cell", **options)
+        def cell(x):
+            return x * factor
+
+        return cell
+
+    first = define(2, differentiate="reference")
+    first.def_autocast("cpu")(lambda inputs: inputs._replace(x=inputs.x.bfloat16()))
+    first.def_jvp(lambda inputs, output, tangents: tangents.x * 100)
+    assert jvp(first, (X,), (X,))[1][0, 0] == X[0, 0] * 100
+    second = define(3)
+    assert_close(second(X), X * 3)
+    assert torch.ops.tests.cell.default is second.primitive.overload
+    with torch.autocast("cpu"):
+        assert second(X).dtype == torch.float32
+    with pytest.raises(pr.MissingRuleError):
+        second(X.clone().requires_grad_())
+    with pytest.raises(pr.MissingRuleError):
+        jvp(second, (X,), (X,))
+    second.def_jvp(lambda inputs, output, tangents: tangents.x * 3)
+    assert_close(jvp(second, (X,), (X,))[1], X * 3)
+    with pytest.raises(ValueError, match="tests::cell exists already"):
+        pr.custom_op("tests::cell")(lambda x: x)

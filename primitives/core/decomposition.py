@@ -20,6 +20,7 @@ __all__ = [
     "Signature",
     "decomposition_table",
     "decomposition_table_for_jvp",
+    "forget_decompositions",
     "get_decomposition",
     "overloads_of",
     "register_decomposition",
@@ -222,6 +223,13 @@ def register_decomposition_for_jvp(op_or_ops: Any, *, allow_existing: bool = Fal
         TypeError: As for `register_decomposition`.
     """
     return _register(decomposition_table_for_jvp, "register_decomposition_for_jvp", op_or_ops, allow_existing)
+
+
+def forget_decompositions(op: Any) -> None:
+    """Take the decompositions of `op` out of both tables, if it has any."""
+    for overload in overloads_of(op):
+        for table in (decomposition_table, decomposition_table_for_jvp):
+            table.pop(overload, None)
 
 
 def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:

@@ -13,24 +13,21 @@ from torch import _C
 from primitives.core import backend
 from primitives.core.autograd import autograd_kernel
 from primitives.core.batching import BatchInfo
-from primitives.core.decomposition import get_decomposition, register_decomposition
+from primitives.core.decomposition import forget_decompositions, get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
 from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
+from primitives.core.library import NAMESPACE, library, list_names, names
 from primitives.core.lists import flatten, regroup
 from primitives.core.residuals import ResidualLayout, Residuals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["NAMESPACE", "Primitive", "library", "registered_primitives"]
-
-NAMESPACE = "primitives"
+__all__ = ["Primitive", "registered_primitives"]
 
 # Devices without kernels of their own run the reference.
 OTHER_DEVICES = ("MPS", "XPU", "HPU", "PrivateUse1")
 
-# Operators live as long as their library object does: one per namespace, for the life of the process.
-_libraries: dict[str, torch.library.Library] = {}
 _registry: dict[str, Primitive] = {}
 _registry_lock = threading.Lock()
 
@@ -38,26 +35,6 @@ _registry_lock = threading.Lock()
 def registered_primitives() -> dict[str, Primitive]:
     """All primitives by qualified name, in order of definition."""
     return dict(_registry)
-
-
-def library(namespace: str) -> torch.library.Library:
-    """The library object that the operators of `namespace` are defined in."""
-    if namespace not in _libraries:
-        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    return _libraries[namespace]
-
-
-def _list_names(names: Sequence[str], entries: Sequence[Any]) -> list[str]:
-    """Names of the entries of a schema that are lists of tensors."""
-    return [
-        n
-        for n, entry in zip(names, entries, strict=True)
-        if str(entry.type).startswith("List[") and "Tensor" in str(entry.type)
-    ]
-
-
-def _names(entries: Sequence[Any], unnamed: str) -> list[str]:
-    return [entry.name or (unnamed if len(entries) == 1 else f"{unnamed}{i}") for i, entry in enumerate(entries)]
 
 
 class Primitive:
@@ -118,12 +95,12 @@ class Primitive:
         self.name = name
         self.qualified_name = f"{namespace}::{name}"
         parsed = _C.parse_schema(f"{self.qualified_name}{schema}")
-        self.argument_names = _names(parsed.arguments, "input")
-        self.output_names = _names(parsed.returns, "output")
+        self.argument_names = names(parsed.arguments, "input")
+        self.output_names = names(parsed.returns, "output")
         tensors = [n for n, a in zip(self.argument_names, parsed.arguments, strict=True) if "Tensor" in str(a.type)]
-        lists = _list_names(self.argument_names, parsed.arguments)
+        lists = list_names(self.argument_names, parsed.arguments)
         self.list_arguments = [self.argument_names.index(n) for n in lists]
-        list_outputs = _list_names(self.output_names, parsed.returns)
+        list_outputs = list_names(self.output_names, parsed.returns)
         if list_outputs and len(self.output_names) > 1:
             raise ValueError(f"{name}: a list of tensors must be the only output, got {schema}.")
         self.returns_list = bool(list_outputs)
@@ -153,6 +130,7 @@ class Primitive:
         self.tensor_arguments = frozenset(tensors)
         self._rules: dict[str, Callable] = {"decomposed_vjp": functools.partial(decomposed_vjp, self)}
         self._kernels: dict[str, Callable] = {}
+        self._autocast_keys: set[str] = set()
         self._choose_implementations()
         self._register(namespace, schema)
 
@@ -246,19 +224,35 @@ class Primitive:
 
     def def_autocast(self, device: str) -> Callable[[Callable], Callable]:
         """Define what autocast does on `device` (`"cuda"`, `"cpu"`): `primals -> primals`, cast as needed."""
+        key = f"Autocast{device.upper()}"
 
         def decorator(rule: Callable) -> Callable:
-            key = f"Autocast{device.upper()}"
-            excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
-
-            def kernel(*args: Any) -> Any:
-                with _C._ExcludeDispatchKeyGuard(excluded):
-                    return self.overload(*rule(self.Primals(*args)))
-
-            library(self.qualified_name.split("::")[0]).impl(self.name, kernel, key)
+            if key not in self._autocast_keys:
+                library(self.qualified_name.split("::")[0]).impl(self.name, self._autocast_kernel(key), key)
+                self._autocast_keys.add(key)
+            self._rules[key] = rule
             return rule
 
         return decorator
+
+    def _autocast_kernel(self, key: str) -> Callable:
+        excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
+
+        def kernel(*args: Any) -> Any:
+            rule = self._rules.get(key)
+            with _C._ExcludeDispatchKeyGuard(excluded):
+                return self.overload(*(args if rule is None else rule(self.Primals(*args))))
+
+        return kernel
+
+    def forget_rules(self, *, decomposable: bool) -> None:
+        """Take every rule away, for an operator that is defined again; torch keeps the operator itself."""
+        self._rules.clear()
+        self._kernels.clear()
+        self._rules["decomposed_vjp"] = functools.partial(decomposed_vjp, self)
+        self.decomposable = decomposable
+        forget_decompositions(self)
+        self._choose_implementations()
 
     @property
     def rule_kinds(self) -> Collection[str]:

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from primitives.core.autograd import is_transforming
 from primitives.core.errors import MutationError
-from primitives.core.primitive import NAMESPACE, library
+from primitives.core.library import NAMESPACE, library
 
 if TYPE_CHECKING:
     from torch import Tensor

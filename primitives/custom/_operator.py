@@ -104,7 +104,7 @@ class CustomOp:
         mutates: Sequence[str],
         tree_namespace: str,
     ) -> None:
-        namespace, name = _split(qualified_name)
+        namespace, name = _split(qualified_name, (function.__module__, function.__qualname__))
         if differentiate not in (None, "reference"):
             raise ValueError(f'{qualified_name}: differentiate must be None or "reference", got {differentiate!r}.')
         self.qualified_name = qualified_name
@@ -117,7 +117,13 @@ class CustomOp:
         self._table = StructureTable(qualified_name, self._signature, tree_namespace)
         self._rules = Rules(qualified_name, self._table, tree_namespace, materialize, output_differentiability)
         self._rules.add("reference", function)
-        self.primitive = _TreePrimitive(namespace, name, self._rules, differentiate == "reference")
+        previous = _operators.get(qualified_name)
+        if previous is None:
+            self.primitive = _TreePrimitive(namespace, name, self._rules, differentiate == "reference")
+        else:
+            previous._rules.replace(self._rules)
+            self._rules, self.primitive = previous._rules, previous.primitive
+            self.primitive.forget_rules(decomposable=differentiate == "reference")
         self.primitive.def_reference(self._rules.implementation("reference"))
         if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
@@ -273,7 +279,8 @@ def custom_op(
         the result depends on trees and static arguments alone.
 
     Raises:
-        ValueError: If `name` has no namespace, or the operator exists.
+        ValueError: If `name` has no namespace, or the operator exists; defining the same function again, as a notebook
+            does, replaces the operator and all its rules.
         TypeError: If the function takes `*args` or `**kwargs`.
     """
 
@@ -301,11 +308,15 @@ def find(qualified_name: str) -> CustomOp:
     return _operators[qualified_name]
 
 
-def _split(qualified_name: str) -> tuple[str, str]:
+def _split(qualified_name: str, path: tuple[str, str]) -> tuple[str, str]:
+    """Namespace and name of an operator that may be defined by the function at `path`."""
     namespace, separator, name = qualified_name.partition("::")
     if not (separator and namespace.isidentifier() and name.isidentifier()):
         raise ValueError(f'custom_op: the name must be "namespace::name", got {qualified_name!r}.')
-    if qualified_name in _operators or hasattr(getattr(torch.ops, namespace), name):
+    previous = _operators.get(qualified_name)
+    # The same function again: a cell of a notebook that is run once more, a module that is reloaded.
+    is_redefined = previous is not None and previous._path == path
+    if not is_redefined and hasattr(getattr(torch.ops, namespace), name):
         raise ValueError(f"custom_op: the operator {qualified_name} exists already.")
     return namespace, name
 

@@ -107,6 +107,10 @@ class Rules:
         self.namespace = namespace
         self._output_differentiability = output_differentiability
 
+    def replace(self, other: Rules) -> None:
+        """Become `other`, for an operator that is defined again: torch keeps what refers to these rules."""
+        vars(self).update(vars(other))
+
     def _unregistered(self, *args: Any) -> Any:
         raise MissingRuleError(f"{self.op_name}: the operator is not registered yet.")
 
