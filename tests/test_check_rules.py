@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import runpy
 import unittest
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ import primitives as pr
 from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
-from tests import wrong_ops
-from tests.wrong_ops import EXPECTED, WEIGHT, X
+from tests import wrong_calls, wrong_ops
+from tests.check_rules_support import FAST, failure, run
+from tests.wrong_ops import WEIGHT, X
 
-# Opcheck and the compiler take most of the time; they are checked where they matter.
-FAST = {"compile": False}
+EXPECTED = {**wrong_ops.EXPECTED, **wrong_calls.EXPECTED}
 
 
 @optree.dataclasses.dataclass(namespace="check_rules")
@@ -68,18 +67,6 @@ def counts(state, x):
     return x.square()
 
 
-def failure(op, *args, **options):
-    with pytest.raises(RuleError) as caught:
-        check_rules(op, *args, **options)
-    return caught.value
-
-
-def run(program, tmp_path):
-    path = tmp_path / "reproducer.py"
-    path.write_text(program)
-    return runpy.run_path(str(path))
-
-
 # Right operators.
 
 
@@ -88,7 +75,7 @@ def test_a_right_op_passes_everything():
     assert report.ok
     assert [row.property for row in report.rows] == list(PROPERTIES)
     other = {row.property: row.note for row in report.rows if row.status != "ok"}
-    assert other == {"static arguments": "no float argument"}
+    assert other == {"static arguments": "no float, int or bool argument"}
 
 
 def test_an_op_of_trees_that_differentiates_its_reference_passes():

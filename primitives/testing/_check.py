@@ -11,7 +11,7 @@ import torch
 
 from primitives.core.backend import current_backend, require_interpreter, use_backend
 from primitives.core.errors import BackendError
-from primitives.testing import _derivatives, _reproducer, _tracing, _values
+from primitives.testing import _batching, _calls, _derivatives, _reproducer, _tracing, _values
 from primitives.testing._compare import MismatchError, NotApplicableError, Record
 from primitives.testing._report import FAILED, NOT_APPLICABLE, OK, Report, Row, RuleError
 from primitives.testing._subject import Subject
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Property = Callable[[Subject, Record], None]
+    Devices = str | torch.device | Sequence[str | torch.device] | None
 
 _PROPERTIES: dict[str, Property] = {
     "reference against kernel": _values.reference_against_kernel,
@@ -28,25 +29,30 @@ _PROPERTIES: dict[str, Property] = {
     "transpose identity": _derivatives.transpose_identity,
     "gradgradcheck": _derivatives.gradgradcheck,
     "nestings": _derivatives.nestings,
-    "vmap against loop": _values.vmap_against_loop,
+    "derivatives by dtype": _calls.derivatives_at_given_dtypes,
+    "vmap against loop": _batching.vmap_against_loop,
     "cotangent layouts": _values.cotangent_layouts,
     "non-contiguous inputs": _values.non_contiguous_inputs,
+    "derivatives under vmap": _batching.derivatives_under_vmap,
     "fake against real": _tracing.fake_against_real,
     "opcheck": _tracing.opcheck,
     "compile against eager": _tracing.compile_against_eager,
     "determinism": _values.determinism,
     "uninitialized outputs": _values.uninitialized_outputs,
     "aliasing and mutation": _values.aliasing_and_mutation,
-    "static arguments": _derivatives.static_arguments,
+    "static arguments": _calls.static_arguments,
 }
 PROPERTIES: tuple[str, ...] = tuple(_PROPERTIES)
 """Names of what is checked, in the order of the table."""
 
 # They make the outcome of others arbitrary, so they are what an error should name.
 _CAUSES = ("aliasing and mutation", "uninitialized outputs", "determinism", "non-contiguous inputs")
+# What no rule for derivatives takes part in.
+_OF_VALUES = ("reference against kernel", "fake against real")
 # In Triton's interpreter, which is slow: what depends on the kernel and not on the rules.
 _OF_KERNELS = (
     "reference against kernel",
+    "derivatives by dtype",
     "cotangent layouts",
     "fake against real",
     *_CAUSES,
@@ -57,7 +63,7 @@ def check_rules(
     op: Callable,
     *args: Any,
     order: int = 2,
-    devices: Sequence[str] | None = None,
+    devices: Devices = None,
     compile: bool = True,
     tolerances: Mapping[torch.dtype, float] | None = None,
     tree_namespace: str = "",
@@ -66,8 +72,8 @@ def check_rules(
 ) -> Report:
     """Prove the rules of an operator: hold it to its reference, to differences, and its transforms to one another.
 
-    Derivatives are checked in float64, everything else at the dtypes of the arguments. What is checked, and how, is
-    described in `docs/check_rules.md`.
+    Derivatives are checked in double precision, first ones at the dtypes of the arguments too, and everything else at
+    those. What is checked, and how, is described in `docs/check_rules.md`.
 
     Args:
         op: A `custom_op`, a `Primitive` (arguments in the order of its schema), or a function of pytrees of tensors. A
@@ -75,8 +81,8 @@ def check_rules(
         args: Positional arguments, trees with tensors. They are copied and never changed. The function must be smooth
             near them.
         order: Highest order of derivatives.
-        devices: Devices to run on; by default that of the first tensor, and `"cuda"` where there is one. On the CPU the
-            Triton kernels run too if Triton's interpreter is on.
+        devices: Device or devices to run on; by default that of the first tensor, and `"cuda"` where there is one. On
+            the CPU the Triton kernels run too if Triton's interpreter is on.
         compile: Whether to check under `torch.compile`, which takes seconds.
         tolerances: Allowed relative error by dtype, in the place of the usual one.
         tree_namespace: optree namespace of the trees; by default that of the operator.
@@ -113,7 +119,7 @@ def check_rule(
     property: str,
     *args: Any,
     order: int = 2,
-    devices: Sequence[str] | None = None,
+    devices: Devices = None,
     tolerances: Mapping[torch.dtype, float] | None = None,
     tree_namespace: str = "",
     **static: Any,
@@ -125,7 +131,7 @@ def check_rule(
         property: One of `PROPERTIES`.
         args: Positional arguments of `op`.
         order: Highest order of derivatives.
-        devices: Devices to run on.
+        devices: Device or devices to run on.
         tolerances: Allowed relative error by dtype.
         tree_namespace: optree namespace of the trees.
         static: Keyword arguments of `op`.
@@ -153,7 +159,7 @@ def check_rule(
 @dataclasses.dataclass(frozen=True)
 class _Options:
     order: int
-    devices: Sequence[str] | None
+    devices: Devices
     tolerances: Mapping[torch.dtype, float]
 
     def __post_init__(self) -> None:
@@ -174,21 +180,27 @@ def _places(subject: Subject, name: str, options: _Options) -> list[_Place]:
     """Where the property `name` is checked."""
     own = subject.tensors[0].device
     if options.devices is not None:
-        devices = [torch.device(device) for device in options.devices]
+        given = (options.devices,) if isinstance(options.devices, (str, torch.device)) else options.devices
+        devices = list(map(torch.device, given))
     else:
         devices = [own]
         if own.type == "cpu" and torch.cuda.is_available():
             devices.append(torch.device("cuda"))
     backend = current_backend()
     places = [_Place(device, backend) for device in devices]
-    if name in _OF_KERNELS and backend == "auto" and any(d.type == "cpu" for d in devices) and _interpreted(subject):
+    if (
+        name in _OF_KERNELS
+        and backend == "auto"
+        and any(d.type == "cpu" for d in devices)
+        and _interpreted(subject, name)
+    ):
         places.append(_Place(torch.device("cpu"), "triton"))
     return places
 
 
-def _interpreted(subject: Subject) -> bool:
-    """Whether the operator has kernels, or may have some inside, that Triton's interpreter can run."""
-    if subject.primitive is not None and "cuda" not in subject.primitive._kernels:
+def _interpreted(subject: Subject, name: str) -> bool:
+    """Whether the operator has kernels, or its rules may call some, that Triton's interpreter can run."""
+    if name in _OF_VALUES and subject.primitive is not None and "cuda" not in subject.primitive._kernels:
         return False
     try:
         require_interpreter(subject.name)

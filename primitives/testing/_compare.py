@@ -17,15 +17,21 @@ if TYPE_CHECKING:
 # Allowed error in units in the last place of the largest expected element (or of 1). In low precision a few roundings
 # of intermediate values, in float32 and float64 the rounding of sums.
 ULPS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 64, torch.float64: 64}
+ULPS.update({torch.complex64: 64, torch.complex128: 64})
 # A central difference of fourth order with step 1e-4 leaves about 1e-16 of the fifth derivative and 1e-12 of rounding:
 # the first number is relative to the derivative, and far above what a right rule needs; the second to the value.
 STEP = 1e-4
+# A step is at most this part of an argument, so that functions such as sqrt are smooth within it; but of an argument
+# smaller than the floor, which a difference of fourth order would not resolve from rounding, it is that of the floor.
+FLOOR = 1e-5
 DIFFERENCE_TOLERANCE = 1e-6
 ROUNDING_OF_DIFFERENCES = 1e-9
 # Relative to the product of the norms, float64.
 IDENTITY_TOLERANCE = 1e-10
 
 LAYOUTS = ("transposed", "sliced", "expanded")
+# What `sum().backward()` gives has stride 0 everywhere.
+COTANGENT_LAYOUTS = (*LAYOUTS, "constant")
 
 
 class NotApplicableError(Exception):
@@ -36,14 +42,20 @@ class MismatchError(Exception):
     """The property does not hold; the text says where, what came and what was expected."""
 
 
-def normal(shape: Sequence[int], seed: int) -> Tensor:
-    """Normal numbers in float64 on the CPU, the same in every run."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def is_inexact(x: Tensor) -> bool:
+    """Whether `x` holds floating or complex numbers."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def normal(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers in double precision on the CPU, the same in every run."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def like(x: Tensor, seed: int) -> Tensor:
     """Normal numbers with the shape, dtype and device of `x`."""
-    return normal(x.shape, seed).to(x.device, x.dtype)
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return normal(x.shape, seed, wide).to(x.device, x.dtype)
 
 
 def all_like(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
@@ -51,20 +63,34 @@ def all_like(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
     return [like(x, 101 * seed + i) for i, x in enumerate(xs)]
 
 
+def directions(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
+    """Tangents of `xs` along which differences are taken: random, and small where an element of `xs` is small."""
+    xs = list(xs)
+    return [
+        dot * torch.where(x == 0, torch.ones_like(x.abs()), x.abs().clamp(FLOOR, 1.0))
+        for x, dot in zip(xs, all_like(xs, seed), strict=True)
+    ]
+
+
 def arranged(x: Tensor, layout: str) -> Tensor:
-    """`x` in a layout of `LAYOUTS`; `"expanded"` repeats the first entry of the first axis with stride 0."""
+    """`x` in a layout of `COTANGENT_LAYOUTS`.
+
+    `"expanded"` repeats the first entry of the first axis with stride 0, `"constant"` the first element everywhere.
+    """
     if layout == "transposed":
         axes = list(range(x.dim()))[::-1]
         return x.permute(axes).clone(memory_format=torch.contiguous_format).permute(axes)
     if layout == "sliced" and x.dim() > 0:
         wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
         # What lies between the elements must never be read.
-        if x.is_floating_point():
+        if is_inexact(x):
             wide.fill_(float("nan"))
         wide[..., ::2] = x
         return wide[..., ::2]
     if layout == "expanded" and x.dim() > 0 and x.shape[0] > 0:
         return x[:1].clone(memory_format=torch.contiguous_format).expand(x.shape)
+    if layout == "constant" and x.numel() > 0:
+        return x[(0,) * x.dim()].clone().expand(x.shape)
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -77,13 +103,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaNs too."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    bits = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    bits = [x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return torch.equal(*bits)
 
 
 def largest(x: Tensor) -> float:
     """Largest magnitude of a finite element."""
-    return x.detach().to(torch.float64).nan_to_num(0.0, 0.0, 0.0).abs().max().item() if x.numel() else 0.0
+    return x.detach().abs().to(torch.float64).nan_to_num(0.0, 0.0, 0.0).max().item() if x.numel() else 0.0
 
 
 @dataclasses.dataclass
@@ -112,7 +138,8 @@ class Record:
 
     def tolerance(self, *dtypes: torch.dtype) -> float:
         """Relative error that is allowed of the coarsest of these dtypes."""
-        known = [self.tolerances.get(d, ULPS.get(d, 4) * torch.finfo(d).eps) for d in dtypes if d.is_floating_point]
+        inexact = [d for d in dtypes if d.is_floating_point or d.is_complex]
+        known = [self.tolerances.get(d, ULPS.get(d, 4) * torch.finfo(d).eps) for d in inexact]
         return max(known, default=0.0)
 
     def note(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Properties of derivatives, all in float64: against differences, against one another, and in every nesting."""
+"""Properties of derivatives, in double precision: against differences, against one another, and in every nesting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from primitives.testing._compare import (
     IDENTITY_TOLERANCE,
     ROUNDING_OF_DIFFERENCES,
     STEP,
-    MismatchError,
     NotApplicableError,
     Record,
     all_like,
     contiguous,
+    directions,
     largest,
 )
 
@@ -63,8 +63,13 @@ def differences(function: Function, inputs: Sequence[Tensor], dots: Sequence[Ten
 
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-    """Sum of the products of all elements."""
-    return sum(((x * y).sum() for x, y in zip(xs, ys, strict=True)), torch.zeros((), dtype=torch.float64))
+    """Real part of the inner product, over all elements."""
+    return sum(((x.conj() * y).real.sum() for x, y in zip(xs, ys, strict=True)), torch.zeros((), dtype=torch.float64))
+
+
+def finite(x: Tensor) -> Tensor:
+    """`x` with zeros in the place of what is not finite."""
+    return torch.where(x.isfinite(), x, torch.zeros_like(x))
 
 
 def size(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
@@ -117,8 +122,9 @@ def check_vjp(subject: Subject, record: Record, when: str = "") -> None:
     truth = subject.function(reference=subject.definition is not None)
     function, active = subject.function(), subject.active
     values = truth(*active)
-    bars, dots = all_like(values, 1), all_like(active, 2)
-    wants = [inner(bars, differences(truth, active, one_direction(dots, i))) for i in range(len(active))]
+    bars, dots = all_like(values, 1), directions(active, 2)
+    quotients = [differences(truth, active, one_direction(dots, i)) for i in range(len(active))]
+    wants = [inner(bars, quotient) for quotient in quotients]
     for chosen in alone_and_together(len(active)):
         inputs = leaves(active, chosen)
         wanted = [inputs[i] for i in chosen]
@@ -130,15 +136,44 @@ def check_vjp(subject: Subject, record: Record, when: str = "") -> None:
             what = f"the cotangent of {subject.active_labels[i]} along a random direction{when}"
             if len(chosen) < len(active):
                 what += " (the only one that is wanted)"
-            scale = size([bar.nan_to_num(0.0, 0.0, 0.0)], [dots[i]])
-            record.within(what, (bar * dots[i]).sum(), wants[i], allowed_difference(scale, size(bars, values)))
+            scale = size([finite(bar)], [dots[i]])
+            record.within(what, inner([bar], [dots[i]]), wants[i], allowed_difference(scale, size(bars, values)))
+
+    if len(values) > 1:
+        _check_single_cotangents(subject, record, function, bars, dots, quotients, values, when)
+
+
+def _check_single_cotangents(
+    subject: Subject,
+    record: Record,
+    function: Function,
+    bars: Sequence[Tensor],
+    dots: Sequence[Tensor],
+    quotients: Sequence[Sequence[Tensor]],
+    values: Sequence[Tensor],
+    when: str,
+) -> None:
+    """Cotangents where only one result is used, against the differences along `dots`: the others may be `None`."""
+    everything = range(len(subject.active))
+    for number, bar in enumerate(bars[:MAX_ALONE]):
+
+        def one_result(*inputs: Tensor, number: int = number) -> tuple[Tensor]:
+            return (function(*inputs)[number],)
+
+        gots = pullback(one_result, leaves(subject.active, everything), [bar])
+        for i, got in enumerate(gots):
+            what = f"the cotangent of {subject.active_labels[i]} along a random direction{when}"
+            what += f" (with only {subject.result_labels[number]} used)"
+            scale = size([finite(got)], [dots[i]])
+            want = inner([bar], [quotients[i][number]])
+            record.within(what, inner([got], [dots[i]]), want, allowed_difference(scale, size([bar], [values[number]])))
 
 
 def check_jvp(subject: Subject, record: Record, when: str = "") -> None:
     """Tangents, for tangents of one argument at a time and of all together, against differences of the definition."""
     truth = subject.function(reference=subject.definition is not None)
     function, active = subject.function(), subject.active
-    dots, values = all_like(active, 2), truth(*active)
+    dots, values = directions(active, 2), truth(*active)
     for chosen in alone_and_together(len(active)):
         given = [dot if i in chosen else None for i, dot in enumerate(dots)]
         direction = [dot if i in chosen else torch.zeros_like(dot) for i, dot in enumerate(dots)]
@@ -193,7 +228,7 @@ def gradgradcheck(subject: Subject, record: Record) -> None:
     active, function = subject.active, subject.function()
     count = len(active)
     bars = all_like(function(*active), 1)
-    weights, dots = all_like(active, 3), [*all_like(active, 2), *all_like(bars, 4)]
+    weights, dots = all_like(active, 3), [*directions(active, 2), *all_like(bars, 4)]
 
     def contracted(function: Function, *values: Tensor, graph: bool = False) -> tuple[Tensor]:
         with torch.enable_grad():
@@ -206,20 +241,20 @@ def gradgradcheck(subject: Subject, record: Record) -> None:
     labels = [*subject.active_labels, *[f"the cotangent of {label}" for label in subject.result_labels]]
     for i, (label, got) in enumerate(zip(labels, gots, strict=True)):
         (want,) = differences(lambda *v: contracted(base, *v), [*active, *bars], one_direction(dots, i))
-        scale = size([got.nan_to_num(0.0, 0.0, 0.0)], [dots[i]])
+        scale = size([finite(got)], [dots[i]])
         what = f"the second derivative (vjp of vjp) in {label} along a random direction"
-        record.within(what, (got * dots[i]).sum(), want, allowed_difference(scale, abs(total.item())))
+        record.within(what, inner([got], [dots[i]]), want, allowed_difference(scale, abs(total.item())))
 
 
 # Every nesting.
 
 
-def nest(function: Function, word: str, directions: Sequence[Sequence[Tensor]]) -> Function:
+def nest(function: Function, word: str, along: Sequence[Sequence[Tensor]]) -> Function:
     """`function` under one transform per letter of `word`, the last one first: `f` is a jvp, `r` a vjp.
 
-    `directions` holds the tangents or cotangents of each letter.
+    `along` holds the tangents or cotangents of each letter.
     """
-    for letter, direction in zip(reversed(word), reversed(directions), strict=True):
+    for letter, direction in zip(reversed(word), reversed(along), strict=True):
         function = _transformed(function, letter, direction)
     return function
 
@@ -249,14 +284,14 @@ def nestings(subject: Subject, record: Record) -> None:
     for word in words(subject, record):
         record.transform = _reproducer.nesting(word)
         active = wide.active
-        directions: list[Sequence[Tensor]] = []
+        along: list[Sequence[Tensor]] = []
         shaped: Sequence[Tensor] = wide.function()(*active)
         for i, letter in enumerate(reversed(word)):
-            directions.insert(0, all_like(active if letter == "f" else shaped, 11 + i))
+            along.insert(0, directions(active, 11 + i) if letter == "f" else all_like(shaped, 11 + i))
             shaped = shaped if letter == "f" else active
-        gots = nest(wide.function(), word, directions)(*active)
-        if not _agrees_with_reference(wide, word, directions, gots, record):
-            _check_word_by_differences(wide, word, directions, gots, record)
+        gots = nest(wide.function(), word, along)(*active)
+        if not _agrees_with_reference(wide, word, along, gots, record):
+            _check_word_by_differences(wide, word, along, gots, record)
 
 
 def _spelled(word: str) -> str:
@@ -270,7 +305,7 @@ def _result_labels(subject: Subject, word: str) -> list[str]:
 
 
 def _agrees_with_reference(
-    subject: Subject, word: str, directions: Sequence[Sequence[Tensor]], gots: Sequence[Tensor], record: Record
+    subject: Subject, word: str, along: Sequence[Sequence[Tensor]], gots: Sequence[Tensor], record: Record
 ) -> bool:
     """Whether nested modes of the reference give the same; where not, torch's derivatives of it may be wrong."""
     own = any(subject.from_reference("jvp" if letter == "f" else "vjp") for letter in word)
@@ -278,7 +313,7 @@ def _agrees_with_reference(
         return False
     attempt = Record(record.order, record.tolerances)
     try:
-        wants = nest(subject.function(reference=True), word, directions)(*subject.active)
+        wants = nest(subject.function(reference=True), word, along)(*subject.active)
         for got, want in zip(gots, wants, strict=True):
             attempt.within(word, got, want, DIFFERENCE_TOLERANCE * max(largest(want), 1.0))
     except Exception:
@@ -289,74 +324,21 @@ def _agrees_with_reference(
 
 
 def _check_word_by_differences(
-    subject: Subject, word: str, directions: Sequence[Sequence[Tensor]], gots: Sequence[Tensor], record: Record
+    subject: Subject, word: str, along: Sequence[Sequence[Tensor]], gots: Sequence[Tensor], record: Record
 ) -> None:
     """The outermost letter of `word` against differences of the rest of it."""
     reference = subject.has_cached or (len(word) == 1 and subject.definition is not None)
-    inside = nest(subject.function(reference=reference), word[1:], directions[1:])
+    inside = nest(subject.function(reference=reference), word[1:], along[1:])
     active, values = subject.active, inside(*subject.active)
     if word[0] == "f":
-        wants = differences(inside, active, directions[0])
+        wants = differences(inside, active, along[0])
         for label, got, want, value in zip(_result_labels(subject, word), gots, wants, values, strict=True):
             what = f"{_spelled(word)}: {label}"
             record.within(what, got, want, allowed_difference(largest(want), largest(value)))
         return
-    dots = all_like(active, 2)
+    dots = directions(active, 2)
     for i, (label, got) in enumerate(zip(_result_labels(subject, word), gots, strict=True)):
-        want = inner(directions[0], differences(inside, active, one_direction(dots, i)))
-        scale = size([got.nan_to_num(0.0, 0.0, 0.0)], [dots[i]])
+        want = inner(along[0], differences(inside, active, one_direction(dots, i)))
+        scale = size([finite(got)], [dots[i]])
         what = f"{_spelled(word)}: {label} along a random direction"
-        record.within(what, (got * dots[i]).sum(), want, allowed_difference(scale, size(directions[0], values)))
-
-
-# Static arguments.
-
-
-def static_arguments(subject: Subject, record: Record) -> None:
-    """With each float argument changed, results and derivatives follow the definition."""
-    wide, checked, seen = subject.double(), set(), set()
-    for name, value, changed in wide.perturbed():
-        seen.add(name)
-        if name not in checked and _depends(wide, changed):
-            checked.add(name)
-            _check_changed(changed, record, name, value)
-    if not seen:
-        raise NotApplicableError("no float argument")
-    if not checked:
-        raise NotApplicableError(f"the result does not change with {' or '.join(sorted(seen))}")
-    if seen - checked:
-        record.note(f"the result does not change with {' or '.join(sorted(seen - checked))}")
-
-
-def _check_changed(changed: Subject, record: Record, name: str, value: float) -> None:
-    when = f", with {name}={value:g},"
-    reverse, forward = (changed.missing(kind) is None for kind in ("vjp", "jvp"))
-    record.subject = changed
-    if changed.definition is not None:
-        record.transform = _reproducer.REFERENCE
-        gots, wants = changed.call(*changed.tensors), changed.reference(*changed.tensors)
-        for label, got, want in zip(changed.output_labels, gots, wants, strict=True):
-            record.close(f"{label}{when}", got, want)
-    try:
-        if reverse:
-            record.transform = _reproducer.VJP
-            check_vjp(changed, record, when)
-        if forward:
-            record.transform = _reproducer.JVP
-            check_jvp(changed, record, when)
-    except MismatchError as error:
-        raise MismatchError(f"{error} The derivative does not follow {name}.") from None
-
-
-def _depends(subject: Subject, changed: Subject) -> bool:
-    """Whether the definition gives something else where a float argument is changed, and accepts that at all."""
-    function, other = ((each.reference if each.definition else each.call) for each in (subject, changed))
-    before = function(*subject.tensors)
-    try:
-        after = other(*changed.tensors)
-    except (ArithmeticError, RuntimeError, TypeError, ValueError):
-        return False
-    return len(before) == len(after) and any(
-        a.shape == b.shape and not torch.equal(a, b) and bool(b.isfinite().all())
-        for a, b in zip(before, after, strict=True)
-    )
+        record.within(what, inner([got], [dots[i]]), want, allowed_difference(scale, size(along[0], values)))

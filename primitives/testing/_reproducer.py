@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-import optree
-import torch
-
 from primitives.core.primitive import Primitive
 from primitives.custom import CustomOp
+from primitives.testing._code import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from primitives.testing._subject import Subject
-
-# Tensors up to this size are written out.
-MAX_WRITTEN = 8
 
 DIFFERENCES = '''
 def differences(h, x, dots, step=1e-4):
@@ -34,31 +25,42 @@ def differences(h, x, dots, step=1e-4):
 
 
 def inner(xs, ys):
-    return sum((x * y).sum() for x, y in zip(xs, ys))
+    return sum((x.conj() * y).real.sum() for x, y in zip(xs, ys))
+
+
+def direction(v):
+    """Random, and small where `v` is small."""
+    return torch.randn_like(v) * torch.where(v == 0, torch.ones_like(v.abs()), v.abs().clamp(1e-5, 1))
 
 '''
 
 CLOSE = "torch.testing.assert_close({got}, {want}, rtol=1e-6, atol=1e-8)"
 
 VJP = f"""{DIFFERENCES}
-dots, bars = list(map(torch.randn_like, x)), list(map(torch.randn_like, f(*x)))
+dots, bars = list(map(direction, x)), list(map(torch.randn_like, f(*x)))
 for chosen in [*[[i] for i in range(len(x))], range(len(x))]:  # wanted one at a time, then all together
     values = [v.detach().requires_grad_(i in chosen) for i, v in enumerate(x)]
     wanted, along = [values[i] for i in chosen], [dots[i] for i in chosen]
     x_bar = torch.autograd.grad(f(*values), wanted, bars, allow_unused=True, materialize_grads=True)
     other = [d if i in chosen else torch.zeros_like(d) for i, d in enumerate(dots)]
-    {CLOSE.format(got="inner(x_bar, along)", want="inner(bars, differences(f, x, other))")}
+    quotients = differences(f, x, other)
+    {CLOSE.format(got="inner(x_bar, along)", want="inner(bars, quotients)")}
+    for k, bar in enumerate(bars):  # with a single result used
+        y = f(*values)[k]
+        if y.requires_grad:
+            x_bar = torch.autograd.grad(y, wanted, bar, allow_unused=True, materialize_grads=True)
+            {CLOSE.format(got="inner(x_bar, along)", want="inner([bar], [quotients[k]])")}
 """
 
 JVP = f"""{DIFFERENCES}
 for i in range(len(x)):  # a tangent of one argument at a time
-    dots = [torch.randn_like(v) if i == j else torch.zeros_like(v) for j, v in enumerate(x)]
+    dots = [direction(v) if i == j else torch.zeros_like(v) for j, v in enumerate(x)]
     y_dot = torch.func.jvp(f, tuple(x), tuple(dots))[1]
     {CLOSE.format(got="list(y_dot)", want="differences(f, x, dots)")}
 """
 
 TRANSPOSE = f"""{DIFFERENCES}
-dots, bars = list(map(torch.randn_like, x)), list(map(torch.randn_like, f(*x)))
+dots, bars = list(map(direction, x)), list(map(torch.randn_like, f(*x)))
 y_dot = torch.func.jvp(f, tuple(x), tuple(dots))[1]
 x_bar = torch.func.vjp(f, *x)[1](tuple(bars))
 {CLOSE.format(got="inner(bars, y_dot)", want="inner(x_bar, dots)")}
@@ -73,7 +75,7 @@ def pulled_back(*values):
 
 
 values = [*x, *bars]
-dots, weights = list(map(torch.randn_like, values)), list(map(torch.randn_like, x))
+dots, weights = list(map(direction, values)), list(map(torch.randn_like, x))
 second = torch.func.vjp(pulled_back, *values)[1](tuple(weights))
 {CLOSE.format(got="inner(second, dots)", want="inner(weights, differences(pulled_back, values, dots))")}
 """
@@ -84,7 +86,7 @@ def nesting(word: str) -> str:
     lines = [DIFFERENCES, "h = f"]
     for i, letter in enumerate(reversed(word)):
         last = i == len(word) - 1
-        lines.append(f"d = tuple(map(torch.randn_like, {'x' if letter == 'f' else 'h(*x)'}))")
+        lines.append("d = tuple(map(torch.randn_like, h(*x)))" if letter == "r" else "d = tuple(map(direction, x))")
         outer = "outer" if last else "h"
         if letter == "f":
             lines.append(f"{outer} = lambda *x, h=h, d=d: torch.func.jvp(h, x, d)[1]")
@@ -93,7 +95,7 @@ def nesting(word: str) -> str:
     if word[0] == "f":
         lines.append(CLOSE.format(got="list(outer(*x))", want="differences(h, x, d)"))
     else:
-        lines.append("dots = list(map(torch.randn_like, x))")
+        lines.append("dots = list(map(direction, x))")
         lines.append(CLOSE.format(got="inner(outer(*x), dots)", want="inner(d, differences(h, x, dots))"))
     return "\n".join(lines) + "\n"
 
@@ -133,7 +135,32 @@ ARRANGED = {
     "transposed": "v.permute(*range(v.dim())[::-1]).contiguous().permute(*range(v.dim())[::-1])",
     "sliced": "torch.stack([v, v], -1)[..., 0]",
     "expanded": "v[:1].expand(v.shape) if v.dim() else v",
+    "constant": "v[(0,) * v.dim()].expand(v.shape)",
 }
+
+
+def at_dtypes(kind: str, allowed: float) -> str:
+    """Program part for the vjp or jvp at the dtypes of the arguments against that in double precision."""
+    if kind == "vjp":
+        derive = """
+    x = [v.detach().requires_grad_() for v in x]
+    return torch.autograd.grad(f(*x), x, given, allow_unused=True, materialize_grads=True)"""
+    else:
+        derive = """
+    return torch.func.jvp(f, tuple(x), tuple(given))[1]"""
+    return f"""
+def derive(x, given):{derive}
+
+
+def widen(v):
+    return v.to(torch.promote_types(v.dtype, torch.float64))
+
+
+given = list(map(torch.randn_like, {"f(*x)" if kind == "vjp" else "x"}))
+gots, wants = derive(x, given), derive(list(map(widen, x)), list(map(widen, given)))
+for got, want in zip(gots, wants):
+    torch.testing.assert_close(widen(got), want, rtol=0, atol={allowed:.2g})
+"""
 
 
 def vmap(positions: Sequence[int], axis: int) -> str:
@@ -151,7 +178,9 @@ def g(*tensors_):
 full, axes = [leaves[i] for i in tensors], [None] * len(tensors)
 for i in {list(positions)}:
     v, axes[i] = full[i], {axis}
-    full[i] = torch.stack([v * (1 + k) if v.is_floating_point() else v for k in range(3)], {axis})
+    inexact = v.is_floating_point() or v.is_complex()
+    samples = [v * (1 + k) if inexact else v.flatten().roll(k).reshape(v.shape) for k in range(3)]
+    full[i] = torch.stack(samples, {axis})
 rows = [g(*[v if a is None else v.select(a, k) for v, a in zip(full, axes)]) for k in range(3)]
 for got, *want in zip(torch.func.vmap(g, tuple(axes))(*full), *rows):
     torch.testing.assert_close(got, torch.stack(want))
@@ -199,15 +228,16 @@ def program(subject: Subject, transform: str, rule: str, backend: str, *, double
 
     Args:
         subject: The call.
-        transform: Code that sees `op`, `args`, `static`, `x` (the differentiable tensors in float64) and `f` (the
+        transform: Code that sees `op`, `args`, `static`, `x` (the differentiable tensors) and `f` (the
             differentiable results of them). Without any, the program checks the property by name.
         rule: Name of the property.
         backend: Backend that the property ran under.
-        double: Whether `x` and all other floating tensors are made float64.
+        double: Whether `x` and all other floating and complex tensors are made double.
     """
     modules: dict[str, None] = {}
-    args = ", ".join(_code(arg, modules) for arg in subject.args)
-    static = ", ".join(f"{name!r}: {_code(value, modules)}" for name, value in subject.static.items())
+    remarks: dict[str, None] = {}
+    args = ", ".join(code_of(arg, modules, remarks) for arg in subject.args)
+    static = ", ".join(f"{name!r}: {code_of(value, modules, remarks)}" for name, value in subject.static.items())
     lines = ["import optree", "import torch", "", "import primitives as pr"]
     lines += [f"import {module}" for module in sorted(modules)]
     if not transform:
@@ -216,6 +246,7 @@ def program(subject: Subject, transform: str, rule: str, backend: str, *, double
         _import_of(subject.op),
         "",
         "torch.manual_seed(0)",
+        *remarks,
         f"args = ({args}{',' if len(subject.args) == 1 else ''})",
         f"static = {{{static}}}",
     ]
@@ -230,7 +261,11 @@ def program(subject: Subject, transform: str, rule: str, backend: str, *, double
         f"leaves, tree = optree.tree_flatten(args{where})",
         f"places, outputs = {[subject.places[i] for i in subject.inputs]}, {_outputs(subject)}",
         *(
-            ["leaves = [v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in leaves]"]
+            [
+                "widen = lambda v: v.to(torch.promote_types(v.dtype, torch.float64))",
+                "inexact = lambda v: torch.is_tensor(v) and (v.is_floating_point() or v.is_complex())",
+                "leaves = [widen(v) if inexact(v) else v for v in leaves]",
+            ]
             if double
             else []
         ),
@@ -290,55 +325,3 @@ def _name_in(module: str, path: str, op: Any) -> str | None:
     if names.get(path) is op:
         return path
     return next((name for name, value in names.items() if value is op), None)
-
-
-# Arguments as code.
-
-
-def _code(value: Any, modules: dict[str, None]) -> str:
-    """Python code for a tree of tensors; notes the modules that it needs."""
-    if isinstance(value, torch.Tensor):
-        return _tensor_code(value)
-    kind = type(value)
-    if kind in (list, tuple):
-        inside = ", ".join(_code(v, modules) for v in value)
-        return f"[{inside}]" if kind is list else f"({inside}{',' if len(value) == 1 else ''})"
-    if kind is dict:
-        return "{" + ", ".join(f"{k!r}: {_code(v, modules)}" for k, v in value.items()) + "}"
-    if kind is float and not math.isfinite(value):
-        return f"float({str(value)!r})"
-    fields = _fields(value)
-    if fields is not None:
-        modules.setdefault(kind.__module__)
-        inside = ", ".join(f"{name}={_code(getattr(value, name), modules)}" for name in fields)
-        return f"{kind.__module__}.{kind.__qualname__}({inside})"
-    return repr(value)
-
-
-def _fields(value: Any) -> list[str] | None:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [field.name for field in dataclasses.fields(value) if field.init]
-    return [*getattr(value, "_fields", ())] if optree.is_namedtuple_instance(value) else None
-
-
-def _tensor_code(x: Tensor) -> str:
-    """Values where there are few, else random ones of the same shape, dtype, strides and range."""
-    x = x.detach()
-    device = "" if x.device.type == "cpu" else f", device={x.device.type!r}"
-    shape = tuple(x.shape)
-    if 0 < x.numel() <= MAX_WRITTEN:
-        values = x.tolist() if x.is_complex() or not x.is_floating_point() else _rounded(x.tolist())
-        return f"torch.tensor({values!r}, dtype={x.dtype}{device})"
-    if x.dtype is torch.bool:
-        return f"torch.rand({shape}{device}) < 0.5"
-    if x.is_complex():
-        return f"torch.randn({shape}, dtype={x.dtype}{device})"
-    if not x.is_floating_point():
-        low, high = (int(x.min()), int(x.max()) + 1) if x.numel() else (0, 1)
-        return f"torch.randint({low}, {high}, {shape}, dtype={x.dtype}{device})"
-    positive = x.numel() > 0 and bool((x > 0).all())
-    return f"torch.{'rand' if positive else 'randn'}({shape}{device}).to({x.dtype})" + (" + 0.25" if positive else "")
-
-
-def _rounded(values: Any) -> Any:
-    return [_rounded(v) for v in values] if isinstance(values, list) else float(f"{values:.6g}")

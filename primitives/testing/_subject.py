@@ -14,14 +14,19 @@ from primitives.core.errors import MissingRuleError
 from primitives.core.primitive import Primitive
 from primitives.core.structure import key_path
 from primitives.custom import CustomOp
+from primitives.testing._compare import is_inexact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-# What a float argument is changed to; the first that the operator accepts and that makes a difference is used.
-PERTURBATIONS = (lambda v: 1.5 * v + 0.25, lambda v: 0.5 * v + 0.125, lambda v: 0.5 * v, lambda v: 2.0 * v)
+# What a number that is an argument is changed to: the first is used that is accepted and makes a difference.
+CHANGES: dict[type, tuple[Callable, ...]] = {
+    float: (lambda v: 1.5 * v + 0.25, lambda v: 0.5 * v + 0.125, lambda v: 0.5 * v, lambda v: 2.0 * v),
+    int: (lambda v: v + 1, lambda v: v - 1, lambda v: 2 * v),
+    bool: (lambda v: not v,),
+}
 
 
 def clone(x: Tensor) -> Tensor:
@@ -29,6 +34,11 @@ def clone(x: Tensor) -> Tensor:
     x = x.detach()
     length = x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided((length,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in double precision, if it holds numbers that have one."""
+    return x.to(torch.promote_types(x.dtype, torch.float64)) if is_inexact(x) else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +139,8 @@ class Subject:
         return dataclasses.replace(self, args=self.trees([function(x) for x in self.tensors]))
 
     def double(self) -> Subject:
-        """The same call in float64, contiguous."""
-        return self.map(lambda x: (x.double() if x.is_floating_point() else x).contiguous())
+        """The same call in float64 and complex128, contiguous."""
+        return self.map(lambda x: widened(x).contiguous())
 
     # Calls.
 
@@ -192,7 +202,7 @@ class Subject:
     def inputs(self) -> list[int]:
         """Which tensors can be differentiated."""
         cached = self.op.cached if isinstance(self.op, Primitive) else ()
-        return [i for i, x in enumerate(self.tensors) if x.is_floating_point() and self.labels[i] not in cached]
+        return [i for i, x in enumerate(self.tensors) if is_inexact(x) and self.labels[i] not in cached]
 
     @functools.cached_property
     def outputs(self) -> list[int]:
@@ -201,8 +211,8 @@ class Subject:
         if isinstance(self.op, (CustomOp, Primitive)):
             results = self.call(*map(clone, self.tensors))
             constants = self._constants()
-            return [i for i, y in enumerate(results) if y.is_floating_point() and i not in constants and y.numel() > 0]
-        return [i for i, y in enumerate(self.call(*active)) if y.requires_grad and y.is_floating_point()]
+            return [i for i, y in enumerate(results) if is_inexact(y) and i not in constants and y.numel() > 0]
+        return [i for i, y in enumerate(self.call(*active)) if y.requires_grad]
 
     def _constants(self) -> set[int]:
         if isinstance(self.op, CustomOp):
@@ -248,7 +258,7 @@ class Subject:
     def missing(self, kind: str) -> str | None:
         """Why the mode of the rule `kind` (`"vjp"`, `"jvp"`) does not exist; `None` if it does."""
         if not self.inputs:
-            return "no argument is a floating-point tensor that can be differentiated"
+            return "no argument is a floating or complex tensor that can be differentiated"
         if self.primitive is not None and not (self.primitive.has_rule(kind) or self.primitive.has_rule("autograd")):
             try:
                 self.primitive.require_decomposition(kind)
@@ -263,18 +273,27 @@ class Subject:
 
     # Static arguments.
 
-    def perturbed(self) -> Iterator[tuple[str, float, Subject]]:
-        """For each float argument, the calls with that one changed: its name, the new value, the call."""
+    def perturbed(self) -> Iterator[tuple[str, Any, Subject]]:
+        """For each number that is an argument, or inside one, the calls with that one changed: name, value, call.
+
+        Of a `Primitive` only floats: its other numbers are tied to the shapes of its arguments.
+        """
+        changes = {float: CHANGES[float]} if isinstance(self.op, Primitive) else CHANGES
         leaves, treespec = self._flat
-        accessors = treespec.accessors()
-        for i, leaf in enumerate(leaves):
-            if type(leaf) is float:
-                for change in PERTURBATIONS:
-                    values = [change(leaf) if j == i else x for j, x in enumerate(leaves)]
-                    args = cast("tuple", optree.tree_unflatten(treespec, values))
-                    yield self._label(accessors[i]), change(leaf), dataclasses.replace(self, args=args)
-        for name, value in self.static.items():
-            if type(value) is float:
-                for change in PERTURBATIONS:
-                    static = {**self.static, name: change(value)}
-                    yield name, change(value), dataclasses.replace(self, static=static)
+        for value, i, accessor in _numbers(leaves, treespec, changes):
+            args = cast("tuple", optree.tree_unflatten(treespec, [*leaves[:i], value, *leaves[i + 1 :]]))
+            yield self._label(accessor), value, dataclasses.replace(self, args=args)
+        for root, argument in self.static.items():
+            # Only the containers of Python are opened, which are hashable if what is in them is.
+            leaves, treespec = optree.tree_flatten(argument)
+            for value, i, accessor in _numbers(leaves, treespec, changes):
+                other = optree.tree_unflatten(treespec, [*leaves[:i], value, *leaves[i + 1 :]])
+                yield key_path(accessor, root), value, dataclasses.replace(self, static={**self.static, root: other})
+
+
+def _numbers(leaves: list[Any], treespec: Any, changes: dict[type, tuple]) -> Iterator[tuple[Any, int, Any]]:
+    """For each leaf of a type in `changes` and each change: the new value, the position of the leaf, its accessor."""
+    accessors = treespec.accessors()
+    for i, leaf in enumerate(leaves):
+        for change in changes.get(type(leaf), ()):
+            yield change(leaf), i, accessors[i]

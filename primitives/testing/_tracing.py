@@ -12,7 +12,15 @@ import torch
 from primitives.core.primitive import Primitive
 from primitives.func import jvp
 from primitives.testing import _reproducer
-from primitives.testing._compare import MismatchError, NotApplicableError, Record, all_like, arranged, contiguous
+from primitives.testing._compare import (
+    MismatchError,
+    NotApplicableError,
+    Record,
+    all_like,
+    arranged,
+    contiguous,
+    is_inexact,
+)
 from primitives.testing._derivatives import leaves
 from primitives.testing._subject import clone
 
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
     from primitives.testing._subject import Subject
 
 _numbers = itertools.count()
+MAX_LENGTHS = 3
 
 
 # Tensors without data.
@@ -37,24 +46,53 @@ def layout_of(x: Tensor) -> tuple:
 
 def fake_against_real(subject: Subject, record: Record) -> None:
     """On tensors without data the results have the shapes, dtypes, devices and strides of the real ones."""
-    from torch._subclasses import FakeTensorMode
-
     record.double = False
     for layout in ("contiguous", "transposed"):
         record.transform = _reproducer.fake(layout)
-        tensors = [arranged(x, layout) for x in subject.tensors]
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = subject.call(*[mode.from_tensor(x) for x in tensors])
-        reals = subject.call(*map(clone, tensors))
-        if len(fakes) != len(reals):
-            raise MismatchError(f"there are {len(fakes)} fake results, expected {len(reals)}.")
-        for label, fake, real in zip(subject.output_labels, fakes, reals, strict=True):
-            got, want = layout_of(fake), layout_of(real)
-            if real.numel() == 0 and fake.numel() == 0:
-                got, want = got[1:3], want[1:3]
-            for what, a, b in zip(("shape", "dtype", "device", "strides"), got, want, strict=False):
-                if a != b:
-                    raise MismatchError(f"{label} of {layout} arguments has the {what} {a} when fake, expected {b}.")
+        _check_fake(subject, subject.call(*[arranged(x, layout) for x in subject.tensors]), layout)
+    record.transform = _reproducer.fake("contiguous")
+    for length in _lengths(subject):
+        record.subject = subject.map(lambda x, length=length: _longer(x, length))
+        try:
+            if subject.definition is not None:
+                record.subject.reference(*map(clone, record.subject.tensors))
+            reals = record.subject.call(*map(clone, record.subject.tensors))
+        except Exception:
+            # Some axes have to have the length that they have.
+            continue
+        _check_fake(record.subject, reals, "contiguous", f" (axes of length {length} are {length + 1} here)")
+
+
+def _check_fake(subject: Subject, reals: Sequence[Tensor], layout: str, where: str = "") -> None:
+    """Run on tensors without data, in that layout, and compare with the real results."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = subject.call(*[mode.from_tensor(arranged(x, layout)) for x in subject.tensors])
+    if len(fakes) != len(reals):
+        raise MismatchError(f"there are {len(fakes)} fake results, expected {len(reals)}.")
+    for label, fake, real in zip(subject.output_labels, fakes, reals, strict=True):
+        got, want = layout_of(fake), layout_of(real)
+        if real.numel() == 0 and fake.numel() == 0:
+            got, want = got[1:3], want[1:3]
+        for what, a, b in zip(("shape", "dtype", "device", "strides"), got, want, strict=False):
+            if a != b:
+                raise MismatchError(f"{label} of {layout} arguments has the {what} {a} when fake, expected {b}{where}.")
+
+
+def _lengths(subject: Subject) -> list[int]:
+    """Lengths of axes, leading ones first: what a fake may have written down as a number."""
+    leading = [x.shape[0] for x in subject.tensors if x.dim() > 0]
+    others = [length for x in subject.tensors for length in x.shape[1:]]
+    return [length for length in dict.fromkeys([*leading, *others]) if length > 0][:MAX_LENGTHS]
+
+
+def _longer(x: Tensor, length: int) -> Tensor:
+    """`x` with its last entry repeated along every axis of that length."""
+    for axis in range(x.dim()):
+        if x.shape[axis] == length:
+            x = torch.cat([x, x.narrow(axis, length - 1, 1)], axis)
+    return x
 
 
 def opcheck(subject: Subject, record: Record) -> None:
@@ -160,7 +198,7 @@ def _compiled_jvp(subject: Subject, record: Record, value: Callable) -> None:
 
 def _is_floating(subject: Subject, tree: Any) -> bool:
     leaves = optree.tree_leaves(tree, namespace=subject.namespace)
-    return bool(leaves) and all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves)
+    return bool(leaves) and all(isinstance(x, torch.Tensor) and is_inexact(x) for x in leaves)
 
 
 def _tensors(subject: Subject, output: Any) -> list[Tensor]:

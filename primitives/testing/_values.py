@@ -1,10 +1,9 @@
-"""Properties of what an operator computes, at the dtypes of its arguments: values, memory, batching."""
+"""Properties of what an operator computes, at the dtypes of its arguments: values and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 from primitives.core.backend import current_backend
 from primitives.testing import _reproducer
 from primitives.testing._compare import (
+    COTANGENT_LAYOUTS,
     LAYOUTS,
     MismatchError,
     NotApplicableError,
@@ -20,6 +20,7 @@ from primitives.testing._compare import (
     all_like,
     arranged,
     contiguous,
+    is_inexact,
     same_bits,
 )
 from primitives.testing._derivatives import leaves, names, pullback, pushforward, require
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
     from primitives.testing._subject import Subject
 
-BATCH = 3
-# All subsets of four tensors; of more, the small ones and all.
-MAX_SUBSETS = 16
 NUM_RUNS = 3
 
 
@@ -59,72 +57,7 @@ def reference_against_kernel(subject: Subject, record: Record) -> None:
     dtypes = [x.dtype for x in subject.tensors]
     for label, got, want, narrow in zip(subject.output_labels, gots, wants, same, strict=True):
         record.dtype(label, got, narrow.dtype)
-        record.close(f"{label} of the kernel", got, want, got.dtype, *(dtypes if got.is_floating_point() else ()))
-
-
-# Batching.
-
-
-def subsets(count: int) -> tuple[list[tuple[int, ...]], int]:
-    """Non-empty subsets of `count` things, the small ones and the largest where there are too many; how many exist."""
-    every = itertools.chain.from_iterable(itertools.combinations(range(count), r) for r in range(1, count + 1))
-    total = 2**count - 1
-    if total <= MAX_SUBSETS:
-        return list(every), total
-    return [*itertools.islice(every, MAX_SUBSETS - 1), tuple(range(count))], total
-
-
-def batched(x: Tensor, axis: int) -> Tensor:
-    """Different versions of `x` along a new axis; what is positive stays so, what is no floating number stays."""
-    if not x.is_floating_point():
-        return torch.stack([x] * BATCH, dim=axis)
-    return torch.stack([x * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)
-
-
-def _check_batched(
-    function: Callable[..., Sequence[Tensor]],
-    values: Sequence[Tensor],
-    chosen: Sequence[int],
-    axis: int,
-    record: Record,
-    what: str,
-) -> None:
-    axes = tuple(axis if i in chosen else None for i in range(len(values)))
-    full = [batched(x, axis) if i in chosen else contiguous(x) for i, x in enumerate(values)]
-    gots = torch.func.vmap(lambda *xs: tuple(function(*xs)), axes)(*full)
-    rows = [
-        function(*[contiguous(x if a is None else x.select(a, i)) for x, a in zip(full, axes, strict=True)])
-        for i in range(BATCH)
-    ]
-    for number, (got, *want) in enumerate(zip(gots, *rows, strict=True)):
-        if want[0].numel():
-            record.close(f"result {number} of vmap {what}", got, torch.stack(want))
-
-
-def vmap_against_loop(subject: Subject, record: Record) -> None:
-    """`torch.func.vmap` over every set of arguments, and of the vjp, against a loop over the samples."""
-    chosen, total = subsets(len(subject.tensors))
-    if len(chosen) < total:
-        record.note(f"{len(chosen)} of {total} sets of arguments")
-    if subject.primitive is not None and not subject.primitive.has_rule("vmap"):
-        record.note("no def_vmap: a loop runs")
-    record.double = False
-    for number, positions in enumerate(chosen):
-        axis = -1 if number % 2 else 0
-        record.transform = _reproducer.vmap(positions, axis)
-        what = f"over {', '.join(subject.labels[i] for i in positions)} (axis {axis})"
-        _check_batched(subject.call, subject.tensors, positions, axis, record, what)
-    if subject.missing("vjp") is None:
-        record.transform = ""
-        wide = subject.double()
-        function, active = wide.function(), wide.active
-        count = len(active)
-        values = [*active, *all_like(function(*active), 1)]
-
-        def cotangents(*values: Tensor) -> tuple[Tensor, ...]:
-            return torch.func.vjp(function, *values[:count])[1](tuple(values[count:]))
-
-        _check_batched(cotangents, values, range(len(values)), 0, record, "of the vjp over everything")
+        record.close(f"{label} of the kernel", got, want, got.dtype, *(dtypes if is_inexact(got) else ()))
 
 
 # Memory layouts.
@@ -136,7 +69,7 @@ def cotangent_layouts(subject: Subject, record: Record) -> None:
     function, active = subject.function(), subject.active
     everything = range(len(active))
     bars = all_like(function(*map(clone, active)), 1)
-    for layout in LAYOUTS:
+    for layout in COTANGENT_LAYOUTS:
         record.transform, record.double = _reproducer.cotangent_layout(layout), False
         other = [arranged(bar, layout) for bar in bars]
         gots = pullback(function, leaves(active, everything), other)
@@ -234,7 +167,7 @@ def uninitialized_outputs(subject: Subject, record: Record) -> None:
     with poisoned_memory():
         named = _runs(subject)
     for (label, got), (_, want) in zip(named, plain, strict=True):
-        unwritten = got.isnan() & ~want.isnan() if got.is_floating_point() else torch.zeros((), dtype=torch.bool)
+        unwritten = got.isnan() & ~want.isnan() if is_inexact(got) else torch.zeros((), dtype=torch.bool)
         if got.dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
             unwritten = (got == torch.iinfo(got.dtype).max) & (got != want)
         if unwritten.any():
