@@ -201,6 +201,15 @@ def test_autocast_may_change_static_arguments_in_the_first_call():
     assert_close(y, (X * 2).bfloat16())
 
 
+def test_autocast_of_an_operator_that_updates_its_state_in_the_first_call():
+    op = operator(lambda state, x: (state.add_(x.sum()), x * 2)[1], mutates=("state",))
+    op.def_autocast("cpu")(lambda inputs: inputs._replace(x=inputs.x.bfloat16()))
+    state = torch.zeros(())
+    with torch.autocast("cpu"):
+        y = op(state, torch.ones(2))
+    assert (y.dtype, y.tolist(), state.item()) == (torch.bfloat16, [2, 2], 2)
+
+
 class Cube(torch.autograd.Function):
     """For def_autograd."""
 

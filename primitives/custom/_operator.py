@@ -141,8 +141,9 @@ class CustomOp:
         if structure.mutated:
             check_targets(self.qualified_name, structure, leaves)
             values = self._overload(leaves, structure.number)
+            result = structure.output_tree(values)
             write(structure, leaves, values[structure.num_outputs :])
-            return structure.output_tree(values)
+            return result
         return structure.output_tree(self._overload(leaves, structure.number))
 
     def pure(self, *args: Any, **kwargs: Any) -> tuple:
