@@ -190,16 +190,16 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
     class Rules(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined]
         @staticmethod
         def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
-            args = call.args
+            reverse, tangents, lengths, args = call
             output = redispatch(keyset, args)
             outputs = output if num_outputs > 1 else (output,)
-            ctx.lengths = call.lengths
+            ctx.lengths = lengths
             tensors: list[Any] = []
-            if call.reverse:
+            if reverse:
                 tensors, ctx.static = layout.pack(args, outputs)
                 ctx.save_for_backward(*tensors)
-            if call.tangents:
-                if layout is not jvp_layout or not call.reverse:
+            if tangents:
+                if layout is not jvp_layout or not reverse:
                     tensors, ctx.jvp_static = jvp_layout.pack(args, outputs)
                 else:
                     ctx.jvp_static = ctx.static
@@ -210,7 +210,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
                 constants = op.constant_outputs(args)
                 for i, x in enumerate(flat_outputs):
                     # Torch knows by itself that integers have no gradient, and not that they have no tangent.
-                    if not has_derivatives(x.dtype):
+                    dtype = x.dtype
+                    if not (dtype.is_floating_point or dtype.is_complex):
                         constants = {*constants, i}
                 ctx.constants = constants
                 if constants:

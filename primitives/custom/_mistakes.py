@@ -68,21 +68,22 @@ class RuleErrors:
             raise TreeError(f"{self.where} must return {what} with the tree of {of}, {wanted}, got {treespec}.")
 
     def refuse_alias(
-        self, outputs: Sequence[Tensor], output: Tensor, leaves: Sequence[Tensor], leaf: Tensor, structure: Structure
+        self, outputs: Sequence[Tensor], output: Tensor, leaves: Sequence[Tensor], structure: Structure
     ) -> None:
-        """Raise `LeafError` for an output that is an input or a view of one, which torch relies on not to happen."""
-        i, j = (next(k for k, x in enumerate(xs) if x is y) for xs, y in ((outputs, output), (leaves, leaf)))
-        path = key_path(structure.settled.treespec.accessors()[i], "output")
-        raise LeafError(
-            f"{self.where} must return new tensors, but {path} shares its memory with the argument "
-            f"{structure.label(j)}; return a clone."
-        )
+        """Raise `LeafError` for an output that shares memory with an input or an earlier output.
 
-    def refuse_shared(self, outputs: Sequence[Tensor], i: int, other: Tensor, structure: Structure) -> None:
-        """Raise `LeafError` for two outputs that are one tensor, or views of one."""
-        j = next(k for k, x in enumerate(outputs) if x is other)
-        first, second = (key_path(structure.settled.treespec.accessors()[k], "output") for k in (j, i))
-        raise LeafError(f"{self.where} must return new tensors, but {first} and {second} share memory; return a clone.")
+        Torch relies on operators that none does.
+        """
+        i = next(k for k, x in enumerate(outputs) if x is output)
+        paths = [key_path(accessor, "output") for accessor in structure.settled.treespec.accessors()]
+        shares = torch._C._is_alias_of  # type: ignore[attr-defined] - no stub
+        found = [f"the argument {structure.label(j)}" for j, leaf in enumerate(leaves) if shares(output, leaf)]
+        # One tensor that is returned twice is found where it stands first.
+        found += [path for path, x in zip(paths, outputs, strict=False) if x is not output and shares(output, x)]
+        found += [path for path, x in zip(paths[i + 1 :], outputs[i + 1 :], strict=False) if x is output]
+        raise LeafError(
+            f"{self.where} must return new tensors, but {paths[i]} shares its memory with {found[0]}; return a clone."
+        )
 
     def refuse_batch(self, structure: Structure, i: int, axis: int, size: int, shape: Sequence[int]) -> None:
         """Raise `ShapeError` for a batched output that has another number of samples than the batch."""

@@ -45,8 +45,9 @@ class SavedTree:
             tensors += leaves
         tensors = without_written(structure, leaves, tensors)
         input_metas = [(x.shape, x.dtype, x.device) for x in leaves]
-        # The cotangent of a single output is never absent.
-        output_metas = None if structure.single_output else [(x.shape, x.dtype, x.device) for x in flat_outputs]
+        # Where one output alone has a derivative, its cotangent is never absent.
+        is_single = len(flat_outputs) - len(structure.constants) == 1
+        output_metas = None if is_single else [(x.shape, x.dtype, x.device) for x in flat_outputs]
         return tensors, (structure, rest, num_saved, input_metas, output_metas)
 
     def unpack(self, tensors: Sequence[Any], static: tuple) -> tuple:
@@ -62,7 +63,7 @@ class SavedTree:
             values = list(template)
             for place, x in zip(places, tensors, strict=False):
                 values[place] = x
-            tree = optree.tree_unflatten(treespec, values)
+            tree = treespec.unflatten(values)
         return structure, tree, input_metas, output_metas
 
     def _save(self, structure: Structure, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:

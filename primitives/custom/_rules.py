@@ -146,14 +146,13 @@ class Rules:
             else:
                 outputs, treespec = errors.flat_outputs(output)
                 self._settle(kind, structure, output, treespec, leaves)
-            for i, x in enumerate(outputs):
-                for leaf in leaves:
-                    if x is leaf or is_alias_of(x, leaf):
-                        errors.refuse_alias(outputs, x, leaves, leaf, structure)
-                for y in outputs[:i]:
-                    if x is y or is_alias_of(x, y):
-                        errors.refuse_shared(outputs, i, y, structure)
-            return outputs + updated
+            known = list(leaves)
+            for x in outputs:
+                for y in known:
+                    if is_alias_of(x, y):
+                        errors.refuse_alias(outputs, x, leaves, structure)
+                known.append(x)
+            return outputs + updated if updated else outputs
 
         return run
 

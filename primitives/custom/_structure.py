@@ -105,7 +105,7 @@ class Structure:
             leaves = list(self._template) if other is ... else [other] * len(self._template)
             for place, value in zip(self._places, values, strict=True):
                 leaves[place] = value
-        return cast("tuple", optree.tree_unflatten(self.treespec, leaves))
+        return cast("tuple", self.treespec.unflatten(leaves))
 
     def inputs(self, values: Sequence[Any]) -> Any:
         """All arguments by name: trees with `values` for the tensors, and the static arguments."""
@@ -183,7 +183,7 @@ class Structure:
             return values[0]
         if self.tuple_output:
             return tuple(values[: self.num_outputs])
-        return optree.tree_unflatten(self.settled.treespec, values[: self.num_outputs])
+        return self.settled.treespec.unflatten(values[: self.num_outputs])
 
     def new_trees(self, values: Sequence[Any]) -> list[Any]:
         """The updated arguments, from the results and the new values after them."""

@@ -71,15 +71,15 @@ class StructureTable:
                 if structure is not None:
                     return list(args), structure
             leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
-            tensors = [cast("Tensor", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if len(tensors) < len(leaves):
                 leaves = [_settled(leaf) for leaf in leaves]
                 other_key = tuple(map(_content_or_tensor, leaves))
             else:
                 other_key = ()
             # Treespecs of dicts agree whatever the order of insertion is; a function may go by it.
-            order = tuple([tuple(arg) for arg in args if isinstance(arg, dict)])
-            key = (treespec, order, other_key, static_key)
+            order = [tuple(arg) for arg in args if isinstance(arg, dict)]
+            key = (treespec, *order, other_key, static_key)
             structure = self._by_content.get(key)
         except TypeError:
             self._refuse_unhashable(args, static)
