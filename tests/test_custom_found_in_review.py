@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from torch.func import grad, jvp, vmap
@@ -82,6 +83,16 @@ def test_the_order_of_a_dict_is_the_callers():
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     assert op({"b": one, "a": two}).tolist() == [1, 2]
     assert op({"a": two, "b": one}).tolist() == [2, 1]
+    assert op({"b": one, "a": two}).tolist() == [1, 2]
+
+
+def test_the_same_keys_with_other_values_are_another_tree():
+    def total(d, x):
+        return x + sum(leaf if isinstance(leaf, torch.Tensor) else 0 for leaf in optree.tree_leaves(d))
+
+    op, one = operator(total), torch.tensor(1.0)
+    for tree in ({"a": one, "b": one}, {"a": one, "b": 3}, {"a": [one, one], "b": one}, {"a": None, "b": one}) * 2:
+        assert op(tree, one) == total(tree, one)
 
 
 def test_a_vmap_rule_is_held_to_the_reference_even_if_it_runs_first():

@@ -89,11 +89,11 @@ def _taken_apart(tree: Any, namespace: str) -> tuple[list[Tensor], tuple | None]
 def _computed_any(tensors: Sequence[Tensor], leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether one of `tensors`, of a dtype that has derivatives, is neither an input nor an output."""
     for x in tensors:
-        for y in leaves:
+        for y in (*leaves, *outputs):
             if x is y:
                 break
         else:
-            if has_derivatives(x.dtype) and not any(x is y for y in outputs):
+            if has_derivatives(x.dtype):
                 return True
     return False
 

@@ -54,6 +54,8 @@ class StructureTable:
         self._namespace = namespace
         self.by_number: dict[int, Structure] = _ByNumber(name)
         self._by_content: dict[Any, Structure] = {}
+        # Of calls with tensors and dicts of tensors alone: the structure, and for each dict its keys in optree's order.
+        self._by_keys: dict[Any, tuple[Structure, list]] = {}
         self._lock = threading.Lock()
 
     def flatten(self, args: tuple, static: dict[str, Any]) -> tuple[list[Tensor], Structure]:
@@ -70,6 +72,9 @@ class StructureTable:
                 structure = self._by_content.get((len(args), static_key))
                 if structure is not None:
                     return list(args), structure
+            found = self._of_plain_dicts(args, static_key)
+            if found is not None:
+                return found
             leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
             tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if len(tensors) < len(leaves):
@@ -85,6 +90,46 @@ class StructureTable:
             self._refuse_unhashable(args, static)
             raise
         return tensors, structure or self._intern(args, treespec, leaves, static, key)
+
+    def _of_plain_dicts(self, args: tuple, static_key: tuple) -> tuple[list[Tensor], Structure] | None:
+        """The tensors and the structure of a known call whose arguments are tensors and dicts of tensors."""
+        shape = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                shape.append(None)
+            elif type(arg) is dict:
+                shape.append(tuple(arg))
+            else:
+                return None
+        known = self._by_keys.get((*shape, static_key))
+        if known is None:
+            return None
+        structure, keys_by_argument = known
+        tensors: list[Tensor] = []
+        for arg, keys in zip(args, keys_by_argument, strict=True):
+            if keys is None:
+                tensors.append(arg)
+            else:
+                tensors += [arg[key] for key in keys]
+        for x in tensors:
+            if not isinstance(x, torch.Tensor):
+                return None
+        return tensors, structure
+
+    def _note_plain_dicts(self, args: tuple, static_key: tuple, structure: Structure) -> None:
+        """Make `_of_plain_dicts` know a call, if it is one of these: a lookup by keys is cheaper than a treespec."""
+        if not all(
+            isinstance(arg, torch.Tensor)
+            or (type(arg) is dict and all(isinstance(value, torch.Tensor) for value in arg.values()))
+            for arg in args
+        ):
+            return
+        shape = [None if isinstance(arg, torch.Tensor) else tuple(arg) for arg in args]
+        keys = [
+            None if isinstance(arg, torch.Tensor) else child.entries()
+            for arg, child in zip(args, structure.treespec.children(), strict=True)
+        ]
+        self._by_keys[(*shape, static_key)] = structure, keys
 
     def _intern(self, args: tuple, treespec: Any, leaves: list, static: dict, key: Any) -> Structure:
         template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -109,6 +154,7 @@ class StructureTable:
             self._by_content[key] = structure
             if all(isinstance(arg, torch.Tensor) for arg in args):
                 self._by_content[(len(args), key[-1])] = structure
+            self._note_plain_dicts(args, key[-1], structure)
             count = len(self.by_number)
         if count == MANY_STRUCTURES:
             warnings.warn(
