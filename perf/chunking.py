@@ -53,7 +53,7 @@ def _peak_on_cpu(run: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
     # The stubs of torch lack what its own memory timeline reads.
-    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr] - set while the profiler ran
     changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
     return max(accumulate(change for *_, change in changes), default=0)
 

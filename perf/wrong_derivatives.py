@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--order", type=int, default=3, help="highest order (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="file to write")
     options = parser.parse_args()
+    # Torch deprecates for its own callers; what counts here is numbers.
     warnings.simplefilter("ignore")
     text = page(options.order)
     if options.output:

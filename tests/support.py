@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+# What torch raises for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
+TORCH_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

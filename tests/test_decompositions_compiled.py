@@ -96,7 +96,9 @@ def test_compiled_code_is_replaced_under_the_context():
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def curvature(x):
-        norm = lambda x: functional.layer_norm(x, (3,), eps=1e-2)  # noqa: E731
+        def norm(x):
+            return functional.layer_norm(x, (3,), eps=1e-2)
+
         return jvp(lambda x: jvp(norm, (x,), (v,))[1], (x,), (v,))[1]
 
     truth = jvp(lambda x: jvp(plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]

@@ -96,6 +96,7 @@ def outcome(function: Any, truth: Any) -> Outcome:
     """Run one side of a case."""
     torch._dynamo.reset()
     with warnings.catch_warnings(), _quiet():
+        # torch.library warns of what the table shows.
         warnings.simplefilter("ignore")
         return _of_mistakes(function, truth) if isinstance(truth, Names) else _of_values(function, truth)
 

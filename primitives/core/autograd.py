@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import _C
-from torch._C import _functorch  # type: ignore[attr-defined]
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 
 from primitives.core.errors import DtypeError, ShapeError
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
 
 def _unpack_dual(value: Any) -> tuple[Any, Any]:
     """Primal and tangent of `value` at this level; anything but a tensor has no tangent."""
-    return torch._VF._unpack_dual(value, level=0) if isinstance(value, torch.Tensor) else (value, None)  # type: ignore[attr-defined]
+    return torch._VF._unpack_dual(value, level=0) if isinstance(value, torch.Tensor) else (value, None)  # type: ignore[attr-defined] - no stub
 
 
 def tangents_possible() -> bool:
@@ -187,7 +187,7 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
     differentiable = [indices[name] for name in op.differentiable_outputs]
     has_constants = bool(op.state) or returns_list
 
-    class Rules(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined]
+    class Rules(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined] - no stub
         @staticmethod
         def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
             reverse, tangents, lengths, args = call
@@ -233,7 +233,7 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
             return (None, None, *bars)
 
         @staticmethod
-        def jvp(ctx: Any, _keyset: Any, _call: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        def jvp(ctx: Any, _keyset: Any, _call: Any, *tangents: Any) -> Any:  # type: ignore[override] - names for what is *args there
             with forward_ad._set_fwd_grad_enabled(True):
                 saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
                 residuals = jvp_layout.unpack(saved, ctx.jvp_static)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _functorch  # type: ignore[attr-defined]
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -52,7 +52,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if training:
-        functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
+        functional._verify_batch_size(input.size())  # type: ignore[attr-defined] - no stub
     if eps < 0.0 or (training and eps == 0.0):
         raise ValueError(f"batch_norm: eps must be positive in training and must not be negative, got {eps}.")
     return decomposition(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
@@ -70,7 +70,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if use_input_stats:
-        functional._verify_spatial_size(input.size())  # type: ignore[attr-defined]
+        functional._verify_spatial_size(input.size())  # type: ignore[attr-defined] - no stub
     return decomposition(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, False)
 
 
@@ -88,7 +88,7 @@ def _jvp_level_exists() -> bool:
 
 
 # What torch.compiler.assume_constant_result does; calling it would import the compiler together with this package.
-_jvp_level_exists._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_jvp_level_exists._dynamo_marked_constant = True  # type: ignore[attr-defined] - a mark for Dynamo
 
 
 def _has_tangent(value: Any, levels: Sequence[Any]) -> bool:
@@ -102,7 +102,7 @@ def _has_tangent(value: Any, levels: Sequence[Any]) -> bool:
     if forward_ad._current_level < 0:
         return False
     with torch._C._DisableFuncTorch():
-        return torch._VF._unpack_dual(value, level=0)[1] is not None  # type: ignore[attr-defined]
+        return torch._VF._unpack_dual(value, level=0)[1] is not None  # type: ignore[attr-defined] - no stub
 
 
 def _forward_mode(args: tuple, kwargs: dict) -> bool:

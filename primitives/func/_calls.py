@@ -177,14 +177,14 @@ def vjp_of(flat: Callable[..., Any], tensors: Sequence[Tensor], positions: tuple
     The other arguments are inputs of the transform too, not captured: it lets a function change its inputs in place,
     such as the buffers of a module. torch has this for its own `jacrev`, and not in public.
     """
-    return _vjp_with_argnums(flat, *tensors, argnums=positions, has_aux=True)  # type: ignore[return-value]
+    return _vjp_with_argnums(flat, *tensors, argnums=positions, has_aux=True)  # type: ignore[return-value] - as long as has_aux says
 
 
 def jvp_of(
     flat: Callable[..., Any], tensors: Sequence[Tensor], tangents: Sequence[Tensor], positions: tuple[int, ...]
 ) -> tuple[Any, Any, Any]:
     """The `jvp` of torch, of a function with aux, with respect to some of its arguments; as `vjp_of`."""
-    return _jvp_with_argnums(  # type: ignore[return-value]
+    return _jvp_with_argnums(  # type: ignore[return-value] - as long as has_aux says
         flat, tuple(tensors), tuple(tangents), argnums=positions, has_aux=True
     )
 

@@ -62,7 +62,7 @@ def jvp(
         output, aux = unpack_aux("jvp", call(*tensors), has_aux=has_aux)
         return split_output("jvp", output_partition, output), tuple(aux_partition.split(aux))
 
-    outputs, output_tangents, aux = torch.func.jvp(  # type: ignore[misc]
+    outputs, output_tangents, aux = torch.func.jvp(  # type: ignore[misc] - as long as has_aux says
         flat, tuple(call.tensors), tuple(flat_tangents), strict=strict, has_aux=True
     )
     result = output_partition.join(outputs), output_partition.join(output_tangents)

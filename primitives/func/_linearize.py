@@ -13,7 +13,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _functorch  # type: ignore[attr-defined]
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.func._calls import primals_call, split_output
 
@@ -70,7 +70,7 @@ def linearize(
         # vjp wants an output: an argument stands in where there is none to differentiate.
         return tuple(filter(_is_differentiable, outputs)) or tensors[:1], outputs
 
-    results, pull, outputs = torch.func.vjp(differentiable, *call.tensors, has_aux=True)  # type: ignore[misc]
+    results, pull, outputs = torch.func.vjp(differentiable, *call.tensors, has_aux=True)  # type: ignore[misc] - as long as has_aux says
     kept = _Versions()
 
     def pullback(*cotangents: Tensor) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ def linearize(
             kept.record(pulled)
         return pulled
 
-    _, push = torch.func.vjp(pullback, *[torch.zeros_like(result) for result in results])  # type: ignore[misc]
+    _, push = torch.func.vjp(pullback, *[torch.zeros_like(result) for result in results])  # type: ignore[misc] - as long as has_aux says
 
     def jvp_fn(*tangents: Any) -> Any:
         matched = call.match_primals("tangents", tangents)

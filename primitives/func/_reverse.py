@@ -178,7 +178,7 @@ def vjp(
         outputs = split_output("vjp", output_partition, output, allowed="differentiable")
         return outputs, tuple(aux_partition.split(aux))
 
-    outputs, flat_vjp_fn, aux = torch.func.vjp(flat, *call.tensors, has_aux=True)  # type: ignore[misc]
+    outputs, flat_vjp_fn, aux = torch.func.vjp(flat, *call.tensors, has_aux=True)  # type: ignore[misc] - as long as has_aux says
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> tuple:
         matched = output_partition.match("vjp", "cotangents", cotangents, "output", outputs)

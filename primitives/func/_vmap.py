@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _functorch  # type: ignore[attr-defined]
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.errors import AxisError, LeafError, ShapeError, TreeError
 from primitives.core.structure import spread

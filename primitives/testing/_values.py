@@ -148,13 +148,13 @@ def determinism(subject: Subject, record: Record) -> None:
 def poisoned_memory() -> Iterator[None]:
     """Fill memory that torch hands out uninitialized with NaN (integers: the largest)."""
     previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined] - no stub
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined] - no stub
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined] - no stub
         torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
 
 
