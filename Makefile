@@ -9,6 +9,8 @@ VENV ?= .venv
 ACTIVE ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+MACHINE_CODE_ARGS ?=
+PERF_ARGS ?=
 GPU_TEST_XML ?= gpu-test.xml
 # More workers than this only multiply the time and memory of importing torch.
 MAX_WORKERS ?= 16
@@ -41,14 +43,15 @@ endef
 PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(RUN) -m pytest
 PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal -m 'not gpu'
 
-.PHONY: help demo test test-front test-kernels gpu-test check perf docs clean
+.PHONY: help demo test test-front test-kernels gpu-test check perf machine-code docs clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
 	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
-	@echo 'make perf      benchmarks'
+	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
+	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: two minutes)'
 	@echo 'make docs      run the examples in docs, README and docstrings'
 	@echo 'make clean     remove what the targets made'
 	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'
@@ -83,12 +86,15 @@ check: $(call installed,check)
 	$(RUN) -m codespell_lib
 
 perf: $(call installed,perf)
-	$(RUN) -m perf.overhead
+	$(RUN) -m perf run $(PERF_ARGS)
 	$(RUN) -m perf.chunking
+
+machine-code: $(call installed,test)
+	env -u TRITON_INTERPRET $(RUN) -m perf.machine_code $(MACHINE_CODE_ARGS)
 
 docs: $(call installed,test)
 	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(if $(filter .venv,$(VENV)),.venv) build dist *.egg-info demo_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(if $(filter .venv,$(VENV)),.venv) build dist *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

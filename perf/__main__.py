@@ -1,0 +1,126 @@
+"""Measure the kernels, report, compare and predict.
+
+python -m perf run [--device cpu|cuda] [--quick] [--out FILE]   measure everything, write one JSON file
+python -m perf report FILE [FILE ...]                           tables and plots into docs/perf/
+python -m perf compare BEFORE AFTER                             exit status 1 if something fell by more than 5 %
+python -m perf predict                                          times that the model expects of a device
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_OUT = Path("perf_output") / "result.json"
+DEFAULT_REPORT = Path(__file__).resolve().parent.parent / "docs" / "perf"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the commands and return the exit status."""
+    options = _parser().parse_args(arguments)
+    return options.command(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="measure")
+    run.set_defaults(command=_run)
+    run.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
+    run.add_argument("--quick", action="store_true", help="few workloads, in two minutes")
+    run.add_argument("--only", nargs="+", default=[], metavar="WORDS", help="workloads whose key contains one of these")
+    run.add_argument("--modes", nargs="+", default=[], metavar="MODE", help="only these modes")
+    run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
+    run.add_argument("--seconds", type=float, help="time that the run may take")
+    run.add_argument("--workers", type=int, help="processes that compile, and that prepare what is measured")
+    run.add_argument("--out", type=Path, default=DEFAULT_OUT, help="result file (default: %(default)s)")
+    report = commands.add_parser("report", help="write tables and plots")
+    report.set_defaults(command=_report)
+    report.add_argument("results", nargs="+", type=Path, help="result files, of one device each")
+    report.add_argument("--out", type=Path, default=DEFAULT_REPORT, help="directory (default: docs/perf)")
+    compare = commands.add_parser("compare", help="find what became slower")
+    compare.set_defaults(command=_compare)
+    compare.add_argument("before", type=Path)
+    compare.add_argument("after", type=Path)
+    compare.add_argument("--fall", type=float, default=0.05, help="what is flagged (default: %(default)s)")
+    predict = commands.add_parser("predict", help="what the time model expects", add_help=False)
+    predict.set_defaults(command=_predict)
+    predict.add_argument("rest", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        from perf.suite.driver import run
+        from perf.suite.plan import OptionError, Options
+    except ModuleNotFoundError as error:
+        return _fail(f"python -m perf run needs {error.name}: pip install 'torch-training-primitives[perf]'.")
+    from perf.suite.results import write_json
+    from perf.suite.tables import print_summary
+
+    try:
+        device = options.device or _default_device()
+        names = (tuple(options.only), tuple(options.modes), tuple(options.providers))
+        result = run(Options(device, options.quick, *names, options.seconds, options.workers))
+    except (OptionError, RuntimeError) as error:
+        return _fail(str(error))
+    write_json(options.out, result)
+    print_summary(result)
+    print(f"Written to {options.out}.")
+    ours = [row for row in result["rows"] if row["provider"] == "primitives"]
+    return 1 if any(row["status"] in {"wrong", "error"} for row in ours) or not ours else 0
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _report(options: argparse.Namespace) -> int:
+    from perf.suite.results import ResultError
+
+    try:
+        from perf.suite.report import write_report
+    except ModuleNotFoundError as error:
+        return _fail(f"python -m perf report needs {error.name}: pip install 'torch-training-primitives[perf]'.")
+    try:
+        for path in options.results:
+            print(f"Written to {write_report(path, options.out)}.")
+    except ResultError as error:
+        return _fail(str(error))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from perf.suite.compare import compare
+    from perf.suite.results import ResultError, load
+
+    try:
+        comparison = compare(load(options.before), load(options.after), options.fall)
+    except ResultError as error:
+        return _fail(str(error))
+    print(comparison.text())
+    return 1 if comparison.failed else 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from perf import model
+
+    return model.main(options.rest)
+
+
+def _fail(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""A run from outside: plan, start pytest-xdist workers phase by phase, show progress, merge what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perf.suite import machine
+from perf.suite.plan import Options, compiling, make_plan, providers, total_seconds
+from perf.suite.progress import Progress
+from perf.suite.providers import available
+from perf.suite.results import merge, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+# One core stays for the driver, and one for the worker that measures.
+SPARE_CORES = 2
+MAX_COMPILERS = 16
+# Beside the worker that measures a GPU, this many prepare what it measures next: tracing takes seconds, timing one.
+MEASURERS_PER_GPU = 6
+POLL_SECONDS = 0.25
+CLOCK_SECONDS = 10.0
+# What is under way at the deadline may end; what still runs after that is stopped.
+GRACE_SECONDS = 25.0
+STOP_SECONDS = 5.0
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure, and return the result; after Ctrl-C what there is of it.
+
+    Raises:
+        OptionError: If the options leave nothing to measure.
+        RuntimeError: If there is no GPU where one is asked for.
+    """
+    start = time.time()
+    gpus = machine.visible_gpus() if options.device == "cuda" else []
+    if options.device == "cuda" and not gpus:
+        raise RuntimeError(
+            "--device cuda: torch sees no CUDA device; --device cpu compares with torch on the processor."
+        )
+    plan = make_plan(options, available(providers(options)))
+    plan["gpus"] = gpus
+    plan["compiling"] = compiling(plan["providers"], options.device)
+    plan["deadline"] = start + total_seconds(options)
+    plan["compile_deadline"] = time.time() + plan["compile_seconds"]
+    directory = Path(tempfile.mkdtemp(prefix="perf-run-"))
+    write_json(directory / "plan.json", plan)
+    clocks: dict[str, list[dict[str, str]]] = {gpu: [] for gpu in gpus}
+    compiled = time.time()
+    try:
+        if plan["compiling"]:
+            items = len(plan["units"]) * len(plan["compiling"])
+            _phase("compile", directory, _compilers(options), items, plan["compile_deadline"], lambda: None)
+            compiled = time.time()
+        workers = options.workers or MEASURERS_PER_GPU * len(gpus)
+        workers = min(workers, MEASURERS_PER_GPU * len(gpus), _compilers(options)) if gpus else 1
+        _phase("measure", directory, workers, len(plan["units"]), plan["deadline"], _clock_reader(clocks))
+    except KeyboardInterrupt:
+        print("Stopped: what was measured is kept.", file=sys.stderr)
+    result = merge(plan, directory)
+    result["clocks"] = {gpu: asked for gpu, asked in clocks.items() if asked}
+    if options.device == "cpu" and not options.only and result["complete"]:
+        result["overhead"] = _overhead(directory)
+    result["seconds"] = {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)}
+    print(f"What the workers said is in {directory}.", file=sys.stderr)
+    return result
+
+
+def _compilers(options: Options) -> int:
+    return options.workers or max(1, min((os.cpu_count() or 1) - SPARE_CORES, MAX_COMPILERS))
+
+
+def _clock_reader(clocks: dict[str, list[dict[str, str]]]) -> Callable[[], None]:
+    last = 0.0
+
+    def read() -> None:
+        nonlocal last
+        if clocks and time.time() - last >= CLOCK_SECONDS:
+            last = time.time()
+            for gpu, asked in clocks.items():
+                if found := machine.clocks(gpu):
+                    asked.append(found)
+
+    return read
+
+
+def pytest_command(phase: str, directory: Path, workers: int) -> list[str]:
+    """How pytest is started; the project's own settings and plug-ins of its tests stay out of it."""
+    here = Path(__file__).parent
+    return [
+        *(sys.executable, "-m", "pytest", str(here / "test_cases.py")),
+        *("-c", os.devnull, "--rootdir", str(here), "-p", "no:cacheprovider", "-q", "-s"),
+        # One item at a time goes to a worker, in the order of the plan; one that dies is replaced.
+        *("-n", str(workers), "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", "100"),
+        *("--run-directory", str(directory), "--phase", phase),
+    ]
+
+
+def _phase(phase: str, directory: Path, workers: int, items: int, deadline: float, on_poll: Callable[[], None]) -> None:
+    """Run the items of a phase, and see to it that it ends."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Inductor's own pools of compilers would multiply with the workers.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**own, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = directory / ("compiled" if phase == "compile" else "rows")
+    with (
+        (directory / f"{phase}.log").open("w", encoding="utf-8") as log,
+        Progress(phase, items) as progress,
+        # A session of its own: Ctrl-C reaches the driver alone, which then ends the workers.
+        subprocess.Popen(
+            pytest_command(phase, directory, workers),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            while process.poll() is None and time.time() < deadline + GRACE_SECONDS:
+                progress.update(sum(1 for _ in done.glob("*.json")), _latest(done, directory))
+                on_poll()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+            progress.update(sum(1 for _ in done.glob("*.json")), "")
+        finally:
+            _stop(process)
+    if phase == "measure" and not any(done.glob("*.json")):
+        tail = (directory / f"{phase}.log").read_text(encoding="utf-8")[-2000:]
+        print(f"No case was measured. The end of {directory / f'{phase}.log'}:\n{tail}", file=sys.stderr)
+
+
+def _latest(done: Path, directory: Path) -> str:
+    """The case that was begun last, for the progress line."""
+    started = sorted((directory / "started").glob("*")) if done.name == "rows" else []
+    if not started:
+        return ""
+    number = int(started[-1].name)
+    plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+    unit = plan["units"][number]
+    return f"{unit['workload']}: {unit['mode']}"
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End a phase's processes: politely, then not."""
+    for sign in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        # The group is that of the session which was made for this process.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+
+
+def _overhead(directory: Path) -> dict[str, Any] | None:
+    """The front-end overhead bench, in a process of its own."""
+    path = directory / "overhead.json"
+    command = [sys.executable, "-m", "perf.overhead", "--json", str(path)]
+    with contextlib.suppress(subprocess.SubprocessError, OSError):
+        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,0 +1,161 @@
+"""Which units a run has, in which order, and how much time each may take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perf import workloads
+from perf.workloads import TrainingWorkload, Workload
+
+# Seconds of a run, by device and whether it is quick. They leave room for the start of workers and the report.
+SECONDS = {("cuda", False): 500.0, ("cuda", True): 88.0, ("cpu", False): 300.0, ("cpu", True): 90.0}
+# Of a run on a GPU, what goes to compiling in parallel before anything is measured.
+COMPILE_SHARE = 0.42
+# Of a unit's time, what goes to samples; the rest to tensors, the check, captures and warm-up. A worker on a CPU does
+# all of that alone and one after the other, on a GPU others prepare while one measures.
+SAMPLING_SHARE = {"cuda": 0.3, "cpu": 0.35}
+MAX_SAMPLING_SECONDS = 4.0
+CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", "training_step")
+CPU_PROVIDERS = ("primitives", "torch")
+GPU_PROVIDERS = (*CPU_PROVIDERS, "torch.compile", "torch.compile max-autotune", "liger", "quack", "flash-attn", "apex")
+# Tuning takes longer than anything else, for little at kernels that are bound by memory.
+NOT_QUICK = ("torch.compile max-autotune",)
+
+
+class OptionError(ValueError):
+    """An option of a run that means nothing."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was asked for; empty tuples and None stand for the defaults of the device.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        quick: Whether to measure few workloads.
+        only: Words of which a workload's key must contain one.
+        modes: Modes.
+        providers: Providers.
+        seconds: Time that the run may take.
+        workers: Processes that compile, and that prepare what is measured.
+    """
+
+    device: str
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
+    seconds: float | None = None
+    workers: int | None = None
+
+
+def total_seconds(options: Options) -> float:
+    """Time of the whole run."""
+    return options.seconds or SECONDS[options.device, options.quick]
+
+
+def providers(options: Options) -> tuple[str, ...]:
+    """Names of the providers that are asked for, this package first."""
+    if options.providers:
+        return options.providers
+    names = GPU_PROVIDERS if options.device == "cuda" else CPU_PROVIDERS
+    return tuple(name for name in names if not (options.quick and name in NOT_QUICK))
+
+
+def find(key: str, device: str) -> Workload | TrainingWorkload:
+    """The workload of that key.
+
+    Raises:
+        KeyError: If the device has none.
+    """
+    return {workload.key: workload for workload in _candidates(device)}[key]
+
+
+def _candidates(device: str) -> tuple[Workload | TrainingWorkload, ...]:
+    if device == "cuda":
+        everything = (*workloads.GPU_WORKLOADS, *workloads.GPU_TRAINING)
+    else:
+        everything = (*workloads.CPU_WORKLOADS, *workloads.CPU_TRAINING)
+    return tuple(sorted(everything, key=lambda workload: not workload.quick))
+
+
+def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str, ...]:
+    if isinstance(workload, TrainingWorkload):
+        return () if options.modes and "training_step" not in options.modes else ("training_step",)
+    wanted = options.modes or (workload.modes if options.device == "cuda" else CPU_MODES)
+    return tuple(mode for mode in wanted if mode != "training_step")
+
+
+def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, Any]:
+    """The units of a run with their budgets, as it is written for the workers.
+
+    Args:
+        options: What was asked for.
+        available: Providers, and why some cannot be used.
+
+    Raises:
+        OptionError: If a mode or provider is unknown, or nothing is left to measure.
+    """
+    _check(options, available)
+    chosen = [w for w in _candidates(options.device) if (w.quick or not options.quick) and _wanted(w.key, options.only)]
+    if options.only and options.quick and not chosen:
+        chosen = [w for w in _candidates(options.device) if _wanted(w.key, options.only)]
+    units = [_record(workload, mode, options) for workload in chosen for mode in _modes(workload, options)]
+    if not units:
+        raise OptionError(f"no workload is left: --only {' '.join(options.only)} --modes {' '.join(options.modes)}.")
+    names = [name for name in providers(options) if available[name] is None]
+    if not names:
+        raise OptionError(f"no provider is left: {available}.")
+    compile_seconds = COMPILE_SHARE * total_seconds(options) if compiling(names, options.device) else 0.0
+    per_unit = (total_seconds(options) - compile_seconds) / len(units)
+    for number, unit in enumerate(units):
+        unit["id"] = f"{number:04d}"
+        unit["seconds"] = min(per_unit * SAMPLING_SHARE[options.device], MAX_SAMPLING_SECONDS)
+    return {
+        "options": asdict(options) | {"seconds": total_seconds(options)},
+        "device": options.device,
+        "providers": names,
+        "available": available,
+        "compile_seconds": compile_seconds,
+        "units": units,
+    }
+
+
+def compiling(names: list[str], device: str) -> list[str]:
+    """Providers whose first calls are worth a phase of their own."""
+    slow = set(GPU_PROVIDERS) - {"torch", "apex"} if device == "cuda" else {"torch.compile", *NOT_QUICK}
+    return [name for name in names if name in slow]
+
+
+def _wanted(key: str, only: tuple[str, ...]) -> bool:
+    return not only or any(words.lower() in key.lower() for words in only)
+
+
+def _check(options: Options, available: dict[str, str | None]) -> None:
+    unknown = [mode for mode in options.modes if mode not in workloads.MODES]
+    if unknown:
+        raise OptionError(f"--modes must be among {', '.join(workloads.MODES)}, got {', '.join(unknown)}.")
+    unknown = [name for name in providers(options) if name not in available]
+    if unknown:
+        raise OptionError(f"--providers must be among {', '.join(GPU_PROVIDERS)}, got {', '.join(unknown)}.")
+
+
+def _record(workload: Workload | TrainingWorkload, mode: str, options: Options) -> dict[str, Any]:
+    record: dict[str, Any] = {"workload": workload.key, "name": workload.name, "mode": mode}
+    if isinstance(workload, TrainingWorkload):
+        dtype = "bfloat16 autocast" if options.device == "cuda" else "float32"
+        return record | {
+            "op": workload.model,
+            "shape": [workload.batch],
+            "dtype": dtype,
+            "layout": "",
+            "columns": None,
+        }
+    return record | {
+        "op": workload.op,
+        "shape": list(workload.shape),
+        "dtype": workload.dtype,
+        "layout": "channels_last" if workload.channels_last else "",
+        "columns": workload.num_cols,
+    }

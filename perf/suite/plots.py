@@ -1,0 +1,181 @@
+"""The plots of a report: bandwidth against columns with the copy line, and speed-ups."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, NullLocator
+
+from perf.suite.results import OK, geometric_mean
+from perf.suite.tables import AGAINST, EAGER, OURS, by_case, speedup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+DPI = 150
+# Readable with every common kind of color blindness, and apart in gray.
+COLORS = {
+    OURS: "#0b3c6f",
+    EAGER: "#e8a33d",
+    "torch.compile": "#2a9d6f",
+    "torch.compile max-autotune": "#8fd0b0",
+    "liger": "#c0392b",
+    "quack": "#7d4fa3",
+    "flash-attn": "#8c6d46",
+    "apex": "#777777",
+}
+MARKERS = {"": "o", "channels_last": "s"}
+COPY_COLOR = "#999999"
+SPEEDUP_COLORS = {
+    EAGER: "#e8a33d",
+    "torch.compile": "#2a9d6f",
+    "torch.compile max-autotune": "#8fd0b0",
+    "fastest": "#c0392b",
+}
+SPEEDUP_LABELS = {"fastest": "fastest of all others"}
+
+
+def bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
+    """Minimum bytes over time against columns, one panel for each op; None where nothing has a bandwidth."""
+    rows = [r for r in result["rows"] if r["mode"] == mode and r["status"] == OK and r["gbps"] is not None]
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    if not ops:
+        return None
+    figure = Figure(figsize=(4.6 * len(ops) + 0.6, 4.2), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+    for op, panel in zip(ops, panels, strict=True):
+        _bandwidth_panel(panel, op, [row for row in rows if row["op"] == op])
+    # Once all panels are drawn: a limit that is set ends the search for the others.
+    panels[0].set_ylim(bottom=0)
+    time = "device time" if any(row["device_us"] for row in rows) else "call time"
+    panels[0].set_ylabel(f"GB/s (minimum bytes over {time})")
+    names = [name for name in COLORS if any(row["provider"] == name for row in rows)]
+    handles = [
+        Line2D([], [], color=COLORS[name], marker="o", markersize=5, linewidth=1.2, label=name) for name in names
+    ]
+    handles.append(Line2D([], [], color=COPY_COLOR, marker="_", linestyle="--", label="copy of as many bytes"))
+    if any(row["layout"] for row in rows):
+        handles.append(Line2D([], [], color="#444444", marker="s", linestyle="", markersize=5, label="channels_last"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, fontsize=9)
+    figure.suptitle(f"{mode.replace('_', ' ')} on {result['device']['name']}", fontsize=12)
+    figure.savefig(path)
+    return path
+
+
+def _bandwidth_panel(panel: Axes, op: str, rows: list[dict[str, Any]]) -> None:
+    for name, color in COLORS.items():
+        own = [row for row in rows if row["provider"] == name]
+        for layout in dict.fromkeys(row["layout"] for row in own):
+            points = [row for row in own if row["layout"] == layout]
+            style = {"color": color, "zorder": 3 if name == OURS else 2}
+            panel.plot(
+                [row["columns"] for row in points],
+                [row["gbps"] for row in points],
+                MARKERS[layout],
+                markersize=4.5,
+                alpha=0.9,
+                markeredgewidth=0,
+                **style,
+            )
+            # Workloads of one length differ in rows and dtype: the line goes through their middle.
+            panel.plot(*_middle(points, "gbps"), linewidth=1.4 if name == OURS else 0.9, alpha=0.7, **style)
+    panel.plot(*_middle(rows, "copy_gbps"), color=COPY_COLOR, linestyle="--", marker="_", zorder=1)
+    panel.set_xscale("log", base=2)
+    columns = sorted({row["columns"] for row in rows})
+    panel.set_xticks(_spread(columns), [_short(value) for value in _spread(columns)], fontsize=8)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.set_xlabel("values per channel" if op == "batch_norm" else "columns")
+    panel.set_title(op.replace("_", " "), fontsize=10)
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _middle(rows: list[dict[str, Any]], what: str) -> tuple[list[int], list[float]]:
+    """Median of a value for each number of columns."""
+    columns = sorted({row["columns"] for row in rows})
+    return columns, [statistics.median(row[what] for row in rows if row["columns"] == length) for length in columns]
+
+
+def _spread(columns: list[int]) -> list[int]:
+    """Those of the columns that are far enough apart for labels on a logarithmic axis."""
+    if not columns:
+        return []
+    least = max((columns[-1] / columns[0]) ** (1 / 9), 1.05)
+    chosen = [columns[0]]
+    for value in columns[1:]:
+        if value >= chosen[-1] * least:
+            chosen.append(value)
+    return chosen
+
+
+def _short(columns: int) -> str:
+    return f"{columns // 1024}k" if columns >= 2**13 and columns % 1024 == 0 else str(columns)
+
+
+def speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
+    """Bars of geometric means for each mode, and a dot for each case; None where there is nothing to compare with."""
+    cases = by_case(result["rows"])
+    modes = list(dict.fromkeys(mode for _, mode in cases))
+    values = {
+        (mode, against): [
+            value for (_, m), case in cases.items() if m == mode and (value := speedup(case, against)) is not None
+        ]
+        for mode in modes
+        for against in AGAINST
+    }
+    sides = [against for against in AGAINST if any(values[mode, against] for mode in modes)]
+    # With a single other side the fastest is that one.
+    if len(sides) == 2 and "fastest" in sides:
+        sides.remove("fastest")
+    if not sides:
+        return None
+    figure = Figure(
+        figsize=(min(max(0.55 * len(modes) * len(sides) + 2.0, 6.4), 12.0), 4.4), dpi=DPI, layout="constrained"
+    )
+    axes = figure.subplots()
+    width = 0.8 / len(sides)
+    for i, against in enumerate(sides):
+        _bars(axes, [values[mode, against] for mode in modes], i * width - 0.4 + width / 2, width, against)
+    axes.axhline(1.0, color="#444444", linewidth=1)
+    axes.set_yscale("log", base=2)
+    # A row for the figures of the means.
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(range(len(modes)), [mode.replace("_", "\n") for mode in modes])
+    axes.set_ylabel("times as fast (bar: geometric mean)")
+    axes.set_title(f"primitives against others on {result['device']['name']}", fontsize=12)
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(sides), frameon=False, fontsize=9)
+    figure.savefig(path)
+    return path
+
+
+def _bars(axes: Axes, values: list[list[float]], shift: float, width: float, against: str) -> None:
+    color = SPEEDUP_COLORS[against]
+    means = [geometric_mean(found) for found in values]
+    positions = [i + shift for i, mean in enumerate(means) if mean is not None]
+    heights = [mean for mean in means if mean is not None]
+    # Bars begin at one: above it this package is faster.
+    axes.bar(
+        positions,
+        [mean - 1 for mean in heights],
+        width * 0.9,
+        bottom=1.0,
+        color=color,
+        alpha=0.85,
+        label=f"against {SPEEDUP_LABELS.get(against, against)}",
+    )
+    # In one line at the foot, where no dot hides them.
+    for position, mean in zip(positions, heights, strict=True):
+        axes.text(position, 0.015, f"{mean:.2f}", transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
+    for i, found in enumerate(values):
+        middle = (len(found) - 1) / 2
+        spread = [i + shift + width * 0.25 * (k - middle) / max(len(found) - 1, 1) for k in range(len(found))]
+        axes.plot(spread, found, ".", color="#222222", markersize=3.5, alpha=0.55, markeredgewidth=0, zorder=4)

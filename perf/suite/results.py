@@ -1,0 +1,152 @@
+"""The result file: one JSON object of the schema below, and the files of a run that it is merged from.
+
+schema       SCHEMA; a reader refuses another number
+created      when the run ended, ISO 8601, UTC
+options      what the run was asked for
+seconds      how long it took, in all and for compiling
+complete     whether every planned unit was measured (false after Ctrl-C or a deadline)
+device       type, name, and for a GPU capability, processors, memory_bytes, l2_bytes
+environment  versions, processor, variables that change what is measured
+clocks       of each GPU, every few seconds while it was measured: what nvidia-smi said; empty without it
+providers    name -> null, or why it could not be used
+calibration  bytes -> copy_gbps, read_gbps, two_reads_one_write_gbps, at exactly that many bytes read and written
+overhead     of a CPU run: what `perf.overhead --json` writes, or null
+rows         one for each unit and provider, sorted:
+  workload, name, op, shape, dtype, layout, columns, mode, provider
+  status           ok | wrong | cannot | error | skipped
+  message          why it is not ok, else null
+  error            largest error over the largest value of a result, against float64; null if not finite or not run
+  tolerance        what it may be
+  device_us        median, p20, p80, samples: by CUDA graph over rotating tensors; null on a CPU
+  call_us          the same of a call as users make it, autograd included
+  vs_torch_device  the same of this provider's time over that of torch eager, round by round; null for torch itself
+  vs_torch_call    likewise for calls
+  minimum_bytes    what the mode cannot do without, see perf.suite.bytes; null for a training step
+  kernel_bytes     what this package's operators for it cannot do without; null for others
+  gbps             minimum_bytes over the device time, on a CPU over the call time
+  copy_gbps        of a copy of as many bytes in the same run
+  fraction_of_copy gbps over copy_gbps
+  kernel_fraction  the same with kernel_bytes
+  peak_bytes       memory of a step beyond its inputs; null on a CPU
+  launches         kernels, copies and memsets of a step; null where the driver does not say
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA = 1
+OK, WRONG, CANNOT, ERROR, SKIPPED = "ok", "wrong", "cannot", "error", "skipped"
+MICROSECONDS = 1e6
+
+Row = dict[str, Any]
+
+
+class ResultError(ValueError):
+    """A file is no result file of this schema."""
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write so that a reader, or a second attempt, never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The result file at `path`.
+
+    Raises:
+        ResultError: If there is none, or one of another schema.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path}: no result file ({error}).") from error
+    found = result.get("schema") if isinstance(result, dict) else None
+    if found != SCHEMA:
+        raise ResultError(f"{path}: schema must be {SCHEMA}, got {found}; measure again, or use the matching checkout.")
+    return result
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    """What rows of two runs are matched by."""
+    return row["workload"], row["mode"], row["provider"]
+
+
+def row_for(unit: dict[str, Any], provider: str, status: str, message: str | None = None, **values: Any) -> Row:
+    """A row with every field; those not given are null."""
+    empty = dict.fromkeys(
+        (
+            "error",
+            "tolerance",
+            "device_us",
+            "call_us",
+            "vs_torch_device",
+            "vs_torch_call",
+            "minimum_bytes",
+            "kernel_bytes",
+            "gbps",
+            "copy_gbps",
+            "fraction_of_copy",
+            "kernel_fraction",
+            "peak_bytes",
+            "launches",
+        )
+    )
+    identity = {name: unit[name] for name in ("workload", "name", "op", "shape", "dtype", "layout", "columns", "mode")}
+    return {**identity, "provider": provider, "status": status, "message": message, **empty, **values}
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def geometric_mean(values: list[float]) -> float | None:
+    """Geometric mean of positive values, None of none."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def _files(directory: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("*.json"))}
+
+
+def merge(plan: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The result of a run from what its workers left in `directory`; what left nothing becomes a row that says so."""
+    rows: list[Row] = []
+    complete = True
+    for unit in plan["units"]:
+        path = directory / "rows" / f"{unit['id']}.json"
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            crashed = (directory / "crashed" / unit["id"]).exists()
+            status = ERROR if crashed else SKIPPED
+            message = "the worker died in this case, see the log" if crashed else "the run ended before this case did"
+            found = [row_for(unit, name, status, message) for name in plan["providers"]]
+        complete &= path.exists() and all(row["status"] != SKIPPED for row in found)
+        rows += found
+    calibration = _files(directory / "calibration")
+    workers = list(_files(directory / "workers").values())
+    return {
+        "schema": SCHEMA,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "options": plan["options"],
+        "complete": complete,
+        "device": workers[0]["device"] if workers else None,
+        "environment": workers[0]["environment"] if workers else None,
+        "clocks": {},
+        "providers": plan["available"],
+        "calibration": calibration,
+        "overhead": None,
+        "rows": rows,
+    }

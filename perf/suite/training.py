@@ -1,0 +1,139 @@
+"""A training step of the demo's models: forward, backward and a plain gradient step, under autocast on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import nll_loss
+
+import primitives as pr
+from perf.demo import models
+from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
+from perf.suite.modes import leaves
+from perf.suite.providers import COMPILE_MODES, EAGER, OURS, CannotError
+from perf.suite.results import OK, row_for
+from perf.suite.unit import Contender, judge, time_prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from perf.suite.results import Row
+    from perf.suite.timers import Prepared, Step, Timer
+    from perf.workloads import TrainingWorkload
+
+MODE = "training_step"
+# Small enough that the weights of a timed model stay where they are.
+LEARNING_RATE = 1e-6
+# Of the whole gradient, relative to its length: bfloat16 in a dozen layers, and float32.
+TOLERANCES = {"cuda": 5e-2, "cpu": 1e-3}
+# So that a first guess fits a step; the calls of a sample follow from the warm-up.
+GUESSED_SECONDS = 1e-2
+
+
+def dtype_of(device_type: str) -> str:
+    """How the steps compute."""
+    return "bfloat16 autocast" if device_type == "cuda" else "float32"
+
+
+def measure(
+    unit: Mapping[str, Any],
+    workload: TrainingWorkload,
+    names: list[str],
+    timer: Timer,
+    lock: AbstractContextManager,
+    compiled: Callable[[str], str | None],
+) -> list[Row]:
+    """The rows of a training step, as `perf.suite.unit.measure` makes those of an operation."""
+    contenders: list[Contender] = []
+    steps: dict[str, Step] = {}
+    gradients: dict[str, Any] = {}
+    for name in names:
+        contender = Contender(name)
+        contenders.append(contender)
+        verdict = compiled(name)
+        if verdict is not None:
+            contender.status, contender.message = verdict.split(": ", 1)
+            continue
+        made = contender.attempt(lambda name=name: make_step(name, workload, timer.device))
+        if made is not None:
+            gradient, steps[name] = made
+            gradients[name] = contender.attempt(gradient)
+    tolerance = TOLERANCES[timer.device.type]
+    with lock:
+        exact = _flat(_gradient_of(_model(workload, timer.device).double(), workload, timer.device, torch.float64)())
+        prepared: dict[str, Prepared] = {}
+        for contender in contenders:
+            contender.values["tolerance"] = tolerance
+            if contender.status != OK:
+                continue
+            found = _flat(gradients.pop(contender.name))
+            judge(contender, ((found - exact).norm() / exact.norm()).item(), tolerance)
+            if contender.status == OK:
+                step = steps[contender.name]
+                ready = contender.attempt(lambda step=step: timer.prepare([step], GUESSED_SECONDS))
+                if ready is not None:
+                    prepared[contender.name] = ready
+        time_prepared([c for c in contenders if c.name in prepared], prepared, timer, unit["seconds"])
+    return [row_for(dict(unit), c.name, c.status, c.message, **c.values) for c in contenders]
+
+
+def make_step(name: str, workload: TrainingWorkload, device: torch.device) -> tuple[Step, Step]:
+    """What computes the gradient, and what also takes the step.
+
+    Raises:
+        CannotError: If the provider has no modules.
+    """
+    if name not in (OURS, EAGER, *COMPILE_MODES):
+        raise CannotError(f"{name} has no layer norm, batch norm and log-softmax modules to convert a model to.")
+    if "max-autotune" in name:
+        raise CannotError("left out: tuning the matrix products of a model takes longer than a run.")
+    model = _model(workload, device)
+    if name == OURS:
+        pr.nn.convert(model)
+    params: list[Tensor] = list(model.parameters())
+    run = torch.compile(model, mode=COMPILE_MODES[name], dynamic=False) if name in COMPILE_MODES else model
+    gradient = _gradient_of(run, workload, device, torch.float32, params)
+
+    def step() -> Tensor:
+        found = gradient()
+        with torch.no_grad():
+            torch._foreach_add_(params, found, alpha=-LEARNING_RATE)
+        # A tensor, so that a graph keeps its memory apart from the next step's.
+        return found[0]
+
+    return gradient, step
+
+
+def _model(workload: TrainingWorkload, device: torch.device) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return getattr(models, workload.model)(**workload.sizes).to(device)
+
+
+def _gradient_of(
+    run: Callable[[Tensor], Tensor],
+    workload: TrainingWorkload,
+    device: torch.device,
+    dtype: torch.dtype,
+    params: list[Tensor] | None = None,
+) -> Callable[[], tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand((workload.batch, 1, IMAGE_SIZE, IMAGE_SIZE), generator=generator).to(device, dtype)
+    labels = torch.randint(NUM_CLASSES, (workload.batch,), generator=generator).to(device)
+    wanted = list(run.parameters()) if params is None and isinstance(run, torch.nn.Module) else params or []
+    mixed = device.type == "cuda" and dtype == torch.float32
+
+    def gradient() -> tuple[Tensor, ...]:
+        # The cache of cast weights would outlive a captured graph.
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+            loss = nll_loss(run(images).to(dtype), labels)
+        return torch.autograd.grad(loss, wanted)
+
+    return gradient
+
+
+def _flat(gradient: Any) -> Tensor:
+    return torch.cat([value.detach().double().flatten() for value in leaves(gradient)])

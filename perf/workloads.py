@@ -1,0 +1,221 @@
+"""Named workloads: the shapes at which models call the operations.
+
+The perf suite measures them and the machine-code gate compiles them. A name says which model a shape comes from; Llama
+itself has RMS norms, of which layer norm at the same width is the neighbor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+OPS = ("layer_norm", "log_softmax", "batch_norm")
+# What each mode computes is defined once, in `perf.suite.modes`.
+MODES = ("forward", "backward", "jvp", "hvp", "double_backward", "forward_backward", "training_step")
+# Modes of single operations, which the suite measures on a GPU unless told otherwise.
+KERNEL_MODES = MODES[:5]
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call of one operation.
+
+    Attributes:
+        name: Where the shape comes from, unique together with `op`, `shape`, `dtype` and `channels_last`.
+        op: One of `OPS`.
+        shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
+            dim 1.
+        dtype: Of the input: a key of `ITEMSIZES`.
+        dim: What log-softmax reduces.
+        affine: Whether a norm has a weight and a bias.
+        channels_last: Memory format of batch norm's input.
+        modes: What is measured of it on a GPU.
+        quick: Whether it is one of the few of a quick run.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    dim: int = -1
+    affine: bool = True
+    channels_last: bool = False
+    modes: tuple[str, ...] = KERNEL_MODES
+    quick: bool = False
+
+    @property
+    def key(self) -> str:
+        """Unique and stable, by which results of two runs are matched: `layer_norm GPT-2 8192x768 bf16`."""
+        sizes = "x".join(map(str, self.shape))
+        layout = " channels_last" if self.channels_last else ""
+        return f"{self.op} {self.name} {sizes} {SHORT_DTYPES[self.dtype]}{layout}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's object."""
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    @property
+    def param_dtype(self) -> str:
+        """Dtype of weight and bias: torch's layer norm wants that of the input, batch norm keeps float32."""
+        return "float32" if self.op == "batch_norm" else self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the input."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the input."""
+        return math.prod(self.shape)
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of one pass: of the input, and of every other tensor of its size."""
+        return self.num_elements * self.itemsize
+
+    @property
+    def num_cols(self) -> int:
+        """Values that share their statistics: a row's columns, or what batch norm reduces of one channel."""
+        if self.op == "batch_norm":
+            return self.num_elements // self.shape[1]
+        return self.shape[self.dim if self.op == "log_softmax" else -1]
+
+    @property
+    def num_params(self) -> int:
+        """Elements of a weight or bias; 0 without them."""
+        if self.op == "log_softmax" or not self.affine:
+            return 0
+        return self.shape[1] if self.op == "batch_norm" else self.shape[-1]
+
+
+class TrainingWorkload(NamedTuple):
+    """A training step of one of the demo's models.
+
+    Attributes:
+        name: What it is, unique.
+        model: `ConvNet` or `VisionTransformer`.
+        sizes: Keyword arguments of the model.
+        batch: Images of a step.
+        quick: Whether a quick run has it.
+    """
+
+    name: str
+    model: str
+    sizes: dict[str, int]
+    batch: int
+    quick: bool = False
+
+    @property
+    def key(self) -> str:
+        """Unique and stable, by which results of two runs are matched."""
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"{self.model} {self.name} {sizes} batch={self.batch}"
+
+
+def _layer_norms() -> Iterator[Workload]:
+    # Other dtypes of a shape show whether the plans hold for them; their second derivatives would only cost time.
+    first_order = ("forward", "backward", "jvp")
+    yield Workload("GPT-2", "layer_norm", (8192, 768), quick=True)
+    yield Workload("GPT-2 XL", "layer_norm", (8192, 1600))
+    yield Workload("ViT-B/16", "layer_norm", (12608, 768))
+    yield Workload("ViT-L/16", "layer_norm", (12608, 1024), dtype="float16", modes=first_order)
+    yield Workload("DiT-XL/2", "layer_norm", (16384, 1152), affine=False)
+    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True)
+    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float16", modes=first_order)
+    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float32")
+    yield Workload("Llama 8B width, few rows", "layer_norm", (1024, 4096))
+    yield Workload("Llama 13B width", "layer_norm", (8192, 5120))
+    yield Workload("Llama 70B width", "layer_norm", (8192, 8192))
+    yield Workload("Llama 405B width", "layer_norm", (4096, 16384))
+    yield Workload("short rows", "layer_norm", (32768, 256))
+    yield Workload("odd", "layer_norm", (8192, 1000))
+    yield Workload("odd", "layer_norm", (8192, 4097))
+    yield Workload("odd", "layer_norm", (8192, 5124))
+    yield Workload("long rows", "layer_norm", (2048, 32768))
+    yield Workload("long rows", "layer_norm", (1024, 65536))
+    yield Workload("long rows", "layer_norm", (512, 131072), quick=True)
+    yield Workload("long rows", "layer_norm", (256, 262144))
+
+
+def _log_softmaxes() -> Iterator[Workload]:
+    first_order = ("forward", "backward", "jvp")
+    yield Workload("ImageNet head", "log_softmax", (8192, 1000))
+    yield Workload("attention rows", "log_softmax", (32768, 1024))
+    yield Workload("attention rows", "log_softmax", (8192, 4096), quick=True)
+    yield Workload("odd", "log_softmax", (8192, 4097))
+    yield Workload("odd", "log_softmax", (8192, 5124), modes=first_order)
+    yield Workload("Llama 2 vocabulary", "log_softmax", (4096, 32000))
+    yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), quick=True)
+    yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), dtype="float32", modes=first_order)
+    yield Workload("long rows", "log_softmax", (2048, 65536))
+    yield Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True)
+    yield Workload("long rows", "log_softmax", (1024, 131072), dtype="float16", modes=first_order)
+    yield Workload("Gemma vocabulary", "log_softmax", (1024, 262144))
+    yield Workload("segmentation", "log_softmax", (16, 21, 512, 512), dim=1, modes=first_order)
+
+
+def _batch_norms() -> Iterator[Workload]:
+    first_order = ("forward", "backward", "jvp")
+    resnet = ((64, 112), (64, 56), (256, 56), (512, 28), (1024, 14), (2048, 7))
+    for channels_last in (False, True):
+        for channels, side in resnet:
+            # The largest layer and the one in the middle of the network stand for the second derivatives.
+            second = channels in {256, 1024}
+            yield Workload(
+                "ResNet-50",
+                "batch_norm",
+                (64, channels, side, side),
+                channels_last=channels_last,
+                modes=KERNEL_MODES if second else first_order,
+                quick=channels == 256,
+            )
+    yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float16", modes=first_order)
+    yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float32", modes=first_order)
+    yield Workload("BatchNorm1d", "batch_norm", (8192, 1024))
+    yield Workload("video", "batch_norm", (8, 64, 16, 56, 56))
+
+
+def _mixed(*families: Iterator[Workload]) -> Iterator[Workload]:
+    for workloads in itertools.zip_longest(*families):
+        yield from (workload for workload in workloads if workload is not None)
+
+
+# In the order in which they are measured: a run that ends early has something of everything.
+GPU_WORKLOADS: tuple[Workload, ...] = tuple(
+    sorted(_mixed(_layer_norms(), _log_softmaxes(), _batch_norms()), key=lambda workload: not workload.quick)
+)
+
+# Training sizes at which a CPU is still used. First derivatives of bfloat16 stand for autocast on CPU.
+CPU_WORKLOADS: tuple[Workload, ...] = (
+    Workload("GPT-2", "layer_norm", (2048, 768), dtype="float32", quick=True),
+    Workload("Llama 8B width", "layer_norm", (512, 4096), dtype="float32"),
+    Workload("ViT-B/16", "layer_norm", (1576, 768), dtype="bfloat16"),
+    Workload("ImageNet head", "log_softmax", (2048, 1000), dtype="float32", quick=True),
+    Workload("GPT-2 vocabulary", "log_softmax", (64, 50257), dtype="float32"),
+    Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", quick=True),
+    Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", channels_last=True, quick=True),
+    Workload("ResNet-50", "batch_norm", (8, 256, 28, 28), dtype="float32"),
+    Workload("BatchNorm1d", "batch_norm", (2048, 1024), dtype="float32"),
+)
+
+GPU_TRAINING: tuple[TrainingWorkload, ...] = (
+    TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024, True),
+    TrainingWorkload("wide", "ConvNet", {"channels": 128}, 4096),
+)
+CPU_TRAINING: tuple[TrainingWorkload, ...] = (
+    TrainingWorkload("narrow", "VisionTransformer", {"width": 128, "num_heads": 4, "num_blocks": 2}, 64, True),
+    TrainingWorkload("narrow", "ConvNet", {"channels": 32}, 64),
+)
