@@ -214,8 +214,8 @@ def test_the_interpreter_runs_the_kernels():
                 y = pr.functional.layer_norm(x, (5,))
                 results.append((y, *torch.autograd.grad(y.sin().sum(), x)))
         torch.testing.assert_close(*results)
-        import triton_kernels._runtime
-        print(triton_kernels._runtime.INTERPRETED)
+        import triton_kernels._kernel
+        print(triton_kernels._kernel.INTERPRETED)
         """,
         TRITON_INTERPRET="1",
     )

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+
+from triton_kernels._kernel import Kernel, is_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-    from triton.runtime.jit import JITFunction
 
 TL_DTYPES = {
     torch.float16: tl.float16,
@@ -28,15 +28,6 @@ TL_DTYPES = {
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of sums and statistics: float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-@triton.jit
-def _probe_kernel():
-    pass
-
-
-# Decided when triton is imported, by TRITON_INTERPRET.
-INTERPRETED = isinstance(_probe_kernel, InterpretedFunction)
 
 
 # Integers that follow the batch size: specializing on them would compile anew for another one. What the kernels need to
@@ -60,10 +51,19 @@ BATCH_DEPENDENT = {
 }
 
 
-def batch_independent_jit(fn: Callable) -> JITFunction:
-    """`triton.jit` that never specializes the integer arguments which change with the batch."""
-    arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    return triton.jit(do_not_specialize=[name for name in arguments if name in BATCH_DEPENDENT])(fn)
+def batch_independent_jit(function: Callable) -> Kernel:
+    """Decorator for a kernel that is never compiled anew for integer arguments which change with the batch."""
+    return Kernel(function, unspecialized=BATCH_DEPENDENT)
+
+
+def stride_independent_jit(function: Callable) -> Kernel:
+    """`batch_independent_jit` that never specializes any stride either.
+
+    What the compiler has to know of the strides for wide loads reaches such a kernel as compile-time constants.
+    """
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    strides = {name for name in arguments if name.endswith("_stride")}
+    return Kernel(function, unspecialized=BATCH_DEPENDENT | strides)
 
 
 @triton.jit
@@ -85,8 +85,19 @@ def store_cast(ptrs, value, mask):
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
-    """Context in which Triton launches on the device of `x`."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    """Context in which Triton launches on the device of `x`; a launch in a graph knows its device from its tensors."""
+    return torch.cuda.device(x.device) if x.is_cuda and not is_tracing() else contextlib.nullcontext()
+
+
+def new_scratch(like: Tensor, count: int, *shape: int) -> tuple[Tensor, ...]:
+    """`count` uninitialized tensors of one shape, with the dtype and device of `like`, out of one allocation.
+
+    In a graph they are allocated one by one: memory is planned there, and a kernel that writes into parts of a tensor
+    would have all of it copied.
+    """
+    if is_tracing():
+        return tuple(like.new_empty(shape) for _ in range(count))
+    return like.new_empty((count, *shape)).unbind()
 
 
 def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int = 0) -> int | None:

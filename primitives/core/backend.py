@@ -1,4 +1,4 @@
-"""Which implementation a primitive runs on: Triton kernels or the plain-torch reference.
+"""Which implementation a primitive runs on: Triton kernels, kernels for the CPU, or the plain-torch reference.
 
 The choice is one setting of the process, not of the thread: the autograd engine runs the backward pass of a CUDA
 graph on threads of its own, and those must make the same choice as the forward pass did.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from primitives.core.errors import BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
-__all__ = ["current_backend", "triton_kernels_module", "use_backend"]
+__all__ = ["current_backend", "guard_on_backend", "trace_kernel", "triton_kernels_module", "use_backend"]
 
 BACKENDS = ("auto", "triton", "reference")
 ENVIRONMENT_VARIABLE = "PRIMITIVES_BACKEND"
@@ -39,11 +40,22 @@ def current_backend() -> str:
     return _backend
 
 
+def guard_on_backend() -> str:
+    """What Inductor gets to see of a primitive, `"operator"` or `"kernels"`, asked in code that Dynamo traces.
+
+    Dynamo then compiles anew when the answer is another one: Inductor takes kernels into the graph (see
+    `primitives.core.inductor`), which fixes the choice.
+    """
+    # Dynamo guards on what decides a branch, and not on a comparison whose outcome nobody looks at.
+    return "operator" if _backend == "reference" else "kernels"
+
+
 class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a function, as contextlib.suppress is
     """Context manager and decorator that selects the backend of every primitive inside it.
 
-    `"auto"` runs Triton kernels on CUDA (ROCm included) and the reference elsewhere; `"triton"` also runs the kernels
-    on CPU tensors, in Triton's interpreter, and raises where that is off; `"reference"` runs plain torch everywhere.
+    `"auto"` runs Triton kernels on CUDA (ROCm included), kernels made of ATen's on the CPU, and the reference where
+    there are none; `"triton"` also runs Triton's on CPU tensors, in its interpreter, and raises where that is off;
+    `"reference"` runs plain torch everywhere.
     The setting belongs to the process: threads share it.
 
     Args:
@@ -105,9 +117,26 @@ def triton_kernels_module(name: str) -> ModuleType:
 
 def require_interpreter(op_name: str) -> None:
     """Raise unless Triton kernels can run on CPU tensors, which takes Triton's interpreter."""
-    if not triton_kernels_module("_runtime").INTERPRETED:
+    if not triton_kernels_module("_kernel").INTERPRETED:
         raise BackendError(
             f'{op_name}: the backend is "triton" and the tensors are on the CPU, where Triton kernels only run in '
             "Triton's interpreter. Set TRITON_INTERPRET=1 before triton is imported, or use the backend "
             '"auto" or "reference".'
         )
+
+
+def trace_kernel(kernel: Callable, args: tuple) -> Any:
+    """Put what `kernel` does with `args` into the graph that torch is tracing.
+
+    Returns:
+        Its outputs, or `NotImplemented` where its launches cannot be nodes of a graph: in the interpreter, or with
+        options that graphs do not have.
+    """
+    kernels = triton_kernels_module("_kernel")
+    if kernels.INTERPRETED:
+        return NotImplemented
+    try:
+        with kernels.tracing():
+            return kernel(*args)
+    except kernels.UntraceableLaunchError:
+        return NotImplemented

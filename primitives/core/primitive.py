@@ -16,6 +16,7 @@ from primitives.core.batching import BatchInfo
 from primitives.core.decomposition import forget_decompositions, get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
 from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
+from primitives.core.inductor import show_kernels
 from primitives.core.library import NAMESPACE, library, list_names, names
 from primitives.core.lists import flatten, regroup
 from primitives.core.residuals import ResidualLayout, Residuals
@@ -80,6 +81,9 @@ class Primitive:
         ValueError: If a name in `residuals`, `statistics`, `state` or `cached` is not in the schema.
     """
 
+    # Whether kernels launch through `triton_kernels` alone, so that a compiler can be shown the launches.
+    kernels_are_traceable = True
+
     def __init__(
         self,
         name: str,
@@ -136,6 +140,8 @@ class Primitive:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator: arguments in the order of the schema, outputs as torch returns them."""
+        if torch.compiler.is_dynamo_compiling():
+            backend.guard_on_backend()
         return self.overload(*args)
 
     def __repr__(self) -> str:
@@ -163,6 +169,7 @@ class Primitive:
         lib.impl(self.name, self.autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
+        show_kernels(self, lib)
         with _registry_lock:
             _registry[self.qualified_name] = self
 

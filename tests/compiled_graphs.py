@@ -1,0 +1,255 @@
+"""Compiles functions as Inductor does, up to the graphs that it is given, and prints what is in them as JSON.
+
+`python -m tests.compiled_graphs`, in a process without Triton's interpreter. No GPU takes part: CPU tensors pass for
+those of a GPU where gradients are taken, because a CPU build of torch has no autograd for CUDA tensors, and nothing
+is executed. Launches in the graphs can be compared with those that the launchers make outside of any graph.
+"""
+
+# What torch declares for these entry points is narrower than what they take.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import sys
+import unittest.mock
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes import joint_graph
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import primitives as pr
+from primitives.core import inductor, registered_primitives
+from tests.kernels.recording_driver import activate
+from triton_kernels._kernel import Kernel, UntraceableLaunchError, intercept
+from triton_kernels.launch.chips import CHIPS, use_chip
+
+activate()
+# The patterns that Inductor looks for in joint graphs take seconds to make, and cannot be made for CUDA without it.
+joint_graph.lazy_init = lambda *args, **kwargs: None
+
+ROWS, COLS = 48, 256
+
+
+def described(value):
+    """An argument of a launch as JSON: of a tensor what the kernel could see."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), list(value.shape), list(value.stride())]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def launch_of(node: torch.fx.Node) -> dict:
+    """The launch that a node of a graph stands for."""
+    fields: dict[str, Any] = dict(node.kwargs)
+    kernel: Any = kernel_side_table.get_kernel(fields["kernel_idx"])
+    (config,) = kernel.configs
+    (grid,) = fields["grid"]
+    tensors = {name: v.meta["val"] if isinstance(v, torch.fx.Node) else v for name, v in fields["kwargs"].items()}
+    given = {**tensors, **kernel_side_table.get_constant_args(fields["constant_args_idx"])}
+    return {
+        "name": kernel.fn.__name__,
+        "grid": list(grid),
+        "arguments": {name: described(given[name]) for name in sorted(given)},
+        "num_warps": config.num_warps,
+        "written": sorted(fields["tensors_to_clone"]),
+    }
+
+
+def content(graph: torch.fx.Graph) -> dict:
+    """Kernels and operators of a graph."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    kernels = [node for node in calls if node.target is triton_kernel_wrapper_functional]
+    return {
+        "kernels": [launch_of(node) for node in kernels],
+        "operators": [str(node.target) for node in calls if node not in kernels],
+        "devices": sorted({str(node.meta["val"].device) for node in calls if "empty" in str(node.target)}),
+    }
+
+
+def graphs(function, *args, dynamic: bool = False, backward: bool = False, compiler=compile_fx) -> list[dict]:
+    """What the graphs contain that Inductor is given for `function`, forward first."""
+    captured = []
+
+    def capture(module, inputs, **kwargs):
+        captured.append(content(module.graph))
+        return make_boxed_func(module.forward)
+
+    def backend(module, inputs):
+        if compiler is compile_fx:
+            return compile_fx(module, inputs, inner_compile=capture)
+        return aot_module_simplified(module, inputs, fw_compiler=capture)
+
+    torch.compiler.reset()
+    out = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)(*args)
+    if backward:
+        torch.autograd.backward(out, torch.empty_like(out))
+    return captured
+
+
+def launches_outside(function, *args, backward: bool = False) -> list[dict]:
+    """The launches of the same function outside of any graph, in order."""
+    launches = []
+
+    def note(kernel, grid, given, constants):
+        options = {"num_warps"} & constants.keys()
+        named = dict(zip(kernel.argument_names, given, strict=False)) | constants
+        arguments = {name: described(named[name]) for name in sorted(named.keys() - options)}
+        launches.append(
+            {"name": kernel.__name__, "grid": [*grid, 1, 1][:3], "arguments": arguments}
+            | {"num_warps": constants["num_warps"]}
+        )
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(intercept(note))
+        for op in registered_primitives().values():
+            stack.enter_context(unittest.mock.patch.dict(op._on_cpu, auto=op._on_cuda["auto"]))
+        out = function(*args)
+        if backward:
+            torch.autograd.backward(out, torch.empty_like(out))
+    return launches
+
+
+def layer_norm(x, weight, bias):
+    """Layer norm between functions that Inductor fuses."""
+    return pr.functional.layer_norm(x.sin(), (COLS,), weight, bias).cos()
+
+
+def log_softmax(x):
+    """The same of log-softmax."""
+    return pr.functional.log_softmax(x.sin(), 1).cos()
+
+
+def layer_norm_jvp(x, weight, bias):
+    """A tangent of layer norm."""
+    return torch.func.jvp(layer_norm, (x, weight, bias), (x, weight, bias))[1]
+
+
+def layer_norm_hvp(x, weight, bias):
+    """A Hessian-vector product of layer norm."""
+
+    def slope(x, weight):
+        return torch.func.grad(lambda x, weight: layer_norm(x, weight, bias).sum(), argnums=(0, 1))(x, weight)
+
+    return torch.func.jvp(slope, (x, weight), (x, weight))[1]
+
+
+def batched(x, weight, bias):
+    """Tangents of a batch."""
+    return torch.vmap(layer_norm_jvp, in_dims=(0, None, None))(x, weight, bias)
+
+
+def tensors(*shapes: tuple[int, ...], device: str = "cpu", requires_grad: bool = False) -> list[torch.Tensor]:
+    """Tensors of these shapes."""
+    return [torch.zeros(shape, device=device, requires_grad=requires_grad) for shape in shapes]
+
+
+ROW_SHAPES = ((ROWS, COLS), (COLS,), (COLS,))
+PROGRAMS = {
+    "layer_norm": (layer_norm, ROW_SHAPES, True),
+    "log_softmax": (log_softmax, ROW_SHAPES[:1], True),
+    "hessian-vector product": (layer_norm_hvp, ROW_SHAPES, False),
+    "jvp in vmap": (batched, ((3, ROWS, COLS), (COLS,), (COLS,)), False),
+}
+
+
+def programs() -> dict:
+    """For every program its graphs, and its launches outside of them."""
+    found = {}
+    for name, (function, shapes, backward) in PROGRAMS.items():
+        with unset_fake_temporarily():
+            outside = launches_outside(function, *tensors(*shapes, requires_grad=backward), backward=backward)
+        args = tensors(*shapes, requires_grad=backward)
+        found[name] = {"graphs": graphs(function, *args, backward=backward), "outside": outside}
+    return found
+
+
+def on_fake_cuda() -> list[dict]:
+    """Graphs of a forward pass of CUDA tensors that have no memory."""
+    return graphs(layer_norm, *tensors(*ROW_SHAPES, device="cuda"))
+
+
+def opaque() -> dict[str, list[dict]]:
+    """Graphs in which the operator has to stay one."""
+    args = tensors(*ROW_SHAPES)
+    found = {
+        "symbolic sizes": graphs(layer_norm, *args, dynamic=True),
+        "another compiler": graphs(layer_norm, *args, compiler=aot_module_simplified),
+        "make_fx": [content(make_fx(layer_norm, tracing_mode="fake")(*args).graph)],
+    }
+    with pr.use_backend("reference"):
+        found["reference"] = graphs(layer_norm, *args)
+
+    def refuse(self, *launch):
+        raise UntraceableLaunchError
+
+    with unittest.mock.patch.object(Kernel, "_trace", refuse):
+        found["untraceable"] = graphs(layer_norm, *args)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(layer_norm)
+
+    exported = torch.export.export(Module(), tuple(args))
+    found["export"] = [content(exported.graph), content(exported.run_decompositions().graph)]
+    return found
+
+
+def another_backend() -> list[int]:
+    """How many kernels the graphs have that one compiled function gets as the backend changes, and changes back."""
+    counts = []
+
+    def backend(module, inputs):
+        def capture(module, inputs, **kwargs):
+            counts.append(len(content(module.graph)["kernels"]))
+            return make_boxed_func(module.forward)
+
+        return compile_fx(module, inputs, inner_compile=capture)
+
+    torch.compiler.reset()
+    compiled, args = torch.compile(layer_norm, fullgraph=True, backend=backend), tensors(*ROW_SHAPES)
+    for name in ("auto", "reference", "auto"):
+        with pr.use_backend(name):
+            compiled(*args)
+    return counts
+
+
+def cache_keys() -> list[bool]:
+    """Whether the key of cached graphs is the same for the same backend, and another one for another."""
+    graph = make_fx(layer_norm, tracing_mode="fake")(*tensors(*ROW_SHAPES))
+
+    def key() -> list[str]:
+        return AOTAutogradCacheDetails.__new__(AOTAutogradCacheDetails).get_triton_source_codes_from_gm(graph)
+
+    first, again = key(), key()
+    with pr.use_backend("reference"):
+        other = key()
+    return [len(first) == 1, first == again, first != other]
+
+
+def main() -> None:
+    """Run all checks."""
+    everything = {}
+    with (
+        use_chip(CHIPS["sm_90"]),
+        functorch_config.patch(enable_autograd_cache=False),
+        # The graphs are executed too, and the kernels in them cannot be: tensors without memory need none.
+        FakeTensorMode(),
+    ):
+        everything["on_fake_cuda"] = on_fake_cuda()
+        inductor._on_gpu = lambda args: True
+        for check in (programs, opaque, cache_keys, another_backend):
+            everything[check.__name__] = check()
+    json.dump(everything, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

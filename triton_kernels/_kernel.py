@@ -1,0 +1,278 @@
+"""`Kernel`: a Triton kernel that is launched through one dictionary look-up, traced into graphs, and watched.
+
+Triton's own `kernel[grid](...)` binds and describes every argument anew before it finds the compiled kernel. A `Kernel`
+looks it up under what the compiler can have taken into account (see `key_function`), and calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+__all__ = ["INTERPRETED", "Kernel", "UntraceableLaunchError", "intercept", "is_tracing", "observe", "tracing"]
+
+
+@triton.jit
+def _probe_kernel():
+    pass
+
+
+# Decided when triton is imported, by TRITON_INTERPRET.
+INTERPRETED = isinstance(_probe_kernel, InterpretedFunction)
+
+# Options that a kernel in a graph can have: what Inductor reads from a `triton.Config`.
+GRAPH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas"})
+
+# Integers of at most this size are 32 bits wide to Triton, and AMD's backend addresses storages of at most this many
+# bytes with 32-bit offsets.
+MAX_INT32 = 2**31 - 1
+
+_driver: Any = driver
+_runtime = knobs.runtime
+
+# What wants to see launches, outermost first; the flag tells whether it takes the launch's place.
+_watchers: tuple[tuple[Callable, bool], ...] = ()
+_num_tracing = 0
+_lock = threading.Lock()
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _watching(callback: Callable, replaces: bool) -> Iterator[None]:
+    global _watchers  # noqa: PLW0603 - the launches of the whole process are watched
+    entry = (callback, replaces)
+    with _lock:
+        _watchers = (*_watchers, entry)
+    try:
+        yield
+    finally:
+        with _lock:
+            # Contexts of several threads may end in any order.
+            _watchers = tuple(other for other in _watchers if other is not entry)
+
+
+def intercept(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
+    """Context in which `callback(kernel, grid, args, constants)` takes the place of every launch of the process.
+
+    Contexts nest: the innermost sees a launch first, and one outside an `intercept` does not see it at all.
+
+    Args:
+        callback: Is given the `Kernel`, the grid, the positional arguments, and the keyword arguments (compile-time
+            constants and options such as `num_warps`). What it raises passes through the launcher.
+    """
+    return _watching(callback, replaces=True)
+
+
+def observe(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
+    """Context in which `callback(kernel, grid, args, constants)` is called before every launch of the process.
+
+    Args:
+        callback: As for `intercept`.
+    """
+    return _watching(callback, replaces=False)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Context in which launches of this thread become nodes of the graph that torch is tracing.
+
+    Nothing is launched then, and nobody who watches launches is called.
+    """
+    global _num_tracing  # noqa: PLW0603 - asked at every launch, where a thread's own flag would cost more
+    depth = getattr(_thread, "depth", 0)
+    with _lock:
+        _num_tracing += 1
+    _thread.depth = depth + 1
+    try:
+        yield
+    finally:
+        _thread.depth = depth
+        with _lock:
+            _num_tracing -= 1
+
+
+def is_tracing() -> bool:
+    """Whether launches of this thread become nodes of a graph (see `tracing`)."""
+    return _num_tracing > 0 and getattr(_thread, "depth", 0) > 0
+
+
+class UntraceableLaunchError(NotImplementedError):
+    """A launch that cannot become a node of a graph."""
+
+
+class Kernel:
+    """A Triton kernel, launched as Triton's own are: `kernel[grid](*args, **constants_and_options)`.
+
+    Parameters that are pointers have names that end in `_ptr`, constants are annotated, all others are numbers.
+
+    In the interpreter this is the function that `triton.jit` makes. On a GPU the compiled kernel comes from a
+    dictionary; `key_function` says what of a launch selects it. Triton itself launches what is unusual: run-time
+    arguments by keyword or of other types, grids that are functions, kernels and compilers with hooks that have to see
+    every launch. `TRITON_DEBUG` and its like are read when a kernel is compiled.
+
+    Args:
+        function: The kernel's source, a function for `triton.jit`.
+        unspecialized: Names of integer arguments whose values the compiler may not look at, so that another value
+            compiles nothing.
+
+    Attributes:
+        function: What `triton.jit` made of it.
+    """
+
+    def __init__(self, function: Callable, unspecialized: Collection[str] = ()) -> None:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        free = [name for name in names if name in unspecialized]
+        self.function: Any = triton.jit(do_not_specialize=free)(function)
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+        self.__module__, self.__doc__ = function.__module__, function.__doc__
+        self.argument_names = names
+        self._key = None if INTERPRETED else key_function(self.function.params, bool(torch.version.hip))
+        self._compiled: dict[Any, tuple[CompiledKernel, tuple]] = {}
+        self._configured: dict[tuple, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.__module__}.{self.__qualname__})"
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """The launch on `grid`: one to three numbers of programs."""
+        return lambda *args, **constants: self._launch(grid, args, constants)
+
+    def warmup(self, *args: Any, grid: Any, **constants: Any) -> Any:
+        """Compile for these arguments as Triton does, without launching; returns Triton's compiled kernel."""
+        return self.function.warmup(*args, grid=grid, **constants)
+
+    def _launch(self, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
+        if (_watchers or _num_tracing) and self._taken_over(grid, args, constants):
+            return
+        if self._key is None or callable(grid) or self.function.pre_run_hooks or _runtime.add_stages_inspection_hook:
+            self.function[grid](*args, **constants)
+            return
+        active = _driver.active
+        device = active.get_current_device()
+        try:
+            described = self._key(*args)
+        except TypeError:
+            self.function[grid](*args, **constants)
+            return
+        key = (device, *described, *constants, *constants.values())
+        found = self._compiled.get(key) or self._compile(key, grid, args, constants)
+        if found is None:
+            self.function[grid](*args, **constants)
+            return
+        compiled, rest = found
+        compiled[(*grid, 1, 1)[:3]](*args, *rest, stream=active.get_current_stream(device))
+
+    def _taken_over(self, grid: Any, args: tuple, constants: dict[str, Any]) -> bool:
+        if is_tracing():
+            self._trace(grid, args, constants)
+            return True
+        for callback, replaces in reversed(_watchers):
+            callback(self, grid, args, constants)
+            if replaces:
+                return True
+        return False
+
+    def _compile(self, key: tuple, grid: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
+        """The compiled kernel, remembered under `key`, and what follows `args`; None where Triton has to launch."""
+        compiled = self.warmup(*args, grid=grid, **constants)
+        # A hook may have refused to compile, or left it to another thread.
+        if not isinstance(compiled, CompiledKernel):
+            return None
+        # The launcher of a compiled kernel takes every parameter in order, and skips the constants.
+        found = compiled, tuple(self._all_constants(len(args), constants).values())
+        self._compiled[key] = found
+        return found
+
+    def _all_constants(self, num_args: int, constants: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters that `num_args` positional arguments leave, with their defaults where they are not given."""
+        defaults = {p.name: p.default for p in self.function.params[num_args:] if p.has_default}
+        return {p.name: {**defaults, **constants}[p.name] for p in self.function.params[num_args:]}
+
+    def _trace(self, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
+        """Put the launch into the graph that is being traced."""
+        arguments = self._all_constants(len(args), constants)
+        options = {name: value for name, value in constants.items() if name not in arguments}
+        if not GRAPH_OPTIONS.issuperset(options):
+            raise UntraceableLaunchError(f"{self.__name__}: graphs have no options {sorted(options)}.")
+        if any(isinstance(value, tuple) for value in (*args, *arguments.values())):
+            raise UntraceableLaunchError(f"{self.__name__}: torch cannot tell what a kernel writes that takes tuples.")
+        configured = self._with_options(options)
+        torch.library.wrap_triton(configured)[grid](*args, **arguments)
+
+    def _with_options(self, options: dict[str, Any]) -> Any:
+        """The function with its options in a `triton.Config`, the only place where graphs look for all of them."""
+        key = tuple(sorted(options.items()))
+        if key not in self._configured:
+            config = triton.Config({}, **options)
+            self._configured[key] = triton.autotune(configs=[config], key=[])(self.function)
+        return self._configured[key]
+
+
+def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..., tuple]:
+    """Build `(*args) -> key`: what of positional arguments the compiler can have taken into account.
+
+    Of a tensor that is its dtype and whether its address is a multiple of 16, of a specialized integer whether it is 1
+    or a multiple of 16, of a constant its value, and of every other number its type. Constants that compare equal are
+    one, as they are to Triton.
+
+    Args:
+        parameters: The kernel's, as Triton describes them.
+        offsets_matter: Whether the backend also asks if 32-bit offsets reach all of a tensor's storage.
+
+    Returns:
+        The function. It raises `TypeError` where an argument is missing that is no constant, or is of a type that it
+        does not know.
+    """
+    num_needed = max((p.num + 1 for p in parameters if not p.is_constexpr), default=0)
+    needed = parameters[:num_needed]
+    small, types, parts = ["True"], [], []
+    for p in needed:
+        is_int32 = f"{p.name}.__class__ is int and -{MAX_INT32} <= {p.name} <= {MAX_INT32}"
+        if p.is_constexpr:
+            parts.append(p.name)
+        elif p.name.endswith("_ptr"):
+            parts.append(f"None if {p.name} is None else {p.name}.dtype")
+            parts.append(f"{p.name} is None or {p.name}.data_ptr() % 16 == 0")
+            if offsets_matter:
+                parts.append(f"{p.name} is None or {p.name}.untyped_storage().nbytes() <= {MAX_INT32}")
+        elif p.do_not_specialize:
+            small.append(is_int32)
+            types.append(f"type_of({p.name}), ")
+        else:
+            parts.append(f"({p.name} == 1 or {p.name} % 16 == 0 and 16) if {is_int32} else known_of({p.name})")
+    parts.append(f"{' and '.join(small)} or ({''.join(types)})")
+    arguments = "".join(f"{p.name}, " for p in needed)
+    source = f"lambda {arguments}*constants: ({', '.join(parts)}, *constants)"
+    # Written out, because a loop over the arguments takes longer than the compiled kernel takes to launch.
+    return eval(source, {"type_of": _type_of, "known_of": _known_of})  # noqa: S307 - made of parameter names alone
+
+
+def _type_of(value: Any) -> Any:
+    """The type that Triton gives to a number, or to a tuple of them, for each a different value."""
+    if value.__class__ is int:
+        return 32 if -MAX_INT32 - 1 <= value <= MAX_INT32 else 64 if value < 2**63 else "unsigned"
+    if value.__class__ is tuple:
+        return tuple(map(_type_of, value))
+    if value is None or value.__class__ in (float, bool):
+        return value.__class__
+    raise TypeError(f"A launch with an argument of type {type(value).__name__} has no key.")
+
+
+def _known_of(value: Any) -> Any:
+    """The type of a specialized number, or tuple of them, and what else Triton looks at."""
+    if value.__class__ is tuple:
+        return tuple(map(_known_of, value))
+    if value.__class__ is int:
+        return _type_of(value), value == 1 or (value % 16 == 0 and 16)
+    return _type_of(value)
