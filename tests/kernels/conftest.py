@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 
 # Read by triton when it is imported, so set before any test module is.
@@ -13,9 +15,10 @@ import pytest
 import torch
 
 import primitives as pr
+from triton_kernels import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,21 @@ def poisoned_memory() -> Iterator[None]:
 def device() -> torch.device:
     """The interpreter's: kernels that are interpreted see CPU tensors."""
     return torch.device("cpu")
+
+
+@pytest.fixture
+def use_limits() -> Iterator[Callable[..., None]]:
+    """Function that makes plans keep to other limits until the test ends: those of a chip that holds almost nothing."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **limits: stack.enter_context(launch.use_limits(**limits))
+
+
+@pytest.fixture
+def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Function that makes plans count on another number of processors until the test ends."""
+    with contextlib.ExitStack() as stack:
+        chip = launch.chip_of(device)
+        yield lambda num: stack.enter_context(launch.use_chip(dataclasses.replace(chip, num_processors=num)))
 
 
 @pytest.fixture

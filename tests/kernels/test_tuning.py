@@ -1,0 +1,364 @@
+"""Tuning, with a timer of its own: what is chosen, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from triton_kernels import (
+    batch_norm,
+    batch_norm_second_order,
+    launch,
+    layer_norm,
+    layer_norm_second_order,
+    log_softmax,
+    log_softmax_second_order,
+    tuning,
+)
+from triton_kernels._tuning_store import Choice
+from triton_kernels.launch._planned import planned
+
+LAUNCHERS = (
+    batch_norm,
+    batch_norm_second_order,
+    layer_norm,
+    layer_norm_second_order,
+    log_softmax,
+    log_softmax_second_order,
+)
+X = torch.arange(6.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of nothing but a number, which the launcher below is as slow as."""
+
+    num_warps: int
+
+
+class Toy:
+    """A launcher with a plan function; its default plan is `DEFAULT`, and one of the candidates is the best."""
+
+    DEFAULT = 4
+
+    def __init__(self):
+        self.ran = []
+        self.timed = 0
+        self.broken = ()
+        self.wrong = ()
+
+        @planned(lambda plan, device, arguments: [replace(plan, num_warps=n) for n in (1, 2, 3, 8)])
+        def plan_toy(size: int, device: torch.device) -> Plan:
+            return Plan(self.DEFAULT)
+
+        @tuning.tunable
+        def launcher(x):
+            num_warps = plan_toy(x.numel(), x.device).num_warps
+            self.ran.append(num_warps)
+            if num_warps in self.broken:
+                raise RuntimeError("out of resources")
+            return x + 1.0, (x * 2.0 if num_warps in self.wrong else x * (1 + 1e-7 * num_warps))
+
+        self.launcher = launcher
+
+    def timer(self, run):
+        run()
+        self.timed += 1
+        return float(self.ran[-1])
+
+
+@pytest.fixture
+def toy():
+    return Toy()
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where choices are kept; tuning is off again after the test."""
+    yield tmp_path / "folder" / "plans.json"
+    tuning.disable()
+
+
+def test_the_fastest_plan_is_kept(toy, path):
+    tuning.enable(path, toy.timer, on_any_device=True)
+    assert toy.launcher(X)[1].equal(X * (1 + 4e-7))
+    # The first call is answered by the default plan, which takes part in the timing like any other.
+    assert toy.ran[0] == 4
+    assert toy.timed == 5
+    del toy.ran[:]
+    toy.launcher(X)
+    toy.launcher(X + 1)
+    assert toy.ran == [1, 1]
+    assert toy.timed == 5
+    # Another size is another question.
+    toy.launcher(X[:3])
+    assert toy.timed == 10
+
+
+@pytest.mark.parametrize("what", ["broken", "wrong"])
+def test_plans_that_fail_or_differ_are_refused(toy, path, what):
+    setattr(toy, what, (1, 2))
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    del toy.ran[:]
+    toy.launcher(X)
+    assert toy.ran == [3]
+
+
+def test_a_gain_within_the_noise_changes_nothing(toy, path):
+    tuning.enable(path, lambda run: (run(), 100.0 - toy.ran[-1] / 10)[1], on_any_device=True)
+    toy.launcher(X)
+    toy.launcher(X)
+    assert toy.ran[-1] == 4
+
+
+def test_errors_of_the_default_plan_are_the_caller_s(toy, path):
+    toy.broken = (4,)
+    tuning.enable(path, toy.timer, on_any_device=True)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        toy.launcher(X)
+    assert toy.timed == 0
+
+
+def test_choices_outlive_the_process(toy, path):
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    tuning.disable()
+    toy.launcher(X)
+    assert toy.ran[-1] == 4
+    tuning.enable(path, toy.timer)
+    toy.launcher(X)
+    assert toy.ran[-1] == 1
+    assert toy.timed == 5
+
+
+def test_choices_over_another_default_are_made_anew(toy, path):
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    toy.DEFAULT = 8
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    assert toy.timed > 5
+
+
+def test_files_are_merged_and_the_first_choice_stays(toy, path):
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    theirs = path.read_text()
+    path.unlink()
+    tuning.enable(path, lambda run: (run(), -float(toy.ran[-1]))[1], on_any_device=True)
+    toy.launcher(X[:3])
+    path.write_text(theirs)
+    toy.launcher(X)
+    entries = next(iter(json.loads(path.read_text())["choices"].values()))
+    assert {key: entry["chosen"]["num_warps"] for key, entry in entries.items()} == {"plan_toy(3)": 8, "plan_toy(6)": 1}
+    toy.launcher(X)
+    assert toy.ran[-1] == 1
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+BAD_CHOICE = {"format": 1, "choices": {"chip": {"plan_toy(6)": {"default": 3}}}}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', json.dumps(BAD_CHOICE), "\x80"])
+def test_files_that_cannot_be_read_are_ignored(toy, path, content):
+    path.parent.mkdir()
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.warns(UserWarning, match="cannot be read"):
+        tuning.enable(path, toy.timer, on_any_device=True)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        toy.launcher(X)
+    toy.launcher(X)
+    assert toy.ran[-1] == 1
+    assert "plan_toy(6)" in path.read_text()
+
+
+@pytest.mark.parametrize("numbers", [{"num_warps": True}, {"num_warps": "2"}, {"warps": 2}, {}])
+def test_numbers_that_are_no_plan_are_ignored(toy, path, numbers):
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    content = json.loads(path.read_text())
+    next(iter(content["choices"].values()))["plan_toy(6)"]["chosen"] = numbers
+    path.write_text(json.dumps(content))
+    tuning.enable(path, toy.timer)
+    toy.launcher(X)
+    assert toy.ran[-1] == 4
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_only(toy, path):
+    path.parent.write_text("a file, not a folder")
+    with pytest.warns(UserWarning, match="cannot be read"):
+        tuning.enable(path, toy.timer, on_any_device=True)
+    with pytest.warns(UserWarning, match="cannot be read|not kept"):
+        toy.launcher(X)
+    toy.launcher(X)
+    assert toy.ran[-1] == 1
+
+
+def test_nothing_is_timed_where_it_must_not_be(toy, path, monkeypatch):
+    toy.launcher(X)
+    tuning.enable(path, toy.timer)
+    toy.launcher(X)
+    tuning.enable(path, toy.timer, on_any_device=True)
+    monkeypatch.setattr(tuning, "is_tracing", lambda: True)
+    toy.launcher(X)
+    assert toy.timed == 0
+    # What was launched then is still tuned when it can be.
+    monkeypatch.undo()
+    toy.launcher(X)
+    assert toy.timed == 5
+
+
+def test_threads_wait_for_each_other(toy, path):
+    def timer(run):
+        with busy:
+            time.sleep(0.002)
+            return toy.timer(run)
+
+    class Busy(threading.local):
+        def __enter__(self):
+            assert lock.acquire(blocking=False), "two launches are timed at a time"
+
+        def __exit__(self, *_):
+            lock.release()
+
+    lock, busy = threading.Lock(), Busy()
+    tuning.enable(path, timer, on_any_device=True)
+    results = [None] * 4
+    threads = [threading.Thread(target=lambda i=i: results.__setitem__(i, toy.launcher(X))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result is not None and result[0].equal(X + 1) for result in results)
+    assert toy.timed == 5
+
+
+def test_choices_are_printed_and_cleared(toy, tmp_path, path, monkeypatch, capsys):
+    monkeypatch.setenv("PRIMITIVES_CACHE_DIR", str(tmp_path))
+    tuning.enable(None, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    assert tuning.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "plan_toy(6)" in shown
+    assert "4.0000 ms -> 1.0000 ms, 4.00 x" in shown
+    assert "num_warps 4 -> 1" in shown
+    assert tuning.main(["--clear"]) == 0
+    assert capsys.readouterr().out.startswith("No tuned launch plans")
+    assert not tuning.cache_path().exists()
+
+
+def test_places_of_the_file(monkeypatch, tmp_path):
+    monkeypatch.delenv("PRIMITIVES_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.cache_path() == tmp_path / "torch-training-primitives" / "launch_plans.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert tuning.cache_path().parts[-3:-1] == (".cache", "torch-training-primitives")
+
+
+@pytest.mark.parametrize("value, requested", [(None, False), ("0", False), ("1", True)])
+def test_the_environment_turns_it_on(monkeypatch, value, requested):
+    monkeypatch.delenv("PRIMITIVES_AUTOTUNE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PRIMITIVES_AUTOTUNE", value)
+    assert tuning._requested() == requested
+    assert not tuning.is_enabled()
+
+
+def test_other_values_of_the_environment_are_refused_aloud(monkeypatch):
+    monkeypatch.setenv("PRIMITIVES_AUTOTUNE", "yes")
+    with pytest.warns(UserWarning, match="must be 0 or 1, got 'yes'"):
+        assert not tuning._requested()
+
+
+@pytest.mark.parametrize("module", LAUNCHERS, ids=lambda module: module.__name__)
+def test_every_launcher_can_be_tuned(module):
+    assert all(hasattr(getattr(module, name), "__wrapped__") for name in module.__all__)
+
+
+def launch_rows(num_rows, num_cols):
+    x, y_bar, weight = torch.randn(num_rows, num_cols), torch.randn(num_rows, num_cols), torch.randn(num_cols)
+    y, mean, rstd = layer_norm.layer_norm_fwd(x, weight, weight, 1, 0, 1e-5)
+    layer_norm.layer_norm_bwd(y_bar, x, weight, mean, rstd, 1, 0, (True,) * 3)
+    layer_norm_second_order.layer_norm_pairing(
+        y_bar, x, weight, mean, rstd, y, None, None, 1, 0, (True,) * 3 + (False,) * 3
+    )
+    y = log_softmax.log_softmax_fwd(x, 1, None)
+    log_softmax.log_softmax_bwd(y_bar, y, 0, x.dtype)
+
+
+def launch_channels():
+    x = torch.randn(2, 1, 40)
+    _, mean, rstd, *_ = batch_norm.batch_norm_train_fwd(x, None, None, None, None, 0, 0.1, 1e-5)
+    batch_norm.batch_norm_train_bwd(x, x, None, mean, rstd, 0, (True, False, False))
+
+
+ROW_FUNCTIONS = {"plan_layer_norm_rows", "plan_layer_norm_params", "plan_log_softmax", "plan_layer_norm_second"}
+CASES = {
+    "rows in registers": (lambda: launch_rows(9, 20), {}, ROW_FUNCTIONS - {"plan_layer_norm_rows"}),
+    "rows swept": (
+        lambda: launch_rows(2, 24),
+        {
+            "layer_norm_fwd_bytes": 64,
+            "layer_norm_two_row_cols": 16,
+            "layer_norm_accumulated_cols": 16,
+            "layer_norm_second_cols": 16,
+            "layer_norm_second_summed_cols": 16,
+            "layer_norm_sweep_cols": 16,
+            "layer_norm_second_sweep_cols": 16,
+            "log_softmax_row_cols": 16,
+            "log_softmax_two_row_cols": 16,
+            "log_softmax_sweep_cols": 16,
+        },
+        {*ROW_FUNCTIONS, "plan_layer_norm_second_columns"},
+    ),
+    "channels": (
+        launch_channels,
+        {"channel_tile_bytes": 256},
+        {"plan_channel_reduction", "plan_channel_transform", "plan_channel_merge"},
+    ),
+}
+
+
+@pytest.mark.parametrize("launch_case, limits, functions", CASES.values(), ids=CASES)
+def test_candidates_compute_the_same(launch_case, limits, functions, path, monkeypatch, use_limits, use_processors):
+    use_limits(**limits)
+    use_processors(1)
+    torch.manual_seed(0)
+    tried = set()
+
+    def compared(self, request, run, expected):
+        for plan in request.candidates():
+            results, _ = self._watch(run, (request.key, plan))
+            assert tuning.agree(results, expected), (request.key, plan)
+        tried.add(request.key.function)
+        return Choice(request.default, request.default, 1.0, 1.0)
+
+    monkeypatch.setattr(tuning.Tuner, "_choose", compared)
+    tuning.enable(path, on_any_device=True)
+    launch_case()
+    assert tried >= functions
+
+
+def test_results_that_differ_are_told_apart():
+    x = torch.tensor([1.0, float("nan"), 1000.0])
+    assert tuning.agree((x, x), (x, x))
+    assert tuning.agree(x, x + torch.tensor([0.05, 0.0, 0.0]))
+    assert not tuning.agree(x, x + torch.tensor([0.0, 0.0, 1.0]))
+    assert not tuning.agree(x, torch.tensor([1.0, 2.0, 1000.0]))
+    assert not tuning.agree((x, x), (x,))
+    assert tuning.agree(x[:0], x[:0])
+
+
+def test_tuned_plans_are_not_those_of_another_chip(toy, path):
+    tuning.enable(path, toy.timer, on_any_device=True)
+    toy.launcher(X)
+    with launch.use_chip(launch.CHIPS["sm_80"]):
+        tuning.enable(path, toy.timer)
+        toy.launcher(X)
+    assert toy.ran[-1] == 4

@@ -1,0 +1,74 @@
+"""The launch planner: every block size, number of warps, stage and split in this package is decided here.
+
+A plan is a frozen dataclass; the function that fills it states the reason for each number next to it. Numbers of
+columns (a model constant) may be compile-time constants of a kernel; numbers of rows never are, so that a new batch
+size compiles nothing.
+"""
+
+from triton_kernels.launch._arithmetic import cdiv, next_power_of_2
+from triton_kernels.launch.channels import (
+    ChannelMergePlan,
+    ChannelPlan,
+    plan_channel_merge,
+    plan_channel_reduction,
+    plan_channel_second_reduction,
+    plan_channel_second_transform,
+    plan_channel_transform,
+)
+from triton_kernels.launch.chips import CHIPS, Chip, chip_of, cluster_limit, device_name, use_chip
+from triton_kernels.launch.dropout import DropoutPlan, plan_dropout, plan_philox
+from triton_kernels.launch.layer_norm import (
+    LAYER_NORM_MAX_SEGMENTS,
+    LayerNormParamPlan,
+    LayerNormPlan,
+    ParamReducePlan,
+    plan_layer_norm_params,
+    plan_layer_norm_rows,
+    plan_param_reduce,
+)
+from triton_kernels.launch.layer_norm_second_order import (
+    LayerNormColumnPlan,
+    LayerNormSecondPlan,
+    plan_layer_norm_second,
+    plan_layer_norm_second_columns,
+)
+from triton_kernels.launch.log_softmax import LogSoftmaxPlan, plan_log_softmax
+from triton_kernels.launch.tables import LIMITS, Limits, limits_of, use_limits
+
+__all__ = [
+    "CHIPS",
+    "LAYER_NORM_MAX_SEGMENTS",
+    "LIMITS",
+    "ChannelMergePlan",
+    "ChannelPlan",
+    "Chip",
+    "DropoutPlan",
+    "LayerNormColumnPlan",
+    "LayerNormParamPlan",
+    "LayerNormPlan",
+    "LayerNormSecondPlan",
+    "Limits",
+    "LogSoftmaxPlan",
+    "ParamReducePlan",
+    "cdiv",
+    "chip_of",
+    "cluster_limit",
+    "device_name",
+    "limits_of",
+    "next_power_of_2",
+    "plan_channel_merge",
+    "plan_channel_reduction",
+    "plan_channel_second_reduction",
+    "plan_channel_second_transform",
+    "plan_channel_transform",
+    "plan_dropout",
+    "plan_layer_norm_params",
+    "plan_layer_norm_rows",
+    "plan_layer_norm_second",
+    "plan_layer_norm_second_columns",
+    "plan_log_softmax",
+    "plan_param_reduce",
+    "plan_philox",
+    "use_chip",
+    "use_limits",
+]

@@ -1,0 +1,108 @@
+"""Plans that tuning tries in place of the default ones: one number changed at a time, within the limits of the chip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from triton_kernels.launch._arithmetic import (
+    MAX_BLOCK_ELEMENTS,
+    MAX_CHANNEL_SPLITS,
+    MAX_TILE_ROWS,
+    cdiv,
+    next_power_of_2,
+)
+from triton_kernels.launch.chips import chip_of, cluster_limit
+from triton_kernels.launch.tables import limits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+# More steps in flight than this hide nothing that two do not, and take shared memory.
+MAX_STAGES = 3
+
+
+def _near(value: int, largest: int) -> list[int]:
+    """Half of `value` and twice as much, as far as they are between 1 and `largest`."""
+    return [v for v in (value // 2, value * 2) if 1 <= v <= largest]
+
+
+def _varied(plan: Any, **choices: Iterable[int]) -> list[Any]:
+    return [replace(plan, **{name: value}) for name, values in choices.items() for value in values]
+
+
+def _stages(stages: int) -> list[int]:
+    return [n for n in range(1, MAX_STAGES + 1) if n != stages]
+
+
+def _rows_of_tile(plan: Any) -> list[int]:
+    return _near(plan.block_rows, min(MAX_TILE_ROWS, MAX_BLOCK_ELEMENTS // plan.block_cols))
+
+
+def row_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Other plans of a kernel whose programs own rows: warps, rows or columns of a tile, splits, clusters."""
+    chip = chip_of(device)
+    num_cols = arguments["sizes"][2] if "sizes" in arguments else arguments["num_cols"]
+    found = _varied(plan, num_warps=_near(plan.num_warps, chip.max_warps))
+    if not plan.looped:
+        return found + _varied(plan, block_rows=_rows_of_tile(plan))
+    if plan.block_rows == 1:
+        most = min(cdiv(num_cols, plan.block_cols), limits_of(chip).max_row_splits)
+        found += _varied(plan, col_splits={1, *_near(plan.col_splits, most)} - {plan.col_splits})
+        found += _cluster_candidates(plan, next_power_of_2(num_cols), chip)
+    return found
+
+
+def _cluster_candidates(plan: Any, block_cols: int, chip: Any) -> list[Any]:
+    """The whole row in the registers of several blocks that reduce together."""
+    if block_cols > MAX_BLOCK_ELEMENTS:
+        return []
+    sizes = [n for n in (2, 4, 8, 16) if n <= cluster_limit(chip)]
+    # Twice the tile of a sweep is what one block of 16 warps holds of a row, 32 values in each thread.
+    sizes = [n for n in sizes if block_cols <= 2 * plan.block_cols * n]
+    return [replace(plan, block_cols=block_cols, looped=False, col_splits=1, num_ctas=n) for n in sizes]
+
+
+def sum_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Other plans of a kernel that loops over rows and sums them: warps, rows of a tile, programs, stages."""
+    chip = chip_of(device)
+    most = cdiv(arguments["num_rows"], plan.block_rows)
+    return _varied(
+        plan,
+        num_warps=_near(plan.num_warps, chip.max_warps),
+        block_rows=[n for n in _rows_of_tile(plan) if cdiv(arguments["num_rows"], n) >= plan.num_splits],
+        num_splits=_near(plan.num_splits, most),
+        loop_stages=_stages(plan.loop_stages),
+    )
+
+
+def second_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Other plans of a second-order layer norm kernel: those of its rows, and programs and stages where it sums."""
+    if not plan.fused:
+        # Clusters hold whole rows, which the kernel of this plan does not.
+        rows = [other for other in row_candidates(plan.rows, device, arguments) if other.looped == plan.rows.looped]
+        return [replace(plan, rows=other) for other in rows if other.block_rows == plan.rows.block_rows]
+    warps = _near(plan.rows.num_warps, chip_of(device).max_warps)
+    most = cdiv(arguments["num_rows"], plan.rows.block_rows)
+    return [
+        *(replace(plan, rows=replace(plan.rows, num_warps=n)) for n in warps),
+        *_varied(plan, num_splits=_near(plan.num_splits, most), loop_stages=_stages(plan.loop_stages)),
+    ]
+
+
+def warp_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """The same plan with half and twice as many warps."""
+    del arguments
+    return _varied(plan, num_warps=_near(plan.num_warps, chip_of(device).max_warps))
+
+
+def channel_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Other plans of a kernel over channels: warps, programs per channel tile, stages."""
+    _, num_samples, _, num_spatial = arguments["sizes"]
+    num_tiles = cdiv(num_samples, plan.block_samples) * cdiv(num_spatial, plan.block_spatial)
+    return _varied(
+        plan,
+        num_warps=_near(plan.num_warps, chip_of(device).max_warps),
+        num_splits=_near(plan.num_splits, min(num_tiles, MAX_CHANNEL_SPLITS)),
+        num_stages=_stages(plan.num_stages),
+    )

@@ -1,0 +1,125 @@
+"""Plans of log-softmax and its derivatives of first and second order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from triton_kernels.launch._arithmetic import (
+    CACHE_LINE_BYTES,
+    SECTOR_BYTES,
+    cdiv,
+    next_power_of_2,
+    register_values,
+    row_splits,
+    row_warps,
+    tile_rows,
+)
+from triton_kernels.launch._candidates import row_candidates
+from triton_kernels.launch._planned import planned
+from triton_kernels.launch.chips import Chip, chip_of
+from triton_kernels.launch.tables import limits_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from triton_kernels.launch.tables import Limits
+
+
+@dataclass(frozen=True)
+class LogSoftmaxPlan:
+    """Tile of a log-softmax kernel; `looped` means that the reduced dim is swept tile by tile.
+
+    `col_splits` programs share a row that is swept: each has as many adjacent tiles as the others, and the last one
+    what remains. `num_ctas` blocks of a cluster share what is one program otherwise, `num_warps` in each. The plans
+    chosen here have no clusters, because no kernel has run in one yet; they are among the candidates of tuning.
+    """
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    looped: bool
+    col_splits: int = 1
+    num_ctas: int = 1
+
+    def options(self) -> dict[str, int]:
+        """What Triton is told besides the arguments of the kernel."""
+        if self.num_ctas > 1:
+            return {"num_warps": self.num_warps, "num_ctas": self.num_ctas}
+        return {"num_warps": self.num_warps}
+
+
+def _row_cols(num_inputs: int, num_outputs: int, limits: Limits) -> int:
+    if num_inputs == 1:
+        return limits.log_softmax_row_cols
+    return limits.log_softmax_three_row_cols if num_outputs == 3 else limits.log_softmax_two_row_cols
+
+
+@planned(row_candidates)
+def plan_log_softmax(
+    sizes: tuple[int, int, int],
+    rows_adjacent: bool,
+    itemsize: int,
+    compute_itemsize: int,
+    num_inputs: int,
+    device: torch.device | Chip,
+    num_outputs: int = 1,
+) -> LogSoftmaxPlan:
+    """Plan of a kernel that reduces `[segments, rows, columns]` over the columns.
+
+    Args:
+        sizes: Numbers of segments, rows and columns; a tile lies within one segment.
+        rows_adjacent: Whether it is the rows that are adjacent in memory, so that loads must run along them.
+        itemsize: Bytes of an element of the input.
+        compute_itemsize: Bytes of the dtype of the arithmetic.
+        num_inputs: Full-size tensors that are read: 1 for the forward, 2 for its derivatives, 2 to 4 for theirs.
+        device: Where the kernel runs.
+        num_outputs: Full-size tensors that are written: up to 3 by the second-order kernels.
+    """
+    chip = chip_of(device)
+    if rows_adjacent:
+        return _plan_adjacent_rows(sizes, itemsize, compute_itemsize, num_inputs, chip)
+    limits = limits_of(chip)
+    num_segments, num_rows, num_cols = sizes
+    block_cols = next_power_of_2(num_cols)
+    limit = register_values(_row_cols(num_inputs, num_outputs, limits), compute_itemsize, chip)
+    if block_cols > limit:
+        # 16 values of the tile and 16 sums in each thread; where there are more tensors or sums, half as many of each.
+        second = num_inputs > 2 or num_outputs > 1
+        sweep_cols = limits.log_softmax_second_sweep_cols if second else limits.log_softmax_sweep_cols
+        block_cols = min(register_values(sweep_cols, compute_itemsize, chip), limit)
+        num_warps = row_warps(block_cols * 2 if second else block_cols, limits.tile_threads, chip)
+        col_splits = row_splits(num_segments * num_rows, num_cols, block_cols, chip)
+        return LogSoftmaxPlan(1, block_cols, num_warps, True, col_splits)
+    # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors, 256 of each of three or
+    # four) and no barrier.
+    tile = register_values(1024 // next_power_of_2(num_inputs), compute_itemsize, chip)
+    # Up to 16 warps, then more values per thread; 32 warps only for the longest rows, where registers run out.
+    max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
+    num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
+    return LogSoftmaxPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
+
+
+def _plan_adjacent_rows(
+    sizes: tuple[int, int, int], itemsize: int, compute_itemsize: int, num_inputs: int, chip: Chip
+) -> LogSoftmaxPlan:
+    limits = limits_of(chip)
+    num_segments, num_rows, num_cols = sizes
+    block_cols = next_power_of_2(num_cols)
+    tile = limits.log_softmax_tile if num_inputs == 1 else limits.log_softmax_two_tile
+    tile = register_values(tile, compute_itemsize, chip)
+    block_rows = min(CACHE_LINE_BYTES // itemsize, next_power_of_2(num_rows))
+    looped = block_rows * block_cols > tile
+    # Rather half a cache line per load than idle processors.
+    while block_rows * itemsize > SECTOR_BYTES and num_segments * cdiv(num_rows, block_rows) < chip.num_processors:
+        block_rows //= 2
+    col_splits = 1
+    if looped:
+        block_cols = max(tile // block_rows, 1)
+        col_splits = row_splits(num_segments * cdiv(num_rows, block_rows), num_cols, block_cols, chip)
+    else:
+        # Few columns: more rows, so that four warps have 16 values per thread.
+        block_rows = max(block_rows, register_values(2048, compute_itemsize, chip) // block_cols)
+        block_rows = min(block_rows, next_power_of_2(num_rows))
+    num_warps = row_warps(block_rows * block_cols, limits.tile_threads, chip)
+    return LogSoftmaxPlan(block_rows, block_cols, num_warps, looped, col_splits)

@@ -1,0 +1,195 @@
+"""What fits on each architecture: the numbers of the plans that depend on the chip, each with its reason.
+
+There is one table per architecture. They are alike where the compiler reports the same for all, because the register
+file of every supported NVIDIA chip is 256 KiB per processor; a number that differs says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from triton_kernels.launch._planned import forget_plans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from triton_kernels.launch.chips import Chip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers of the plans that depend on the architecture.
+
+    Numbers of values are those of float32 arithmetic; `double_divisor` turns them into those of float64.
+
+    Attributes:
+        row_threads: Threads of a program that holds the longest rows that fit.
+        tile_threads: Threads of every other program, at most.
+        resident_threads: Threads per processor, and of one program at most, in loops that keep sums in registers.
+        double_divisor: By how much less fits where arithmetic is in float64.
+        staged_bytes: Bytes of one step of a loop, of all its tensors, up to which the next step is loaded ahead.
+        layer_norm_fwd_bytes: Longest row, in bytes, of which a program holds one.
+        layer_norm_two_row_cols: Longest rows of which a program holds two.
+        layer_norm_accumulated_cols: Longest rows of which a program holds two, and two rows of sums.
+        layer_norm_sweep_cols: Tile of the kernels that sweep longer rows.
+        layer_norm_param_cols: Columns of a program that sums the parameters' cotangents of long rows.
+        layer_norm_second_cols: Longest rows of which a second-order program holds three or four.
+        layer_norm_second_summed_cols: The same with up to three rows of sums.
+        layer_norm_second_sweep_cols: Tile of the second-order kernels that sweep longer rows.
+        log_softmax_row_cols: Longest row of which a program holds one.
+        log_softmax_two_row_cols: Longest rows of which a program holds two.
+        log_softmax_three_row_cols: Longest rows of which a program holds three.
+        log_softmax_sweep_cols: Tile of the kernels that sweep longer rows.
+        log_softmax_second_sweep_cols: The same with more than two tensors read or one written.
+        log_softmax_tile: Tile of one tensor whose rows, not columns, are adjacent in memory.
+        log_softmax_two_tile: The same with two to four tensors.
+        min_row_programs: Programs per processor below which long rows are split among several.
+        split_row_programs: Programs per processor that splitting aims at.
+        max_row_splits: Programs that share a row, at most.
+        channel_tile_bytes: Tile of a kernel over channels, in the accumulation dtype.
+        channel_warps: Warps that share such a tile.
+        channel_reduction_programs: Programs per processor of a reduction over channels.
+        channel_transform_programs: Programs per processor of an elementwise kernel over channels.
+    """
+
+    row_threads: int
+    tile_threads: int
+    resident_threads: int
+    double_divisor: int
+    staged_bytes: int
+    layer_norm_fwd_bytes: int
+    layer_norm_two_row_cols: int
+    layer_norm_accumulated_cols: int
+    layer_norm_sweep_cols: int
+    layer_norm_param_cols: int
+    layer_norm_second_cols: int
+    layer_norm_second_summed_cols: int
+    layer_norm_second_sweep_cols: int
+    log_softmax_row_cols: int
+    log_softmax_two_row_cols: int
+    log_softmax_three_row_cols: int
+    log_softmax_sweep_cols: int
+    log_softmax_second_sweep_cols: int
+    log_softmax_tile: int
+    log_softmax_two_tile: int
+    min_row_programs: int
+    split_row_programs: int
+    max_row_splits: int
+    channel_tile_bytes: int
+    channel_warps: int
+    channel_reduction_programs: int
+    channel_transform_programs: int
+
+
+SM_90 = Limits(
+    # All that a block can have, 64 registers to each: only for rows that fit no other way, because one such block
+    # leaves half the warp slots of a processor empty while it waits at a barrier.
+    row_threads=1024,
+    # 16 warps: four blocks of them fill the warp slots of a processor.
+    tile_threads=512,
+    # About 128 registers per thread: 512 threads fill the register file of a processor.
+    resident_threads=512,
+    # A float64 value takes two registers, and so do the temporaries of its division and square root: at half the
+    # columns of float32 ptxas still reports up to 208 bytes of spills.
+    double_divisor=4,
+    # Two steps in flight stay within 64 KiB of shared memory, the least that a supported chip has.
+    staged_bytes=32768,
+    # A row of this many bytes fits the registers of 1024 threads: ptxas reports no spills up to it, and 8 bytes
+    # (float32) to 280 bytes (bfloat16) at the next power of two.
+    layer_norm_fwd_bytes=65536,
+    # Two rows at a time (x and y_bar or x_dot) take 64 registers of 1024 threads at this many columns.
+    layer_norm_two_row_cols=16384,
+    # Two rows and two accumulators take up to 128 registers at 16 columns per thread, so no more than 512 threads:
+    # ptxas reports no spills at this many columns and over 180 bytes at twice as many with every number of warps.
+    layer_norm_accumulated_cols=8192,
+    # 16 float32 values in each of 512 threads.
+    layer_norm_sweep_cols=8192,
+    # 1 KiB of a row of 2-byte elements, so whole cache lines.
+    layer_norm_param_cols=512,
+    # Three or four rows at a time (x, y_bar, x_dot and y_bar_dot) and their parameters take up to 128 registers at 16
+    # columns per thread, so no more than 512 threads: at this many columns ptxas reports no spills.
+    layer_norm_second_cols=8192,
+    # With up to three accumulators they take up to 128 registers at 8 columns per thread. At 16, ptxas reports up to
+    # 239, so half as many warps, and at twice the columns 64 to 256 bytes of spills. What longer rows do instead, and
+    # why, stands in `layer_norm_second_order`.
+    layer_norm_second_summed_cols=4096,
+    # 8 values of each operand and parameter in each of 512 threads.
+    layer_norm_second_sweep_cols=4096,
+    # One row (the forward) takes 32 values in each of 1024 threads, two rows (x_dot or y_bar, and y) 16 of each. Up to
+    # here ptxas reports no spills, at the next power of two 176 and 32 bytes (float32).
+    log_softmax_row_cols=32768,
+    log_softmax_two_row_cols=16384,
+    # Two is also what most second-order kernels hold of their three or four inputs: one that is only summed is let go
+    # first. All three results of the pairing hold three rows: up to 82 of 128 registers of 512 threads at this many
+    # columns, 16 to 72 bytes of spills at the next power of two.
+    log_softmax_three_row_cols=8192,
+    # 16 values of the tile and 16 sums in each of 512 threads.
+    log_softmax_sweep_cols=8192,
+    # 8 values and 8 of each of two sums in each of 512 threads. At 16, rows of odd length, whose elements are loaded
+    # one by one, take all of the 128 registers that this leaves to each, and spill up to 160 bytes.
+    log_softmax_second_sweep_cols=4096,
+    # 16 values (8 of each of two tensors) in each of 512 threads. The offsets of such a tile take registers too,
+    # because they differ along both axes; four tensors take up to 86 of 128.
+    log_softmax_tile=8192,
+    log_softmax_two_tile=4096,
+    # With less than two programs per processor, one of which waits for its loads while the other one reduces, the
+    # memory queues of a processor run dry at every barrier.
+    min_row_programs=2,
+    # Four programs of 16 warps fill the warp slots of a processor. More would only add partial results to merge.
+    split_row_programs=4,
+    # Every program of the second launch merges the partial results of all splits of its row: at 32 they are one value
+    # for each thread of a warp.
+    max_row_splits=32,
+    # Four 16-byte registers per thread at eight warps, few enough for two inputs and two accumulators of this size.
+    channel_tile_bytes=16384,
+    # Four programs of eight warps fill half the warp slots of a processor, which its memory queues need, and all of
+    # them run at once; more would only add partial results to merge.
+    channel_warps=8,
+    channel_reduction_programs=4,
+    # Two full waves of eight resident programs, so that a late program does not leave a processor idle for long.
+    channel_transform_programs=16,
+)
+
+# The registers, threads and warp slots of a processor are those of sm_90, and ptxas reports the same fits.
+SM_80 = SM_90
+
+# Likewise, but for one variant of one kernel: all results of the second-order pairing of layer norm at 8,192 bfloat16
+# columns spill 8 bytes per thread, 4 KiB of cache per row, written and read once. A sweep by tiles would read another
+# 16 KiB of each of three operands, and with 1024 threads two other variants spill 8 to 64 bytes.
+SM_100 = SM_90
+
+GFX942 = replace(
+    SM_90,
+    # A compute unit has 512 KiB of vector registers: 128 for each of 1024 threads.
+    resident_threads=1024,
+    # So two rows and two accumulators of 16 columns per thread fit 1024 threads.
+    layer_norm_accumulated_cols=16384,
+)
+
+LIMITS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
+
+_changes: dict[str, int] = {}
+
+
+def limits_of(chip: Chip) -> Limits:
+    """The limits that the plans for `chip` keep to."""
+    return replace(LIMITS[chip.name], **_changes) if _changes else LIMITS[chip.name]
+
+
+@contextlib.contextmanager
+def use_limits(**changes: int) -> Iterator[None]:
+    """Plan with other limits, for every chip: so that small tensors reach the plans of large ones.
+
+    Args:
+        **changes: Fields of `Limits` and their values; the others stay as they are.
+    """
+    global _changes  # noqa: PLW0603 - the setting is the module's
+    previous, _changes = _changes, {**_changes, **changes}
+    forget_plans()
+    try:
+        yield
+    finally:
+        _changes = previous
+        forget_plans()

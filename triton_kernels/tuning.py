@@ -1,0 +1,221 @@
+"""Tuning: choose launch plans by timing them on the device at hand. Off unless it is asked for.
+
+With `PRIMITIVES_AUTOTUNE=1`, or after `enable()`, the first call of a launcher for new sizes times the plans near the
+default one and keeps the fastest; see docs/tuning.md. `python -m triton_kernels.tuning` prints what was chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from triton_kernels._kernel import INTERPRETED, is_tracing
+from triton_kernels._tuning_store import Choice, Store, cache_path
+from triton_kernels.launch import chip_of, device_name
+from triton_kernels.launch._planned import PlanKey, Request, set_advisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+    Timer = Callable[[Callable[[], Any]], float]
+
+__all__ = ["cache_path", "disable", "enable", "is_enabled", "tunable"]
+
+# A plan replaces the default one only if it is faster by more than two runs of the same kernel differ.
+MIN_GAIN = 0.03
+
+# How far results of another plan may be from those of the default one, relative to the largest element of a tensor:
+# a few roundings of the narrow dtypes, and of the wider ones what summing thousands of values in another order does.
+TOLERANCES = {torch.float16: 2**-8, torch.bfloat16: 2**-5, torch.float32: 2**-13, torch.float64: 2**-40}
+
+# A new number of splits leads to other sizes of the kernel that merges them, which are then tuned in turn.
+MAX_ROUNDS = 16
+
+
+def _time_on_device(run: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(run, return_mode="median"))  # pyright: ignore[reportArgumentType] - one figure, not a list
+
+
+class Tuner:
+    """Answers requests for plans from what was chosen before, and notes those that nothing is known of."""
+
+    def __init__(self, path: Path, timer: Timer, on_any_device: bool) -> None:
+        """Read the choices at `path`."""
+        self._store = Store(path)
+        self._timer = timer
+        self._on_any_device = on_any_device
+        # One launch is timed at a time; what else runs on the device would spoil the figures.
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+
+    def advise(self, request: Request) -> tuple[Any, bool]:
+        """The plan under trial, the one chosen before, or for the time being the default."""
+        trial = getattr(self._thread, "trial", None)
+        if trial is not None and trial[0] == request.key:
+            return trial[1], False
+        chosen = self._store.find(_environment(request.device), request.key, request.default)
+        if chosen is not None:
+            return chosen, True
+        asked = getattr(self._thread, "asked", None)
+        if asked is not None:
+            asked[request.key] = request
+        return request.default, False
+
+    def call(self, launcher: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Results of the launcher; its plans are chosen on the way if they are new."""
+        device = next((arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)), None)
+        if getattr(self._thread, "asked", None) is not None or device is None or not self._allowed(device):
+            return launcher(*args, **kwargs)
+        results, asked = self._watch(lambda: launcher(*args, **kwargs))
+        if asked:
+            with self._lock, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                self._tune(lambda: launcher(*args, **kwargs), results)
+        return results
+
+    def _allowed(self, device: torch.device) -> bool:
+        if is_tracing() or torch.compiler.is_compiling():
+            return False
+        if device.type != "cuda" or INTERPRETED:
+            return self._on_any_device
+        # Timing waits for the device, which nothing may do while a graph is captured.
+        return not torch.cuda.is_current_stream_capturing()
+
+    def _watch(self, run: Callable[[], Any], trial: tuple[PlanKey, Any] | None = None) -> tuple[Any, dict]:
+        """Results, and the requests that nothing is known of; with `trial`, one of them is answered by it."""
+        self._thread.asked = asked = {}
+        self._thread.trial = trial
+        try:
+            return run(), asked
+        finally:
+            self._thread.asked = self._thread.trial = None
+
+    def _tune(self, run: Callable[[], Any], expected: Any) -> None:
+        found = []
+        for _ in range(MAX_ROUNDS):
+            _, asked = self._watch(run)
+            if not asked:
+                break
+            request = next(iter(asked.values()))
+            environment = _environment(request.device)
+            choice = self._choose(request, run, expected)
+            self._store.keep(environment, request.key, choice)
+            found.append((environment, request.key))
+        if found:
+            self._store.save()
+
+    def _choose(self, request: Request, run: Callable[[], Any], expected: Any) -> Choice:
+        fastest, default_time = request.default, self._time(run, (request.key, request.default))
+        least = default_time * (1 - MIN_GAIN)
+        best_time = default_time
+        for plan in request.candidates():
+            trial = (request.key, plan)
+            try:
+                results, _ = self._watch(run, trial)
+                if not agree(results, expected):
+                    continue
+                time = self._time(run, trial)
+            # A plan that takes more than the chip has is refused when it is compiled or launched, by many types.
+            except Exception:
+                continue
+            if time < least:
+                fastest, least, best_time = plan, time, time
+        return Choice(request.default, fastest, default_time, best_time)
+
+    def _time(self, run: Callable[[], Any], trial: tuple[PlanKey, Any]) -> float:
+        return self._watch(lambda: self._timer(run), trial)[0]
+
+
+def _environment(device: Any) -> str:
+    import triton
+
+    return f"{chip_of(device).name}, {device_name(device)}, Triton {triton.__version__}"
+
+
+def agree(results: Any, expected: Any) -> bool:
+    """Whether tensors, or tuples of them, are the same up to rounding (see `TOLERANCES`)."""
+    if not isinstance(expected, torch.Tensor):
+        return len(results) == len(expected) and all(map(agree, results, expected))
+    if expected.numel() == 0:
+        return True
+    finite = expected[expected.isfinite()]
+    scale = finite.abs().max().item() if finite.numel() else 0.0
+    atol = TOLERANCES[expected.dtype] * scale
+    return torch.allclose(results, expected, rtol=0.0, atol=atol, equal_nan=True)
+
+
+_tuner: Tuner | None = None
+
+
+def enable(path: Path | None = None, timer: Timer | None = None, *, on_any_device: bool = False) -> None:
+    """Tune from here on.
+
+    Args:
+        path: Where choices are kept; None for `cache_path()`.
+        timer: Takes a function without arguments and returns its time in milliseconds; None for the median of
+            `triton.testing.do_bench`.
+        on_any_device: Tune in Triton's interpreter and for the CPU too, where times say nothing; for tests.
+    """
+    global _tuner  # noqa: PLW0603 - the setting is the module's
+    _tuner = Tuner(path or cache_path(), timer or _time_on_device, on_any_device)
+    set_advisor(_tuner)
+
+
+def disable() -> None:
+    """Take the default plans from here on."""
+    global _tuner  # noqa: PLW0603 - the setting is the module's
+    _tuner = None
+    set_advisor(None)
+
+
+def is_enabled() -> bool:
+    """Whether plans are tuned, or taken from what was tuned before."""
+    return _tuner is not None
+
+
+def tunable(launcher: Launcher) -> Launcher:
+    """Decorate a launcher so that its plans are tuned where that is enabled; it must not write to its arguments."""
+
+    @functools.wraps(launcher)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return launcher(*args, **kwargs) if _tuner is None else _tuner.call(launcher, args, kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType] - same signature
+
+
+def _requested() -> bool:
+    value = os.environ.get("PRIMITIVES_AUTOTUNE", "0")
+    if value not in ("0", "1"):
+        warnings.warn(f"PRIMITIVES_AUTOTUNE must be 0 or 1, got {value!r}; plans are not tuned.", stacklevel=2)
+    return value == "1"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the chosen plans beside the default ones, or forget them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m triton_kernels.tuning", description="Print the launch plans that tuning has chosen."
+    )
+    parser.add_argument("--clear", action="store_true", help="forget all choices")
+    options = parser.parse_args(arguments)
+    path = cache_path()
+    if options.clear:
+        path.unlink(missing_ok=True)
+    sys.stdout.write("\n".join(Store(path).table()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+elif _requested():
+    enable()
