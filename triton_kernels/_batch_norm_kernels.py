@@ -8,7 +8,7 @@ and one elementwise transform; `batch_norm` says which rule uses which terms. Pe
 # Pyright takes device functions for Python: it knows neither constexpr arguments and branches nor what a kernel may
 # iterate over, nor that Triton reads the annotation of a scalar as its type.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportInvalidTypeForm=false
+# pyright: reportInvalidTypeForm=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels._channels import (
+    backward_share,
     count_tiles,
     divide,
     locate_tile,
@@ -71,7 +72,7 @@ def batch_norm_statistics_kernel(
     """
     acc_dtype = partials_ptr.dtype.element_ty
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
-    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS)
+    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
 
     # All is summed relative to one element of the channel, so that a large common offset in x costs no digits.
@@ -89,7 +90,8 @@ def batch_norm_statistics_kernel(
         )
         mask = row_mask[:, None] & channel_mask[None, :]
         offsets = tile_offsets(group, samples, positions, channels, x_strides, ALIGN, SPATIAL_INNER)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(acc_dtype)
+        # The transform reads x again: what it finds in the cache costs no memory traffic.
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_last").to(acc_dtype)
         shifted = tl.where(mask, x - first, 0.0)
         # The reciprocal is exact for all but partly filled tiles: their sizes are powers of two.
         tile_count = tile_rows.to(acc_dtype)
@@ -191,6 +193,8 @@ def batch_norm_product_sums_kernel(
     BLOCK_SPATIAL: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    U_READ_AGAIN: tl.constexpr,
+    X_READ_AGAIN: tl.constexpr,
 ):
     """One program writes the sums of `u` and `u * (x - mean)` over every `num_splits`-th tile of its channels.
 
@@ -199,10 +203,14 @@ def batch_norm_product_sums_kernel(
         x_ptr: As `u`, or None if the sum of products is not wanted; it is then written as 0.
         mean_ptr: `[groups, channels]`.
         partials_ptr: `[groups * channels, 2, num_splits]`, accumulation dtype.
+        U_READ_AGAIN, X_READ_AGAIN: Whether a transform follows that reads the tensor again.
     """
+    # The cache is for what will be read from it.
+    u_policy: tl.constexpr = "evict_last" if U_READ_AGAIN else "evict_first"
+    x_policy: tl.constexpr = "evict_last" if X_READ_AGAIN else "evict_first"
     acc_dtype = partials_ptr.dtype.element_ty
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
-    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS)
+    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     if x_ptr is not None:
         mean_offsets = group * mean_group_stride + channels
@@ -216,11 +224,11 @@ def batch_norm_product_sums_kernel(
         samples, positions, row_mask, _ = locate_tile(tile, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
         mask = row_mask[:, None] & channel_mask[None, :]
         offsets = tile_offsets(group, samples, positions, channels, u_strides, ALIGN, SPATIAL_INNER)
-        u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(acc_dtype)
+        u = tl.load(u_ptr + offsets, mask=mask, other=0.0, eviction_policy=u_policy).to(acc_dtype)
         u_sums += u
         if x_ptr is not None:
             offsets = tile_offsets(group, samples, positions, channels, x_strides, ALIGN, SPATIAL_INNER)
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(acc_dtype)
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy=x_policy).to(acc_dtype)
             product_sums += u * (x - mean[None, :])
 
     rows = (group * NUM_CHANNELS + channels) * 2
@@ -322,7 +330,7 @@ def batch_norm_transform_kernel(
     BLOCK_CHANNELS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program writes every `num_splits`-th tile of its channels of the sum of terms below.
+    """One program writes its share of the tiles of its channels, from the last one on, of the sum of terms below.
 
         out = weight * rstd * (u - u_center - x_hat * tilt) + x_hat * slope + shift
 
@@ -339,7 +347,7 @@ def batch_norm_transform_kernel(
         DEFAULT_SLOPE: Slope of an absent `slope_ptr`.
     """
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
-    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS)
+    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, True)
 
     statistic_offsets = group * statistic_group_stride + channels
     rstd = load_rstd(scale_statistic_ptr, statistic_offsets, channel_mask, EPS, ACC_DTYPE)
@@ -356,22 +364,22 @@ def batch_norm_transform_kernel(
     if u_ptr is None:
         shift -= u_factor * u_center
 
-    # The reduction before this kernel ended on the last tiles; starting there finds them in the cache.
-    num_splits = tl.num_programs(1)
     num_tiles = count_tiles(num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
-    for step in tl.range(tl.program_id(1), num_tiles, num_splits, num_stages=NUM_STAGES):
+    first, stop = backward_share(num_tiles)
+    for step in tl.range(first, stop, num_stages=NUM_STAGES):
         samples, positions, row_mask, _ = locate_tile(
             num_tiles - 1 - step, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL
         )
         mask = row_mask[:, None] & channel_mask[None, :]
+        # Nothing here is read again, and should leave the cache before what other programs are about to read does.
         out = tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL, BLOCK_CHANNELS], ACC_DTYPE) + shift[None, :]
         if x_ptr is not None:
             offsets = tile_offsets(group, samples, positions, channels, x_strides, ALIGN, SPATIAL_INNER)
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC_DTYPE)
             out += (x - mean[None, :]) * x_factor[None, :]
         if u_ptr is not None:
             offsets = tile_offsets(group, samples, positions, channels, u_strides, ALIGN, SPATIAL_INNER)
-            u = tl.load(u_ptr + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
+            u = tl.load(u_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC_DTYPE)
             out += (u - u_center[None, :]) * u_factor[None, :]
         offsets = tile_offsets(group, samples, positions, channels, out_strides, ALIGN, SPATIAL_INNER)
-        tl.store(out_ptr + offsets, out, mask=mask)
+        tl.store(out_ptr + offsets, out, mask=mask, eviction_policy="evict_first")

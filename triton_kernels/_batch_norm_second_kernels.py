@@ -14,6 +14,7 @@ between groups; pointers of absent tensors are None.
 # Pyright takes device functions for Python: it knows neither constexpr arguments and branches nor what a kernel may
 # iterate over.
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels._channels import (
+    backward_share,
     count_tiles,
     locate_tile,
     spatial_extent,
@@ -43,19 +45,16 @@ def load_channels(ptr, offsets, mask, DEFAULT: tl.constexpr, acc_dtype: tl.const
 @triton.jit
 def load_tile(
     ptr,
-    group,
-    samples,
-    positions,
-    channels,
-    mask,
+    tile,
     strides,
     ALIGN: tl.constexpr,
     SPATIAL_INNER: tl.constexpr,
     acc_dtype: tl.constexpr,
+    eviction_policy: tl.constexpr,
 ):
-    """A tile `[rows, channels]` of a full-size tensor; 0 outside the mask."""
-    offsets = tile_offsets(group, samples, positions, channels, strides, ALIGN, SPATIAL_INNER)
-    return cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
+    """A tile `[rows, channels]` of a full-size tensor; `tile` is group, samples, positions, channels and mask."""
+    offsets = tile_offsets(tile[0], tile[1], tile[2], tile[3], strides, ALIGN, SPATIAL_INNER)
+    return cast(tl.load(ptr + offsets, mask=tile[4], other=0.0, eviction_policy=eviction_policy), acc_dtype)
 
 
 @triton.jit
@@ -97,6 +96,7 @@ def batch_norm_second_sums_kernel(  # noqa: C901 - its branches are settled when
     BLOCK_SPATIAL: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    READ_AGAIN: tl.constexpr,
 ):
     """One program sums the operands that have a pointer over every `num_splits`-th tile of its channels.
 
@@ -107,10 +107,13 @@ def batch_norm_second_sums_kernel(  # noqa: C901 - its branches are settled when
         y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None.
         mean_ptr: `[groups, channels]`.
         partials_ptr: `[groups * channels, 7, num_splits]`, accumulation dtype.
+        READ_AGAIN: Whether a transform follows, which reads the operands again.
     """
+    # The cache is for what will be read from it.
+    policy: tl.constexpr = "evict_last" if READ_AGAIN else "evict_first"
     acc_dtype = partials_ptr.dtype.element_ty
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
-    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS)
+    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, False)
     mean = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)
 
     # One accumulator per lane: nothing is reduced across threads inside the loop.
@@ -118,41 +121,27 @@ def batch_norm_second_sums_kernel(  # noqa: C901 - its branches are settled when
     y_bar_sums, x_dot_sums, y_bar_dot_sums, pair_sums = nothing, nothing, nothing, nothing
     y_bar_products, x_dot_products, y_bar_dot_products = nothing, nothing, nothing
     num_tiles = count_tiles(num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
-    for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=NUM_STAGES):
-        samples, positions, row_mask, _ = locate_tile(tile, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
+    for step in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=NUM_STAGES):
+        samples, positions, row_mask, _ = locate_tile(step, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
         mask = row_mask[:, None] & channel_mask[None, :]
+        tile = (group, samples, positions, channels, mask)
         if x_ptr is not None:
-            x = load_tile(x_ptr, group, samples, positions, channels, mask, x_strides, ALIGN, SPATIAL_INNER, acc_dtype)
+            x = load_tile(x_ptr, tile, x_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             centered = x - mean[None, :]
         if y_bar_ptr is not None:
-            y_bar = load_tile(
-                y_bar_ptr, group, samples, positions, channels, mask, y_bar_strides, ALIGN, SPATIAL_INNER, acc_dtype
-            )
+            y_bar = load_tile(y_bar_ptr, tile, y_bar_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             y_bar_sums += y_bar
             if x_ptr is not None:
                 y_bar_products += y_bar * centered
         if x_dot_ptr is not None:
-            x_dot = load_tile(
-                x_dot_ptr, group, samples, positions, channels, mask, x_dot_strides, ALIGN, SPATIAL_INNER, acc_dtype
-            )
+            x_dot = load_tile(x_dot_ptr, tile, x_dot_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             x_dot_sums += x_dot
             if x_ptr is not None:
                 x_dot_products += x_dot * centered
             if y_bar_ptr is not None:
                 pair_sums += y_bar * x_dot
         if y_bar_dot_ptr is not None:
-            y_bar_dot = load_tile(
-                y_bar_dot_ptr,
-                group,
-                samples,
-                positions,
-                channels,
-                mask,
-                y_bar_dot_strides,
-                ALIGN,
-                SPATIAL_INNER,
-                acc_dtype,
-            )
+            y_bar_dot = load_tile(y_bar_dot_ptr, tile, y_bar_dot_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             y_bar_dot_sums += y_bar_dot
             if x_ptr is not None:
                 y_bar_dot_products += y_bar_dot * centered
@@ -294,7 +283,7 @@ def batch_norm_second_transform_kernel(  # noqa: C901 - its branches are settled
     BLOCK_CHANNELS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program writes every `num_splits`-th tile of its channels of the outputs that have a pointer.
+    """One program writes its share of the tiles of its channels, from the last one on, of the outputs with a pointer.
 
     Shapes:
         y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr: `[groups, samples, channels, spatial]`, or None; one layout.
@@ -306,7 +295,7 @@ def batch_norm_second_transform_kernel(  # noqa: C901 - its branches are settled
     """
     acc_dtype = coefficients_ptr.dtype.element_ty
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
-    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS)
+    group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, True)
     mean = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)
     bias_dot = load_channels(bias_dot_ptr, group * bias_dot_group_stride + channels, channel_mask, 0.0, acc_dtype)
     column = coefficients_ptr + group * NUM_CHANNELS + channels
@@ -319,18 +308,21 @@ def batch_norm_second_transform_kernel(  # noqa: C901 - its branches are settled
     beta = tl.load(column + 5 * step, mask=channel_mask, other=0.0)[None, :]
     gamma = tl.load(column + 6 * step, mask=channel_mask, other=0.0)[None, :]
 
-    # The reduction before this kernel ended on the last tiles; starting there finds them in the cache.
+    # Nothing here is read again, and should leave the cache before what other programs are about to read does.
+    policy: tl.constexpr = "evict_first"
     num_tiles = count_tiles(num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
-    for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=NUM_STAGES):
+    first, stop = backward_share(num_tiles)
+    for step in tl.range(first, stop, num_stages=NUM_STAGES):
         samples, positions, row_mask, _ = locate_tile(
-            num_tiles - 1 - tile, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL
+            num_tiles - 1 - step, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL
         )
         mask = row_mask[:, None] & channel_mask[None, :]
+        tile = (group, samples, positions, channels, mask)
         y_bar_bar = tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL, BLOCK_CHANNELS], acc_dtype) + bias_dot[None, :]
         x_bar = tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL, BLOCK_CHANNELS], acc_dtype)
         x_dot_bar = x_bar
         if x_ptr is not None:
-            x = load_tile(x_ptr, group, samples, positions, channels, mask, x_strides, ALIGN, SPATIAL_INNER, acc_dtype)
+            x = load_tile(x_ptr, tile, x_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             x -= mean[None, :]
             x_dot_bar += beta * x
             if HAS_ALPHA:
@@ -338,38 +330,23 @@ def batch_norm_second_transform_kernel(  # noqa: C901 - its branches are settled
             if HAS_ALPHA or y_bar_dot_ptr is not None:
                 x_bar += gamma * x
         if y_bar_ptr is not None:
-            y_bar = load_tile(
-                y_bar_ptr, group, samples, positions, channels, mask, y_bar_strides, ALIGN, SPATIAL_INNER, acc_dtype
-            )
+            y_bar = load_tile(y_bar_ptr, tile, y_bar_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             y_bar -= y_bar_mean
             x_dot_bar += scale * y_bar
             if HAS_ALPHA:
                 x_bar += alpha * y_bar
         if x_dot_ptr is not None:
-            x_dot = load_tile(
-                x_dot_ptr, group, samples, positions, channels, mask, x_dot_strides, ALIGN, SPATIAL_INNER, acc_dtype
-            )
+            x_dot = load_tile(x_dot_ptr, tile, x_dot_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             x_dot -= x_dot_mean
             y_bar_bar += scale * x_dot
             x_bar += beta * x_dot
         if y_bar_dot_ptr is not None:
-            y_bar_dot = load_tile(
-                y_bar_dot_ptr,
-                group,
-                samples,
-                positions,
-                channels,
-                mask,
-                y_bar_dot_strides,
-                ALIGN,
-                SPATIAL_INNER,
-                acc_dtype,
-            )
+            y_bar_dot = load_tile(y_bar_dot_ptr, tile, y_bar_dot_strides, ALIGN, SPATIAL_INNER, acc_dtype, policy)
             x_bar += scale * (y_bar_dot - y_bar_dot_mean)
         offsets = tile_offsets(group, samples, positions, channels, out_strides, ALIGN, SPATIAL_INNER)
         if y_bar_bar_ptr is not None:
-            tl.store(y_bar_bar_ptr + offsets, y_bar_bar, mask=mask)
+            tl.store(y_bar_bar_ptr + offsets, y_bar_bar, mask=mask, eviction_policy=policy)
         if x_bar_ptr is not None:
-            tl.store(x_bar_ptr + offsets, x_bar, mask=mask)
+            tl.store(x_bar_ptr + offsets, x_bar, mask=mask, eviction_policy=policy)
         if x_dot_bar_ptr is not None:
-            tl.store(x_dot_bar_ptr + offsets, x_dot_bar, mask=mask)
+            tl.store(x_dot_bar_ptr + offsets, x_dot_bar, mask=mask, eviction_policy=policy)

@@ -55,7 +55,7 @@ def statistics(
     view = view_channels([x], batch_ndim)
     running_mean, running_var, running_stride = param_pair_view(*running, batch_ndim)
     plan = plan_channel_reduction(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device)
-    merge = plan_channel_merge(view.num_channels, plan.num_splits)
+    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
     shape = (view.num_channels, 3, plan.num_splits)
     partials = torch.empty(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
     with device_guard(x):
@@ -89,9 +89,13 @@ def product_sums(
     outputs: Sequence[Tensor | None],
     products_wanted: bool,
     batch_ndim: int,
+    read_again: tuple[bool, bool],
     eps: float | None = None,
 ) -> None:
-    """Fill `outputs`, the six of `batch_norm_product_sums_merge_kernel`, from the sums of `u` and `u * x_hat`."""
+    """Fill `outputs`, the six of `batch_norm_product_sums_merge_kernel`, from the sums of `u` and `u * x_hat`.
+
+    `read_again` says of `u` and of `x` whether a transform follows that reads them.
+    """
     if x.numel() == 0:
         for output in outputs:
             if output is not None:
@@ -103,8 +107,9 @@ def product_sums(
     view = view_channels(tensors, batch_ndim)
     mean_view, scale_view, statistic_stride = param_pair_view(mean, scale_statistic, batch_ndim)
     weight, weight_stride = param_view(weight, batch_ndim)
-    plan = plan_channel_reduction(view.sizes, view.spatial_inner, view.align, u.element_size(), u.device)
-    merge = plan_channel_merge(view.num_channels, plan.num_splits)
+    sizes = (view.sizes, view.spatial_inner, view.align, u.element_size())
+    plan = plan_channel_reduction(*sizes, u.device, len(tensors))
+    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
     partials = torch.empty((view.num_channels, 2, plan.num_splits), dtype=accumulation_dtype(x.dtype), device=x.device)
     with device_guard(x):
         batch_norm_product_sums_kernel[_channel_grid(view, plan)](
@@ -116,6 +121,8 @@ def product_sums(
             statistic_stride,
             view.kernel_strides(0),
             view.kernel_strides(-1),
+            U_READ_AGAIN=read_again[0],
+            X_READ_AGAIN=read_again[1],
             **_tile_options(view, plan),
         )
         batch_norm_product_sums_merge_kernel[(cdiv(view.num_channels, merge.block_channels),)](

@@ -123,12 +123,34 @@ def param_pair_view(
 
 
 @triton.jit
-def split_channel_program(NUM_CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):
-    """Group and channels `[BLOCK_CHANNELS]` that this program owns, both int64, and the mask of the channels."""
+def split_channel_program(NUM_CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Group and channels `[BLOCK_CHANNELS]` that this program owns, both int64, and the mask of the channels.
+
+    Numbers of programs run over the channels of all groups first and over the splits (axis 1) last; `BACKWARDS`
+    reverses the channels.
+    """
     blocks_per_group: tl.constexpr = (NUM_CHANNELS + BLOCK_CHANNELS - 1) // BLOCK_CHANNELS
     program = tl.program_id(0).to(tl.int64)
+    if BACKWARDS:
+        program = tl.num_programs(0) - 1 - program
     channels = (program % blocks_per_group) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     return program // blocks_per_group, channels, channels < NUM_CHANNELS
+
+
+@triton.jit
+def backward_share(num_tiles):
+    """Numbers of this program's tiles in a sweep from the last tile to the first: the first number and one past it.
+
+    A reduction gives its programs every `num_splits`-th tile. They all run at once, one per share of a processor, so
+    that what is being read moves through memory from its beginning to its end, and the cache is left with the end.
+    The transform after it has several times more programs than run at once. Each gets adjacent tiles here, numbered
+    from the end and in the order in which programs start, so that its sweep begins in what is cached and moves away
+    from it. Every `num_splits`-th tile would take those that run first through all of memory: they would evict the
+    tiles of the others. By calculation, not measured: what is cached is read from there, instead of a part of it.
+    """
+    split, num_splits = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    # Shares differ by one tile at most.
+    return (split * num_tiles // num_splits).to(tl.int32), ((split + 1) * num_tiles // num_splits).to(tl.int32)
 
 
 @triton.jit

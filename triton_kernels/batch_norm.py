@@ -31,6 +31,7 @@ from triton_kernels._batch_norm_steps import (
 )
 from triton_kernels._channels import new_output, readable
 from triton_kernels._runtime import accumulation_dtype
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 
+@tunable
 def batch_norm_train_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -89,6 +91,7 @@ def batch_norm_train_fwd(
     return y, mean, rstd, new_running_mean, new_running_var
 
 
+@tunable
 def batch_norm_train_bwd(
     y_bar: Tensor,
     x: Tensor,
@@ -121,7 +124,8 @@ def batch_norm_train_bwd(
     x_read, y_bar = readable(x, batch_ndim), readable(y_bar, batch_ndim)
     if any(wanted):
         outputs = (*means, weight_bar, bias_bar, None, None)
-        product_sums(y_bar, x_read, mean, rstd, weight, outputs, x_wanted or weight_wanted, batch_ndim)
+        products_wanted, read_again = x_wanted or weight_wanted, (x_wanted, x_wanted)
+        product_sums(y_bar, x_read, mean, rstd, weight, outputs, products_wanted, batch_ndim, read_again)
     x_bar = None
     if x_wanted:
         u_center, tilt = means
@@ -131,6 +135,7 @@ def batch_norm_train_bwd(
     return _or_empty(x_bar, x), _or_empty(weight_bar, x), _or_empty(bias_bar, x)
 
 
+@tunable
 def batch_norm_train_jvp(
     x: Tensor,
     weight: Tensor | None,
@@ -161,7 +166,8 @@ def batch_norm_train_jvp(
     if x_dot is not None:
         x_dot = readable(x_dot, batch_ndim)
         u_center, tilt = new_mean_pair(x, batch_ndim)
-        product_sums(x_dot, x_read, mean, rstd, None, (u_center, tilt, None, None, None, None), True, batch_ndim)
+        outputs = (u_center, tilt, None, None, None, None)
+        product_sums(x_dot, x_read, mean, rstd, None, outputs, True, batch_ndim, (True, True))
     return transform(
         x,
         batch_ndim,
@@ -177,6 +183,7 @@ def batch_norm_train_jvp(
     )
 
 
+@tunable
 def batch_norm_eval_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -213,6 +220,7 @@ def batch_norm_eval_fwd(
     )
 
 
+@tunable
 def batch_norm_eval_bwd(
     y_bar: Tensor,
     x: Tensor,
@@ -250,7 +258,8 @@ def batch_norm_eval_bwd(
     if any(wanted[1:]):
         products_wanted = weight_wanted or var_wanted
         outputs = (None, None, *sums)
-        product_sums(y_bar, x, running_mean, running_var, weight, outputs, products_wanted, batch_ndim, eps)
+        read_again = (x_wanted, False)
+        product_sums(y_bar, x, running_mean, running_var, weight, outputs, products_wanted, batch_ndim, read_again, eps)
     x_bar = None
     if x_wanted:
         x_bar = transform(x, batch_ndim, running_mean, running_var, eps=eps, u=y_bar, weight=weight)
@@ -258,6 +267,7 @@ def batch_norm_eval_bwd(
     return _or_empty(x_bar, x), weight_bar, bias_bar, mean_bar, var_bar
 
 
+@tunable
 def batch_norm_eval_jvp(
     x: Tensor,
     weight: Tensor | None,

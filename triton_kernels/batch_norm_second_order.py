@@ -36,8 +36,8 @@ from triton_kernels._batch_norm_second_kernels import (
 from triton_kernels._batch_norm_steps import _channel_grid, _tile_options, new_channels
 from triton_kernels._channels import new_output, param_pair_view, readable, view_channels
 from triton_kernels._runtime import accumulation_dtype, device_guard, param_view
-from triton_kernels.launch import cdiv, plan_channel_merge
-from triton_kernels.launch_second_order import plan_channel_second_reduction, plan_channel_second_transform
+from triton_kernels.launch import cdiv, plan_channel_merge, plan_channel_second_reduction, plan_channel_second_transform
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +101,7 @@ class _Wanted(NamedTuple):
         return self[3:]
 
 
+@tunable
 def batch_norm_pairing(
     y_bar: Tensor,
     x: Tensor,
@@ -144,6 +145,7 @@ def batch_norm_pairing(
     return y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar
 
 
+@tunable
 def batch_norm_bwd_jvp(
     y_bar: Tensor,
     x: Tensor,
@@ -250,7 +252,7 @@ def _merge_sums(
     # Without a sum to take, the coefficients still depend on the parameters; the view then only counts channels.
     view = view_channels(operands.present() or [readable(x, batch_ndim)], batch_ndim)
     plan = plan_channel_second_reduction(view.sizes, view.spatial_inner, x.element_size(), x.device)
-    merge = plan_channel_merge(view.num_channels, plan.num_splits)
+    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
     num_rows = view.num_channels
     # The coefficients come first: where the rest starts then does not change with the number of splits, and with it
     # the alignment that Triton compiles for.
@@ -272,6 +274,7 @@ def _merge_sums(
                 *view.extents(),
                 statistic_stride,
                 *_strides_of(operands, view, 0),
+                READ_AGAIN=coefficients_wanted,
                 **_tile_options(view, plan),
             )
         batch_norm_second_merge_kernel[(cdiv(num_rows, merge.block_channels),)](

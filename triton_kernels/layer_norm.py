@@ -34,7 +34,9 @@ from triton_kernels._layer_norm_looped import (
     layer_norm_param_bar_kernel,
     layer_norm_x_bar_looped_kernel,
 )
-from triton_kernels._runtime import RowView, accumulation_dtype, device_guard, param_view, row_view
+from triton_kernels._runtime import RowView, accumulation_dtype, device_guard, new_scratch, param_view, row_view
+from triton_kernels._split_rows import launch_sweeps
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["layer_norm_bwd", "layer_norm_fwd", "layer_norm_jvp"]
 
 
+@tunable
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +75,7 @@ def layer_norm_fwd(
     bias, bias_stride = param_view(bias, batch_ndim)
     view = row_view([x], norm_ndim, batch_ndim if weight_stride or bias_stride else None)
     num_rows = view.num_segments * view.num_rows
-    plan = launch.plan_layer_norm_rows(num_rows, view.num_cols, x.element_size(), two_rows=False)
+    plan = launch.plan_layer_norm_rows(num_rows, view.num_cols, x.element_size(), False, x.device)
     tensors = (view.tensors[0], weight, bias, y, mean, rstd)
     arguments = (view.num_rows, *view.strides[0], weight_stride, bias_stride)
     flags = {
@@ -83,17 +86,19 @@ def layer_norm_fwd(
         "TWO_LEVEL": view.num_segments > 1,
         "ALIGN": view.alignment(weight_stride, bias_stride),
         "BLOCK_COLS": plan.block_cols,
-        "num_warps": plan.num_warps,
+        **plan.options(),
     }
     with device_guard(x):
         if plan.looped:
-            layer_norm_fwd_looped_kernel[(num_rows,)](*tensors, *arguments, **flags)
+            splits = (num_rows, 1, plan.col_splits, 2, mean.dtype)
+            launch_sweeps(layer_norm_fwd_looped_kernel, *splits, tensors, arguments, **flags)
         else:
             grid = (launch.cdiv(num_rows, plan.block_rows),)
             layer_norm_fwd_kernel[grid](*tensors, num_rows, *arguments, BLOCK_ROWS=plan.block_rows, **flags)
     return y, mean, rstd
 
 
+@tunable
 def layer_norm_jvp(
     x: Tensor,
     weight: Tensor | None,
@@ -130,8 +135,17 @@ def layer_norm_jvp(
     param_strides = (weight_stride, weight_dot_stride, bias_dot_stride)
     view = row_view([x, x_dot], norm_ndim, batch_ndim if any(param_strides) else None)
     num_rows = view.num_segments * view.num_rows
-    plan = launch.plan_layer_norm_rows(num_rows, view.num_cols, x.element_size(), two_rows=True)
-    tensors = (view.tensors[0], weight, mean.contiguous(), rstd.contiguous(), view.tensors[1], weight_dot, bias_dot)
+    plan = launch.plan_layer_norm_rows(num_rows, view.num_cols, x.element_size(), True, x.device)
+    tensors = (
+        view.tensors[0],
+        weight,
+        mean.contiguous(),
+        rstd.contiguous(),
+        view.tensors[1],
+        weight_dot,
+        bias_dot,
+        y_dot,
+    )
     arguments = (view.num_rows, *view.strides[0], *view.strides[1], *param_strides)
     flags = {
         "num_cols": view.num_cols,
@@ -142,17 +156,19 @@ def layer_norm_jvp(
         "TWO_LEVEL": view.num_segments > 1,
         "ALIGN": view.alignment(*param_strides),
         "BLOCK_COLS": plan.block_cols,
-        "num_warps": plan.num_warps,
+        **plan.options(),
     }
     with device_guard(x):
         if plan.looped:
-            layer_norm_jvp_looped_kernel[(num_rows,)](*tensors, y_dot, *arguments, **flags)
+            splits = (num_rows, 1, plan.col_splits, 0 if x_dot is None else 2, mean.dtype)
+            launch_sweeps(layer_norm_jvp_looped_kernel, *splits, tensors, arguments, **flags)
         else:
             grid = (launch.cdiv(num_rows, plan.block_rows),)
-            layer_norm_jvp_kernel[grid](*tensors, y_dot, num_rows, *arguments, BLOCK_ROWS=plan.block_rows, **flags)
+            layer_norm_jvp_kernel[grid](*tensors, num_rows, *arguments, BLOCK_ROWS=plan.block_rows, **flags)
     return y_dot
 
 
+@tunable
 def layer_norm_bwd(
     y_bar: Tensor,
     x: Tensor,
@@ -221,7 +237,8 @@ def _launch_x_bar(
     batch_ndim: int,
 ) -> None:
     view = row_view([y_bar, x], norm_ndim, batch_ndim if weight_stride else None)
-    plan = launch.plan_layer_norm_rows(view.num_rows, view.num_cols, x.element_size(), two_rows=True)
+    sizes = (view.num_rows, view.num_cols)
+    plan = launch.plan_layer_norm_rows(*sizes, x.element_size(), True, x.device, view.num_segments)
     tensors = (*view.tensors, weight, mean, rstd, x_bar)
     strides = (*view.strides[0], *view.strides[1], weight_stride)
     flags = {
@@ -229,11 +246,13 @@ def _launch_x_bar(
         "HAS_WEIGHT": weight is not None,
         "ALIGN": view.alignment(weight_stride),
         "BLOCK_COLS": plan.block_cols,
-        "num_warps": plan.num_warps,
+        **plan.options(),
     }
     if plan.looped:
-        layer_norm_x_bar_looped_kernel[(view.num_segments * view.num_rows,)](
-            *tensors, view.num_rows, *strides, TWO_LEVEL=view.num_segments > 1, **flags
+        splits = (view.num_segments * view.num_rows, 1, plan.col_splits, 2, mean.dtype)
+        numbers = (view.num_rows, *strides)
+        launch_sweeps(
+            layer_norm_x_bar_looped_kernel, *splits, tensors, numbers, TWO_LEVEL=view.num_segments > 1, **flags
         )
         return
     # One block of rows per program: the loop of the kernel runs once.
@@ -273,7 +292,7 @@ def _launch_param_bars(
     weight_part, bias_part = weight_bar, bias_bar
     # A group of a single part needs no second sum: its partial row is the result.
     if num_parts > num_groups:
-        scratch = mean.new_empty((want_weight + want_bias, num_parts, view.num_cols))
+        scratch = new_scratch(mean, want_weight + want_bias, num_parts, view.num_cols)
         weight_part, bias_part = scratch[0], scratch[-1]
     flags = {
         "num_cols": view.num_cols,
@@ -309,7 +328,7 @@ def _launch_param_bars(
             **flags,
         )
     if num_parts > num_groups:
-        reduce = launch.plan_param_reduce(num_parts // num_groups, mean.element_size())
+        reduce = launch.plan_param_reduce(num_parts // num_groups, mean.element_size(), mean.device)
         grid = (num_groups * launch.cdiv(view.num_cols, reduce.block_cols),)
         param_reduce_kernel[grid](
             weight_part,

@@ -16,8 +16,10 @@ from triton_kernels import launch
 from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel
 from triton_kernels._layer_norm_second_looped import layer_norm_second_looped_kernel, layer_norm_second_param_kernel
-from triton_kernels._runtime import device_guard, param_view, row_view
-from triton_kernels.launch_second_order import plan_layer_norm_second, plan_layer_norm_second_columns
+from triton_kernels._runtime import device_guard, new_scratch, param_view, row_view
+from triton_kernels._split_rows import launch_sweeps
+from triton_kernels.launch import plan_layer_norm_second, plan_layer_norm_second_columns
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from triton_kernels._runtime import RowView
-    from triton_kernels.launch_second_order import LayerNormColumnPlan, LayerNormSecondPlan
+    from triton_kernels.launch import LayerNormColumnPlan, LayerNormSecondPlan
 
     _Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -66,6 +68,7 @@ class _Rows(NamedTuple):
     rstd: Tensor
 
 
+@tunable
 def layer_norm_pairing(
     y_bar: Tensor,
     x: Tensor,
@@ -114,6 +117,7 @@ def layer_norm_pairing(
     return outputs
 
 
+@tunable
 def layer_norm_bwd_jvp(
     y_bar: Tensor,
     x: Tensor,
@@ -273,8 +277,10 @@ def _launch_rows(
     inputs = (*view.tensors, *rows.params, rows.mean, rows.rstd, *results[:3])
     strides = (*itertools.chain(*view.strides), *rows.param_strides)
     if plan.rows.looped:
-        layer_norm_second_looped_kernel[(num_rows,)](
-            *inputs, x_dot_means, num_rows, view.num_rows, *strides, TWO_LEVEL=view.num_segments > 1, **flags
+        splits = (num_rows, 1, plan.rows.col_splits, _num_means(needed, results), rows.mean.dtype)
+        tensors, numbers = (*inputs, x_dot_means), (num_rows, view.num_rows, *strides)
+        launch_sweeps(
+            layer_norm_second_looped_kernel, *splits, tensors, numbers, TWO_LEVEL=view.num_segments > 1, **flags
         )
         return
     layer_norm_second_kernel[(view.num_segments * plan.num_splits,)](
@@ -290,6 +296,12 @@ def _launch_rows(
         LOOP_STAGES=plan.loop_stages,
         **flags,
     )
+
+
+def _num_means(needed: _Operands, results: _Results) -> int:
+    """Means that the kernel which sweeps rows has room for, or 0 where no result takes one."""
+    want_k = results.x_bar is not None and (needed.weight_dot is not None or needed.y_bar_dot is not None)
+    return 7 if needed.x_dot is not None or results.x_dot_bar is not None or want_k else 0
 
 
 def _launch_rows_and_columns(
@@ -352,7 +364,7 @@ def _sum_flags(results: _Results) -> dict[str, bool]:
 
 def _partial_rows(rows: _Rows, sums: Sequence[Tensor | None], num_parts: int) -> tuple[Tensor | None, ...]:
     num_sums = sum(tensor is not None for tensor in sums)
-    scratch = iter(rows.mean.new_empty((num_sums, num_parts, rows.view.num_cols)).unbind())
+    scratch = iter(new_scratch(rows.mean, num_sums, num_parts, rows.view.num_cols))
     return tuple(None if tensor is None else next(scratch) for tensor in sums)
 
 
@@ -360,7 +372,7 @@ def _add_partial_rows(
     parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_parts: int, num_cols: int
 ) -> None:
     pairs = [(part, out) for part, out in zip(parts, sums, strict=True) if part is not None]
-    plan = launch.plan_param_reduce(num_parts, pairs[0][0].element_size())
+    plan = launch.plan_param_reduce(num_parts, pairs[0][0].element_size(), pairs[0][0].device)
     # The kernel adds two scratch arrays up, as the first-order backward has.
     for first, second in zip(pairs[::2], [*pairs[1::2], (None, None)], strict=False):
         param_reduce_kernel[(num_groups * launch.cdiv(num_cols, plan.block_cols),)](

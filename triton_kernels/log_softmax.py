@@ -15,7 +15,7 @@ are in `_log_softmax_kernels`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ from triton_kernels._log_softmax_kernels import (
     log_softmax_linear_looped_kernel,
 )
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, collapsed_stride, device_guard
+from triton_kernels._split_rows import launch_sweeps
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,8 +124,26 @@ def _without(numbers: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*numbers[:dim], *numbers[dim + 1 :])
 
 
-def _launch(kernel, looped_kernel, names: Sequence[str], view: _View, dtype: torch.dtype, **flags: bool) -> None:
-    """Plan and launch one of two kernels over a view; `names` are the kernels' names of its triples of strides."""
+def _launch(
+    kernel: Any,
+    looped_kernel: Any,
+    num_sums: int,
+    names: Sequence[str],
+    view: _View,
+    dtype: torch.dtype,
+    **flags: Any,
+) -> None:
+    """Plan and launch one of two kernels over a view.
+
+    Args:
+        kernel: Holds whole rows.
+        looped_kernel: Does the same to longer ones.
+        num_sums: Numbers per row that the looped kernel's first sweep finds.
+        names: What the kernels call the triples of strides of `view`.
+        view: Tensors.
+        dtype: Dtype of the arithmetic.
+        **flags: Compile-time constants of both kernels.
+    """
     inputs = view.inputs()
     first = inputs[0]
     adjacent = view.adjacent()
@@ -136,25 +156,28 @@ def _launch(kernel, looped_kernel, names: Sequence[str], view: _View, dtype: tor
         first.device,
         len(view.outputs()),
     )
-    grid = (view.num_segments * launch.cdiv(view.num_rows, plan.block_rows),)
+    numbers = (view.num_rows, *(stride for strides in view.strides for stride in strides))
+    flags |= {f"{name}_ADJACENT": axis for name, axis in zip(names, adjacent, strict=True)}
+    flags |= {
+        "num_cols": view.num_cols,
+        "DTYPE": TL_DTYPES[dtype],
+        "ALIGN": view.alignment(adjacent),
+        # Only where loads run along the rows does it matter where the rows end.
+        "ROW_ALIGN": math.gcd(_MAX_ALIGN, view.num_rows) if "rows" in adjacent else 1,
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        **plan.options(),
+    }
+    num_blocks = view.num_segments * launch.cdiv(view.num_rows, plan.block_rows)
     with device_guard(first):
-        (looped_kernel if plan.looped else kernel)[grid](
-            *view.tensors,
-            view.num_rows,
-            *(stride for strides in view.strides for stride in strides),
-            num_cols=view.num_cols,
-            DTYPE=TL_DTYPES[dtype],
-            ALIGN=view.alignment(adjacent),
-            # Only where loads run along the rows does it matter where the rows end.
-            ROW_ALIGN=math.gcd(_MAX_ALIGN, view.num_rows) if "rows" in adjacent else 1,
-            BLOCK_ROWS=plan.block_rows,
-            BLOCK_COLS=plan.block_cols,
-            num_warps=plan.num_warps,
-            **{f"{name}_ADJACENT": axis for name, axis in zip(names, adjacent, strict=True)},
-            **flags,
-        )
+        if plan.looped:
+            splits = (num_blocks, plan.block_rows, plan.col_splits, num_sums, dtype)
+            launch_sweeps(looped_kernel, *splits, view.tensors, numbers, **flags)
+        else:
+            kernel[(num_blocks,)](*view.tensors, *numbers, **flags)
 
 
+@tunable
 def log_softmax_fwd(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     """Logarithm of the softmax of `x` over `dim`.
 
@@ -170,10 +193,11 @@ def log_softmax_fwd(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     if x.numel() > 0:
         view = _reduction_view((x,), y, dim)
         compute_dtype = accumulation_dtype(y.dtype)
-        _launch(log_softmax_fwd_kernel, log_softmax_fwd_looped_kernel, ("X", "Y"), view, compute_dtype)
+        _launch(log_softmax_fwd_kernel, log_softmax_fwd_looped_kernel, 2, ("X", "Y"), view, compute_dtype)
     return y
 
 
+@tunable
 def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
     """Tangent of `log_softmax_fwd`: `y_dot = x_dot - sum(exp(y) * x_dot)`.
 
@@ -188,6 +212,7 @@ def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
     return _apply_derivative(x_dot, y, dim, y.dtype, transposed=False)
 
 
+@tunable
 def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     """Cotangent of the input of `log_softmax_fwd`: `x_bar = y_bar - exp(y) * sum(y_bar)`.
 
@@ -208,6 +233,6 @@ def _apply_derivative(v: Tensor, y: Tensor, dim: int, out_dtype: torch.dtype, *,
     if y.numel() > 0:
         view = _reduction_view((v, y), out, dim)
         dtype = accumulation_dtype(torch.promote_types(v.dtype, y.dtype))
-        names = ("V", "Y", "OUT")
-        _launch(log_softmax_linear_kernel, log_softmax_linear_looped_kernel, names, view, dtype, TRANSPOSED=transposed)
+        kernels, names = (log_softmax_linear_kernel, log_softmax_linear_looped_kernel), ("V", "Y", "OUT")
+        _launch(*kernels, 1, names, view, dtype, TRANSPOSED=transposed)
     return out

@@ -24,6 +24,7 @@ from triton_kernels._log_softmax_second_kernels import (
 )
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.log_softmax import _launch, _reduction_view, _View
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,7 @@ def _compute_dtype(inputs: Sequence[Tensor | None]) -> torch.dtype:
     return accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
 
 
+@tunable
 def log_softmax_pairing(
     y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +85,7 @@ def log_softmax_pairing(
         _launch(
             log_softmax_pairing_kernel,
             log_softmax_pairing_looped_kernel,
+            2,
             ("Y_BAR", "Y", "X_DOT", "OUT"),
             _partial_view(inputs, outputs, dim),
             _compute_dtype(inputs),
@@ -94,6 +97,7 @@ def log_softmax_pairing(
     return y_bar_bar, output_bar, x_dot_bar
 
 
+@tunable
 def log_softmax_bwd_jvp(
     y_bar: Tensor, y: Tensor, y_bar_dot: Tensor | None, y_dot: Tensor | None, dim: int, x_dtype: torch.dtype
 ) -> Tensor:
@@ -118,6 +122,7 @@ def log_softmax_bwd_jvp(
         _launch(
             log_softmax_bwd_jvp_kernel,
             log_softmax_bwd_jvp_looped_kernel,
+            2,
             ("Y_BAR", "Y", "Y_BAR_DOT", "Y_DOT", "OUT"),
             _partial_view(inputs, (x_bar_dot,), dim),
             _compute_dtype(inputs),
