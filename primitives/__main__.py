@@ -28,14 +28,16 @@ def _devices() -> list[str]:
 def _implementation(device: str) -> str:
     """Where a call on `device` ends up under the backend in force, in words."""
     backend = pr.current_backend()
-    if backend == "reference" or (backend == "auto" and device == "cpu"):
+    if backend == "reference":
         return "reference (plain torch)"
+    if backend == "auto" and device == "cpu":
+        return "ATen's fused kernels where they agree with the reference, else the reference (plain torch)"
     try:
-        runtime = triton_kernels_module("_runtime")
+        kernels = triton_kernels_module("_kernel")
     except BackendError as error:
         return f"unavailable: {error}"
     if device == "cpu":
-        return "Triton's interpreter" if runtime.INTERPRETED else "unavailable: TRITON_INTERPRET=1 is not set"
+        return "Triton's interpreter" if kernels.INTERPRETED else "unavailable: TRITON_INTERPRET=1 is not set"
     return "Triton kernels"
 
 

@@ -117,8 +117,10 @@ def written(running_mean: Tensor | None, running_var: Tensor | None) -> None:
             )
 
 
-def momentum(value: float) -> None:
-    """Raise unless `value` is a number."""
+def momentum(value: float | Tensor) -> None:
+    """Raise unless `value` is a number, or a tensor of one."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+        return
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise DtypeError(
             f"batch_norm: momentum must be a number, got {type(value).__name__}. (The cumulative average that "
@@ -183,3 +185,21 @@ def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | Non
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise AxisError(f"log_softmax: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")
+
+
+def probability(op_name: str, p: float) -> None:
+    """Raise unless `p` is a number in [0, 1]."""
+    if not isinstance(p, (int, float, torch.SymFloat, torch.SymInt)):
+        raise DtypeError(f"{op_name}: p must be a number, got {type(p).__name__}.")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op_name}: p must be a probability, in [0, 1], got {p}.")
+
+
+def dropout(label: str, x: Tensor, *, inplace: bool) -> None:
+    """Raise unless `x` is floating point, and can be written if it is to be."""
+    floating("dropout", label, x.dtype)
+    if inplace and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise MutationError(
+            f"dropout: {label} is a leaf that requires grad, and cannot be written in place. Pass inplace=False, or "
+            "what an operation made of it."
+        )

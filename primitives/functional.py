@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives import _checks
+from primitives._momentum import batch_norm_step
 from primitives.core.tree import map_tensors
 from primitives.core.write_back import write_back
-from primitives.ops.batch_norm import batch_norm_p
 from primitives.ops.batch_norm_eval import batch_norm_eval_p
+from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BatchNormOutput", "batch_norm", "layer_norm", "log_softmax", "pure_batch_norm"]
+# Seeds are drawn below this: all that torch.randint can draw from.
+_MAX_SEED = 2**63 - 1
+
+__all__ = ["BatchNormOutput", "batch_norm", "dropout", "layer_norm", "log_softmax", "pure_batch_norm"]
 
 
 def layer_norm(
@@ -122,7 +126,7 @@ def pure_batch_norm(
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
-    momentum: float = 0.1,
+    momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
     *,
     namespace: str = "",
@@ -162,7 +166,7 @@ def _batch_norm_tree(
     weight: Any,
     bias: Any,
     training: bool,
-    momentum: float,
+    momentum: float | Tensor,
     eps: float,
     namespace: str,
     *,
@@ -183,12 +187,10 @@ def _batch_norm_tree(
         weight = _weight_beside(bias, weight, x)
         if not training:
             return BatchNormOutput(batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), mean, var)
-        y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, mean, var, 0, momentum, eps)
-        if mean is None:
-            return BatchNormOutput(y, None, None)
-        if in_place:
-            write_back([mean, var], [new_mean, new_var])
-        return BatchNormOutput(y, new_mean, new_var)
+        out = BatchNormOutput(*batch_norm_step(x, weight, bias, mean, var, momentum, eps))
+        if in_place and mean is not None:
+            write_back([mean, var], [out.running_mean, out.running_var])
+        return out
 
     prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     trees = map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace, num_results=3)
@@ -202,7 +204,7 @@ def batch_norm(
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
-    momentum: float = 0.1,
+    momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
     *,
     namespace: str = "",
@@ -224,7 +226,8 @@ def batch_norm(
         weight: Scale `w`, shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`. `None` means 1.
         bias: Shift `b`, like `weight`, and in its dtype. `None` means 0.
         training: Whether to normalize by the statistics of this batch.
-        momentum: Weight of this batch in the new running statistics, a number.
+        momentum: Weight of this batch in the new running statistics, a number, or a tensor of one number, which
+            `vmap` may batch.
         eps: Added to the variance, in the unit of `input` squared.
         namespace: optree namespace of custom pytree nodes.
 
@@ -234,7 +237,7 @@ def batch_norm(
     Raises:
         ShapeError: If shapes do not agree, running statistics are missing in evaluation, or a channel has a single
             value in training.
-        DtypeError: If a dtype is not one of the above, or `momentum` is no number.
+        DtypeError: If a dtype is not one of the above, or `momentum` is not one real number.
         ValueError: If `eps` is not positive in training.
         DeviceError: If the tensors are on different devices.
         TreeError: If a parameter is no prefix of the tree `input`.
@@ -320,3 +323,62 @@ def log_softmax(
 def _implicit_dim(x: Tensor) -> int:
     """The axis that torch chooses when none is given: 0 for 0, 1 and 3 axes, else 1."""
     return 0 if x.dim() in (0, 1, 3) else 1
+
+
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:
+    r"""Zero elements of `input` at random, with probability `p`, and divide the others by `1 - p`.
+
+    Args:
+        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; or a pytree of such tensors,
+            which is mapped leaf by leaf, each with random numbers of its own.
+        p: Probability of zero, in `[0, 1]`.
+        training: Whether to drop anything; `input` is returned as it is if not.
+        inplace: Whether to write the result into `input` and return that.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape, dtype, device and strides of `input` (dense ones where `input` has gaps or repeats); for a
+        pytree, in its structure.
+
+    Raises:
+        ValueError: If `p` is not in `[0, 1]`.
+        DtypeError: If a dtype is not one of the above, or `p` is no number.
+        MutationError: If `inplace` would write into a leaf that requires grad.
+        RuntimeError: Under `vmap` with `randomness="error"`, as torch raises it.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`. Kept are 8 bytes: the seed of the noise, which every
+        derivative draws anew.
+
+    Numerics:
+        One seed is drawn from torch's generator of the device, so that `torch.manual_seed`, activation checkpointing
+        and vmap's `randomness` mean what they mean for any random operation. What the seed becomes is the same on
+        every device, and does not depend on strides.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> dropout(torch.ones(6), p=0.25).unique()
+        tensor([0.0000, 1.3333])
+
+    References:
+        Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
+    """
+    _checks.probability("dropout", p)
+
+    def check(label: str, x: Tensor) -> None:
+        _checks.dropout(label, x, inplace=inplace and training)
+
+    def compute(x: Tensor) -> Tensor:
+        # Where nothing is left to chance, torch draws nothing either.
+        if not training or p == 0.0 or x.numel() == 0:
+            return x
+        seed = (
+            torch.zeros((), dtype=torch.int64, device=x.device)
+            if p == 1.0
+            else torch.randint(_MAX_SEED, (), device=x.device)
+        )
+        y = dropout_p(x, seed, None, float(p), 0)
+        return x.copy_(y) if inplace else y
+
+    return map_tensors("dropout", check, compute, input, {}, namespace=namespace)

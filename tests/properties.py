@@ -145,7 +145,8 @@ def jvp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], nam
         dots = {n: like(inputs[n], seed=3, layout=sample.layout) for n in names}
         duals = {n: forward_ad.make_dual(v, dots[n]) if n in dots else v for n, v in inputs.items()}
         case.outputs(duals, sample)
-    (call,) = [c for c in recorder.calls if c.overload is case.jvp.overload]
+    # The forward call comes first; of a linear op it is one of the same primitive.
+    *_, call = [c for c in recorder.calls if c.overload is case.jvp.overload]
     return call
 
 
@@ -182,7 +183,9 @@ def check_fake(call: Call) -> None:
 
 
 def batched(value: Tensor, axis: int) -> Tensor:
-    """`BATCH` different versions of `value` along a new axis; positive values stay positive."""
+    """`BATCH` different versions of `value` along a new axis; positive values stay positive, integers integers."""
+    if not value.is_floating_point():
+        return torch.stack([value + i for i in range(BATCH)], dim=axis)
     return torch.stack([value * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)
 
 
@@ -201,6 +204,19 @@ def check_vmap(
         assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
 
 
+def with_its_statistics(call: Call, args: list) -> list:
+    """`args` of `call` with mean and rstd, where it takes them, those of x: implementations may recompute them."""
+    if "rstd" not in call.names:
+        return args
+    options = dict(zip(call.names, args, strict=True))
+    x, norm_ndim = options["x"], options.get("norm_ndim")
+    axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
+    variance, mean = torch.var_mean(x, axes, correction=0)
+    true = {"mean": mean, "rstd": (variance + options["eps"]).rsqrt()}
+    # What is given still counts as batched or not.
+    return [true[n] + 0 * arg if n in true else arg for n, arg in zip(call.names, args, strict=True)]
+
+
 def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -> None:
     """`check_vmap` of a primitive for the tensors of `call`, batched over each of the chosen sets of them."""
 
@@ -208,7 +224,7 @@ def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -
         args = list(call.args)
         for position, tensor in zip(call.tensors, tensors, strict=True):
             args[position] = tensor
-        return call.outputs(args)
+        return call.outputs(with_its_statistics(call, args))
 
     tensors = [call.args[i] for i in call.tensors]
     for positions in chosen:

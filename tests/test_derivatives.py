@@ -68,6 +68,8 @@ def test_only_what_is_wanted_is_computed(case, names, device):
 
 @every_subset
 def test_an_absent_tangent_is_none(case, names, device):
+    if case.is_linear:
+        pytest.skip(f"{case.name} takes its tangent as its argument")
     inputs = case.inputs(case.small, torch.float32, device)
     check_jvp(case, case.small, inputs, names)
     call = jvp_call(case, case.small, inputs, names)
@@ -98,7 +100,7 @@ def test_what_is_kept_for_the_backward_pass(case, device):
         value = y if name == "y" else inputs[name]
         assert value.data_ptr() not in storages, f"{name} is kept"
     full_size = sum(x.numel() == y.numel() for x in kept)
-    assert full_size == 1, f"{full_size} tensors of the size of x are kept"
+    assert full_size == (0 if case.is_linear else 1), f"{full_size} tensors of the size of x are kept"
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_construction_is_that_of_torch(name, args, options, shape):
 
 
 def test_names():
-    assert sorted(pr.nn.__all__) == sorted([*NAMES, "convert", "revert"])
+    assert sorted(pr.nn.__all__) == sorted([*NAMES, "Dropout", "convert", "revert"])
 
 
 def test_factory_arguments_reach_the_parameters():

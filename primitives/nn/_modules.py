@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives import _checks, functional
+from primitives.core.overrides import cumulative_weight
 from primitives.core.write_back import write_back
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "LogSoftmax"]
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Dropout", "LayerNorm", "LogSoftmax"]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -54,11 +55,12 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             write_back([self.num_batches_tracked], [self.num_batches_tracked + 1])
         return output
 
-    def _batch_weight(self) -> float:
+    def _batch_weight(self) -> float | Tensor:
         """Weight of this batch in the running statistics: the plain average over all batches if momentum is None."""
         if self.momentum is not None:
             return self.momentum
-        return 0.0 if self.num_batches_tracked is None else 1.0 / (float(self.num_batches_tracked) + 1.0)
+        # Not read as a Python number, which a transform, a compiler and a device would all have to wait for.
+        return 0.0 if self.num_batches_tracked is None else cumulative_weight(self.num_batches_tracked + 1)
 
 
 class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
@@ -83,3 +85,15 @@ class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
     Shape:
         Input and output `[N, C, D, H, W]`, contiguous or channels_last_3d.
     """
+
+
+class Dropout(torch.nn.Dropout):
+    """`torch.nn.Dropout` on `primitives.functional.dropout`: arguments and behavior are torch's.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+    """
+
+    def forward(self, input: Any) -> Any:
+        """Zero elements of `input` at random in training; return it as it is in evaluation."""
+        return functional.dropout(input, self.p, self.training, self.inplace)

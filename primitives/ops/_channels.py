@@ -15,10 +15,19 @@ from primitives.ops._shared import accumulation_dtype, unwanted
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["affine", "axes_of", "dense", "normalized", "parameter_cotangents", "per_channel", "sum_of_terms"]
+__all__ = [
+    "affine",
+    "axes_of",
+    "dense",
+    "memory_format",
+    "normalized",
+    "parameter_cotangents",
+    "per_channel",
+    "sum_of_terms",
+]
 
 
-def _memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
+def memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
     """Layout of the output, as torch chooses it: channels_last where the strides of x are, else contiguous."""
     if batch_ndim == 0 and not x.is_contiguous():
         return suggest_memory_format(x)
@@ -27,7 +36,7 @@ def _memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
 
 def dense(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
     """Return x in the accumulation dtype and in the output layout for `like`."""
-    return x.contiguous(memory_format=_memory_format(like, batch_ndim)).to(accumulation_dtype(like.dtype))
+    return x.contiguous(memory_format=memory_format(like, batch_ndim)).to(accumulation_dtype(like.dtype))
 
 
 def axes_of(x: Tensor, batch_ndim: int) -> list[int]:
@@ -60,4 +69,4 @@ def parameter_cotangents(
 
 def sum_of_terms(terms: list[Tensor], x: Tensor, batch_ndim: int) -> Tensor:
     total = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype, copy=True)
-    return total.contiguous(memory_format=_memory_format(x, batch_ndim))
+    return total.contiguous(memory_format=memory_format(x, batch_ndim))

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core import Primitive, triton_kernels_module
+from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
+from primitives.ops._cpu import or_reference
 from primitives.ops._shared import fold_batch, unwanted
 
 if TYPE_CHECKING:
@@ -192,6 +194,13 @@ def _batch_norm_jvp_cuda(
 ) -> Any:
     kernels = triton_kernels_module("batch_norm")
     return kernels.batch_norm_train_jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, batch_ndim)
+
+
+# Kernels for the CPU.
+
+batch_norm_p.def_kernel("cpu")(or_reference(cpu.forward, _batch_norm_reference))
+batch_norm_bwd_p.def_kernel("cpu")(or_reference(cpu.bwd, _batch_norm_bwd_reference))
+batch_norm_jvp_p.def_kernel("cpu")(or_reference(cpu.jvp, _batch_norm_jvp_reference))
 
 
 # Derivatives.

@@ -19,7 +19,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
+from primitives.ops import _cpu_batch_norm_eval as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
+from primitives.ops._cpu import or_reference
 from primitives.ops._shared import accumulation_dtype, fold_batch, unwanted
 
 if TYPE_CHECKING:
@@ -170,6 +172,13 @@ def _batch_norm_eval_jvp_cuda(
     kernels = triton_kernels_module("batch_norm")
     dots = (x_dot, weight_dot, bias_dot, running_mean_dot, running_var_dot)
     return kernels.batch_norm_eval_jvp(x, weight, running_mean, running_var, *dots, batch_ndim, eps)
+
+
+# Kernels for the CPU.
+
+batch_norm_eval_p.def_kernel("cpu")(or_reference(cpu.forward, _batch_norm_eval_reference))
+batch_norm_eval_bwd_p.def_kernel("cpu")(or_reference(cpu.bwd, _batch_norm_eval_bwd_reference))
+batch_norm_eval_jvp_p.def_kernel("cpu")(or_reference(cpu.jvp, _batch_norm_eval_jvp_reference))
 
 
 # Derivatives.

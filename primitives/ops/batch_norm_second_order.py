@@ -28,7 +28,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
+from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
+from primitives.ops._cpu import or_reference
 from primitives.ops._shared import fold_batch, of_wanted, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
@@ -194,6 +196,12 @@ def _batch_norm_bwd_jvp_cuda(
     return triton_kernels_module("batch_norm_second_order").batch_norm_bwd_jvp(
         y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, batch_ndim, wanted
     )
+
+
+# Kernels for the CPU.
+
+batch_norm_pairing_p.def_kernel("cpu")(or_reference(cpu.pairing, _batch_norm_pairing_reference))
+batch_norm_bwd_jvp_p.def_kernel("cpu")(or_reference(cpu.bwd_jvp, _batch_norm_bwd_jvp_reference))
 
 
 # Rules of the first-order operators.

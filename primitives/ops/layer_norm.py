@@ -18,9 +18,12 @@ weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
+from primitives.ops import _cpu_layer_norm as cpu
+from primitives.ops._cpu import or_reference
 from primitives.ops._shared import accumulation_dtype, cast_to_float32, fold_batch, unwanted
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor
 def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
     """Sum of v [*batch, *rest, *norm] over [*rest]."""
     stop = v.dim() - norm_ndim
-    return v.reshape(*v.shape[:batch_ndim], v.shape[batch_ndim:stop].numel(), *v.shape[stop:]).sum(batch_ndim)
+    return v.reshape(*v.shape[:batch_ndim], math.prod(v.shape[batch_ndim:stop]), *v.shape[stop:]).sum(batch_ndim)
 
 
 @layer_norm_p.def_reference
@@ -204,6 +207,13 @@ def _layer_norm_jvp_cuda(
     return triton_kernels_module("layer_norm").layer_norm_jvp(
         x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim
     )
+
+
+# Kernels for the CPU.
+
+layer_norm_p.def_kernel("cpu")(or_reference(cpu.forward, _layer_norm_reference))
+layer_norm_bwd_p.def_kernel("cpu")(or_reference(cpu.bwd, _layer_norm_bwd_reference))
+layer_norm_jvp_p.def_kernel("cpu")(or_reference(cpu.jvp, _layer_norm_jvp_reference))
 
 
 # Derivatives.

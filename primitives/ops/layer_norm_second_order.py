@@ -32,6 +32,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
+from primitives.ops import _cpu_layer_norm_second_order as cpu
+from primitives.ops._cpu import or_reference
 from primitives.ops._shared import fold_batch, of_wanted, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
@@ -223,6 +225,12 @@ def _layer_norm_bwd_jvp_cuda(
     return triton_kernels_module("layer_norm_second_order").layer_norm_bwd_jvp(
         y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, norm_ndim, batch_ndim, wanted
     )
+
+
+# Kernels for the CPU.
+
+layer_norm_pairing_p.def_kernel("cpu")(or_reference(cpu.pairing, _layer_norm_pairing_reference))
+layer_norm_bwd_jvp_p.def_kernel("cpu")(or_reference(cpu.bwd_jvp, _layer_norm_bwd_jvp_reference))
 
 
 # Rules of the first-order operators.

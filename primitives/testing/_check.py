@@ -57,6 +57,8 @@ _OF_KERNELS = (
     "fake against real",
     *_CAUSES,
 )
+# What changes arguments whose statistics are arguments too: only the reference computes those again.
+_OF_STALE_STATISTICS = ("vmap against loop", "derivatives under vmap", "static arguments")
 
 
 def check_rules(
@@ -186,7 +188,7 @@ def _places(subject: Subject, name: str, options: _Options) -> list[_Place]:
         devices = [own]
         if own.type == "cpu" and torch.cuda.is_available():
             devices.append(torch.device("cuda"))
-    backend = current_backend()
+    backend = "reference" if name in _OF_STALE_STATISTICS and subject.has_cached else current_backend()
     places = [_Place(device, backend) for device in devices]
     if (
         name in _OF_KERNELS

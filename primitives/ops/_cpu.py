@@ -1,0 +1,69 @@
+"""What the kernels for CPU tensors share: when they may run, and blocks that stay in the cache.
+
+A kernel here gives values alone: it runs below autograd, so it may write in place. It returns `None` for a call that
+it does not serve, and the reference serves that call.
+
+Much of the time of a plain-torch operation on the CPU goes into writing fresh memory. So what ATen has no fused kernel
+for is computed block by block: each operation of a block finds its operands where the one before it left them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.ops._shared import accumulation_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+__all__ = ["block_elements", "in_accumulation_dtype", "is_well_conditioned", "or_reference", "row_blocks", "served"]
+
+# Elements per thread and operation: a few operands of float32 fit the second-level cache, and torch splits an operation
+# over threads in pieces of 2**15.
+BLOCK_ELEMENTS = 2**15
+# ATen multiplies x by 1 / std and subtracts mean / std afterwards, which loses |mean| / std units in the last place:
+# this many are as many as the tests allow (`tests/support.py`).
+LARGEST_OFFSET = 64.0
+
+
+def or_reference(kernel: Callable, reference: Callable) -> Callable:
+    """`kernel`, with `reference` in the place of every `None` that it returns."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        out = kernel(*args)
+        return reference(*args) if out is None else out
+
+    return run
+
+
+def block_elements() -> int:
+    """Elements of a block that all threads together work on."""
+    return BLOCK_ELEMENTS * torch.get_num_threads()
+
+
+def row_blocks(rows: int, cols: int) -> Iterator[slice]:
+    """Slices of `rows` rows of `cols` elements, one block each."""
+    step = max(1, block_elements() // cols)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def served(x: Tensor, *params: Tensor | None) -> bool:
+    """Whether `x` has elements and every parameter has its dtype, or that of its sums."""
+    dtypes = (x.dtype, accumulation_dtype(x.dtype))
+    return x.numel() > 0 and x.is_floating_point() and all(p is None or p.dtype in dtypes for p in params)
+
+
+def in_accumulation_dtype(*params: Tensor | None) -> list[Any]:
+    """Parameters, contiguous and in the dtype of sums, in which ATen keeps statistics in float32 at least."""
+    return [None if p is None else p.contiguous().to(accumulation_dtype(p.dtype)) for p in params]
+
+
+def is_well_conditioned(mean: Tensor, rstd: Tensor) -> bool:
+    """Whether no mean is so far from 0, in standard deviations, that ATen's formulas lose accuracy; false for NaN."""
+    return (mean * rstd).abs_().max().item() <= LARGEST_OFFSET

@@ -1,0 +1,253 @@
+"""Batch norm in training on CPU tensors, built from ATen's kernels.
+
+Notation as in `batch_norm.py`. Given the sums that ATen's backward takes, a channel of any derivative is a linear
+combination of its inputs. For v with the sums (M, R) = (mean(v), mean(v * x_hat)),
+
+    P(v) = rstd * (v - M - x_hat * R)
+
+which serves vjp and jvp alike, being symmetric. P is linear, so with (A, B, C) = R of (x_dot, y_bar, y_bar_dot) and
+S = mean(x_dot * P(y_bar)) = rstd * (cov(x_dot, y_bar) - A * B) both derivatives of second order
+(`batch_norm_second_order.py`) are one projection and a multiple of x_hat:
+
+    x' or x_bar_dot = P(v) - rstd * weight * S * x_hat
+    v = weight * y_bar_dot + (weight_dot - weight * rstd * A) * y_bar - weight * rstd * B * x_dot
+    weight' = n * S,    weight_bar_dot = n * (C + S),    n values per channel
+
+where the pairing has no y_bar_dot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, served
+from primitives.ops._cpu_channels import Channels
+from primitives.ops._shared import unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
+
+
+def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
+    if running is None:
+        return unwanted(x)
+    return (momentum * batch + (1 - momentum) * running).to(running.dtype)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...] | None:
+    """y, mean, rstd and the new running statistics."""
+    if batch_ndim or not served(x, weight, bias):
+        return None
+    layout = Channels.of(x)
+    mean, variance = layout.statistics(x)
+    rstd = (variance + eps).rsqrt()
+    if not is_well_conditioned(mean, rstd):
+        return None
+    weight, bias = in_accumulation_dtype(weight, bias)
+    y = torch.native_batch_norm(layout.arranged(x), weight, bias, mean, variance, False, 0.0, eps)[0]
+    unbiased = variance * (layout.num_values / max(layout.num_values - 1, 1))
+    new_mean, new_var = _moved_on(running_mean, mean, momentum, x), _moved_on(running_var, unbiased, momentum, x)
+    return y, mean, rstd, new_mean, new_var
+
+
+class _Moments(NamedTuple):
+    """mean(v) and mean(v * x_hat) of each channel."""
+
+    mean: Tensor
+    with_x_hat: Tensor
+
+
+class _Batch(NamedTuple):
+    """x with its statistics, and what is made of both."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    layout: Channels
+
+    def moments(self, v: Tensor) -> _Moments:
+        total, paired = self.layout.sums(v, self.x, self.mean)
+        return _Moments(total / self.layout.num_values, paired * self.rstd / self.layout.num_values)
+
+    def projected(
+        self,
+        terms: Sequence[tuple[Tensor, Tensor, _Moments]],
+        x_hat: Tensor | None = None,
+        constant: Tensor | None = None,
+    ) -> Tensor:
+        """P(sum of v * coefficient) + x_hat * the coefficient `x_hat` + `constant`, given the moments of each v."""
+        zero = self.layout.filled(0.0)
+        start = zero if constant is None else constant
+        slope = zero if x_hat is None else x_hat
+        for _, coefficient, moments in terms:
+            start = start - self.rstd * coefficient * moments.mean
+            slope = slope - self.rstd * coefficient * moments.with_x_hat
+        slope = self.rstd * slope
+        scaled = [(v, self.rstd * coefficient) for v, coefficient, _ in terms]
+        return self.layout.combined([(self.x, slope), *scaled], start - slope * self.mean)
+
+    def factor(self, param: Tensor | None) -> Tensor:
+        """A parameter in the dtype of sums; without one, ones."""
+        return self.layout.filled(1.0) if param is None else param.contiguous().to(self.layout.acc)
+
+
+def _batch(x: Tensor, mean: Tensor, rstd: Tensor, batch_ndim: int, *params: Tensor | None) -> _Batch | None:
+    """The batch, unless the reference has to serve the call."""
+    if batch_ndim or not served(x, *params) or not is_well_conditioned(mean, rstd):
+        return None
+    return _Batch(x, mean.contiguous(), rstd.contiguous(), Channels.of(x))
+
+
+def bwd(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    batch_ndim: int,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """x_bar, weight_bar and bias_bar."""
+    batch = _batch(x, mean, rstd, batch_ndim, weight)
+    if batch is None:
+        return None
+    layout, dtype = batch.layout, batch.layout.acc if weight is None else weight.dtype
+    if layout.backward_is_accurate:
+        out = layout.bwd(layout.arranged(y_bar), layout.arranged(x), batch.factor(weight), mean, rstd, wanted)
+    else:
+        moments = batch.moments(y_bar)
+        x_bar = batch.projected([(y_bar, batch.factor(weight), moments)]) if wanted[0] else unwanted(x)
+        out = x_bar, moments.with_x_hat * layout.num_values, moments.mean * layout.num_values
+    dtypes = (x.dtype, dtype, dtype)
+    x_bar, weight_bar, bias_bar = (
+        value.to(dtype) if want else unwanted(x) for value, dtype, want in zip(out, dtypes, wanted, strict=True)
+    )
+    return x_bar, weight_bar, bias_bar
+
+
+def jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    eps: float,
+) -> Tensor | None:
+    """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
+    batch = _batch(x, mean, rstd, batch_ndim, weight, weight_dot, bias_dot)
+    if batch is None:
+        return None
+    terms = [] if x_dot is None else [(x_dot, batch.factor(weight), batch.moments(x_dot))]
+    return batch.projected(terms, *in_accumulation_dtype(weight_dot, bias_dot))
+
+
+# Second order.
+
+
+def pairing(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...] | None:
+    """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
+    batch = _batch(x, mean, rstd, batch_ndim, weight, weight_dot, bias_dot)
+    if batch is None:
+        return None
+    y_bar_moments, count = batch.moments(y_bar), batch.layout.num_values
+    x_dot_term = [] if x_dot is None else [(x_dot, batch.factor(weight), batch.moments(x_dot))]
+    slope, s = _along(batch, weight, (y_bar, y_bar_moments), None, x_dot_term, weight_dot)
+    out = [
+        batch.projected(x_dot_term, *in_accumulation_dtype(weight_dot, bias_dot)) if wanted[0] else None,
+        batch.projected(slope, -batch.rstd * batch.factor(weight) * s) if wanted[1] else None,
+        s * count,
+        batch.projected([(y_bar, batch.factor(weight), y_bar_moments)]) if wanted[3] else None,
+        y_bar_moments.with_x_hat * count,
+        y_bar_moments.mean * count,
+    ]
+    return _finished(out, wanted, x, weight)
+
+
+def bwd_jvp(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    batch_ndim: int,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...] | None:
+    """x_bar_dot, weight_bar_dot and bias_bar_dot."""
+    batch = _batch(x, mean, rstd, batch_ndim, weight, weight_dot)
+    if batch is None:
+        return None
+    count, zero = batch.layout.num_values, batch.layout.filled(0.0)
+    y_bar_dot_term = None if y_bar_dot is None else (y_bar_dot, batch.moments(y_bar_dot))
+    x_dot_term = [] if x_dot is None else [(x_dot, batch.factor(weight), batch.moments(x_dot))]
+    slope, s = _along(batch, weight, (y_bar, batch.moments(y_bar)), y_bar_dot_term, x_dot_term, weight_dot)
+    moments = _Moments(zero, zero) if y_bar_dot_term is None else y_bar_dot_term[1]
+    x_bar_dot = batch.projected(slope, -batch.rstd * batch.factor(weight) * s) if wanted[0] else None
+    return _finished([x_bar_dot, (moments.with_x_hat + s) * count, moments.mean * count], wanted, x, weight)
+
+
+def _along(
+    batch: _Batch,
+    weight: Tensor | None,
+    y_bar: tuple[Tensor, _Moments],
+    y_bar_dot: tuple[Tensor, _Moments] | None,
+    x_dot_term: Sequence[tuple[Tensor, Tensor, _Moments]],
+    weight_dot: Tensor | None,
+) -> tuple[list[tuple[Tensor, Tensor, _Moments]], Tensor]:
+    """The terms of v, and S."""
+    factor, layout = batch.factor(weight), batch.layout
+    terms = [] if y_bar_dot is None else [(y_bar_dot[0], factor, y_bar_dot[1])]
+    of_y_bar = layout.filled(0.0) if weight_dot is None else weight_dot.contiguous().to(layout.acc)
+    s = layout.filled(0.0)
+    for x_dot, _, moments in x_dot_term:
+        a, b = moments.with_x_hat, y_bar[1].with_x_hat
+        covariance = layout.sums(x_dot, y_bar[0], y_bar[1].mean)[1] / layout.num_values
+        s = batch.rstd * (covariance - a * b)
+        of_y_bar = of_y_bar - factor * batch.rstd * a
+        terms.append((x_dot, -factor * batch.rstd * b, moments))
+    return [*terms, (y_bar[0], of_y_bar, y_bar[1])], s
+
+
+def _finished(
+    out: Sequence[Tensor | None], wanted: Sequence[bool], x: Tensor, weight: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Outputs, those per channel in the dtype of parameters, with stand-ins for what nobody wants."""
+    dtype = x.dtype if weight is None else weight.dtype
+    return tuple(
+        unwanted(x) if value is None or not want else value.to(dtype) if value.dim() == 1 else value
+        for value, want in zip(out, wanted, strict=True)
+    )

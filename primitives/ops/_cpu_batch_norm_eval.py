@@ -1,0 +1,111 @@
+"""Batch norm in evaluation on CPU tensors: ATen's kernels, and a linear combination per channel for the jvp.
+
+The formulas are those of `batch_norm_eval.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, served
+from primitives.ops._cpu_channels import Channels
+from primitives.ops._shared import unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["bwd", "forward", "jvp"]
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batch_ndim: int,
+    eps: float,
+) -> Tensor | None:
+    """y, by one call of ATen."""
+    if batch_ndim or not served(x, weight, bias, running_mean, running_var):
+        return None
+    layout = Channels.of(x)
+    weight, bias, mean, variance = in_accumulation_dtype(weight, bias, running_mean, running_var)
+    if not is_well_conditioned(mean, (variance + eps).rsqrt()):
+        return None
+    return torch.native_batch_norm(layout.arranged(x), weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def bwd(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batch_ndim: int,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...] | None:
+    """x_bar, and from the sums that ATen's backward takes, the cotangents of parameters and running statistics."""
+    if batch_ndim or not served(x, weight, running_mean, running_var):
+        return None
+    layout = Channels.of(x)
+    dtype = layout.acc if weight is None else weight.dtype
+    weight, mean, variance = in_accumulation_dtype(weight, running_mean, running_var)
+    rstd = (variance + eps).rsqrt()
+    scale = rstd if weight is None else rstd * weight
+    y_bar, x = layout.arranged(y_bar), layout.arranged(x)
+    sums_wanted = any(wanted[1:])
+    if layout.backward_is_accurate:
+        mask = (wanted[0], sums_wanted, sums_wanted)
+        x_bar, with_x_hat, total = layout.bwd(y_bar, x, weight, mean, rstd, mask, (mean, variance), eps)
+    else:
+        x_bar = layout.combined([(y_bar, scale)]) if wanted[0] else unwanted(x)
+        total, paired = layout.sums(y_bar, x, mean) if sums_wanted else (scale, scale)
+        with_x_hat = paired * rstd
+    weight_bar = bias_bar = mean_bar = var_bar = unwanted(x)
+    if sums_wanted:
+        weight_bar = with_x_hat.to(dtype) if wanted[1] else weight_bar
+        bias_bar = total.to(dtype) if wanted[2] else bias_bar
+        mean_bar = (-scale * total).to(running_mean.dtype) if wanted[3] else mean_bar
+        var_bar = (-0.5 * rstd * scale * with_x_hat).to(running_var.dtype) if wanted[4] else var_bar
+    return x_bar if wanted[0] else unwanted(x), weight_bar, bias_bar, mean_bar, var_bar
+
+
+def jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    running_mean_dot: Tensor | None,
+    running_var_dot: Tensor | None,
+    batch_ndim: int,
+    eps: float,
+) -> Tensor | None:
+    """y_dot: x_dot and, where weight or variance move, x - mean, by factors per channel."""
+    per_channel = (weight, weight_dot, bias_dot, running_mean_dot, running_var_dot)
+    if batch_ndim or not served(x, running_mean, running_var, *per_channel):
+        return None
+    layout = Channels.of(x)
+    weight, weight_dot, bias_dot, mean_dot, var_dot = in_accumulation_dtype(*per_channel)
+    mean, variance = in_accumulation_dtype(running_mean, running_var)
+    rstd = (variance + eps).rsqrt()
+    if not is_well_conditioned(mean, rstd):
+        return None
+    scale = rstd if weight is None else rstd * weight
+    constant = layout.filled(0.0) if bias_dot is None else bias_dot
+    if mean_dot is not None:
+        constant = constant - scale * mean_dot
+    slope = layout.filled(0.0) if weight_dot is None else rstd * weight_dot
+    if var_dot is not None:
+        slope = slope - 0.5 * rstd.square() * scale * var_dot
+    moves_x = weight_dot is not None or var_dot is not None or x_dot is None
+    terms = [(x, slope)] if moves_x else []
+    return layout.combined(terms if x_dot is None else [(x_dot, scale), *terms], constant - slope * mean)

@@ -1,0 +1,190 @@
+"""Layer norm on CPU tensors: ATen's kernels for value and vjp, and built from these, block by block, all the rest.
+
+Notation as in `layer_norm.py`. ATen's backward without a weight is the map P, which is symmetric, so one fused call
+gives a jvp as well as a vjp:
+
+    y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, row_blocks, served
+from primitives.ops._shared import accumulation_dtype, unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["Rows", "bwd", "forward", "jvp", "rows_of"]
+
+# ATen adds up parameter cotangents row by row in one running sum, which over more rows loses more than the tests allow.
+LONGEST_SUM = 2**12
+
+
+class Rows(NamedTuple):
+    """x as [rows, cols] with its statistics and parameters, ready for ATen.
+
+    Attributes:
+        x: Contiguous, in its own dtype.
+        mean: [rows, 1].
+        rstd: [rows, 1].
+        acc: Dtype of sums.
+    """
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    acc: torch.dtype
+
+    def like_x(self, t: Tensor | None) -> Any:
+        """`t`, shaped as x was, as [rows, cols]."""
+        return None if t is None else t.contiguous().view(self.x.shape)
+
+    def param(self, p: Tensor | None) -> Any:
+        """A parameter as [cols], in the dtype of sums."""
+        return None if p is None else p.to(self.acc).reshape(-1)
+
+    def zeros(self) -> Tensor:
+        """What a sum over rows begins with."""
+        return self.x.new_zeros(self.x.shape[1], dtype=self.acc)
+
+    def project(
+        self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None, mask: Sequence[bool] = (True, False, False)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """P(v * weight), sum(v * x_hat) and sum(v) of some rows, as far as `mask` says: ATen's backward."""
+        if weight is None and (mask[1] or mask[2]):
+            weight = x.new_ones(x.shape[1])
+        cols = [x.shape[1]]
+        return torch.ops.aten.native_layer_norm_backward.default(
+            v, x, cols, self.mean[rows], self.rstd[rows], weight, weight, mask
+        )
+
+
+ALL = slice(None)
+
+
+def rows_of(
+    x: Tensor,
+    params: Sequence[Tensor | None],
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    *,
+    has_sums: bool,
+) -> Rows | None:
+    """The rows of x; `None` if samples have parameters or sums of their own, or ATen's formulas would not do."""
+    if batch_ndim and (has_sums or _present(*params)):
+        return None
+    if not served(x, *params) or not is_well_conditioned(mean, rstd):
+        return None
+    cols = x.shape[x.dim() - norm_ndim :].numel()
+    mean, rstd = (statistic.contiguous().view(-1, 1) for statistic in (mean, rstd))
+    return Rows(x.contiguous().view(-1, cols), mean, rstd, accumulation_dtype(x.dtype))
+
+
+def _present(*values: Tensor | None) -> bool:
+    return any(value is not None for value in values)
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """y, mean and rstd, by one call of ATen."""
+    if (batch_ndim and _present(weight, bias)) or not served(x, weight, bias):
+        return None
+    shape, acc = x.shape[x.dim() - norm_ndim :], accumulation_dtype(x.dtype)
+    weight, bias = in_accumulation_dtype(weight, bias)
+    if x.dtype != acc and weight is None:
+        # Without parameters in float32, ATen rounds the statistics to the dtype of x.
+        weight = torch.ones(shape, dtype=acc)
+    y, mean, rstd = torch.native_layer_norm(x.contiguous(), shape, weight, bias, eps)
+    if not is_well_conditioned(mean, rstd):
+        return None
+    rest = x.shape[: x.dim() - norm_ndim]
+    return y, mean.view(rest), rstd.view(rest)
+
+
+def bwd(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """x_bar, weight_bar and bias_bar."""
+    rows = rows_of(x, [weight], mean, rstd, norm_ndim, batch_ndim, has_sums=wanted[1] or wanted[2])
+    if rows is None:
+        return None
+    dtype = rows.acc if weight is None else weight.dtype
+    x_bar, *sums = _bwd_of_rows(rows, rows.like_x(y_bar), rows.param(weight), wanted)
+    norm_shape = x.shape[x.dim() - norm_ndim :]
+    x_bar = x_bar.view(x.shape) if wanted[0] else unwanted(x)
+    weight_bar, bias_bar = (
+        total.view(norm_shape).to(dtype) if want else unwanted(x) for total, want in zip(sums, wanted[1:], strict=True)
+    )
+    return x_bar, weight_bar, bias_bar
+
+
+def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple:
+    x, (want_x, *want_sums) = rows.x, wanted
+    if x.dtype == rows.acc and (x.shape[0] <= LONGEST_SUM or not any(want_sums)):
+        return rows.project(y_bar, x, ALL, weight, wanted)
+    weight_bar, bias_bar, x_bar = rows.zeros(), rows.zeros(), unwanted(x)
+    if want_x:
+        if x.dtype != rows.acc and weight is None:
+            # ATen takes statistics in float32 beside a low-precision x where the weight is in float32 too.
+            weight = rows.zeros() + 1.0
+        x_bar = rows.project(y_bar, x, ALL, weight)[0]
+    # ATen adds low-precision parameter cotangents up in low precision: its blocks get float32.
+    for block in row_blocks(*x.shape) if any(want_sums) else ():
+        out = rows.project(y_bar[block].to(rows.acc), x[block].to(rows.acc), block, None, (False, *want_sums))
+        weight_bar += out[1] if want_sums[0] else 0.0
+        bias_bar += out[2] if want_sums[1] else 0.0
+    return x_bar, weight_bar, bias_bar
+
+
+def jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+) -> Tensor | None:
+    """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
+    params = (weight, weight_dot, bias_dot)
+    rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, has_sums=False)
+    if rows is None:
+        return None
+    weight, weight_dot, bias_dot = map(rows.param, params)
+    x_dot = rows.like_x(x_dot)
+    if x_dot is None and not _present(weight_dot, bias_dot):
+        return torch.zeros(x.shape, dtype=x.dtype)
+    out = torch.empty_like(rows.x)
+    for block in row_blocks(*out.shape):
+        x_block = rows.x[block].to(rows.acc)
+        y_dot: Any = bias_dot
+        if weight_dot is not None:
+            y_dot = torch.native_layer_norm(x_block, weight_dot.shape, weight_dot, bias_dot, eps)[0]
+        if x_dot is not None:
+            projected = rows.project(x_dot[block].to(rows.acc), x_block, block, None)[0]
+            if weight is not None:
+                y_dot = projected.mul_(weight) if y_dot is None else torch.addcmul(y_dot, projected, weight)
+            else:
+                y_dot = projected if y_dot is None else projected.add_(y_dot)
+        out[block] = y_dot
+    return out.view(x.shape)

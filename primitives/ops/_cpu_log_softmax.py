@@ -1,0 +1,113 @@
+"""Log-softmax on CPU tensors: ATen's kernels for the value and the vjp, blocks of rows for the rest.
+
+The formulas are those of `log_softmax.py` and `log_softmax_second_order.py`: sums over the axis with p = exp(y).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.ops._cpu import row_blocks
+from primitives.ops._shared import accumulation_dtype, unwanted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
+
+# Along any axis but the last, ATen has one running sum for each position beside it: longer ones lose more than tests
+# allow (`tests/support.py`).
+LONGEST_SUM = 2**14
+
+
+def _blocks(dim: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[tuple[list, list]]:
+    """Blocks of rows, [rows, length of the axis, inner]: inputs, and where to write outputs, in the dtype of sums."""
+    y = outputs[0]
+    shape = (y.shape[:dim].numel(), y.shape[dim], y.shape[dim:].numel() // y.shape[dim])
+    rows_in, rows_out = [t.contiguous().view(shape) for t in inputs], [t.view(shape) for t in outputs]
+    acc = accumulation_dtype(inputs[0].dtype)
+    for rows in row_blocks(shape[0], shape[1] * shape[2]):
+        targets = [t[rows] for t in rows_out]
+        written = [t if t.dtype == acc else torch.empty(t.shape, dtype=acc) for t in targets]
+        yield [t[rows].to(acc) for t in rows_in], written
+        for target, value in zip(targets, written, strict=True):
+            # An operation that casts its result as it writes it is slower than a copy that does.
+            if value is not target:
+                target.copy_(value)
+
+
+def forward(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor | None:
+    """y, by one call of ATen."""
+    if x.numel() == 0:
+        return None
+    return torch._log_softmax(x.contiguous().to(output_dtype or x.dtype), dim, False)
+
+
+def bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor | None:
+    """x_bar = y_bar - p * sum(y_bar)."""
+    if y.numel() == 0:
+        return None
+    if dim == y.dim() - 1 or y.shape[dim] <= LONGEST_SUM:
+        return torch._log_softmax_backward_data(y_bar.contiguous(), y.contiguous(), dim, y.dtype).to(x_dtype)
+    out = torch.empty(y.shape, dtype=x_dtype)
+    for (y_block, y_bar_block), (out_block,) in _blocks(dim, [y, y_bar], [out]):
+        total = y_bar_block.sum(1, keepdim=True)
+        torch.addcmul(y_bar_block, y_block.exp(), total, value=-1, out=out_block)
+    return out
+
+
+def jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor | None:
+    """y_dot = x_dot - sum(p * x_dot)."""
+    if y.numel() == 0:
+        return None
+    out = torch.empty(y.shape, dtype=y.dtype)
+    for (y_block, x_dot_block), (out_block,) in _blocks(dim, [y, x_dot], [out]):
+        total = y_block.exp().mul_(x_dot_block).sum(1, keepdim=True)
+        torch.sub(x_dot_block, total, out=out_block)
+    return out
+
+
+def pairing(
+    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """y_dot, -p * x_dot * sum(y_bar) and x_bar."""
+    if y.numel() == 0 or not any(wanted):
+        return None
+    made = [torch.empty(y.shape, dtype=t.dtype) for t, want in zip((y_bar, y, x_dot), wanted, strict=True) if want]
+    for (y_block, y_bar_block, x_dot_block), out_blocks in _blocks(dim, [y, y_bar, x_dot], made):
+        targets = iter(out_blocks[::-1])
+        p, total = y_block.exp(), y_bar_block.sum(1, keepdim=True)
+        if wanted[2]:
+            torch.addcmul(y_bar_block, p, total, value=-1, out=next(targets))
+        p_dot = p.mul_(x_dot_block)
+        if wanted[1]:
+            torch.mul(p_dot, -total, out=next(targets))
+        if wanted[0]:
+            torch.sub(x_dot_block, p_dot.sum(1, keepdim=True), out=next(targets))
+    outputs = iter(made)
+    y_bar_bar, output_bar, x_dot_bar = (next(outputs) if want else unwanted(y) for want in wanted)
+    return y_bar_bar, output_bar, x_dot_bar
+
+
+def bwd_jvp(
+    y_bar: Tensor, y: Tensor, y_bar_dot: Tensor | None, y_dot: Tensor | None, dim: int, x_dtype: torch.dtype
+) -> Tensor | None:
+    """x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))."""
+    if y.numel() == 0:
+        return None
+    if y_dot is None:
+        return None if y_bar_dot is None else bwd(y_bar_dot, y, dim, x_dtype)
+    out = torch.empty(y.shape, dtype=x_dtype)
+    inputs = [y, y_dot, y_bar, *([] if y_bar_dot is None else [y_bar_dot])]
+    for (y_block, y_dot_block, y_bar_block, *y_bar_dots), (out_block,) in _blocks(dim, inputs, [out]):
+        factor = y_dot_block * y_bar_block.sum(1, keepdim=True)
+        if not y_bar_dots:
+            torch.mul(y_block.exp().neg_(), factor, out=out_block)
+            continue
+        factor += y_bar_dots[0].sum(1, keepdim=True)
+        torch.addcmul(y_bar_dots[0], y_block.exp(), factor, value=-1, out=out_block)
+    return out

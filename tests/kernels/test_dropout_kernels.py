@@ -1,0 +1,194 @@
+"""Dropout and Philox kernels, in the interpreter: bit for bit what the reference and the definition say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+import primitives as pr
+from primitives.ops.dropout import dropout_p
+from primitives.ops.philox import philox_p
+from tests.kernels.traffic import measure_traffic
+from tests.philox_truth import true_noise, true_words
+from tests.support import DTYPES, LAYOUTS, arranged, normal
+from triton_kernels import launch
+from triton_kernels._kernel import intercept
+from triton_kernels.dropout import dropout_fwd
+from triton_kernels.philox import philox_words
+
+SEED, OFFSET = torch.tensor(-(2**45) + 3), torch.tensor(2**34 - 2)
+
+
+def as_in_the_interpreter(y, noise, x):
+    """bfloat16 is truncated there, not rounded; every other result has to be the same bits."""
+    if x.dtype != torch.bfloat16:
+        return y
+    bits = (x.float() * noise.float()).view(torch.int32)
+    return ((bits >> 16) << 16).view(torch.float32).bfloat16()
+
+
+def check(x, p, seed=SEED, offset=OFFSET, batch_ndim=0):
+    """The launcher and the reference agree in every bit and in their strides."""
+    expected = dropout_p(x, seed, offset, p, batch_ndim)
+    noise = dropout_p(torch.ones_like(x, dtype=torch.float64), seed, offset, p, batch_ndim)
+    y = dropout_fwd(x, seed, offset, p, batch_ndim)
+    assert torch.equal(y, as_in_the_interpreter(expected, noise, x))
+    assert y.stride() == expected.stride()
+    return y
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (3, 5, 7), (2, 8, 4, 2), (2, 4, 3, 3), (2, 3, 2, 3, 4)], ids=str)
+def test_bits_of_the_reference(shape, layout):
+    for dtype, p in zip(DTYPES, (0.1, 0.5, 0.75, 1.0), strict=True):
+        check(arranged(normal(shape, 1).to(dtype), layout), p)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7, 2048, 2049])
+def test_words_of_the_definition(count):
+    expected = torch.tensor(true_words(SEED.item(), OFFSET.item(), count))
+    assert torch.equal(philox_words(SEED, OFFSET, (count,)), expected)
+    assert torch.equal(philox_p(SEED, OFFSET, (count,)), expected)
+
+
+def test_words_of_several_streams():
+    seeds, offsets = torch.tensor([[3, -3], [2**40, 0]]).T, torch.tensor(5).expand(2, 2)
+    words = philox_words(seeds, offsets, (3, 5))
+    assert torch.equal(words, philox_p(seeds, offsets, (3, 5)))
+    assert words[0, 1].flatten().tolist() == true_words(2**40, 5, 15)
+
+
+def test_results_do_not_depend_on_the_plan(monkeypatch):
+    """Tiles of every shape draw the same numbers."""
+    x = normal((2, 6, 8), 2).permute(1, 0, 2)
+    y = check(x, 0.5)
+    for rows, cols in ((1, 4), (2, 8), (4, 16)):
+        plan = launch.DropoutPlan(rows, cols, 1)
+        monkeypatch.setattr(launch, "plan_dropout", lambda *args, plan=plan: plan)
+        assert torch.equal(dropout_fwd(x, SEED, OFFSET, 0.5, 0), y)
+
+
+# Attention heads, channels last, rows that begin inside a Philox block, more axes than the kernel has (a copy).
+VIEWS = {
+    "heads": lambda: normal((2, 3, 4, 8), 3).transpose(1, 2),
+    "channels last": lambda: normal((2, 3, 5, 7), 3).permute(0, 3, 1, 2),
+    "odd rows": lambda: normal((5, 9), 3)[:, :7],
+    "expanded": lambda: normal((1, 4, 1), 3).expand(3, 4, 5),
+    "five axes": lambda: normal((2, 3, 2, 3, 4), 3).permute(4, 1, 3, 0, 2),
+}
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_strides_and_seeds_of_samples(what):
+    x = VIEWS[what]()
+    check(x, 0.4)
+    seeds = torch.arange(x.shape[0]) * 2**33 - 1
+    for seed, offset in ((seeds, seeds.flip(0)), (seeds, None), (SEED.expand(x.shape[0]), OFFSET.expand(x.shape[0]))):
+        y = check(x, 0.4, seed, offset, 1)
+        for i, row in enumerate(x):
+            noise = true_noise(tuple(row.shape), seed[i].item(), 0 if offset is None else offset[i].item(), 0.4)
+            torch.testing.assert_close(y[i], row * noise)
+
+
+def test_seeds_of_a_grid_of_samples():
+    x = normal((3, 2, 4, 6), 4)
+    seeds = torch.arange(6).reshape(2, 3).T
+    check(x, 0.4, seeds, seeds, 2)
+    check(x.transpose(0, 1), 0.4, seeds.T, seeds.T, 2)
+    check(normal((2, 3), 5), 0.4, seeds.T, seeds.T, 2)
+
+
+def test_threshold_and_scale_are_exact():
+    """Of the words that are drawn, exactly those below p * 2**32 drop their elements; the scale has all 53 bits."""
+    words = sorted(true_words(7, 0, 40))
+    x = torch.ones(40, dtype=torch.float64)
+    for number, p in [(i, words[i] / 2**32) for i in (0, 1, 20, 39)]:
+        for function in (dropout_fwd, dropout_p):
+            y = function(x, torch.tensor(7), None, p, 0)
+            assert (y == 0).sum() == number
+            assert set(y.tolist()) <= {0.0, 1 / (1 - p)}
+    assert (dropout_fwd(x, torch.tensor(7), None, (words[20] + 1) / 2**32, 0) == 0).sum() == 21
+    assert torch.equal(dropout_fwd(x, torch.tensor(7), None, 0.0, 0), x)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_not_finite_is_multiplied_as_in_torch():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), -1.0]).repeat(8)
+    y, expected = dropout_fwd(x, SEED, None, 0.5, 0), dropout_p(x, SEED, None, 0.5, 0)
+    assert torch.equal(y.nan_to_num(1e9), expected.nan_to_num(1e9))
+    assert torch.equal(y[3::4].signbit(), torch.ones(8, dtype=torch.bool))
+    assert y[0::4].isnan().all()
+    assert y[1::4].isnan().any()
+    assert (y[1::4] == float("inf")).any()
+
+
+def test_offsets_carry_into_the_high_word():
+    """Elements on either side of block 2**32 are those of one stream."""
+    x = torch.ones(64, dtype=torch.float64)
+    start = 2**32 - 8
+    y = dropout_fwd(x, SEED, torch.tensor(start), 0.5, 0)
+    assert torch.equal(y, true_noise((64,), SEED.item(), start, 0.5))
+    assert torch.equal(y[32:], dropout_fwd(x[:32], SEED, torch.tensor(2**32), 0.5, 0))
+    assert not torch.equal(y[32:], dropout_fwd(x[:32], SEED, torch.tensor(0), 0.5, 0))
+
+
+@pytest.fixture
+def only_the_last_programs(monkeypatch):
+    """Launch two programs: the last ones of the grid."""
+    base = [0]
+    program_id = interpreter.InterpreterBuilder.create_get_program_id
+
+    def shifted(self, axis):
+        handle = program_id(self, axis)
+        return interpreter.TensorHandle(handle.data + np.int32(base[0]), handle.dtype)
+
+    def run(kernel, grid, args, constants):
+        base[0] = grid[0] - 2
+        kernel.function[(2,)](*args, **constants)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", shifted)
+    with intercept(run):
+        yield
+
+
+@pytest.mark.usefixtures("only_the_last_programs")
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_elements_past_31_bits_have_numbers_of_their_own(num_samples, poisoned_memory):
+    """The end of 2**31 + 64 elements of each sample, of which only the last pages exist."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    count, tail = 2**31 + 64, 64
+    x = torch.empty((num_samples - 1) * 8 + count, dtype=torch.float16).as_strided((num_samples, count), (8, 1))
+    x[-1, -tail:] = 1.0
+    seeds = torch.arange(num_samples) + 5
+    y = dropout_fwd(x, seeds, None, 0.5, 1) if num_samples > 1 else dropout_fwd(x[0], seeds[0], None, 0.5, 0)[None]
+    expected = true_noise((tail,), seeds[-1].item(), (count - tail) // 4, 0.5)
+    assert torch.equal(y[-1, -tail:], expected.half())
+
+
+def test_rows_further_apart_than_31_bits_count(poisoned_memory):
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory = torch.empty(2**31 + 64, dtype=torch.float16)
+    for strides in ((2**30, 1), (1, 2**30)):
+        x = memory.as_strided((3, 3), strides)
+        x.copy_(normal((3, 3), 8))
+        assert torch.equal(dropout_fwd(x, SEED, None, 0.3, 0), dropout_p(x.contiguous(), SEED, None, 0.3, 0))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_traffic_is_one_read_and_one_write(layout):
+    x = arranged(normal((2, 8, 16, 16), 6).half(), layout)
+    with measure_traffic() as traffic:
+        y = dropout_fwd(x, SEED, OFFSET, 0.5, 0)
+    assert traffic.num_launches == 1
+    assert traffic.loaded(x) == traffic.stored(y) == (x.nbytes, x.nbytes)
+
+
+@pytest.mark.usefixtures("on_kernels")
+def test_functional_and_its_derivatives_run_the_kernel():
+    x = normal((4, 6), 7).requires_grad_()
+    torch.manual_seed(0)
+    y = pr.functional.dropout(x, 0.5)
+    (x_bar,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y.detach(), x.detach() * x_bar)

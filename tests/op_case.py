@@ -1,0 +1,158 @@
+"""What a record of an op is: see `op_cases`, which has one for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.support import DTYPES, LOW_PRECISION, arranged, normal, pairwise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    import primitives as pr
+
+__all__ = ["OpCase", "Sample", "make_options", "make_samples"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One way to call an op, without its numbers.
+
+    Attributes:
+        shape: Shape of `x`, the first argument.
+        options: Keyword arguments of the public function.
+        absent: Arguments that are `None`.
+        layout: Memory layout of every tensor, one of `support.LAYOUTS`.
+        mixed: Whether the other arguments are float32 beside a low-precision `x`.
+    """
+
+    shape: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    absent: tuple[str, ...] = ()
+    layout: str = "contiguous"
+    mixed: bool = False
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, self.shape)), *[f"{k}={v}" for k, v in self.options], self.layout]
+        parts += [f"no_{name}" for name in self.absent] + ["mixed"] * self.mixed
+        return "-".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCase:
+    """An op and what its tests need to know.
+
+    Attributes:
+        name: Name in test ids.
+        forward: Primitive of the op itself.
+        bwd: Primitive of its vjp.
+        jvp: Primitive of its jvp.
+        function: The public function, `(*arguments, **options)`, returning `y` or a tuple that begins with it.
+        truth: The same by the definition, in plain torch operations, for float64 arguments.
+        torch_function: `y` of torch's own op, with the same arguments.
+        arguments: Names of the tensor arguments, `x` first.
+        differentiable: Those that have derivatives.
+        parameter_shape: Shape of every argument but `x`, given a sample.
+        samples: What reference and kernels are tested on.
+        small: A few elements, for derivatives by differences, compilers and vmap.
+        tiny: Fewer still, for derivatives of order four.
+        not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
+        positive: Arguments that must be positive.
+        second_order: Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed.
+        dtypes: Supported dtypes.
+    """
+
+    name: str
+    forward: pr.core.Primitive
+    bwd: pr.core.Primitive
+    jvp: pr.core.Primitive
+    function: Callable[..., Any]
+    truth: Callable[..., Any]
+    torch_function: Callable[..., Tensor]
+    arguments: tuple[str, ...]
+    differentiable: tuple[str, ...]
+    parameter_shape: Callable[[Sample], tuple[int, ...]]
+    samples: tuple[Sample, ...]
+    small: Sample
+    tiny: Sample
+    not_kept: tuple[str, ...]
+    positive: tuple[str, ...] = ()
+    second_order: tuple[pr.core.Primitive, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the op is its own derivative: primitives of the vjp and jvp are that of the op."""
+        return self.forward is self.bwd
+
+    def present(self, sample: Sample) -> list[str]:
+        """Arguments that are tensors in `sample`."""
+        return [name for name in self.arguments if name not in sample.absent]
+
+    def perturbable(self, sample: Sample) -> list[str]:
+        """Differentiable arguments that are tensors in `sample`."""
+        return [name for name in self.differentiable if name not in sample.absent]
+
+    def inputs(
+        self, sample: Sample, dtype: torch.dtype, device: torch.device, seed: int = 0
+    ) -> dict[str, Tensor | None]:
+        """Arguments by name, in the layout of the sample."""
+        parameter_dtype = torch.float32 if sample.mixed and dtype in LOW_PRECISION else dtype
+        made: dict[str, Tensor | None] = {}
+        for position, name in enumerate(self.arguments):
+            shape = sample.shape if position == 0 else self.parameter_shape(sample)
+            values = normal(shape, seed + position, mean=0.5)
+            if name in self.positive:
+                values = 0.5 + values.abs()
+            values = values.to(device, dtype if position == 0 else parameter_dtype)
+            made[name] = None if name in sample.absent else arranged(values, sample.layout)
+        return made
+
+    def outputs(self, inputs: dict[str, Tensor | None], sample: Sample) -> tuple[Tensor, ...]:
+        """All tensors that the public function returns, `y` first."""
+        return _as_tuple(self.function(*inputs.values(), **dict(sample.options)))
+
+    def true_outputs(self, inputs: dict[str, Tensor | None], sample: Sample) -> tuple[Tensor, ...]:
+        """The same by the definition, in float64."""
+        wide = [None if value is None else value.double() for value in inputs.values()]
+        return _as_tuple(self.truth(*wide, **dict(sample.options)))
+
+    def of(
+        self, names: Sequence[str], inputs: dict[str, Tensor | None], sample: Sample, *, true: bool = False
+    ) -> Callable[..., Tensor]:
+        """`y` as a function of the arguments `names` alone, the others as in `inputs`."""
+        outputs = self.true_outputs if true else self.outputs
+
+        def y(*values: Tensor) -> Tensor:
+            return outputs({**inputs, **dict(zip(names, values, strict=True))}, sample)[0]
+
+        return y
+
+
+def _as_tuple(out: Any) -> tuple[Tensor, ...]:
+    return tuple(value for value in out if value is not None) if isinstance(out, tuple) else (out,)
+
+
+def make_options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+def make_samples(
+    shapes: Sequence[tuple],
+    absent: Sequence[tuple],
+    layouts: Sequence[str],
+    constant_when_expanded: Callable[[tuple[int, ...]], bool] = lambda shape: False,
+) -> tuple[Sample, ...]:
+    """All pairs of shape with options, layout, absent arguments and mixed dtypes.
+
+    Left out are expanded shapes all of whose normalized values are equal: there the rounding of the mean, times
+    1 / sqrt(eps), is all that remains.
+    """
+    rows = pairwise(shape=shapes, layout=layouts, absent=absent, mixed=(False, True) if len(absent) > 1 else (False,))
+    samples = [Sample(*row.pop("shape"), **row) for row in rows]
+    return tuple(s for s in samples if s.layout != "expanded" or not constant_when_expanded(s.shape))

@@ -1,0 +1,221 @@
+"""The kernels for CPU tensors and the reference are one and the same: values, layouts, and who serves which call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import primitives as pr
+from primitives.core import registered_primitives
+from primitives.ops import _cpu, _cpu_channels, _cpu_layer_norm, _cpu_log_softmax
+from tests.op_cases import BATCH_NORM, CASES, LAYER_NORM, LOG_SOFTMAX, Sample
+from tests.properties import layout_of, recorded_calls
+from tests.second_order import second_order_calls
+from tests.support import DTYPES, LAYOUTS, arranged, assert_close, coarsest, dtype_id, normal
+
+KERNELS = {p.overload: p for p in registered_primitives().values() if "cpu" in p._kernels}
+SERVED = [case for case in CASES if case.forward.overload in KERNELS]
+EPS = 1e-5
+LARGE_OFFSET = 1e4
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(device):
+    """These kernels exist for CPU tensors alone."""
+    if device.type != "cpu":
+        pytest.skip("kernels for CPU tensors")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Limits so small that a few rows are many blocks, and a long sum."""
+    monkeypatch.setattr(_cpu, "BLOCK_ELEMENTS", 24)
+    for module, name in (
+        (_cpu_channels, "LONGEST_SUM"),
+        (_cpu_channels, "LONGEST_BACKWARD"),
+        (_cpu_layer_norm, "LONGEST_SUM"),
+        (_cpu_log_softmax, "LONGEST_SUM"),
+    ):
+        monkeypatch.setattr(module, name, 4)
+
+
+def every_call(case, sample, dtype):
+    """Calls of all orders, for single arguments and all of them."""
+    inputs = case.inputs(sample, dtype, torch.device("cpu"))
+    calls = recorded_calls(case, sample, inputs)
+    if case.second_order:
+        calls += second_order_calls(case, sample, inputs, case.perturbable(sample))
+    return [call for call in calls if call.overload in KERNELS]
+
+
+def is_served(call):
+    """Whether the kernel itself, not the reference in its place, returns the outputs."""
+    return KERNELS[call.overload]._kernels["cpu"].__wrapped__(*call.args) is not None
+
+
+def check_against_reference(call, order=1):
+    """Outputs of kernel and reference have one layout and, in a unit in the last place or some, one value."""
+    with pr.use_backend("auto"):
+        actual = call.outputs()
+    with pr.use_backend("reference"):
+        expected = call.outputs()
+    for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        assert layout_of(got) == layout_of(want), f"{call}, output {i}"
+        precision = coarsest(want.dtype, *(call.args[i].dtype for i in call.tensors))
+        assert_close(got, want, precision=precision, order=order, what=f"{call}, output {i}")
+
+
+@pytest.mark.parametrize("part, dtype", list(enumerate(DTYPES)), ids=[*map(dtype_id, DTYPES)])
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_kernel_and_reference_agree(case, part, dtype, small_blocks):
+    for sample in case.samples[part :: len(DTYPES)]:
+        for call in every_call(case, sample, dtype):
+            check_against_reference(call, order=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_kernels_serve_every_layout(case, dtype):
+    for layout in LAYOUTS:
+        sample = dataclasses.replace(case.small, shape=(6, *case.small.shape[1:]), layout=layout)
+        if layout == "expanded" and case is BATCH_NORM:
+            sample = dataclasses.replace(sample, shape=(6, 2, 5))
+        for call in every_call(case, sample, dtype):
+            assert is_served(call), f"{call}, {layout}"
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_statistics_of_low_precision_without_parameters(case):
+    sample = dataclasses.replace(case.small, absent=tuple(n for n in ("weight", "bias") if n in case.arguments))
+    for call in every_call(case, sample, torch.bfloat16):
+        assert is_served(call), str(call)
+        check_against_reference(call, order=2)
+
+
+def test_every_family_has_kernels_of_all_orders():
+    families = [case for case in CASES if case.forward.overload in KERNELS]
+    assert {case.name for case in families} >= {"layer_norm", "batch_norm", "batch_norm_eval", "log_softmax"}
+    for case in families:
+        for primitive in (case.forward, case.bwd, case.jvp, *case.second_order):
+            assert primitive.has_kernel_for("cpu"), primitive.name
+            with pr.use_backend("reference"):
+                assert not primitive.has_kernel_for("cpu")
+
+
+# What the reference serves.
+
+
+def norm_calls(case, shape, offset, options=(("norm_ndim", 1),)):
+    """First-order calls in float32, x being `offset` away from zero."""
+    sample = Sample(shape, options if case is LAYER_NORM else (), case.arguments[3:])
+    inputs = case.inputs(sample, torch.float32, torch.device("cpu"))
+    inputs["x"] = inputs["x"] + offset
+    return recorded_calls(case, sample, inputs)
+
+
+@pytest.mark.parametrize("case", [LAYER_NORM, BATCH_NORM], ids=lambda case: case.name)
+@pytest.mark.parametrize("value", [LARGE_OFFSET, float("nan"), float("inf")])
+def test_what_atens_formulas_lose_is_left_to_the_reference(case, value):
+    """Constant and nearly constant rows, and NaN: the same bits as the reference's."""
+    for call in norm_calls(case, (40, 8), value):
+        assert not is_served(call) or call.overload is BATCH_NORM.bwd.overload, str(call)
+    (call, *_) = norm_calls(case, (40, 8), value)
+    with pr.use_backend("reference"):
+        expected = call.outputs()
+    for got, want in zip(call.outputs(), expected, strict=True):
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_samples_with_parameters_of_their_own_are_left_to_the_reference():
+    x, weight = normal((3, 5, 4), 0), normal((3, 4), 1)
+    layer_norm_p, batch_norm_p = LAYER_NORM.forward, BATCH_NORM.forward
+    assert layer_norm_p._kernels["cpu"].__wrapped__(x, weight, None, 1, 1, EPS) is None
+    assert layer_norm_p._kernels["cpu"].__wrapped__(x, None, None, 1, 1, EPS) is not None
+    assert batch_norm_p._kernels["cpu"].__wrapped__(x, weight, None, None, None, 1, 0.1, EPS) is None
+
+
+@pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])
+def test_special_values_of_log_softmax(special):
+    x = normal((3, 5), 0).float()
+    x[0, 1], x[1] = special, special
+    for call in recorded_calls(LOG_SOFTMAX, Sample((3, 5), (("dim", 1),)), {"x": x}):
+        check_against_reference(call)
+
+
+def test_a_single_value_per_channel():
+    """torch refuses it in training; the primitive does not, and leaves the running variance finite."""
+    x, running = torch.zeros(1, 3), torch.full((3,), 2.0)
+    out = BATCH_NORM.forward(x, None, None, running, running, 0, 0.5, EPS)
+    assert out[4].tolist() == [1.0] * 3
+    assert running.tolist() == [2.0] * 3
+
+
+# Long sums, held to float64: ATen's own lose more in them.
+
+
+def test_long_sums_of_batch_norm_in_channels_last():
+    shape = (33, 3, 63, 65)
+    x, y_bar = (arranged(normal(shape, i, 0.5).float(), "channels_last") for i in range(2))
+    assert x.numel() // 3 > _cpu_channels.LONGEST_BACKWARD
+    with torch.no_grad():
+        out = BATCH_NORM.forward(x, None, None, None, None, 0, 0.1, EPS)
+        with pr.use_backend("reference"):
+            true = BATCH_NORM.forward(x.double(), None, None, None, None, 0, 0.1, EPS)
+        for got, want in zip(out[:3], true[:3], strict=True):
+            assert_close(got, want, dtype=torch.float32)
+        mask = [True, False, True]
+        got = BATCH_NORM.bwd(y_bar, x, None, out[1], out[2], 0, EPS, mask)
+        with pr.use_backend("reference"):
+            want = BATCH_NORM.bwd(y_bar.double(), x.double(), None, true[1], true[2], 0, EPS, mask)
+        for i in (0, 2):
+            assert_close(got[i], want[i], dtype=torch.float32)
+
+
+def test_long_sums_of_layer_norm():
+    x, y_bar = (normal((131_101, 4), i, 2.0 * i).float() for i in range(2))
+    _, mean, rstd = LAYER_NORM.forward(x, None, None, 1, 0, EPS)
+    got = LAYER_NORM.bwd(y_bar, x, None, mean, rstd, 1, 0, EPS, [True] * 3)
+    with pr.use_backend("reference"):
+        _, mean, rstd = LAYER_NORM.forward(x.double(), None, None, 1, 0, EPS)
+        want = LAYER_NORM.bwd(y_bar.double(), x.double(), None, mean, rstd, 1, 0, EPS, [True] * 3)
+    for actual, expected in zip(got, want, strict=True):
+        assert_close(actual, expected, dtype=torch.float32)
+
+
+def test_low_precision_parameter_cotangents_are_rounded_once():
+    """ATen adds them up in bfloat16: ten times the error."""
+    x, y_bar, weight = (normal(shape, i, 0.5).bfloat16() for i, shape in enumerate([(999, 16), (999, 16), (16,)]))
+    for case in (LAYER_NORM, BATCH_NORM):
+        options = (1, 0, EPS) if case is LAYER_NORM else (0, EPS)
+        call = [x, weight, None, *options] if case is LAYER_NORM else [x, weight, None, None, None, 0, 0.1, EPS]
+        _, mean, rstd, *_ = case.forward(*call)
+        got = case.bwd(y_bar, x, weight, mean, rstd, *options, [True] * 3)
+        with pr.use_backend("reference"):
+            wide = (t.double() for t in (y_bar, x, weight, mean, rstd))
+            want = case.bwd(*wide, *options, [True] * 3)
+        for actual, expected in zip(got, want, strict=True):
+            assert_close(actual, expected, dtype=torch.bfloat16)
+
+
+def test_long_sums_of_log_softmax():
+    """Over the first axis, where one element has all the weight."""
+    x, y_bar = normal((300_000, 4), 0).float(), normal((300_000, 4), 1, 1.0).float()
+    x[0] = 30.0
+    y = torch.log_softmax(x, 0)
+    got = LOG_SOFTMAX.bwd(y_bar, y, 0, torch.float32)
+    with pr.use_backend("reference"):
+        want = LOG_SOFTMAX.bwd(y_bar.double(), y.double(), 0, torch.float64)
+    assert_close(got, want, dtype=torch.float32)
+
+
+def test_arguments_are_not_written_into():
+    for case in SERVED:
+        for call in every_call(case, case.small, torch.float32):
+            before = [a.clone() if isinstance(a, torch.Tensor) else a for a in call.args]
+            outputs = call.outputs()
+            for a, b in zip(call.args, before, strict=True):
+                assert not isinstance(a, torch.Tensor) or torch.equal(a, b), str(call)
+            storages = {a.untyped_storage().data_ptr() for a in call.args if isinstance(a, torch.Tensor)}
+            assert not any(o.numel() and o.untyped_storage().data_ptr() in storages for o in outputs), str(call)

@@ -1,0 +1,262 @@
+"""Dropout as users call it: statistics, seeds, randomness under vmap, in-place writes, compilation, modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from primitives.core import registered_primitives
+from primitives.functional import dropout
+from primitives.ops._philox import CHUNK_BLOCKS, draw_words, philox4x32
+from primitives.ops.dropout import dropout_p
+from tests.philox_truth import rounds, true_words
+from tests.support import normal
+
+MANY = 2**16
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def test_known_answers():
+    """The published vectors of Random123, of the definition that everything else is held to."""
+    ones, pi = (2**32 - 1,) * 4, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert rounds((0,) * 4, (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert rounds(ones, ones[:2]) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert rounds(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("offset", [0, 5, 2**32 - 1, 2**40, 2**63 - 3])
+def test_words_are_those_of_the_definition(seed, offset):
+    words = draw_words(torch.tensor(seed), torch.tensor(offset), 10)
+    assert words.tolist() == true_words(seed, offset, 10)
+
+
+def test_words_do_not_depend_on_how_many_are_drawn_at_a_time():
+    count = 4 * CHUNK_BLOCKS + 7
+    words = draw_words(torch.tensor(3), None, count)
+    assert words.shape == (count,)
+    last = torch.tensor([CHUNK_BLOCKS, CHUNK_BLOCKS + 1])
+    assert torch.equal(words[4 * CHUNK_BLOCKS :], torch.stack(philox4x32(torch.tensor([3]), last), -1).flatten()[:7])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_statistics(p):
+    """Mean, variance, independence of neighbors and of other seeds, to within five standard errors."""
+    y = dropout(torch.ones(MANY, dtype=torch.float64), p)
+    kept, error = y != 0, 5 / MANY**0.5
+    assert torch.equal(y[kept], torch.full_like(y[kept], 1 / (1 - p)))
+    std = (p / (1 - p)) ** 0.5
+    standardized = (y - 1) / std
+    assert abs(standardized.mean()) < error
+    assert abs(standardized.square().mean() - 1) < error * max(std, 1 / std)
+    others = [standardized.roll(i) for i in (1, 2, 3, 4, 64)]
+    others += [(dropout(torch.ones_like(y), p) - 1) / std for _ in range(2)]
+    others += [(dropout_p(torch.ones_like(y), torch.tensor(seed), None, p, 0) - 1) / std for seed in (0, 1, 2**32)]
+    for other in others:
+        assert abs((standardized * other).mean()) < error
+    # Each of the four words of a block by itself.
+    assert (standardized.view(-1, 4).mean(0).abs() < 2 * error).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_kept_elements_are_scaled_as_by_torch(dtype):
+    x = normal((50, 7), 1).to(dtype)
+    y = dropout(x, 0.3)
+    kept = y != 0
+    exact = (x.double() / 0.7).to(dtype)
+    torch.testing.assert_close(y[kept], exact[kept], rtol=torch.finfo(dtype).eps, atol=0)
+    assert 0.5 < kept.double().mean() < 0.9
+
+
+def test_seeds_come_from_torch():
+    x = torch.ones(100)
+    first, second = dropout(x), dropout(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(dropout(x), first)
+    assert torch.equal(dropout(x), second)
+
+
+def test_strides_do_not_change_the_numbers():
+    x = normal((2, 4, 6, 8), 2)
+    y = dropout_p(x, torch.tensor(5), None, 0.5, 0)
+    for other in (
+        x.contiguous(memory_format=torch.channels_last),
+        x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0),
+    ):
+        z = dropout_p(other, torch.tensor(5), None, 0.5, 0)
+        assert torch.equal(z, y)
+        assert z.stride() == other.stride()
+
+
+def test_nothing_is_drawn_where_nothing_is_left_to_chance():
+    before = torch.get_rng_state()
+    x = normal((3, 4), 1)
+    assert dropout(x, 0.0) is x
+    assert dropout(x, 0.5, training=False) is x
+    assert torch.equal(dropout(x, 1.0), torch.zeros(3, 4).double())
+    assert dropout(x[:0], 0.5).shape == (0, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trees():
+    tree = {"a": torch.ones(64), "b": [torch.ones(64), None]}
+    out = dropout(tree)
+    assert out["b"][1] is None
+    assert not torch.equal(out["a"], out["b"][0])
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+def test_p_out_of_range(p):
+    for call in (dropout, F.dropout):
+        with pytest.raises((ValueError, RuntimeError), match="probability"):
+            call(torch.ones(3), p)
+
+
+def test_errors():
+    with pytest.raises(pr.DtypeError, match="p must be a number"):
+        dropout(torch.ones(3), "half")
+    with pytest.raises(pr.DtypeError, match=r"input\['a'\] must have dtype"):
+        dropout({"a": torch.ones(3, dtype=torch.int64)})
+    with pytest.raises(pr.DtypeError, match="got NoneType"):
+        dropout(None)
+
+
+# In place.
+
+
+def test_in_place_is_what_torch_does():
+    """The input itself is returned, written, part of the graph, and differentiated at its new value."""
+    x = normal((8, 8), 3).requires_grad_()
+    h = x * 2
+    seen = h.detach()
+    y = dropout(h, 0.5, inplace=True)
+    assert y is h
+    assert torch.equal(seen, y.detach())
+    (x_bar,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(x_bar * x.detach(), y.detach())
+    view = torch.ones(4, 6)[:, ::2]
+    base = view._base
+    assert dropout(view, 0.5, inplace=True) is view
+    assert (base[:, 1::2] == 1).all()
+
+
+def test_in_place_refuses_what_torch_refuses():
+    leaf = torch.ones(3, requires_grad=True)
+    for call in (dropout, F.dropout):
+        with pytest.raises(RuntimeError, match="leaf"):
+            call(leaf, 0.5, True, True)
+        with pytest.raises(RuntimeError):
+            call(torch.ones(1).expand(3), 0.5, True, True)
+        with pytest.raises(RuntimeError):
+            torch.vmap(lambda z, call=call: call(torch.ones(3), 0.5, True, True) * z, randomness="different")(
+                torch.ones(2)
+            )
+    with torch.no_grad():
+        assert dropout(leaf, 0.5, inplace=True) is leaf
+
+
+def test_in_place_under_transforms():
+    x = normal((6,), 4)
+
+    def f(x):
+        return dropout(x * 2, 0.5, inplace=True).square().sum()
+
+    torch.manual_seed(1)
+    grad = torch.func.grad(f)(x)
+    torch.manual_seed(1)
+    expected = torch.func.grad(lambda x: dropout(x * 2, 0.5).square().sum())(x)
+    assert torch.equal(grad, expected)
+    torch.manual_seed(1)
+    _, tangent = torch.func.jvp(f, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, expected.sum())
+
+
+# vmap.
+
+
+def test_randomness_of_vmap():
+    x = torch.ones(5, 32)
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(dropout)(x)
+    same = torch.vmap(dropout, randomness="same")(x)
+    assert torch.equal(same, same[:1].expand(5, 32))
+    different = torch.vmap(dropout, randomness="different")(x)
+    assert len(different.unique(dim=0)) == 5
+    # An input without a batch axis is dropped for each sample too.
+    rows = torch.vmap(lambda i: dropout(torch.ones(32)) + 0 * i, randomness="different")(torch.arange(5.0))
+    assert len(rows.unique(dim=0)) == 5
+    for mode in ("same", "different"):
+        torch.manual_seed(2)
+        y = torch.vmap(dropout, randomness=mode)(x)
+        torch.manual_seed(2)
+        y_bar = torch.func.grad(lambda x, mode=mode: torch.vmap(dropout, randomness=mode)(x).sum())(x)
+        assert torch.equal(y, y_bar * x)
+
+
+def test_samples_equal_calls_with_their_seeds():
+    x, seeds = normal((3, 4, 5), 5), torch.tensor([3, -7, 2**40])
+    y = torch.vmap(lambda x, seed: dropout_p(x, seed, None, 0.4, 0), in_dims=(1, 0), out_dims=1)(x[:, :3], seeds)
+    for i, seed in enumerate(seeds):
+        assert torch.equal(y[:, i], dropout_p(x[:, i], seed, None, 0.4, 0))
+    hessians = torch.vmap(torch.func.hessian(lambda x, s: dropout_p(x, s, None, 0.4, 0).pow(3).sum()))(x[:, 0], seeds)
+    assert hessians.shape == (3, 5, 5)
+
+
+# Elsewhere in torch.
+
+
+def test_checkpointing():
+    x = normal((6, 6), 6).requires_grad_()
+
+    def f(x):
+        return dropout(torch.tanh(dropout(x, 0.3)), 0.5).square().sum()
+
+    torch.manual_seed(4)
+    expected = torch.autograd.grad(f(x), x)[0]
+    torch.manual_seed(4)
+    assert torch.equal(torch.autograd.grad(checkpoint(f, x, use_reentrant=False), x)[0], expected)
+
+
+def test_compiled():
+    """One graph, of one random operation and one node of dropout, and derivatives that match the values."""
+    nodes = []
+
+    def backend(graph, _):
+        nodes.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(lambda x: dropout(x, 0.5) * 2, backend=backend, fullgraph=True)
+    x = normal((4, 8), 7).requires_grad_()
+    y = compiled(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0] * x.detach(), y.detach())
+    assert nodes.count(registered_primitives()["primitives::dropout"].overload) == 1
+    torch.manual_seed(5)
+    first = compiled(x)
+    torch.manual_seed(5)
+    assert torch.equal(compiled(x), first)
+    torch.manual_seed(5)
+    assert torch.equal(dropout(x, 0.5) * 2, first)
+
+
+def test_module():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.25))
+    assert list(pr.nn.convert(model)) == ["1"]
+    module = model[1]
+    assert type(module) is pr.nn.Dropout
+    assert isinstance(module, torch.nn.Dropout)
+    assert repr(module) == "Dropout(p=0.25, inplace=False)"
+    x = torch.ones(64, 8)
+    assert set(module(x).unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert module.eval()(x) is x
+    pr.nn.Dropout(0.5, inplace=True)(x)
+    assert (x == 0).any()
+    assert pr.nn.revert(model)
+    assert type(model[1]) is torch.nn.Dropout

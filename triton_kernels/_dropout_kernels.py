@@ -1,0 +1,142 @@
+"""The dropout kernel, which is also the kernel of all its derivatives.
+
+Tensors are seen as `[num_outer, num_inner, num_rows, num_cols]`, in logical order; a program owns a tile of
+BLOCK_ROWS rows and BLOCK_COLS columns. An element's random word is given by its place in logical order, whatever the
+strides and the tile.
+"""
+
+# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_kernels._philox_steps import grouped_words, single_words, unspecialized_jit
+from triton_kernels._runtime import cast, float64_of_bits, store_cast
+
+
+@triton.jit
+def _aligned(number, ALIGN: tl.constexpr):
+    # The compiler sees the factor in the product, where `tl.multiple_of` would get lost on its way to AMD code.
+    return (number // ALIGN) * ALIGN
+
+
+@triton.jit
+def _tile_offsets(
+    outer,
+    inner,
+    row,
+    col,
+    outer_stride,
+    inner_stride,
+    row_stride,
+    col_stride,
+    ADJACENT: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Element offsets `[BLOCK_ROWS, BLOCK_COLS]` of a tile, in int64."""
+    if ADJACENT == "cols":
+        start = outer * _aligned(outer_stride, ALIGN) + inner * _aligned(inner_stride, ALIGN)
+        offsets = (start + row * _aligned(row_stride, ALIGN))[:, None] + col[None, :]
+    elif ADJACENT == "rows":
+        start = outer * _aligned(outer_stride, ALIGN) + inner * _aligned(inner_stride, ALIGN)
+        offsets = (start + row)[:, None] + (col * _aligned(col_stride, ALIGN))[None, :]
+    else:
+        start = outer * outer_stride + inner * inner_stride
+        offsets = (start + row * row_stride)[:, None] + (col * col_stride)[None, :]
+    return offsets
+
+
+@unspecialized_jit
+def dropout_kernel(
+    x_ptr,
+    y_ptr,
+    seed_ptr,
+    offset_ptr,
+    num_inner,
+    num_rows,
+    num_cols,
+    sample_rows,
+    x_outer_stride,
+    x_inner_stride,
+    x_row_stride,
+    x_col_stride,
+    y_outer_stride,
+    y_inner_stride,
+    y_row_stride,
+    y_col_stride,
+    seed_stride,
+    offset_stride,
+    last_dropped,
+    scale_low,
+    scale_high,
+    DTYPE: tl.constexpr,
+    BATCHED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    X_ADJACENT: tl.constexpr,
+    Y_ADJACENT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    COL_ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Writes `y = x * noise` for one tile; noise is zero where a random word is at most `last_dropped`, else the scale.
+
+    x, y                      [num_outer, num_inner, num_rows, num_cols], each with its four strides, in elements
+    seed, offset              [num_samples], or one; offset counts Philox blocks, and None stands for 0
+    sample_rows               rows of a sample, over all axes but the last
+    last_dropped              bits of the largest word that drops its element
+    scale_low, scale_high     bits of the scale, a float64
+    DTYPE                     dtype of the product
+    BATCHED                   whether there are several samples, with a seed each
+    GROUPED                   whether every row begins with the first word of a Philox block
+    X_ADJACENT, Y_ADJACENT    which axis has stride 1: "cols", "rows" or "none"
+    ALIGN                     power of two that divides the other strides of tensors with such an axis
+    ROW_ALIGN, COL_ALIGN      power of two that divides the number of rows or columns that loads run along
+    BLOCK_ROWS, BLOCK_COLS    size of a tile; at least 4 columns
+    """
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
+    num_col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+    above = tl.program_id(0) // num_col_blocks
+    start_col = (tl.program_id(0) - above * num_col_blocks).to(tl.int64) * BLOCK_COLS
+    segment = above // num_row_blocks
+    row = (above - segment * num_row_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    outer = (segment // num_inner).to(tl.int64)
+    inner = (segment - outer * num_inner).to(tl.int64)
+    col = start_col + tl.arange(0, BLOCK_COLS)
+
+    # Rows past the end get numbers of other rows, which nobody stores.
+    row_number = segment.to(tl.int64) * num_rows + row
+    if BATCHED:
+        sample = row_number // sample_rows
+        row_number -= sample * sample_rows
+        sample_mask = row < num_rows
+        seed = tl.load(seed_ptr + sample * seed_stride, mask=sample_mask, other=0)[:, None]
+        if offset_ptr is None:
+            offset = 0
+        else:
+            offset = tl.load(offset_ptr + sample * offset_stride, mask=sample_mask, other=0)[:, None]
+    else:
+        seed = tl.load(seed_ptr)
+        offset = 0 if offset_ptr is None else tl.load(offset_ptr)
+
+    if GROUPED:
+        block_in_row = start_col // 4 + tl.arange(0, BLOCK_COLS // 4)
+        words = grouped_words(seed, offset + (row_number * num_cols // 4)[:, None] + block_in_row[None, :])
+    else:
+        words = single_words(seed, offset, (row_number * num_cols)[:, None] + col[None, :])
+    kept = words > last_dropped.to(tl.int32).to(tl.uint32, bitcast=True)
+    noise = tl.where(kept, cast(float64_of_bits(scale_low, scale_high), DTYPE), 0.0)
+
+    x_offsets = _tile_offsets(
+        outer, inner, row, col, x_outer_stride, x_inner_stride, x_row_stride, x_col_stride, X_ADJACENT, ALIGN
+    )
+    y_offsets = _tile_offsets(
+        outer, inner, row, col, y_outer_stride, y_inner_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
+    )
+    mask = (row < _aligned(num_rows, ROW_ALIGN))[:, None] & (col < _aligned(num_cols, COL_ALIGN))[None, :]
+    x = cast(tl.load(x_ptr + x_offsets, mask=mask, other=0.0), DTYPE)
+    store_cast(y_ptr + y_offsets, x * noise, mask)

@@ -1,0 +1,56 @@
+"""Device functions that draw Philox words for tiles, and the kernel that stores them.
+
+Word i of a stream is word `i % 4` of block `offset + i // 4` (see `tl.randint4x`).
+"""
+
+# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from triton_kernels._kernel import Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def unspecialized_jit(function: Callable) -> Kernel:
+    """Decorator for a kernel that is never compiled anew for another value of an integer argument."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return Kernel(function, unspecialized=[name for name in names if name.islower() and not name.endswith("_ptr")])
+
+
+@triton.jit
+def grouped_words(seed, block):
+    """Four words of each block number `[..., n]`, one after another: `[..., 4 * n]`, uint32."""
+    w0, w1, w2, w3 = tl.randint4x(seed, block)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def single_words(seed, offset, index):
+    """Word `index` of the stream for each element of `index`, uint32: four are computed for one that is taken."""
+    w0, w1, w2, w3 = tl.randint4x(seed, offset + (index >> 2))
+    lane = index & 3
+    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+
+
+@unspecialized_jit
+def philox_kernel(
+    words_ptr, seed_ptr, offset_ptr, num_words, seed_stride, offset_stride, BLOCK: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Writes BLOCK words of one stream, of `[num_streams, num_words]`."""
+    num_blocks = tl.cdiv(num_words, BLOCK)
+    stream = (tl.program_id(0) // num_blocks).to(tl.int64)
+    start = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK
+    seed = tl.load(seed_ptr + stream * seed_stride)
+    block = tl.load(offset_ptr + stream * offset_stride) + start // 4 + tl.arange(0, BLOCK // 4)
+    index = start + tl.arange(0, BLOCK)
+    num_words = (num_words // ALIGN) * ALIGN
+    words = grouped_words(seed, block)
+    tl.store(words_ptr + stream * num_words + index, words.to(tl.int64), mask=index < num_words)

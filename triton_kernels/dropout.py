@@ -1,0 +1,158 @@
+"""Dropout: one launcher for the operation and for its derivatives of every order.
+
+    y = x * noise,      noise = 1 / (1 - p) where a random word is at least p * 2**32, else 0
+
+The noise is drawn inside the kernel, from seed, offset and the place of an element, and never stored. Its product with
+a tangent or cotangent is the derivative. The kernel is in `_dropout_kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from triton_kernels import launch
+from triton_kernels._dropout_kernels import dropout_kernel
+from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits
+from triton_kernels.philox import per_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["dropout_fwd"]
+
+# 16 bytes are 16 elements or fewer.
+_MAX_ALIGN = 16
+_NUM_AXES = 4
+_WORDS_PER_BLOCK = 4
+
+
+class _Axis(NamedTuple):
+    """Adjacent dims merged into one: its size, and its strides in x and in y."""
+
+    size: int
+    x_stride: int
+    y_stride: int
+
+
+def _merge(x: Tensor, y: Tensor, dims: range) -> list[_Axis]:
+    """The given dims of x and y as few axes as their strides allow, the last one first; dims of size 1 vanish."""
+    axes: list[_Axis] = []
+    for dim in reversed(dims):
+        axis = _Axis(x.shape[dim], x.stride(dim), y.stride(dim))
+        if axis.size == 1:
+            continue
+        if axes and (axis.x_stride, axis.y_stride) == (
+            axes[-1].size * axes[-1].x_stride,
+            axes[-1].size * axes[-1].y_stride,
+        ):
+            axes[-1] = axes[-1]._replace(size=axes[-1].size * axis.size)
+        else:
+            axes.append(axis)
+    return axes
+
+
+def _axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[_Axis], int]:
+    """Axes `[outer, inner, rows, columns]` of x and y, more where their strides need more, and the rows of a sample."""
+    rest = _merge(x, y, range(batch_ndim, x.dim())) or [_Axis(1, 1, 1)]
+    axes = [*rest, *_merge(x, y, range(batch_ndim))]
+    axes += [_Axis(1, 0, 0)] * (_NUM_AXES - len(axes))
+    return axes[::-1], math.prod(axis.size for axis in rest[1:])
+
+
+def _adjacent(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> str:
+    row_stride, col_stride = strides
+    if col_stride == 1 and cols.size > 1:
+        return "cols"
+    return "rows" if row_stride == 1 and rows.size > 1 else "none"
+
+
+def _signed(bits: int) -> int:
+    """The integer whose 32 bits are those of `bits`, in [-2**31, 2**31)."""
+    return bits - (1 << 32) if bits >> 31 else bits
+
+
+def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Tensor:
+    """Drop elements of `x` at random, and scale the others.
+
+    Args:
+        x: Input `[*batch, *rest]`; or a tangent, or a cotangent of `y`, for the derivatives.
+        seed: Keys `[*batch]`, int64.
+        offset: Numbers of the Philox blocks to begin at `[*batch]`, int64; None for 0.
+        p: Probability of zero, in `[0, 1]`.
+        batch_ndim: Number of batch dims; elements are counted within the other dims.
+
+    Returns:
+        `y`, with the shape, dtype and strides of `x`, or dense ones where `x` has gaps or repeats.
+    """
+    y = torch.empty_like(x)
+    num_dropped = math.ceil(p * 2**32)
+    if not x.numel():
+        return y
+    if num_dropped == 0:
+        return y.copy_(x)
+    axes, sample_rows = _axes(x, y, batch_ndim)
+    if len(axes) > _NUM_AXES:
+        return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
+    _launch(
+        x, y, axes, sample_rows, per_stream(seed), (None, 0) if offset is None else per_stream(offset), num_dropped, p
+    )
+    return y
+
+
+def _launch(
+    x: Tensor,
+    y: Tensor,
+    axes: Sequence[_Axis],
+    sample_rows: int,
+    seeds: tuple[Tensor, int],
+    offsets: tuple[Tensor | None, int],
+    num_dropped: int,
+    p: float,
+) -> None:
+    outer, inner, rows, cols = axes
+    num_rows = outer.size * inner.size * rows.size
+    x_adjacent = _adjacent(rows, cols, (rows.x_stride, cols.x_stride))
+    y_adjacent = _adjacent(rows, cols, (rows.y_stride, cols.y_stride))
+    adjacent = {x_adjacent, y_adjacent}
+    align = _MAX_ALIGN
+    for kind, strides in ((x_adjacent, [a.x_stride for a in axes]), (y_adjacent, [a.y_stride for a in axes])):
+        if kind != "none":
+            align = math.gcd(align, *strides[:2], strides[2] if kind == "cols" else strides[3])
+    plan = launch.plan_dropout(
+        rows.size, cols.size, "cols" not in adjacent and "rows" in adjacent, x.element_size(), x.device
+    )
+    num_tiles = launch.cdiv(rows.size, plan.block_rows) * launch.cdiv(cols.size, plan.block_cols)
+    with device_guard(x):
+        dropout_kernel[(outer.size * inner.size * num_tiles,)](
+            x,
+            y,
+            seeds[0],
+            offsets[0],
+            inner.size,
+            rows.size,
+            cols.size,
+            sample_rows,
+            *(axis.x_stride for axis in axes),
+            *(axis.y_stride for axis in axes),
+            seeds[1],
+            offsets[1],
+            _signed(num_dropped - 1),
+            *float64_bits(1.0 / (1.0 - p) if p < 1.0 else 0.0),
+            DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
+            BATCHED=num_rows > sample_rows,
+            # A sample of a single row begins at its first word.
+            GROUPED=cols.size % _WORDS_PER_BLOCK == 0 or sample_rows == 1,
+            X_ADJACENT=x_adjacent,
+            Y_ADJACENT=y_adjacent,
+            ALIGN=align,
+            ROW_ALIGN=math.gcd(_MAX_ALIGN, rows.size) if "rows" in adjacent else 1,
+            COL_ALIGN=math.gcd(_MAX_ALIGN, cols.size) if "cols" in adjacent else 1,
+            BLOCK_ROWS=plan.block_rows,
+            BLOCK_COLS=plan.block_cols,
+            num_warps=plan.num_warps,
+        )

@@ -1,0 +1,56 @@
+"""Philox words: launcher of the kernel that stores random words for explicit seeds and offsets."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from triton_kernels import launch
+from triton_kernels._philox_steps import philox_kernel
+from triton_kernels._runtime import collapsed_stride, device_guard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["per_stream", "philox_words"]
+
+
+def per_stream(values: Tensor) -> tuple[Tensor, int]:
+    """Seeds or offsets `[*batch]` as one axis, and its stride."""
+    stride = collapsed_stride(values.shape, values.stride())
+    return (values.contiguous(), 1) if stride is None else (values, stride)
+
+
+def philox_words(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Tensor:
+    """Random words of each stream.
+
+    Args:
+        seed: Keys `[*batch]`, int64.
+        offset: Numbers of the blocks to begin at `[*batch]`, int64.
+        size: Shape of the words of one stream.
+
+    Returns:
+        Words `[*batch, *size]`, int64 in `[0, 2**32)`, contiguous.
+    """
+    words = seed.new_empty((*seed.shape, *size))
+    if not words.numel():
+        return words
+    num_words = math.prod(size)
+    (seeds, seed_stride), (offsets, offset_stride) = per_stream(seed), per_stream(offset)
+    plan = launch.plan_philox(num_words, words.device)
+    grid = (seed.numel() * launch.cdiv(num_words, plan.block_cols),)
+    with device_guard(words):
+        philox_kernel[grid](
+            words,
+            seeds,
+            offsets,
+            num_words,
+            seed_stride,
+            offset_stride,
+            BLOCK=plan.block_cols,
+            ALIGN=math.gcd(16, num_words),
+            num_warps=plan.num_warps,
+        )
+    return words
