@@ -5,7 +5,8 @@ changes the modules of an existing model. Importing this package imports no Trit
 call.
 """
 
-from primitives import autograd, decompositions, func, functional, nn, testing
+from primitives import autograd, decompositions, func, functional, nn, testing, tracing
+from primitives._override import override_torch
 from primitives._version import __version__
 from primitives.core import (
     AxisError,
@@ -38,6 +39,8 @@ __all__ = [
     "func",
     "functional",
     "nn",
+    "override_torch",
     "testing",
+    "tracing",
     "use_backend",
 ]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from primitives.core.primitive import Primitive
 
-__all__ = ["show_kernels"]
+__all__ = ["show_kernels", "show_writes"]
 
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
@@ -55,16 +55,35 @@ def show_kernels(op: Primitive, library: torch.library.Library) -> None:
     _enter_cache_key(op)
 
 
+def show_writes(qualified_name: str, write: Callable[..., None], library: torch.library.Library) -> None:
+    """Register with torch that Inductor gets to see `write` instead of an operator that writes into its arguments.
+
+    Its copies are then fused with each other, where the operator would make one launch of each.
+    """
+
+    def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> None:
+        if not _is_graph_for_inductor():
+            return mode.__torch_dispatch__(overload, types, args, kwargs)
+        with mode:
+            return write(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(qualified_name, FunctionalTensorMode, rule, lib=library)
+
+
 def _is_shown(op: Primitive, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether this call becomes kernels: the conditions in the module's docstring, cheap ones first."""
-    # Ahead-of-time autograd also runs the function without a graph, to learn what it returns: the fake rule will do.
-    if get_proxy_mode() is None or not _inductor_is_tracing() or not functorch_config.decompose_custom_triton_ops:
+    if not _is_graph_for_inductor():
         return False
     if kwargs or len(args) != len(op.argument_names) or any(t not in _KNOWN_TYPES for t in types):
         return False
     if not (op.kernels_are_traceable and op.has_kernel_for("cuda")):
         return False
     return _on_gpu(args) and not any(map(_is_symbolic, args))
+
+
+def _is_graph_for_inductor() -> bool:
+    # Ahead-of-time autograd also runs the function without a graph, to learn what it returns: the fake rule will do.
+    return get_proxy_mode() is not None and _inductor_is_tracing() and functorch_config.decompose_custom_triton_ops
 
 
 def _on_gpu(args: tuple) -> bool:

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from primitives.core.autograd import is_transforming
 from primitives.core.errors import MutationError
+from primitives.core.inductor import show_writes
 from primitives.core.library import NAMESPACE, library
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ _library.impl("write_back", _write_back, "CompositeExplicitAutograd")
 _library.impl("write_back", _write_back_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake(f"{NAMESPACE}::write_back", _write_back_fake, lib=_library)
 torch.library.register_vmap(f"{NAMESPACE}::write_back", _write_back_vmap, lib=_library)
+show_writes(f"{NAMESPACE}::write_back", _write_back, _library)
 _overload = torch.ops.primitives.write_back.default
 
 

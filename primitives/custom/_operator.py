@@ -31,6 +31,9 @@ SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
 class _TreePrimitive(Primitive):
     """The primitive under a custom operator: its rules are over lists of tensors, its errors speak of trees."""
 
+    # A user's kernel may do anything: nobody but torch's own `triton_op` could trace it.
+    kernels_are_traceable = False
+
     def __init__(self, namespace: str, name: str, rules: Rules, decomposable: bool) -> None:
         self._rules_of_trees = rules
         self._warned = False

@@ -5,11 +5,11 @@ The transforms are torch's own, run on flat tensors: they nest with each other, 
 """
 
 from primitives.func._forward import hvp, jvp
-from primitives.func._functional_call import functional_call
 from primitives.func._jacobian import hessian, jacfwd, jacrev
 from primitives.func._linearize import linearize
 from primitives.func._reverse import grad, grad_and_value, vjp
 from primitives.func._vmap import chunk_vmap, vmap
+from primitives.tracing._functional_call import functional_call
 
 __all__ = [
     "chunk_vmap",

@@ -1,0 +1,278 @@
+"""`override_torch`, and what stands for each function of torch inside it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.nn import functional as torch_functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from primitives import functional
+from primitives.core.decomposition import decomposition_table
+from primitives.core.errors import DeviceError, DtypeError, ShapeError
+from primitives.core.overrides import BatchWeight, OverrideMode, register_override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = ["override_torch"]
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+# What the functional API raises before any work: torch answers for such arguments, by its own error or its own result.
+_REFUSALS = (ShapeError, DtypeError, DeviceError)
+
+
+class override_torch(OverrideMode):  # noqa: N801 - used like a function, as torch.no_grad is
+    """Context manager, and decorator, in which functions of torch run on the primitives of this package.
+
+    Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
+    Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
+    `layer_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy` and `dropout`. They are right at every
+    order of derivative, and run on fused kernels. Results differ from torch's by rounding, and `dropout` draws other
+    numbers, with the same probability. Running statistics are written as torch writes them.
+
+    Whatever a stand-in does not serve goes to torch's own function, with the arguments as they were: an `out=` or a
+    legacy argument (`size_average`, `reduce`), dtypes that do not go together, sparse and nested tensors, wrapper
+    subclasses as `DTensor`, and everything that torch refuses. Functions that torch composes itself
+    (`multi_head_attention_forward`, TorchScript) do not ask Python again, and run as they are.
+
+    The context holds for the calling thread, nests, and ends with the block, whatever is raised inside. What is
+    computed inside may be differentiated after it has ended.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> norm, x = torch.nn.LayerNorm(2), torch.tensor([[1.0, 3.0]], requires_grad=True)
+        >>> norm(x).grad_fn.name()
+        'NativeLayerNormBackward0'
+        >>> with pr.override_torch():
+        ...     y = norm(x)
+        >>> "layer_norm" in y.grad_fn.name()
+        False
+    """
+
+    def __call__(self, function: _Function) -> _Function:
+        """`function`, run inside a context of its own."""
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with type(self)():
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value] - has the signature of `function`
+
+
+def _plain(*values: Any) -> bool:
+    """Whether every tensor among `values` is one that the primitives take, at a first look."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and (
+            value.layout is not torch.strided or value.is_nested or is_traceable_wrapper_subclass(value)
+        ):
+            return False
+    return isinstance(values[0], torch.Tensor)
+
+
+def _served(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns, or `NotImplemented` if it refuses the arguments."""
+    try:
+        return function(*args)
+    except _REFUSALS:
+        return NotImplemented
+
+
+@register_override(torch_functional.layer_norm, torch.layer_norm)
+def _layer_norm(
+    mode: OverrideMode,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *unused: Any,
+    **others: Any,
+) -> Any:
+    others.pop("cudnn_enable", None)
+    if others or not _plain(input, weight, bias):
+        return NotImplemented
+    return _served(functional.layer_norm, input, normalized_shape, weight, bias, eps)
+
+
+def _batch_norm_served(
+    mode: OverrideMode,
+    input: Any,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: Any,
+    eps: float,
+) -> Any:
+    if not _plain(input, running_mean, running_var, weight, bias) or (training and eps <= 0.0):
+        return NotImplemented
+    args = input, running_mean, running_var, weight, bias, training, momentum, eps
+    out = _served(functional.pure_batch_norm, *args)
+    if out is NotImplemented:
+        return out
+    if training and running_mean is not None and running_var is not None:
+        mode.write([running_mean, running_var], [out.running_mean, out.running_var])
+    return out.output
+
+
+@register_override(torch.native_layer_norm)
+def _native_layer_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
+    # Its statistics are outputs that may be differentiated, which those of the primitive are not.
+    with mode:
+        return decomposition_table[torch.ops.aten.native_layer_norm.default](*args, **kwargs)
+
+
+@register_override(torch.native_batch_norm)
+def _native_batch_norm(mode: OverrideMode, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    if out is not None:
+        return NotImplemented
+    with mode:
+        return decomposition_table[torch.ops.aten.native_batch_norm.default](*args, **kwargs)
+
+
+@register_override(torch_functional.batch_norm)
+def _functional_batch_norm(
+    mode: OverrideMode,
+    input: Any,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: Any = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    args = input, running_mean, running_var, weight, bias, training
+    weight_of_batch = momentum.tensor() if isinstance(momentum, BatchWeight) else momentum
+    out = _batch_norm_served(mode, *args, weight_of_batch, eps)
+    if out is NotImplemented and isinstance(momentum, BatchWeight):
+        return torch_functional.batch_norm(*args, float(weight_of_batch), eps)
+    return out
+
+
+@register_override(torch.batch_norm)
+def _torch_batch_norm(
+    mode: OverrideMode,
+    input: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    return _batch_norm_served(mode, input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+@register_override(torch_functional.instance_norm)
+def _functional_instance_norm(
+    mode: OverrideMode,
+    input: Any,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Batch norm in which every channel of every sample is a channel; running statistics average over the samples."""
+    given = input, running_mean, running_var, weight, bias
+    if not _plain(*given) or input.dim() <= 2 or eps <= 0.0 or input.numel() == 0:
+        return NotImplemented
+    samples, channels = input.shape[:2]
+    parameters = given[1:]
+    if any(p is not None and (p.shape != (channels,) or p.dtype != input.dtype) for p in parameters):
+        return NotImplemented
+    mean, var, scale, shift = [None if p is None else p.repeat(samples) for p in parameters]
+    flat = input.reshape(1, samples * channels, *input.shape[2:])
+    out = _served(functional.pure_batch_norm, flat, mean, var, scale, shift, use_input_stats, momentum, eps)
+    if out is NotImplemented:
+        return out
+    if use_input_stats and running_mean is not None and running_var is not None:
+        averaged = [value.reshape(samples, channels).mean(0) for value in (out.running_mean, out.running_var)]
+        mode.write([running_mean, running_var], averaged)
+    return out.output.reshape(input.shape)
+
+
+@register_override(torch.instance_norm)
+def _torch_instance_norm(
+    mode: OverrideMode,
+    input: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    args = input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    return _functional_instance_norm(mode, *args)
+
+
+@register_override(torch_functional.log_softmax)
+def _functional_log_softmax(
+    mode: OverrideMode, input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    # Without dim torch chooses one, and warns.
+    if dim is None or not _plain(input):
+        return NotImplemented
+    return _served(functional.log_softmax, input, dim, _stacklevel, dtype)
+
+
+@register_override(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax)
+def _torch_log_softmax(
+    mode: OverrideMode, input: Any, dim: Any, dtype: torch.dtype | None = None, **others: Any
+) -> Any:
+    if others:
+        return NotImplemented
+    return _functional_log_softmax(mode, input, dim, dtype=dtype)
+
+
+@register_override(torch_functional.cross_entropy)
+def _cross_entropy(
+    mode: OverrideMode,
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The negative log-likelihood of class indices; probabilities as targets, and smoothed ones, are left to torch."""
+    if size_average is not None or reduce is not None or label_smoothing != 0.0:
+        return NotImplemented
+    if not _plain(input, target, weight) or target.shape == input.shape or input.dim() == 0:
+        return NotImplemented
+    log_probabilities = _functional_log_softmax(mode, input, 1 if input.dim() > 1 else 0)
+    if log_probabilities is NotImplemented:
+        return log_probabilities
+    return torch_functional.nll_loss(log_probabilities, target, weight, None, ignore_index, None, reduction)
+
+
+@register_override(torch_functional.dropout)
+def _functional_dropout(
+    mode: OverrideMode, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not _plain(input):
+        return NotImplemented
+    return _served(functional.dropout, input, p, training, inplace)
+
+
+@register_override(torch.dropout)
+def _torch_dropout(mode: OverrideMode, input: Any, p: float, train: bool) -> Any:
+    return _functional_dropout(mode, input, p, train)

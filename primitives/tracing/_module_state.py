@@ -1,0 +1,243 @@
+"""A module with other parameters and buffers in their places, for the time of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] - no stub
+
+from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
+from primitives.core.overrides import BatchWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["ModuleState"]
+
+# Batch norms that read nothing of their momentum but whether it is None, and hand it on.
+_FORWARDS_THAT_PASS_MOMENTUM = (BatchNorm1d.forward, SyncBatchNorm.forward)
+
+
+class _Tensor:
+    """One tensor of a module: every place where it is registered, and what it is given for the call."""
+
+    def __init__(self, original: Tensor | None) -> None:
+        self.original = original
+        self.value: Tensor | None = None
+        self.names: list[str] = []
+        self.given: list[str] = []
+        self.places: dict[str, tuple[nn.Module, str]] = {}
+
+
+def _registered(module: nn.Module, kind: str) -> list[_Tensor]:
+    """The parameters or buffers of a module, tied ones once; a buffer that is None is one of them."""
+    tensors: list[_Tensor] = []
+    by_identity: dict[Any, _Tensor] = {}
+    first_names: dict[Any, str] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        first_name = first_names.setdefault(owner, prefix)
+        for leaf, original in getattr(owner, kind).items():
+            if original is None and kind == "_parameters":
+                continue
+            key = f"{first_name}.{leaf}" if original is None else original
+            if key not in by_identity:
+                by_identity[key] = _Tensor(original)
+                tensors.append(by_identity[key])
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            by_identity[key].names.append(name)
+            by_identity[key].places[name] = (owner, leaf)
+    return tensors
+
+
+def _assign(what: str, tensors: list[_Tensor], tree: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Give every tensor its value in `tree`, or its own; names that `tree` lacks, and names that it has too many."""
+    if not isinstance(tree, Mapping):
+        raise TreeError(f"functional_call: {what} must be a dict of tensors by name, got {type(tree).__name__}.")
+    missing, known = [], {}
+    for tensor in tensors:
+        for name in tensor.names:
+            known[name] = tensor
+        tensor.given = [name for name in tensor.names if name in tree]
+        if not tensor.given:
+            tensor.value = tensor.original
+            if tensor.original is not None:
+                missing.append(tensor.names[0])
+            continue
+        tensor.value = tree[tensor.given[0]]
+        if any(tree[name] is not tensor.value for name in tensor.given):
+            listed = ", ".join(repr(name) for name in tensor.given)
+            raise TreeError(
+                f"functional_call: {listed} are one tensor in the module (tied), and must be given the same one, got "
+                f"several. Give one of them in {what}."
+            )
+    return missing, [name for name in tree if name not in known]
+
+
+def _check(what: str, tensors: list[_Tensor], strict: bool) -> None:
+    """Raise unless every given value is a tensor and, if `strict`, has the shape and dtype of the module's."""
+    for tensor in tensors:
+        value, original = tensor.value, tensor.original
+        if isinstance(original, UninitializedTensorMixin):
+            raise ShapeError(
+                f"functional_call: {tensor.names[0]!r} of the module must have a shape, got one that is not yet "
+                "initialized. Run the module once."
+            )
+        if value is None and what == "buffers":
+            continue
+        label = f"{what}[{tensor.given[0]!r}]" if tensor.given else tensor.names[0]
+        if not isinstance(value, torch.Tensor):
+            hint = " Names are dotted, as in 'layer.weight'." if isinstance(value, Mapping) else ""
+            raise LeafError(f"functional_call: {label} must be a tensor, got {type(value).__name__}.{hint}")
+        if original is None or not strict:
+            continue
+        if value.shape != original.shape:
+            raise ShapeError(
+                f"functional_call: {label} must have shape {list(original.shape)}, as in the module, got "
+                f"{list(value.shape)}."
+            )
+        if value.dtype != original.dtype:
+            raise DtypeError(
+                f"functional_call: {label} must have dtype {original.dtype}, as in the module, got {value.dtype}. "
+                "Pass strict=False to run the module in another dtype."
+            )
+
+
+def _names_error(module: nn.Module, names: dict[str, tuple[list[str], list[str]]], known: set[str]) -> TreeError:
+    """The error that lists everything that is missing or unknown in either tree."""
+    lines = [f"functional_call: params and buffers must have the names that {type(module).__name__} has."]
+    for what, (missing, unexpected) in names.items():
+        if missing:
+            lines.append(f"Missing in {what}: {', '.join(map(repr, missing))}.")
+        if unexpected:
+            other = "buffers" if what == "params" else "params"
+            hints = [f"{name!r} (one of {other})" if name in known else repr(name) for name in unexpected]
+            lines.append(f"Unexpected in {what}: {', '.join(hints)}.")
+    return TreeError("\n".join(lines))
+
+
+class ModuleState:
+    """Context in which a module has the given parameters, and copies of the given buffers.
+
+    Everything is checked when this is made. On leaving, every attribute of the module and its submodules is again what
+    it was.
+
+    Args:
+        module: The module.
+        params: Parameters by dotted name.
+        buffers: Buffers by dotted name; `None` for one that the module is to have no value for.
+        strict: Whether names, shapes and dtypes must be those of the module.
+
+    Raises:
+        TreeError: If the names are wrong.
+        ShapeError: If a shape is.
+        DtypeError: If a dtype is, or something is no tensor.
+    """
+
+    def __init__(self, module: nn.Module, params: Any, buffers: Any, *, strict: bool) -> None:
+        self._params, self._buffers = _registered(module, "_parameters"), _registered(module, "_buffers")
+        names = {
+            "params": _assign("params", self._params, params),
+            "buffers": _assign("buffers", self._buffers, buffers),
+        }
+        if strict and any(missing or unexpected for missing, unexpected in names.values()):
+            raise _names_error(module, names, {name for t in (*self._params, *self._buffers) for name in t.names})
+        _check("params", self._params, strict)
+        _check("buffers", self._buffers, strict)
+        self._modules = list(module.modules())
+        self._saved: list[tuple[dict, dict]] = []
+        self._current: dict[Tensor, _Tensor] = {}
+        self.param_names = {t.value: (t.given or t.names)[0] for t in self._params if t.value is not None}
+
+    def __enter__(self) -> ModuleState:
+        """Put parameters and buffers in their places."""
+        # What forward writes in place must not be the caller's tensor.
+        copies = [None if t.value is None else t.value.clone() for t in self._buffers]
+        self._saved = [_attributes(owner) for owner in self._modules]
+        for tensor in self._params:
+            for owner, leaf in tensor.places.values():
+                owner._parameters[leaf] = tensor.value  # type: ignore[assignment] - a tensor in place of a Parameter
+        for tensor, copy in zip(self._buffers, copies, strict=True):
+            for owner, leaf in tensor.places.values():
+                owner._buffers[leaf] = copy
+            if copy is not None:
+                self._current[copy] = tensor
+        for owner in self._modules:
+            if _counts_batches(owner):
+                owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put back what was there."""
+        for owner, saved in zip(self._modules, self._saved, strict=True):
+            _restore(owner, saved)
+        self._current = {}
+
+    def buffer_name(self, value: Tensor) -> str | None:
+        """The name of the buffer that `value` is at this time, or `None`."""
+        tensor = self._current.get(value)
+        return None if tensor is None else (tensor.given or tensor.names)[0]
+
+    def rebind(self, old: Tensor, new: Tensor) -> None:
+        """Put `new` wherever the buffer `old` is registered."""
+        tensor = self._current.pop(old)
+        for owner, leaf in tensor.places.values():
+            if owner._buffers.get(leaf) is old:
+                owner._buffers[leaf] = new
+        self._current[new] = tensor
+
+    def buffers(self) -> dict[str, Any]:
+        """Every buffer as it is at this time, under the names that were given."""
+        result: dict[str, Any] = {}
+        for tensor in self._buffers:
+            values = {name: owner._buffers.get(leaf) for name, (owner, leaf) in tensor.places.items()}
+            shown = values[(tensor.given or tensor.names)[0]]
+            for name, value in values.items():
+                # A tie that the call has broken shows, and so does a buffer that had no value before.
+                untold = value is not shown or (not tensor.given and name == tensor.names[0])
+                if name in tensor.given or (untold and value is not None):
+                    result[name] = value
+        return result
+
+
+def _counts_batches(owner: nn.Module) -> bool:
+    """Whether a module of torch will read its counter as a number, to average over all batches."""
+    return (
+        type(owner).forward in _FORWARDS_THAT_PASS_MOMENTUM
+        and owner.momentum is None
+        and owner.training
+        and bool(owner.track_running_stats)
+        and owner.num_batches_tracked is not None
+    )
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+# Dynamo of older versions cannot look through the attributes of a module.
+_DYNAMO_READS_ATTRIBUTES = torch.__version__ >= "2.13"
+
+
+def _attributes(owner: nn.Module) -> tuple[dict, dict]:
+    """Attributes of a module, and copies of what is in its registries."""
+    registries = {name: getattr(owner, name).copy() for name in _REGISTRIES}
+    if _DYNAMO_READS_ATTRIBUTES or not torch.compiler.is_compiling():
+        return dict(owner.__dict__), registries
+    return {"momentum": owner.momentum} if _counts_batches(owner) else {}, registries
+
+
+def _restore(owner: nn.Module, saved: tuple[dict, dict]) -> None:
+    attributes, registries = saved
+    if _DYNAMO_READS_ATTRIBUTES or not torch.compiler.is_compiling():
+        for name in [name for name in owner.__dict__ if name not in attributes]:
+            del owner.__dict__[name]
+        for name, value in attributes.items():
+            if owner.__dict__.get(name, owner) is not value:
+                owner.__dict__[name] = value
+    elif attributes:
+        owner.momentum = attributes["momentum"]
+    for name, content in registries.items():
+        registry = getattr(owner, name)
+        registry.clear()
+        registry.update(content)

@@ -1,0 +1,376 @@
+"""Modes that watch what a function writes, and record the writes of a traced function as new values."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import arg_tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from primitives.core.errors import MissingRuleError, MutationError
+from primitives.tracing._user_code import current_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Recorder", "Watch", "extent", "is_wrapped", "make_mode", "memories", "unrecorded"]
+
+_FUNCTION = "functionalize_mutations"
+_aten = torch.ops.aten
+_write_back = torch.ops.primitives.write_back.default
+# Their schemas do not say that they update the running statistics, in training.
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+
+
+def unrecorded() -> Any:
+    """Context in which `make_fx` records nothing, of sizes neither."""
+    return proxy_tensor.disable_proxy_modes_tracing()
+
+
+def _bottom(x: Tensor) -> Tensor:
+    """What the transforms of `torch.func` have wrapped."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether `x` has no memory of its own: under a transform of `torch.func`, or a wrapper subclass."""
+    return _functorch.is_functorch_wrapped_tensor(x) or is_traceable_wrapper_subclass(x)
+
+
+def memories(x: Tensor) -> list[int]:
+    """Identities of the memory behind a tensor: several for a wrapper subclass, none for a sparse tensor."""
+    x = _bottom(x)
+    if is_traceable_wrapper_subclass(x):
+        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        return [number for y in inner if isinstance(y, torch.Tensor) for number in memories(y)]
+    if x.layout != torch.strided:
+        return []
+    return [x.untyped_storage()._cdata]
+
+
+def extent(x: Tensor) -> tuple[Any, Any]:
+    """First element that `x` has in its memory, and one past the last."""
+    first = x.storage_offset()
+    if x.numel() == 0:
+        return first, first
+    return first, first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
+
+
+def _copied(x: Tensor, end: Any) -> Tensor:
+    """Copy of `x` with its strides and offset; all of the memory up to `end`, flat, where that is given."""
+    if end is None and (
+        x.layout != torch.strided or (x.storage_offset() == 0 and _aten.is_non_overlapping_and_dense.default(x))
+    ):
+        return x.clone()
+    first, last = (0, end) if end is not None else extent(x)
+    flat = torch.empty_strided((last,), (1,), dtype=x.dtype, device=x.device)
+    flat[first:].copy_(x.as_strided((last - first,), (1,), first))
+    return flat if end is not None else flat.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@functools.cache
+def _written_slots(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_slots(func)]
+    if func in _BATCH_NORMS and args[5]:
+        values = [args[3], args[4]]
+    return [x for x in arg_tree_leaves(*values) if isinstance(x, torch.Tensor)]
+
+
+@functools.cache
+def _has_aliases(func: Any) -> bool:
+    """Whether a result may share memory with an argument."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    schema = func._schema
+    return any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+
+
+class Watch(TorchDispatchMode):
+    """Context that copies inputs, notes which copies are written to, and refuses writes to anything else from outside.
+
+    It lies below autograd and the transforms of `torch.func`: a copy is one for all of them.
+
+    Attributes:
+        places: Place of the input, by the memory of its copy.
+        hidden_matters: Places of the inputs whose derivative a write would falsify that autograd does not see.
+        unrelated: Places whose inputs share memory that their copies do not share.
+        written: Places that were written to.
+        records: Whether the copies stand for the inputs in a graph, aliases of them included.
+    """
+
+    supports_higher_order_operators = True
+    records = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, list[int]] = {}
+        self.hidden_matters: dict[int, bool] = {}
+        self.unrelated: dict[int, str] = {}
+        self.labels: Sequence[str] = ()
+        self.written: set[int] = set()
+        self._own: set[int] = set()
+        self._copy_next: tuple[Any] | None = None
+        self._armed = False
+
+    def copy_of(self, x: Tensor, end: Any = None) -> Tensor:
+        """Copy of `x`, of which `x` is an input to autograd; see `_copied`."""
+        self._copy_next = (end,)
+        try:
+            with torch.enable_grad():
+                return x.clone()
+        finally:
+            self._copy_next = None
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """Context in which writes are noted."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def finish(self) -> None:
+        """Called when the function has returned, outside the context."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Look at the writes of `func` and run it."""
+        kwargs = kwargs or {}
+        tensors = [x for x in arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)]
+        if any(map(is_traceable_wrapper_subclass, tensors)):
+            # The subclass takes the operation apart; its parts arrive here.
+            return NotImplemented
+        if self._copy_next is not None and func is _aten.clone.default:
+            result = self._copy(args[0], *self._copy_next)
+        elif func is _write_back:
+            for target, value in zip(*args, strict=True):
+                self.__torch_dispatch__(_aten.copy_.default, types, (target, value))
+            return None
+        else:
+            if self._armed:
+                for x in _written(func, args, kwargs):
+                    self._check(func, x)
+            result = self._run(func, args, kwargs)
+        self._note(func, tensors, result)
+        return result
+
+    def _copy(self, x: Tensor, end: Any) -> Tensor:
+        outer = _recorder()
+        return _copied(x, end) if outer is None else outer.copy_of(x, end)
+
+    def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, tensors: list[Tensor], result: Any) -> None:
+        """Remember memory that was taken inside: writes to it are nobody's business."""
+        found = {number for x in arg_tree_leaves(result) if isinstance(x, torch.Tensor) for number in memories(x)}
+        if func is not _aten.lift_fresh.default:
+            for x in tensors:
+                found.difference_update(memories(x))
+        self._own |= found
+
+    def _check(self, func: Any, x: Tensor) -> None:
+        for number in memories(x):
+            places = self.places.get(number)
+            if places is None:
+                if number not in self._own:
+                    raise MutationError(
+                        f"{_FUNCTION}: a tensor {list(x.shape)} of {x.dtype} that is no input is written to, at "
+                        f"{current_line()}. Make it an input; for a module, use functional_call."
+                    )
+            elif torch.Tag.inplace_view not in func.tags:
+                for place in places:
+                    self._check_input(place, x)
+
+    def _check_input(self, place: int, x: Tensor) -> None:
+        label = self.labels[place]
+        if place in self.unrelated:
+            raise MutationError(
+                f"{_FUNCTION}: {label} is written to, at {current_line()}, and shares memory with "
+                f"{self.unrelated[place]} in a way that a copy cannot (under a transform, in a wrapper subclass, in "
+                "another dtype, or with elements that overlap). Pass a copy of one of them."
+            )
+        # What a transform wraps does not tell the mode below whether it requires grad.
+        seen = torch.is_grad_enabled() and (x.requires_grad or not self.hidden_matters.get(place, False))
+        if place in self.hidden_matters and not seen:
+            raise MutationError(
+                f"{_FUNCTION}: {label} is a leaf that requires grad and is written to where autograd does not see it "
+                f"(under no_grad, or through detach() or .data), at {current_line()}. Return the new value instead, or "
+                "pass it detached."
+            )
+        self.written.add(place)
+
+
+class Recorder(Watch):
+    """`Watch` under `make_fx`: what is recorded has no writes, and the tensors of the function stand for new values.
+
+    Every tensor of the function has a shadow in torch's functionalization. The operations are recorded as the
+    shadows go through them. After the function, each tensor that is left stands for the value of its shadow: whatever
+    reads it later, a backward pass too, sees an ordinary tensor.
+    """
+
+    records = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._proxy_mode = proxy_tensor.get_proxy_mode()
+        self._functional = FunctionalTensorMode()
+        self._shadows: Any = WeakIdKeyDictionary()
+
+    def _shadow(self, x: Tensor) -> Any:
+        if isinstance(x, FunctionalTensor):
+            return x
+        shadow = self._shadows.get(x)
+        if shadow is None:
+            self._track(x)
+            shadow = self._shadows[x] = self._as_shadow(x)
+        return shadow
+
+    def _as_shadow(self, value: Tensor) -> Tensor:
+        with self._functional:
+            return FunctionalTensor.to_functional(value.detach() if value.requires_grad else value)
+
+    @staticmethod
+    def _value(shadow: Any) -> Tensor:
+        torch._sync(shadow)
+        return torch._from_functional_tensor(shadow.elem)
+
+    def _copy(self, x: Tensor, end: Any) -> Tensor:
+        value = self._value(self._shadow(x))
+        if end is not None:
+            value = value.as_strided((end,), (1,), 0)
+        with unrecorded():
+            copy = _copied(x, end)
+        self._shadows[copy] = self._as_shadow(value)
+        return copy
+
+    def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is _aten.lift_fresh.default and not isinstance(args[0], FunctionalTensor):
+            return func(*args)
+        if func in _BATCH_NORMS[1:]:
+            with self:
+                return decomposition_table[func](*args, **kwargs)
+        shadow_args, shadow_kwargs = tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
+        try:
+            with self._functional:
+                shadows = func(*shadow_args, **shadow_kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if not _has_aliases(func) or isinstance(error, MutationError) or type(error).__module__ != "builtins":
+                raise
+            raise MutationError(
+                f"{_FUNCTION}: {func} cannot be made pure, at {current_line()}: {str(error).splitlines()[0]}"
+            ) from error
+        written = _written(func, args, kwargs)
+        if not _has_aliases(func) or (written and torch.Tag.inplace_view not in func.tags):
+            self._follow(written)
+            known = {id(self._shadow(x)): x for x in written}
+            # Where nothing else holds it, torch marks a new tensor as one for autograd without a `detach`.
+            fresh = not any(isinstance(x, torch.Tensor) for x in arg_tree_leaves(*args, **kwargs))
+            adopt = functools.partial(self._adopt, known, fresh)
+            return tree_map_only(torch.Tensor, adopt, shadows)
+        with unrecorded():
+            result = func(*args, **kwargs)
+        for x, shadow in zip(arg_tree_leaves(result), arg_tree_leaves(shadows), strict=True):
+            if isinstance(x, torch.Tensor) and x not in self._shadows:
+                self._shadows[x] = shadow if isinstance(shadow, FunctionalTensor) else self._as_shadow(shadow)
+        return result
+
+    def _adopt(self, known: dict[int, Tensor], fresh: bool, shadow: Tensor) -> Tensor:
+        """The tensor of the function for a shadow: a new one, unless it is known."""
+        if id(shadow) in known:
+            return known[id(shadow)]
+        if not isinstance(shadow, FunctionalTensor):
+            shadow = self._as_shadow(shadow)
+        value = self._value(shadow)
+        if fresh or not isinstance(value, FakeTensor):
+            # The function may write it, and the shadow may need it as it is.
+            recorded = self._slot(value)
+            with unrecorded():
+                value = _copied(value, None)
+            self._set_slot(value, recorded)
+        self._shadows[value] = shadow
+        return value
+
+    def _follow(self, written: list[Tensor]) -> None:
+        """Write to the tensors of the function what was written to their shadows."""
+        for x in written:
+            shadow = self._shadow(x)
+            with unrecorded():
+                if shadow.shape != x.shape:
+                    x.resize_(shadow.shape)
+            if not isinstance(x, FakeTensor):
+                value = self._value(shadow)
+                with unrecorded():
+                    x.copy_(value)
+
+    def _track(self, x: Tensor) -> None:
+        """Make a tensor from outside a constant of the graph, which functionalization wants of it in torch 2.11."""
+        tracer: Any = self._proxy_mode.tracer  # type: ignore[union-attr] - there is one
+        if self._slot(x) is None:
+            proxy = torch.fx.Proxy(tracer.create_arg(x), tracer)
+            constant = None if isinstance(x, FakeTensor) else x
+            self._set_slot(x, proxy_tensor._ProxyTensor(proxy, constant))
+
+    def _slot(self, x: Tensor) -> Any:
+        tracer: Any = self._proxy_mode.tracer  # type: ignore[union-attr] - there is one
+        return proxy_tensor.get_proxy_slot(x, tracer, None)
+
+    def _set_slot(self, x: Tensor, slot: Any) -> None:
+        tracer: Any = self._proxy_mode.tracer  # type: ignore[union-attr] - there is one
+        if slot is not None:
+            proxy_tensor.set_proxy_slot(x, tracer, slot)
+
+    def finish(self) -> None:
+        """Let each tensor that is left stand for its value, in the graph."""
+        # All are read before any is set: a value may itself be a tensor of the function.
+        final = [(x, self._slot(self._value(shadow))) for x, shadow in list(self._shadows.items())]
+        for x, slot in final:
+            self._set_slot(x, slot)
+        self._shadows.clear()
+
+
+def make_mode() -> Watch:
+    """The mode that is needed here.
+
+    Raises:
+        MissingRuleError: Under `make_fx(pre_dispatch=True)`.
+    """
+    proxy_mode: Any = proxy_tensor.get_proxy_mode()
+    if proxy_mode is None:
+        return Watch()
+    if getattr(proxy_mode, "pre_dispatch", False):
+        raise MissingRuleError(
+            f"{_FUNCTION}: make_fx(pre_dispatch=True) records writes before they can be made pure. Leave pre_dispatch "
+            "out."
+        )
+    # Where torch functionalizes already, its graph has no writes.
+    functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # type: ignore[attr-defined] - no stub
+    return Watch() if functional is not None or _recorder() is not None else Recorder()
+
+
+def _recorder() -> Recorder | None:
+    """The recorder that is in force: functions within its function leave the recording to it."""
+    found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+    return found[-1] if found else None

@@ -1,0 +1,227 @@
+"""functional_call on a small convolutional net: truth is the module itself, in loops, and finite differences of it."""
+
+import copy
+
+import pytest
+import torch
+from pure_modules import CLOSE, assert_buffers, assert_untouched, data, snapshot
+from torch import nn
+
+import primitives as pr
+from primitives.func import functional_call, grad, hessian, jacrev, jvp, vmap
+
+KINDS, MOMENTA = ("torch", "primitives"), (0.1, None)
+
+
+def net(kind="torch", momentum=0.1):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, momentum=momentum), nn.Tanh(),
+        nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2, momentum=momentum), nn.Flatten(), nn.Linear(8, 3),
+    ).double()  # fmt: skip
+    if kind == "primitives":
+        pr.nn.convert(model)
+    return model
+
+
+X, Y = data(1, 4, 1, 5, 5), torch.tensor([0, 2, 1, 2])
+
+
+def with_state(model, params, buffers):
+    copied = copy.deepcopy(model)
+    copied.load_state_dict({**params, **buffers})
+    return copied
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_calls_equal_two_calls_of_the_module(kind, momentum):
+    model = net(kind, momentum)
+    pure, before = functional_call(model), snapshot(model)
+    params, buffers = pure.init()
+    given = {name: value.clone() for name, value in {**params, **buffers}.items()}
+    reference, state = copy.deepcopy(model), buffers
+    for seed in range(2):
+        x = data(seed, 4, 1, 5, 5)
+        output, state = pure(params, state, x)
+        torch.testing.assert_close(output, reference(x), **CLOSE)
+        assert_buffers(state, reference, exact=kind == "primitives")
+    assert_untouched(model, before)
+    assert all(torch.equal(value, given[name]) for name, value in {**params, **buffers}.items())
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_training_steps_equal_those_of_the_module_bitwise(kind, momentum):
+    model, rate, decay = net(kind, momentum), 0.1, 0.9
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    velocity = {name: torch.zeros_like(value) for name, value in params.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=decay)
+
+    def loss(params, buffers, x):
+        output, buffers = pure(params, buffers, x)
+        return nn.functional.cross_entropy(output, Y), buffers
+
+    for seed in range(2):
+        x = data(seed, 4, 1, 5, 5)
+        gradient, buffers = grad(loss, has_aux=True)(params, buffers, x)
+        for name, p in params.items():
+            velocity[name] = gradient[name] if seed == 0 else velocity[name] * decay + gradient[name]
+            params[name] = torch.add(p, velocity[name], alpha=-rate)
+        optimizer.zero_grad()
+        # A torch module takes the same primitives then; a converted one takes them by itself.
+        with pr.override_torch():
+            output = model(x)
+        nn.functional.cross_entropy(output, Y).backward()
+        optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.equal(params[name], p), name
+    assert_buffers(buffers, model, exact=True)
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_models(kind, momentum):
+    model = net(kind, momentum)
+    states = []
+    for shift in range(3):
+        params, buffers = functional_call(model).init()
+        # Each model has seen another number of batches.
+        states.append(({n: p + 0.1 * shift for n, p in params.items()}, {n: b + shift for n, b in buffers.items()}))
+    params, buffers = ({n: torch.stack([s[i][n] for s in states]) for n in states[0][i]} for i in range(2))
+    outputs, new_buffers = vmap(functional_call(model), in_dims=(0, 0, None))(params, buffers, X)
+    for i, state in enumerate(states):
+        one = with_state(net("torch", momentum), *state)
+        torch.testing.assert_close(outputs[i], one(X), **CLOSE)
+        assert_buffers({name: value[i] for name, value in new_buffers.items()}, one)
+
+
+def losses(output):
+    return nn.functional.cross_entropy(output, Y, reduction="none")
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_per_sample_with_statistics_of_its_own(kind, momentum):
+    pure = functional_call(net(kind, momentum))
+    params, buffers = pure.init()
+
+    def loss(params, buffers, x):
+        output, buffers = pure(params, buffers, x[None])
+        return output.square().sum(), buffers
+
+    gradients, new_buffers = vmap(grad(loss, has_aux=True), in_dims=(None, None, 0))(params, buffers, X)
+    for i, x in enumerate(X):
+        one = net("torch", momentum)
+        one(x[None]).square().sum().backward()
+        for name, p in one.named_parameters():
+            torch.testing.assert_close(gradients[name][i], p.grad, **CLOSE)
+        assert_buffers({name: value[i] for name, value in new_buffers.items()}, one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_per_sample_with_statistics_of_the_batch(kind):
+    pure = functional_call(net(kind))
+    params, buffers = pure.init()
+    gradients = jacrev(lambda params: losses(pure(params, buffers, X)[0]))(params)
+    for i in range(len(X)):
+        one = net("torch")
+        losses(one(X))[i].backward()
+        for name, p in one.named_parameters():
+            torch.testing.assert_close(gradients[name][i], p.grad, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_statistics(kind):
+    model = net(kind).eval()
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    buffers = {name: value + 1 for name, value in buffers.items()}
+    gradients = vmap(grad(lambda p, b, x: pure(p, b, x[None])[0].sum()), in_dims=(None, None, 0))(params, buffers, X)
+    one = with_state(net("torch").eval(), params, buffers)
+    one(X).sum().backward()
+    for name, p in one.named_parameters():
+        torch.testing.assert_close(gradients[name].sum(0), p.grad, **CLOSE)
+    new_buffers = pure(params, buffers, X)[1]
+    assert_buffers(new_buffers, one, exact=True)
+
+
+def difference(function, step):
+    """Central difference of fourth order, of a function of a number."""
+    return (8 * (function(step) - function(-step)) - (function(2 * step) - function(-2 * step))) / (12 * step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jvp_in_training(kind):
+    pure = functional_call(net(kind))
+    params, buffers = pure.init()
+    tangents = {name: data(i, *p.shape) for i, (name, p) in enumerate(params.items())}
+    _, slope, new_buffers = jvp(lambda params: pure(params, buffers, X), (params,), (tangents,), has_aux=True)
+
+    def output(step):
+        moved = {name: p + step * tangents[name] for name, p in params.items()}
+        return with_state(net("torch"), moved, buffers)(X).detach()
+
+    torch.testing.assert_close(slope, difference(output, 1e-4), rtol=1e-9, atol=1e-9)
+    one = net("torch")
+    one(X)
+    assert_buffers(new_buffers, one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hessian_in_training(kind):
+    pure = functional_call(net(kind))
+    params, buffers = pure.init()
+    names = ("1.weight", "3.bias", "4.weight")
+    some = {name: params[name] for name in names}
+
+    def loss(some):
+        return losses(pure({**params, **some}, buffers, X)[0]).mean()
+
+    curvature = hessian(loss)(some)
+
+    def gradient(step, name, index):
+        moved = {**params, name: params[name] + step * nn.functional.one_hot(torch.tensor(index), 2)}
+        one = with_state(net("torch"), moved, buffers)
+        losses(one(X)).mean().backward()
+        return {n: dict(one.named_parameters())[n].grad for n in names}
+
+    for column in names:
+        for index in range(2):
+            for row in names:
+                expected = difference(lambda step: gradient(step, column, index)[row], 1e-3)  # noqa: B023 - used here
+                torch.testing.assert_close(curvature[row][column][:, index], expected, rtol=1e-7, atol=1e-8)
+
+
+def compact():
+    """As little as a compiler needs to see."""
+    return net("torch", momentum=None)[:2].append(nn.Flatten()).append(nn.Linear(18, 3).double())
+
+
+def test_compiled_training_step():
+    model = compact()
+    pure, before = functional_call(model), snapshot(model)
+    params, buffers = pure.init()
+
+    def loss(params, buffers, x):
+        output, buffers = pure(params, buffers, x)
+        return losses(output).mean(), buffers
+
+    step = torch.func.grad(loss, has_aux=True)
+    expected, compiled = buffers, torch.compile(step, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        x = data(seed, 4, 1, 5, 5)
+        gradient, buffers = compiled(params, buffers, x)
+        expected_gradient, expected = step(params, expected, x)
+        torch.testing.assert_close((gradient, buffers), (expected_gradient, expected), **CLOSE)
+    assert buffers["1.num_batches_tracked"] == 2
+    assert_untouched(model, before)
+
+
+def test_compiled_ensemble():
+    pure = functional_call(compact())
+    params, buffers = ({n: torch.stack([v, v + 1]) for n, v in tree.items()} for tree in pure.init())
+    run = vmap(pure, in_dims=(0, 0, None))
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(params, buffers, X), run(params, buffers, X), **CLOSE)

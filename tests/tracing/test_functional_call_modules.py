@@ -1,0 +1,316 @@
+"""functional_call on modules with buffers, ties, hooks and attributes of every kind, and what it refuses."""
+
+import copy
+import re
+
+import pytest
+import torch
+from pure_modules import assert_buffers, assert_untouched, data, snapshot
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from primitives.tracing import functional_call
+
+X, IMAGES = data(0, 4, 3), data(1, 2, 3, 4, 4)
+
+
+class Shared(nn.Module):
+    """One batch norm under two names, called twice, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.BatchNorm1d(3, momentum=None)
+        self.encode, self.decode = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.second(self.decode(self.first(self.encode(x))))
+
+
+class Writer(nn.Module):
+    """Buffers written in every way, and attributes that come and go."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        for name in ("in_place", "unseen", "assigned", "constant"):
+            self.register_buffer(name, torch.zeros(3))
+        self.register_buffer("transient", torch.zeros(3), persistent=False)
+        self.register_buffer("absent", None)
+        self.calls, self.gone = 0, "here"
+
+    def forward(self, x, fail=False):
+        self.in_place.mul_(0.9).add_(x.detach().mean(0))
+        self.unseen.data.add_(1)
+        self.transient += 2
+        self.assigned = self.assigned + x.detach().sum(0)
+        self.absent = x.detach().sum() if self.absent is None else self.absent + 1
+        self.calls += 1
+        self.last = x
+        del self.gone
+        if fail:
+            raise ZeroDivisionError
+        return x * self.weight + self.constant
+
+
+CASES = {
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), IMAGES),
+    "InstanceNorm2d momentum None": (lambda: nn.InstanceNorm2d(3, momentum=None, track_running_stats=True), IMAGES),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(3), IMAGES),
+    "SyncBatchNorm momentum None": (lambda: nn.SyncBatchNorm(3, momentum=None), IMAGES),
+    "BatchNorm2d without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), IMAGES),
+    "LSTM": (lambda: nn.LSTM(3, 4), X),
+    "MultiheadAttention": (lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), X),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 4)), X),
+    "spectral_norm by hook": (lambda: nn.utils.spectral_norm(nn.Linear(3, 4)), X),
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), X),
+    "GraphModule": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), X),
+    "shared and tied": (Shared, X),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_calls_equal_two_calls_of_the_module(case):
+    make, x = CASES[case]
+    torch.manual_seed(0)
+    model = make().double()
+    pure, before = functional_call(model), snapshot(model)
+    params, buffers = pure.init()
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        output, buffers = pure(params, buffers, x)
+        torch.testing.assert_close(output, reference(x), rtol=1e-11, atol=1e-11)
+        assert_buffers(buffers, reference)
+    assert_untouched(model, before)
+
+
+def test_weight_norm_by_hook_leaves_its_weight_alone():
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        model = nn.utils.weight_norm(nn.Linear(3, 4))
+    before = snapshot(model)
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    params["weight_g"] = 2 * params["weight_g"]
+    output, _ = pure(params, buffers, X.float())
+    torch.testing.assert_close(output - model.bias, 2 * (model(X.float()) - model.bias))
+    model.__dict__["weight"] = before[0][""][0]["weight"]
+    assert_untouched(model, before)
+
+
+def test_buffers_written_in_every_way():
+    model = Writer().double()
+    before = snapshot(model)
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    given = {name: value.clone() for name, value in buffers.items()}
+    output, once = pure(params, buffers, X)
+    assert torch.equal(output, X)
+    assert list(once) == ["in_place", "unseen", "assigned", "constant", "transient", "absent"]
+    assert torch.equal(once["in_place"], X.mean(0))
+    assert torch.equal(once["assigned"], X.sum(0))
+    assert [once[name].tolist() for name in ("unseen", "constant", "transient")] == [[1] * 3, [0] * 3, [2] * 3]
+    _, twice = pure(params, once, X)
+    assert twice["absent"] == X.sum() + 1
+    assert torch.equal(twice["in_place"], 0.9 * X.mean(0) + X.mean(0))
+    assert_untouched(model, before)
+    assert all(torch.equal(buffers[name], value) for name, value in given.items())
+
+
+def test_an_exception_leaves_nothing_behind():
+    model = Writer().double()
+    before, pure = snapshot(model), functional_call(model)
+    params, buffers = pure.init()
+    with pytest.raises(ZeroDivisionError):
+        pure(params, buffers, X, fail=True)
+    assert_untouched(model, before)
+    assert all(torch.equal(value, torch.zeros_like(value)) for value in buffers.values())
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_a_buffer_may_be_given_as_none():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.ones(()))
+
+        def forward(self, x):
+            missing = self.cache is None
+            self.cache = None
+            return x, missing
+
+    pure = functional_call(Cached())
+    (_, missing), buffers = pure(*pure.init(), X)
+    assert not missing
+    assert buffers == {"cache": None}
+    assert pure({}, buffers, X)[0][1]
+
+
+def test_shared_buffers_under_vmap():
+    class Mean(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.in_place = in_place
+
+        def forward(self, x):
+            if self.in_place:
+                self.mean += x.mean()
+            else:
+                self.mean = self.mean + x.mean()
+            return x - self.mean
+
+    assigning, writing = functional_call(Mean(False)), functional_call(Mean(True))
+    params, buffers = writing.init()
+    expected = {"mean": X.float().mean(1)}
+    new_buffers = pr.func.vmap(assigning, in_dims=(None, None, 0))(params, buffers, X.float())[1]
+    torch.testing.assert_close(new_buffers, expected)
+    stacked = {"mean": torch.zeros(4)}
+    torch.testing.assert_close(pr.func.vmap(writing, in_dims=(None, 0, 0))(params, stacked, X.float())[1], expected)
+    with pytest.raises(pr.MutationError, match="batched value in place into its buffer 'mean'"):
+        pr.func.vmap(writing, in_dims=(None, None, 0))(params, buffers, X.float())
+    assert buffers["mean"] == 0
+
+
+def test_strict_false_takes_the_rest_from_the_module():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    pure = functional_call(model, strict=False)
+    output, buffers = pure({"0.weight": torch.zeros(3, 3).double(), "unknown": X}, {}, X)
+    assert torch.equal(output, torch.zeros_like(X))
+    assert list(buffers) == list(dict(model.named_buffers()))
+    assert buffers["1.num_batches_tracked"] == 1
+    assert model[1].num_batches_tracked == 0
+    params, buffers = pure.init()
+    half = ({name: value.bfloat16() for name, value in params.items()}, buffers)
+    with pytest.raises(pr.DtypeError):
+        functional_call(model)(*half, X)
+    first = {name[2:]: value.float() for name, value in params.items() if name.startswith("0.")}
+    assert functional_call(model[0], strict=False)(first, {}, X.float())[0].dtype == torch.float32
+
+
+def test_tied_names():
+    model = Shared().double()
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    weight = params.pop("encode.weight") * 2 + 1
+    assert "decode.weight" not in params
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        reference.encode.weight.copy_(weight)
+    expected = reference(X), dict(reference.named_buffers())
+    torch.testing.assert_close(pure({**params, "encode.weight": weight}, buffers, X), expected)
+    torch.testing.assert_close(pure({**params, "decode.weight": weight}, buffers, X), expected)
+    torch.testing.assert_close(pure({**params, "decode.weight": weight, "encode.weight": weight}, buffers, X), expected)
+    both = {**params, "decode.weight": weight, "encode.weight": weight + 1}
+    with pytest.raises(pr.TreeError, match=re.escape("'encode.weight', 'decode.weight' are one tensor")):
+        pure(both, buffers, X)
+    renamed = {name.replace("first", "second"): value for name, value in buffers.items()}
+    new_buffers = pure({**params, "encode.weight": weight}, renamed, X)[1]
+    assert new_buffers.keys() == renamed.keys()
+    assert new_buffers["second.num_batches_tracked"] == 2
+
+
+def linear():
+    pure = functional_call(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    return pure, *pure.init()
+
+
+PURE, PARAMS, BUFFERS = linear()
+
+
+class Rescaled(nn.Linear):
+    def forward(self, input):
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return super().forward(input)
+
+
+class Replayed(nn.Linear):
+    reentrant = False
+
+    def forward(self, input):
+        return checkpoint(super().forward, input.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def call(module, *args):
+    pure = functional_call(module)
+    params, buffers = pure.init()
+    return pure({name: p.requires_grad_() for name, p in params.items()}, buffers, *args)
+
+
+ERRORS = {
+    "no module": (lambda: functional_call(3), TypeError, "module must be a torch.nn.Module, got int."),
+    "parallel": (lambda: functional_call(nn.DataParallel(nn.Linear(1, 1))), TypeError, "got DataParallel."),
+    "no dict": (lambda: PURE([], BUFFERS, X), pr.TreeError, "params must be a dict of tensors by name, got list."),
+    "nested": (
+        lambda: PURE({**PARAMS, "0.weight": {}}, BUFFERS, X), pr.DtypeError,
+        "params['0.weight'] must be a tensor, got dict. Names are dotted, as in 'layer.weight'.",
+    ),
+    "None": (
+        lambda: PURE({**PARAMS, "0.weight": None}, BUFFERS, X), pr.DtypeError,
+        "params['0.weight'] must be a tensor, got NoneType.",
+    ),
+    "names": (
+        lambda: PURE({"0.weight": 1, "1.running_mean": 1, "0.weihgt": 1}, {"1.running_mean": 1}, X), pr.TreeError,
+        (
+            "params and buffers must have the names that Sequential has.\n"
+            "Missing in params: '0.bias', '1.weight', '1.bias'.\n"
+            "Unexpected in params: '1.running_mean' (one of buffers), '0.weihgt'.\n"
+            "Missing in buffers: '1.running_var', '1.num_batches_tracked'."
+        ),
+    ),
+    "shape": (
+        lambda: PURE({**PARAMS, "0.weight": torch.ones(2)}, BUFFERS, X), pr.ShapeError,
+        "params['0.weight'] must have shape [3, 3], as in the module, got [2].",
+    ),
+    "dtype": (
+        lambda: PURE(PARAMS, {**BUFFERS, "1.running_var": torch.ones(3).double()}, X), pr.DtypeError,
+        "buffers['1.running_var'] must have dtype torch.float32, as in the module, got torch.float64.",
+    ),
+    "lazy": (
+        lambda: functional_call(nn.LazyLinear(2))({"weight": X, "bias": X}, {}, X), pr.ShapeError,
+        "'weight' of the module must have a shape, got one that is not yet initialized. Run the module once.",
+    ),
+    "parameter": (
+        lambda: call(Rescaled(3, 3).double(), X), pr.MutationError, "the module writes its parameter 'weight' in place",
+    ),
+    "max_norm": (
+        lambda: call(nn.Embedding(3, 2, max_norm=0.1), torch.tensor([0])), pr.MutationError,
+        "the module writes its parameter 'weight' in place",
+    ),
+    "checkpoint": (lambda: call(Replayed(3, 3).double(), X.clone()), RuntimeError, "calls torch.utils.checkpoint"),
+    "reentrant": (lambda: call(Reentrant(3, 3).double(), X.clone()), RuntimeError, "calls torch.utils.checkpoint"),
+}  # fmt: skip
+
+
+class Reentrant(Replayed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    action, error, message = ERRORS[case]
+    with pytest.raises(error, match=re.escape(message)) as info:
+        action()
+    assert str(info.value).startswith("functional_call: ")
+
+
+def test_the_pure_function_can_be_checkpointed():
+    pure = functional_call(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double())
+    params, buffers = pure.init()
+    params = {name: (p + 1).requires_grad_() for name, p in params.items()}
+    expected = torch.autograd.grad(pure(params, buffers, X)[0].sum(), list(params.values()))
+    output, new_buffers = checkpoint(pure, params, buffers, X, use_reentrant=False)
+    actual = torch.autograd.grad(output.sum(), list(params.values()))
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    assert new_buffers["1.num_batches_tracked"] == 1
+
+
+def test_one_function_with_two_names_and_two_forms():
+    assert pr.func.functional_call is pr.tracing.functional_call
+    model = nn.Linear(3, 3).double()
+    params, _ = functional_call(model).init()
+    assert not any(p.requires_grad for p in params.values())
+    assert torch.equal(functional_call(model, params, X), model(X))
+    assert repr(functional_call(model, strict=False)) == "functional_call(Linear, strict=False)"

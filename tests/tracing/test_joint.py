@@ -1,0 +1,140 @@
+"""`create_joint`: outputs and gradients are those of eager autograd, whatever is given and returned."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import primitives as pr
+from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
+from primitives.tracing import create_joint
+
+
+def leaf(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+def rich(w, batch):
+    """Outputs of every kind: differentiable, constant, integer, an alias of an input, none at all."""
+    hidden = pr.functional.layer_norm(batch["x"], (4,), w, None)
+    return {
+        "y": hidden.sin().sum(-1),
+        "constant": batch["x"].detach().cos(),
+        "index": hidden.argmax(-1),
+        "alias": batch["x"].view(-1),
+        "none": None,
+        "number": batch["k"],
+    }
+
+
+TANGENTS = {"constant": None, "index": None, "alias": None, "none": None, "number": None}
+
+
+def test_values_gradients_and_structure():
+    w, x = leaf(4), leaf(3, 4, seed=1)
+    unused, labels, y_bar = leaf(2), torch.arange(3), leaf(3, seed=2).detach()
+
+    def fn(w, batch, rest):
+        return rich(w, batch)
+
+    primals = w, {"x": x, "k": 3}, [unused, labels, None]
+    outs, grads = create_joint(fn)(primals, {"y": y_bar, **TANGENTS})
+    expected = rich(w, {"x": x, "k": 3})
+    w_bar, x_bar = torch.autograd.grad(expected["y"], (w, x), y_bar)
+    assert torch.equal(outs["y"], expected["y"])
+    assert torch.equal(outs["index"], expected["index"])
+    assert outs["none"] is None
+    assert outs["number"] == 3
+    assert outs["alias"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(grads[0], w_bar)
+    assert torch.equal(grads[1]["x"], x_bar)
+    assert grads[1]["k"] is None
+    assert grads[2] == [None, None, None]
+    assert not outs["y"].requires_grad
+    assert not grads[0].requires_grad
+    assert w.grad is None
+
+
+def test_the_same_tensor_twice_gets_partial_gradients():
+    w = leaf(3)
+    _, grads = create_joint(lambda a, b: a * b.sin())((w, w), torch.ones(3, dtype=w.dtype))
+    assert torch.equal(grads[0], w.detach().sin())
+    assert torch.equal(grads[1], w.detach() * w.detach().cos())
+
+
+def test_a_cotangent_that_is_none_is_zero():
+    w = leaf(3)
+    _, (bar,) = create_joint(lambda w: (w.sin(), w.exp()))((w,), (None, torch.ones(3, dtype=w.dtype)))
+    assert torch.equal(bar, w.detach().exp())
+
+
+def test_a_cotangent_is_viewed():
+    w, y_bar = leaf(2, 3), leaf(6).detach()
+    _, (bar,) = create_joint(torch.sin)((w,), y_bar)
+    assert torch.equal(bar, y_bar.view(2, 3) * w.detach().cos())
+
+
+def test_no_tangents():
+    w = leaf(3)
+    (loss, aux), (bar,) = create_joint(lambda w: (w.square().sum(), w.sin()), no_tangents=True)((w,))
+    assert torch.equal(loss, w.detach().square().sum())
+    assert torch.equal(bar, 2 * w.detach())
+    assert torch.equal(aux, w.detach().sin())
+
+
+def test_gradients_of_a_gradient():
+    """Higher order is the joint function of a derivative."""
+    x = leaf(3, 4)
+    gradient = pr.func.grad(lambda x: pr.functional.layer_norm(x, (4,)).sin().sum())
+    _, (bar,) = create_joint(lambda x: gradient(x).square().sum(), no_tangents=True)((x,))
+    y = pr.functional.layer_norm(x, (4,)).sin().sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    torch.testing.assert_close(bar, torch.autograd.grad(first.square().sum(), x)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_lines_of_the_forward_pass_stay_on_backward_nodes():
+    def fn(w):
+        hidden = w.sin()
+        return hidden.exp()
+
+    module = make_fx(create_joint(fn))((leaf(3),), torch.ones(3, dtype=torch.float64))
+    lines = {str(n.target): n.stack_trace for n in module.graph.nodes if n.op == "call_function"}
+    assert "hidden = w.sin()" in lines["aten.cos.default"]
+    assert "hidden.exp()" not in lines["aten.cos.default"]
+    assert "return hidden.exp()" in lines["aten.exp.default"]
+
+
+ONES = torch.ones(3, dtype=torch.float64)
+MISTAKES = {
+    "structure": (TreeError, {"y": [ONES], **TANGENTS}, "tangents['y']"),
+    "key": (TreeError, {"z": ONES, **TANGENTS}, "tangents"),
+    "shape": (ShapeError, {"y": torch.ones(4, dtype=torch.float64), **TANGENTS}, "tangents['y'] must have the shape"),
+    "strides": (ShapeError, {"y": torch.ones((), dtype=torch.float64).expand(3, 1, 2), **TANGENTS}, "tangents['y']"),
+    "dtype": (DtypeError, {"y": ONES.float(), **TANGENTS}, "tangents['y'] must have the dtype"),
+    "constant": (LeafError, {"y": ONES, **TANGENTS, "constant": ONES}, "tangents['constant'] must be None"),
+    "alias": (LeafError, {"y": ONES, **TANGENTS, "alias": ONES}, "tangents['alias'] must be None"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_wrong_tangents(name):
+    error, tangents, text = MISTAKES[name]
+    kinds = (TreeError, LeafError) if name == "structure" else error
+    with pytest.raises(kinds, match=re.escape(text)):
+        create_joint(rich)((leaf(4), {"x": leaf(3, 4), "k": 3}), tangents)
+
+
+def test_wrong_primals():
+    joint = create_joint(torch.sin)
+    with pytest.raises(TypeError, match="tuple of the positional arguments"):
+        joint(leaf(3), ONES)
+    with pytest.raises(LeafError, match="requires grad"):
+        joint((torch.ones(3),), ONES)
+    with pytest.raises(LeafError, match=re.escape("one element that requires grad, got [3]")):
+        create_joint(torch.sin, no_tangents=True)((leaf(3),))
+    with pytest.raises(TypeError, match="positional argument"):
+        create_joint(torch.sin, no_tangents=True)((leaf(3),), ONES)

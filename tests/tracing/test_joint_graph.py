@@ -1,0 +1,340 @@
+"""`trace_joint`: a graph gives bitwise what eager autograd gives, whole or in two parts."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import OrderedDict
+
+import optree
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives.tracing import PhiloxState, TraceError, create_joint, functionalize_rng, trace_joint
+from tests.tracing.test_joint import TANGENTS, leaf, rich
+
+
+def same(actual, expected):
+    assert optree.tree_structure(actual) == optree.tree_structure(expected)
+    for a, e in zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True):
+        assert torch.equal(a, e) if isinstance(a, torch.Tensor) else a == e
+
+
+def operations(graph):
+    return [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+
+
+def check(fn, primals, tangents=None, *, graph=None, **options):
+    """The graph, its parts and `create_joint` agree bitwise."""
+    graph = graph or trace_joint(fn, *primals, **options)
+    given = (primals,) if tangents is None else (primals, tangents)
+    expected = create_joint(fn, no_tangents=tangents is None)(*given)
+    same(graph(primals, tangents), expected)
+    for min_cut in (True, False):
+        outs, saved = graph.forward_graph(min_cut=min_cut)(primals)
+        same((outs, graph.backward_graph(min_cut=min_cut)(saved, tangents)), expected)
+    return graph
+
+
+@pytest.mark.parametrize("primitives", [True, False], ids=["primitives", "torch.nn"])
+@pytest.mark.parametrize("name", ["ConvNet", "VisionTransformer"])
+def test_the_demo_models_agree_with_eager_bit_by_bit(name, primitives):
+    # The demo reads its digits from there.
+    pytest.importorskip("sklearn")
+    models, joint_graphs = (importlib.import_module(f"perf.{module}") for module in ("demo.models", "joint_graphs"))
+    torch.manual_seed(0)
+    model = models.ConvNet(4) if name == "ConvNet" else models.VisionTransformer(8, 2, 1)
+    primals = joint_graphs.example(model.double(), 3, torch.float64)
+    loss = joint_graphs.training_loss(model, primitives=primitives)
+    graph = trace_joint(loss, *primals, no_tangents=True)
+    assert joint_graphs.agrees_with_eager(loss, graph, primals)
+    assert ("primitives.log_softmax.default" in operations(graph)) == primitives
+    assert len(graph.gradient_names) == len(primals[0])
+
+
+def test_names_nodes_and_structure():
+    primals = leaf(4), {"x": leaf(3, 4, seed=1), "k": 3}
+    graph = check(rich, primals, {"y": leaf(3, seed=2).detach(), **TANGENTS})
+    assert graph.primal_names == ("w", "batch['x']")
+    assert graph.tangent_names == ("tangents['y']",)
+    assert graph.output_names == ("outs['alias']", "outs['constant']", "outs['index']", "outs['y']")
+    assert graph.gradient_names == ("w_bar", "batch['x']_bar")
+    assert [n.name for n in graph.graph.find_nodes(op="placeholder")] == ["w", "batch_x", "tangents_y"]
+    names = operations(graph)
+    assert names.count("primitives.layer_norm.default") == names.count("primitives.layer_norm_bwd.default") == 1
+    assert not any("detach" in name for name in names)
+    (backward,) = (n for n in graph.graph.nodes if str(n.target) == "primitives.layer_norm_bwd.default")
+    assert "hidden = pr.functional.layer_norm" in backward.stack_trace
+    assert "layer_norm_bwd" in str(graph)
+    assert "test_joint.py" in str(graph)
+    assert "batch_x" in graph.code
+    assert "3 outputs" not in repr(graph)
+    assert "4 outputs, 2 gradients" in repr(graph)
+
+
+def test_saved_values_and_their_bytes():
+    x, w = leaf(8, 8), leaf(8, 8, seed=1)
+
+    def fn(x, w):
+        return (x @ w).sin().cos().sin().sum()
+
+    graph = check(fn, (x, w), no_tangents=True)
+    forward, everything = graph.forward_graph(), graph.forward_graph(min_cut=False)
+    matrix = 8 * 8 * 8
+    assert forward.saved_bytes == matrix
+    assert everything.saved_bytes >= 3 * matrix
+    # A view of a primal takes no memory in addition.
+    assert [entry.shape for entry in forward.saved if entry.is_input] == [(8, 8), (8, 8)]
+    assert forward.saved[0].name in graph.backward_graph().input_names
+    assert "saved for the backward pass, 512 bytes" in str(forward)
+
+
+def test_views_and_writes_to_what_is_made_inside():
+    def fn(x):
+        y = x.clone()
+        y[0].mul_(2)
+        y[:, 1] += x[:, 0]
+        return y.sin()
+
+    graph = check(fn, (leaf(3, 4),), leaf(3, 4, seed=1).detach())
+    assert not [n for n in graph.graph.nodes if "_." in str(n.target)]
+
+
+def test_inputs_that_are_written_to():
+    def fn(w, state):
+        state.add_(w.detach().sum())
+        w.mul_(2)
+        return (w * state).sin()
+
+    def pure(w, state):
+        state = state + w.detach().sum()
+        w = w * 2
+        return (w * state).sin(), w, state
+
+    w, state, y_bar = leaf(3), torch.ones(3, dtype=torch.float64), leaf(3, seed=2).detach()
+    graph = trace_joint(fn, w, state)
+    assert graph.mutated_names == ("w", "state")
+    assert graph.tangent_names == ("tangents[0]", "tangents[1]['w']")
+    (y, mutated), grads = graph((w, state), (y_bar, OrderedDict(w=y_bar, state=None)))
+    (y_true, w_true, state_true), grads_true = create_joint(pure)((w, state), (y_bar, y_bar, None))
+    same((y, list(mutated.values()), grads), (y_true, [w_true, state_true], grads_true))
+    assert torch.equal(state, torch.ones(3, dtype=torch.float64))
+
+
+def test_several_batch_sizes():
+    def fn(w, x, labels):
+        hidden = pr.functional.layer_norm(x @ w, (3,), w[0])
+        return torch.nn.functional.nll_loss(pr.functional.log_softmax(hidden, -1), labels)
+
+    def primals(batch):
+        return leaf(4, 3), leaf(batch, 4, seed=batch).detach(), torch.arange(batch) % 3
+
+    graph = trace_joint(fn, *primals(5), no_tangents=True, dynamic=(None, 0, 0))
+    for batch in (5, 2, 7):
+        check(fn, primals(batch), graph=graph)
+    w, x, labels = primals(4)
+    with pytest.raises(ShapeError, match="sizes of one symbol must agree"):
+        graph((w, x[:3], labels))
+    with pytest.raises(ShapeError, match=re.escape("x must have shape [s")):
+        graph((w, x[:, :2], labels))
+    with pytest.raises(ShapeError, match="axis 0 of x cannot be dynamic"):
+        trace_joint(lambda w, x: (x.reshape(5, 4) @ w).sum(), w, primals(5)[1], no_tangents=True, dynamic=(None, 0))
+
+
+def test_random_states():
+    def fn(x):
+        return checkpoint(lambda x: torch.nn.functional.dropout(x, 0.5).sin(), x, use_reentrant=False)
+
+    x, y_bar = leaf(64), torch.ones(64, dtype=torch.float64)
+    graph = trace_joint(fn, x, functionalize_rng=True)
+    states = PhiloxState.from_seed(3), PhiloxState.from_seed(4)
+    first, second = (graph((x,), y_bar, rng=states) for _ in range(2))
+    same(first, second)
+    y, (bar,), (forward, _backward) = first
+    # The mask that was recomputed is the mask of the output.
+    kept = y != 0
+    assert 10 < kept.sum() < 54
+    torch.testing.assert_close(bar, torch.where(kept, 2 * (2 * x.detach()).cos(), torch.zeros(())).to(bar) + 0 * bar)
+    assert forward.offset > 0
+    outs, saved, state = graph.forward_graph()((x,), rng=states[0])
+    grads, _ = graph.backward_graph()(saved, y_bar, rng=states[1])
+    same((outs, grads, state), (y, (bar,), forward))
+    assert not any("rand" in name or "bernoulli" in name for name in operations(graph))
+    with pytest.raises(TypeError, match="pair of PhiloxState"):
+        graph((x,), y_bar)
+
+
+def test_the_backward_pass_draws_from_its_own_state():
+    def fn(x):
+        y = x * 1
+        y.register_hook(lambda bar: bar * torch.rand_like(bar))
+        return y + torch.rand(8, dtype=x.dtype)
+
+    x, states = leaf(8), (PhiloxState.from_seed(3), PhiloxState.from_seed(4))
+    graph = trace_joint(fn, x, functionalize_rng=True)
+    _, (bar,), (_, state) = graph((x,), torch.ones(8, dtype=x.dtype), rng=states)
+    same((bar, state), functionalize_rng(lambda: torch.rand(8, dtype=x.dtype))(states[1]))
+
+
+def test_autocast_and_checkpoint_inside():
+    def fn(w, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = checkpoint(lambda x: (x @ w).relu(), x, use_reentrant=False)
+        return hidden.float().sum(-1)
+
+    primals = leaf(4, 4, dtype=torch.float32), leaf(3, 4, dtype=torch.float32, seed=1)
+    graph = check(fn, primals, torch.ones(3))
+    assert any(n.meta["val"].dtype == torch.bfloat16 for n in graph.graph.nodes if "mm" in str(n.target))
+
+
+def test_a_device_that_is_not_there():
+    def fn(w, x):
+        offset = torch.arange(4, device=x.device) + torch.ones(4, device="cuda")
+        return pr.functional.layer_norm(x + offset, (4,), w, None).sum()
+
+    graph = trace_joint(fn, leaf(4), leaf(3, 4), no_tangents=True, device="cuda")
+    values = [n.meta["val"] for n in graph.graph.nodes if n.op != "output"]
+    assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"cuda"}
+    assert "device(type='cuda', index=0)" in graph.code
+    assert "meta" not in graph.code
+    assert len(graph.forward_graph().saved) > 0
+    with pytest.raises(DeviceError, match="w must be on cuda:0"):
+        graph((leaf(4), leaf(3, 4)))
+
+
+def test_inputs_without_memory():
+    huge = 1 << 40
+    with FakeTensorMode():
+        fake = torch.empty(huge, 4, requires_grad=True)
+    meta = torch.empty(4, device="meta", requires_grad=True)
+    graph = trace_joint(lambda x, w: (x * w).sum(), fake, meta, no_tangents=True, device="cpu")
+    assert graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape == (huge, 4)
+
+
+def test_decompositions():
+    x = leaf(3, 4)
+
+    def fn(x):
+        return torch.nn.functional.silu(x).sum()
+
+    by_list = check(fn, (x,), no_tangents=True)
+    assert "aten.silu_backward.default" in operations(by_list)
+    without = trace_joint(fn, x, no_tangents=True, decompose=[torch.ops.aten.silu_backward.default])
+    assert "aten.silu_backward.default" not in operations(without)
+    torch.testing.assert_close(without((x,)), by_list((x,)))
+
+
+def test_layout_of_what_is_given():
+    turned = leaf(4, 2, 3).detach().permute(1, 2, 0).requires_grad_()
+    # A view for the input that is traced, and for none that is laid out in another way.
+    graph = trace_joint(lambda x: x.permute(2, 0, 1).reshape(-1).sin(), turned)
+    assert "view" in graph.code
+    given, y_bar = leaf(2, 3, 4), torch.ones(24, dtype=turned.dtype)
+    y, (x_bar,) = graph((given,), y_bar)
+    assert torch.equal(y, given.detach().permute(2, 0, 1).reshape(-1).sin())
+    assert torch.equal(x_bar, given.detach().cos())
+
+
+@torch.inference_mode()
+def test_inference_mode_outside():
+    with torch.inference_mode(False):
+        x = leaf(3)
+    assert trace_joint(lambda x: x.sin().sum(), x, no_tangents=True)((x,))[1][0] is not None
+
+
+def test_wrong_calls():
+    w, y_bar = leaf(3), torch.ones(3, dtype=torch.float64)
+    graph = trace_joint(lambda w, k: w.sin() * k, w, 2)
+    with pytest.raises(LeafError, match="w must be a tensor, got list"):
+        graph(([w], 2), y_bar)
+    with pytest.raises(TreeError, match="primals"):
+        graph((w,), y_bar)
+    with pytest.raises(TreeError, match=re.escape("primals[1] must be the traced constant 2, got 3")):
+        graph((w, 3), y_bar)
+    with pytest.raises(DtypeError, match="w must have dtype"):
+        graph((w.float(), 2), y_bar)
+    with pytest.raises(ShapeError, match="w must have shape"):
+        graph((leaf(4), 2), y_bar)
+    with pytest.raises(LeafError, match="tangents must be a tensor"):
+        graph((w, 2), None)
+    with pytest.raises(TypeError, match="takes no rng"):
+        graph((w, 2), y_bar, rng=())
+
+
+WEIGHT = leaf(3)
+STATISTIC = torch.zeros(3, dtype=torch.float64)
+
+
+def branches(x):
+    if x.sum() > 0:
+        return x.sin()
+    return x
+
+
+def reads(x):
+    return x * x.sum().item()
+
+
+def hides(x):
+    with torch.no_grad():
+        x.mul_(2)
+    return x.sin()
+
+
+def hides_by_data(x):
+    x.data.mul_(2)
+    return x.sin()
+
+
+def captures(x):
+    return x * WEIGHT
+
+
+def writes_elsewhere(x):
+    STATISTIC.add_(x.detach())
+    return x.sin()
+
+
+@pytest.mark.parametrize(
+    "fn, error, text",
+    [
+        (branches, TraceError, "if x.sum() > 0:"),
+        (reads, TraceError, "return x * x.sum().item()"),
+        (hides, MutationError, "x.mul_(2)"),
+        (hides_by_data, MutationError, "x.data.mul_(2)"),
+        (captures, LeafError, "WEIGHT requires grad and is no input, used at"),
+        (writes_elsewhere, MutationError, "STATISTIC is written to and is no input"),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_cannot_be_traced_names_the_line(fn, error, text, dynamic):
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        trace_joint(fn, leaf(3), dynamic=dynamic)
+    assert "test_joint_graph.py:" in str(caught.value)
+    assert torch.equal(STATISTIC, torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_write_to_shared_memory():
+    state = torch.zeros(4)
+
+    def fn(w, a, b):
+        a.add_(1)
+        return w * b.sum()
+
+    with pytest.raises(MutationError, match=re.escape("share memory")):
+        trace_joint(fn, leaf(3), state, state[:2])
+
+
+def test_pictures(tmp_path):
+    graph = trace_joint(rich, leaf(4), {"x": leaf(3, 4), "k": 3})
+    graph.draw(tmp_path / "graph.svg")
+    picture = (tmp_path / "graph.svg").read_text(encoding="utf-8")
+    boxes = picture.count("<g>")
+    assert boxes == len(graph.graph.nodes) - 1 + len(graph.output_names) + len(graph.gradient_names)
+    assert "layer_norm_bwd" in picture
+    assert "batch[&#x27;x&#x27;]" in picture
+    assert graph.forward_graph().to_svg().endswith("</svg>")

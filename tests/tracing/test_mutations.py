@@ -1,0 +1,360 @@
+"""Writes to inputs as outputs: values, metadata, aliases, derivatives, graphs and errors."""
+
+from __future__ import annotations
+
+import re
+
+import optree
+import pytest
+import torch
+from torch.func import grad, hessian, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+
+import primitives as pr
+from primitives.core.errors import MissingRuleError, MutationError
+from primitives.tracing import create_joint, functional_call, functionalize_mutations, trace_joint
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def ops(graph):
+    return [node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")]
+
+
+def assert_pure(graph):
+    assert not [name for name in ops(graph) if name.endswith("_") or name == "primitives::write_back"], graph.code
+
+
+def set_to(x, y):
+    x.set_(y)
+    x.add_(1)
+
+
+def functional_with_out(x, y):
+    torch.add(y, 1, out=x)
+
+
+# What writes to two matrices, and the labels of what is written to.
+PROGRAMS = {
+    "data": (lambda x, y: x.add_(y), "x"),
+    "view": (lambda x, y: x[1:].t()[0].mul_(2), "x"),
+    "both": (lambda x, y: (y.mul_(x), x.zero_()), "xy"),
+    "same values": (lambda x, y: x.copy_(x.clone()), "x"),
+    "out": (functional_with_out, "x"),
+    "foreach": (lambda x, y: torch._foreach_add_([x, y], 1.0), "xy"),
+    "index": (lambda x, y: x.__setitem__((0, slice(1)), 5.0), "x"),
+    "masked": (lambda x, y: x.__setitem__(x > 0, 0.0), "x"),
+    "metadata": (lambda x, y: y.t_(), "y"),
+    "unsqueeze": (lambda x, y: x.unsqueeze_(0), "x"),
+    "back again": (lambda x, y: x.t_().t_(), ""),
+    "metadata and data": (lambda x, y: x.t_().add_(1), "x"),
+    "resize": (lambda x, y: x.resize_(1, 2), "x"),
+    "grow": (lambda x, y: x.resize_(5).zero_(), "x"),
+    "set": (set_to, "xy"),
+    "set alone": (lambda x, y: x.set_(y), "x"),
+    "nothing": (lambda x, y: x + y, ""),
+    "detached": (lambda x, y: x.detach().add_(1), "x"),
+    "write_back": (lambda x, y: torch.ops.primitives.write_back([x], [y]), "x"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("tracing_mode", [None, "fake", "symbolic"])
+def test_new_values(name, tracing_mode):
+    program, labels = PROGRAMS[name]
+    x, y = data(2, 2), data(2, 2, seed=1)
+    expected = x.clone(), y.clone()
+    program(*expected)
+    before = x.clone(), y.clone(), x._version, y._version
+    pure = functionalize_mutations(lambda x, y: [program(x, y)][1:])
+    if tracing_mode:
+        try:
+            pure = make_fx(pure, tracing_mode=tracing_mode)(x, y)
+        except MutationError as error:
+            # Torch does not resize tensors of symbolic sizes, and from 2.15 on none without memory.
+            assert (name, tracing_mode) in [("resize", "symbolic"), ("grow", "symbolic"), ("grow", "fake")]
+            assert "aten.resize_.default cannot be made pure, at " in str(error)  # noqa: PT017
+            assert "test_mutations.py:" in str(error)  # noqa: PT017
+            return
+        assert_pure(pure)
+    _, mutated = pure(x, y)
+    keys = {"x": "args[0]", "y": "args[1]"}
+    assert list(mutated) == [keys[label] for label in labels]
+    for key, value in mutated.items():
+        wanted = expected[int(key[5])]
+        assert (value.shape, value.stride(), value.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        assert torch.equal(value, wanted)
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+    assert (x._version, y._version) == before[2:]
+    assert x.shape == y.shape == (2, 2)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_in_place_is_the_program(name):
+    program, _ = PROGRAMS[name]
+    x, y = data(2, 2), data(2, 2, seed=1)
+    expected = x.clone(), y.clone()
+    program(*expected)
+    functionalize_mutations(program).in_place(x, y)
+    for value, wanted in zip((x, y), expected, strict=True):
+        assert (value.shape, value.stride()) == (wanted.shape, wanted.stride())
+        assert torch.equal(value, wanted)
+
+
+def test_the_order_is_that_of_the_leaves():
+    def program(tree, *, more):
+        for leaf in [*more, *optree.tree_leaves(tree)][::-1]:
+            leaf.add_(1)
+
+    tree = {"b": data(1), "a": [data(1), data(1)]}
+    _, mutated = functionalize_mutations(program)(tree, more=(data(2),))
+    assert list(mutated) == ["args[0]['a'][0]", "args[0]['a'][1]", "args[0]['b']", "kwargs['more'][0]"]
+    assert optree.tree_leaves(mutated)[0] is mutated["args[0]['a'][0]"]
+
+
+def test_outputs_that_alias_inputs_stay_aliases():
+    x, y = data(3, 3).t()[1:], data(2)
+    pure = functionalize_mutations(lambda x, y: (x, x[0], x.detach()[1], y, y[1:], y.add_(1)))
+    (x_out, row, detached, y_out, part, y_again), mutated = pure(x, y)
+    assert x_out is x
+    assert row.data_ptr() == x[0].data_ptr()
+    assert row.stride() == x[0].stride()
+    assert detached.data_ptr() == x[1].data_ptr()
+    assert y_out is y_again is mutated["args[1]"]
+    assert part.data_ptr() == y_out[1:].data_ptr()
+    x_out, row, _, y_out, part, _ = pure.in_place(x, y)
+    assert x_out is x
+    assert y_out is y
+    assert part.data_ptr() == y[1:].data_ptr()
+
+
+def test_new_metadata_is_an_alias_of_the_input():
+    x = data(2, 3)
+    _, mutated = functionalize_mutations(lambda x: x.t_().sum())(x)
+    assert mutated["args[0]"].data_ptr() == x.data_ptr()
+
+
+def test_inputs_that_overlap_are_written_together():
+    base = data(6)
+    pure = functionalize_mutations(lambda a, b: (a.mul_(2), b.sum())[1])
+    total, mutated = pure(base[:4], base[2:])
+    assert list(mutated) == ["args[0]", "args[1]"]
+    expected = base.clone()
+    assert torch.equal(total, (expected[:4].mul_(2), expected[2:].sum())[1])
+    assert torch.equal(mutated["args[1]"], expected[2:])
+    assert list(pure(base[:2], base[2:])[1]) == ["args[0]"]
+    assert list(pure(base, base)[1]) == ["args[0]"]
+    assert torch.equal(pure(base, base)[0], 2 * base.sum())
+
+
+@pytest.mark.parametrize("tracing_mode", [None, "fake"])
+def test_gradients_through_overlapping_inputs(tracing_mode):
+    base, w = data(4).requires_grad_(), data(1, seed=1).requires_grad_()
+
+    def program(a, b, w):
+        a.mul_(w)
+        return (b * b).sum()
+
+    def gradients(function):
+        x = base * 1
+        return torch.autograd.grad(function(x, x[1:], w), (base, w))
+
+    pure = functionalize_mutations(program)
+    result = gradients(lambda *args: pure(*args)[0])
+    if tracing_mode:
+        graph = make_fx(lambda: gradients(lambda *args: pure(*args)[0]), tracing_mode="real")()
+        result = graph()
+    for g, wanted in zip(result, gradients(program), strict=True):
+        torch.testing.assert_close(g, wanted)
+
+
+def test_the_first_input_takes_the_gradient_of_a_shared_element():
+    memory = data(4)
+    a, b = memory[:3].requires_grad_(), memory.detach()[1:].requires_grad_()
+    y, _ = functionalize_mutations(lambda a, b: b.sum())(a, b)
+    a_bar, b_bar = torch.autograd.grad(y, (a, b))
+    assert (a_bar.tolist(), b_bar.tolist()) == ([0.0, 1.0, 1.0], [0.0, 0.0, 1.0])
+
+
+def program(x, w):
+    x.mul_(w)
+    x[0].add_(x[1])
+    with torch.no_grad():
+        (x * 1).add_(1)
+    return (x * x * x).sum()
+
+
+def by_hand(x, w):
+    x = x * w
+    x = torch.cat([(x[0] + x[1])[None], x[1:]])
+    return (x * x * x).sum()
+
+
+TRANSFORMS = {
+    "grad": lambda f, x, w: grad(f, (0, 1))(x, w),
+    "per sample": lambda f, x, w: vmap(grad(f), (0, None))(torch.stack([x, x + 1]), w),
+    "jvp": lambda f, x, w: jvp(f, (x, w), (w, x)),
+    "hessian": lambda f, x, w: hessian(f)(x, w),
+    "vmap": lambda f, x, w: vmap(f)(torch.stack([x, x + 1]), torch.stack([w, w + 1])),
+    "backward": lambda f, x, w: torch.autograd.grad(
+        f(x.requires_grad_(), w.requires_grad_()), (x, w), create_graph=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives(name):
+    results = [
+        TRANSFORMS[name](f, data(3), data(3, seed=1))
+        for f in (lambda x, w: functionalize_mutations(program)(x, w)[0], by_hand)
+    ]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_graphs_of_derivatives(name):
+    """The pure form of a derivative has a graph without writes, and so has the pure form inside it, given that."""
+    transform = TRANSFORMS[name]
+    inner = functionalize_mutations(program)
+    outer = functionalize_mutations(lambda x, w: transform(lambda x, w: inner(x, w)[0], x.clone(), w.clone()))
+    graph = make_fx(outer, tracing_mode="fake")(data(3), data(3, seed=1))
+    assert_pure(graph)
+    torch.testing.assert_close(graph(data(3), data(3, seed=1))[0], transform(by_hand, data(3), data(3, seed=1)))
+
+
+def test_a_leaf_that_requires_grad_may_be_written_to():
+    x = data(3).requires_grad_()
+    y, mutated = functionalize_mutations(lambda x: x.mul_(2).sum())(x)
+    assert torch.autograd.grad(y, x, retain_graph=True)[0].tolist() == [2.0] * 3
+    assert torch.autograd.grad(mutated["args[0]"].sum(), x)[0].tolist() == [2.0] * 3
+
+
+def test_writes_hidden_from_autograd():
+    def step(x):
+        with torch.no_grad():
+            x.mul_(3)
+        return (x * x).sum()
+
+    w = data(3).requires_grad_()
+    expected = torch.autograd.grad(step(w * 1), w)
+    assert torch.equal(torch.autograd.grad(functionalize_mutations(step)(w * 1)[0], w)[0], expected[0])
+    for hidden in (step, lambda x: x.detach().add_(1), lambda x: x.data.add_(1)):
+        for pure in (functionalize_mutations(hidden), make_fx(functionalize_mutations(hidden), tracing_mode="fake")):
+            with pytest.raises(MutationError, match=r"args\[0\] is a leaf that requires grad.*test_mutations.py:\d+: "):
+                pure(w)
+
+
+def test_writes_to_what_is_no_input():
+    outside = data(2)
+    for pure in (
+        functionalize_mutations(outside.add_),
+        functionalize_mutations(lambda x: outside[0].zero_()),
+    ):
+        for call in (pure, make_fx(pure)):
+            with pytest.raises(
+                MutationError, match=r"\[.*\] of torch.float64 that is no input.*test_mutations.py:\d+: "
+            ):
+                call(data(2))
+    assert torch.equal(outside, data(2))
+
+
+def test_what_cannot_be_pure_names_the_line():
+    pure = functionalize_mutations(lambda x: x[0].resize_(9))
+    with pytest.raises(MutationError, match=r"aten.resize_.*test_mutations.py:\d+: "):
+        make_fx(pure)(data(2, 2))
+    with pytest.raises(MissingRuleError, match="pre_dispatch"):
+        make_fx(functionalize_mutations(torch.sin), pre_dispatch=True)(data(2))
+    x = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(
+        MutationError, match=re.escape("args[0] is written to") + ".*shares memory with " + re.escape("args[1]")
+    ):
+        functionalize_mutations(lambda x, y: x.zero_())(x, torch.view_as_real(x))
+
+
+def test_keep_data_mutations():
+    def program(x, y, w):
+        x.add_(1)
+        y.t_()
+        w.mul_(2)
+        return x[0]
+
+    args = data(2, 2), data(2, 2), data(2).requires_grad_()
+    pure = functionalize_mutations(program, keep_data_mutations=True)
+    graph = make_fx(pure, tracing_mode="fake")(*args)
+    assert [name for name in ops(graph) if name.endswith("_")] == ["aten::copy_"]
+    for call in (pure, graph):
+        x = data(2, 2)
+        row, mutated = call(x, *args[1:])
+        assert list(mutated) == ["args[1]", "args[2]"]
+        assert torch.equal(x, data(2, 2) + 1)
+        assert row.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("make", [torch.nn.BatchNorm1d, pr.nn.BatchNorm1d])
+def test_batch_norm(make):
+    module = make(2, dtype=torch.float64)
+    state = {
+        **{k: v.detach() for k, v in module.named_parameters()},
+        **{k: v.clone() for k, v in module.named_buffers()},
+    }
+    pure = functionalize_mutations(lambda state, x: torch.func.functional_call(module, state, x))
+    y, mutated = pure(state, data(4, 2))
+    graph = make_fx(pure, tracing_mode="fake")(state, data(4, 2))
+    assert_pure(graph)
+    graph_y, graph_mutated = graph(state, data(4, 2))
+    assert torch.equal(y, module(data(4, 2)))
+    assert torch.equal(y, graph_y)
+    assert list(mutated) == [f"args[0]['{name}']" for name in ("num_batches_tracked", "running_mean", "running_var")]
+    for name, buffer in module.named_buffers():
+        assert torch.equal(mutated[f"args[0]['{name}']"], buffer)
+        assert torch.equal(graph_mutated[f"args[0]['{name}']"], buffer)
+    net = functional_call(module)
+    assert_pure(make_fx(functionalize_mutations(net), tracing_mode="fake")(*net.init(), data(4, 2)))
+
+
+def test_with_joint_graphs():
+    x = data(3).requires_grad_()
+    pure = functionalize_mutations(lambda x: (x.mul_(3), (x * x).sum())[1])
+    _, (g,) = trace_joint(lambda x: pure(x)[0], x, no_tangents=True)((x,))
+    torch.testing.assert_close(g, 18 * x.detach())
+    joint = functionalize_mutations(create_joint(lambda x: pure(x)[0], no_tangents=True))
+    graph = make_fx(lambda x: joint((x,))[0][1][0], tracing_mode="fake")(x)
+    assert_pure(graph)
+    torch.testing.assert_close(graph(x), 18 * x.detach())
+
+
+def test_subclasses_among_the_inputs():
+    x = TwoTensor(data(2), data(2, seed=1))
+    row, mutated = functionalize_mutations(lambda x: x.mul_(2)[0])(x)
+    assert torch.equal(mutated["args[0]"].b, 2 * data(2, seed=1))
+    assert torch.equal(x.a, data(2))
+    assert row.b == 2 * x.b[0]
+
+
+def test_constants_from_outside():
+    outside, other = data(2), torch.tensor(2.0, dtype=torch.float64)
+    pure = functionalize_mutations(lambda x: x.add_(outside[0] * outside).mul_(other.item()))
+    graph = make_fx(pure)(data(2))
+    assert_pure(graph)
+    assert torch.equal(graph(data(2))[0], pure(data(2))[0])
+
+
+def test_factories_and_lists_inside_are_free():
+    def program(x):
+        y = torch.zeros(2, dtype=x.dtype)
+        y.add_(torch.tensor([1.0, 2.0]))
+        z = torch.tensor(3.0)
+        z.mul_(2)
+        y[0] = z
+        return y + x
+
+    pure = functionalize_mutations(program)
+    assert pure(data(2))[1] == {}
+    assert torch.equal(pure(data(2))[0], program(data(2)))
+    graph = make_fx(pure, tracing_mode="fake")(data(2))
+    assert_pure(graph)
+    assert torch.equal(graph(data(2))[0], program(data(2)))

@@ -1,0 +1,254 @@
+"""Random programs that view, alias, write and draw: their pure form against themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from primitives.tracing import PhiloxState, functionalize_mutations, functionalize_rng
+
+EXAMPLES = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+WRITES = ("add_", "mul_", "copy_", "index_put_", "setitem", "zero_", "sin_")
+METADATA = ("t_", "unsqueeze_", "squeeze_", "as_strided_")
+VIEWS = (
+    "view",
+    "transpose",
+    "slice",
+    "step",
+    "expand",
+    "diagonal",
+    "unbind",
+    "chunk",
+    "select",
+    "as_strided",
+    "detach",
+    "flip",
+    "cos",
+)
+RANDOM = ("bernoulli_", "dropout", "rand_like")
+NUM_EXAMPLES = {"eager": 90, "in_place": 60, "traced": 20}
+# How the second input lies in the memory of the first; `apart` is memory of its own.
+OVERLAPS = ("apart", "same", "row", "transposed", "tail", "disjoint")
+
+
+@st.composite
+def programs(draw, random=False, metadata=True):
+    kinds = WRITES * 2 + VIEWS + METADATA * metadata + RANDOM * random
+    instruction = st.tuples(st.sampled_from(kinds), st.integers(0, 5), st.integers(0, 5))
+    return draw(st.sampled_from(OVERLAPS)), draw(st.lists(instruction, min_size=2, max_size=7))
+
+
+def viewed(kind, x, k):
+    """A view of `x`, or something new; `x` itself where it has no such view."""
+    if kind == "view":
+        return x.view(-1) if x.is_contiguous() else x
+    if kind in ("flip", "cos"):
+        return getattr(x, kind)(*[[0]] * (kind == "flip" and x.dim() > 0))
+    if kind == "detach":
+        return x.detach()
+    if kind == "as_strided":
+        return x.as_strided((2,), (1,)) if x.numel() > 1 and x.is_contiguous() else x
+    if kind == "expand":
+        return x.expand(2, *x.shape) if x.dim() < 3 else x
+    if x.dim() == 0:
+        return x
+    if kind == "transpose":
+        return x.transpose(0, -1)
+    if kind == "diagonal":
+        return x.diagonal() if x.dim() == 2 else x
+    if x.shape[0] == 0:
+        return x
+    return {
+        "slice": lambda: x[k % x.shape[0] :],
+        "step": lambda: x[::2],
+        "unbind": lambda: x.unbind(0)[k % x.shape[0]],
+        "chunk": lambda: x.chunk(2)[-1],
+        "select": lambda: x.select(0, k % x.shape[0]),
+    }[kind]()
+
+
+def write(kind, x, y, w):
+    """Write to `x` in place what comes of `y` and the parameter `w`."""
+    value = w.sum() * y.mean() if y.numel() else w.sum()
+    if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+        return
+    if kind == "index_put_":
+        if x.dim() and x.shape[0]:
+            x.index_put_((torch.tensor([0]),), value)
+    elif kind == "setitem":
+        x[...] = value
+    elif kind in ("zero_", "sin_"):
+        getattr(x, kind)()
+    else:
+        getattr(x, kind)(value)
+
+
+def reshape(kind, x):
+    """Change the metadata of `x` in place."""
+    if kind == "t_":
+        if x.dim() <= 2:
+            x.t_()
+    elif kind == "as_strided_":
+        if x.numel() > 1 and x.is_contiguous():
+            x.as_strided_((1, 2), (1, 1))
+    elif kind == "unsqueeze_":
+        x.unsqueeze_(0)
+    else:
+        x.squeeze_()
+
+
+def drawn(kind, x):
+    """Something random like `x`, or `x` with something random in it."""
+    if kind == "bernoulli_":
+        return x if 0 in x.stride() else x.bernoulli_(0.5)
+    return torch.nn.functional.dropout(x, 0.5) if kind == "dropout" else torch.rand_like(x)
+
+
+def run(instructions, a, b, w):
+    values = [a, b]
+    for kind, i, k in instructions:
+        x, y = values[i % len(values)], values[k % len(values)]
+        if kind in WRITES:
+            write(kind, x, y, w)
+        elif kind in METADATA:
+            reshape(kind, x)
+        else:
+            values.append(drawn(kind, x) if kind in RANDOM else viewed(kind, x, k))
+    return [*values[2:], a, b, sum(((v * v).sum() for v in values), start=w.sum())]
+
+
+def inputs(overlap):
+    """Two inputs and a parameter; the first input is a base, the second overlaps it or not."""
+    a = torch.linspace(-1.0, 2.0, 12, dtype=torch.float64)[3:].clone().reshape(3, 3)
+    b = {
+        "apart": lambda: torch.linspace(2.0, 3.0, 4, dtype=torch.float64).reshape(2, 2),
+        "same": lambda: a,
+        "row": lambda: a[1],
+        "transposed": a.t,
+        "tail": lambda: a.view(-1)[4:],
+        "disjoint": lambda: a,
+    }[overlap]()
+    if overlap == "disjoint":
+        a, b = a[:1], a[1:]
+    return a, b, torch.tensor([0.5, -1.5], dtype=torch.float64, requires_grad=True)
+
+
+def geometry(x):
+    return tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad
+
+
+def aliases(values):
+    """Which values share memory, and which are one object."""
+    numbers = [x.untyped_storage()._cdata for x in values]
+    return [[numbers.index(n) for n in numbers], [[x is y for x in values].index(True) for y in values]]
+
+
+def assert_same(values, expected):
+    assert len(values) == len(expected)
+    for x, y in zip(values, expected, strict=True):
+        assert geometry(x) == geometry(y)
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def eager(instructions, overlap):
+    """Outputs, final inputs and the gradient of the program; `None` if torch refuses to run it."""
+    a, b, w = inputs(overlap)
+    if overlap == "disjoint":
+        # Inputs without a common element count as unrelated; torch's autograd takes views of one base together.
+        a, b = a.clone(), b.clone()
+    try:
+        outputs = run(instructions, a, b, w)
+        (grad,) = torch.autograd.grad(outputs[-1], w, retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return None
+    return outputs, [a, b], grad
+
+
+@pytest.mark.parametrize("kind", NUM_EXAMPLES)
+def test_random_programs(kind):
+    num_compared = 0
+
+    @settings(EXAMPLES, max_examples=NUM_EXAMPLES[kind])
+    @given(programs())
+    def check(program):
+        nonlocal num_compared
+        overlap, instructions = program
+        expected = eager(instructions, overlap)
+        if expected is None or (kind == "in_place" and overlap == "disjoint"):
+            return
+        if kind == "in_place" and any(name == "detach" for name, _, _ in instructions):
+            # What is written through it has a history that the input lacks: no tensor is an alias and has it.
+            return
+        outputs, final, grad = expected
+        num_compared += 1
+        a, b, w = inputs(overlap)
+        before = [(x.clone(), geometry(x), x._version) for x in (a, b)]
+        pure = functionalize_mutations(lambda a, b, w: run(instructions, a, b, w))
+        if kind == "in_place":
+            results = pure.in_place(a, b, w)
+            assert_same(results, outputs)
+            assert_same([a, b], final)
+            assert aliases([*results[:-1], a, b]) == aliases([*outputs[:-1], *final])
+            return
+        results, mutated = pure(a, b, w)
+        after = [mutated.get(f"args[{i}]", x) for i, x in enumerate((a, b))]
+        if a is b:
+            after = [after[0]] * 2
+        assert_same(results, outputs)
+        assert_same(after, final)
+        if overlap != "disjoint":
+            assert aliases(results[:-1]) == aliases(outputs[:-1])
+        torch.testing.assert_close(torch.autograd.grad(results[-1], w, retain_graph=True, allow_unused=True)[0], grad)
+        if kind == "traced":
+            graph = make_fx(pure, tracing_mode="fake")(a, b, w)
+            names = [node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")]
+            assert not [name for name in names if name.endswith("_")], graph.code
+            graph_results, graph_mutated = graph(a, b, w)
+            assert list(graph_mutated) == list(mutated)
+            for x, y in zip([*graph_results, *graph_mutated.values()], [*results, *mutated.values()], strict=True):
+                assert geometry(x)[:-1] == geometry(y)[:-1]
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        for x, (value, metadata, version) in zip((a, b), before, strict=True):
+            assert torch.equal(x, value)
+            assert geometry(x) == metadata
+            assert x._version == version
+
+    check()
+    assert num_compared > NUM_EXAMPLES[kind] // 3
+
+
+def test_random_programs_with_random_operations():
+    state = PhiloxState.from_seed(5)
+
+    @settings(EXAMPLES, max_examples=25)
+    @given(programs(random=True, metadata=False))
+    def check(program):
+        overlap, instructions = program
+        function = functionalize_rng(lambda a, b, w: run(instructions, a, b, w))
+        a, b, w = inputs(overlap)
+        try:
+            outputs, end = function(state, a, b, w)
+        except RuntimeError:
+            return
+        pure = functionalize_mutations(function)
+        args = inputs(overlap)
+        runs = [pure(state, *args)[0] for _ in range(2)]
+        runs.append(
+            functionalize_rng(functionalize_mutations(lambda a, b, w: run(instructions, a, b, w)))(state, *args)
+        )
+        runs[2] = (runs[2][0][0], runs[2][1])
+        for results, new_state in runs:
+            assert torch.equal(new_state.offset, end.offset)
+            assert all(torch.equal(x, y) for x, y in zip(results, outputs, strict=True))
+
+    check()
