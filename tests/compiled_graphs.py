@@ -18,6 +18,7 @@ import unittest.mock
 from typing import Any
 
 import torch
+import triton
 from functorch.compile import make_boxed_func
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
@@ -27,8 +28,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes import joint_graph
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton._C.libtriton import ir
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import mangle_type
 
 import primitives as pr
+from perf.machine_code.cases import Shape, launch_mode
+from perf.workloads import KERNEL_MODES
 from primitives.core import inductor, registered_primitives
 from tests.kernels.recording_driver import activate
 from triton_kernels._kernel import Kernel, UntraceableLaunchError, intercept
@@ -65,13 +72,26 @@ def launch_of(node: torch.fx.Node) -> dict:
     }
 
 
+def updates(writes: list[Any]) -> dict[str, str]:
+    """For every input that a graph writes into, as an argument of a kernel, the result of the kernel that it gets."""
+    found = {}
+    for node in writes:
+        target, source = node.args
+        kernel, result = source.args
+        (name,) = (name for name, value in kernel.kwargs["kwargs"].items() if value is target)
+        found[name] = result
+    return found
+
+
 def content(graph: torch.fx.Graph) -> dict:
-    """Kernels and operators of a graph."""
+    """Kernels and operators of a graph, and what it writes into its inputs."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     kernels = [node for node in calls if node.target is triton_kernel_wrapper_functional]
+    writes = [node for node in calls if node.target is torch.ops.aten.copy_.default]
     return {
         "kernels": [launch_of(node) for node in kernels],
-        "operators": [str(node.target) for node in calls if node not in kernels],
+        "updates": updates(writes),
+        "operators": [str(node.target) for node in calls if node not in kernels and node not in writes],
         "devices": sorted({str(node.meta["val"].device) for node in calls if "empty" in str(node.target)}),
     }
 
@@ -129,6 +149,11 @@ def log_softmax(x):
     return pr.functional.log_softmax(x.sin(), 1).cos()
 
 
+def batch_norm(x, weight, bias, running_mean, running_var):
+    """The same of batch norm in training, which writes into the running statistics."""
+    return pr.functional.batch_norm(x.sin(), running_mean, running_var, weight, bias, training=True).cos()
+
+
 def layer_norm_jvp(x, weight, bias):
     """A tangent of layer norm."""
     return torch.func.jvp(layer_norm, (x, weight, bias), (x, weight, bias))[1]
@@ -154,12 +179,19 @@ def tensors(*shapes: tuple[int, ...], device: str = "cpu", requires_grad: bool =
 
 
 ROW_SHAPES = ((ROWS, COLS), (COLS,), (COLS,))
+CHANNELS = 16
 PROGRAMS = {
     "layer_norm": (layer_norm, ROW_SHAPES, True),
+    "batch_norm": (batch_norm, ((8, CHANNELS, 14, 14), *((CHANNELS,),) * 4), True),
     "log_softmax": (log_softmax, ROW_SHAPES[:1], True),
     "hessian-vector product": (layer_norm_hvp, ROW_SHAPES, False),
     "jvp in vmap": (batched, ((3, ROWS, COLS), (COLS,), (COLS,)), False),
 }
+
+
+def arguments(shapes: tuple, backward: bool) -> list[torch.Tensor]:
+    """An input with a weight and a bias, of which gradients are taken, then running statistics."""
+    return tensors(*shapes[:3], requires_grad=backward) + tensors(*shapes[3:])
 
 
 def programs() -> dict:
@@ -167,9 +199,8 @@ def programs() -> dict:
     found = {}
     for name, (function, shapes, backward) in PROGRAMS.items():
         with unset_fake_temporarily():
-            outside = launches_outside(function, *tensors(*shapes, requires_grad=backward), backward=backward)
-        args = tensors(*shapes, requires_grad=backward)
-        found[name] = {"graphs": graphs(function, *args, backward=backward), "outside": outside}
+            outside = launches_outside(function, *arguments(shapes, backward), backward=backward)
+        found[name] = {"graphs": graphs(function, *arguments(shapes, backward), backward=backward), "outside": outside}
     return found
 
 
@@ -235,6 +266,57 @@ def cache_keys() -> list[bool]:
     return [len(first) == 1, first == again, first != other]
 
 
+def inductor_source(kernel: Kernel, args: tuple, constants: dict[str, Any]) -> ASTSource:
+    """What Inductor has Triton compile: a 1 is a constant whatever the kernel asks for, and a float is a float32."""
+    given = dict(zip(kernel.argument_names, args, strict=False)) | kernel._all_constants(len(args), constants)
+    signature, fixed = {}, {}
+    for parameter in kernel.function.params:
+        value = given[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], fixed[(parameter.num,)] = "constexpr", value
+        else:
+            signature[parameter.name] = mangle_type(value)
+    return ASTSource(kernel.function, signature, fixed, {})
+
+
+ONES = (
+    (Shape("layer_norm", (1, 256)), KERNEL_MODES),
+    (Shape("layer_norm", (1, 65536)), ("forward", "backward", "jvp", "hvp")),
+    (Shape("log_softmax", (1, 256)), ("forward", "backward", "hvp", "x_only")),
+    (Shape("log_softmax", (1, 100000)), ("forward", "jvp", "hvp", "x_only")),
+    (Shape("batch_norm", (1, 1, 4, 4)), KERNEL_MODES),
+    (Shape("batch_norm", (1, 1)), ("evaluation", "x_only")),
+)
+
+
+def ones() -> dict[str, list[str]]:
+    """Of launches with numbers of one, by kernel, what Triton has against them as Inductor compiles them."""
+    driver: Any = triton.runtime.driver
+    target = driver.active.get_current_target()
+    compiler: Any = make_backend(target)
+    options = compiler.parse_options({})
+    found: dict[str, list[str]] = {}
+
+    def make_ir(kernel, grid, args, constants):
+        context = ir.context()
+        ir.load_dialects(context)
+        compiler.load_dialects(context)
+        complaints = found.setdefault(kernel.__name__, [])
+        source = inductor_source(kernel, args, constants)
+        if any("fp" in kind and not kind.startswith("*") for kind in source.signature.values()):
+            complaints.append("a number that loses digits")
+        try:
+            source.make_ir(target, options, compiler.get_codegen_implementation(options), {}, context)
+        except triton.CompilationError as error:
+            complaints.append(str(error))
+
+    with intercept(make_ir), unset_fake_temporarily():
+        for shape, modes in ONES:
+            for mode in modes:
+                launch_mode(shape, mode)
+    return found
+
+
 def main() -> None:
     """Run all checks."""
     everything = {}
@@ -246,7 +328,7 @@ def main() -> None:
     ):
         everything["on_fake_cuda"] = on_fake_cuda()
         inductor._on_gpu = lambda args: True
-        for check in (programs, opaque, cache_keys, another_backend):
+        for check in (programs, opaque, cache_keys, another_backend, ones):
             everything[check.__name__] = check()
     json.dump(everything, sys.stdout)
 

@@ -19,6 +19,10 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 
 KERNELS = {
     "layer_norm": [["layer_norm_fwd_kernel"], ["layer_norm_bwd_kernel", "param_reduce_kernel"]],
+    "batch_norm": [
+        ["batch_norm_statistics_kernel", "batch_norm_statistics_merge_kernel", "batch_norm_transform_kernel"],
+        ["batch_norm_product_sums_kernel", "batch_norm_product_sums_merge_kernel", "batch_norm_transform_kernel"],
+    ],
     "log_softmax": [["log_softmax_fwd_kernel"], ["log_softmax_linear_kernel"]],
     "hessian-vector product": [
         [
@@ -41,6 +45,11 @@ WRITTEN = {
     "layer_norm_fwd_kernel": ["mean_ptr", "rstd_ptr", "y_ptr"],
     "layer_norm_bwd_kernel": ["bias_part_ptr", "weight_part_ptr", "x_bar_ptr"],
     "layer_norm_jvp_kernel": ["y_dot_ptr"],
+    "batch_norm_statistics_kernel": ["partials_ptr"],
+    "batch_norm_statistics_merge_kernel": ["mean_ptr", "new_running_mean_ptr", "new_running_var_ptr", "rstd_ptr"],
+    "batch_norm_transform_kernel": ["out_ptr"],
+    "batch_norm_product_sums_kernel": ["partials_ptr"],
+    "batch_norm_product_sums_merge_kernel": ["bias_bar_ptr", "product_mean_ptr", "u_mean_ptr", "weight_bar_ptr"],
     "log_softmax_fwd_kernel": ["y_ptr"],
     "log_softmax_linear_kernel": ["out_ptr"],
 }
@@ -99,6 +108,21 @@ def test_no_scratch_is_copied(found, program):
     """A kernel that writes into views would have their whole base copied around it."""
     for graph in found["programs"][program]["graphs"]:
         assert not [name for name in graph["operators"] if "scatter" in name or "copy" in name or "clone" in name]
+
+
+@pytest.mark.parametrize("program", KERNELS)
+def test_running_statistics_get_what_the_kernel_wrote(found, program):
+    """Without a launch for it that Inductor could not fuse."""
+    forward, *others = [graph["updates"] for graph in found["programs"][program]["graphs"]]
+    names = ["running_mean_ptr", "running_var_ptr"] if program == "batch_norm" else []
+    assert forward == {name: f"new_{name}" for name in names}
+    assert not any(others)
+
+
+def test_numbers_that_are_one_may_be_constants(found):
+    """Inductor makes every 1 a constant, which has no methods, and every float a float32."""
+    assert len(found["ones"]) > 20
+    assert {name: complaints for name, complaints in found["ones"].items() if complaints} == {}
 
 
 def test_cuda_tensors_without_memory_or_device_are_enough(found):

@@ -12,38 +12,20 @@ and one elementwise transform; `batch_norm` says which rule uses which terms. Pe
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from triton_kernels._channels import (
     backward_share,
     count_tiles,
     divide,
+    load_channels,
+    load_rstd,
     locate_tile,
     spatial_extent,
     split_channel_program,
     tile_offsets,
 )
-from triton_kernels._runtime import batch_independent_jit, store_cast
-
-
-@triton.jit
-def load_rstd(ptr, offsets, mask, EPS: tl.constexpr, acc_dtype: tl.constexpr):
-    """Reciprocal standard deviations, loaded as they are (`EPS` None) or computed from variances."""
-    statistic = tl.load(ptr + offsets, mask=mask, other=1.0).to(acc_dtype)
-    if EPS is not None:
-        statistic = 1.0 / tl.sqrt(statistic + EPS)
-    return statistic
-
-
-@triton.jit
-def load_param(ptr, offsets, mask, DEFAULT: tl.constexpr, acc_dtype: tl.constexpr):
-    """Values per channel, or `DEFAULT` everywhere without a pointer."""
-    if ptr is None:
-        values = tl.full(mask.shape, DEFAULT, acc_dtype)
-    else:
-        values = tl.load(ptr + offsets, mask=mask, other=0.0).to(acc_dtype)
-    return values
+from triton_kernels._runtime import batch_independent_jit, float64_of_bits, store_cast
 
 
 @batch_independent_jit
@@ -52,7 +34,10 @@ def batch_norm_statistics_kernel(
     partials_ptr,
     num_samples,
     num_spatial,
-    x_strides,
+    x_group_stride,
+    x_sample_stride,
+    x_channel_stride,
+    x_spatial_stride,
     NUM_CHANNELS: tl.constexpr,
     ALIGN: tl.constexpr,
     SPATIAL_INNER: tl.constexpr,
@@ -71,6 +56,7 @@ def batch_norm_statistics_kernel(
         partials_ptr: `[groups * channels, 3, num_splits]`, accumulation dtype.
     """
     acc_dtype = partials_ptr.dtype.element_ty
+    x_strides = (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride)
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -127,7 +113,8 @@ def batch_norm_statistics_merge_kernel(
     num_splits,
     count,
     running_group_stride,
-    momentum: tl.float64,
+    momentum_low,
+    momentum_high,
     EPS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -141,7 +128,7 @@ def batch_norm_statistics_merge_kernel(
         mean_ptr, rstd_ptr: `[num_rows]`, `num_rows = groups * channels`, accumulation dtype.
         new_running_mean_ptr, new_running_var_ptr: `[num_rows]`, or None.
         count: Elements per channel.
-        momentum: Weight of the new statistics.
+        momentum_low, momentum_high: Weight of the new statistics (see `float64_bits`).
     """
     acc_dtype = partials_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -155,7 +142,7 @@ def batch_norm_statistics_merge_kernel(
 
     # Sums about the first partial mean keep the digits that a large common offset would take.
     first_mean = tl.load(partials_ptr + (rows * 3 + 1) * num_splits, mask=row_mask, other=0.0)
-    total = tl.zeros([BLOCK_ROWS], acc_dtype) + count.to(acc_dtype)
+    total = tl.zeros([BLOCK_ROWS], acc_dtype) + tl.cast(count, acc_dtype)
     shifted = tl.where(mask, means - first_mean[:, None], 0.0)
     mean = first_mean + divide(tl.sum(counts * shifted, axis=1), total)
     centered = tl.where(mask, means - mean[:, None], 0.0)
@@ -164,6 +151,7 @@ def batch_norm_statistics_merge_kernel(
     tl.store(mean_ptr + rows, mean, mask=row_mask)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
+    momentum = float64_of_bits(momentum_low, momentum_high)
     running_offsets = rows // NUM_CHANNELS * running_group_stride + rows % NUM_CHANNELS
     if running_mean_ptr is not None:
         running_mean = tl.load(running_mean_ptr + running_offsets, mask=row_mask, other=0.0).to(acc_dtype)
@@ -184,8 +172,14 @@ def batch_norm_product_sums_kernel(
     num_samples,
     num_spatial,
     mean_group_stride,
-    u_strides,
-    x_strides,
+    u_group_stride,
+    u_sample_stride,
+    u_channel_stride,
+    u_spatial_stride,
+    x_group_stride,
+    x_sample_stride,
+    x_channel_stride,
+    x_spatial_stride,
     NUM_CHANNELS: tl.constexpr,
     ALIGN: tl.constexpr,
     SPATIAL_INNER: tl.constexpr,
@@ -209,6 +203,8 @@ def batch_norm_product_sums_kernel(
     u_policy: tl.constexpr = "evict_last" if U_READ_AGAIN else "evict_first"
     x_policy: tl.constexpr = "evict_last" if X_READ_AGAIN else "evict_first"
     acc_dtype = partials_ptr.dtype.element_ty
+    u_strides = (u_group_stride, u_sample_stride, u_channel_stride, u_spatial_stride)
+    x_strides = (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride)
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, False)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -279,7 +275,7 @@ def batch_norm_product_sums_merge_kernel(
     u_sum = tl.sum(tl.load(partials, mask=mask, other=0.0), axis=1)
     product_sum = tl.sum(tl.load(partials + num_splits, mask=mask, other=0.0), axis=1) * rstd
 
-    total = tl.zeros([BLOCK_ROWS], acc_dtype) + count.to(acc_dtype)
+    total = tl.zeros([BLOCK_ROWS], acc_dtype) + tl.cast(count, acc_dtype)
     if u_mean_ptr is not None:
         tl.store(u_mean_ptr + rows, u_sum / total, mask=row_mask)
     if product_mean_ptr is not None:
@@ -288,7 +284,7 @@ def batch_norm_product_sums_merge_kernel(
         store_cast(weight_bar_ptr + rows, product_sum, row_mask)
     if bias_bar_ptr is not None:
         store_cast(bias_bar_ptr + rows, u_sum, row_mask)
-    weight = load_param(weight_ptr, group * weight_group_stride + channels, row_mask, 1.0, acc_dtype)
+    weight = load_channels(weight_ptr, group * weight_group_stride + channels, row_mask, 1.0, acc_dtype)
     slope = rstd * weight
     if mean_bar_ptr is not None:
         store_cast(mean_bar_ptr + rows, -slope * u_sum, row_mask)
@@ -315,9 +311,18 @@ def batch_norm_transform_kernel(
     slope_group_stride,
     shift_group_stride,
     term_group_stride,
-    out_strides,
-    u_strides,
-    x_strides,
+    out_group_stride,
+    out_sample_stride,
+    out_channel_stride,
+    out_spatial_stride,
+    u_group_stride,
+    u_sample_stride,
+    u_channel_stride,
+    u_spatial_stride,
+    x_group_stride,
+    x_sample_stride,
+    x_channel_stride,
+    x_spatial_stride,
     EPS: tl.constexpr,
     DEFAULT_SLOPE: tl.constexpr,
     TILT_IS_VAR_DOT: tl.constexpr,
@@ -346,17 +351,20 @@ def batch_norm_transform_kernel(
             stands for `tilt = rstd / 2 * var_dot`.
         DEFAULT_SLOPE: Slope of an absent `slope_ptr`.
     """
+    out_strides = (out_group_stride, out_sample_stride, out_channel_stride, out_spatial_stride)
+    u_strides = (u_group_stride, u_sample_stride, u_channel_stride, u_spatial_stride)
+    x_strides = (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride)
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, True)
 
     statistic_offsets = group * statistic_group_stride + channels
     rstd = load_rstd(scale_statistic_ptr, statistic_offsets, channel_mask, EPS, ACC_DTYPE)
-    mean = load_param(mean_ptr, statistic_offsets, channel_mask, 0.0, ACC_DTYPE)
-    weight = load_param(weight_ptr, group * weight_group_stride + channels, channel_mask, 1.0, ACC_DTYPE)
-    slope = load_param(slope_ptr, group * slope_group_stride + channels, channel_mask, DEFAULT_SLOPE, ACC_DTYPE)
-    shift = load_param(shift_ptr, group * shift_group_stride + channels, channel_mask, 0.0, ACC_DTYPE)
-    u_center = load_param(u_center_ptr, group * term_group_stride + channels, channel_mask, 0.0, ACC_DTYPE)
-    tilt = load_param(tilt_ptr, group * term_group_stride + channels, channel_mask, 0.0, ACC_DTYPE)
+    mean = load_channels(mean_ptr, statistic_offsets, channel_mask, 0.0, ACC_DTYPE)
+    weight = load_channels(weight_ptr, group * weight_group_stride + channels, channel_mask, 1.0, ACC_DTYPE)
+    slope = load_channels(slope_ptr, group * slope_group_stride + channels, channel_mask, DEFAULT_SLOPE, ACC_DTYPE)
+    shift = load_channels(shift_ptr, group * shift_group_stride + channels, channel_mask, 0.0, ACC_DTYPE)
+    u_center = load_channels(u_center_ptr, group * term_group_stride + channels, channel_mask, 0.0, ACC_DTYPE)
+    tilt = load_channels(tilt_ptr, group * term_group_stride + channels, channel_mask, 0.0, ACC_DTYPE)
     if TILT_IS_VAR_DOT:
         tilt *= 0.5 * rstd
     u_factor = rstd * weight

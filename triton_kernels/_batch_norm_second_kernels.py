@@ -24,22 +24,13 @@ import triton.language as tl
 from triton_kernels._channels import (
     backward_share,
     count_tiles,
+    load_channels,
     locate_tile,
     spatial_extent,
     split_channel_program,
     tile_offsets,
 )
 from triton_kernels._runtime import batch_independent_jit, cast, store_cast
-
-
-@triton.jit
-def load_channels(ptr, offsets, mask, DEFAULT: tl.constexpr, acc_dtype: tl.constexpr):
-    """Values per channel, or `DEFAULT` everywhere without a pointer."""
-    if ptr is None:
-        values = tl.full(mask.shape, DEFAULT, acc_dtype)
-    else:
-        values = cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
-    return values
 
 
 @triton.jit
@@ -85,10 +76,22 @@ def batch_norm_second_sums_kernel(  # noqa: C901 - its branches are settled when
     num_samples,
     num_spatial,
     mean_group_stride,
-    y_bar_strides,
-    x_strides,
-    x_dot_strides,
-    y_bar_dot_strides,
+    y_bar_group_stride,
+    y_bar_sample_stride,
+    y_bar_channel_stride,
+    y_bar_spatial_stride,
+    x_group_stride,
+    x_sample_stride,
+    x_channel_stride,
+    x_spatial_stride,
+    x_dot_group_stride,
+    x_dot_sample_stride,
+    x_dot_channel_stride,
+    x_dot_spatial_stride,
+    y_bar_dot_group_stride,
+    y_bar_dot_sample_stride,
+    y_bar_dot_channel_stride,
+    y_bar_dot_spatial_stride,
     NUM_CHANNELS: tl.constexpr,
     ALIGN: tl.constexpr,
     SPATIAL_INNER: tl.constexpr,
@@ -112,6 +115,15 @@ def batch_norm_second_sums_kernel(  # noqa: C901 - its branches are settled when
     # The cache is for what will be read from it.
     policy: tl.constexpr = "evict_last" if READ_AGAIN else "evict_first"
     acc_dtype = partials_ptr.dtype.element_ty
+    y_bar_strides = (y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride)
+    x_strides = (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride)
+    x_dot_strides = (x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride, x_dot_spatial_stride)
+    y_bar_dot_strides = (
+        y_bar_dot_group_stride,
+        y_bar_dot_sample_stride,
+        y_bar_dot_channel_stride,
+        y_bar_dot_spatial_stride,
+    )
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, False)
     mean = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)
@@ -218,7 +230,7 @@ def batch_norm_second_merge_kernel(
     y_bar_dot_sum = merged_sums(partials, num_splits, mask, 5, HAS_Y_BAR_DOT)
     y_bar_dot_product = merged_sums(partials, num_splits, mask, 6, HAS_Y_BAR_DOT and HAS_X) * rstd
 
-    total = tl.zeros([BLOCK_ROWS], acc_dtype) + count.to(acc_dtype)
+    total = tl.zeros([BLOCK_ROWS], acc_dtype) + tl.cast(count, acc_dtype)
     y_bar_mean, y_bar_tilt = y_bar_sum / total, y_bar_product / total
     x_dot_mean = merged_sums(partials, num_splits, mask, 2, HAS_X_DOT) / total
     x_dot_tilt = merged_sums(partials, num_splits, mask, 3, HAS_X_DOT and HAS_X) * rstd / total
@@ -242,7 +254,7 @@ def batch_norm_second_merge_kernel(
         beta = -scale * rstd * y_bar_tilt
         slope = alpha * y_bar_tilt + beta * x_dot_tilt + scale * (pairing + y_bar_dot_product / total)
         column = coefficients_ptr + rows
-        step = num_rows.to(tl.int64)
+        step = tl.cast(num_rows, tl.int64)
         tl.store(column, y_bar_mean, mask=row_mask)
         tl.store(column + step, x_dot_mean, mask=row_mask)
         tl.store(column + 2 * step, y_bar_dot_sum / total, mask=row_mask)
@@ -269,11 +281,26 @@ def batch_norm_second_transform_kernel(  # noqa: C901 - its branches are settled
     num_rows,
     mean_group_stride,
     bias_dot_group_stride,
-    out_strides,
-    y_bar_strides,
-    x_strides,
-    x_dot_strides,
-    y_bar_dot_strides,
+    out_group_stride,
+    out_sample_stride,
+    out_channel_stride,
+    out_spatial_stride,
+    y_bar_group_stride,
+    y_bar_sample_stride,
+    y_bar_channel_stride,
+    y_bar_spatial_stride,
+    x_group_stride,
+    x_sample_stride,
+    x_channel_stride,
+    x_spatial_stride,
+    x_dot_group_stride,
+    x_dot_sample_stride,
+    x_dot_channel_stride,
+    x_dot_spatial_stride,
+    y_bar_dot_group_stride,
+    y_bar_dot_sample_stride,
+    y_bar_dot_channel_stride,
+    y_bar_dot_spatial_stride,
     HAS_ALPHA: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -294,12 +321,22 @@ def batch_norm_second_transform_kernel(  # noqa: C901 - its branches are settled
         HAS_ALPHA: Whether there is an `x_dot` or a `weight_dot`, without which alpha is 0.
     """
     acc_dtype = coefficients_ptr.dtype.element_ty
+    out_strides = (out_group_stride, out_sample_stride, out_channel_stride, out_spatial_stride)
+    y_bar_strides = (y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride)
+    x_strides = (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride)
+    x_dot_strides = (x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride, x_dot_spatial_stride)
+    y_bar_dot_strides = (
+        y_bar_dot_group_stride,
+        y_bar_dot_sample_stride,
+        y_bar_dot_channel_stride,
+        y_bar_dot_spatial_stride,
+    )
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = split_channel_program(NUM_CHANNELS, BLOCK_CHANNELS, True)
     mean = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)
     bias_dot = load_channels(bias_dot_ptr, group * bias_dot_group_stride + channels, channel_mask, 0.0, acc_dtype)
     column = coefficients_ptr + group * NUM_CHANNELS + channels
-    step = num_rows.to(tl.int64)
+    step = tl.cast(num_rows, tl.int64)
     y_bar_mean = tl.load(column, mask=channel_mask, other=0.0)[None, :]
     x_dot_mean = tl.load(column + step, mask=channel_mask, other=0.0)[None, :]
     y_bar_dot_mean = tl.load(column + 2 * step, mask=channel_mask, other=0.0)[None, :]

@@ -17,7 +17,7 @@ from triton_kernels._batch_norm_kernels import (
     batch_norm_transform_kernel,
 )
 from triton_kernels._channels import ChannelView, new_output, param_pair_view, readable, view_channels
-from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, param_view
+from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view
 from triton_kernels.launch import ChannelPlan, cdiv, plan_channel_merge, plan_channel_reduction, plan_channel_transform
 
 if TYPE_CHECKING:
@@ -34,12 +34,6 @@ def channel_shape(x: Tensor, batch_ndim: int) -> torch.Size:
 def new_channels(x: Tensor, batch_ndim: int, dtype: torch.dtype) -> Tensor:
     """Uninitialized `[*batch, C]`."""
     return torch.empty(channel_shape(x, batch_ndim), dtype=dtype, device=x.device)
-
-
-def new_mean_pair(x: Tensor, batch_ndim: int) -> tuple[Tensor, ...]:
-    """Uninitialized pair of `[*batch, C]` in the accumulation dtype, from one allocation."""
-    shape = (2, *channel_shape(x, batch_ndim))
-    return torch.empty(shape, dtype=accumulation_dtype(x.dtype), device=x.device).unbind()
 
 
 def statistics(
@@ -60,7 +54,7 @@ def statistics(
     partials = torch.empty(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
     with device_guard(x):
         batch_norm_statistics_kernel[_channel_grid(view, plan)](
-            x, partials, *view.extents(), view.kernel_strides(0), **_tile_options(view, plan)
+            x, partials, *view.extents(), *view.kernel_strides(0), **_tile_options(view, plan)
         )
         batch_norm_statistics_merge_kernel[(cdiv(view.num_channels, merge.block_channels),)](
             partials,
@@ -71,7 +65,7 @@ def statistics(
             plan.num_splits,
             view.num_reduced,
             running_stride,
-            momentum,
+            *float64_bits(momentum),
             EPS=eps,
             NUM_CHANNELS=view.sizes[2],
             BLOCK_ROWS=merge.block_channels,
@@ -119,8 +113,8 @@ def product_sums(
             partials,
             *view.extents(),
             statistic_stride,
-            view.kernel_strides(0),
-            view.kernel_strides(-1),
+            *view.kernel_strides(0),
+            *view.kernel_strides(-1),
             U_READ_AGAIN=read_again[0],
             X_READ_AGAIN=read_again[1],
             **_tile_options(view, plan),
@@ -195,9 +189,9 @@ def transform(
             slope_stride,
             shift_stride,
             term_stride,
-            strides[0],
-            strides[0] if u is None else strides[1],
-            strides[0] if x_read is None else strides[-1],
+            *strides[0],
+            *strides[0 if u is None else 1],
+            *strides[0 if x_read is None else -1],
             EPS=eps,
             DEFAULT_SLOPE=default_slope,
             TILT_IS_VAR_DOT=eps is not None,

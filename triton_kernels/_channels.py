@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from triton_kernels._runtime import collapse, param_view
+from triton_kernels._runtime import cast, collapse, param_view
 
 # Below this many adjacent positions a program per channel would fetch mostly bytes of other channels; tiles then span
 # several channels, and the unused part of a cache line serves the neighbors in the same tile.
@@ -156,7 +156,8 @@ def backward_share(num_tiles):
 @triton.jit
 def spatial_extent(num_spatial, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr):
     """Spatial positions as int64, from the number that the host passes (see `ChannelView.extents`)."""
-    extent = num_spatial.to(tl.int64)
+    # A function, because a 1 is a constant in graphs, and constants have no methods.
+    extent = tl.cast(num_spatial, tl.int64)
     if SPATIAL_INNER:
         extent = extent * ALIGN
     return extent
@@ -199,6 +200,25 @@ def tile_offsets(group, samples, positions, channels, strides, ALIGN: tl.constex
     else:
         offsets = ((along_samples + along_spatial) * ALIGN)[:, None] + along_channels[None, :]
     return offsets
+
+
+@triton.jit
+def load_channels(ptr, offsets, mask, DEFAULT: tl.constexpr, acc_dtype: tl.constexpr):
+    """Values per channel, or `DEFAULT` everywhere without a pointer."""
+    if ptr is None:
+        values = tl.full(mask.shape, DEFAULT, acc_dtype)
+    else:
+        values = cast(tl.load(ptr + offsets, mask=mask, other=0.0), acc_dtype)
+    return values
+
+
+@triton.jit
+def load_rstd(ptr, offsets, mask, EPS: tl.constexpr, acc_dtype: tl.constexpr):
+    """Reciprocal standard deviations, loaded as they are (`EPS` None) or computed from variances."""
+    statistic = tl.load(ptr + offsets, mask=mask, other=1.0).to(acc_dtype)
+    if EPS is not None:
+        statistic = 1.0 / tl.sqrt(statistic + EPS)
+    return statistic
 
 
 @triton.jit

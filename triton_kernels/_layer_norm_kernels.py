@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_kernels._rows import load_param, normalize, project, row_offset, tile_offsets
+from triton_kernels._rows import aligned, load_param, normalize, project, row_offset, tile_offsets
 from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
@@ -116,10 +116,10 @@ def layer_norm_bwd_kernel(  # noqa: C901 - its branches are settled when it is c
     col_offsets = tl.arange(0, BLOCK_COLS)
     col_mask = (col_offsets < num_cols)[None, :]
     dtype: tl.constexpr = mean_ptr.dtype.element_ty
-    y_bar_ptr += tl.multiple_of(segment * y_bar_segment_stride, ALIGN)
-    x_ptr += tl.multiple_of(segment * x_segment_stride, ALIGN)
+    y_bar_ptr += segment * aligned(y_bar_segment_stride, ALIGN)
+    x_ptr += segment * aligned(x_segment_stride, ALIGN)
     if HAS_WEIGHT:
-        weight_ptr += tl.multiple_of(segment * weight_segment_stride, ALIGN)
+        weight_ptr += segment * aligned(weight_segment_stride, ALIGN)
         weight = tl.load(weight_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
     if WANT_WEIGHT:
         weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
@@ -130,11 +130,11 @@ def layer_norm_bwd_kernel(  # noqa: C901 - its branches are settled when it is c
         row = tl.arange(0, BLOCK_ROWS).to(tl.int64) + block * BLOCK_ROWS
         row_mask = row < segment_rows
         mask = row_mask[:, None] & col_mask
-        y_bar_offset = tl.multiple_of(row * y_bar_row_stride, ALIGN)
+        y_bar_offset = row * aligned(y_bar_row_stride, ALIGN)
         y_bar_ptrs = y_bar_ptr + tile_offsets(y_bar_offset, col_offsets, y_bar_col_stride)
         y_bar = tl.load(y_bar_ptrs, mask=mask, other=0.0).to(dtype)
         if WANT_X or WANT_WEIGHT:
-            x_offset = tl.multiple_of(row * x_row_stride, ALIGN)
+            x_offset = row * aligned(x_row_stride, ALIGN)
             x = tl.load(x_ptr + tile_offsets(x_offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
             mean = tl.load(mean_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
             rstd = tl.load(rstd_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_kernels._rows import apply_projection, load_param, normalize, row_offset, tile_offsets
+from triton_kernels._rows import aligned, apply_projection, load_param, normalize, row_offset, tile_offsets
 from triton_kernels._runtime import batch_independent_jit, store_cast
 from triton_kernels._split_rows import load_parts, merged_sum, opposite_tile, row_slice, slice_sizes, store_part
 
@@ -213,19 +213,19 @@ def layer_norm_param_bar_kernel(
     col_offsets = ((tl.program_id(0) % NUM_COL_BLOCKS) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
     col_mask = col_offsets < num_cols
     dtype: tl.constexpr = mean_ptr.dtype.element_ty
-    y_bar_ptr += tl.multiple_of(segment * y_bar_segment_stride, ALIGN)
-    x_ptr += tl.multiple_of(segment * x_segment_stride, ALIGN)
+    y_bar_ptr += segment * aligned(y_bar_segment_stride, ALIGN)
+    x_ptr += segment * aligned(x_segment_stride, ALIGN)
     weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
     bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
     for block in tl.range(part % num_splits, tl.cdiv(segment_rows, BLOCK_ROWS), num_splits, num_stages=LOOP_STAGES):
         row = tl.arange(0, BLOCK_ROWS).to(tl.int64) + block * BLOCK_ROWS
         row_mask = row < segment_rows
         mask = row_mask[:, None] & col_mask[None, :]
-        y_bar_offset = tl.multiple_of(row * y_bar_row_stride, ALIGN)
+        y_bar_offset = row * aligned(y_bar_row_stride, ALIGN)
         y_bar_ptrs = y_bar_ptr + tile_offsets(y_bar_offset, col_offsets, y_bar_col_stride)
         y_bar = tl.load(y_bar_ptrs, mask=mask, other=0.0).to(dtype)
         if WANT_WEIGHT:
-            x_offset = tl.multiple_of(row * x_row_stride, ALIGN)
+            x_offset = row * aligned(x_row_stride, ALIGN)
             x = tl.load(x_ptr + tile_offsets(x_offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
             mean = tl.load(mean_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
             rstd = tl.load(rstd_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)

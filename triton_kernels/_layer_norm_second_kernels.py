@@ -39,7 +39,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels._rows import apply_projection, normalize, project, tile_offsets
+from triton_kernels._rows import aligned, apply_projection, normalize, project, tile_offsets
 from triton_kernels._runtime import batch_independent_jit, store_cast
 
 
@@ -118,21 +118,21 @@ def layer_norm_second_kernel(  # noqa: C901 - its branches are settled when it i
     col_mask = (col_offsets < num_cols)[None, :]
     dtype: tl.constexpr = mean_ptr.dtype.element_ty
     if READ_X:
-        x_ptr += tl.multiple_of(segment * x_segment_stride, ALIGN)
+        x_ptr += segment * aligned(x_segment_stride, ALIGN)
     if READ_Y_BAR:
-        y_bar_ptr += tl.multiple_of(segment * y_bar_segment_stride, ALIGN)
+        y_bar_ptr += segment * aligned(y_bar_segment_stride, ALIGN)
     if HAS_Y_BAR_DOT:
-        y_bar_dot_ptr += tl.multiple_of(segment * y_bar_dot_segment_stride, ALIGN)
+        y_bar_dot_ptr += segment * aligned(y_bar_dot_segment_stride, ALIGN)
     if HAS_X_DOT:
-        x_dot_ptr += tl.multiple_of(segment * x_dot_segment_stride, ALIGN)
+        x_dot_ptr += segment * aligned(x_dot_segment_stride, ALIGN)
     if HAS_WEIGHT:
-        weight_ptr += tl.multiple_of(segment * weight_segment_stride, ALIGN)
+        weight_ptr += segment * aligned(weight_segment_stride, ALIGN)
         weight = tl.load(weight_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
     if HAS_WEIGHT_DOT:
-        weight_dot_ptr += tl.multiple_of(segment * weight_dot_segment_stride, ALIGN)
+        weight_dot_ptr += segment * aligned(weight_dot_segment_stride, ALIGN)
         weight_dot = tl.load(weight_dot_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
     if HAS_BIAS_DOT:
-        bias_dot_ptr += tl.multiple_of(segment * bias_dot_segment_stride, ALIGN)
+        bias_dot_ptr += segment * aligned(bias_dot_segment_stride, ALIGN)
         bias_dot = tl.load(bias_dot_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
     if WANT_WEIGHT:
         weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
@@ -147,21 +147,21 @@ def layer_norm_second_kernel(  # noqa: C901 - its branches are settled when it i
         mask = row_mask[:, None] & col_mask
         out_offsets = tile_offsets((segment * segment_rows + row) * num_cols, col_offsets, 1)
         if READ_X:
-            offset = tl.multiple_of(row * x_row_stride, ALIGN)
+            offset = row * aligned(x_row_stride, ALIGN)
             x = tl.load(x_ptr + tile_offsets(offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
             mean = tl.load(mean_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
             rstd = tl.load(rstd_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
             x_hat = normalize(x, mean, rstd, mask)
         if READ_Y_BAR:
-            offset = tl.multiple_of(row * y_bar_row_stride, ALIGN)
+            offset = row * aligned(y_bar_row_stride, ALIGN)
             y_bar_ptrs = y_bar_ptr + tile_offsets(offset, col_offsets, y_bar_col_stride)
             y_bar = tl.load(y_bar_ptrs, mask=mask, other=0.0).to(dtype)
         if HAS_Y_BAR_DOT:
-            offset = tl.multiple_of(row * y_bar_dot_row_stride, ALIGN)
+            offset = row * aligned(y_bar_dot_row_stride, ALIGN)
             y_bar_dot_ptrs = y_bar_dot_ptr + tile_offsets(offset, col_offsets, y_bar_dot_col_stride)
             y_bar_dot = tl.load(y_bar_dot_ptrs, mask=mask, other=0.0).to(dtype)
         if HAS_X_DOT:
-            offset = tl.multiple_of(row * x_dot_row_stride, ALIGN)
+            offset = row * aligned(x_dot_row_stride, ALIGN)
             x_dot_ptrs = x_dot_ptr + tile_offsets(offset, col_offsets, x_dot_col_stride)
             x_dot = tl.load(x_dot_ptrs, mask=mask, other=0.0).to(dtype)
             x_dot_x_hat_mean = tl.sum(x_dot * x_hat, axis=1) / num_cols

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from triton_kernels._layer_norm_second_kernels import curvature
-from triton_kernels._rows import apply_projection, load_param, normalize, row_offset, tile_offsets
+from triton_kernels._rows import aligned, apply_projection, load_param, normalize, row_offset, tile_offsets
 from triton_kernels._runtime import batch_independent_jit, store_cast
 from triton_kernels._split_rows import load_parts, merged_sum, opposite_tile, row_slice, slice_sizes, store_part
 
@@ -323,13 +323,13 @@ def layer_norm_second_param_kernel(  # noqa: C901 - its branches are settled whe
     weight_dot_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
     bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
     if READ_X:
-        x_ptr += tl.multiple_of(segment * x_segment_stride, ALIGN)
+        x_ptr += segment * aligned(x_segment_stride, ALIGN)
     if READ_Y_BAR:
-        y_bar_ptr += tl.multiple_of(segment * y_bar_segment_stride, ALIGN)
+        y_bar_ptr += segment * aligned(y_bar_segment_stride, ALIGN)
     if HAS_Y_BAR_DOT:
-        y_bar_dot_ptr += tl.multiple_of(segment * y_bar_dot_segment_stride, ALIGN)
+        y_bar_dot_ptr += segment * aligned(y_bar_dot_segment_stride, ALIGN)
     if HAS_X_DOT:
-        x_dot_ptr += tl.multiple_of(segment * x_dot_segment_stride, ALIGN)
+        x_dot_ptr += segment * aligned(x_dot_segment_stride, ALIGN)
 
     for block in tl.range(part % num_splits, tl.cdiv(segment_rows, BLOCK_ROWS), num_splits, num_stages=LOOP_STAGES):
         row = tl.arange(0, BLOCK_ROWS).to(tl.int64) + block * BLOCK_ROWS
@@ -337,22 +337,22 @@ def layer_norm_second_param_kernel(  # noqa: C901 - its branches are settled whe
         mask = row_mask[:, None] & col_mask[None, :]
         stat = segment * segment_rows + row
         if READ_X:
-            offset = tl.multiple_of(row * x_row_stride, ALIGN)
+            offset = row * aligned(x_row_stride, ALIGN)
             x = tl.load(x_ptr + tile_offsets(offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
             mean = tl.load(mean_ptr + stat, mask=row_mask, other=0.0)
             rstd = tl.load(rstd_ptr + stat, mask=row_mask, other=0.0)
             x_hat = normalize(x, mean, rstd, mask)
         if READ_Y_BAR:
-            offset = tl.multiple_of(row * y_bar_row_stride, ALIGN)
+            offset = row * aligned(y_bar_row_stride, ALIGN)
             y_bar_ptrs = y_bar_ptr + tile_offsets(offset, col_offsets, y_bar_col_stride)
             y_bar = tl.load(y_bar_ptrs, mask=mask, other=0.0).to(dtype)
         if HAS_Y_BAR_DOT:
-            offset = tl.multiple_of(row * y_bar_dot_row_stride, ALIGN)
+            offset = row * aligned(y_bar_dot_row_stride, ALIGN)
             y_bar_dot_ptrs = y_bar_dot_ptr + tile_offsets(offset, col_offsets, y_bar_dot_col_stride)
             y_bar_dot = tl.load(y_bar_dot_ptrs, mask=mask, other=0.0).to(dtype)
         if WANT_WEIGHT:
             if HAS_X_DOT:
-                offset = tl.multiple_of(row * x_dot_row_stride, ALIGN)
+                offset = row * aligned(x_dot_row_stride, ALIGN)
                 x_dot_ptrs = x_dot_ptr + tile_offsets(offset, col_offsets, x_dot_col_stride)
                 x_dot = tl.load(x_dot_ptrs, mask=mask, other=0.0).to(dtype)
                 x_dot_mean = tl.load(x_dot_means_ptr + stat, mask=row_mask, other=0.0)

@@ -7,6 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
+def aligned(stride, ALIGN: tl.constexpr):
+    """`stride`, which `ALIGN` divides, in a form that tells the compiler so.
+
+    It sees the factor in the product, where `tl.multiple_of` would get lost on its way to AMD code.
+    """
+    return (stride // ALIGN) * ALIGN
+
+
+@triton.jit
 def row_offset(row, segment_rows, segment_stride, row_stride, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr):
     """Offset, in elements, of each row numbered `row` (int64) in a tensor seen as `[segments, segment_rows, cols]`.
 
@@ -15,10 +24,10 @@ def row_offset(row, segment_rows, segment_stride, row_stride, TWO_LEVEL: tl.cons
     """
     if TWO_LEVEL:
         segment = row // segment_rows
-        offset = segment * segment_stride + (row - segment * segment_rows) * row_stride
+        offset = segment * aligned(segment_stride, ALIGN) + (row - segment * segment_rows) * aligned(row_stride, ALIGN)
     else:
-        offset = row * row_stride
-    return tl.multiple_of(offset, ALIGN)
+        offset = row * aligned(row_stride, ALIGN)
+    return offset
 
 
 @triton.jit
@@ -53,7 +62,7 @@ def load_param(
         ALIGN: Power of two that divides `segment_stride`.
     """
     if TWO_LEVEL:
-        offset = tl.multiple_of((row // segment_rows) * segment_stride, ALIGN)
+        offset = (row // segment_rows) * aligned(segment_stride, ALIGN)
         return tl.load(param_ptr + tile_offsets(offset, col_offsets, 1), mask=mask, other=0.0).to(DTYPE)
     return tl.load(param_ptr + col_offsets[None, :], mask=mask, other=0.0).to(DTYPE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ BATCH_DEPENDENT = {
     "num_splits",
     "num_parts",
     "count",
+    "momentum_low",
+    "momentum_high",
     "x_segment_stride",
     "x_row_stride",
     "x_dot_segment_stride",
@@ -64,6 +67,21 @@ def stride_independent_jit(function: Callable) -> Kernel:
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     strides = {name for name in arguments if name.endswith("_stride")}
     return Kernel(function, unspecialized=BATCH_DEPENDENT | strides)
+
+
+def float64_bits(value: float) -> tuple[int, int]:
+    """The bits of a float64 as two 32-bit integers, the low ones first, for a kernel with `float64_of_bits`.
+
+    Graphs make a float32 of a number that a kernel takes, whatever its annotation.
+    """
+    low, high = struct.unpack("<ii", struct.pack("<d", value))
+    return low, high
+
+
+@triton.jit
+def float64_of_bits(low, high):
+    """The float64 whose bits are those of two integers (see `float64_bits`)."""
+    return ((tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -98,6 +116,13 @@ def new_scratch(like: Tensor, count: int, *shape: int) -> tuple[Tensor, ...]:
     if is_tracing():
         return tuple(like.new_empty(shape) for _ in range(count))
     return like.new_empty((count, *shape)).unbind()
+
+
+def split_scratch(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """`new_scratch` with one dim, of another size for each tensor."""
+    if is_tracing():
+        return tuple(like.new_empty(size) for size in sizes)
+    return like.new_empty(sum(sizes)).split(sizes)
 
 
 def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int = 0) -> int | None:

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 from triton_kernels._batch_norm_steps import (
     channel_shape,
     new_channels,
-    new_mean_pair,
     product_sums,
     statistics,
     transform,
 )
 from triton_kernels._channels import new_output, readable
-from triton_kernels._runtime import accumulation_dtype
+from triton_kernels._runtime import accumulation_dtype, new_scratch
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def batch_norm_train_bwd(
     dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     weight_bar = new_channels(x, batch_ndim, dtype) if weight_wanted else None
     bias_bar = new_channels(x, batch_ndim, dtype) if bias_wanted else None
-    means = new_mean_pair(x, batch_ndim) if x_wanted else (None, None)
+    means = new_scratch(mean, 2, *mean.shape) if x_wanted else (None, None)
     x_read, y_bar = readable(x, batch_ndim), readable(y_bar, batch_ndim)
     if any(wanted):
         outputs = (*means, weight_bar, bias_bar, None, None)
@@ -165,7 +164,7 @@ def batch_norm_train_jvp(
     x_read = readable(x, batch_ndim)
     if x_dot is not None:
         x_dot = readable(x_dot, batch_ndim)
-        u_center, tilt = new_mean_pair(x, batch_ndim)
+        u_center, tilt = new_scratch(mean, 2, *mean.shape)
         outputs = (u_center, tilt, None, None, None, None)
         product_sums(x_dot, x_read, mean, rstd, None, outputs, True, batch_ndim, (True, True))
     return transform(

@@ -26,8 +26,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from triton_kernels._batch_norm_second_kernels import (
     batch_norm_second_merge_kernel,
     batch_norm_second_sums_kernel,
@@ -35,7 +33,7 @@ from triton_kernels._batch_norm_second_kernels import (
 )
 from triton_kernels._batch_norm_steps import _channel_grid, _tile_options, new_channels
 from triton_kernels._channels import new_output, param_pair_view, readable, view_channels
-from triton_kernels._runtime import accumulation_dtype, device_guard, param_view
+from triton_kernels._runtime import device_guard, param_view, split_scratch
 from triton_kernels.launch import cdiv, plan_channel_merge, plan_channel_second_reduction, plan_channel_second_transform
 from triton_kernels.tuning import tunable
 
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from triton_kernels._channels import ChannelView, Strides
+    from triton_kernels._channels import ChannelView
 
 __all__ = ["batch_norm_bwd_jvp", "batch_norm_pairing"]
 
@@ -234,10 +232,11 @@ def _transformed(operands: _Operands, want: _Wanted, has_alpha: bool) -> _Operan
     )
 
 
-def _strides_of(operands: _Operands, view: ChannelView, first: int) -> list[Strides]:
-    """Strides of the operands, which are the tensors of `view` from number `first` on; any for absent ones."""
+def _strides_of(operands: _Operands, view: ChannelView, first: int) -> list[int]:
+    """Strides of all operands, which are the tensors of `view` from number `first` on; any for absent ones."""
     indices = iter(range(first, len(view.strides)))
-    return [view.kernel_strides(0 if tensor is None else next(indices)) for tensor in operands]
+    numbers = [0 if tensor is None else next(indices) for tensor in operands]
+    return [stride for number in numbers for stride in view.kernel_strides(number)]
 
 
 def _merge_sums(
@@ -256,12 +255,8 @@ def _merge_sums(
     num_rows = view.num_channels
     # The coefficients come first: where the rest starts then does not change with the number of splits, and with it
     # the alignment that Triton compiles for.
-    scratch = torch.empty(
-        num_rows * (_NUM_COEFFICIENTS + _NUM_SUMS * plan.num_splits),
-        dtype=accumulation_dtype(x.dtype),
-        device=x.device,
-    )
-    coefficients, partials = scratch[: num_rows * _NUM_COEFFICIENTS], scratch[num_rows * _NUM_COEFFICIENTS :]
+    num_sums = num_rows * _NUM_SUMS * plan.num_splits
+    coefficients, partials = split_scratch(params.mean, num_rows * _NUM_COEFFICIENTS, num_sums)
     mean, rstd, statistic_stride = param_pair_view(params.mean, params.rstd, batch_ndim)
     weight, weight_stride = param_view(params.weight, batch_ndim)
     weight_dot, weight_dot_stride = param_view(params.weight_dot, batch_ndim)
@@ -327,7 +322,7 @@ def _transform(
             view.num_channels,
             mean_stride,
             bias_dot_stride,
-            view.kernel_strides(0),
+            *view.kernel_strides(0),
             *_strides_of(operands, view, 1),
             HAS_ALPHA=has_alpha,
             **_tile_options(view, plan),

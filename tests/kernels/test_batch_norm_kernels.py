@@ -84,10 +84,10 @@ def test_layouts(make, collapses):
 
 
 @pytest.mark.parametrize("make", [layout[1] for layout in LAYOUTS[3::5]], ids=LAYOUT_IDS[3::5])
-def test_many_tiles_and_splits(monkeypatch, make):
+def test_many_tiles_and_splits(use_limits, use_processors, make):
     # Fewer programs than tiles, so that each loops; more than one, so that there is something to merge.
-    monkeypatch.setattr(launch, "CHANNEL_TILE_BYTES", 512)
-    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 2)
+    use_limits(channel_tile_bytes=512)
+    use_processors(2)
     check_all(make())
 
 
@@ -208,8 +208,8 @@ def test_variance_survives_a_large_offset(make):
     torch.testing.assert_close(mean.double(), x.double().mean((0, 2, 3)), rtol=2e-7, atol=0.0)
 
 
-def test_variance_of_values_that_drift(monkeypatch):
-    monkeypatch.setattr(launch, "CHANNEL_TILE_BYTES", 256)
+def test_variance_of_values_that_drift(use_limits):
+    use_limits(channel_tile_bytes=256)
     x = random(64, 2, 20) + 100 * torch.arange(64).view(-1, 1, 1)
     _, _, rstd, *_ = batch_norm_train_fwd(x, None, None, None, None, 0, MOMENTUM, 0.0)
     torch.testing.assert_close(rstd.double() ** -2, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0.0)
@@ -321,12 +321,14 @@ def test_offsets_past_the_range_of_int32(monkeypatch, huge, far):
     assert_matches(batch_norm_eval_fwd(values, None, None, *stats, 1, EPS), expected, torch.float16)
 
 
-def test_plans_fill_the_processors(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 132)
+def test_plans_fill_the_processors(use_processors):
+    use_processors(132)
     for sizes, inner, align in (((1, 64, 64, 56 * 56), True, 16), ((1, 1, 64, 64 * 56 * 56), False, 16)):
         plan = launch.plan_channel_reduction(sizes, inner, align, 2, CPU)
         programs = launch.cdiv(64, plan.block_channels) * plan.num_splits
-        assert 4 * 132 <= programs < 5 * 132
+        # All of them run at once: four on a processor, or three that span channels.
+        most = (4 if inner else 3) * 132
+        assert 0.8 * most < programs <= most
     few = launch.plan_channel_reduction((1, 2, 64, 49), True, 1, 4, CPU)
     assert few.num_splits == 1
 

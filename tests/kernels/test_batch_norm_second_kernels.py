@@ -8,7 +8,7 @@ import torch
 import primitives as pr
 import primitives.ops.batch_norm_second_order
 from tests.kernels.batch_norm_truth import TOLERANCES, check_eval, check_train, positive, random, stat_dtype
-from triton_kernels import batch_norm_second_order, launch
+from triton_kernels import batch_norm_second_order
 from triton_kernels.batch_norm_second_order import batch_norm_bwd_jvp, batch_norm_pairing
 
 # Large enough that the mean square of x_hat is visibly not 1.
@@ -177,10 +177,10 @@ def test_float64_has_its_digits(make):
 
 
 @pytest.mark.parametrize("layout", ["features", "sequence", "image", "image_channels_last"])
-def test_many_tiles_and_splits(monkeypatch, layout):
+def test_many_tiles_and_splits(use_limits, use_processors, layout):
     # Fewer programs than tiles, so that each loops; more than one, so that there is something to merge.
-    monkeypatch.setattr(launch, "CHANNEL_TILE_BYTES", 512)
-    monkeypatch.setattr(launch, "INTERPRETER_PROCESSORS", 2)
+    use_limits(channel_tile_bytes=512)
+    use_processors(2)
     Case(LAYOUTS[layout]()).check()
 
 

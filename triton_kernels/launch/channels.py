@@ -123,7 +123,7 @@ def plan_channel_reduction(
         tile //= 2
     # With two stages one tile is fetched while another is reduced; a third would not fit the 64 KiB of gfx942.
     programs = limits.channel_reduction_programs
-    # Across channels the offsets of a tile take registers too, and so do those of a second tensor: ptxas reports 64 to
+    # Across channels the offsets of a tile take registers too, and so do those of a second tensor: ptxas reports up to
     # 80 for one and 100 for two, with which three and two programs of 256 threads run at once on a processor. All
     # programs must, or those that start later go through memory once more (see `_channels.backward_share`).
     if not spatial_inner:

@@ -126,7 +126,8 @@ def plan_layer_norm_params(
         programs = cdiv(programs, cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     # Two stages load the next rows of both tensors while the sums of this one are reduced.
-    fits = 2 * block_rows * block_cols * itemsize <= limits.staged_bytes
+    staged_bytes = limits.unaligned_staged_bytes if num_cols * itemsize % 16 else limits.staged_bytes
+    fits = 2 * block_rows * block_cols * itemsize <= staged_bytes
     return LayerNormParamPlan(block_rows, block_cols, num_warps, num_splits, 2 if fits else 1, looped)
 
 
@@ -146,7 +147,9 @@ def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int,
 @planned(warp_candidates)
 def plan_param_reduce(num_parts: int, itemsize: int, device: torch.device | Chip) -> ParamReducePlan:
     """Plan of the column sums over `num_parts` partial rows with elements of `itemsize` bytes."""
+    chip = chip_of(device)
     # A cache line of every partial row, and enough programs for wide rows; 64 rows of them are 16 float32 values in
-    # each of 128 threads.
+    # each of 128 threads. Of few partial rows more columns, so that a warp has 16 bytes for each of its threads.
     block_parts = min(next_power_of_2(num_parts), 64)
-    return ParamReducePlan(block_parts, CACHE_LINE_BYTES // itemsize, 128 // chip_of(device).warp_size)
+    block_cols = max(CACHE_LINE_BYTES, 16 * chip.warp_size // block_parts) // itemsize
+    return ParamReducePlan(block_parts, block_cols, row_warps(block_parts * block_cols, 128, chip))

@@ -99,8 +99,8 @@ def plan_layer_norm_second(
         col_splits = row_splits(num_segments * num_rows, num_cols, block_cols, chip)
         rows = LayerNormPlan(1, block_cols, _second_warps(block_cols, itemsize, chip), True, col_splits)
         return LayerNormSecondPlan(rows, num_rows, 1, False)
-    # Short rows share a program, so that one warp has 256 values of each tensor and no barrier.
-    block_rows = tile_rows(register_values(256, itemsize, chip), block_cols, num_rows)
+    # Short rows share a program, so that one warp has 8 values of each tensor per thread and no barrier.
+    block_rows = tile_rows(register_values(8 * chip.warp_size, itemsize, chip), block_cols, num_rows)
     num_values = block_rows * block_cols
     rows = LayerNormPlan(block_rows, block_cols, _second_warps(num_values, itemsize, chip), False)
     if has_sums and block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip):

@@ -78,7 +78,7 @@ def plan_log_softmax(
     """
     chip = chip_of(device)
     if rows_adjacent:
-        return _plan_adjacent_rows(sizes, itemsize, compute_itemsize, num_inputs, chip)
+        return _plan_adjacent_rows(sizes, itemsize, compute_itemsize, num_inputs, num_outputs, chip)
     limits = limits_of(chip)
     num_segments, num_rows, num_cols = sizes
     block_cols = next_power_of_2(num_cols)
@@ -101,7 +101,7 @@ def plan_log_softmax(
 
 
 def _plan_adjacent_rows(
-    sizes: tuple[int, int, int], itemsize: int, compute_itemsize: int, num_inputs: int, chip: Chip
+    sizes: tuple[int, int, int], itemsize: int, compute_itemsize: int, num_inputs: int, num_outputs: int, chip: Chip
 ) -> LogSoftmaxPlan:
     limits = limits_of(chip)
     num_segments, num_rows, num_cols = sizes
@@ -121,5 +121,7 @@ def _plan_adjacent_rows(
         # Few columns: more rows, so that four warps have 16 values per thread.
         block_rows = max(block_rows, register_values(2048, compute_itemsize, chip) // block_cols)
         block_rows = min(block_rows, next_power_of_2(num_rows))
-    num_warps = row_warps(block_rows * block_cols, limits.tile_threads, chip)
+    # Of three results 8 values per thread: with 16, ptxas aims at 80 registers and spills 8 bytes (sm_90).
+    num_values = block_rows * block_cols * (2 if looped and num_outputs == 3 else 1)
+    num_warps = row_warps(num_values, limits.tile_threads, chip)
     return LogSoftmaxPlan(block_rows, block_cols, num_warps, looped, col_splits)

@@ -30,6 +30,7 @@ class Limits:
         resident_threads: Threads per processor, and of one program at most, in loops that keep sums in registers.
         double_divisor: By how much less fits where arithmetic is in float64.
         staged_bytes: Bytes of one step of a loop, of all its tensors, up to which the next step is loaded ahead.
+        unaligned_staged_bytes: The same where elements are loaded one by one.
         layer_norm_fwd_bytes: Longest row, in bytes, of which a program holds one.
         layer_norm_two_row_cols: Longest rows of which a program holds two.
         layer_norm_accumulated_cols: Longest rows of which a program holds two, and two rows of sums.
@@ -59,6 +60,7 @@ class Limits:
     resident_threads: int
     double_divisor: int
     staged_bytes: int
+    unaligned_staged_bytes: int
     layer_norm_fwd_bytes: int
     layer_norm_two_row_cols: int
     layer_norm_accumulated_cols: int
@@ -96,6 +98,7 @@ SM_90 = Limits(
     double_divisor=4,
     # Two steps in flight stay within 64 KiB of shared memory, the least that a supported chip has.
     staged_bytes=32768,
+    unaligned_staged_bytes=32768,
     # A row of this many bytes fits the registers of 1024 threads: ptxas reports no spills up to it, and 8 bytes
     # (float32) to 280 bytes (bfloat16) at the next power of two.
     layer_norm_fwd_bytes=65536,
@@ -162,10 +165,14 @@ SM_100 = SM_90
 
 GFX942 = replace(
     SM_90,
-    # A compute unit has 512 KiB of vector registers: 128 for each of 1024 threads.
-    resident_threads=1024,
-    # So two rows and two accumulators of 16 columns per thread fit 1024 threads.
-    layer_norm_accumulated_cols=16384,
+    # A compute unit has 512 KiB of vector registers: 168 for each of 768 threads. The compiler takes up to 156 for the
+    # kernels that carry sums, and spills where it is left 128.
+    resident_threads=768,
+    # The step ahead waits in registers there, and elements that are loaded one by one take an address each: with 16 KiB
+    # of float32 the compiler takes 206 registers for a backward that carries sums, or spills 39.
+    unaligned_staged_bytes=8192,
+    # As many threads as the eight warps of 32 threads elsewhere: 16 bytes of 2-byte elements for each.
+    channel_warps=4,
 )
 
 LIMITS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
