@@ -67,13 +67,14 @@ def bwd(
         x_bar = layout.combined([(y_bar, scale)]) if wanted[0] else unwanted(x)
         total, paired = layout.sums(y_bar, x, mean) if sums_wanted else (scale, scale)
         with_x_hat = paired * rstd
-    weight_bar = bias_bar = mean_bar = var_bar = unwanted(x)
-    if sums_wanted:
-        weight_bar = with_x_hat.to(dtype) if wanted[1] else weight_bar
-        bias_bar = total.to(dtype) if wanted[2] else bias_bar
-        mean_bar = (-scale * total).to(running_mean.dtype) if wanted[3] else mean_bar
-        var_bar = (-0.5 * rstd * scale * with_x_hat).to(running_var.dtype) if wanted[4] else var_bar
-    return x_bar if wanted[0] else unwanted(x), weight_bar, bias_bar, mean_bar, var_bar
+    bars = (
+        lambda: with_x_hat.to(dtype),
+        lambda: total.to(dtype),
+        lambda: (-scale * total).to(running_mean.dtype),
+        lambda: (-0.5 * rstd * scale * with_x_hat).to(running_var.dtype),
+    )
+    per_channel = [bar() if want else unwanted(x) for bar, want in zip(bars, wanted[1:], strict=True)]
+    return x_bar if wanted[0] else unwanted(x), *per_channel
 
 
 def jvp(
