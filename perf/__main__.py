@@ -22,7 +22,11 @@ DEFAULT_REPORT = Path(__file__).resolve().parent.parent / "docs" / "perf"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the commands and return the exit status."""
-    options = _parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # The model reads its own arguments, which this parser would refuse.
+    own = arguments[:1] if arguments[:1] == ["predict"] else arguments
+    options = _parser().parse_args(own)
+    options.rest = arguments[len(own) :]
     return options.command(options)
 
 
@@ -52,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--fall", type=float, default=0.05, help="what is flagged (default: %(default)s)")
     predict = commands.add_parser("predict", help="what the time model expects", add_help=False)
     predict.set_defaults(command=_predict)
-    predict.add_argument("rest", nargs=argparse.REMAINDER)
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,24 +24,30 @@ from triton_kernels import launch
 from triton_kernels._runtime import row_view
 from triton_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_jvp
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.fixture
-def short_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_registers(use_limits: Callable[..., None]) -> None:
     """Make rows of more than 16 columns too long for registers, and the tiles of long rows 32 columns wide."""
-    monkeypatch.setattr(launch, "LAYER_NORM_FWD_BYTES", 32)
-    monkeypatch.setattr(launch, "LAYER_NORM_TWO_ROW_COLS", 16)
-    monkeypatch.setattr(launch, "LAYER_NORM_ACCUMULATED_COLS", 16)
-    monkeypatch.setattr(launch, "LAYER_NORM_SWEEP_COLS", 32)
-    monkeypatch.setattr(launch, "LAYER_NORM_PARAM_COLS", 32)
-    monkeypatch.setattr(launch, "LAYER_NORM_DOUBLE_DIVISOR", 1)
+    use_limits(
+        layer_norm_fwd_bytes=32,
+        layer_norm_two_row_cols=16,
+        layer_norm_accumulated_cols=16,
+        layer_norm_sweep_cols=32,
+        layer_norm_param_cols=32,
+        double_divisor=1,
+    )
 
 
 @pytest.fixture
-def one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_processor(use_processors: Callable[[int], None]) -> None:
     """Give every program of a persistent grid several blocks of rows."""
-    monkeypatch.setattr(launch, "num_processors", lambda device: 1)
+    use_processors(1)
 
 
 # One column, fewer than a vector load, a power of two, one more than a power of two, the last tile of one warp.
@@ -60,7 +67,7 @@ def test_float32_parameters_of_narrow_input(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_cols", [32, 70])
 @pytest.mark.usefixtures("short_registers")
 def test_long_rows(dtype: torch.dtype, num_cols: int) -> None:
-    plan = launch.plan_layer_norm_rows(6, num_cols, dtype.itemsize, two_rows=False)
+    plan = launch.plan_layer_norm_rows(6, num_cols, dtype.itemsize, False, CPU)
     assert plan.looped
     assert plan.block_cols == 32
     check_all(random(6, num_cols, dtype=dtype), random(num_cols, dtype=dtype), random(num_cols, dtype=dtype))
@@ -207,7 +214,7 @@ def test_groups_with_a_moved_batch_dim() -> None:
 def test_programs_with_many_blocks_of_rows(dtype: torch.dtype, batch_ndim: int) -> None:
     shape = (2, 75, 40)
     num_segments, num_rows = (2, 75) if batch_ndim else (1, 150)
-    plan = launch.plan_layer_norm_params(num_segments, num_rows, 40, dtype.itemsize, torch.device("cpu"))
+    plan = launch.plan_layer_norm_params(num_segments, num_rows, 40, dtype.itemsize, CPU)
     assert 1 < plan.num_splits < num_rows // plan.block_rows
     x, y_bar = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     weight = random(*(2, 40)[1 - batch_ndim :], dtype=dtype)
@@ -223,7 +230,9 @@ def test_number_of_rows_compiles_nothing(num_rows: int) -> None:
     for module in (_layer_norm_kernels, _layer_norm_looped):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
-                constants = {arg for arg, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+                constants = {
+                    arg for arg, kind in kernel.function.fn.__annotations__.items() if "constexpr" in str(kind)
+                }
                 assert not constants & {"num_rows", "segment_rows", "num_splits", "num_parts"}
     check_fwd(random(num_rows, 4), None, None)
 
@@ -300,8 +309,8 @@ FAR_VIEWS = {
 def test_offsets_past_two_to_the_31(far: str, long: bool, request: pytest.FixtureRequest) -> None:
     if long:
         request.getfixturevalue("short_registers")
-        for constant in ("FWD_BYTES", "TWO_ROW_COLS", "ACCUMULATED_COLS"):
-            request.getfixturevalue("monkeypatch").setattr(launch, f"LAYER_NORM_{constant}", 2)
+        limits = {"layer_norm_fwd_bytes": 2, "layer_norm_two_row_cols": 2, "layer_norm_accumulated_cols": 2}
+        request.getfixturevalue("use_limits")(**limits)
     shape, strides, batch_ndim = FAR_VIEWS[far]
     # Pages that nothing touches take no memory, as long as the allocation is not filled.
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,27 +19,27 @@ from tests.kernels.layer_norm_second_truth import (
     draw_point,
 )
 from tests.kernels.layer_norm_truth import check_all, random
-from triton_kernels import launch, launch_second_order
+from triton_kernels import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CPU = torch.device("cpu")
 
 
-def use_plan(monkeypatch: pytest.MonkeyPatch, plan: str) -> None:
+def use_plan(use_limits: Callable[..., None], plan: str) -> None:
     """Serve rows of more than 16 columns as if they were too long: for sums, or for registers altogether."""
     if plan == "fused":
         return
-    monkeypatch.setattr(launch, "LAYER_NORM_DOUBLE_DIVISOR", 1)
-    monkeypatch.setattr(launch, "LAYER_NORM_PARAM_COLS", 32)
-    monkeypatch.setattr(launch_second_order, "LAYER_NORM_SECOND_SUMMED_COLS", 16)
+    use_limits(double_divisor=1, layer_norm_param_cols=32, layer_norm_second_summed_cols=16)
     if plan == "looped":
-        monkeypatch.setattr(launch_second_order, "LAYER_NORM_SECOND_COLS", 16)
-        monkeypatch.setattr(launch_second_order, "LAYER_NORM_SECOND_SWEEP_COLS", 32)
+        use_limits(layer_norm_second_cols=16, layer_norm_second_sweep_cols=32)
 
 
 @pytest.fixture(params=["fused", "sums apart", "looped"])
-def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_plan(monkeypatch, request.param)
+def plan(request: pytest.FixtureRequest, use_limits: Callable[..., None]) -> str:
+    use_plan(use_limits, request.param)
     return request.param
 
 
@@ -62,13 +63,11 @@ def test_bfloat16_parameters_of_float64_input(shape: tuple[int, ...], batch_ndim
 @pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.parametrize("shape, batch_ndim", [((5, 33), 0), ((2, 3, 33), 1), ((3, 33), 1)], ids=str)
 def test_bfloat16_parameters_of_float64_input_in_first_order(
-    shape: tuple[int, ...], batch_ndim: int, looped: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], batch_ndim: int, looped: bool, use_limits: Callable[..., None]
 ) -> None:
     if looped:
-        monkeypatch.setattr(launch, "LAYER_NORM_DOUBLE_DIVISOR", 1)
-        monkeypatch.setattr(launch, "LAYER_NORM_FWD_BYTES", 16 * 8)
-        for name in ("LAYER_NORM_TWO_ROW_COLS", "LAYER_NORM_ACCUMULATED_COLS", "LAYER_NORM_SWEEP_COLS"):
-            monkeypatch.setattr(launch, name, 16)
+        cols = dict.fromkeys(("two_row_cols", "accumulated_cols", "sweep_cols"), 16)
+        use_limits(double_divisor=1, layer_norm_fwd_bytes=16 * 8, **{f"layer_norm_{k}": v for k, v in cols.items()})
     weight, bias = (random(*shape[:batch_ndim], shape[-1], dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     check_all(random(*shape, dtype=torch.float64), weight, bias, batch_ndim=batch_ndim)
 
@@ -77,14 +76,14 @@ def test_bfloat16_parameters_of_float64_input_in_first_order(
 @pytest.mark.parametrize("num_cols", [32, 70])
 @pytest.mark.parametrize("batch_ndim", [0, 1])
 def test_plans(dtype: torch.dtype, num_cols: int, batch_ndim: int, plan: str) -> None:
-    chosen = launch_second_order.plan_layer_norm_second(1, 6, num_cols, dtype.itemsize, True, CPU)
+    chosen = launch.plan_layer_norm_second(1, 6, num_cols, dtype.itemsize, True, CPU)
     assert (chosen.fused, chosen.rows.looped) == (plan == "fused", plan == "looped")
     check_both(draw_point((2, 3, num_cols), dtype, batch_ndim=batch_ndim))
 
 
 def test_default_plans() -> None:
     def plans(num_cols: int, itemsize: int) -> tuple[bool, bool]:
-        chosen = launch_second_order.plan_layer_norm_second(1, 64, num_cols, itemsize, True, CPU)
+        chosen = launch.plan_layer_norm_second(1, 64, num_cols, itemsize, True, CPU)
         return chosen.fused, chosen.rows.looped
 
     assert [plans(num_cols, 2) for num_cols in (4096, 4097, 8192, 8193)] == [
@@ -176,17 +175,21 @@ def test_more_segments_than_sums_over_rows_take(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("batch_ndim", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_programs_with_many_blocks_of_rows_repeat_themselves(
-    dtype: torch.dtype, batch_ndim: int, plan: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    batch_ndim: int,
+    plan: str,
+    use_limits: Callable[..., None],
+    use_processors: Callable[[int], None],
 ) -> None:
-    use_plan(monkeypatch, plan)
-    monkeypatch.setattr(launch, "num_processors", lambda device: 1)
+    use_plan(use_limits, plan)
+    use_processors(1)
     point = draw_point((2, 75, 40), dtype, batch_ndim=batch_ndim)
     sizes = (2, 75) if batch_ndim else (1, 150)
     if plan == "fused":
-        chosen = launch_second_order.plan_layer_norm_second(*sizes, 40, dtype.itemsize, True, CPU)
+        chosen = launch.plan_layer_norm_second(*sizes, 40, dtype.itemsize, True, CPU)
         block_rows = chosen.rows.block_rows
     else:
-        chosen = launch_second_order.plan_layer_norm_second_columns(*sizes, 40, dtype.itemsize, CPU)
+        chosen = launch.plan_layer_norm_second_columns(*sizes, 40, dtype.itemsize, CPU)
         block_rows = chosen.block_rows
     assert chosen.num_splits < launch.cdiv(sizes[1], block_rows)
     check_pairing(point)
@@ -258,7 +261,9 @@ def test_number_of_rows_compiles_nothing() -> None:
     for module in (_layer_norm_second_kernels, _layer_norm_second_looped):
         for name, kernel in vars(module).items():
             if name.endswith("_kernel"):
-                constants = {arg for arg, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+                constants = {
+                    arg for arg, kind in kernel.function.fn.__annotations__.items() if "constexpr" in str(kind)
+                }
                 assert not constants & {"num_rows", "segment_rows", "num_splits"}
 
 

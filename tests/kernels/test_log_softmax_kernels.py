@@ -73,12 +73,10 @@ def check_all(x, v, dim):
 
 
 @pytest.fixture
-def short_registers(monkeypatch):
+def short_registers(use_limits):
     """Plans as for a chip that holds almost nothing, so that short rows are swept tile by tile."""
-    monkeypatch.setattr(launch, "LOG_SOFTMAX_ROW_COLS", 128)
-    monkeypatch.setattr(launch, "LOG_SOFTMAX_TWO_ROW_COLS", 128)
-    monkeypatch.setattr(launch, "LOG_SOFTMAX_TILE", 256)
-    monkeypatch.setattr(launch, "LOG_SOFTMAX_TWO_TILE", 256)
+    cols = {"log_softmax_row_cols": 128, "log_softmax_two_row_cols": 128, "log_softmax_sweep_cols": 128}
+    use_limits(**cols, log_softmax_tile=256, log_softmax_two_tile=256)
 
 
 @pytest.fixture
@@ -247,17 +245,16 @@ BIG_STRIDES = [(BIG, 40, 1), (BIG // 2, 40, 1), (40, BIG, 1), (40, 1, BIG), (10,
 
 @pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.parametrize("strides", BIG_STRIDES, ids=str)
-def test_offsets_past_31_bits(strides, looped, big_memory, monkeypatch):
+def test_offsets_past_31_bits(strides, looped, big_memory, use_limits):
     if looped:
-        monkeypatch.setattr(launch, "LOG_SOFTMAX_ROW_COLS", 2)
-        monkeypatch.setattr(launch, "LOG_SOFTMAX_TILE", 8)
+        use_limits(log_softmax_row_cols=2, log_softmax_tile=8)
     shape = (3, 3, 3)
     x, y = (memory.as_strided(shape, strides) for memory in big_memory)
     x.copy_(random(shape, torch.float16))
     y.zero_()
     view = launchers._View(3, 3, 3, (x, y), (strides, strides))
     kernels = (launchers.log_softmax_fwd_kernel, launchers.log_softmax_fwd_looped_kernel)
-    launchers._launch(*kernels, ("X", "Y"), view, torch.float32)
+    launchers._launch(*kernels, 2, ("X", "Y"), view, torch.float32)
     torch.testing.assert_close(y, torch.log_softmax(x.double(), 2).half())
 
     if not looped:
@@ -266,7 +263,7 @@ def test_offsets_past_31_bits(strides, looped, big_memory, monkeypatch):
         # y is read where it was written, and the result lands on top of it.
         view = launchers._View(3, 3, 3, (v, y, y), (strides,) * 3)
         kernels = (launchers.log_softmax_linear_kernel, launchers.log_softmax_linear_looped_kernel)
-        launchers._launch(*kernels, ("V", "Y", "OUT"), view, torch.float32, TRANSPOSED=True)
+        launchers._launch(*kernels, 1, ("V", "Y", "OUT"), view, torch.float32, TRANSPOSED=True)
         torch.testing.assert_close(y, exact)
 
 

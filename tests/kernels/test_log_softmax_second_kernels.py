@@ -113,12 +113,10 @@ def check_all(y_bar, y, v, y_dot, dim):
 
 
 @pytest.fixture
-def short_registers(monkeypatch):
+def short_registers(use_limits):
     """Plans as for a chip that holds almost nothing, so that short rows are swept tile by tile."""
-    for name in ("LOG_SOFTMAX_ROW_COLS", "LOG_SOFTMAX_TWO_ROW_COLS", "LOG_SOFTMAX_THREE_ROW_COLS"):
-        monkeypatch.setattr(launch, name, 128)
-    monkeypatch.setattr(launch, "LOG_SOFTMAX_TILE", 256)
-    monkeypatch.setattr(launch, "LOG_SOFTMAX_TWO_TILE", 256)
+    cols = dict.fromkeys(("row_cols", "two_row_cols", "three_row_cols", "sweep_cols"), 128)
+    use_limits(**{f"log_softmax_{name}": size for name, size in (cols | {"tile": 256, "two_tile": 256}).items()})
 
 
 @pytest.fixture

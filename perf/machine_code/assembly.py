@@ -1,0 +1,141 @@
+"""What a compiled kernel uses: registers, spills, shared memory, and how wide it reads and writes which tensor."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any, NamedTuple
+
+import triton
+
+from perf.machine_code.stand_in import is_amd
+
+
+class Usage(NamedTuple):
+    """Registers per thread, spills (bytes of stack on NVIDIA, registers on AMD), and local memory in bytes."""
+
+    registers: int
+    spills: int
+    local_bytes: int
+
+
+class Access(NamedTuple):
+    """A load or store of global memory by one thread.
+
+    Attributes:
+        kind: `"load"` or `"store"`; atomic operations are stores.
+        num_bytes: How many adjacent bytes it moves.
+        pointer: Which of the kernel's pointer arguments it goes through; None where that cannot be told.
+    """
+
+    kind: str
+    num_bytes: int
+    pointer: int | None
+
+
+def usage(chip_name: str, compiled: Any) -> Usage:
+    """What the assembler reports of a compiled kernel."""
+    return _amd_usage(compiled.asm["amdgcn"]) if is_amd(chip_name) else _nvidia_usage(compiled.asm["cubin"])
+
+
+def _nvidia_usage(cubin: bytes) -> Usage:
+    cuobjdump = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        dump = subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
+    return Usage(fields["REG"], fields["STACK"], fields["LOCAL"])
+
+
+def _amd_usage(assembly: str) -> Usage:
+    def field(name: str) -> int:
+        return int(re.findall(rf"\.{name}:\s+(\d+)", assembly)[0])
+
+    spills = field("vgpr_spill_count") + field("sgpr_spill_count")
+    return Usage(field("vgpr_count"), spills, field("private_segment_fixed_size"))
+
+
+_GLOBAL = r"ptr addrspace\(1\)"
+_NAME = r"%[\w.]+"
+_DEFINE = re.compile(r"^define [^@]*@[\w.$]+\((.*?)\)[^()]*\{", re.MULTILINE)
+# Instructions through which an address reaches an access, and NVIDIA's and AMD's spellings of the accesses.
+_DERIVE = re.compile(
+    rf"^\s*({_NAME}) = .*?(?:getelementptr|phi ptr|select |addrspacecast|make\.buffer\.rsrc|ptrtoint|inttoptr)"
+)
+_ASSEMBLY = re.compile(r"asm sideeffect \"([^\"]*)\"")
+_NVIDIA = re.compile(r"\b(ld|st|atom|red)\.global[\w.:]*?(?:\.v(\d+))?\.[bfsu](\d+)\b")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*\], (0x[0-9a-f]+|\d+)")
+_BUFFER = re.compile(r"@llvm\.amdgcn\.raw\.ptr\.buffer\.(load|store|atomic)[\w.]*?\.(v\d+)?([a-z]+)(\d+)\(")
+_PLAIN = re.compile(rf"(?:= load|^\s*store|= atomicrmw \w+)(?: volatile)? ?(.*?),? {_GLOBAL} ({_NAME}), align (\d+)")
+_COPY_TO_LDS = re.compile(r"@llvm\.amdgcn\.[\w.]*load[\w.]*lds[\w.]*\(.*?i32 (\d+), i32")
+_TYPE = re.compile(r"^(?:<(\d+) x )?([a-z]+)(\d*)")
+_TYPE_BITS = {"float": 32, "double": 64, "half": 16, "bfloat": 16}
+
+
+def accesses(llvm_ir: str) -> list[Access]:
+    """All loads and stores of global memory, traced to the pointer arguments.
+
+    The text is LLVM's, where each value has one name and addresses are derived by few instructions; the assembler
+    changes no widths any more.
+    """
+    parameters = _DEFINE.search(llvm_ir)
+    if parameters is None:
+        raise ValueError("accesses: the text must define a function, got none.")
+    pointers = re.findall(rf"{_GLOBAL}[^,]*?({_NAME})(?:,|$)", parameters.group(1))
+    origins = {name: {number} for number, name in enumerate(pointers)}
+    lines = llvm_ir[parameters.end() :].splitlines()
+    derived = [
+        (match.group(1), set(re.findall(_NAME, line[match.end() :])))
+        for line in lines
+        if (match := _DERIVE.match(line))
+    ]
+    changed = True
+    while changed:
+        changed = False
+        for name, sources in derived:
+            found = set().union(*(origins.get(source, set()) for source in sources))
+            if not found <= origins.get(name, set()):
+                origins.setdefault(name, set()).update(found)
+                changed = True
+    return [access for line in lines for access in _accesses_of(line, origins)]
+
+
+def _accesses_of(line: str, origins: dict[str, set[int]]) -> list[Access]:
+    def pointer(space: int) -> int | None:
+        names = re.findall(rf"ptr addrspace\({space}\)[^,%]*({_NAME})", line)
+        found = set().union(*(origins.get(name, set()) for name in names)) if names else set()
+        return next(iter(found)) if len(found) == 1 else None
+
+    assembly = _ASSEMBLY.search(line)
+    if assembly is not None:
+        text = assembly.group(1)
+        found = [
+            ("load" if op == "ld" else "store", int(n or 1) * int(bits) // 8) for op, n, bits in _NVIDIA.findall(text)
+        ]
+        found += [("load", int(size, 0)) for size in _COPY.findall(text)]
+        return [Access(kind, size, pointer(1)) for kind, size in found]
+    match = _BUFFER.search(line)
+    if match is not None and not line.startswith("declare"):
+        kind, vector, _, bits = match.groups()
+        size = int((vector or "v1")[1:]) * int(bits) // 8
+        return [Access("load" if kind == "load" else "store", size, pointer(8))]
+    match = _COPY_TO_LDS.search(line)
+    if match is not None and not line.startswith("declare"):
+        return [Access("load", int(match.group(1)), pointer(8) if "addrspace(8)" in line else pointer(1))]
+    match = _PLAIN.search(line)
+    if match is None:
+        return []
+    kind = "load" if "= load" in line else "store"
+    # A vector that is aligned to less than its size is taken apart.
+    return [Access(kind, min(_type_bytes(match.group(1)), int(match.group(3))), pointer(1))]
+
+
+def _type_bytes(text: str) -> int:
+    match = _TYPE.match(text)
+    if match is None:
+        raise ValueError(f"accesses: a type of LLVM is needed, got {text!r}.")
+    count, base, bits = match.groups()
+    return int(count or 1) * (_TYPE_BITS.get(base) or int(bits)) // 8

@@ -1,0 +1,91 @@
+"""The committed table: one line per compiled kernel and chip, sorted, so that a change shows as a readable diff."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import pathlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TABLE = pathlib.Path(__file__).parents[2] / "docs" / "perf" / "machine_code"
+# The release of Triton whose compiler made the table; another one makes other code.
+VERSION_FILE = TABLE / "triton_version.txt"
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """What the compiler made of one kernel.
+
+    Attributes:
+        kernel: Name of the kernel.
+        case: First case that launches it.
+        num_warps: Warps per block.
+        registers: Registers per thread.
+        register_budget: Registers per thread that the plan counts on.
+        spills: Bytes of stack per thread on NVIDIA, registers on AMD.
+        local_bytes: Local memory per thread.
+        shared_bytes: Shared memory per block.
+        loads: Loads of large tensors in the code, as `width in bytes x number`, the widest first.
+        stores: Likewise.
+        narrow: How many of these are narrower than size and alignment of their tensor allow.
+        key: Hash of all that the code depends on.
+    """
+
+    kernel: str
+    case: str
+    num_warps: int
+    registers: int
+    register_budget: int
+    spills: int
+    local_bytes: int
+    shared_bytes: int
+    loads: str
+    stores: str
+    narrow: int
+    key: str
+
+    def figures(self) -> Row:
+        """The row without the case, which does not follow from the key."""
+        return dataclasses.replace(self, case="")
+
+
+FIELDS = [field.name for field in dataclasses.fields(Row)]
+_NUMBERS = {field.name for field in dataclasses.fields(Row) if field.type == "int"}
+
+
+def table_path(chip_name: str, folder: pathlib.Path = TABLE) -> pathlib.Path:
+    """File with the rows of one chip."""
+    return folder / f"{chip_name}.csv"
+
+
+def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
+    """Rows of one chip; none where there is no table."""
+    path = table_path(chip_name, folder)
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [_row_of(line) for line in csv.DictReader(file)]
+
+
+def _row_of(line: dict[str, str]) -> Row:
+    values: dict[str, Any] = {name: int(text) if name in _NUMBERS else text for name, text in line.items()}
+    return Row(**values)
+
+
+def write_table(chip_name: str, rows: Iterable[Row], folder: pathlib.Path = TABLE) -> None:
+    """Write the rows of one chip, sorted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with table_path(chip_name, folder).open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FIELDS)
+        writer.writerows(dataclasses.astuple(row) for row in sorted(rows))
+
+
+def read_version(folder: pathlib.Path = TABLE) -> str:
+    """Release of Triton that the table is of; empty where there is no table."""
+    path = folder / VERSION_FILE.name
+    return path.read_text().strip() if path.exists() else ""

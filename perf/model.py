@@ -1,0 +1,294 @@
+"""The time model: what a call of the kernels should take on a device, from bytes, launches and copy bandwidth.
+
+    time = bytes moved / copy bandwidth + launches * time of a launch
+
+The bytes are those of `triton_kernels.costs` under the plan that the device's chip gets. Three times bracket a call:
+
+    floor     every operand read once, every result written once, by one launch: no implementation can be faster
+    cached    what the plan reads again comes from the L2 cache as far as that can hold it, and costs nothing
+    memory    what the plan reads again comes from memory
+
+Rows that are swept twice are taken to be in the cache the second time. Batch norm reads its operands a second time in
+the opposite order and is taken to find at most one cache full of them. Parameters and statistics that every program
+loads are taken to come from the cache in all three.
+
+A device is described by a JSON file in which each value has its source and says whether it was measured; the bench
+writes such a file for the device that it calibrates (`write_device`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from perf.workloads import GPU_WORKLOADS
+from triton_kernels import costs, launch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from perf.workloads import Workload
+    from triton_kernels.costs import Cost
+
+DEVICES = pathlib.Path(__file__).parent / "devices"
+OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "perf"
+MODES = ("forward", "backward", "forward_backward", "jvp", "hvp", "double_backward")
+EPS = 1e-5
+MOMENTUM = 0.1
+
+
+class Value(NamedTuple):
+    """A property of a device, whether it was measured on one, and where it comes from."""
+
+    value: float
+    measured: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the model knows of a device.
+
+    Attributes:
+        name: As people call it.
+        chip: Key of `launch.CHIPS`, whose plans it gets.
+        copy_bytes_per_second: Bytes read plus bytes written per second by a large copy.
+        launch_seconds: Time between the ends of two kernels beyond what their bytes take.
+        l2_bytes: Size of the last cache before memory.
+        num_processors: Streaming multiprocessors.
+    """
+
+    name: str
+    chip: str
+    copy_bytes_per_second: Value
+    launch_seconds: Value
+    l2_bytes: Value
+    num_processors: Value
+
+    def planned_chip(self) -> launch.Chip:
+        """The chip that plans are made for."""
+        return dataclasses.replace(launch.CHIPS[self.chip], num_processors=int(self.num_processors.value))
+
+
+_VALUES = ("copy_bytes_per_second", "launch_seconds", "l2_bytes", "num_processors")
+
+
+def read_device(path: pathlib.Path | str) -> Device:
+    """The device that a file describes; a bare name stands for one of `perf/devices`.
+
+    Args:
+        path: Name (`"h200"`) or path of a JSON file.
+
+    Raises:
+        ValueError: If the file lacks a value, or names a chip that the planner does not know.
+    """
+    path = pathlib.Path(path)
+    if not path.suffix:
+        path = DEVICES / f"{path}.json"
+    description = json.loads(path.read_text())
+    missing = [name for name in _VALUES if name not in description.get("values", {})]
+    if missing:
+        raise ValueError(f"{path.name}: values must have {', '.join(_VALUES)}; got none of {', '.join(missing)}.")
+    if description.get("chip") not in launch.CHIPS:
+        raise ValueError(
+            f"{path.name}: chip must be one of {', '.join(launch.CHIPS)}, got {description.get('chip')!r}."
+        )
+    values = {name: Value(**description["values"][name]) for name in _VALUES}
+    return Device(description["name"], description["chip"], **values)
+
+
+def write_device(path: pathlib.Path, device: Device) -> None:
+    """Describe a device in a file that `read_device` reads."""
+    values = {name: getattr(device, name)._asdict() for name in _VALUES}
+    path.write_text(json.dumps({"name": device.name, "chip": device.chip, "values": values}, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times in microseconds that a call should take on a device, and what they follow from."""
+
+    floor_us: float
+    cached_us: float
+    memory_us: float
+    cost: Cost
+
+    @property
+    def launches(self) -> int:
+        """Kernels launched."""
+        return self.cost.launches
+
+
+def predict(workload: Workload, mode: str, device: Device) -> Prediction:
+    """What one step of a mode of the suite should take on the device, apart from what the host does.
+
+    Args:
+        workload: One of the suite's.
+        mode: One of `MODES`.
+        device: Described by `read_device`.
+    """
+    with launch.use_chip(device.planned_chip()):
+        calls = calls_of(workload, mode)
+    total = calls[0]
+    for call in calls[1:]:
+        total += call
+    reused = sum(_reused_bytes(workload, call, device) for call in calls)
+    bandwidth, per_launch = device.copy_bytes_per_second.value, device.launch_seconds.value
+
+    def microseconds(num_bytes: float, launches: int) -> float:
+        return 1e6 * (num_bytes / bandwidth + launches * per_launch)
+
+    return Prediction(
+        floor_us=microseconds(total.minimum_bytes, len(calls)),
+        cached_us=microseconds(total.bytes_moved - reused, total.launches),
+        memory_us=microseconds(total.bytes_moved, total.launches),
+        cost=total,
+    )
+
+
+def _reused_bytes(workload: Workload, call: Cost, device: Device) -> float:
+    again = call.bytes_moved - call.minimum_bytes
+    return min(again, device.l2_bytes.value) if workload.op == "batch_norm" else again
+
+
+def calls_of(workload: Workload, mode: str) -> list[Cost]:
+    """Costs of the launchers that one step of a mode calls, planned for the chip in force."""
+    if mode not in MODES:
+        raise ValueError(f"calls_of: mode must be one of {', '.join(MODES)}, got {mode!r}.")
+    calls = _CALLS[workload.op](workload)
+    names = _LAUNCHERS[mode]
+    if workload.op == "log_softmax" and mode == "double_backward":
+        # It keeps y and not x: the cotangent of y goes on to x.
+        names = (*names, "bwd")
+    return [calls[name] for name in names]
+
+
+# What a step of each mode calls: forward mode and Hessian-vector products compute the values beside the tangents. The
+# suite's Hessian-vector products are those of a loss that is linear in y, so y_bar has no tangent.
+_LAUNCHERS = {
+    "forward": ("fwd",),
+    "backward": ("bwd",),
+    "forward_backward": ("fwd", "bwd"),
+    "jvp": ("fwd", "jvp"),
+    "hvp": ("fwd", "jvp", "bwd", "bwd_jvp"),
+    "double_backward": ("pairing",),
+}
+_DOUBLE_BACKWARD = (True, True, True, False, False, False)
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _operand(workload: Workload) -> torch.Tensor:
+    x = _meta(workload.shape, workload.torch_dtype)
+    return x.contiguous(memory_format=torch.channels_last) if workload.channels_last else x
+
+
+def _param(workload: Workload) -> torch.Tensor | None:
+    return _meta((workload.num_params,), getattr(torch, workload.param_dtype)) if workload.num_params else None
+
+
+def _layer_norm_calls(workload: Workload) -> dict[str, Cost]:
+    x, weight = _operand(workload), _param(workload)
+    stat = _meta(workload.shape[:-1], torch.float32)
+    params = (weight is not None,) * 2
+    operands = (x, x, weight, stat, stat)
+    wanted = (True, True, weight is not None, False, False, False)
+    return {
+        "fwd": costs.layer_norm_fwd(x, weight, weight, 1, 0, EPS),
+        "bwd": costs.layer_norm_bwd(*operands, 1, 0, (True, *params)),
+        "jvp": costs.layer_norm_jvp(x, weight, stat, stat, x, weight, weight, 1, 0),
+        "bwd_jvp": costs.layer_norm_bwd_jvp(*operands, None, x, weight, 1, 0, (True, *params)),
+        "pairing": costs.layer_norm_pairing(*operands, x, None, None, 1, 0, wanted),
+    }
+
+
+def _log_softmax_calls(workload: Workload) -> dict[str, Cost]:
+    x = _operand(workload)
+    dim = workload.dim % x.dim()
+    return {
+        "fwd": costs.log_softmax_fwd(x, dim, None),
+        "bwd": costs.log_softmax_bwd(x, x, dim, x.dtype),
+        "jvp": costs.log_softmax_jvp(x, x, dim),
+        "bwd_jvp": costs.log_softmax_bwd_jvp(x, x, None, x, dim, x.dtype),
+        "pairing": costs.log_softmax_pairing(x, x, x, dim, (True, True, False)),
+    }
+
+
+def _batch_norm_calls(workload: Workload) -> dict[str, Cost]:
+    x, weight = _operand(workload), _param(workload)
+    stat = _meta((workload.shape[1],), torch.float32)
+    params = (weight is not None,) * 2
+    operands = (x, x, weight, stat, stat)
+    return {
+        "fwd": costs.batch_norm_train_fwd(x, weight, weight, None, None, 0, MOMENTUM, EPS),
+        "bwd": costs.batch_norm_train_bwd(*operands, 0, (True, *params)),
+        "jvp": costs.batch_norm_train_jvp(x, weight, stat, stat, x, weight, weight, 0),
+        "bwd_jvp": costs.batch_norm_bwd_jvp(*operands, None, x, weight, 0, (True, *params)),
+        "pairing": costs.batch_norm_pairing(*operands, x, None, None, 0, _DOUBLE_BACKWARD),
+    }
+
+
+_CALLS = {"layer_norm": _layer_norm_calls, "log_softmax": _log_softmax_calls, "batch_norm": _batch_norm_calls}
+
+
+def predictions(workloads: Sequence[Workload], device: Device) -> Mapping[tuple[str, str], Prediction]:
+    """Predictions by key of the workload and mode, for the modes that the suite measures of it."""
+    return {
+        (workload.key, mode): predict(workload, mode, device)
+        for workload in workloads
+        for mode in workload.modes
+        if mode in MODES
+    }
+
+
+def format_table(found: Mapping[tuple[str, str], Prediction], device: Device) -> str:
+    """Markdown page with the predictions and the values behind them."""
+    lines = [
+        f"# Predicted times on {device.name}",
+        "",
+        "Written by `python -m perf predict`: predicted, not measured. `perf/model.py` says what the columns mean.",
+        "",
+        "| value of the device | | measured | source |",
+        "|---|---:|---|---|",
+        *(f"| {name} | {v.value:g} | {'yes' if v.measured else 'no'} | {v.source} |" for name, v in _values(device)),
+        "",
+        "| workload | mode | launches | minimum MB | moved MB | floor us | cached us | memory us |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (key, mode), p in found.items():
+        megabytes = f"{p.cost.minimum_bytes / 1e6:.1f} | {p.cost.bytes_moved / 1e6:.1f}"
+        times = f"{p.floor_us:.1f} | {p.cached_us:.1f} | {p.memory_us:.1f}"
+        lines.append(f"| {key} | {mode} | {p.launches} | {megabytes} | {times} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(device: Device) -> list[tuple[str, Value]]:
+    return [(name.replace("_", " "), getattr(device, name)) for name in _VALUES]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table of predictions, or write it to a file."""
+    parser = argparse.ArgumentParser(prog="python -m perf predict", description="Predict the times of the suite.")
+    parser.add_argument("--device", default="h200", help="name in perf/devices or path of a description")
+    parser.add_argument("--out", type=pathlib.Path, help="file to write; docs/perf/predictions_DEVICE.md with --write")
+    parser.add_argument("--write", action="store_true", help="write the page of the docs")
+    options = parser.parse_args(argv)
+    device = read_device(options.device)
+    page = format_table(predictions(GPU_WORKLOADS, device), device)
+    out: Any = options.out
+    if options.write and out is None:
+        out = OUTPUT / f"predictions_{pathlib.Path(options.device).stem}.md"
+    if out is None:
+        sys.stdout.write(page)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page)
+    return 0

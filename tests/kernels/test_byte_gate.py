@@ -1,0 +1,106 @@
+"""Every launcher moves the bytes that `triton_kernels.costs` declares, in as many launches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.kernels.calls import (
+    CHANNEL_LAYOUTS,
+    LAYER_NORM,
+    Call,
+    batch_norm_calls,
+    dropout_calls,
+    layer_norm_backward,
+    layer_norm_call,
+    layer_norm_pairing,
+    log_softmax_calls,
+    short_rows,
+)
+from tests.kernels.traffic import check_cost, measure_traffic
+from triton_kernels import costs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from triton_kernels.costs import Cost
+
+NUM_ROWS = 6
+
+
+def cost_of(call: Call) -> Cost:
+    """What a call declares, by the cost function of the launcher's name."""
+    return getattr(costs, call.launcher.__name__)(*call.args)
+
+
+def check(call: Call) -> None:
+    """Hold one call to its cost."""
+    with measure_traffic() as traffic:
+        results = call.run()
+    check_cost(traffic, cost_of(call), call.operands(), results)
+
+
+@pytest.mark.parametrize("mode", LAYER_NORM)
+def test_layer_norm_in_registers(mode: str) -> None:
+    call = layer_norm_call(mode, 1024, torch.bfloat16, NUM_ROWS)
+    check(call)
+    # A single pass: beyond its minimum, a call moves the partial rows of its sums and nothing else.
+    cost = cost_of(call)
+    assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"forward", "jvp"})
+
+
+@pytest.mark.parametrize("mode", LAYER_NORM[3:])
+def test_layer_norm_sums_that_do_not_fit(mode: str, use_limits: Callable[..., None]) -> None:
+    use_limits(layer_norm_second_summed_cols=512)
+    call = layer_norm_call(mode, 1024, torch.bfloat16, 4)
+    check(call)
+    assert cost_of(call).launches >= 3
+
+
+@pytest.mark.parametrize("splits", [1, 32], ids=["one program per row", "several programs per row"])
+@pytest.mark.parametrize("mode", LAYER_NORM)
+def test_layer_norm_of_long_rows(mode: str, splits: int, use_limits: Callable[..., None]) -> None:
+    use_limits(**short_rows(512, splits))
+    call = layer_norm_call(mode, 1024, torch.float32, 2)
+    check(call)
+    if mode == "forward":
+        assert cost_of(call).launches == (2 if splits > 1 else 1)
+
+
+def test_layer_norm_reads_only_what_is_needed() -> None:
+    for wanted in itertools.product((False, True), repeat=3):
+        check(layer_norm_backward(1024, torch.float32, 2, wanted))
+    for number in range(7):
+        check(layer_norm_pairing(1024, torch.float32, 2, tuple(number == other for other in range(6))))
+
+
+@pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
+def test_batch_norm(layout: str, use_processors: Callable[[int], None]) -> None:
+    # Few programs, so that tensors of this size are to them what those of a GPU are to its programs.
+    use_processors(1)
+    for call in batch_norm_calls(layout):
+        check(call)
+
+
+@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "one program per row", "several programs per row"])
+@pytest.mark.parametrize("shape, dim", [((2, 1031), 1), ((96, 3), 0)], ids=str)
+def test_log_softmax(shape: tuple[int, int], dim: int, splits: int, use_limits: Callable[..., None]) -> None:
+    if splits:
+        use_limits(**short_rows(512, splits))
+    calls = log_softmax_calls(shape, dim)
+    # What is read, and how often, follows from the wanted results alike whether one program or several sweep a row.
+    for call in calls[:: 3 if splits > 1 else 1]:
+        check(call)
+    if dim == 1:
+        assert cost_of(calls[0]).launches == (2 if splits > 1 else 1)
+
+
+def test_dropout() -> None:
+    for call in dropout_calls():
+        check(call)
+    # With nothing to drop, x is copied without a kernel.
+    (x, seed, offset, _, batch_ndim) = dropout_calls()[0].args
+    assert costs.dropout_fwd(x, seed, offset, 0.0, batch_ndim).launches == 0

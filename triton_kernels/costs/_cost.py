@@ -1,0 +1,125 @@
+"""The account that every cost function keeps, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    # For each result its terms, each as `(factor, others)`.
+    Terms = Mapping[str, Sequence[tuple[str | None, Sequence[str]]]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and launches of one call of a launcher.
+
+    Attributes:
+        bytes_read: Operands that the wanted results take, each counted once.
+        bytes_written: Results, each counted once.
+        bytes_moved: What the plan in force moves to and from memory: every pass over an operand, and partial results
+            written and read. What is read again may come from a cache; this counts it as if none did.
+        bytes_reread: Parameters, statistics and coefficients that further programs read again, beside `bytes_moved`:
+            few bytes many times over, which the caches of a GPU serve.
+        launches: Kernels launched.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    bytes_moved: int
+    bytes_reread: int
+    launches: int
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes that the op cannot do without: every operand read once, every result written once."""
+        return self.bytes_read + self.bytes_written
+
+    def __add__(self, other: Cost) -> Cost:
+        """Cost of two calls, one after the other."""
+        return Cost(
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+            self.bytes_moved + other.bytes_moved,
+            self.bytes_reread + other.bytes_reread,
+            self.launches + other.launches,
+        )
+
+
+class Account:
+    """Sums a `Cost` up, kernel by kernel; operands go by name, so that each counts once as an operand."""
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self._operands: dict[str, int] = {}
+        self._shared: dict[str, int] = {}
+        self._shared_loads = self._written = self._moved = self._launches = 0
+
+    def load(self, passes: int = 1, /, **operands: Tensor | None) -> None:
+        """Count `passes` over full-size operands; one that is None is not there."""
+        for name, tensor in operands.items():
+            if tensor is not None and passes:
+                self._operands[name] = tensor.nbytes
+                self._moved += tensor.nbytes * passes
+
+    def load_shared(self, times: float = 1, /, **operands: Tensor | None) -> None:
+        """Count small operands of which the programs of a kernel together load `times` their size."""
+        for name, tensor in operands.items():
+            if tensor is not None and times:
+                self._shared[name] = tensor.nbytes
+                self._shared_loads += round(tensor.nbytes * times)
+
+    def reload(self, nbytes: int) -> None:
+        """Count loads of what is small and no operand: results and coefficients of an earlier kernel."""
+        self._shared_loads += nbytes
+
+    def store(self, nbytes: int) -> None:
+        """Count a result of `nbytes`."""
+        self._written += nbytes
+        self._moved += nbytes
+
+    def scratch(self, nbytes: int) -> None:
+        """Count partial results of `nbytes`, written by one kernel and read by the next."""
+        self._moved += 2 * nbytes
+
+    def launch(self, count: int = 1) -> None:
+        """Count launches."""
+        self._launches += count
+
+    def cost(self) -> Cost:
+        """The sum."""
+        shared = sum(self._shared.values())
+        return Cost(
+            bytes_read=sum(self._operands.values()) + shared,
+            bytes_written=self._written,
+            bytes_moved=self._moved + shared,
+            bytes_reread=self._shared_loads - shared,
+            launches=self._launches,
+        )
+
+
+def operands_of(
+    terms: Terms,
+    wanted: Mapping[str, bool],
+    given: Mapping[str, Tensor | None],
+) -> set[str]:
+    """Names of the operands that the wanted results take.
+
+    Args:
+        terms: For each result its terms, each as `(factor, others)`: a term is there if `factor`, a tangent that may be
+            None, is given (a factor of None always is), and then takes `factor` and the `others`.
+        wanted: Which results are wanted.
+        given: The operands by name; None for those that are not there.
+    """
+    taken = set()
+    for result, result_terms in terms.items():
+        if not wanted[result]:
+            continue
+        for factor, others in result_terms:
+            if factor is None or given[factor] is not None:
+                taken.update(name for name in (factor, *others) if name is not None and given[name] is not None)
+    return taken
