@@ -89,7 +89,7 @@ def test_every_measured_mode_is_predicted(device: model.Device) -> None:
         assert 0 < prediction.floor_us <= prediction.cached_us * 1.001 <= prediction.memory_us * 1.001
     page = model.format_table(found, device)
     assert page.count("\n") > len(found)
-    assert "not measurements" in page
+    assert "predicted, not measured" in page
 
 
 def test_device_files(tmp_path: Path, device: model.Device) -> None:
