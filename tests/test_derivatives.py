@@ -68,12 +68,11 @@ def test_only_what_is_wanted_is_computed(case, names, device):
 
 @every_subset
 def test_an_absent_tangent_is_none(case, names, device):
-    if case.is_linear:
-        pytest.skip(f"{case.name} takes its tangent as its argument")
     inputs = case.inputs(case.small, torch.float32, device)
     check_jvp(case, case.small, inputs, names)
     call = jvp_call(case, case.small, inputs, names)
-    for name in case.differentiable:
+    # A linear operation is its own jvp: it takes the tangent as its argument, and there is none to leave out.
+    for name in [] if case.is_linear else case.differentiable:
         assert (call.argument(f"{name}_dot") is not None) == (name in names), name
 
 

@@ -35,6 +35,7 @@ def make_rows(
 
 def _find_keys(chip_name: str) -> dict[str, tuple[str, str]]:
     with warnings.catch_warnings():
+        # Torch and Triton warn that there is no GPU, and of defaults to come: once per process, over the progress.
         warnings.simplefilter("ignore")
         from perf.machine_code.compiling import needed_keys
 
@@ -44,6 +45,7 @@ def _find_keys(chip_name: str) -> dict[str, tuple[str, str]]:
 def _make_rows(chip_name: str, share: int, num_shares: int, known: frozenset[str]) -> dict[str, Row | str]:
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
     with tempfile.TemporaryDirectory() as cache_dir, warnings.catch_warnings():
+        # As above.
         warnings.simplefilter("ignore")
         os.environ["TRITON_CACHE_DIR"] = cache_dir
         # Line tables take a tenth of the time and change no instruction.

@@ -82,7 +82,7 @@ class SubclassSpec:
         """The subclass, around tensors that may have other sizes than the recorded ones."""
         values = {name: plain[name] if spec is None else spec.wrap(plain[name]) for name, spec in self.inner.items()}
         size, stride = self._outer(values)
-        x = self.type.__tensor_unflatten__({**values, **self.constants}, self.context, size, stride)  # type: ignore[attr-defined]
+        x = self.type.__tensor_unflatten__({**values, **self.constants}, self.context, size, stride)  # type: ignore[attr-defined] - no stub
         return x.requires_grad_() if self.requires_grad and not x.requires_grad else x
 
     def _outer(self, values: dict[str, Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
