@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -69,6 +70,15 @@ def _same_dtype(op_name: str, tensors: dict[str, Tensor | None]) -> None:
         raise DtypeError(f"{op_name}: {' and '.join(given)} must have the same dtype, got {listed}.")
 
 
+def _are_like(x: Tensor, shape: tuple[int, ...], *values: Tensor | None) -> bool:
+    """Whether every value has this shape, and dtype and device of `x`: the common call, which needs no closer look."""
+    dtype, device = x.dtype, x.device
+    for value in values:
+        if value is not None and (value.dtype != dtype or value.shape != shape or value.device != device):
+            return False
+    return True
+
+
 def normalized_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
     if isinstance(shape, int) or not isinstance(shape, Sequence):
@@ -91,6 +101,8 @@ def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | N
         raise ShapeError(
             f"layer_norm: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
         )
+    if _are_like(x, shape, weight, bias):
+        return
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and tuple(value.shape) != shape:
             raise ShapeError(
@@ -153,6 +165,24 @@ def batch_norm(
             "batch_norm: running_mean and running_var must be given in evaluation mode, got None. "
             "Pass training=True to normalize by the statistics of the batch."
         )
+    if not _are_like(x, (x.shape[1],), running_mean, running_var, weight, bias):
+        _per_channel(label, x, running_mean, running_var, weight, bias)
+    if training and math.prod(x.shape[2:], start=x.shape[0]) == 1:
+        raise ShapeError(
+            f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
+            "Use a larger batch, or evaluation mode."
+        )
+
+
+def _per_channel(
+    label: str,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """Raise unless shapes, dtypes and devices of what batch norm has per channel go with `x`."""
     channels = x.shape[1]
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     for name, value in tensors.items():
@@ -163,11 +193,6 @@ def batch_norm(
         _companion("batch_norm", label, x, name, value)
     _same_dtype("batch_norm", {"weight": weight, "bias": bias})
     _same_dtype("batch_norm", {"running_mean": running_mean, "running_var": running_var})
-    if training and x.shape[0] * x.shape[2:].numel() == 1:
-        raise ShapeError(
-            f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
-            "Use a larger batch, or evaluation mode."
-        )
 
 
 def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import primitives as pr
 from primitives.core import registered_primitives
-from primitives.ops import _cpu, _cpu_channels, _cpu_layer_norm, _cpu_log_softmax
+from primitives.ops import _cpu, _cpu_batch_norm, _cpu_channels, _cpu_layer_norm, _cpu_log_softmax
 from tests.op_cases import BATCH_NORM, CASES, LAYER_NORM, LOG_SOFTMAX, Sample
 from tests.properties import layout_of, recorded_calls
 from tests.second_order import second_order_calls
@@ -35,6 +35,7 @@ def small_blocks(monkeypatch):
     for module, name in (
         (_cpu_channels, "LONGEST_SUM"),
         (_cpu_channels, "LONGEST_BACKWARD"),
+        (_cpu_batch_norm, "LONGEST_AT_ONCE"),
         (_cpu_layer_norm, "LONGEST_SUM"),
         (_cpu_log_softmax, "LONGEST_SUM"),
     ):
@@ -173,6 +174,23 @@ def test_long_sums_of_batch_norm_in_channels_last():
             assert_close(got[i], want[i], dtype=torch.float32)
 
 
+@pytest.mark.parametrize("offset", [0.0, 3.0, 7.5, 15.0, 60.0])
+@pytest.mark.parametrize(
+    "shape, layout",
+    [((8, 4, 56, 56), "contiguous"), ((8, 4, 56, 56), "channels_last"), ((2048, 32), "contiguous")],
+    ids=["planar", "channels_last", "rows"],
+)
+def test_statistics_of_batch_norm_far_from_zero(shape, layout, offset):
+    """Whichever of ATen's sums the offset leaves accurate enough: outputs and running statistics, held to float64."""
+    x = arranged(normal(shape, 0, offset).float(), layout)
+    running = normal(shape[1:2], 1).float(), normal(shape[1:2], 2).float().square()
+    out = BATCH_NORM.forward(x, None, None, *running, 0, 0.1, EPS)
+    with pr.use_backend("reference"):
+        true = BATCH_NORM.forward(x.double(), None, None, *(r.double() for r in running), 0, 0.1, EPS)
+    for i, (got, want) in enumerate(zip(out, true, strict=True)):
+        assert_close(got, want, dtype=torch.float32, what=f"output {i}")
+
+
 def test_long_sums_of_layer_norm():
     x, y_bar = (normal((131_101, 4), i, 2.0 * i).float() for i in range(2))
     _, mean, rstd = LAYER_NORM.forward(x, None, None, 1, 0, EPS)
@@ -203,11 +221,21 @@ def test_long_sums_of_log_softmax():
     """Over the first axis, where one element has all the weight."""
     x, y_bar = normal((300_000, 4), 0).float(), normal((300_000, 4), 1, 1.0).float()
     x[0] = 30.0
-    y = torch.log_softmax(x, 0)
+    y = torch.log_softmax(x.double(), 0).float()
     got = LOG_SOFTMAX.bwd(y_bar, y, 0, torch.float32)
     with pr.use_backend("reference"):
         want = LOG_SOFTMAX.bwd(y_bar.double(), y.double(), 0, torch.float64)
     assert_close(got, want, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_log_softmax_over_a_long_first_axis(backend):
+    """Each element is rounded away in a running sum of those before it: ATen's own is wrong by more than 1e-3 here."""
+    x = torch.zeros(2**20, 2)
+    x[0] = 0.3
+    with pr.use_backend(backend):
+        got = LOG_SOFTMAX.forward(x, 0, None)
+    assert_close(got, torch.log_softmax(x.double(), 0), dtype=torch.float32)
 
 
 def test_arguments_are_not_written_into():

@@ -42,6 +42,7 @@ __all__ = [
     "direct_call",
     "has_derivatives",
     "is_transforming",
+    "plain_keys",
     "tangents_possible",
 ]
 
@@ -314,24 +315,35 @@ def _plain_keys() -> dict[int, Any]:
 _PLAIN_KEYS = _plain_keys()
 
 
+_num_function_modes, _is_profiling = _C._len_torch_function_stack, torch.autograd._profiler_enabled
+
+
+def plain_keys(tensors: Sequence[Tensor]) -> Any:
+    """The keys with which the dispatcher would call an operator of `tensors`, one at least, in plain eager code.
+
+    `None` where anything unusual takes part that the dispatcher has to see: a mode, a transform, a profiler, a
+    subclass, tensors of several kinds.
+    """
+    state = _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
+    if state != _PLAIN_STATE or _num_function_modes() or _is_profiling():
+        return None
+    first = _C._dispatch_keys(tensors[0]).raw_repr()
+    for x in tensors:
+        if type(x) not in _PLAIN_TYPES or _C._dispatch_keys(x).raw_repr() != first:
+            return None
+    return _PLAIN_KEYS.get(first)
+
+
 def direct_call(op: Primitive) -> Callable[[list[Tensor], int], list[Tensor]]:
     """`(tensors, number) -> outputs` for an operator of one list of tensors and a number, in eager code.
 
-    Where no mode, transform, profiler or unusual tensor takes part, the dispatcher would take the list apart, put it
-    together again and call the Autograd kernel, which costs a quarter of a call. It is called here and now then.
+    In plain code the dispatcher would take the list apart, put it together again and call the Autograd kernel, which
+    costs a quarter of a call. It is called here and now then.
     """
-    overload, kernel, keys_of = op.overload._op, op.autograd_kernel, _C._dispatch_keys
-    is_profiling, num_function_modes = torch.autograd._profiler_enabled, _C._len_torch_function_stack
+    overload, kernel = op.overload._op, op.autograd_kernel
 
     def call(tensors: list[Tensor], number: int) -> list[Tensor]:
-        state = _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
-        if state != _PLAIN_STATE or num_function_modes() or is_profiling():
-            return overload(tensors, number)
-        first = keys_of(tensors[0]).raw_repr()
-        for x in tensors:
-            if type(x) not in _PLAIN_TYPES or keys_of(x).raw_repr() != first:
-                return overload(tensors, number)
-        keyset = _PLAIN_KEYS.get(first)
+        keyset = plain_keys(tensors)
         return overload(tensors, number) if keyset is None else kernel(keyset, tensors, number)
 
     return call

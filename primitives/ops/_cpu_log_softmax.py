@@ -5,7 +5,7 @@ The formulas are those of `log_softmax.py` and `log_softmax_second_order.py`: su
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,39 +24,74 @@ __all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
 LONGEST_SUM = 2**14
 
 
-def _blocks(dim: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[tuple[list, list]]:
-    """Blocks of rows, [rows, length of the axis, inner]: inputs, and where to write outputs, in the dtype of sums."""
+class _Block(NamedTuple):
+    """Some rows, [rows, length of the axis, inner], in the dtype of sums.
+
+    Attributes:
+        inputs: Blocks of the inputs.
+        outputs: Where to write the outputs.
+        spare: Room for one more tensor.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    spare: Tensor
+
+
+def _blocks(dim: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[_Block]:
+    """Blocks of rows; what all of them need beside the tensors is allocated once, since fresh memory is slow."""
     y = outputs[0]
     shape = (y.shape[:dim].numel(), y.shape[dim], y.shape[dim:].numel() // y.shape[dim])
     rows_in, rows_out = [t.contiguous().view(shape) for t in inputs], [t.view(shape) for t in outputs]
     acc = accumulation_dtype(inputs[0].dtype)
-    for rows in row_blocks(shape[0], shape[1] * shape[2]):
-        targets = [t[rows] for t in rows_out]
-        written = [t if t.dtype == acc else torch.empty(t.shape, dtype=acc) for t in targets]
-        yield [t[rows].to(acc) for t in rows_in], written
-        for target, value in zip(targets, written, strict=True):
+    slices = list(row_blocks(shape[0], shape[1] * shape[2]))
+    room = (min(shape[0], slices[0].stop), *shape[1:])
+    cast = [None if t.dtype == acc else torch.empty(room, dtype=acc) for t in (*rows_in, *rows_out)]
+    spare = torch.empty(room, dtype=acc)
+    for rows in slices:
+        count = min(rows.stop, shape[0]) - rows.start
+        tensors = [t[rows] for t in (*rows_in, *rows_out)]
+        blocks = [t if room is None else room[:count] for t, room in zip(tensors, cast, strict=True)]
+        split = len(inputs)
+        for source, block in zip(tensors[:split], blocks[:split], strict=True):
+            if source is not block:
+                block.copy_(source)
+        yield _Block(blocks[:split], blocks[split:], spare[:count])
+        for target, block in zip(tensors[split:], blocks[split:], strict=True):
             # An operation that casts its result as it writes it is slower than a copy that does.
-            if value is not target:
-                target.copy_(value)
+            if target is not block:
+                target.copy_(block)
 
 
 def forward(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor | None:
-    """y, by one call of ATen."""
+    """By one call of ATen, unless sums are long."""
     if x.numel() == 0:
         return None
-    return torch._log_softmax(x.contiguous().to(output_dtype or x.dtype), dim, False)
+    x = x.contiguous().to(output_dtype or x.dtype)
+    if _sums_are_short(x, dim):
+        return torch._log_softmax(x, dim, False)
+    out = torch.empty_like(x)
+    for (x_block,), (out_block,), spare in _blocks(dim, [x], [out]):
+        torch.sub(x_block, x_block.amax(1, keepdim=True), out=out_block)
+        out_block.sub_(torch.exp(out_block, out=spare).sum(1, keepdim=True).log_())
+    return out
+
+
+def _sums_are_short(y: Tensor, dim: int) -> bool:
+    """Whether ATen's own log-softmax adds up along `dim` accurately."""
+    return dim == y.dim() - 1 or y.shape[dim] <= LONGEST_SUM
 
 
 def bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor | None:
     """x_bar = y_bar - p * sum(y_bar)."""
     if y.numel() == 0:
         return None
-    if dim == y.dim() - 1 or y.shape[dim] <= LONGEST_SUM:
+    if _sums_are_short(y, dim):
         return torch._log_softmax_backward_data(y_bar.contiguous(), y.contiguous(), dim, y.dtype).to(x_dtype)
     out = torch.empty(y.shape, dtype=x_dtype)
-    for (y_block, y_bar_block), (out_block,) in _blocks(dim, [y, y_bar], [out]):
+    for (y_block, y_bar_block), (out_block,), spare in _blocks(dim, [y, y_bar], [out]):
         total = y_bar_block.sum(1, keepdim=True)
-        torch.addcmul(y_bar_block, y_block.exp(), total, value=-1, out=out_block)
+        torch.addcmul(y_bar_block, torch.exp(y_block, out=spare), total, value=-1, out=out_block)
     return out
 
 
@@ -65,8 +100,8 @@ def jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor | None:
     if y.numel() == 0:
         return None
     out = torch.empty(y.shape, dtype=y.dtype)
-    for (y_block, x_dot_block), (out_block,) in _blocks(dim, [y, x_dot], [out]):
-        total = y_block.exp().mul_(x_dot_block).sum(1, keepdim=True)
+    for (y_block, x_dot_block), (out_block,), spare in _blocks(dim, [y, x_dot], [out]):
+        total = torch.exp(y_block, out=spare).mul_(x_dot_block).sum(1, keepdim=True)
         torch.sub(x_dot_block, total, out=out_block)
     return out
 
@@ -78,9 +113,9 @@ def pairing(
     if y.numel() == 0 or not any(wanted):
         return None
     made = [torch.empty(y.shape, dtype=t.dtype) for t, want in zip((y_bar, y, x_dot), wanted, strict=True) if want]
-    for (y_block, y_bar_block, x_dot_block), out_blocks in _blocks(dim, [y, y_bar, x_dot], made):
+    for (y_block, y_bar_block, x_dot_block), out_blocks, spare in _blocks(dim, [y, y_bar, x_dot], made):
         targets = iter(out_blocks[::-1])
-        p, total = y_block.exp(), y_bar_block.sum(1, keepdim=True)
+        p, total = torch.exp(y_block, out=spare), y_bar_block.sum(1, keepdim=True)
         if wanted[2]:
             torch.addcmul(y_bar_block, p, total, value=-1, out=next(targets))
         p_dot = p.mul_(x_dot_block)
@@ -103,11 +138,11 @@ def bwd_jvp(
         return None if y_bar_dot is None else bwd(y_bar_dot, y, dim, x_dtype)
     out = torch.empty(y.shape, dtype=x_dtype)
     inputs = [y, y_dot, y_bar, *([] if y_bar_dot is None else [y_bar_dot])]
-    for (y_block, y_dot_block, y_bar_block, *y_bar_dots), (out_block,) in _blocks(dim, inputs, [out]):
+    for (y_block, y_dot_block, y_bar_block, *y_bar_dots), (out_block,), spare in _blocks(dim, inputs, [out]):
         factor = y_dot_block * y_bar_block.sum(1, keepdim=True)
         if not y_bar_dots:
-            torch.mul(y_block.exp().neg_(), factor, out=out_block)
+            torch.mul(torch.exp(y_block, out=spare).neg_(), factor, out=out_block)
             continue
         factor += y_bar_dots[0].sum(1, keepdim=True)
-        torch.addcmul(y_bar_dots[0], y_block.exp(), factor, value=-1, out=out_block)
+        torch.addcmul(y_bar_dots[0], torch.exp(y_block, out=spare), factor, value=-1, out=out_block)
     return out

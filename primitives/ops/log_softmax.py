@@ -52,7 +52,12 @@ def _log_softmax_reference(x: Tensor, dim: int, output_dtype: torch.dtype | None
     y_dtype = output_dtype or x.dtype
     # torch defines dtype= as a cast before the operation, so a narrower dtype rounds x too.
     x = x.contiguous().to(y_dtype).to(accumulation_dtype(y_dtype))
-    return torch.log_softmax(x, dim).to(y_dtype)
+    if x.shape[dim] == 0:
+        return torch.empty_like(x, dtype=y_dtype)
+    # ATen's own has one running sum along any axis but the last. No derivative goes through the maximum: y is the same
+    # whatever is subtracted first.
+    shifted = x - x.detach().amax(dim, keepdim=True)
+    return (shifted - shifted.exp().sum(dim, keepdim=True).log()).to(y_dtype)
 
 
 @log_softmax_bwd_p.def_reference
