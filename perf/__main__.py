@@ -2,7 +2,7 @@
 
 python -m perf run [--device cpu|cuda] [--quick] [--out FILE]   measure everything, write one JSON file
 python -m perf report FILE [FILE ...]                           tables and plots into docs/perf/
-python -m perf compare BEFORE AFTER                             exit status 1 if something fell by more than 5 %
+python -m perf compare BEFORE AFTER                             exit status 1 if rows fell by 5 %, broke or are gone
 python -m perf predict                                          times that the model expects of a device
 """
 
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     report.add_argument("results", nargs="+", type=Path, help="result files, of one device each")
     report.add_argument("--out", type=Path, default=DEFAULT_REPORT, help="directory (default: docs/perf)")
-    compare = commands.add_parser("compare", help="find what became slower")
+    compare = commands.add_parser("compare", help="find what became slower, broke, or is gone")
     compare.set_defaults(command=_compare)
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
     import torch
 
-OPS = ("layer_norm", "log_softmax", "batch_norm")
+OPS = ("layer_norm", "log_softmax", "batch_norm", "batch_norm_eval", "dropout")
+# Ops whose statistics belong to channels, in dim 1.
+CHANNEL_OPS = ("batch_norm", "batch_norm_eval")
+# Probability of zero of the dropouts that are measured.
+DROPOUT_P = 0.1
 # What each mode computes is defined once, in `perf.suite.modes`.
 MODES = ("forward", "backward", "jvp", "hvp", "double_backward", "forward_backward", "training_step")
 # Modes of single operations, which the suite measures on a GPU unless told otherwise.
@@ -33,7 +37,7 @@ class Workload:
         name: Where the shape comes from, unique together with `op`, `shape`, `dtype` and `channels_last`.
         op: One of `OPS`.
         shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
-            dim 1.
+            dim 1; `batch_norm_eval` is batch norm with given statistics.
         dtype: Of the input: a key of `ITEMSIZES`.
         dim: What log-softmax reduces.
         affine: Whether a norm has a weight and a bias.
@@ -69,7 +73,7 @@ class Workload:
     @property
     def param_dtype(self) -> str:
         """Dtype of weight and bias: torch's layer norm wants that of the input, batch norm keeps float32."""
-        return "float32" if self.op == "batch_norm" else self.dtype
+        return "float32" if self.op in CHANNEL_OPS else self.dtype
 
     @property
     def itemsize(self) -> int:
@@ -89,16 +93,16 @@ class Workload:
     @property
     def num_cols(self) -> int:
         """Values that share their statistics: a row's columns, or what batch norm reduces of one channel."""
-        if self.op == "batch_norm":
+        if self.op in CHANNEL_OPS:
             return self.num_elements // self.shape[1]
         return self.shape[self.dim if self.op == "log_softmax" else -1]
 
     @property
     def num_params(self) -> int:
         """Elements of a weight or bias; 0 without them."""
-        if self.op == "log_softmax" or not self.affine:
+        if self.op in {"log_softmax", "dropout"} or not self.affine:
             return 0
-        return self.shape[1] if self.op == "batch_norm" else self.shape[-1]
+        return self.shape[1] if self.op in CHANNEL_OPS else self.shape[-1]
 
 
 class TrainingWorkload(NamedTuple):
@@ -188,14 +192,27 @@ def _batch_norms() -> Iterator[Workload]:
     yield Workload("video", "batch_norm", (8, 64, 16, 56, 56))
 
 
+def _evaluations() -> Iterator[Workload]:
+    first_order = ("forward", "backward", "jvp")
+    shape = (64, 256, 56, 56)
+    yield Workload("ResNet-50", "batch_norm_eval", shape, modes=first_order, quick=True)
+    yield Workload("ResNet-50", "batch_norm_eval", shape, channels_last=True, modes=first_order)
+
+
+def _dropouts() -> Iterator[Workload]:
+    # It is linear: its derivatives of second order are zero or itself.
+    first_order = ("forward", "backward", "jvp")
+    yield Workload("Llama 8B width", "dropout", (8192, 4096), modes=first_order, quick=True)
+    yield Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=first_order)
+
+
 def _mixed(*families: Iterator[Workload]) -> Iterator[Workload]:
     for workloads in itertools.zip_longest(*families):
         yield from (workload for workload in workloads if workload is not None)
 
 
-# In the order in which they are measured: a run that ends early has something of everything.
 GPU_WORKLOADS: tuple[Workload, ...] = tuple(
-    sorted(_mixed(_layer_norms(), _log_softmaxes(), _batch_norms()), key=lambda workload: not workload.quick)
+    _mixed(_layer_norms(), _log_softmaxes(), _batch_norms(), _evaluations(), _dropouts())
 )
 
 # Training sizes at which a CPU is still used. First derivatives of bfloat16 stand for autocast on CPU.

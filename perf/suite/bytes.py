@@ -1,18 +1,20 @@
-"""Bytes that a mode cannot do without, and bytes that this package's kernels for it cannot do without.
+"""Bytes that a mode cannot do without, and bytes of the passes that this package's kernels make in it.
 
 The minimum of a mode reads every full-size operand once and writes every result once, parameters and statistics
-included. A public call may take several operators: `torch.func.jvp` computes y first, and then y_dot from x and x_dot,
-which reads x twice. What these operators read and write at least is the second figure: the time of the mode over that
-of a copy of so many bytes says how good the kernels are, whatever a fused one would save.
+included; it belongs to the mode, whoever computes it, and no launcher needs to exist for it. A public call may take
+several operators: `torch.func.jvp` computes y first, and then y_dot from x and x_dot, which reads x twice. The passes
+of this package's own kernels come from `triton_kernels.costs`, to which the byte gate holds them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from perf.workloads import ITEMSIZES
+from perf.workloads import CHANNEL_OPS, ITEMSIZES
 
 if TYPE_CHECKING:
+    import torch
+
     from perf.workloads import Workload
 
 
@@ -24,8 +26,13 @@ class Passes(NamedTuple):
     params: int
     statistics: int
 
+    @property
+    def full(self) -> int:
+        """Passes over tensors of full size."""
+        return self.reads + self.writes
 
-# x is read and y written; with them go weight and bias, and mean and rstd (log-softmax keeps neither).
+
+# x is read and y written; with them go weight and bias, and mean and rstd (log-softmax and dropout have neither).
 PASSES = {
     "forward": Passes(1, 1, 2, 2),
     # x (or y) and y_bar give x_bar, weight_bar and bias_bar.
@@ -38,40 +45,48 @@ PASSES = {
     "double_backward": Passes(3, 2, 2, 2),
     "forward_backward": Passes(3, 2, 5, 4),
 }
+# y_bar alone gives x_bar: what is dropped is drawn anew.
+DROPOUT_PASSES = {"backward": Passes(1, 1, 0, 0), "forward_backward": Passes(2, 2, 0, 0)}
+SECOND_ORDER = ("hvp", "double_backward")
 
 
-# Full-size tensors that an operator reads and writes.
-KERNEL_PASSES = {"": 2, "_bwd": 3, "_jvp": 3, "_bwd_jvp": 4, "_pairing": 5}
-# The operators of this package that a mode calls, by what follows the name of the op.
-KERNELS = {
-    "forward": ("",),
-    "backward": ("_bwd",),
-    "forward_backward": ("", "_bwd"),
-    "jvp": ("", "_jvp"),
-    "hvp": ("", "_jvp", "_bwd", "_bwd_jvp"),
-    "double_backward": ("_pairing",),
-}
-
-
-def kernels(workload: Workload, mode: str) -> tuple[str, ...]:
-    """Names of the operators that this package calls in a mode."""
-    names = tuple(workload.op + suffix for suffix in KERNELS[mode])
-    # It keeps y and not x, so a cotangent of y goes on to x.
-    keeps_output = workload.op == "log_softmax" and mode == "double_backward"
-    return (*names, "log_softmax_bwd") if keeps_output else names
-
-
-def kernel_bytes(workload: Workload, mode: str) -> int:
-    """Bytes that the kernels of this package read and write at least in a mode; parameters are left out."""
-    return workload.pass_bytes * sum(KERNEL_PASSES[name.removeprefix(workload.op)] for name in kernels(workload, mode))
+def passes_of(op: str, mode: str) -> Passes:
+    """What `mode` of `op` cannot do without."""
+    return DROPOUT_PASSES.get(mode, PASSES[mode]) if op == "dropout" else PASSES[mode]
 
 
 def minimum_bytes(workload: Workload, mode: str) -> int:
     """Bytes of `mode` of `workload` at least."""
-    passes = PASSES[mode]
-    full = (passes.reads + passes.writes) * workload.pass_bytes
+    passes = passes_of(workload.op, mode)
+    full = passes.full * workload.pass_bytes
     params = passes.params * workload.num_params * ITEMSIZES[workload.param_dtype]
-    if workload.op == "log_softmax":
+    if workload.op in {"log_softmax", "dropout"}:
         return full
     # Statistics are float32.
     return full + params + passes.statistics * 4 * (workload.num_elements // workload.num_cols)
+
+
+def is_multi_pass(op: str, mode: str) -> bool:
+    """Whether the kernels of `mode` of `op` are declared to make more passes over memory than its minimum.
+
+    Batch norm in training needs all of a channel for its sums before it can write any of it, and so does the backward
+    of its evaluation for the sums; derivatives of second order are made of several operators. All else is judged by its
+    minimum, a JVP too, whose two operators read x twice.
+    """
+    return op == "batch_norm" or mode in SECOND_ORDER or (op, mode) == ("batch_norm_eval", "backward")
+
+
+def kernel_bytes(workload: Workload, mode: str, device: torch.device) -> int:
+    """Bytes of the passes that the kernels of this package are declared to make in a mode.
+
+    Rows that are swept twice count once: the second sweep finds them in a cache. Channels count as often as they are
+    read.
+    """
+    # What a kernel costs takes triton to know, which is there wherever its kernels run.
+    from perf import model
+    from triton_kernels import launch
+
+    with launch.use_chip(launch.chip_of(device)):
+        calls = model.calls_of(workload, mode)
+    rereads = workload.op in CHANNEL_OPS
+    return sum(call.bytes_moved if rereads else call.minimum_bytes for call in calls)

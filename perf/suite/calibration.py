@@ -40,7 +40,13 @@ def calibrate(timer: Timer, total_bytes: int, directory: Path) -> dict[str, floa
 
 
 def sampler(timer: Timer, prepared: Prepared) -> Callable[[], float]:
-    """What takes a sample of the time that memory traffic shows in: of the device, or on a CPU of the call."""
+    """What takes a sample of the time that memory traffic shows in: of the device, or on a CPU of the call.
+
+    Raises:
+        RuntimeError: If a copy cannot be captured; a fraction of its speed would mean nothing then.
+    """
+    if prepared.obstacle is not None:
+        raise RuntimeError(f"calibration: no copy can be captured: {prepared.obstacle}.")
     if timer.has_device_time:
         return lambda: timer.device_seconds(prepared)
     seconds = timer.call_seconds(prepared, 1)

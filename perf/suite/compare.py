@@ -1,4 +1,4 @@
-"""Two results against each other: what of this package became slower, or stopped being right.
+"""Two results against each other: what of this package became slower, stopped being right, or is gone.
 
 Machines differ, and so do days on a shared one. Where both runs have it, a time is therefore compared by what the same
 run measured beside it: as a fraction of the speed of a copy of as many bytes, or else over the time of torch eager.
@@ -11,6 +11,9 @@ from typing import Any
 
 from perf.suite.results import OK, SKIPPED, Row, key
 from perf.suite.tables import OURS
+
+# A fall of more than this many times what is flagged counts whatever the spread of the samples.
+CERTAIN = 2.0
 
 
 @dataclass(frozen=True)
@@ -32,46 +35,74 @@ class Change:
 
 @dataclass
 class Comparison:
-    """What came out: rows that fell, that may have fallen, that rose, that broke, and how many were compared."""
+    """What came out.
+
+    Attributes:
+        fall: Part of its speed that a row may lose.
+        warnings: What the runs do not have in common.
+        changes: Rows that are right in both.
+        broken: Rows that are no longer right.
+        gone: Rows that the second run does not have.
+        still: Rows that are right in neither.
+        fixed: Rows that are right in the second run alone.
+        new: Rows that only the second run has.
+    """
 
     fall: float
-    same_device: bool
+    warnings: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    only_before: int = 0
+    gone: list[str] = field(default_factory=list)
+    still: list[str] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
 
-    @property
-    def fallen(self) -> list[Change]:
-        """Rows that are slower by more than `fall`, beyond the spread of the samples."""
-        return [change for change in self.changes if change.change < -self.fall and change.apart]
+    def fell(self, change: Change) -> bool:
+        """Whether a row is slower by more than `fall`, beyond the spread of the samples or by far."""
+        return change.change < -self.fall and (change.apart or change.change < -CERTAIN * self.fall)
 
     @property
     def failed(self) -> bool:
         """Whether the second run is not acceptable."""
-        return bool(self.fallen or self.broken) or not self.changes
+        fallen = any(map(self.fell, self.changes))
+        return fallen or bool(self.broken or self.gone) or not self.changes
 
     def text(self) -> str:
         """Everything, in lines."""
         kinds: dict[str, int] = {}
         for change in self.changes:
             kinds[change.by] = kinds.get(change.by, 0) + 1
-        lines = [f"{len(self.changes)} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + "."]
-        if not self.same_device:
-            lines.append("The devices differ: only what is relative to the same run means something.")
-        if self.only_before:
-            lines.append(f"{self.only_before} rows of the first run were not measured in the second.")
-        lines += [f"BROKEN  {text}" for text in self.broken]
-        for change in sorted(self.changes, key=lambda change: change.change):
-            if abs(change.change) > self.fall:
-                verdict = "FELL  " if change.change < 0 else "rose  "
-                verdict = verdict if change.apart else "spread"
-                lines.append(f"{verdict}  {change.change:+.1%}  {change.what}  ({change.by})")
-        if any(abs(change.change) > self.fall and not change.apart for change in self.changes):
+        lines = [f"WARNING: {text}" for text in self.warnings]
+        lines.append(f"{len(self.changes)} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + ".")
+        groups = {
+            "BROKEN": self.broken,
+            "GONE": self.gone,
+            "STILL": self.still,
+            "fixed": self.fixed,
+            "new": self.new,
+        }
+        lines += [f"{name:<8}{text}" for name, texts in groups.items() for text in texts]
+        notable = sorted((c for c in self.changes if abs(c.change) > self.fall), key=lambda c: c.change)
+        lines += [f"{self._word(c):<8}{c.change:+.1%}  {c.what}  ({c.by})" for c in notable]
+        if any(self._word(change) == "spread" for change in notable):
             lines.append(
-                "`spread`: the ranges of the samples overlap, so the change may be noise; it is not held against."
+                f"`spread`: the ranges of the samples overlap, and the change is at most {CERTAIN * self.fall:.0%}: it "
+                "may be noise, and is not held against."
             )
-        lines.append("A fall was found." if self.failed else f"Nothing fell by more than {self.fall:.0%}.")
-        return "\n".join(lines)
+        return "\n".join([*lines, self._conclusion()])
+
+    def _word(self, change: Change) -> str:
+        if change.change < 0:
+            return "FELL" if self.fell(change) else "spread"
+        return "rose" if change.apart or change.change > CERTAIN * self.fall else "spread"
+
+    def _conclusion(self) -> str:
+        if not self.failed:
+            return f"Nothing fell by more than {self.fall:.0%}."
+        fallen = sum(map(self.fell, self.changes))
+        found = {"fell": fallen, "broke": len(self.broken), "are gone": len(self.gone)}
+        said = ", ".join(f"{count} {verb}" for verb, count in found.items() if count)
+        return f"Failed: {said} of the first run's rows." if said else "Failed: the runs have no row in common."
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -> Comparison:
@@ -80,26 +111,76 @@ def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -
     Args:
         before: The result to hold on to.
         after: The result in question.
-        fall: Part of its speed that a row may lose.
+        fall: Part of its speed that a row may lose. A loss up to `CERTAIN` times that counts only if the ranges between
+            the quantiles of the two runs do not overlap.
     """
-    comparison = Comparison(fall, _name(before) == _name(after))
-    newer = {key(row): row for row in after["rows"] if row["provider"] == OURS}
-    for old in before["rows"]:
-        if old["provider"] != OURS or old["status"] != OK:
-            continue
-        what = f"{old['workload']}: {old['mode']}"
-        new = newer.get(key(old))
-        if new is None or new["status"] == SKIPPED:
-            comparison.only_before += 1
-        elif new["status"] != OK:
-            comparison.broken.append(f"{what}: {new['status']}: {new['message']}")
-        elif (change := _change(what, old, new)) is not None:
-            comparison.changes.append(change)
+    comparison = Comparison(fall, list(_differences(before, after)))
+    older, newer = _own(before), _own(after)
+    for where, old in older.items():
+        new = newer.get(where)
+        if old["status"] == OK:
+            _compare_right(comparison, old, new)
+        elif new is not None and new["status"] == OK:
+            comparison.fixed.append(f"{_what(old)}: was {old['status']}")
+        elif new is not None and new["status"] != SKIPPED:
+            # A row that nobody had measured before is no reason to put up with what it is.
+            known = comparison.broken if old["status"] == SKIPPED else comparison.still
+            known.append(f"{_what(new)}: {new['status']}: {new['message']}")
+    for where, row in newer.items():
+        if where not in older:
+            found = comparison.new if row["status"] in {OK, SKIPPED} else comparison.broken
+            found.append(f"{_what(row)}: {row['status']}")
     return comparison
 
 
-def _name(result: dict[str, Any]) -> str | None:
-    return result["device"] and result["device"]["name"]
+def _what(row: Row) -> str:
+    return f"{row['workload']}: {row['mode']}"
+
+
+def _compare_right(comparison: Comparison, old: Row, new: Row | None) -> None:
+    """Note what became of a row that was right."""
+    what = _what(old)
+    if new is None or new["status"] == SKIPPED:
+        comparison.gone.append(f"{what}: {'no row' if new is None else new['message']}")
+    elif new["status"] != OK:
+        comparison.broken.append(f"{what}: {new['status']}: {new['message']}")
+    elif (change := _change(what, old, new)) is not None:
+        comparison.changes.append(change)
+    else:
+        comparison.gone.append(f"{what}: no time that both runs have")
+
+
+def _own(result: dict[str, Any]) -> dict[tuple[str, str, str], Row]:
+    return {key(row): row for row in result["rows"] if row["provider"] == OURS}
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What besides this package's sources can have changed a time, in words."""
+    first, second = _facts(before), _facts(after)
+    found = [
+        f"{name} differs: {first.get(name)} and then {second.get(name)}."
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    ]
+    if first.get("device") != second.get("device"):
+        found.append("the DEVICES differ: only what is relative to the same run means something.")
+    runs = {"first": before, "second": after}
+    return found + [f"the {name} run is not complete." for name, run in runs.items() if not run["complete"]]
+
+
+def _facts(result: dict[str, Any]) -> dict[str, Any]:
+    device, environment = result["device"] or {}, result["environment"] or {}
+    drivers = sorted({asked[0].get("driver_version") for asked in result["clocks"].values() if asked})
+    asked = {name: value for name, value in result["options"].items() if name not in {"seconds", "workers"}}
+    return {
+        "device": device.get("name"),
+        "driver": drivers,
+        "python": environment.get("python"),
+        "cuda": environment.get("cuda"),
+        "threads": environment.get("threads"),
+        **environment.get("packages", {}),
+        "options": asked,
+    }
 
 
 def _change(what: str, old: Row, new: Row) -> Change | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from perf.suite.machine import gpu_of_worker
+from perf.suite.plan import compile_items
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,12 +35,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if directory is None:
         raise pytest.UsageError("the cases of the perf suite are run by `python -m perf run`.")
     plan = _plan(directory)
-    phase = metafunc.config.getoption("--phase")
-    items = [
-        {"unit": unit, "provider": name}
-        for unit in plan["units"]
-        for name in (plan["compiling"] if phase == "compile" else [None])
-    ]
+    if metafunc.config.getoption("--phase") == "compile":
+        items: list[dict[str, Any]] = [{"unit": unit, "provider": name} for unit, name in compile_items(plan)]
+    else:
+        # A second attempt is for what the first one left.
+        units = [unit for unit in plan["units"] if unit["id"] in plan["to_measure"]]
+        items = [{"unit": unit, "provider": None} for unit in units]
     ids = [f"{item['unit']['id']}-{item['provider'] or 'all'}" for item in items]
     metafunc.parametrize("item", items, ids=ids)
 

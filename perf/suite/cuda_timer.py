@@ -31,6 +31,7 @@ NODE_CYCLES = 1_000
 UNKNOWN_LAUNCHES = 60
 # Triton and Inductor tune, and cuBLAS allocates, in the first calls; neither may happen in a capture.
 CALLS_BEFORE_CAPTURE = 3
+MESSAGE_CHARACTERS = 300
 
 
 class CudaTimer:
@@ -38,12 +39,17 @@ class CudaTimer:
 
     Everything that a worker does on the device runs on one stream of its own, so that captures, and the backward passes
     in them, which run on the stream of their forward pass, need no synchronization with another.
+
+    A capture that fails leaves torch's allocator waiting for its end, and its generator of random numbers in the state
+    of the capture; nothing that this process measures afterwards could be trusted. A step is therefore first tried with
+    synchronization forbidden, which is what most captures fail of, and the process is `unfit` after a failed capture.
     """
 
     has_device_time = True
 
     def __init__(self) -> None:
         """Make a stream and stay on it."""
+        self.unfit = False
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
@@ -54,13 +60,47 @@ class CudaTimer:
         return rotation(set_bytes, self.cache_bytes)
 
     def prepare(self, steps: Sequence[Step], seconds: float) -> Prepared:
-        """Capture enough steps for a sample; the results of a round stay alive during it, so that they differ."""
+        """Capture enough steps for a sample; the results of a round stay alive during it, so that they differ.
+
+        Without a graph, and with what stands in the way of one, where the step waits for the device or the capture
+        fails. What the step itself raises goes to the caller.
+        """
         for step in [*steps, *[steps[0]] * CALLS_BEFORE_CAPTURE]:
             step()
         self.wait()
+        if self.unfit:
+            return Prepared(steps, obstacle="an earlier capture failed in this process")
+        obstacle = self._waits(steps[0])
+        if obstacle is not None:
+            return Prepared(steps, obstacle=obstacle)
         wanted = math.ceil(GRAPH_SECONDS / max(seconds, SHORTEST_SECONDS))
         calls = max(len(steps), min(wanted, MAX_GRAPH_CALLS))
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            self._capture(graph, steps, calls)
+        # Whatever it is, the step works without a capture, as the calls above have shown. The end of a failed capture
+        # raises over the reason why it failed.
+        except Exception as error:
+            self.unfit = True
+            return Prepared(steps, obstacle=_describe(error.__context__ or error))
+        graph.instantiate()
+        nodes = _graph_nodes(graph)
+        return Prepared(steps, graph, calls, None if nodes is None else round(nodes / calls))
+
+    def _waits(self, step: Step) -> str | None:
+        """What torch says if a step waits for the device, which no capture allows; None if it does not."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        # Only torch knows the type; that a step without this mode raises nothing was seen before.
+        except Exception as error:
+            return _describe(error)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.wait()
+        return None
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, steps: Sequence[Step], calls: int) -> None:
         results: list[Any] = [None] * len(steps)
         # A collection in between could destroy other graphs, which a capture may not see.
         gc.disable()
@@ -70,9 +110,6 @@ class CudaTimer:
                     results[i % len(steps)] = steps[i % len(steps)]()
         finally:
             gc.enable()
-        graph.instantiate()
-        nodes = _graph_nodes(graph)
-        return Prepared(steps, graph, calls, None if nodes is None else round(nodes / calls))
 
     def device_seconds(self, prepared: Prepared) -> float:
         """Seconds of a step in a replay, between two events that wait with it behind a busy device."""
@@ -106,6 +143,15 @@ class CudaTimer:
     def wait(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Destroy graphs that nobody holds, and give cached memory back to other processes."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"[:MESSAGE_CHARACTERS]
 
 
 def _graph_nodes(graph: torch.cuda.CUDAGraph) -> int | None:

@@ -17,7 +17,8 @@ from perf.suite import machine
 from perf.suite.plan import Options, compiling, make_plan, providers, total_seconds
 from perf.suite.progress import Progress
 from perf.suite.providers import available
-from perf.suite.results import merge, write_json
+from perf.suite.results import ERROR, merge, write_json
+from perf.suite.worker import note_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,10 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # One core stays for the driver, and one for the worker that measures.
 SPARE_CORES = 2
 MAX_COMPILERS = 16
-# Beside the worker that measures a GPU, this many prepare what it measures next: tracing takes seconds, timing one.
+# So many take turns on a GPU: while one measures, the others wait; while they trace, which takes longer, none measures.
 MEASURERS_PER_GPU = 6
+# How often units are measured in which workers die: each attempt leaves one more provider out.
+ATTEMPTS = 3
 POLL_SECONDS = 0.25
 CLOCK_SECONDS = 10.0
+QUICK_OVERHEAD_ROUNDS = 10
 # What is under way at the deadline may end; what still runs after that is stopped.
 GRACE_SECONDS = 25.0
 STOP_SECONDS = 5.0
@@ -48,11 +52,14 @@ def run(options: Options) -> dict[str, Any]:
         raise RuntimeError(
             "--device cuda: torch sees no CUDA device; --device cpu compares with torch on the processor."
         )
+    package = machine.package()
     plan = make_plan(options, available(providers(options)))
+    end = start + total_seconds(options)
     plan["gpus"] = gpus
     plan["compiling"] = compiling(plan["providers"], options.device)
-    plan["deadline"] = start + total_seconds(options)
+    plan["deadline"] = end - plan["overhead_seconds"]
     plan["compile_deadline"] = time.time() + plan["compile_seconds"]
+    plan["to_measure"] = [unit["id"] for unit in plan["units"]]
     directory = Path(tempfile.mkdtemp(prefix="perf-run-"))
     write_json(directory / "plan.json", plan)
     clocks: dict[str, list[dict[str, str]]] = {gpu: [] for gpu in gpus}
@@ -64,16 +71,45 @@ def run(options: Options) -> dict[str, Any]:
             compiled = time.time()
         workers = options.workers or MEASURERS_PER_GPU * len(gpus)
         workers = min(workers, MEASURERS_PER_GPU * len(gpus), _compilers(options)) if gpus else 1
-        _phase("measure", directory, workers, len(plan["units"]), plan["deadline"], _clock_reader(clocks))
+        _measure(plan, directory, workers, _clock_reader(clocks))
     except KeyboardInterrupt:
         print("Stopped: what was measured is kept.", file=sys.stderr)
     result = merge(plan, directory)
+    result["package"] = package
     result["clocks"] = {gpu: asked for gpu, asked in clocks.items() if asked}
-    if options.device == "cpu" and not options.only and result["complete"]:
-        result["overhead"] = _overhead(directory)
+    if plan["overhead_seconds"] and result["complete"]:
+        result["overhead"] = _overhead(directory, options.quick, end + GRACE_SECONDS - time.time())
     result["seconds"] = {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)}
     print(f"What the workers said is in {directory}.", file=sys.stderr)
     return result
+
+
+def _measure(plan: dict[str, Any], directory: Path, workers: int, on_poll: Callable[[], None]) -> None:
+    """Measure all units, and those again in which a worker died, without the provider that was under way."""
+    for _ in range(ATTEMPTS):
+        _phase("measure", directory, workers, len(plan["units"]), plan["deadline"], on_poll)
+        plan["to_measure"] = lost_units(plan, directory)
+        if not plan["to_measure"] or time.time() >= plan["deadline"]:
+            return
+        write_json(directory / "plan.json", plan)
+
+
+def lost_units(plan: dict[str, Any], directory: Path) -> list[str]:
+    """Units in which a worker died and that are worth another attempt: it is known who to leave out."""
+    lost = []
+    for unit in plan["units"]:
+        crashed, started = (directory / folder / unit["id"] for folder in ("crashed", "started"))
+        if (directory / "rows" / f"{unit['id']}.json").exists() or not crashed.exists():
+            continue
+        culprit = started.read_text(encoding="utf-8") if started.exists() else ""
+        if culprit:
+            note = note_path(directory, unit["id"], culprit)
+            said = json.loads(note.read_text(encoding="utf-8")) if note.exists() else None
+            if said is None:
+                write_json(note, f"{ERROR}: the worker died in a call of {culprit}, see the log")
+            crashed.unlink()
+            lost.append(unit["id"])
+    return lost
 
 
 def _compilers(options: Options) -> int:
@@ -163,10 +199,11 @@ def _stop(process: subprocess.Popen) -> None:
             process.wait(STOP_SECONDS)
 
 
-def _overhead(directory: Path) -> dict[str, Any] | None:
-    """The front-end overhead bench, in a process of its own."""
+def _overhead(directory: Path, quick: bool, seconds: float) -> dict[str, Any] | None:
+    """The front-end overhead bench, in a process of its own; None where the time does not suffice for it."""
     path = directory / "overhead.json"
-    command = [sys.executable, "-m", "perf.overhead", "--json", str(path)]
+    rounds = ["--rounds", str(QUICK_OVERHEAD_ROUNDS)] if quick else []
+    command = [sys.executable, "-m", "perf.overhead", *rounds, "--json", str(path)]
     with contextlib.suppress(subprocess.SubprocessError, OSError):
-        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=False)
+        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=max(seconds, 0.1), check=False)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -7,14 +7,13 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from filelock import FileLock
-
+ROOT = Path(__file__).resolve().parents[2]
+# What of the checkout changes what is measured.
+SOURCES = ("primitives", "triton_kernels", "perf")
 CLOCKS = (
     "name",
     "driver_version",
@@ -35,24 +34,18 @@ def visible_gpus() -> list[str]:
     """What CUDA_VISIBLE_DEVICES takes for each GPU that this process may use."""
     import torch
 
+    count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    return [str(index) for index in range(torch.cuda.device_count())]
+        # CUDA stops reading at the first name that is none.
+        return [name.strip() for name in visible.split(",") if name.strip()][:count]
+    return [str(index) for index in range(count)]
 
 
 def gpu_of_worker(worker: str, gpus: list[str]) -> str:
     """The GPU that an xdist worker, `gw3`, owns; workers beyond the number of GPUs share them evenly."""
     number = int(worker.removeprefix("gw") or 0) if worker.startswith("gw") else 0
     return gpus[number % len(gpus)]
-
-
-def device_lock(gpu: str | None) -> FileLock:
-    """What a process must hold to measure on a GPU, or on the CPU if None; the same for every run on this machine."""
-    from filelock import FileLock
-
-    name = "cpu" if gpu is None else f"gpu-{gpu}"
-    return FileLock(Path(tempfile.gettempdir()) / f"torch-training-primitives-perf-{name}.lock")
 
 
 def clocks(gpu: str | None) -> dict[str, str]:
@@ -65,7 +58,35 @@ def clocks(gpu: str | None) -> dict[str, str]:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(CLOCKS, (value.strip() for value in answer.splitlines()[0].split(",")), strict=False))
+    values = [value.strip() for value in answer.partition("\n")[0].split(",")]
+    return dict(zip(CLOCKS, values, strict=True)) if len(values) == len(CLOCKS) else {}
+
+
+def package() -> dict[str, Any]:
+    """Version of the package that is measured, and revision of its checkout; null where it is none.
+
+    `dirty` says whether sources differ from the revision, untracked ones included.
+    """
+    from primitives import __version__
+
+    revision = _git("rev-parse", "HEAD")
+    changes = None if revision is None else _git("status", "--porcelain", "--", *SOURCES)
+    dirty = None if changes is None else bool(changes)
+    return {"version": __version__, "revision": revision, "dirty": dirty}
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout; None if it is none, or there is no git."""
+    # A package that was installed into some other repository has no revision of its own.
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
 
 
 def environment() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What each mode computes, as a step without arguments over one set of tensors.
 
-A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`) and may bring a compiler, `wrap`; the mode
-decides what is called, and what of it belongs to the step and what is prepared before the clock runs:
+A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what is no variable of a derivative, as
+running statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called, and what of it
+belongs to the step and what is prepared before the clock runs:
 
     forward            y = f(x, weight, bias), with what a backward pass needs
     backward           the cotangents of x, weight and bias for y_bar; y is there already
@@ -54,6 +55,7 @@ class Sample:
         y_bar: Cotangent of the output, of the size of x; None where the mode takes none, as the next two.
         x_dot: Tangent of x.
         x_bar_bar: Cotangent of x_bar.
+        constants: Running mean and variance of batch norm in evaluation, or nothing.
     """
 
     x: Tensor
@@ -62,6 +64,7 @@ class Sample:
     y_bar: Tensor | None = None
     x_dot: Tensor | None = None
     x_bar_bar: Tensor | None = None
+    constants: tuple[Tensor, ...] = ()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
         """The sample with `function` applied to every tensor."""
@@ -98,9 +101,15 @@ def make_sample(workload: Workload, mode: str, device: torch.device, seed: int =
         dtype = getattr(torch, workload.param_dtype)
         return tuple(random((workload.num_params,), dtype) for _ in range(2 if workload.num_params else 0))
 
+    def statistics() -> tuple[Tensor, ...]:
+        if workload.op != "batch_norm_eval":
+            return ()
+        mean, variance = (random((workload.shape[1],), torch.float32) for _ in range(2))
+        return mean, variance.square_().add_(0.5)
+
     operands = {name: full() for name in OPERANDS[mode]}
     # Not centered, so that an implementation which forgets to subtract the mean shows.
-    return Sample(full().add_(1), params(), params(), **operands)
+    return Sample(full().add_(1), params(), params(), **operands, constants=statistics())
 
 
 def leaves(values: Any) -> list[Tensor]:
@@ -113,19 +122,25 @@ def make_steps(mode: str, function: Callable[..., Any], wrap: Wrap) -> Callable[
     if mode in FUNCTIONAL:
         transformed = wrap(_jvp if mode == "jvp" else _hvp)
         return lambda sample: (
-            lambda: transformed(function, (sample.x, *sample.params), (sample.x_dot, *sample.param_dots), sample.y_bar)
+            lambda: transformed(
+                function,
+                (sample.x, *sample.params),
+                (sample.x_dot, *sample.param_dots),
+                sample.y_bar,
+                sample.constants,
+            )
         )
     wrapped = wrap(function)
     return lambda sample: _REVERSE[mode](wrapped, *_tracked(sample))
 
 
-def _jvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor | None) -> Any:
-    return torch.func.jvp(function, primals, tangents)
+def _jvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor | None, constants: tuple) -> Any:
+    return torch.func.jvp(lambda *primals: function(*primals, *constants), primals, tangents)
 
 
-def _hvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor) -> Any:
+def _hvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor, constants: tuple) -> Any:
     def gradient(*primals: Tensor) -> Any:
-        return torch.func.vjp(function, *primals)[1](y_bar)
+        return torch.func.vjp(lambda *primals: function(*primals, *constants), *primals)[1](y_bar)
 
     return torch.func.jvp(gradient, primals, tangents)
 
@@ -137,23 +152,23 @@ def _tracked(sample: Sample) -> tuple[tuple[Tensor, ...], Sample]:
 
 
 def _forward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    return lambda: function(*inputs)
+    return lambda: function(*inputs, *sample.constants)
 
 
 def _backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    y = function(*inputs)
+    y = function(*inputs, *sample.constants)
     return lambda: torch.autograd.grad(y, inputs, sample.y_bar, retain_graph=True)
 
 
 def _forward_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    return lambda: torch.autograd.grad(function(*inputs), inputs, sample.y_bar)
+    return lambda: torch.autograd.grad(function(*inputs, *sample.constants), inputs, sample.y_bar)
 
 
 def _double_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
     if sample.y_bar is None:
         raise ValueError("double_backward: the sample must have y_bar.")
     y_bar = sample.y_bar.detach().requires_grad_()
-    (x_bar,) = torch.autograd.grad(function(*inputs), inputs[:1], y_bar, create_graph=True)
+    (x_bar,) = torch.autograd.grad(function(*inputs, *sample.constants), inputs[:1], y_bar, create_graph=True)
     # The bias does not enter x_bar.
     wanted = (*inputs[:2], y_bar)
     return lambda: torch.autograd.grad(x_bar, wanted, sample.x_bar_bar, retain_graph=True)

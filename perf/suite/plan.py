@@ -12,10 +12,14 @@ from perf.workloads import TrainingWorkload, Workload
 SECONDS = {("cuda", False): 500.0, ("cuda", True): 88.0, ("cpu", False): 300.0, ("cpu", True): 90.0}
 # Of a run on a GPU, what goes to compiling in parallel before anything is measured.
 COMPILE_SHARE = 0.42
-# Of a unit's time, what goes to samples; the rest to tensors, the check, captures and warm-up. A worker on a CPU does
-# all of that alone and one after the other, on a GPU others prepare while one measures.
+# Of a run on a CPU, seconds of the bench of the front end's overhead, by whether it is quick, and their share at most.
+OVERHEAD_SECONDS = {True: 20.0, False: 40.0}
+OVERHEAD_SHARE = 0.25
+# Of a unit's time, what goes to samples; the rest to tensors, first calls, the check, captures and warm-up.
 SAMPLING_SHARE = {"cuda": 0.3, "cpu": 0.35}
 MAX_SAMPLING_SECONDS = 4.0
+# Of a tensor; the targets speak of these, smaller ones are bound by launches and caches.
+LARGE_BYTES = 32e6
 CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", "training_step")
 CPU_PROVIDERS = ("primitives", "torch")
 GPU_PROVIDERS = (*CPU_PROVIDERS, "torch.compile", "torch.compile max-autotune", "liger", "quack", "flash-attn", "apex")
@@ -77,7 +81,14 @@ def _candidates(device: str) -> tuple[Workload | TrainingWorkload, ...]:
         everything = (*workloads.GPU_WORKLOADS, *workloads.GPU_TRAINING)
     else:
         everything = (*workloads.CPU_WORKLOADS, *workloads.CPU_TRAINING)
-    return tuple(sorted(everything, key=lambda workload: not workload.quick))
+    return tuple(sorted(everything, key=_rank))
+
+
+def _rank(workload: Workload | TrainingWorkload) -> int:
+    """Place in a run that may end early: what stands for the rest, then what the targets speak of, then the others."""
+    if workload.quick:
+        return 0
+    return 1 if isinstance(workload, TrainingWorkload) or workload.pass_bytes >= LARGE_BYTES else 2
 
 
 def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str, ...]:
@@ -85,6 +96,23 @@ def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str
         return () if options.modes and "training_step" not in options.modes else ("training_step",)
     wanted = options.modes or (workload.modes if options.device == "cuda" else CPU_MODES)
     return tuple(mode for mode in wanted if mode != "training_step")
+
+
+def suite(device: str) -> list[tuple[Workload | TrainingWorkload, str]]:
+    """Every workload and mode that a full run on a device measures."""
+    options = Options(device)
+    return [(workload, mode) for workload in _candidates(device) for mode in _modes(workload, options)]
+
+
+def compile_items(plan: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Units and providers to compile, in order: whoever tunes for long comes when the others are done."""
+    return [
+        (unit, name)
+        for slow in (False, True)
+        for unit in plan["units"]
+        for name in plan["compiling"]
+        if (name in NOT_QUICK) == slow
+    ]
 
 
 def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, Any]:
@@ -108,7 +136,11 @@ def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, A
     if not names:
         raise OptionError(f"no provider is left: {available}.")
     compile_seconds = COMPILE_SHARE * total_seconds(options) if compiling(names, options.device) else 0.0
-    per_unit = (total_seconds(options) - compile_seconds) / len(units)
+    # The bench of overheads measures no workload: it belongs to runs that measure all of them.
+    overhead_seconds = 0.0
+    if options.device == "cpu" and not options.only:
+        overhead_seconds = min(OVERHEAD_SECONDS[options.quick], OVERHEAD_SHARE * total_seconds(options))
+    per_unit = (total_seconds(options) - compile_seconds - overhead_seconds) / len(units)
     for number, unit in enumerate(units):
         unit["id"] = f"{number:04d}"
         unit["seconds"] = min(per_unit * SAMPLING_SHARE[options.device], MAX_SAMPLING_SECONDS)
@@ -118,6 +150,7 @@ def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, A
         "providers": names,
         "available": available,
         "compile_seconds": compile_seconds,
+        "overhead_seconds": overhead_seconds,
         "units": units,
     }
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from perf.suite.results import OK, geometric_mean
 from perf.suite.tables import AGAINST, EAGER, OURS, by_case, speedup
+from perf.workloads import CHANNEL_OPS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DPI = 150
+PANELS_ACROSS = 3
 # Readable with every common kind of color blindness, and apart in gray.
 COLORS = {
     OURS: "#0b3c6f",
@@ -46,14 +48,19 @@ def bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None
     ops = list(dict.fromkeys(row["op"] for row in rows))
     if not ops:
         return None
-    figure = Figure(figsize=(4.6 * len(ops) + 0.6, 4.2), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
-    for op, panel in zip(ops, panels, strict=True):
+    across = min(len(ops), PANELS_ACROSS)
+    down = -(-len(ops) // across)
+    figure = Figure(figsize=(4.6 * across + 0.6, 3.6 * down + 0.6), dpi=DPI, layout="constrained")
+    panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
+    for op, panel in zip(ops, panels, strict=False):
         _bandwidth_panel(panel, op, [row for row in rows if row["op"] == op])
+    for panel in panels[len(ops) :]:
+        panel.set_visible(False)
     # Once all panels are drawn: a limit that is set ends the search for the others.
     panels[0].set_ylim(bottom=0)
     time = "device time" if any(row["device_us"] for row in rows) else "call time"
-    panels[0].set_ylabel(f"GB/s (minimum bytes over {time})")
+    for panel in panels[::across]:
+        panel.set_ylabel(f"GB/s (minimum bytes over {time})")
     names = [name for name in COLORS if any(row["provider"] == name for row in rows)]
     handles = [
         Line2D([], [], color=COLORS[name], marker="o", markersize=5, linewidth=1.2, label=name) for name in names
@@ -87,10 +94,12 @@ def _bandwidth_panel(panel: Axes, op: str, rows: list[dict[str, Any]]) -> None:
     panel.plot(*_middle(rows, "copy_gbps"), color=COPY_COLOR, linestyle="--", marker="_", zorder=1)
     panel.set_xscale("log", base=2)
     columns = sorted({row["columns"] for row in rows})
+    if len(columns) == 1:
+        panel.set_xlim(columns[0] / 2, columns[0] * 2)
     panel.set_xticks(_spread(columns), [_short(value) for value in _spread(columns)], fontsize=8)
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_xlabel("values per channel" if op == "batch_norm" else "columns")
+    panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
     panel.set_title(op.replace("_", " "), fontsize=10)
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
@@ -144,6 +153,7 @@ def speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
         _bars(axes, [values[mode, against] for mode in modes], i * width - 0.4 + width / 2, width, against)
     axes.axhline(1.0, color="#444444", linewidth=1)
     axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))
     # A row for the figures of the means.
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

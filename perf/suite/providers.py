@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import primitives as pr
 from perf.suite.reference import EPS
+from perf.workloads import DROPOUT_P
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,10 @@ NAMES = (OURS, EAGER, *COMPILE_MODES, *LIBRARIES)
 
 class CannotError(NotImplementedError):
     """A provider does not have what is asked for."""
+
+
+class LeftOutError(RuntimeError):
+    """A provider might do what is asked for, but is not asked to."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Provider:
             CannotError: If there is none.
         """
         if workload.op not in self.functions:
-            raise CannotError(f"{self.name} has no {workload.op}.")
+            raise CannotError(f"{self.name} has no {workload.op.replace('_', ' ')}.")
         return self.functions[workload.op](workload)
 
     def wrap(self, function: Function) -> Function:
@@ -95,11 +100,25 @@ def _batch_norm(batch_norm: Function) -> Callable[[Workload], Function]:
     return lambda _: function
 
 
+def _batch_norm_eval(batch_norm: Function) -> Callable[[Workload], Function]:
+    def function(x: Tensor, *rest: Tensor) -> Tensor:
+        *params, mean, variance = rest
+        return batch_norm(x, mean, variance, *params, training=False, eps=EPS)
+
+    return lambda _: function
+
+
+def _dropout(dropout: Function) -> Callable[[Workload], Function]:
+    return lambda _: lambda x: dropout(x, DROPOUT_P, training=True)
+
+
 def _family(source: Any) -> dict[str, Callable[[Workload], Function]]:
     return {
         "layer_norm": _layer_norm(source.layer_norm),
         "log_softmax": _log_softmax(source.log_softmax),
         "batch_norm": _batch_norm(source.batch_norm),
+        "batch_norm_eval": _batch_norm_eval(source.batch_norm),
+        "dropout": _dropout(source.dropout),
     }
 
 

@@ -2,6 +2,12 @@
 
 The formulas are differentiated by torch; they are compositions of elementary operations, whose derivatives hold to any
 order. A large workload is worked off in chunks along a dim that no statistic crosses: rows, or channels of batch norm.
+
+An error is measured in units of the largest value of its tensor, so that a sum over many rows may be off by as much
+more as it is larger. A sum that was accumulated in the dtype of the input is off by more than that, and is wrong.
+
+What a dropout drops is left to chance: its results must be their operands times a noise of 0 or 1/(1 - p), the same one
+for all results of a call, with about p of it zero.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perf.suite.modes import Sample, leaves, make_steps
+from perf.workloads import CHANNEL_OPS, DROPOUT_P
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +31,18 @@ EPS = 1e-5
 # Largest error over the largest value of a result. A dozen roundings to the input's dtype pass: torch composes
 # derivatives of kernels that round in between. A formula that is wrong misses by tens of percent.
 TOLERANCES = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
-# A chunk and the dozens of float64 intermediates of its second derivatives take a few GB.
-CHUNK_ELEMENTS = 2**24
+# A chunk and the dozens of float64 intermediates of its second derivatives take about a GB, in several workers at once.
+CHUNK_ELEMENTS = 2**22
+# Standard deviations by which the number of dropped elements may differ from its mean.
+DROPOUT_DEVIATIONS = 6.0
 
 
 def formula(workload: Workload) -> Callable[..., Tensor]:
     """The op of `workload` in elementary operations."""
     if workload.op == "log_softmax":
         return lambda x: x - torch.logsumexp(x, workload.dim, keepdim=True)
+    if workload.op == "batch_norm_eval":
+        return _evaluation(workload)
     dims = (-1,) if workload.op == "layer_norm" else tuple(d for d in range(len(workload.shape)) if d != 1)
     shape = (1, -1, *[1] * (len(workload.shape) - 2)) if workload.op == "batch_norm" else (-1,)
 
@@ -41,6 +52,17 @@ def formula(workload: Workload) -> Callable[..., Tensor]:
         if weight is None or bias is None:
             return y
         return y * weight.view(shape) + bias.view(shape)
+
+    return norm
+
+
+def _evaluation(workload: Workload) -> Callable[..., Tensor]:
+    shape = (1, -1, *[1] * (len(workload.shape) - 2))
+
+    def norm(x: Tensor, *rest: Tensor) -> Tensor:
+        *params, mean, variance = (value.view(shape) for value in rest)
+        y = (x - mean) * torch.rsqrt(variance + EPS)
+        return y * params[0] + params[1] if params else y
 
     return norm
 
@@ -61,6 +83,8 @@ def errors(
         Names of providers and errors; infinite where a result is not finite or not of the right structure.
     """
     found = {name: leaves(result) for name, result in results.items()}
+    if workload.op == "dropout":
+        return {name: _dropout_error(mode, sample, tensors, chunk_elements) for name, tensors in found.items()}
     meters = {name: [_Meter() for _ in tensors] for name, tensors in found.items()}
     sums: list[Tensor | None] = []
     broken: set[str] = set()
@@ -68,7 +92,7 @@ def errors(
         truth = leaves(make_steps(mode, formula(workload), lambda function: function)(chunk)())
         sums = sums or [None] * len(truth)
         for i, exact in enumerate(truth):
-            if exact.dim() < len(workload.shape) and workload.op != "batch_norm":
+            if exact.dim() < len(workload.shape) and workload.op not in CHANNEL_OPS:
                 # A derivative of a parameter: every chunk has its share of it.
                 so_far = sums[i]
                 sums[i] = exact if so_far is None else so_far + exact
@@ -87,7 +111,7 @@ def errors(
 
 
 def _chunks(workload: Workload, sample: Sample, chunk_elements: int) -> Iterator[tuple[tuple[slice, ...], Sample]]:
-    axis = 1 if workload.op == "batch_norm" else 0
+    axis = 1 if workload.op in CHANNEL_OPS else 0
     size = workload.shape[axis]
     step = max(size * chunk_elements // workload.num_elements, 1)
     for start in range(0, size, step):
@@ -99,6 +123,27 @@ def _chunks(workload: Workload, sample: Sample, chunk_elements: int) -> Iterator
             return value[own].detach().double()
 
         yield index, sample.map(cut)
+
+
+def _dropout_error(mode: str, sample: Sample, tensors: list[Tensor], chunk_elements: int) -> float:
+    operands = {"forward": (sample.x,), "jvp": (sample.x, sample.x_dot)}.get(mode, (sample.y_bar,))
+    if [tensor.shape for tensor in tensors] != [operand.shape for operand in operands if operand is not None]:
+        return math.inf
+    meters = [_Meter() for _ in tensors]
+    rows = max(chunk_elements * len(sample.x) // sample.x.numel(), 1)
+    num_kept = num_drawn = 0
+    for start in range(0, len(sample.x), rows):
+        chunk = slice(start, start + rows)
+        values = [operand[chunk].double() for operand in operands if operand is not None]
+        # Where the operand is zero, nothing tells what was drawn.
+        told, kept = values[0] != 0, tensors[0][chunk] != 0
+        num_drawn, num_kept = num_drawn + told.sum().item(), num_kept + (kept & told).sum().item()
+        for meter, tensor, value in zip(meters, tensors, values, strict=True):
+            meter.compare(tensor[chunk] * told, value * (kept & told) / (1 - DROPOUT_P))
+    deviation = math.sqrt(num_drawn * DROPOUT_P * (1 - DROPOUT_P))
+    if abs(num_kept - num_drawn * (1 - DROPOUT_P)) > DROPOUT_DEVIATIONS * deviation:
+        return math.inf
+    return max(meter.error() for meter in meters)
 
 
 class _Meter:

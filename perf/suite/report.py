@@ -6,9 +6,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from perf.suite import targets
+from perf.suite.bytes import is_multi_pass, passes_of
 from perf.suite.plots import bandwidth_plot, speedup_plot
 from perf.suite.predictions import describe_device, predictions
-from perf.suite.results import CANNOT, OK, SKIPPED, load, write_json
+from perf.suite.results import OK, SKIPPED, WRONG, load, write_json
 from perf.suite.tables import OURS, by_case, means, microseconds, speedup
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _page(result: dict[str, Any], figures: list[str]) -> Iterator[str]:
     yield "\n## Targets\n\n| target | figure | |\n|---|---|---|"
     for verdict in targets.verdicts(result):
         yield f"| {verdict.target} | {verdict.figure} | {verdict.text} |"
+    yield from _basis(result)
     yield "\n## Speed-ups\n\nGeometric means over the cases in which both sides are right, and the least of them.\n"
     yield "| mode | against | mean | least | cases |\n|---|---|---|---|---|"
     for mode, against, mean, least, count in means(result):
@@ -72,16 +74,43 @@ def _page(result: dict[str, Any], figures: list[str]) -> Iterator[str]:
     yield from _overhead(result)
 
 
-_CALL_HEADINGS = ("workload", "us", "p20 to p80", "GB/s", "of copy", "kernels")
+def _basis(result: dict[str, Any]) -> Iterator[str]:
+    """How the targets of copy speed are judged, in words."""
+    yield (
+        "\nA target is met if every shape of the suite that it speaks of was measured and reaches it, and not met if "
+        "one does not, or is wrong or fails."
+    )
+    if result["device"] and result["device"]["type"] == "cuda":
+        yield (
+            "Copy speed by *minimum bytes* credits each operand once and each result once; a JVP takes two operators, "
+            "which read x twice, so that 0.80 is the most it can reach on rows. *Its own passes* are credited where "
+            "one kernel cannot do: batch norm needs all of a channel for its sums before it can write any of it, in "
+            "training and in the backward of its evaluation, and derivatives of second order are made of several "
+            "operators. The passes are those that the kernels are declared to make, to which the byte gate holds "
+            "them:\n"
+        )
+        yield "| op | mode | minimum passes | its own | judged by |\n|---|---|---|---|---|"
+        for op, mode, minimum, own in _passes(result):
+            judged = "its own passes" if is_multi_pass(op, mode) else "minimum bytes"
+            yield f"| {op.replace('_', ' ')} | {mode} | {minimum} | {own} | {judged} |"
+
+
+def _passes(result: dict[str, Any]) -> Iterator[tuple[str, str, int, str]]:
+    """Op, mode, least passes over tensors of full size, and the range of those that the kernels make."""
+    made: dict[tuple[str, str], list[float]] = {}
+    for row in result["rows"]:
+        if row["provider"] == OURS and row["kernel_bytes"]:
+            passes = passes_of(row["op"], row["mode"]).full * row["kernel_bytes"] / row["minimum_bytes"]
+            made.setdefault((row["op"], row["mode"]), []).append(passes)
+    for (op, mode), found in made.items():
+        span = dict.fromkeys(f"{value:.1f}".removesuffix(".0") for value in (min(found), max(found)))
+        yield op, mode, passes_of(op, mode).full, " to ".join(span)
+
+
+_CALL_HEADINGS = ("workload", "us", "p20 to p80", "GB/s", "of copy")
 _DEVICE_HEADINGS = (
-    "workload",
-    "us",
-    "p20 to p80",
-    "call us",
-    *_CALL_HEADINGS[3:],
-    "predicted us",
-    "launches",
-    "peak MB",
+    *("workload", "us", "p20 to p80", "call us", "GB/s", "of copy", "by own passes"),
+    *("predicted us", "launches", "peak MB"),
 )
 
 
@@ -98,17 +127,32 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
     )
     clock = "" if result["device"] and result["device"]["type"] == "cuda" else f", timed in {environment.get('clock')}"
     yield f"Processor: {threads}{clock}. The run took {result['seconds']['total']:.0f} s."
+    yield _package(result["package"])
     for gpu, asked in result["clocks"].items():
-        sm, memory = ([sample[name] for sample in asked] for name in ("clocks.sm", "clocks.mem"))
-        yield (
-            f"GPU {gpu}: driver {asked[0]['driver_version']}, SM clock {min(sm)} to {max(sm)}, memory {min(memory)} to "
-            f"{max(memory)}."
-        )
+        sm, memory = (_span([sample[name] for sample in asked]) for name in ("clocks.sm", "clocks.mem"))
+        yield f"GPU {gpu}: driver {asked[0]['driver_version']}, SM clock {sm}, memory {memory}."
+    if result["device"] and result["device"]["type"] == "cuda" and not result["clocks"]:
+        yield "Clocks: not known, nvidia-smi could not be asked."
     missing = [f"{name} ({reason})" for name, reason in result["providers"].items() if reason]
     if missing:
         yield f"Not installed: {'; '.join(missing)}."
     if not result["complete"]:
         yield "The run is not complete: cases without a row below were not reached."
+
+
+def _package(package: dict[str, Any] | None) -> str:
+    if not package:
+        return "Version of the package: not known."
+    if package["revision"] is None:
+        return f"Package: version {package['version']}, not from a checkout."
+    changed = " with changes that are not committed" if package["dirty"] else ""
+    return f"Package: version {package['version']}, revision {package['revision'][:12]}{changed}."
+
+
+def _span(clocks: list[str]) -> str:
+    """The range of clocks such as `1980 MHz`, in the order of their numbers."""
+    numbers = sorted(float(clock.split()[0]) for clock in clocks if clock.split()[0].replace(".", "", 1).isdigit())
+    return f"{numbers[0]:g} to {numbers[-1]:g} MHz" if numbers else "not known"
 
 
 def _cases(result: dict[str, Any]) -> Iterator[str]:
@@ -118,19 +162,7 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
     expected = predictions(result, describe_device(result))
     for mode in dict.fromkeys(mode for _, mode in cases):
         yield f"\n## {mode}\n"
-        headings = [
-            "workload",
-            "us",
-            "p20 to p80",
-            "call us",
-            "GB/s",
-            "of copy",
-            "kernels",
-            "predicted us",
-            "launches",
-            "peak MB",
-        ]
-        headings = headings if on_device else ["workload", "us", "p20 to p80", "GB/s", "of copy", "kernels"]
+        headings = _DEVICE_HEADINGS if on_device else _CALL_HEADINGS
         others = [name for name in result["providers"] if name != OURS and not result["providers"][name]]
         yield "| " + " | ".join([*headings, *(f"against {name}" for name in others), "error"]) + " |"
         yield "|" + "---|" * (len(headings) + len(others) + 1)
@@ -144,12 +176,12 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
 def _ours(row: Row, predicted: float | None, on_device: bool) -> list[str]:
     times = row["device_us"] or row["call_us"]
     if row["status"] != OK or not times:
-        return [row["status"]] + [""] * (8 if on_device else 4)
+        return [row["status"]] + [""] * (len(_DEVICE_HEADINGS if on_device else _CALL_HEADINGS) - 2)
     cells = [_number(times["median"], ".1f"), f"{times['p20']:.1f} to {times['p80']:.1f}"]
     rates = [_number(row["gbps"], ".0f" if on_device else ".1f"), _number(row["fraction_of_copy"], ".2f")]
-    rates.append(_number(row["kernel_fraction"], ".2f"))
     if not on_device:
         return cells + rates
+    rates.append(_number(row["kernel_fraction"], ".2f"))
     call = _number(row["call_us"] and row["call_us"]["median"], ".1f")
     peak = _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f")
     return [*cells, call, *rates, _number(predicted, ".1f"), _number(row["launches"], "d"), peak]
@@ -160,11 +192,14 @@ def _other(case: Mapping[str, Row], name: str) -> str:
     row = case.get(name)
     if row is None:
         return ""
+    if row["status"] == WRONG:
+        error = f" ({row['error']:.0e})" if row["error"] is not None else ""
+        return f"{name} is wrong here{error}"
     if row["status"] != OK:
-        error = f" ({row['error']:.0e})" if row["status"] == "wrong" and row["error"] is not None else ""
-        return row["status"] + error
+        return row["status"]
     value = speedup(dict(case), name)
-    return "" if value is None else f"{value:.2f} ({_number(microseconds(row), '.1f')} us)"
+    kind = " by call" if case[OURS]["device_us"] and not row["device_us"] else ""
+    return "" if value is None else f"{value:.2f}{kind} ({_number(microseconds(row), '.1f')} us)"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -172,21 +207,29 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _failures(result: dict[str, Any]) -> Iterator[str]:
-    """What is wrong or cannot be done, grouped by what was said about it."""
-    said: dict[tuple[str, str, str], list[str]] = {}
+    """What is wrong, cannot be done or was skipped, grouped by what was said about it."""
+    said: dict[tuple[str, str, str], list[Row]] = {}
     for row in result["rows"]:
-        if row["status"] not in {OK, SKIPPED}:
-            # Sizes of errors differ from case to case; the tables have them.
-            message = "not the derivative, by more than rounding" if row["status"] == "wrong" else row["message"] or ""
-            said.setdefault((row["provider"], row["status"], message), []).append(f"{row['workload']}: {row['mode']}")
+        # A row that is right may have something to say too: why it has no device time.
+        if row["message"]:
+            # Sizes of errors differ from case to case; the largest is shown.
+            message = "" if row["status"] == WRONG else row["message"]
+            said.setdefault((row["provider"], row["status"], message), []).append(row)
     if said:
-        yield "\n## What others cannot do, and what is wrong\n\n| provider | | cases | first of them | message |"
-        yield "|---|---|---|---|---|"
-    for (name, status, message), where in said.items():
-        text = " ".join(message.split()).replace("|", "\\|")
-        yield f"| {name} | {status} | {len(where)} | {where[0]} | {text[:200]} |"
-    if any(status == CANNOT for _, status, _ in said):
-        yield ""
+        yield "\n## What others cannot do, what is wrong, and what was left out\n"
+        yield "| provider | | cases | first of them | message |\n|---|---|---|---|---|"
+    for (name, status, message), rows in said.items():
+        text = " ".join((_wrong(rows) if status == WRONG else message).split()).replace("|", "\\|")
+        yield f"| {name} | {status} | {len(rows)} | {rows[0]['workload']}: {rows[0]['mode']} | {text[:200]} |"
+
+
+def _wrong(rows: list[Row]) -> str:
+    """How far off results are, in units of their largest value."""
+    errors = [row["error"] for row in rows if row["error"] is not None]
+    if len(errors) < len(rows):
+        return "off beyond all measure: not finite, or not of the right structure"
+    worst = max(rows, key=lambda row: row["error"])
+    return f"off by up to {worst['error']:.1e} of the largest value, at most {worst['tolerance']:.0e} is right"
 
 
 def _overhead(result: dict[str, Any]) -> Iterator[str]:
@@ -194,7 +237,8 @@ def _overhead(result: dict[str, Any]) -> Iterator[str]:
     if result["overhead"]:
         yield "\n## Overhead of the front end\n"
         yield "Time of a call over that of the same through `torch.library.custom_op`.\n"
-        yield "| what | ratio | p20 to p80 | limit |\n|---|---|---|---|"
+        yield "| what | ratio | p20 to p80 | limit | |\n|---|---|---|---|---|"
         for name, found in result["overhead"]["modes"].items():
             spread = f"{found['ratio_p20']:.2f} to {found['ratio_p80']:.2f}"
-            yield f"| {name} | {found['ratio']:.2f} | {spread} | {found['limit']:.1f} |"
+            verdict = "ok" if found["ratio"] <= found["limit"] else "MISSED"
+            yield f"| {name} | {found['ratio']:.2f} | {spread} | {found['limit']:.1f} | {verdict} |"

@@ -5,6 +5,7 @@ created      when the run ended, ISO 8601, UTC
 options      what the run was asked for
 seconds      how long it took, in all and for compiling
 complete     whether every planned unit was measured (false after Ctrl-C or a deadline)
+package      version of this package; revision of its checkout and whether sources differ from it, null outside of one
 device       type, name, and for a GPU capability, processors, memory_bytes, l2_bytes
 environment  versions, processor, variables that change what is measured
 clocks       of each GPU, every few seconds while it was measured: what nvidia-smi said; empty without it
@@ -14,7 +15,8 @@ overhead     of a CPU run: what `perf.overhead --json` writes, or null
 rows         one for each unit and provider, sorted:
   workload, name, op, shape, dtype, layout, columns, mode, provider
   status           ok | wrong | cannot | error | skipped
-  message          why it is not ok, else null
+  message          why it is not ok, or why an ok row has no device time, else null; a row is skipped because the run
+                   was "out of time", or because no run asks for it ("left out")
   error            largest error over the largest value of a result, against float64; null if not finite or not run
   tolerance        what it may be
   device_us        median, p20, p80, samples: by CUDA graph over rotating tensors; null on a CPU
@@ -22,8 +24,8 @@ rows         one for each unit and provider, sorted:
   vs_torch_device  the same of this provider's time over that of torch eager, round by round; null for torch itself
   vs_torch_call    likewise for calls
   minimum_bytes    what the mode cannot do without, see perf.suite.bytes; null for a training step
-  kernel_bytes     what this package's operators for it cannot do without; null for others
-  gbps             minimum_bytes over the device time, on a CPU over the call time
+  kernel_bytes     those of the passes that this package's kernels are declared to make; null for others and on a CPU
+  gbps             minimum_bytes over the device time (null without one), on a CPU over the call time
   copy_gbps        of a copy of as many bytes in the same run
   fraction_of_copy gbps over copy_gbps
   kernel_fraction  the same with kernel_bytes
@@ -39,10 +41,12 @@ import os
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from perf.suite.budget import OUT_OF_TIME
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = 1
+SCHEMA = 2
 OK, WRONG, CANNOT, ERROR, SKIPPED = "ok", "wrong", "cannot", "error", "skipped"
 MICROSECONDS = 1e6
 
@@ -106,6 +110,11 @@ def row_for(unit: dict[str, Any], provider: str, status: str, message: str | Non
     return {**identity, "provider": provider, "status": status, "message": message, **empty, **values}
 
 
+def out_of_time(row: Row) -> bool:
+    """Whether a row was skipped because the run had no time left."""
+    return row["status"] == SKIPPED and (row["message"] or "").startswith(OUT_OF_TIME)
+
+
 def finite(value: float | None) -> float | None:
     """`value`, or None where JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None
@@ -131,9 +140,10 @@ def merge(plan: dict[str, Any], directory: Path) -> dict[str, Any]:
         else:
             crashed = (directory / "crashed" / unit["id"]).exists()
             status = ERROR if crashed else SKIPPED
-            message = "the worker died in this case, see the log" if crashed else "the run ended before this case did"
+            early = f"{OUT_OF_TIME}: the run ended before this case did"
+            message = "the worker died in this case, see the log" if crashed else early
             found = [row_for(unit, name, status, message) for name in plan["providers"]]
-        complete &= path.exists() and all(row["status"] != SKIPPED for row in found)
+        complete &= path.exists() and not any(map(out_of_time, found))
         rows += found
     calibration = _files(directory / "calibration")
     workers = list(_files(directory / "workers").values())
@@ -142,6 +152,7 @@ def merge(plan: dict[str, Any], directory: Path) -> dict[str, Any]:
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "options": plan["options"],
         "complete": complete,
+        "package": None,
         "device": workers[0]["device"] if workers else None,
         "environment": workers[0]["environment"] if workers else None,
         "clocks": {},

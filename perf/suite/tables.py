@@ -30,25 +30,25 @@ def by_case(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
 
 
 def speedup(case: dict[str, Row], against: str) -> float | None:
-    """How many times as fast this package is in a case as another provider, or as the fastest of all others."""
+    """How many times as fast this package is in a case as another provider, or as the fastest of all others.
+
+    Times of the same kind are compared: of the device where both sides have one, else of calls.
+    """
     ours = case.get(OURS)
-    mine = microseconds(ours) if ours and ours["status"] == OK else None
-    if mine is None:
+    if ours is None or ours["status"] != OK:
         return None
     if against == "fastest":
-        others = [microseconds(row) for name, row in case.items() if name != OURS and row["status"] == OK]
-        theirs = min((value for value in others if value is not None), default=None)
-        return None if theirs is None else theirs / mine
+        found = [speedup(case, name) for name in case if name != OURS]
+        return min((value for value in found if value is not None), default=None)
     row = case.get(against)
     if row is None or row["status"] != OK:
         return None
-    if against == EAGER and ours:
-        # Round by round, which a drifting clock does not touch.
-        ratio = ours["vs_torch_device"] or ours["vs_torch_call"]
-        if ratio:
-            return 1 / ratio["median"]
-    theirs = microseconds(row)
-    return None if theirs is None else theirs / mine
+    kind = "device" if ours["device_us"] and row["device_us"] else "call"
+    # Round by round, which a drifting clock does not touch.
+    if against == EAGER and (ratio := ours[f"vs_torch_{kind}"]):
+        return 1 / ratio["median"]
+    mine, theirs = ours[f"{kind}_us"], row[f"{kind}_us"]
+    return theirs["median"] / mine["median"] if mine and theirs else None
 
 
 def means(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float, int]]:

@@ -1,26 +1,37 @@
-"""The targets, and what a result says of each: met, not met, or not measured."""
+"""The targets, and what a result says of each: met, not met, or not measured.
+
+A target speaks of shapes of the suite, all of which a full run measures. It is met if every one of them was measured
+and reaches it; it is not met if one of them does not, or if this package is wrong or fails in one. In between, with
+rows that were skipped, left out by the options of the run or not there, it is not measured.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perf.suite.results import OK, geometric_mean
-from perf.suite.tables import COMPILED, OURS, by_case, speedup
+from perf.suite.bytes import is_multi_pass
+from perf.suite.plan import GPU_PROVIDERS, LARGE_BYTES, suite
+from perf.suite.results import OK, SKIPPED, geometric_mean, out_of_time
+from perf.suite.tables import COMPILED, EAGER, OURS, by_case, speedup
+from perf.workloads import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from perf.suite.results import Row
 
-# Of a tensor; smaller ones are bound by launches and caches.
-LARGE_BYTES = 32e6
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+    Case = dict[str, Row]
+    Key = tuple[str, str]
+
 COPY_FRACTIONS = {"forward": 0.92, "jvp": 0.92, "hvp": 0.92, "double_backward": 0.92, "backward": 0.90}
 MIN_OVER_FASTEST = 1.0
 MIN_OVER_COMPILED = 1.15
-# Of a CPU: time over that of torch.nn.
-MAX_OVER_TORCH = {"forward": 1.15, "forward_backward": 1.15, "jvp": 1.0, "hvp": 1.0}
-FULL_OVERHEAD = 1.0
+# Of a CPU: time over that of torch.nn. A training step is a forward and a backward pass beside other work.
+MAX_OVER_TORCH = {"forward": 1.15, "forward_backward": 1.15, "jvp": 1.0, "hvp": 1.0, "training_step": 1.15}
+TRAINING = "training_step"
+# Of a case that a peer cannot do, or does wrong: no failure of this package, and nothing that it could be faster than.
+NO_PEER = math.nan
 
 
 class Verdict(NamedTuple):
@@ -30,16 +41,63 @@ class Verdict(NamedTuple):
         target: The target in words.
         figure: What was measured.
         met: True or false; None if it was not measured.
+        measured: Of how many cases it is known what they are like.
+        expected: Of how many it speaks.
     """
 
     target: str
     figure: str
     met: bool | None
+    measured: int
+    expected: int
 
     @property
     def text(self) -> str:
         """The verdict in words."""
-        return "not measured" if self.met is None else "met" if self.met else "NOT MET"
+        if self.met is None:
+            return f"not measured ({self.measured} of {self.expected})" if self.expected else "not measured"
+        return "met" if self.met else "NOT MET"
+
+
+class _Tally:
+    """The cases that a target speaks of: values of those that were measured, and what became of the others.
+
+    Args:
+        keys: Workload and mode of each.
+        cases: Those that the run has.
+        value: What a case in which this package is right is judged by; None if that was not measured, `NO_PEER` if
+            there is nothing to compare with.
+    """
+
+    def __init__(self, keys: list[Key], cases: dict[Key, Case], value: Callable[[Case], float | None]) -> None:
+        self.values: dict[Key, float] = {}
+        self.failed: list[Key] = []
+        self.without_peer: list[str] = []
+        self.missing = 0
+        for key in keys:
+            case = cases.get(key, {})
+            ours = case.get(OURS)
+            if ours is None or ours["status"] == SKIPPED:
+                self.missing += 1
+            elif ours["status"] != OK:
+                self.failed.append(key)
+            elif (found := value(case)) is None:
+                self.missing += 1
+            elif math.isnan(found):
+                self.without_peer.append(key[0])
+            else:
+                self.values[key] = found
+
+    def verdict(self, target: str, figure: str, reached: bool) -> Verdict:
+        """The verdict, given whether what was measured reaches the target."""
+        parts = [figure] if figure else []
+        if self.failed:
+            parts.append(f"wrong or failed in {len(self.failed)}, first {': '.join(self.failed[0])}")
+        measured = len(self.values) + len(self.failed)
+        met = False if self.failed or (self.values and not reached) else None
+        if met is None and not self.missing and self.values:
+            met = True
+        return Verdict(target, "; ".join(parts), met, measured, measured + self.missing)
 
 
 def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
@@ -51,50 +109,105 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
 
 
 def _gpu(result: dict[str, Any]) -> Iterator[Verdict]:
-    rows = [row for row in result["rows"] if row["provider"] == OURS]
-    for mode, least in COPY_FRACTIONS.items():
-        found = [row for row in rows if row["mode"] == mode and row["kernel_fraction"] is not None]
-        fractions = [row["kernel_fraction"] for row in found if _tensor_bytes(row) >= LARGE_BYTES]
-        yield _least(f"{mode}: at least {least} of copy speed at every shape of 32 MB and more", fractions, least)
     cases = by_case(result["rows"])
-    over_fastest = [value for case in cases.values() if (value := speedup(case, "fastest")) is not None]
-    yield _least("as fast as the fastest peer at each shape", over_fastest, MIN_OVER_FASTEST)
-    over_compiled = [value for case in cases.values() if (value := speedup(case, COMPILED)) is not None]
-    mean = geometric_mean(over_compiled)
-    figure = "" if mean is None else f"{mean:.2f} over {len(over_compiled)} cases"
+    for mode, least in COPY_FRACTIONS.items():
+        for multi_pass in (False, True):
+            keys = [
+                (workload.key, mode)
+                for workload, other in suite("cuda")
+                if other == mode
+                and isinstance(workload, Workload)
+                and workload.pass_bytes >= LARGE_BYTES
+                and is_multi_pass(workload.op, mode) == multi_pass
+            ]
+            if keys:
+                yield _copy_speed(mode, least, multi_pass, keys, cases)
+    operations = [(workload.key, mode) for workload, mode in suite("cuda") if mode != TRAINING]
+    training = [(workload.key, mode) for workload, mode in suite("cuda") if mode == TRAINING]
+    # Peers that could not be imported are known not to be there; those that were not asked for are not known at all.
+    everybody = set(GPU_PROVIDERS) <= set(result["providers"])
+    yield _over_fastest("as fast as the fastest peer at each shape", operations, cases, everybody)
+    tally = _Tally(operations, cases, lambda case: _over(case, COMPILED))
+    mean = geometric_mean(list(tally.values.values()))
+    figure = "" if mean is None else f"{mean:.2f} over {len(tally.values)} cases"
     target = f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean"
-    yield Verdict(target, figure, None if mean is None else mean >= MIN_OVER_COMPILED)
+    yield tally.verdict(target, figure, mean is not None and mean >= MIN_OVER_COMPILED)
+    yield _over_fastest("training_step: as fast as the fastest peer", training, cases, everybody)
+
+
+def _over(case: Case, peer: str) -> float | None:
+    """How many times as fast this package is as `peer`."""
+    row = case.get(peer)
+    if row is None or out_of_time(row):
+        return None
+    return speedup(case, peer) if row["status"] == OK else NO_PEER
+
+
+def _copy_speed(mode: str, least: float, multi_pass: bool, keys: list[Key], cases: dict[Key, Case]) -> Verdict:
+    credit, other = ("kernel_fraction", "fraction_of_copy") if multi_pass else ("fraction_of_copy", "kernel_fraction")
+    names = {"kernel_fraction": "its own passes", "fraction_of_copy": "minimum bytes"}
+    tally = _Tally(keys, cases, lambda case: case[OURS][credit])
+    target = f"{mode}: at least {least} of copy speed at every shape of 32 MB and more, by {names[credit]}"
+    if multi_pass:
+        target += " (kernels of several passes)"
+    if not tally.values:
+        return tally.verdict(target, "", False)
+    reached = sum(value >= least for value in tally.values.values())
+    others = [cases[key][OURS][other] for key in tally.values]
+    figure = (
+        f"{reached} of {len(keys)} shapes, {_least(tally.values)}; by {names[other]} least "
+        f"{min(value for value in others if value is not None):.2f}"
+    )
+    return tally.verdict(target, figure, reached == len(tally.values))
+
+
+def _over_fastest(target: str, keys: list[Key], cases: dict[Key, Case], everybody: bool) -> Verdict:
+    def value(case: Case) -> float | None:
+        found = speedup(case, "fastest")
+        # A peer that was not measured may be the fastest; one that is faster decides without it.
+        if found is not None and found < MIN_OVER_FASTEST:
+            return found
+        if not everybody or len(case) == 1 or any(map(out_of_time, case.values())):
+            return None
+        return NO_PEER if found is None else found
+
+    tally = _Tally(keys, cases, value)
+    values = tally.values
+    reached = sum(value >= MIN_OVER_FASTEST for value in values.values())
+    figure = f"{reached} of {len(keys) - len(tally.without_peer)} cases, {_least(values)}" if values else ""
+    return tally.verdict(target, figure, reached == len(values))
+
+
+def _least(values: dict[Key, float]) -> str:
+    key = min(values, key=lambda key: values[key])
+    return f"least {values[key]:.2f} ({key[0]})"
+
+
+def _time_over_torch(case: Case) -> float | None:
+    found = _over(case, EAGER)
+    return found and 1 / found
 
 
 def _cpu(result: dict[str, Any]) -> Iterator[Verdict]:
+    cases = by_case(result["rows"])
     for mode, most in MAX_OVER_TORCH.items():
-        found = {
-            row["workload"]: row["vs_torch_call"]["median"]
-            for row in result["rows"]
-            if row["provider"] == OURS and row["mode"] == mode and row["status"] == OK and row["vs_torch_call"]
-        }
+        keys = [(workload.key, other) for workload, other in suite("cpu") if other == mode]
+        tally = _Tally(keys, cases, _time_over_torch)
+        values = tally.values
         target = f"{mode}: at most {most} of the time of torch.nn" if most != 1 else f"{mode}: faster than torch's"
-        if not found:
-            yield Verdict(target, "", None)
-            continue
-        worst = max(found, key=lambda workload: found[workload])
-        figure = f"{geometric_mean(list(found.values())):.2f} in the mean, at most {found[worst]:.2f} ({worst})"
-        yield Verdict(target, figure, found[worst] <= most)
+        figures = []
+        if values:
+            worst = max(values, key=lambda key: values[key])
+            mean = geometric_mean(list(values.values()))
+            figures.append(f"{mean:.2f} in the mean, at most {values[worst]:.2f} ({worst[0]})")
+        for workload in tally.without_peer:
+            row = cases[workload, mode][EAGER]
+            error = f" ({row['error']:.0e})" if row["error"] is not None else ""
+            figures.append(f"torch is {row['status']}{error} at {workload}")
+        yield tally.verdict(target, "; ".join(figures), all(value <= most for value in values.values()))
     modes = (result["overhead"] or {}).get("modes", {})
-    missed = [name for name, found in modes.items() if found["ratio"] > found["limit"]]
+    missed = [f"{name} ({found['ratio']:.2f})" for name, found in modes.items() if found["ratio"] > found["limit"]]
     figure = f"{len(modes) - len(missed)} of {len(modes)} comparisons" if modes else ""
-    yield Verdict("front-end overhead within its limits", figure, None if not modes else not missed)
-
-
-def _tensor_bytes(row: Row) -> int:
-    size = ITEMSIZES[row["dtype"]]
-    for length in row["shape"]:
-        size *= length
-    return size
-
-
-def _least(target: str, values: list[float], limit: float) -> Verdict:
-    if not values:
-        return Verdict(target, "", None)
-    reached = sum(value >= limit for value in values)
-    return Verdict(target, f"{reached} of {len(values)} shapes, least {min(values):.2f}", reached == len(values))
+    if missed:
+        figure += f"; missed: {', '.join(missed)}"
+    yield Verdict("front-end overhead within its limits", figure, None if not modes else not missed, len(modes), 0)

@@ -37,12 +37,14 @@ class Prepared(NamedTuple):
         graph: Whatever the timer replays for the device time, or None.
         graph_calls: Steps in the graph.
         launches: Kernels, copies and memsets of a step, if the timer can tell.
+        obstacle: Why there is no graph where there should be one.
     """
 
     steps: Sequence[Step]
     graph: Any = None
     graph_calls: int = 0
     launches: int | None = None
+    obstacle: str | None = None
 
 
 class Timer(Protocol):
@@ -50,6 +52,8 @@ class Timer(Protocol):
 
     device: torch.device
     has_device_time: bool
+    # Whether a failure has left the process unfit to measure more.
+    unfit: bool
 
     def num_sets(self, set_bytes: int) -> int:
         """Sets of tensors of a rotation, given the bytes that a step touches in one."""
@@ -72,7 +76,11 @@ class Timer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when the device is idle."""
+        """Return when the device is idle; raises what went wrong on it since the last time."""
+        ...
+
+    def release(self) -> None:
+        """Give memory back that nobody holds."""
         ...
 
 
@@ -83,6 +91,7 @@ class CpuTimer:
     """
 
     has_device_time = False
+    unfit = False
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """Time with `clock`, by default with the one that fits the number of torch's threads."""
@@ -115,6 +124,9 @@ class CpuTimer:
 
     def wait(self) -> None:
         """Return at once."""
+
+    def release(self) -> None:
+        """Do nothing: the allocator of a CPU keeps nothing that matters."""
 
 
 def rotation(set_bytes: int, cache_bytes: int) -> int:
@@ -159,6 +171,7 @@ def interleave(
     *,
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = MAX_ROUNDS,
+    out_of_time: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Samples of all providers in rounds, of which each begins with another provider.
@@ -171,6 +184,7 @@ def interleave(
         budget: Seconds after which no round begins.
         min_rounds: Rounds that are run whatever they take.
         max_rounds: Rounds after which there is nothing to gain.
+        out_of_time: Whether the run has no time left: then the round that is under way, or the first, is the last.
         clock: Seconds.
 
     Returns:
@@ -180,7 +194,7 @@ def interleave(
     samples: dict[str, list[float]] = {name: [] for name in names}
     start = clock()
     for index in range(max_rounds if names else 0):
-        if index >= min_rounds and clock() - start >= budget:
+        if (index >= min_rounds and clock() - start >= budget) or (index > 0 and out_of_time()):
             break
         first = index % len(names)
         for name in names[first:] + names[:first]:

@@ -10,19 +10,22 @@ from torch.nn.functional import nll_loss
 import primitives as pr
 from perf.demo import models
 from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
+from perf.suite.budget import OUT_OF_TIME
+from perf.suite.contenders import Contender
 from perf.suite.modes import leaves
-from perf.suite.providers import COMPILE_MODES, EAGER, OURS, CannotError
-from perf.suite.results import OK, row_for
-from perf.suite.unit import Contender, judge, time_prepared
+from perf.suite.providers import COMPILE_MODES, EAGER, OURS, CannotError, LeftOutError
+from perf.suite.results import row_for
+from perf.suite.sampling import prepare_all, time_prepared
+from perf.suite.unit import FIRST_CALL_SECONDS, judge, skip_if_spent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from perf.suite.bench import Bench
     from perf.suite.results import Row
-    from perf.suite.timers import Prepared, Step, Timer
+    from perf.suite.timers import Step
     from perf.workloads import TrainingWorkload
 
 MODE = "training_step"
@@ -32,6 +35,8 @@ LEARNING_RATE = 1e-6
 TOLERANCES = {"cuda": 5e-2, "cpu": 1e-3}
 # So that a first guess fits a step; the calls of a sample follow from the warm-up.
 GUESSED_SECONDS = 1e-2
+# Of a unit's time, what goes to samples: a model takes long to make and to check.
+SHARE = 0.3
 
 
 def dtype_of(device_type: str) -> str:
@@ -39,46 +44,46 @@ def dtype_of(device_type: str) -> str:
     return "bfloat16 autocast" if device_type == "cuda" else "float32"
 
 
-def measure(
-    unit: Mapping[str, Any],
-    workload: TrainingWorkload,
-    names: list[str],
-    timer: Timer,
-    lock: AbstractContextManager,
-    compiled: Callable[[str], str | None],
-) -> list[Row]:
+def measure(unit: Mapping[str, Any], workload: TrainingWorkload, names: list[str], bench: Bench) -> list[Row]:
     """The rows of a training step, as `perf.suite.unit.measure` makes those of an operation."""
-    contenders: list[Contender] = []
+    timer = bench.timer
     steps: dict[str, Step] = {}
-    gradients: dict[str, Any] = {}
-    for name in names:
-        contender = Contender(name)
-        contenders.append(contender)
-        verdict = compiled(name)
-        if verdict is not None:
-            contender.status, contender.message = verdict.split(": ", 1)
-            continue
-        made = contender.attempt(lambda name=name: make_step(name, workload, timer.device))
-        if made is not None:
-            gradient, steps[name] = made
-            gradients[name] = contender.attempt(gradient)
-    tolerance = TOLERANCES[timer.device.type]
-    with lock:
+    with bench.lock.shared():
         exact = _flat(_gradient_of(_model(workload, timer.device).double(), workload, timer.device, torch.float64)())
-        prepared: dict[str, Prepared] = {}
-        for contender in contenders:
-            contender.values["tolerance"] = tolerance
-            if contender.status != OK:
-                continue
-            found = _flat(gradients.pop(contender.name))
-            judge(contender, ((found - exact).norm() / exact.norm()).item(), tolerance)
-            if contender.status == OK:
-                step = steps[contender.name]
-                ready = contender.attempt(lambda step=step: timer.prepare([step], GUESSED_SECONDS))
-                if ready is not None:
-                    prepared[contender.name] = ready
-        time_prepared([c for c in contenders if c.name in prepared], prepared, timer, unit["seconds"])
+        contenders = [_enter(name, workload, exact, steps, bench) for name in names]
+        del exact
+        timer.wait()
+    with bench.alone():
+        if not skip_if_spent(contenders, bench):
+            prepared = prepare_all(contenders, lambda contender: [steps[contender.name]], GUESSED_SECONDS, bench)
+            time_prepared(contenders, prepared, bench, bench.budget.sampling_seconds(unit["seconds"], SHARE))
+            prepared.clear()
+        steps.clear()
+        timer.release()
     return [row_for(dict(unit), c.name, c.status, c.message, **c.values) for c in contenders]
+
+
+def _enter(name: str, workload: TrainingWorkload, exact: Tensor, steps: dict[str, Step], bench: Bench) -> Contender:
+    """A provider's first gradient, checked; its step goes into `steps`."""
+    contender = Contender(name, values={"tolerance": TOLERANCES[bench.timer.device.type]})
+    verdict = bench.compiled(name)
+    if verdict is not None:
+        contender.status, contender.message = verdict.split(": ", 1)
+        return contender
+    if bench.budget.spent:
+        contender.skip(f"{OUT_OF_TIME}; see --seconds")
+        return contender
+
+    def first_call() -> float:
+        gradient, steps[name] = make_step(name, workload, bench.timer.device)
+        return ((_flat(gradient()) - exact).norm() / exact.norm()).item()
+
+    bench.doing(name)
+    error = contender.attempt(first_call, bench.timer, FIRST_CALL_SECONDS)
+    bench.doing("")
+    if error is not None:
+        judge(contender, error, contender.values["tolerance"])
+    return contender
 
 
 def make_step(name: str, workload: TrainingWorkload, device: torch.device) -> tuple[Step, Step]:
@@ -86,11 +91,12 @@ def make_step(name: str, workload: TrainingWorkload, device: torch.device) -> tu
 
     Raises:
         CannotError: If the provider has no modules.
+        LeftOutError: If it would take longer than a run.
     """
     if name not in (OURS, EAGER, *COMPILE_MODES):
         raise CannotError(f"{name} has no layer norm, batch norm and log-softmax modules to convert a model to.")
     if "max-autotune" in name:
-        raise CannotError("left out: tuning the matrix products of a model takes longer than a run.")
+        raise LeftOutError("tuning the matrix products of a model takes longer than a run.")
     model = _model(workload, device)
     if name == OURS:
         pr.nn.convert(model)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config as functorch_config
 
-from perf.suite import machine, unit
+from perf.suite import machine, modes, unit
+from perf.suite.bench import Bench
+from perf.suite.budget import OUT_OF_TIME, Budget
+from perf.suite.contenders import Contender, DeviceLostError
+from perf.suite.locks import DeviceLock
 from perf.suite.plan import find
-from perf.suite.results import CANNOT, ERROR, SKIPPED, write_json
+from perf.suite.providers import OURS
+from perf.suite.results import ERROR, SKIPPED, write_json
 from perf.suite.timers import CpuTimer
 from perf.workloads import TrainingWorkload
 
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from perf.suite.timers import Timer
+    from perf.workloads import Workload
 
-# A first call that takes longer is given up: its provider "cannot" within the time of a run.
-FIRST_CALL_SECONDS = 60.0
+# A first call that takes longer, waiting for its turns to tune included, is given up, so that others come to theirs.
+FIRST_CALL_SECONDS = 90.0
+# How a process ends that can measure nothing more; the driver goes on with another one.
+UNFIT = 70
 
 
 class Worker:
@@ -39,6 +44,7 @@ class Worker:
         self.gpu = os.environ.get("PERF_GPU") if self.plan["device"] == "cuda" else None
         self.device = torch.device(self.plan["device"])
         self._timer: Timer | None = None
+        self._lock = DeviceLock("cpu" if self.gpu is None else f"gpu-{self.gpu}")
         # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
         functorch_config.donated_buffer = False
 
@@ -60,80 +66,140 @@ class Worker:
 
     def compile(self, record: dict[str, Any], name: str) -> None:
         """Make the first call of `name` in a unit, and leave a note of what came of it."""
-        if time.time() > self.plan["compile_deadline"]:
+        budget = Budget(self.plan["compile_deadline"], 0, int)
+        if budget.spent:
             return
         workload = find(record["workload"], self.plan["device"])
-        verdict: str | None = None
-        with unit.cleaned(None):
+        contender, timer = Contender(name), self.timer()
+        with unit.cleaned(), self._lock.shared(), self._tuning_alone():
+            seconds = min(FIRST_CALL_SECONDS, budget.left() + 1)
             try:
-                with time_limit(FIRST_CALL_SECONDS):
-                    if isinstance(workload, TrainingWorkload):
-                        # The demo's data set takes scikit-learn, whose import the other units can do without.
-                        from perf.suite import training
+                contender.attempt(lambda: self._first_call(record, workload, name), timer, seconds)
+            except DeviceLostError as error:
+                self._lost(record, error)
+                raise
+            timer.release()
+        # What was not tried in time is as if there were no note.
+        if contender.status != SKIPPED or not (contender.message or "").startswith(OUT_OF_TIME):
+            note = None if contender.message is None else f"{contender.status}: {contender.message}"
+            write_json(self._note(record, name), note)
 
-                        training.make_step(name, workload, self.device)[1]()
-                    else:
-                        contender = unit.first_call(name, workload, record["mode"], self.device)
-                        verdict = None if contender.message is None else f"{contender.status}: {contender.message}"
-            # Said in the results, where the unit is measured.
-            except Exception as error:
-                status = ERROR if name == unit.OURS else CANNOT
-                verdict = f"{status}: {unit.describe(error)}"
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        write_json(self._note(record, name), verdict)
+    def _lost(self, record: dict[str, Any], error: DeviceLostError) -> None:
+        """Note who lost the device, so that the unit is tried again without it, and make room for a new process."""
+        write_json(self._note(record, error.name), f"{ERROR}: the device was lost: {error.message}")
+        leave()
+
+    def _first_call(self, record: dict[str, Any], workload: Workload | TrainingWorkload, name: str) -> None:
+        if isinstance(workload, TrainingWorkload):
+            # The demo's data set takes scikit-learn, whose import the other units can do without.
+            from perf.suite import training
+
+            training.make_step(name, workload, self.device)[1]()
+            return
+        make_step = unit.step_maker(name, workload, record["mode"])
+        step = make_step(modes.make_sample(workload, record["mode"], self.device))
+        with compile_only() if name == OURS and self.device.type == "cuda" else contextlib.nullcontext():
+            step()
+
+    @contextlib.contextmanager
+    def _tuning_alone(self) -> Iterator[None]:
+        """Have Inductor time its candidates while no other worker does; it chooses by what it measures."""
+        if self.device.type != "cuda":
+            yield
+            return
+        from torch._inductor.runtime.benchmarking import benchmarker
+
+        timed = benchmarker.benchmark
+
+        def benchmark(*args: Any, **kwargs: Any) -> Any:
+            with self._lock.tuning():
+                return timed(*args, **kwargs)
+
+        benchmarker.benchmark = benchmark
+        try:
+            yield
+        finally:
+            benchmarker.benchmark = timed
 
     def _note(self, record: dict[str, Any], name: str) -> Path:
-        return self.directory / "compiled" / f"{record['id']}-{name.replace(' ', '-')}.json"
+        return note_path(self.directory, record["id"], name)
 
     def _verdict(self, record: dict[str, Any], name: str) -> str | None:
-        if name not in self.plan["compiling"]:
-            return None
         note = self._note(record, name)
         if note.exists():
             return json.loads(note.read_text(encoding="utf-8"))
         # Compiling this package takes seconds at most, and without it the unit is pointless.
-        return None if name == unit.OURS else f"{SKIPPED}: not compiled in time; see --seconds"
+        if name not in self.plan["compiling"] or name == OURS:
+            return None
+        return f"{SKIPPED}: {OUT_OF_TIME}: not compiled in time; see --seconds"
 
     def measure(self, record: dict[str, Any]) -> None:
         """Measure a unit and leave its rows."""
-        (self.directory / "started").mkdir(exist_ok=True)
-        (self.directory / "started" / record["id"]).touch()
         names = self.plan["providers"]
-        rows = unit.skipped_after(self.plan["deadline"], record, names)
-        if rows is None:
-            with unit.cleaned(self._timer):
-                rows = unit.guarded(record, names, lambda: self._rows(record, names))
-        write_json(self.directory / "rows" / f"{record['id']}.json", rows)
+        started, rows_of = self.directory / "started", self.directory / "rows"
+        started.mkdir(exist_ok=True)
 
-    def _rows(self, record: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
-        timer, lock = self.timer(), machine.device_lock(self.gpu)
+        def doing(name: str) -> None:
+            (started / record["id"]).write_text(name, encoding="utf-8")
+
+        doing("")
+        num_units, devices = len(self.plan["units"]), len(self.plan["gpus"])
+        budget = Budget(self.plan["deadline"], num_units, lambda: sum(1 for _ in rows_of.glob("*.json")), devices)
+        if budget.spent:
+            rows = unit.skipped(record, names)
+        else:
+            with unit.cleaned():
+                try:
+                    rows = unit.guarded(record, names, lambda: self._rows(record, names, budget, doing))
+                except DeviceLostError as error:
+                    self._lost(record, error)
+                    raise
+        write_json(rows_of / f"{record['id']}.json", rows)
+        if not self._is_fit():
+            leave()
+
+    def _is_fit(self) -> bool:
+        """Whether this process can measure more: an error of a kernel that nobody owned up to stays with it."""
+        if self._timer is None:
+            return True
+        try:
+            self._timer.wait()
+        # Of whatever type: it is in the rows, or comes from a check that failed for the same reason.
+        except Exception:
+            return False
+        return not self._timer.unfit
+
+    def _rows(self, record: dict[str, Any], names: list[str], budget: Budget, doing: Any) -> list[dict[str, Any]]:
         workload = find(record["workload"], self.plan["device"])
 
         def verdict(name: str) -> str | None:
             return self._verdict(record, name)
 
+        bench = Bench(self.timer(), self._lock, self.directory, budget, verdict, doing)
         if isinstance(workload, TrainingWorkload):
             from perf.suite import training
 
-            return training.measure(record, workload, names, timer, lock, verdict)
-        return unit.measure(record, workload, names, timer, lock, self.directory, verdict)
+            return training.measure(record, workload, names, bench)
+        return unit.measure(record, workload, names, bench)
+
+
+def note_path(directory: Path, unit_id: str, name: str) -> Path:
+    """Where it stands why a provider must not be tried in a unit, or that it may."""
+    return directory / "compiled" / f"{unit_id}-{name.replace(' ', '-')}.json"
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds`, where the platform and the thread allow alarms."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def compile_only() -> Iterator[None]:
+    """Context in which this package's kernels are compiled, and kept on disk, instead of launched."""
+    from triton_kernels._kernel import intercept
 
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"the first call took more than {seconds:g} s.")
+    def warm(kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
+        kernel.warmup(*args, grid=grid, **constants)
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
+    with intercept(warm):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+
+
+def leave() -> None:
+    """End the process at once: what is left of it cannot be trusted, not even to end in order."""
+    os._exit(UNFIT)

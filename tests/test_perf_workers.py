@@ -1,0 +1,150 @@
+"""Workers of the perf suite: who holds a device, what becomes of a unit in which a process dies, what is compiled."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import types
+
+import pytest
+import torch._functorch.config as functorch_config
+
+from perf.suite import driver, results, worker
+from perf.suite.contenders import DeviceLostError
+from perf.suite.locks import DeviceLock
+from perf.suite.plan import GPU_PROVIDERS, Options, make_plan
+from perf.suite.providers import CannotError
+
+
+def test_many_may_try_on_a_device_but_who_measures_is_alone(tmp_path):
+    locks = [DeviceLock("gpu-2", tmp_path) for _ in range(3)]
+    log, inside = [], threading.Barrier(2)
+
+    def share(lock, name):
+        with lock.shared():
+            inside.wait(5)
+            log.append(f"{name} in")
+            time.sleep(0.05)
+            log.append(f"{name} out")
+
+    def measure_alone():
+        with locks[2].exclusive():
+            log.append("alone")
+            time.sleep(0.02)
+            log.append("alone out")
+
+    threads = [threading.Thread(target=share, args=(locks[i], f"shared {i}")) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    while len(log) < 2:
+        time.sleep(0.001)
+    threads.append(threading.Thread(target=measure_alone))
+    threads[-1].start()
+    time.sleep(0.01)
+    # Nobody enters any more while someone waits to be alone.
+    late = DeviceLock("gpu-2", tmp_path)
+    with late.shared():
+        log.append("late")
+    with DeviceLock("gpu-5", tmp_path).exclusive():
+        pass
+    for thread in threads:
+        thread.join(5)
+    assert {log[0], log[1]} == {"shared 0 in", "shared 1 in"}
+    assert log[4:] == ["alone", "alone out", "late"]
+
+
+# Workers.
+
+
+@pytest.fixture(autouse=True)
+def own_settings():
+    """A worker changes settings of its process, which here is that of other tests too."""
+    with functorch_config.patch(donated_buffer=functorch_config.donated_buffer):
+        yield
+
+
+def made_worker(tmp_path, monkeypatch, **values):
+    made = make_plan(Options("cpu", modes=("forward",), only=("BatchNorm1d",)), dict.fromkeys(GPU_PROVIDERS))
+    made.update(gpus=[], compiling=[], deadline=time.time() + 100, compile_deadline=time.time() + 100)
+    made.update(values)
+    results.write_json(tmp_path / "plan.json", made)
+    left = []
+    monkeypatch.setattr(worker, "leave", lambda: left.append(True))
+    it = worker.Worker(tmp_path)
+    it._lock = DeviceLock("cpu", tmp_path)
+    return it, made["units"][0], left
+
+
+def test_a_process_that_lost_its_device_makes_room_and_says_who_it_was(tmp_path, monkeypatch):
+    it, record, left = made_worker(tmp_path, monkeypatch)
+
+    def lose(*_):
+        raise DeviceLostError("torch", "an illegal memory access")
+
+    monkeypatch.setattr(it, "_rows", lose)
+    with pytest.raises(DeviceLostError):
+        it.measure(record)
+    assert left == [True]
+    assert not (tmp_path / "rows").exists()
+    # The next process leaves the culprit out, and says why.
+    assert it._verdict(record, "torch") == "error: the device was lost: an illegal memory access"
+    assert it._verdict(record, "primitives") is None
+
+
+@pytest.mark.parametrize(
+    "unfit, wait, replaced", [(True, int, True), (False, lambda: 1 // 0, True), (False, int, False)]
+)
+def test_an_unfit_process_is_replaced_and_its_rows_are_kept(tmp_path, monkeypatch, unfit, wait, replaced):
+    it, record, left = made_worker(tmp_path, monkeypatch)
+    it._timer = types.SimpleNamespace(unfit=unfit, wait=wait)
+    monkeypatch.setattr(it, "_rows", lambda *_: [{"status": "ok"}])
+    it.measure(record)
+    assert left == [True] * replaced
+    assert json.loads((tmp_path / "rows" / f"{record['id']}.json").read_text()) == [{"status": "ok"}]
+
+
+def test_units_in_which_a_worker_died_are_tried_again_without_who_was_under_way(tmp_path):
+    units = [{"id": f"000{i}"} for i in range(4)]
+    for folder, ids in {"crashed": ("0000", "0001", "0002"), "started": ("0000", "0001", "0002", "0003")}.items():
+        (tmp_path / folder).mkdir()
+        for unit_id in ids:
+            (tmp_path / folder / unit_id).write_text("quack" if folder == "started" and unit_id != "0002" else "")
+    results.write_json(tmp_path / "rows" / "0001.json", [])
+    # 0001 left its rows before it died, of 0002 nobody knows who it was, and 0003 is merely not done.
+    assert driver.lost_units({"units": units}, tmp_path) == ["0000"]
+    note = json.loads(worker.note_path(tmp_path, "0000", "quack").read_text())
+    assert note == "error: the worker died in a call of quack, see the log"
+    assert driver.lost_units({"units": units}, tmp_path) == []
+
+
+def test_a_compiled_provider_leaves_what_came_of_it_and_nothing_if_its_time_was_up(tmp_path, monkeypatch):
+    it, record, _ = made_worker(tmp_path, monkeypatch, compiling=["torch.compile", "quack"])
+    outcomes = {"torch.compile": None, "quack": CannotError("no batch norm."), "liger": TimeoutError("late")}
+
+    def first_call(record, workload, name):
+        if outcomes[name] is not None:
+            raise outcomes[name]
+
+    monkeypatch.setattr(it, "_first_call", first_call)
+    for name in outcomes:
+        it.compile(record, name)
+    it.plan["compiling"] = [*outcomes, "max-autotune"]
+    assert it._verdict(record, "torch.compile") is None
+    assert it._verdict(record, "quack") == "cannot: CannotError: no batch norm."
+    for name in ("liger", "max-autotune"):
+        assert it._verdict(record, name).startswith("skipped: out of time: not compiled in time")
+
+
+def test_kernels_are_compiled_without_a_launch():
+    kernels = pytest.importorskip("triton_kernels._kernel", reason="kernels need triton")
+    warmed = []
+
+    def nothing(x_ptr, num_rows, block):
+        pass
+
+    kernel = kernels.Kernel(nothing)
+    kernel.warmup = lambda *args, grid, **constants: warmed.append((args, grid, constants))
+    with worker.compile_only():
+        kernel[(1, 2)]("x", 3, block=4)
+    assert warmed == [(("x", 3), (1, 2), {"block": 4})]
