@@ -1,19 +1,21 @@
 """Joint graphs of the demo's models: the same numbers as eager, what is saved for the backward pass, time to trace.
 
-Run: `python -m perf.joint_graphs [--batch N] [--blocks N]`. For each model, with `torch.nn` and converted to the
-primitives, one training step in float64 by the joint graph, and by forward and backward graph one after the other, is
-compared with eager autograd bit by bit. Then the bytes between the two passes are counted for float32, by memory and
-not by tensor, parameters excluded: those that eager autograd saves, those that the graph saves if the backward pass
-computes nothing again, and those of torch's min-cut partition. The exit status is 1 if a bit differs, or tracing the
-transformer takes longer than `TRACING_LIMIT`.
+Run: `python -m perf.joint_graphs [--batch N] [--blocks N] [--write FILE]`. For each model, with `torch.nn` and with the
+primitives, one training step in float64 by the joint graph, and by forward and backward graph one after the
+other, is compared with eager autograd bit by bit. Then the bytes between the two passes are counted for float32, by
+memory and not by tensor, parameters excluded: those that eager autograd saves, those that the graph saves if the
+backward pass computes nothing again, and those of the min-cut partition. The exit status is 1 if a bit differs, the
+partition saves more than eager autograd, or tracing the transformer takes longer than `TRACING_LIMIT`. `--write` puts
+the figures into a page: `docs/tracing/figures.md` is made so.
 """
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -137,24 +139,96 @@ def timed_trace(loss: Callable[..., Any], primals: tuple) -> tuple[JointGraph, f
     return graph, time.perf_counter() - start
 
 
-def report(name: str, model: nn.Module, batch: int, *, primitives: bool) -> bool:
-    """Print the figures of one model; returns whether every bit agrees."""
-    double = model.double()
-    loss = training_loss(double, primitives=primitives)
-    primals = example(double, batch, torch.float64)
-    same = agrees_with_eager(loss, timed_trace(loss, primals)[0], primals)
+class Figures(NamedTuple):
+    """What is found out about one model.
+
+    Attributes:
+        name: Its name.
+        same: Whether every bit agrees with eager autograd, in float64.
+        eager: Bytes that eager autograd saves, in float32.
+        everything: Bytes that the graph saves if nothing is computed again.
+        min_cut: Bytes that the min-cut partition saves.
+        seconds: Time to trace.
+    """
+
+    name: str
+    same: bool
+    eager: int
+    everything: int
+    min_cut: int
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether the bits agree, and no more is saved than by eager autograd."""
+        return self.same and self.min_cut <= self.eager
+
+
+def saved(model: nn.Module, batch: int, *, primitives: bool) -> tuple[int, int, int, float]:
+    """The three numbers of bytes, in float32, and the seconds that tracing took."""
     single = model.float()
     primals = example(single, batch, torch.float32)
     loss = training_loss(single, primitives=primitives)
     graph, seconds = timed_trace(loss, primals)
-    figures = (
-        eager_saved_bytes(loss, primals),
-        graph_saved_bytes(graph, min_cut=False),
-        graph_saved_bytes(graph, min_cut=True),
-    )
-    bits = "same bits" if same else "DIFFERENT BITS"
-    print(f"{name:36} {bits:14} {figures[0]:>12,} {figures[1]:>12,} {figures[2]:>12,} {seconds:>8.2f} s")
-    return same
+    counted = [graph_saved_bytes(graph, min_cut=flag) for flag in (False, True)]
+    return eager_saved_bytes(loss, primals), counted[0], counted[1], seconds
+
+
+def figures(name: str, model: nn.Module, batch: int, *, primitives: bool) -> Figures:
+    """The figures of one model."""
+    double = model.double()
+    loss = training_loss(double, primitives=primitives)
+    primals = example(double, batch, torch.float64)
+    same = agrees_with_eager(loss, timed_trace(loss, primals)[0], primals)
+    return Figures(name, same, *saved(model, batch, primitives=primitives))
+
+
+def all_figures(batch: int) -> list[Figures]:
+    """Those of every model, with `torch.nn` and with the primitives."""
+    found = []
+    for make in (ConvNet, VisionTransformer):
+        model = make()
+        found.append(figures(f"{make.__name__}, torch.nn", model, batch, primitives=False))
+        pr.nn.convert(model)
+        found.append(figures(f"{make.__name__}, primitives", model, batch, primitives=True))
+    return found
+
+
+def traced_blocks(num_blocks: int, batch: int = 2, width: int | None = None) -> tuple[int, float]:
+    """Nodes of the graph of the transformer with so many blocks, and the seconds that tracing it took."""
+    options = {} if width is None else {"width": width}
+    model = VisionTransformer(num_blocks=num_blocks, **options)
+    graph, seconds = timed_trace(training_loss(model), example(model, batch, torch.float32))
+    return len(graph.graph.nodes), seconds
+
+
+def table(found: Sequence[Figures], batch: int, blocks: str) -> str:
+    """The figures as a table in Markdown."""
+    lines = [
+        f"Bytes saved for the backward pass at batch {batch}, float32, parameters excluded; bits compared in float64.",
+        "",
+        "| model | bits | eager autograd | graph, nothing computed again | min-cut partition | of eager | tracing |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for f in found:
+        bits = "same" if f.same else "DIFFERENT"
+        sizes = f"{f.eager:,} | {f.everything:,} | {f.min_cut:,} | {f.min_cut / f.eager:.0%}"
+        lines.append(f"| {f.name} | {bits} | {sizes} | {f.seconds:.1f} s |")
+    return "\n".join([*lines, "", blocks])
+
+
+PAGE = """# Figures of joint graphs
+
+Printed by `python -m perf.joint_graphs` and written by `python -m perf.joint_graphs --write docs/tracing/figures.md`,
+with torch {torch} on a CPU; the seconds are those of that machine. `tests/tracing/test_figures.py` holds the bytes of
+this page, the comparison with eager autograd, and the time.
+
+{table}
+
+The bits are those of outputs and gradients, of the joint graph and of its two parts one after the other, against eager
+autograd. The partition keeps what matrix products and convolutions gave and computes again what costs a pass over
+memory: normalizations, activations, dropout, sums of branches.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,24 +243,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=12, help="of the transformer whose tracing is timed")
+    parser.add_argument("--write", type=pathlib.Path, help="file to write as a page, besides printing")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    header = ("float64", "eager", "no recompute", "min-cut", "tracing")
-    print(f"saved bytes at batch {options.batch}, float32")
-    print(f"{'model':36} {header[0]:14} {header[1]:>12} {header[2]:>12} {header[3]:>12} {header[4]:>10}")
-    good = True
-    for make in (ConvNet, VisionTransformer):
-        model = make()
-        good &= report(f"{make.__name__}, torch.nn", model, options.batch, primitives=False)
-        pr.nn.convert(model)
-        good &= report(f"{make.__name__}, primitives", model, options.batch, primitives=True)
-    model = VisionTransformer(num_blocks=options.blocks)
-    graph, seconds = timed_trace(training_loss(model), example(model, options.batch, torch.float32))
-    nodes = len(graph.graph.nodes)
-    print(
-        f"VisionTransformer with {options.blocks} blocks: {nodes} nodes, traced in {seconds:.1f} s of {TRACING_LIMIT} s"
+    found = all_figures(options.batch)
+    nodes, seconds = traced_blocks(options.blocks, options.batch)
+    blocks = (
+        f"VisionTransformer with {options.blocks} blocks: {nodes} nodes, traced in {seconds:.1f} s of "
+        f"{TRACING_LIMIT:.0f} s allowed."
     )
-    return 0 if good and seconds <= TRACING_LIMIT else 1
+    printed = table(found, options.batch, blocks)
+    print(printed)
+    if options.write is not None:
+        options.write.write_text(PAGE.format(torch=torch.__version__, table=printed), encoding="utf-8")
+    return 0 if all(f.good for f in found) and seconds <= TRACING_LIMIT else 1
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +40,10 @@ class Digits:
 
 def load(seed: int) -> Digits:
     """All 1,797 digits, a fifth of each class held out; images in float64 on the CPU."""
+    # Imported here, as what needs the sizes alone runs without scikit-learn.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     pixels, classes = load_digits(return_X_y=True)
     images = torch.as_tensor(pixels).view(-1, 1, IMAGE_SIZE, IMAGE_SIZE) / MAX_PIXEL
     labels = torch.as_tensor(classes)

@@ -32,6 +32,7 @@ def jacrev(
     argnums: int | tuple[int, ...] = 0,
     *,
     has_aux: bool = False,
+    randomness: str = "error",
     chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
@@ -44,6 +45,9 @@ def jacrev(
         argnums: Position of the differentiated argument, or a tuple of positions. Every leaf there must be a real
             floating-point tensor.
         has_aux: Whether `func` returns `(output, aux)`.
+        randomness: What random operations in the backward pass do under the vmap that runs the products: `"error"`,
+            the `"same"` numbers in each, as one Jacobian has them, or `"different"` ones. `func` runs once, outside of
+            it, whatever it draws.
         chunk_size: Number of products computed at a time, which bounds the memory that they take. `None` computes
             all at once; 1 computes them in a loop, without vmap.
         namespace: optree namespace of custom pytree nodes.
@@ -55,6 +59,7 @@ def jacrev(
         `[*output leaf, *argument leaf]`; with `has_aux`, `(jacobian, aux)`.
 
     Raises:
+        RuntimeError: If `randomness` is none of the three.
         ShapeError: If `chunk_size` is less than 1.
         AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
         LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
@@ -66,6 +71,7 @@ def jacrev(
         {'square': {'a': tensor([[2., 0.],
                 [0., 4.]])}}
     """
+    check_randomness("jacrev", randomness)
     if chunk_size is not None:
         check_positive("jacrev", "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
@@ -73,7 +79,7 @@ def jacrev(
     @named_like(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         call = FlatCall("jacrev", func, args, kwargs, options)
-        return _by_rows(_Problem(call, argnums, has_aux, chunk_size), one_by_one=chunk_size == 1)
+        return _by_rows(_Problem(call, argnums, has_aux, chunk_size), randomness, one_by_one=chunk_size == 1)
 
     return jacobian
 
@@ -94,8 +100,8 @@ def jacfwd(
         func: As in `jacrev`.
         argnums: As in `jacrev`.
         has_aux: Whether `func` returns `(output, aux)`.
-        randomness: What random operations in `func` do under the vmap that runs the products: `"error"`, `"same"`
-            numbers in each, or `"different"` ones.
+        randomness: What random operations in `func` do under the vmap that runs the products: `"error"`, the `"same"`
+            numbers in each, which makes it the Jacobian of one draw, or `"different"` ones.
         chunk_size: Number of products computed at a time, which bounds the memory that they take. `None` computes
             all at once.
         namespace: optree namespace of custom pytree nodes.
@@ -134,6 +140,7 @@ def hessian(
     func: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
     *,
+    randomness: str = "error",
     chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
@@ -143,6 +150,9 @@ def hessian(
     Args:
         func: As in `jacrev`, without `has_aux`.
         argnums: As in `jacrev`.
+        randomness: As in `jacfwd`. A network with dropout, in training, takes `"same"`: every column is then of the
+            function that one mask makes. What draws from an explicit state (`functionalize_rng`) needs none of the
+            three.
         chunk_size: Number of columns computed at a time, which bounds the memory that they take. `None` computes all
             at once.
         namespace: optree namespace of custom pytree nodes.
@@ -154,6 +164,7 @@ def hessian(
         again, with tensors of shape `[*output leaf, *argument leaf, *argument leaf]`.
 
     Raises:
+        RuntimeError: If `randomness` is none of the three, or is `"error"` and `func` draws random numbers.
         ShapeError: If `chunk_size` is less than 1.
         AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
         LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
@@ -164,7 +175,8 @@ def hessian(
         >>> hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
         {'a': {'a': tensor(10.), 'b': tensor(6.)}, 'b': {'a': tensor(6.), 'b': tensor(0.)}}
     """
-    keywords: dict[str, Any] = {"namespace": namespace, "is_leaf": is_leaf}
+    check_randomness("hessian", randomness)
+    keywords: dict[str, Any] = {"randomness": randomness, "namespace": namespace, "is_leaf": is_leaf}
     return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
 
 
@@ -216,15 +228,18 @@ class _Problem:
         return (jacobian, self._aux.join(aux)) if self._has_aux else jacobian
 
 
-def _by_rows(problem: _Problem, *, one_by_one: bool) -> Any:
+def _by_rows(problem: _Problem, randomness: str, *, one_by_one: bool) -> Any:
     """The Jacobian from vector-Jacobian products."""
     outputs, pull, aux = problem.pullback()
+    generators = _rewound(problem, outputs, randomness)
     chunks: list[Sequence[Tensor]] = []
     for basis in problem.chunks(outputs):
+        if generators is not None:
+            generators.rewind()
         if one_by_one:
             chunks.append([row.unsqueeze(0) for row in pull(tuple([vector.squeeze(0) for vector in basis]))])
         else:
-            chunks.append(torch.func.vmap(pull)(basis))
+            chunks.append(torch.func.vmap(pull, randomness=randomness)(basis))
     numels = [output.numel() for output in outputs]
     stacked = _concatenated(chunks) or [x.new_zeros((0, *x.shape)) for x in problem.inputs]
     columns = [column.split(numels) for column in stacked]
@@ -239,7 +254,7 @@ def _by_columns(problem: _Problem, randomness: str) -> Any:
     """The Jacobian from Jacobian-vector products."""
     inputs = problem.inputs
     mapped = torch.func.vmap(problem.pushforward, randomness=randomness)
-    generators = Generators(inputs) if randomness == "same" and not problem.fits(inputs) else None
+    generators = _rewound(problem, inputs, randomness)
     chunks: list[Sequence[Tensor]] = []
     aux: Sequence[Tensor] = ()
     for basis in problem.chunks(inputs):
@@ -258,6 +273,11 @@ def _by_columns(problem: _Problem, randomness: str) -> Any:
         [block.reshape((*block.shape[:-1], *x.shape)) for block, x in zip(row, inputs, strict=True)] for row in rows
     ]
     return problem.result(blocks, [leaf[0] for leaf in aux])
+
+
+def _rewound(problem: _Problem, tensors: Sequence[Tensor], randomness: str) -> Generators | None:
+    """The generators to rewind before each chunk of the standard basis of `tensors`, if there are several."""
+    return Generators(tensors) if randomness == "same" and not problem.fits(tensors) else None
 
 
 def _basis(tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:

@@ -74,8 +74,10 @@ class PureModule:
             TreeError: If names are missing, unknown, or tied and given different tensors.
             ShapeError: If a tensor has another shape than in the module.
             DtypeError: If it has another dtype, or is no tensor.
-            MutationError: If the module writes a parameter in place, or, under `vmap`, something batched into a buffer
-                that is not.
+            LeafError: If the module uses a parameter or buffer of its own that it holds besides where it is registered.
+            MutationError: If the module writes a parameter, or one of two buffers that share memory; if it uses a
+                buffer that it read before a batch norm gave it a new value; or if, under `vmap`, it writes something
+                batched into a buffer that is not.
         """
         state = ModuleState(self.module, params, buffers, strict=self.strict)
         with state, PureMode(state):
@@ -121,10 +123,10 @@ def functional_call(
 
     `params` and `buffers` are dicts by dotted name, as `named_parameters` and `named_buffers` give them; `init()` of
     the result makes the first ones. Buffers that the module changes, in place or by assignment, come out in
-    `new_buffers`, and the others as they are. The module and the given tensors stay untouched, also when it raises:
-    whatever the module assigns to its attributes is taken back. Inside, functions of torch run on the primitives of
-    this package, as in `primitives.override_torch`, so that a network with batch norm, in training, works under
-    `vmap`, `jvp`, `hessian` and `torch.compile(fullgraph=True)`.
+    `new_buffers`, and the others as they are. The module, `params` and `buffers` stay untouched, also when it raises:
+    whatever the module assigns to its attributes is taken back. Arguments that the module writes in place are written.
+    Inside, functions of torch run on the primitives of this package, as in `primitives.override_torch`, so that a
+    network with batch norm, in training, works under `vmap`, `jvp`, `hessian` and `torch.compile(fullgraph=True)`.
 
     With `parameters_and_buffers`, this is `torch.func.functional_call`: the module is called at once, buffers are
     updated in place in what is given, and the output alone is returned.

@@ -11,8 +11,9 @@ import torch
 from primitives.core.errors import MutationError, ShapeError
 from primitives.tracing import _torch_internals as internals
 from primitives.tracing._draw import svg_of
+from primitives.tracing._memory import refuse_sharing, sharing
 from primitives.tracing._partition import BackwardGraph, ForwardGraph, split
-from primitives.tracing._rewriting import SEED, is_backward, writing_nodes
+from primitives.tracing._rewriting import SEED, is_backward, packed, unpacked, writing_nodes
 from primitives.tracing._rng import PhiloxState
 from primitives.tracing._summary import table
 
@@ -28,6 +29,8 @@ __all__ = ["JointGraph"]
 class JointGraph:
     """Forward and backward pass of a function as one graph; made by `trace_joint`.
 
+    It can be pickled, with `torch.save` too, and copied.
+
     Attributes:
         module: The graph as a function of flat tensors: primals, cotangents and, if there are any, the seed and offset
             of the forward and of the backward state. It returns outputs, then gradients, each with a state behind
@@ -42,6 +45,23 @@ class JointGraph:
         self._functionalize = functionalize
         self._sizes_known_to_fit: set[tuple] = set()
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, and copied by `copy.deepcopy`: nodes with their values, lines and constants."""
+        data, constants = packed(self.module)
+        return {
+            "data": data,
+            "constants": constants,
+            "signature": self.signature,
+            "symbolic": self._mode.shape_env is not None,
+            "functionalize": self._functionalize,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The graph again, in a mode of its own."""
+        mode = internals.fake_mode(symbolic=state["symbolic"])
+        module = unpacked(state["data"], state["constants"], mode)
+        self.__init__(module, state["signature"], mode, functionalize=state["functionalize"])
 
     # What it is called with.
 
@@ -102,9 +122,13 @@ class JointGraph:
             ShapeError: If a size differs that was not to be dynamic, or one that the graph is not valid for.
             DtypeError: If a dtype differs.
             DeviceError: If a kind of device differs.
+            MutationError: If a primal that the function writes to overlaps another in memory.
         """
         args = self.flat_primals(primals)
         args += self.flat_tangents(tangents)
+        if not self._functionalize:
+            overlapping = sharing(args, self.signature.alone)
+            refuse_sharing("JointGraph", [(*self.primal_names, *self.tangent_names)[i] for i in overlapping])
         args += self.signature.flat_states(rng)
         with torch.no_grad():
             results = self.module(*args)
@@ -118,7 +142,7 @@ class JointGraph:
     def flat_primals(self, primals: tuple) -> list[Any]:
         """The tensors of `primals`, checked; in the order of `primal_names`."""
         fakes = self._described(0, len(self.signature.places))
-        tensors = self.signature.flat_primals(primals, fakes)
+        tensors = self.signature.flat_primals(primals, fakes, in_place=not self._functionalize)
         sizes = tuple(x.shape for x in tensors)
         if sizes not in self._sizes_known_to_fit:
             if not internals.guards_hold(self._mode, fakes, tensors):
@@ -153,8 +177,10 @@ class JointGraph:
         """The forward pass: `(primals) -> (outs, saved)`.
 
         Args:
-            min_cut: Whether to save as little as torch's min-cut partitioner finds, and compute the rest again; or
-                whatever the backward pass uses.
+            min_cut: Whether to save as little as torch's min-cut partitioner finds, and compute again in the backward
+                pass what costs no more than a pass over memory: elementwise operators, views, normalizations,
+                dropout, but no matrix product, convolution or large reduction; or to save whatever the backward
+                pass uses. The bits are the same.
 
         Returns:
             The graph, which lists what it saves, with bytes.

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
+from torch.utils._pytree import arg_tree_leaves
 
 from primitives.core.errors import LeafError, MutationError
+from primitives.tracing._dirty_inputs import DirtyInputs
 from primitives.tracing._joint import Leaves, run_forward, takes_cotangent
-from primitives.tracing._user_code import TraceError, current_line, line_of_error
+from primitives.tracing._leaf_guard import LeafGuard, hidden_write
+from primitives.tracing._memory import bottom
+from primitives.tracing._refusals import UserCalls, typed_errors
+from primitives.tracing._user_code import current_line
+from primitives.tracing._writes import is_hidden, written_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["Inspection", "inspected", "typed_errors"]
+__all__ = ["Inspection", "inspected"]
 
 _FUNCTION = "trace_joint"
 
@@ -37,6 +36,8 @@ class Inspection(NamedTuple):
         taken: Whether each leaf of the output takes a cotangent.
         mutated: Places of the input leaves that are written to, in order.
         mutated_taken: Whether each of these takes a cotangent as an output.
+        alone: Places of the input leaves that may share memory with no other: these, and those that a pure function
+            within writes copies of.
         clones: The inputs as they are after the function.
     """
 
@@ -44,6 +45,7 @@ class Inspection(NamedTuple):
     taken: list[bool]
     mutated: list[int]
     mutated_taken: list[bool]
+    alone: list[int]
     clones: list[Any]
 
 
@@ -66,73 +68,79 @@ def _captured_name(fn: Callable[..., Any], wanted: Tensor) -> str:
     return f"a tensor {list(wanted.shape)} of {wanted.dtype}"
 
 
-class _Watch(TorchDispatchMode):
-    """Context that notes writes to inputs, and refuses what a graph would get wrong without a word."""
+class _Watch(LeafGuard):
+    """Context that notes writes to inputs, and refuses what a graph would get wrong without a word.
+
+    Attributes:
+        written: Places of the inputs that are written to.
+        written_copies: Places of the inputs that a pure function would write to, and writes copies of.
+        refusal: What was raised.
+    """
 
     def __init__(self, fn: Callable[..., Any], given: Leaves, clones: Sequence[Any]) -> None:
-        super().__init__()
-        self._fn, self._given = fn, given
-        self._differentiated = {i for i, x in enumerate(clones) if isinstance(x, torch.Tensor) and x.requires_grad}
-        self._places = {x.untyped_storage()._cdata: i for i, x in enumerate(clones) if isinstance(x, torch.Tensor)}
-        self.mutated: set[int] = set()
+        super().__init__(_FUNCTION, given.label, clones)
+        self._fn = fn
+        self._tensors = {i: x for i, x in enumerate(clones) if isinstance(x, torch.Tensor)}
+        self._kept = [x.untyped_storage() for x in self._tensors.values()]
+        self._places = {storage._cdata: i for i, storage in zip(self._tensors, self._kept, strict=True)}
+        self._dirty = DirtyInputs()
+        self.written: set[int] = set()
+        self.written_copies: set[int] = set()
         self.refusal: Exception | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
-        for i, argument in enumerate(schema.arguments):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            for x in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(x, torch.Tensor):
-                    self._check_noted(x, writes=writes)
-        return func(*args, **kwargs)
-
-    def _check_noted(self, x: Tensor, *, writes: bool) -> None:
         try:
-            self._check(x, writes=writes)
+            self._dirty.settle()
+            for x in written_by(func, args, kwargs):
+                self._check_written(func, x)
+            for x in arg_tree_leaves(*args, **kwargs):
+                if isinstance(x, torch.Tensor) and not is_fake(x):
+                    self._check_captured(x)
         except (LeafError, MutationError) as error:
             self.refusal = error
             raise
+        return func(*args, **kwargs)
 
-    def _check(self, x: Tensor, *, writes: bool) -> None:
+    def _place_of(self, x: Tensor) -> int | None:
+        return self._places.get(x.untyped_storage()._cdata)
+
+    def _check_written(self, func: Any, x: Tensor) -> None:
         if not isinstance(x, FakeTensor):
-            self._check_captured(x, writes=writes)
-        elif writes and (place := self._places.get(x.untyped_storage()._cdata)) is not None:
-            self.mutated.add(place)
-            if place in self._differentiated and not (torch.is_grad_enabled() and x.requires_grad):
-                raise MutationError(
-                    f"{_FUNCTION}: {self._given.label(place)} requires grad and is written to where autograd does not "
-                    f"see it (under no_grad, or through detach() or .data), at {current_line()}. Return the new "
-                    "value instead."
-                )
-
-    def _check_captured(self, x: Tensor, *, writes: bool) -> None:
-        if writes:
             raise MutationError(
                 f"{_FUNCTION}: {_captured_name(self._fn, x)} is written to and is no input, at {current_line()}. Make "
                 "it an input; for a module, use functional_call."
             )
+        place = self._place_of(x)
+        if place is None:
+            return
+        self.written.add(place)
+        if place in self._leaves and is_hidden(func, x):
+            error = hidden_write(_FUNCTION, self._label(place), current_line())
+            if not self._dirty.expect(self._tensors[place], error):
+                raise error
+
+    def _check_captured(self, x: Tensor) -> None:
         if x.requires_grad:
             raise LeafError(
                 f"{_FUNCTION}: {_captured_name(self._fn, x)} requires grad and is no input, used at {current_line()}. "
                 "Make it an input (for a module, use functional_call), or detach it to hold it constant."
             )
 
+    def on_written_copy(self, x: Tensor) -> None:
+        """Note that a pure function within writes to a copy of `x`, and not to what shares memory with `x`."""
+        x = bottom(x)
+        if isinstance(x, FakeTensor) and (place := self._place_of(x)) is not None:
+            self.written_copies.add(place)
 
-@contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
-    """Context in which what cannot be traced raises `TraceError`, naming the user's line."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        what = getattr(error, "func", None)
-        detail = f"{what} needs" if what is not None else "a branch or a size needs"
-        raise TraceError(
-            f"{_FUNCTION}: {detail} the values of a tensor, which a graph does not have, at "
-            f"{line_of_error(error.__traceback__)}. Use torch.where instead of a branch, and a tensor instead of "
-            ".item()."
-        ) from error
+    def finish(self) -> None:
+        """Look once more, at the end.
+
+        Raises:
+            MutationError: If a write by a custom function turns out to be one that autograd has not seen.
+        """
+        self._dirty.settle(at_end=True)
+        self.check_leaves()
 
 
 def _clone(x: Any, *, functionalize: bool) -> Any:
@@ -143,9 +151,7 @@ def _clone(x: Any, *, functionalize: bool) -> Any:
         return x.clone() if x.requires_grad and functionalize else x.detach().requires_grad_(x.requires_grad)
 
 
-def inspected(
-    fn: Callable[..., Any], given: Leaves, leaves: Sequence[Any], *, functionalize: bool, shared: Sequence[set[int]]
-) -> Inspection:
+def inspected(fn: Callable[..., Any], given: Leaves, leaves: Sequence[Any], *, functionalize: bool) -> Inspection:
     """Run `fn` on clones of `leaves` and note what it does.
 
     Args:
@@ -153,25 +159,21 @@ def inspected(
         given: Its arguments, for their structure.
         leaves: The leaves to run it on, without memory.
         functionalize: Whether writes to inputs become outputs.
-        shared: Groups of places whose tensors share memory.
     """
     clones = [_clone(x, functionalize=functionalize) for x in leaves]
     watch = _Watch(fn, given, clones)
     try:
-        with typed_errors(), watch:
-            result = run_forward(fn, given.join(clones))
+        with typed_errors(_FUNCTION):
+            with watch, UserCalls(_FUNCTION):
+                result = run_forward(_FUNCTION, fn, given.join(clones))
+            watch.finish()
     except TypeError:
         # Python takes a TypeError inside an operator for one of its own, and raises another.
         if watch.refusal is None:
             raise
         raise watch.refusal from None
-    mutated = sorted(watch.mutated)
-    for place in mutated:
-        for group in shared:
-            if place in group:
-                labels = ", ".join(given.label(i) for i in sorted(group))
-                raise MutationError(f"{_FUNCTION}: {labels} share memory, and one of them is written to.")
+    mutated = sorted(watch.written)
     outs = Leaves.of(result, "outs")
     taken = [takes_cotangent(y, clones) for y in outs.values]
-    after = [clones[i] for i in mutated]
-    return Inspection(outs, taken, mutated, [takes_cotangent(x, ()) for x in after], clones)
+    after = [takes_cotangent(clones[i], ()) for i in mutated]
+    return Inspection(outs, taken, mutated, after, sorted(watch.written | watch.written_copies), clones)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,14 +12,18 @@ import torch
 from primitives.core.autograd import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives.core.structure import align, key_path
-from primitives.tracing._torch_internals import backward_metadata, forward_metadata
+from primitives.tracing._leaf_guard import LeafGuard
+from primitives.tracing._memory import require_storage
+from primitives.tracing._refusals import UserCalls, typed_errors
+from primitives.tracing._replays import draws_refused, replays_refused
+from primitives.tracing._torch_internals import backward_metadata, forward_metadata, is_tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["Leaves", "create_joint", "gradients", "match_tangents", "takes_cotangent"]
+__all__ = ["Leaves", "create_joint", "detached", "gradients", "match_tangents", "takes_cotangent"]
 
 
 class Leaves(NamedTuple):
@@ -133,26 +138,40 @@ def require_some_input(function: str, primals: Sequence[Any]) -> None:
 
 
 def gradients(
-    inputs: Sequence[Any], outputs: Sequence[Any], cotangents: Sequence[Tensor | None]
+    function: str, inputs: Sequence[Any], outputs: Sequence[Any], cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """One gradient for each input, `None` where it takes none or no output with a cotangent depends on it."""
+    """One gradient for each input, `None` where it takes none or no output with a cotangent depends on it.
+
+    Raises:
+        TraceError: If a graph is recorded and the backward pass draws random numbers from a generator.
+    """
     pairs = [(y, y_bar) for y, y_bar in zip(outputs, cotangents, strict=True) if y_bar is not None]
     places = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
     bars: list[Tensor | None] = [None] * len(inputs)
     if not pairs or not places:
         return bars
     ys = [y for y, _ in pairs]
-    with backward_metadata(ys):
+    with backward_metadata(ys), draws_refused(function):
         found = torch.autograd.grad(ys, [inputs[i] for i in places], [y_bar for _, y_bar in pairs], allow_unused=True)
     for i, bar in zip(places, found, strict=True):
         bars[i] = bar
     return bars
 
 
-def run_forward(fn: Callable[..., Any], primals: tuple) -> Any:
+def run_forward(function: str, fn: Callable[..., Any], primals: tuple) -> Any:
     """`fn(*primals)`, differentiated, and with its lines remembered where a graph is recorded."""
-    with torch.enable_grad(), forward_metadata():
+    with torch.enable_grad(), forward_metadata(), replays_refused(function):
         return fn(*primals)
+
+
+@contextlib.contextmanager
+def _guarded(function: str, given: Leaves, inputs: Sequence[Any]) -> Iterator[None]:
+    """Context for the forward pass, in which nothing happens to leaves that autograd does not see."""
+    guard = LeafGuard(function, given.label, inputs)
+    calls = UserCalls(function) if is_tracing() else contextlib.nullcontext()
+    with guard, calls:
+        yield
+    guard.check_leaves()
 
 
 def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +201,7 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
 
     Args:
         fn: Function of pytrees. Leaves that are no tensors are constants. It may write to inputs that do not require
-            grad; for others see `functionalize_mutations`.
+            grad, and they are changed; for others see `functionalize_mutations`.
         no_tangents: Whether `fn` returns a scalar loss, alone or as the first leaf of its output, which alone gets a
             cotangent, 1.
 
@@ -201,6 +220,9 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
         ShapeError: If a cotangent cannot be viewed in the shape of its output.
         DtypeError: If it has another dtype.
         DeviceError: If it is on another device.
+        MutationError: If `fn` writes to an input that requires grad, or accumulates gradients in its `.grad`.
+        TraceError: In a trace, if `fn` asks for the values of a tensor, or the backward pass draws random numbers
+            from torch's generators.
 
     Example:
         >>> joint = create_joint(lambda w, x: {"y": (w * x).sin()})
@@ -226,15 +248,27 @@ def run_joint(
     """Outputs and gradients of `fn`."""
     given = _checked_primals(function, primals)
     inputs = [_leaf(x) for x in given.values]
-    outs = Leaves.of(run_forward(fn, given.join(inputs)), "outs")
+    with typed_errors(function):
+        with _guarded(function, given, inputs):
+            outs = Leaves.of(run_forward(function, fn, given.join(inputs)), "outs")
+        return _with_gradients(function, given, inputs, outs, tangents, no_tangents=no_tangents)
+
+
+def _with_gradients(
+    function: str, given: Leaves, inputs: Sequence[Any], outs: Leaves, tangents: Any, *, no_tangents: bool
+) -> tuple[Any, Any]:
     taken = [takes_cotangent(y, inputs) for y in outs.values]
     if no_tangents:
         cotangents = loss_tangents(function, outs, taken)
     else:
         cotangents = match_tangents(function, outs, taken, tangents)
-    bars = gradients(inputs, outs.values, cotangents)
-    grads = optree.tree_unflatten(given.treespec, bars)
-    return outs.join([y.detach() if isinstance(y, torch.Tensor) else y for y in outs.values]), grads
+    bars = gradients(function, inputs, outs.values, cotangents)
+    return outs.join([detached(y) for y in outs.values]), given.join(bars)
+
+
+def detached(x: Any) -> Any:
+    """`x`, out of the history of autograd; anything without one as it is."""
+    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 
 def _checked_primals(function: str, primals: Any) -> Leaves:
@@ -243,9 +277,12 @@ def _checked_primals(function: str, primals: Any) -> Leaves:
             f"{function}: primals must be the tuple of the positional arguments, got {type(primals).__name__}."
         )
     given = Leaves.of(primals, "primals")
+    for i, x in enumerate(given.values):
+        require_storage(function, given.label(i), x)
     require_some_input(function, given.values)
     return given
 
 
 def _leaf(x: Any) -> Any:
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+    # What requires no grad is passed as it is: `fn` may transpose it in place.
+    return x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.requires_grad else x

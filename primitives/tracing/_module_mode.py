@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from primitives.core.errors import MutationError
+from primitives.core.errors import LeafError, MutationError
 from primitives.core.overrides import OverrideMode
+from primitives.tracing._module_writes import Getter, Write, view_of, written_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["PureMode"]
 
 _write_back = torch.ops.primitives.write_back.default
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_DUNDERS = ("__setitem__", *(f"__i{name}__" for name in _OPERATORS))
-# A dict, as a compiler cannot look every function up in a set.
-_IN_PLACE = {
-    getattr(space, name): True
-    for space in (torch.Tensor, torch, functional)
-    for name in dir(space)
-    if (name.endswith("_") and not name.startswith("_")) or (space is torch.Tensor and name in _DUNDERS)
-    if callable(getattr(space, name))
-}
-# How an attribute of a tensor is read; most calls are that.
-_Getter = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined] - a descriptor
-# Functions that write their second argument, given the keyword.
-_EMBEDDINGS = (functional.embedding, functional.embedding_bag)
 
 
 def _saving() -> Any:
@@ -61,30 +47,38 @@ class PureMode(OverrideMode):
         """Rebind what is a buffer of the module; write anything else in place."""
         others: tuple[list[Tensor], list[Tensor]] = [], []
         for target, value in zip(targets, values, strict=True):
-            if self._state.buffer_name(target) is None:
+            if self._state.is_buffer(target):
+                self._refuse_shared(self._state.buffer_name(target))
+                self._state.rebind(target, value)
+            else:
                 others[0].append(target)
                 others[1].append(value)
-            else:
-                self._state.rebind(target, value)
         if others[0]:
             super().write(*others)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         """Refuse to write parameters, and call what stands for `func`, or `func`."""
-        if type(func) is _Getter:
-            return func(*args)
         kwargs = kwargs or {}
-        if self._grad_enabled and not torch.compiler.is_compiling():
+        is_attribute = type(func) is Getter
+        if self._grad_enabled and not is_attribute and not torch.compiler.is_compiling():
             self._refuse_checkpoint()
         if func is _write_back:
             return self.write(*args)
-        if _IN_PLACE.get(func) and len(args) > 0:
-            return self._write_in_place(func, args[0], args, kwargs)
-        if kwargs.get("out") is not None:
-            return self._write_in_place(func, kwargs["out"], args, kwargs)
-        if func in _EMBEDDINGS and kwargs.get("max_norm") is not None:
-            self._refuse(args[1])
-        return super().__torch_function__(func, types, args, kwargs)
+        if not torch.compiler.is_compiling() and not (is_attribute and view_of(func, args) is None):
+            self._refuse_others((*args, *kwargs.values()))
+        write = written_by(func, args, kwargs)
+        if write is not None:
+            self._refuse(write)
+        if is_attribute:
+            result = func(*args)
+        elif write is not None:
+            result = self._written(func, write, types, args, kwargs)
+        else:
+            result = super().__torch_function__(func, types, args, kwargs)
+        if torch.compiler.is_compiling():
+            # No compiler looks at memory.
+            self._state.follow(view_of(func, args), result)
+        return result
 
     def _refuse_checkpoint(self) -> None:
         """Raise inside of `torch.utils.checkpoint`, if the module has called it."""
@@ -102,21 +96,51 @@ class PureMode(OverrideMode):
                 )
             frame = frame.f_back
 
-    def _refuse(self, target: Any) -> None:
-        """Raise if `target` is a parameter."""
-        if isinstance(target, torch.Tensor) and target in self._state.param_names:
+    def _refuse(self, write: Write) -> None:
+        """Raise if a parameter is written."""
+        for target in write.targets:
+            name = self._state.param_name(target, by_memory=write.memory)
+            if name is not None:
+                raise MutationError(
+                    f"functional_call: the module writes its parameter {name!r} in place, which the pure function "
+                    "cannot return. Make it a buffer, or write it outside the module."
+                )
+
+    def _refuse_others(self, values: tuple) -> None:
+        """Raise if a tensor is used that is not that of the call."""
+        for value in values:
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if not isinstance(each, torch.Tensor):
+                    continue
+                name = self._state.aside_name(each)
+                if name is not None:
+                    raise LeafError(
+                        f"functional_call: the module uses its own {name!r}, and not what was given for it: it holds "
+                        "the tensor in a list or an attribute besides, or is called with it. Let it read the tensor "
+                        "where it is registered."
+                    )
+                name = self._state.replaced_name(each) if self._state.has_replaced else None
+                if name is not None:
+                    raise MutationError(
+                        f"functional_call: the module uses its buffer {name!r}, or a view of it, as it was before a "
+                        "batch norm gave it a new value. Read the buffer again from the module, after the norm."
+                    )
+
+    def _refuse_shared(self, name: str | None) -> None:
+        """Raise if a buffer is written whose memory another buffer of the module has as well."""
+        other = None if name is None else self._state.sharing_name(name)
+        if other is not None:
             raise MutationError(
-                f"functional_call: the module writes its parameter {self._state.param_names[target]!r} in place, which "
-                "the pure function cannot return. Make it a buffer, or write it outside the module."
+                f"functional_call: the module writes its buffer {name!r}, which shares memory with its buffer "
+                f"{other!r}: as arguments of a function they are apart. Make the one out of the other in forward."
             )
 
-    def _write_in_place(self, func: Any, target: Any, args: tuple, kwargs: dict) -> Any:
-        targets = target if isinstance(target, (tuple, list)) else [target]
-        for each in targets:
-            self._refuse(each)
-        named = [(self._state.buffer_name(each), each) for each in targets if isinstance(each, torch.Tensor)]
+    def _written(self, func: Any, write: Write, types: Any, args: tuple, kwargs: dict) -> Any:
+        named = [(self._state.buffer_name(each), each) for each in write.targets]
+        for name, _ in named if write.memory else ():
+            self._refuse_shared(name)
         try:
-            return func(*args, **kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as error:
             unbatched = [name for name, value in named if name is not None and not _is_batched(value)]
             if not unbatched or not any(_is_batched(value) for value in (*args, *kwargs.values())):

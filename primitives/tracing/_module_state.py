@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives.core.overrides import BatchWeight
+from primitives.tracing._memory import memories
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +31,11 @@ class _Tensor:
         self.names: list[str] = []
         self.given: list[str] = []
         self.places: dict[str, tuple[nn.Module, str]] = {}
+
+    @property
+    def name(self) -> str:
+        """The name that it is given under, or the first one that it has."""
+        return (self.given or self.names)[0]
 
 
 def _registered(module: nn.Module, kind: str) -> list[_Tensor]:
@@ -149,7 +155,17 @@ class ModuleState:
         self._modules = list(module.modules())
         self._saved: list[tuple[dict, dict]] = []
         self._current: dict[Tensor, _Tensor] = {}
-        self.param_names = {t.value: (t.given or t.names)[0] for t in self._params if t.value is not None}
+        # Names of parameters, by themselves and by their memory; and of buffers, by the memory that they had before.
+        self._param_names = {t.value: t.name for t in self._params if t.value is not None}
+        self._param_memory: dict[int, str] | None = None
+        self._replaced: dict[int, tuple[str, Tensor]] = {}
+        # What the module has got on its own, which nothing is to read or write in the time of the call.
+        self._put_aside = {
+            t.original: t.name
+            for t in (*self._params, *self._buffers)
+            if t.original is not None and t.original not in self._param_names
+        }
+        self._sharing: dict[str, str] | None = None
 
     def __enter__(self) -> ModuleState:
         """Put parameters and buffers in their places."""
@@ -173,12 +189,64 @@ class ModuleState:
         """Put back what was there."""
         for owner, saved in zip(self._modules, self._saved, strict=True):
             _restore(owner, saved)
-        self._current = {}
+        self._current, self._replaced = {}, {}
+
+    def param_name(self, value: Tensor, *, by_memory: bool) -> str | None:
+        """The name of the parameter that `value` is, or with `by_memory` shares memory with; `None` if none."""
+        name = self._param_names.get(value)
+        if name is not None or not by_memory or torch.compiler.is_compiling():
+            return name
+        if self._param_memory is None:
+            self._param_memory = {part: name for param, name in self._param_names.items() for part in memories(param)}
+        found = [self._param_memory[part] for part in memories(value) if part in self._param_memory]
+        return found[0] if found else None
+
+    def follow(self, source: Tensor | None, result: Any) -> None:
+        """Take what is a view of a parameter for that parameter."""
+        name = None if source is None else self._param_names.get(source)
+        if name is not None:
+            for each in result if isinstance(result, (tuple, list)) else (result,):
+                self._param_names[each] = name
 
     def buffer_name(self, value: Tensor) -> str | None:
-        """The name of the buffer that `value` is at this time, or `None`."""
+        """The name of the buffer that `value` is at this time, or shares memory with; `None` if none."""
         tensor = self._current.get(value)
-        return None if tensor is None else (tensor.given or tensor.names)[0]
+        if tensor is not None or torch.compiler.is_compiling():
+            return None if tensor is None else tensor.name
+        parts = memories(value)
+        for other, owner in self._current.items():
+            if any(part in parts for part in memories(other)):
+                return owner.name
+        return None
+
+    def aside_name(self, value: Tensor) -> str | None:
+        """The name of the module's own parameter or buffer that `value` is, where another has taken its place."""
+        return self._put_aside.get(value)
+
+    def sharing_name(self, name: str) -> str | None:
+        """The name of another buffer that shares memory with a buffer in the module, and does not in the call."""
+        if self._sharing is None:
+            self._sharing, first = {}, {}
+            for tensor in self._buffers if not torch.compiler.is_compiling() else ():
+                for part in [] if tensor.original is None else memories(tensor.original):
+                    other = first.setdefault(part, tensor.name)
+                    if other != tensor.name:
+                        self._sharing.update({tensor.name: other, other: tensor.name})
+        return self._sharing.get(name)
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether buffers have got new values other than by writes in place."""
+        return len(self._replaced) > 0
+
+    def replaced_name(self, value: Tensor) -> str | None:
+        """The name of the buffer whose earlier value shares memory with `value`, or `None`."""
+        found = [self._replaced[part][0] for part in memories(value) if part in self._replaced]
+        return found[0] if found else None
+
+    def is_buffer(self, value: Tensor) -> bool:
+        """Whether `value` itself is a buffer at this time."""
+        return value in self._current
 
     def rebind(self, old: Tensor, new: Tensor) -> None:
         """Put `new` wherever the buffer `old` is registered."""
@@ -187,13 +255,16 @@ class ModuleState:
             if owner._buffers.get(leaf) is old:
                 owner._buffers[leaf] = new
         self._current[new] = tensor
+        if not torch.compiler.is_compiling():
+            # With the tensor itself, so that its memory gets no other use.
+            self._replaced.update(dict.fromkeys(memories(old), (tensor.name, old)))
 
     def buffers(self) -> dict[str, Any]:
         """Every buffer as it is at this time, under the names that were given."""
         result: dict[str, Any] = {}
         for tensor in self._buffers:
             values = {name: owner._buffers.get(leaf) for name, (owner, leaf) in tensor.places.items()}
-            shown = values[(tensor.given or tensor.names)[0]]
+            shown = values[tensor.name]
             for name, value in values.items():
                 # A tie that the call has broken shows, and so does a buffer that had no value before.
                 untold = value is not shown or (not tensor.given and name == tensor.names[0])

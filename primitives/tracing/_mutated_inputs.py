@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from primitives.tracing._mutation_modes import extent, is_wrapped, make_mode, memories, unrecorded
+from primitives.tracing._memory import extent, is_wrapped, memories, require_storage, storages
+from primitives.tracing._mutation_modes import FUNCTION, make_mode, unrecorded
+from primitives.tracing._refusals import UserCalls, typed_errors
+from primitives.tracing._writes import WriteWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,6 +21,8 @@ __all__ = ["Inputs"]
 
 
 def _geometry(x: Tensor) -> tuple[Any, ...]:
+    if x.layout != torch.strided:
+        return tuple(x.shape), x.layout, x.dtype
     return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype
 
 
@@ -36,6 +42,8 @@ class Inputs:
         self._labels = labels
         self._mode = make_mode()
         self._mode.labels = labels
+        for label, x in zip(labels, leaves, strict=True):
+            require_storage(FUNCTION, label, x)
         self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         self.copies: list[Any] = list(leaves)
         self._of_copy: dict[int, int] = {}
@@ -108,8 +116,11 @@ class Inputs:
     def _register(self) -> None:
         """Remember the copies as they are before the function."""
         mode = self._mode
+        mode.copies = self.copies
         self._memories: dict[int, list[int]] = {}
         self._geometries: dict[int, tuple[Any, ...]] = {}
+        # Held, so that no tensor of the function comes to lie where a copy was.
+        self._held = [storages(self.copies[i]) for i in self._tensors]
         for i in self._tensors:
             copy, x = self.copies[i], self._leaves[i]
             self._of_copy.setdefault(id(copy), i)
@@ -122,17 +133,38 @@ class Inputs:
 
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What the function returns for the copies."""
-        with self._mode, self._mode.armed():
-            output = fn(*args, **kwargs)
-        self._mode.finish()
+        mode = self._mode
+        calls = UserCalls(FUNCTION, is_symbolic=mode.is_symbolic, on_data=mode.on_data, on_memory=mode.on_memory)
+        with typed_errors(FUNCTION):
+            with mode, mode.armed(), calls:
+                output = fn(*args, **kwargs)
+            mode.finish()
         return output
+
+    def announce(self, places: Sequence[int]) -> None:
+        """Tell those who watch the inputs that only copies of these were written to.
+
+        What shares memory with such an input must not be another copy's, or it lacks the write.
+        """
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, WriteWatcher):
+                for i in self._data.intersection(places):
+                    mode.on_written_copy(self._leaves[i])
 
     def changed(self) -> list[int]:
         """Places of the inputs that the function wrote to, once for each tensor."""
         with unrecorded():
+            self._look_at_handed_out()
             self._compare()
         found = self._data | self._moved | self._reshaped
         return [i for i in self._tensors if i in found and self._of_copy[id(self.copies[i])] == i]
+
+    def _look_at_handed_out(self) -> None:
+        """Count what was written by NumPy, or straight to a storage, of which no operation is seen."""
+        for i in sorted(self._mode.handed_out - self._mode.written):
+            x, copy = self._leaves[i], self.copies[i]
+            if not is_wrapped(x) and _geometry(x) == _geometry(copy) and not _same_bits(x, copy):
+                self._mode.check_handed_out(i)
 
     def _compare(self) -> None:
         self._data = self._mode.written
@@ -234,5 +266,11 @@ def _detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(*(z.detach().reshape(-1).contiguous().view(torch.uint8) for z in (x, y)))
+
+
 def _overlaps_itself(x: Tensor) -> bool:
-    return any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.layout == torch.strided and any(
+        n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)
+    )

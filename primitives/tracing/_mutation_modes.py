@@ -7,13 +7,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
@@ -21,56 +19,27 @@ from torch.utils._pytree import arg_tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from primitives.core.errors import MissingRuleError, MutationError
+from primitives.tracing._dirty_inputs import DirtyInputs
+from primitives.tracing._memory import bottom, extent, memories
+from primitives.tracing._refusals import depends_on_inputs, has_advice, refuse_data
 from primitives.tracing._user_code import current_line
+from primitives.tracing._writes import BATCH_NORMS, WriteWatcher, has_aliases, written_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["Recorder", "Watch", "extent", "is_wrapped", "make_mode", "memories", "unrecorded"]
+__all__ = ["FUNCTION", "Recorder", "Watch", "make_mode", "unrecorded"]
 
-_FUNCTION = "functionalize_mutations"
+FUNCTION = "functionalize_mutations"
 _aten = torch.ops.aten
 _write_back = torch.ops.primitives.write_back.default
-# Their schemas do not say that they update the running statistics, in training.
-_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 
 
 def unrecorded() -> Any:
     """Context in which `make_fx` records nothing, of sizes neither."""
     return proxy_tensor.disable_proxy_modes_tracing()
-
-
-def _bottom(x: Tensor) -> Tensor:
-    """What the transforms of `torch.func` have wrapped."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
-    return x
-
-
-def is_wrapped(x: Tensor) -> bool:
-    """Whether `x` has no memory of its own: under a transform of `torch.func`, or a wrapper subclass."""
-    return _functorch.is_functorch_wrapped_tensor(x) or is_traceable_wrapper_subclass(x)
-
-
-def memories(x: Tensor) -> list[int]:
-    """Identities of the memory behind a tensor: several for a wrapper subclass, none for a sparse tensor."""
-    x = _bottom(x)
-    if is_traceable_wrapper_subclass(x):
-        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-        return [number for y in inner if isinstance(y, torch.Tensor) for number in memories(y)]
-    if x.layout != torch.strided:
-        return []
-    return [x.untyped_storage()._cdata]
-
-
-def extent(x: Tensor) -> tuple[Any, Any]:
-    """First element that `x` has in its memory, and one past the last."""
-    first = x.storage_offset()
-    if x.numel() == 0:
-        return first, first
-    return first, first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
 
 
 def _copied(x: Tensor, end: Any) -> Tensor:
@@ -85,29 +54,7 @@ def _copied(x: Tensor, end: Any) -> Tensor:
     return flat if end is not None else flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-@functools.cache
-def _written_slots(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
-    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_slots(func)]
-    if func in _BATCH_NORMS and args[5]:
-        values = [args[3], args[4]]
-    return [x for x in arg_tree_leaves(*values) if isinstance(x, torch.Tensor)]
-
-
-@functools.cache
-def _has_aliases(func: Any) -> bool:
-    """Whether a result may share memory with an argument."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return False
-    schema = func._schema
-    return any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-
-
-class Watch(TorchDispatchMode):
+class Watch(WriteWatcher):
     """Context that copies inputs, notes which copies are written to, and refuses writes to anything else from outside.
 
     It lies below autograd and the transforms of `torch.func`: a copy is one for all of them.
@@ -116,7 +63,9 @@ class Watch(TorchDispatchMode):
         places: Place of the input, by the memory of its copy.
         hidden_matters: Places of the inputs whose derivative a write would falsify that autograd does not see.
         unrelated: Places whose inputs share memory that their copies do not share.
+        copies: What stands for the inputs.
         written: Places that were written to.
+        handed_out: Places whose memory was given to what is no operation, which may write to it.
         records: Whether the copies stand for the inputs in a graph, aliases of them included.
     """
 
@@ -129,8 +78,11 @@ class Watch(TorchDispatchMode):
         self.hidden_matters: dict[int, bool] = {}
         self.unrelated: dict[int, str] = {}
         self.labels: Sequence[str] = ()
+        self.copies: Sequence[Any] = ()
         self.written: set[int] = set()
+        self.handed_out: set[int] = set()
         self._own: set[int] = set()
+        self._dirty = DirtyInputs()
         self._copy_next: tuple[Any] | None = None
         self._armed = False
 
@@ -154,6 +106,29 @@ class Watch(TorchDispatchMode):
 
     def finish(self) -> None:
         """Called when the function has returned, outside the context."""
+        self._dirty.settle(at_end=True)
+
+    def is_symbolic(self, x: Tensor) -> bool:
+        """Whether the value of `x` is one that Python must not read."""
+        return depends_on_inputs(x)
+
+    def on_data(self, x: Tensor) -> None:
+        """Called before the `.data` of `x` is assigned."""
+        for place in {place for number in memories(x) for place in self.places.get(number, ())}:
+            if x.requires_grad:
+                raise MutationError(
+                    f"{FUNCTION}: {self.labels[place]} requires grad and is given other data through .data, which "
+                    f"autograd does not see, at {current_line()}. Use copy_(), or return the new value instead."
+                )
+
+    def on_memory(self, x: Tensor) -> None:
+        """Called before the memory of `x` is handed out, where it may be written to without an operation."""
+        self.handed_out.update(place for number in memories(x) for place in self.places.get(number, ()))
+
+    def on_written_copy(self, x: Tensor) -> None:
+        """Called when a pure function within has written to a copy of `x`."""
+        for place in {place for number in memories(x) for place in self.places.get(number, ())}:
+            self._check_related(place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look at the writes of `func` and run it."""
@@ -170,7 +145,8 @@ class Watch(TorchDispatchMode):
             return None
         else:
             if self._armed:
-                for x in _written(func, args, kwargs):
+                self._dirty.settle()
+                for x in written_by(func, args, kwargs):
                     self._check(func, x)
             result = self._run(func, args, kwargs)
         self._note(func, tensors, result)
@@ -192,35 +168,61 @@ class Watch(TorchDispatchMode):
         self._own |= found
 
     def _check(self, func: Any, x: Tensor) -> None:
+        if x.layout != torch.strided:
+            raise MutationError(
+                f"{FUNCTION}: a sparse tensor {list(x.shape)} is written to in place, at {current_line()}, and its "
+                "memory cannot be told from that of an input. Return the new value instead."
+            )
         for number in memories(x):
             places = self.places.get(number)
             if places is None:
                 if number not in self._own:
                     raise MutationError(
-                        f"{_FUNCTION}: a tensor {list(x.shape)} of {x.dtype} that is no input is written to, at "
+                        f"{FUNCTION}: a tensor {list(x.shape)} of {x.dtype} that is no input is written to, at "
                         f"{current_line()}. Make it an input; for a module, use functional_call."
                     )
-            elif torch.Tag.inplace_view not in func.tags:
+            elif torch.Tag.inplace_view not in func.tags or func._schema.name == "aten::set_":
                 for place in places:
-                    self._check_input(place, x)
+                    self._check_input(func, place, x)
 
-    def _check_input(self, place: int, x: Tensor) -> None:
-        label = self.labels[place]
+    def _check_input(self, func: Any, place: int, x: Tensor) -> None:
+        sets = func._schema.name == "aten::set_"
+        if not sets:
+            self._check_related(place)
+        # What a transform wraps does not tell the mode below whether it requires grad.
+        told = x.requires_grad or not self.hidden_matters.get(place, False)
+        if place in self.hidden_matters and (sets or not (torch.is_grad_enabled() and told)):
+            error = MutationError(
+                f"{FUNCTION}: {self.labels[place]} is a leaf that requires grad and is written to where autograd does "
+                f"not see it (under no_grad, or through detach() or .data), at {current_line()}. Return the new value "
+                "instead, or pass it detached."
+            )
+            if sets or not self._dirty.expect(self.copies[place], error):
+                raise error
+        if not sets:
+            self.written.add(place)
+
+    def check_handed_out(self, place: int) -> None:
+        """Count the input at `place`, which was written to without an operation.
+
+        Raises:
+            MutationError: If it is a leaf that requires grad.
+        """
+        self._check_related(place)
+        if place in self.hidden_matters:
+            raise MutationError(
+                f"{FUNCTION}: {self.labels[place]} is a leaf that requires grad and is written to through NumPy or its "
+                "storage, which autograd does not see. Return the new value instead."
+            )
+        self.written.add(place)
+
+    def _check_related(self, place: int) -> None:
         if place in self.unrelated:
             raise MutationError(
-                f"{_FUNCTION}: {label} is written to, at {current_line()}, and shares memory with "
+                f"{FUNCTION}: {self.labels[place]} is written to, at {current_line()}, and shares memory with "
                 f"{self.unrelated[place]} in a way that a copy cannot (under a transform, in a wrapper subclass, in "
                 "another dtype, or with elements that overlap). Pass a copy of one of them."
             )
-        # What a transform wraps does not tell the mode below whether it requires grad.
-        seen = torch.is_grad_enabled() and (x.requires_grad or not self.hidden_matters.get(place, False))
-        if place in self.hidden_matters and not seen:
-            raise MutationError(
-                f"{_FUNCTION}: {label} is a leaf that requires grad and is written to where autograd does not see it "
-                f"(under no_grad, or through detach() or .data), at {current_line()}. Return the new value instead, or "
-                "pass it detached."
-            )
-        self.written.add(place)
 
 
 class Recorder(Watch):
@@ -269,7 +271,7 @@ class Recorder(Watch):
     def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is _aten.lift_fresh.default and not isinstance(args[0], FunctionalTensor):
             return func(*args)
-        if func in _BATCH_NORMS[1:]:
+        if func in BATCH_NORMS[1:]:
             with self:
                 return decomposition_table[func](*args, **kwargs)
         shadow_args, shadow_kwargs = tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
@@ -277,13 +279,14 @@ class Recorder(Watch):
             with self._functional:
                 shadows = func(*shadow_args, **shadow_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if not _has_aliases(func) or isinstance(error, MutationError) or type(error).__module__ != "builtins":
+            known = isinstance(error, MutationError) or has_advice(error) or type(error).__module__ != "builtins"
+            if known or not has_aliases(func):
                 raise
             raise MutationError(
-                f"{_FUNCTION}: {func} cannot be made pure, at {current_line()}: {str(error).splitlines()[0]}"
+                f"{FUNCTION}: {func} cannot be made pure, at {current_line()}: {str(error).splitlines()[0]}"
             ) from error
-        written = _written(func, args, kwargs)
-        if not _has_aliases(func) or (written and torch.Tag.inplace_view not in func.tags):
+        written = written_by(func, args, kwargs)
+        if not has_aliases(func) or (written and torch.Tag.inplace_view not in func.tags):
             self._follow(written)
             known = {id(self._shadow(x)): x for x in written}
             # Where nothing else holds it, torch marks a new tensor as one for autograd without a `detach`.
@@ -342,8 +345,20 @@ class Recorder(Watch):
         if slot is not None:
             proxy_tensor.set_proxy_slot(x, tracer, slot)
 
+    def is_symbolic(self, x: Tensor) -> bool:
+        """Whether the value of `x` is one of the graph."""
+        return bottom(x) in self._shadows or depends_on_inputs(x)
+
+    def on_data(self, x: Tensor) -> None:
+        """Raise: no operation can be recorded for it."""
+        refuse_data(FUNCTION, x)
+
+    def on_memory(self, x: Tensor) -> None:
+        """Nothing: the memory of what is no input is anybody's."""
+
     def finish(self) -> None:
         """Let each tensor that is left stand for its value, in the graph."""
+        super().finish()
         # All are read before any is set: a value may itself be a tensor of the function.
         final = [(x, self._slot(self._value(shadow))) for x, shadow in list(self._shadows.items())]
         for x, slot in final:
@@ -362,7 +377,7 @@ def make_mode() -> Watch:
         return Watch()
     if getattr(proxy_mode, "pre_dispatch", False):
         raise MissingRuleError(
-            f"{_FUNCTION}: make_fx(pre_dispatch=True) records writes before they can be made pure. Leave pre_dispatch "
+            f"{FUNCTION}: make_fx(pre_dispatch=True) records writes before they can be made pure. Leave pre_dispatch "
             "out."
         )
     # Where torch functionalizes already, its graph has no writes.

@@ -44,7 +44,9 @@ class PureFunction:
 
         Raises:
             MutationError: If the function writes a tensor that is neither an input nor made inside; a leaf that
-                requires grad, hidden from autograd; or, in a trace, in a way that cannot be made pure.
+                requires grad, hidden from autograd; a sparse tensor; or, in a trace, in a way that cannot be made pure.
+            TraceError: In a trace, if it asks for the values or the memory of a tensor.
+            LeafError: If an input is a nested tensor of the strided layout.
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
         """
         return self._call(args, kwargs, None if self.keep_data_mutations else ())
@@ -72,6 +74,7 @@ class PureFunction:
         inner: Any = treespec.unflatten(inputs.copies)
         output = inputs.run(self.fn, *inner)
         places = inputs.changed()
+        inputs.announce(places)
         back = inputs.kept(places) if write is None else places if write == "all" else []
         inputs.write_back(back)
         mutated = OrderedDict((labels[i], inputs.new_value(i)) for i in places if i not in back)

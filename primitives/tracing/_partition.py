@@ -60,12 +60,18 @@ class _Part:
         output_names: Sequence[str],
         saved: Sequence[Saved],
         joint: JointGraph,
+        min_cut: bool,
     ) -> None:
         self.module = module
         self.input_names = tuple(input_names)
         self.output_names = tuple(output_names)
         self.saved = tuple(saved)
         self._joint = joint
+        self._min_cut = min_cut
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The joint graph, to be split again."""
+        return _part_of, (self._joint, self._min_cut, type(self) is BackwardGraph)
 
     @property
     def graph(self) -> fx.Graph:
@@ -209,6 +215,10 @@ def _make_input(graph: fx.Graph, seed: fx.Node) -> None:
     graph.erase_node(seed)
 
 
+def _part_of(joint: JointGraph, min_cut: bool, backward: bool) -> ForwardGraph | BackwardGraph:
+    return joint.backward_graph(min_cut=min_cut) if backward else joint.forward_graph(min_cut=min_cut)
+
+
 def split(joint: JointGraph, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     """Forward and backward graph of a joint graph."""
     num = joint.signature.num_forward_outputs
@@ -236,8 +246,8 @@ def split(joint: JointGraph, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGr
         else:
             sources.append(("state", ("rng[1].seed", "rng[1].offset").index(label)))
     return (
-        ForwardGraph(forward, forward_inputs, [*outputs[:num], *names], saved, joint),
-        BackwardGraph(backward, backward_inputs, outputs[num:], saved, joint, sources=sources),
+        ForwardGraph(forward, forward_inputs, [*outputs[:num], *names], saved, joint, min_cut),
+        BackwardGraph(backward, backward_inputs, outputs[num:], saved, joint, min_cut, sources=sources),
     )
 
 

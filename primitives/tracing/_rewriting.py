@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from primitives.tracing import _torch_internals as internals
 from primitives.tracing._user_code import user_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SEED", "identifier", "is_backward", "mark_forward", "tidied", "writing_nodes"]
+__all__ = ["SEED", "identifier", "is_backward", "mark_forward", "packed", "tidied", "unpacked", "writing_nodes"]
 
 # Torch's partitioner reads this too.
 _TAG = "partitioner_tag"
@@ -85,3 +86,32 @@ def tidied(module: fx.GraphModule, names: Sequence[str], *, pure: bool) -> fx.Gr
         graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(module, graph, "JointGraph")
+
+
+def packed(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
+    """A graph as bytes, and its constants, of which torch's pickler for graphs would keep the shapes alone."""
+    constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return internals.dumped(fx.GraphModule(_module(dict.fromkeys(constants)), graph)), constants
+
+
+def unpacked(data: bytes, constants: dict[str, Any], mode: Any) -> fx.GraphModule:
+    """The graph again.
+
+    Args:
+        data: As `packed` gave it.
+        constants: The constants.
+        mode: Where the values without memory are to live.
+    """
+    loaded = internals.loaded(data, mode)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(loaded.graph, {}))
+    return fx.GraphModule(_module(constants), graph, "JointGraph")
+
+
+def _module(attributes: dict[str, Any]) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
@@ -23,6 +23,7 @@ from primitives.tracing._random_ops import (
     draws_nothing,
 )
 from primitives.tracing._recompute import replaying_checkpoints
+from primitives.tracing._vmap_levels import check_levels, drawing_by_state, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,34 +78,6 @@ def _checked(state: Any) -> PhiloxState:
     return PhiloxState(*state)
 
 
-def _unwrapped(value: Tensor) -> tuple[Tensor, list[int]]:
-    """What the transforms of `torch.func` have wrapped, with batch axes first, and the levels of these axes.
-
-    Levels come outermost first. A random operation arrives below the transforms, with the batch axes of all samples
-    before its own.
-    """
-    levels: list[int] = []
-    while _functorch.is_functorch_wrapped_tensor(value):
-        axis = _functorch.maybe_get_bdim(value) if _functorch.is_batchedtensor(value) else None
-        if axis is not None:
-            levels.insert(0, _functorch.maybe_get_level(value))
-        value = _functorch.get_unwrapped(value)
-        if axis is not None:
-            value = value.movedim(axis, 0)
-    return value, levels
-
-
-def _check_levels(levels: list[int]) -> None:
-    """Raise unless the axes of a batched state are the first of those that a random operation will have."""
-    running = [i for i in retrieve_all_functorch_interpreters() if isinstance(i, VmapInterpreter)]
-    different = sorted(i.level() for i in running if i.randomness() == "different")
-    if different[: len(levels)] != levels:
-        raise RuntimeError(
-            'functionalize_rng: vmap over states needs randomness="different", and the outermost vmap that has it must '
-            "be one over states."
-        )
-
-
 class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context in which random operations draw from a Philox state, and torch's generators are left alone.
 
@@ -137,12 +110,12 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         if any(map(_functorch.is_functorch_wrapped_tensor, self._given)):
             # Either of the two may be batched without the other.
             seed, offset = seed + 0 * offset, offset + 0 * seed
-        (self._seed, levels), (self._offset, _) = _unwrapped(seed), _unwrapped(offset)
-        if levels:
-            _check_levels(levels)
+        (self._seed, self._levels), (self._offset, _) = unwrapped(seed), unwrapped(offset)
+        if self._levels:
+            check_levels(self._levels)
         self._batch = self._seed.shape
         self._num_blocks: Any = 0
-        self._checkpoints: list[Any] = []
+        self._contexts: list[contextlib.ExitStack] = []
 
     @property
     def state(self) -> PhiloxState:
@@ -150,14 +123,16 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         return PhiloxState(self._given.seed, self._given.offset + self._num_blocks)
 
     def __enter__(self) -> rng_mode:
-        patch = replaying_checkpoints(self._innermost_replay)
-        patch.__enter__()
-        self._checkpoints.append(patch)
-        return super().__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaying_checkpoints(self._innermost_replay))
+            stack.enter_context(drawing_by_state(self._levels))
+            super().__enter__()
+            self._contexts.append(stack.pop_all())
+        return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        self._checkpoints.pop().__exit__(*exc_info)
+        self._contexts.pop().close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Draw in the place of `func` if it is random; run it if not."""

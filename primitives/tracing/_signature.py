@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
+from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
 from primitives.core.structure import align
 from primitives.tracing import _torch_internals as internals
+from primitives.tracing._joint import detached
+from primitives.tracing._memory import refuse_sharing, sharing
 from primitives.tracing._rng import PhiloxState
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Signature:
         with_tangent: Places of the leaves of the output that have a cotangent among the inputs.
         gradient_places: Places of the primals that get a gradient.
         mutated: Places of the primals that the function writes to.
+        alone: Numbers of the tensors among the primals that must share memory with no other.
         has_states: Whether random states are passed through.
         has_seed: Whether the cotangent 1 of a loss is made inside.
     """
@@ -55,6 +58,7 @@ class Signature:
     with_tangent: tuple[int, ...]
     gradient_places: tuple[int, ...]
     mutated: tuple[int, ...]
+    alone: tuple[int, ...]
     has_states: bool
     has_seed: bool
 
@@ -81,8 +85,14 @@ class Signature:
         """Number of outputs of the graph that belong to the forward pass."""
         return len(self.computed) + 2 * self.has_states
 
-    def flat_primals(self, primals: Any, fakes: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of `primals`, checked to be like those that were traced, sizes that may differ aside."""
+    def flat_primals(self, primals: Any, fakes: Sequence[Tensor], *, in_place: bool) -> list[Tensor]:
+        """The tensors of `primals`, checked to be like those that were traced, sizes that may differ aside.
+
+        Args:
+            primals: What the graph is called with.
+            fakes: The tensors that were traced.
+            in_place: Whether the graph writes to those that the function writes to.
+        """
         if not isinstance(primals, tuple):
             raise TypeError(f"{_FUNCTION}: primals must be the tuple of the arguments, got {type(primals).__name__}.")
         like = list(self.primals.values)
@@ -95,11 +105,26 @@ class Signature:
             if i in traced:
                 name, fake = traced[i]
                 tensors.append(_checked(name, leaf, fake))
-            elif type(leaf) is not type(constant) or leaf != constant:
+            elif type(leaf) is not type(constant) or _differ(leaf, constant):
                 raise TreeError(
                     f"{_FUNCTION}: {self.primals.label(i)} must be the traced constant {constant!r}, got {leaf!r}."
                 )
+        if in_place:
+            self._require_themselves(leaves, tensors)
+        if self.alone:
+            # As given: a copy that was made for its strides shares nothing.
+            overlapping = sharing([leaves[place] for place in self.places], self.alone)
+            refuse_sharing(_FUNCTION, [self.primal_names[i] for i in overlapping])
         return tensors
+
+    def _require_themselves(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        for i in self.alone:
+            if tensors[i] is not leaves[self.places[i]]:
+                strides = list(leaves[self.places[i]].stride())
+                raise MutationError(
+                    f"{_FUNCTION}: {self.primal_names[i]} is written to in place, so its axes must lie in memory in "
+                    f"the order that was traced, got strides {strides}. Trace it as it is, or with functionalize=True."
+                )
 
     def flat_tangents(self, tangents: Any, outs: Sequence[Tensor]) -> list[Tensor]:
         """The cotangents, like `outs`, the traced ones."""
@@ -135,7 +160,8 @@ class Signature:
         """The output, of what the graph computed."""
         leaves = list(self.outs.values)
         for place, value in zip(self.computed, values, strict=True):
-            leaves[place] = value
+            # An output that is a primal, or a view of one, is no way into its history.
+            leaves[place] = detached(value)
         return self.outs.join(leaves)
 
     def join_gradients(self, values: Sequence[Tensor]) -> Any:
@@ -144,6 +170,14 @@ class Signature:
         for place, value in zip(self.gradient_places, values, strict=True):
             leaves[place] = value
         return optree.tree_unflatten(self.primals.treespec, leaves)
+
+
+def _differ(x: Any, y: Any) -> bool:
+    try:
+        return x is not y and bool(x != y)
+    except (RuntimeError, TypeError, ValueError):
+        # Arrays, of which there is no telling.
+        return True
 
 
 def _checked(label: str, x: Any, fake: Tensor, *, viewable: bool = False) -> Tensor:
@@ -168,7 +202,8 @@ def _checked(label: str, x: Any, fake: Tensor, *, viewable: bool = False) -> Ten
     )
     if not fits:
         raise ShapeError(f"{_FUNCTION}: {label} must have shape {list(fake.shape)}, got {list(x.shape)}.")
-    return _laid_out_like(x, fake)
+    # Traced as plain memory, in which a lazy conjugate or negative is none.
+    return _laid_out_like(x.resolve_conj().resolve_neg(), fake)
 
 
 def _laid_out_like(x: Tensor, fake: Tensor) -> Tensor:

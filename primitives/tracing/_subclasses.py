@@ -2,156 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import optree
-import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives.core.errors import LeafError
 from primitives.core.structure import align, key_path
-from primitives.tracing._torch_internals import hinted_size
+from primitives.tracing._subclass_autograd import checked_input, leaves_inside, unwrapped, wrapped
+from primitives.tracing._subclass_spec import SubclassSpec, difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 __all__ = ["SubclassSpec", "Unwrapped", "unwrap_subclasses"]
 
 _FUNCTION = "unwrap_subclasses"
 _OPTIONS: dict[str, Any] = {"namespace": "", "is_leaf": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class SubclassSpec:
-    """What makes a wrapper subclass out of plain tensors.
-
-    Attributes:
-        type: The subclass.
-        inner: What is inside, by the name of its attribute: the spec of a subclass, or `None` for a plain tensor.
-        constants: What else is inside and is no tensor, such as the mesh of a `DTensor` in some releases of torch.
-        context: Metadata, as `__tensor_flatten__` gives it.
-        size: Outer size when it was recorded.
-        stride: Outer stride.
-        inner_sizes: Sizes of what is inside.
-        inner_strides: Strides of what is inside.
-        requires_grad: Whether the subclass requires grad.
-    """
-
-    type: type
-    inner: dict[str, SubclassSpec | None]
-    constants: dict[str, Any]
-    context: Any
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    inner_sizes: dict[str, tuple[int, ...]]
-    inner_strides: dict[str, tuple[int, ...]]
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, x: Any) -> SubclassSpec | None:
-        """Spec of a tensor; `None` if it is plain."""
-        if not is_traceable_wrapper_subclass(x):
-            return None
-        names, context = x.__tensor_flatten__()
-        held = {name: getattr(x, name) for name in names}
-        values = {name: y for name, y in held.items() if isinstance(y, torch.Tensor)}
-        wrapper: Any = x
-        return cls(
-            type(x),
-            {name: cls.of(y) for name, y in values.items()},
-            {name: y for name, y in held.items() if name not in values},
-            context,
-            _hints(x.shape),
-            _hints(x.stride()),
-            {name: _hints(y.shape) for name, y in values.items()},
-            {name: _hints(y.stride()) for name, y in values.items()},
-            wrapper.requires_grad,
-        )
-
-    def unwrap(self, x: Any) -> dict[str, Any]:
-        """The plain tensors inside, by name; a dict in the place of a subclass that is inside."""
-        return {
-            name: getattr(x, name) if spec is None else spec.unwrap(getattr(x, name))
-            for name, spec in self.inner.items()
-        }
-
-    def wrap(self, plain: dict[str, Any]) -> Any:
-        """The subclass, around tensors that may have other sizes than the recorded ones."""
-        values = {name: plain[name] if spec is None else spec.wrap(plain[name]) for name, spec in self.inner.items()}
-        size, stride = self._outer(values)
-        x = self.type.__tensor_unflatten__({**values, **self.constants}, self.context, size, stride)  # type: ignore[attr-defined] - no stub
-        return x.requires_grad_() if self.requires_grad and not x.requires_grad else x
-
-    def _outer(self, values: dict[str, Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Outer size and stride: those of the first inner tensor with as many axes, in the recorded proportion."""
-        for name, y in values.items():
-            if len(self.inner_sizes[name]) == len(self.size) == y.dim():
-                if _hints(y.shape) == self.inner_sizes[name] and not any(isinstance(n, torch.SymInt) for n in y.shape):
-                    break
-                size = _in_proportion(self.size, self.inner_sizes[name], y.shape)
-                if self.stride == self.inner_strides[name]:
-                    return size, tuple(y.stride())
-                return size, _strides(size, self.stride)
-        return self.size, self.stride
-
-    def difference(self, other: SubclassSpec | None, label: str) -> str | None:
-        """How another tensor's spec differs, sizes aside; `None` if it does not."""
-        if other is None or other.type is not self.type:
-            got = "a plain tensor" if other is None else f"a {other.type.__name__}"
-            return f"{label} must be a {self.type.__name__}, got {got}"
-        if list(other.inner) != list(self.inner):
-            return f"{label} must have {list(self.inner)} inside, got {list(other.inner)}"
-        if other.constants != self.constants:
-            return f"{label} must have {self.constants} inside, got {other.constants}"
-        if _comparable(other.context) != _comparable(self.context):
-            return f"{label} must have the metadata {self.context!r}, got {other.context!r}"
-        for name, spec in self.inner.items():
-            found = _difference(spec, other.inner[name], f"{label}.{name}")
-            if found is not None:
-                return found
-        return None
-
-
-def _difference(spec: SubclassSpec | None, other: SubclassSpec | None, label: str) -> str | None:
-    if spec is None:
-        return None if other is None else f"{label} must be a plain tensor, got a {other.type.__name__}"
-    return spec.difference(other, label)
-
-
-def _hints(sizes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(hinted_size(n) for n in sizes)
-
-
-def _in_proportion(outer: tuple[int, ...], inner: tuple[int, ...], sizes: Sequence[Any]) -> tuple[Any, ...]:
-    result = []
-    for n, m, size in zip(outer, inner, sizes, strict=True):
-        whole = m and n % m == 0
-        result.append(size * (n // m) if whole else n)
-    return tuple(result)
-
-
-def _strides(size: tuple[Any, ...], like: tuple[int, ...]) -> tuple[Any, ...]:
-    """Strides of memory without gaps, with the axes in the order of the strides `like`."""
-    result: list[Any] = [1] * len(size)
-    step: Any = 1
-    for axis in sorted(range(len(size)), key=lambda i: (like[i], -i)):
-        result[axis] = step
-        step = step * size[axis]
-    return tuple(result)
-
-
-def _comparable(context: Any) -> Any:
-    """A context without the sizes that a `DTensor` has in it."""
-    if hasattr(context, "placements") and hasattr(context, "mesh"):
-        return context.mesh, context.placements
-    if all(hasattr(context, name) for name in ("shape", "stride", "dtype")):
-        return context.dtype
-    if isinstance(context, (tuple, list)):
-        return tuple(map(_comparable, context))
-    return context
 
 
 class Unwrapped:
@@ -160,69 +27,84 @@ class Unwrapped:
     Attributes:
         fn: The function of plain tensors: a dict from attribute to plain tensor stands for every subclass, among the
             arguments and in the output. The given function itself, where no argument has a subclass.
-        args: The given arguments, unwrapped.
-        in_specs: Spec of each leaf of the arguments, `None` for what is no subclass.
+        args: The given positional arguments, unwrapped.
+        kwargs: The given keyword arguments, unwrapped.
+        in_specs: Spec of each leaf of the arguments, positional ones first; `None` for what is no subclass.
         out_specs: Spec of each leaf of the output, from the last call of `fn`; `None` before.
+        gradient_specs: Spec of the gradient of each leaf of the arguments, from the backward pass of the last call of
+            `fn`; `None` for those that had none, or a plain one.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        accessors, leaves, self._treespec = optree.tree_flatten_with_accessor(args)  # type: ignore[arg-type] - any tree
-        self._labels = [key_path(accessor, "args") for accessor in accessors]
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (labels, leaves), (keyword_labels, keyword_leaves) = _labeled("args", args), _labeled("kwargs", kwargs)
+        self._labels = [*labels, *keyword_labels]
+        self._treespec = optree.tree_structure((args, kwargs))  # type: ignore[arg-type] - any tree
         self._original = fn
-        self.in_specs = tuple(map(SubclassSpec.of, leaves))
+        self.in_specs = tuple(map(SubclassSpec.of, [*leaves, *keyword_leaves]))
         self.out_specs: tuple[SubclassSpec | None, ...] | None = None
+        self.gradient_specs: list[SubclassSpec | None] = [None] * len(self.in_specs)
         self._out_treespec: Any = None
         self._has_subclasses = any(spec is not None for spec in self.in_specs)
         self.fn = self._plain_call if self._has_subclasses else fn
-        self.args = self.unwrap(*args)
+        self.args, self.kwargs = self._unwrapped(args, kwargs, leaves_inside)
 
     def unwrap(self, *args: Any) -> tuple[Any, ...]:
-        """Arguments like those that were given first, unwrapped.
+        """Positional arguments like those that were given first, unwrapped.
 
         Raises:
             TreeError: If they have another structure.
             LeafError: If a leaf is another subclass than the recorded one, or has other metadata.
         """
-        if not self._has_subclasses:
-            return args
-        recorded = self._treespec.unflatten(range(len(self.in_specs)))
-        leaves = align(_FUNCTION, "args", args, "the recorded arguments", recorded, _OPTIONS)
-        plain = []
-        for label, spec, x in zip(self._labels, self.in_specs, leaves, strict=True):
-            found = _difference(spec, SubclassSpec.of(x), label)
-            if found is not None:
-                raise LeafError(f"{_FUNCTION}: {found}.")
-            plain.append(x if spec is None else spec.unwrap(x))
-        result: Any = self._treespec.unflatten(plain)
+        return self._unwrapped(args, None, leaves_inside)[0]
+
+    def unwrap_kwargs(self, **kwargs: Any) -> dict[str, Any]:
+        """Keyword arguments like those that were given first, unwrapped; raises what `unwrap` raises."""
+        return self._unwrapped(None, kwargs, leaves_inside)[1]
+
+    def _recorded(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments in the recorded structure."""
+        result: Any = self._treespec.unflatten(values)
         return result
 
-    def _plain_call(self, *args: Any) -> Any:
-        """The function of plain tensors."""
-        recorded = self._treespec.unflatten(range(len(self.in_specs)))
-        pieces = align(_FUNCTION, "args", args, "the recorded arguments", recorded, _OPTIONS)
-        leaves = []
-        for label, spec, piece in zip(self._labels, self.in_specs, pieces, strict=True):
-            if spec is not None:
-                self._check_plain(label, spec, piece)
-            leaves.append(piece if spec is None else spec.wrap(piece))
-        output = self._original(*self._treespec.unflatten(leaves))
-        results, self._out_treespec = optree.tree_flatten(output)
-        self.out_specs = tuple(map(SubclassSpec.of, results))
-        plain = [y if spec is None else spec.unwrap(y) for spec, y in zip(self.out_specs, results, strict=True)]
-        return self._out_treespec.unflatten(plain)
+    def _aligned(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> list[tuple[int, Any]]:
+        """What stands at the place of each recorded leaf of the arguments that are not `None`, with its number."""
+        recorded = self._recorded(range(len(self.in_specs)))
+        pairs: list[tuple[int, Any]] = []
+        for name, given, places in zip(("args", "kwargs"), (args, kwargs), recorded, strict=True):
+            if given is not None:
+                pieces = align(_FUNCTION, name, given, f"the recorded {name}", places, _OPTIONS)
+                pairs += zip(optree.tree_leaves(places), pieces, strict=True)  # type: ignore[arg-type] - a tree of numbers
+        return pairs
 
-    def _check_plain(self, label: str, spec: SubclassSpec, piece: Any) -> None:
-        if not isinstance(piece, dict) or set(piece) != set(spec.inner):
-            got = f"a dict with keys {sorted(piece)}" if isinstance(piece, dict) else type(piece).__name__
-            raise LeafError(f"{_FUNCTION}: {label} must be a dict with keys {sorted(spec.inner)}, got {got}.")
-        for name, inner in spec.inner.items():
-            if inner is not None:
-                self._check_plain(f"{label}[{name!r}]", inner, piece[name])
-            elif piece[name].requires_grad:
-                raise LeafError(
-                    f"{_FUNCTION}: {label}[{name!r}] must not require grad: a wrapper has no derivative in what is "
-                    "inside. Take derivatives inside: unwrap_subclasses(create_joint(fn), primals, tangents)."
-                )
+    def _unwrapped(self, args: Any, kwargs: Any, taken_out: Callable[..., Any]) -> tuple[Any, Any]:
+        if not self._has_subclasses:
+            return args, kwargs
+        plain: list[Any] = [None] * len(self.in_specs)
+        for i, x in self._aligned(args, kwargs):
+            spec = self.in_specs[i]
+            found = difference(spec, SubclassSpec.of(x), self._labels[i])
+            if found is not None:
+                raise LeafError(f"{_FUNCTION}: {found}.")
+            plain[i] = x if spec is None else taken_out(spec, x)
+        return self._recorded(plain)
+
+    def _plain_call(self, *args: Any, **kwargs: Any) -> Any:
+        """The function of plain tensors."""
+        leaves: list[Any] = [None] * len(self.in_specs)
+        self.gradient_specs = [None] * len(self.in_specs)
+        for i, piece in self._aligned(args, kwargs):
+            spec = self.in_specs[i]
+            if spec is None:
+                leaves[i] = checked_input(self._labels[i], piece)
+                continue
+            _check_plain(self._labels[i], spec, piece)
+            x = wrapped(spec, piece, self._labels[i], functools.partial(self.gradient_specs.__setitem__, i))
+            leaves[i] = x.requires_grad_() if spec.requires_grad and not x.requires_grad else x
+        args, kwargs = self._recorded(leaves)
+        results, self._out_treespec = optree.tree_flatten(self._original(*args, **kwargs))
+        self.out_specs = tuple(map(SubclassSpec.of, results))
+        plain = [y if spec is None else unwrapped(spec, y) for spec, y in zip(self.out_specs, results, strict=True)]
+        return self._out_treespec.unflatten(plain)
 
     def wrap(self, output: Any) -> Any:
         """What the original function returns, out of what `fn`, or a graph of it, returns.
@@ -233,34 +115,108 @@ class Unwrapped:
         """
         if not self._has_subclasses:
             return output
+        pieces = self._of_output("output", output)
+        specs = self.out_specs or ()
+        results = [y if spec is None else wrapped(spec, y) for spec, (_, y) in zip(specs, pieces, strict=True)]
+        return self._out_treespec.unflatten(results)
+
+    def unwrap_tangents(self, tangents: Any) -> Any:
+        """Cotangents of the output of the original function as those of the output of `fn`.
+
+        Args:
+            tangents: A tree with the structure of the output, `None` where there is none.
+
+        Raises:
+            RuntimeError: If `fn` has not been called.
+            TreeError: If the structure is another one.
+            LeafError: If a cotangent is another subclass than the output.
+        """
+        if not self._has_subclasses:
+            return tangents
+        plain = []
+        for spec, (label, y_bar) in zip(self.out_specs or (), self._of_output("tangents", tangents), strict=True):
+            found = None if y_bar is None else difference(spec, SubclassSpec.of(y_bar), label)
+            if found is not None:
+                raise LeafError(f"{_FUNCTION}: {found}.")
+            plain.append(y_bar if y_bar is None or spec is None else spec.unwrap(y_bar))
+        return self._out_treespec.unflatten(plain)
+
+    def _of_output(self, name: str, tree: Any) -> list[tuple[str, Any]]:
+        """What stands at the place of each leaf of the output, with its key path."""
         if self.out_specs is None:
-            raise RuntimeError(f"{_FUNCTION}: wrap needs the output of a call of fn, and there was none.")
+            raise RuntimeError(f"{_FUNCTION}: the {name} are those of a call of fn, and there was none.")
         recorded = self._out_treespec.unflatten(range(len(self.out_specs)))
-        pieces = align(_FUNCTION, "output", output, "the recorded output", recorded, _OPTIONS)
-        wrapped = [y if spec is None else spec.wrap(y) for spec, y in zip(self.out_specs, pieces, strict=True)]
-        return self._out_treespec.unflatten(wrapped)
+        pieces = align(_FUNCTION, name, tree, "the recorded output", recorded, _OPTIONS)
+        return [*zip(_labeled(name, recorded)[0], pieces, strict=True)]
 
-    def __call__(self, *args: Any) -> Any:
+    def wrap_gradients(self, *gradients: Any) -> tuple[Any, ...]:
+        """Gradients with respect to the positional arguments, out of those with respect to `args`.
+
+        Args:
+            *gradients: A tree for each argument, as `torch.autograd` or a `JointGraph` of `fn` gives them: `None` where
+                there is none.
+
+        Returns:
+            A tree for each argument, with subclasses by their recorded metadata.
+
+        Raises:
+            RuntimeError: If a gradient is given that no backward pass of `fn` has recorded.
+            TreeError: If the structure is another one.
+        """
+        if not self._has_subclasses:
+            return gradients
+        values: list[Any] = [None] * len(self.in_specs)
+        for i, piece in self._aligned(gradients, None):
+            found = self.gradient_specs[i]
+            if self.in_specs[i] is None or piece is None or all(y is None for y in piece.values()):
+                values[i] = None if isinstance(piece, dict) else piece
+            elif found is None:
+                raise RuntimeError(f"{_FUNCTION}: wrap_gradients needs a backward pass of fn, and there was none.")
+            else:
+                values[i] = found.wrap(piece)
+        return self._recorded(values)[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original function returns for these arguments, by way of the plain tensors inside."""
-        return self.wrap(self.fn(*self.unwrap(*args)))
+        args, kwargs = self._unwrapped(args, kwargs, unwrapped)
+        return self.wrap(self.fn(*args, **kwargs))
 
 
-def unwrap_subclasses(fn: Callable[..., Any], *args: Any) -> Unwrapped:
+def _labeled(root: str, tree: Any) -> tuple[list[str], list[Any]]:
+    """Key path of each leaf, and the leaves."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    return [key_path(accessor, root) for accessor in accessors], leaves
+
+
+def _check_plain(label: str, spec: SubclassSpec, piece: Any) -> None:
+    if not isinstance(piece, dict) or set(piece) != set(spec.inner):
+        got = f"a dict with keys {sorted(piece)}" if isinstance(piece, dict) else type(piece).__name__
+        raise LeafError(f"{_FUNCTION}: {label} must be a dict with keys {sorted(spec.inner)}, got {got}.")
+    for name, inner in spec.inner.items():
+        if inner is not None:
+            _check_plain(f"{label}[{name!r}]", inner, piece[name])
+
+
+def unwrap_subclasses(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Unwrapped:
     """`fn` as a function of the plain tensors inside wrapper subclasses.
 
     A wrapper subclass is one with `__tensor_flatten__` and `__tensor_unflatten__`, such as `DTensor`. `make_fx` traces
-    the result to a graph of plain tensors. For gradients, unwrap the joint function: those of subclasses are
-    subclasses again, whose metadata, which need not be that of the primals, are recorded in `out_specs`.
+    the result to a graph of plain tensors, and `trace_joint` to a joint graph: the gradient with respect to the plain
+    tensors is what is inside the gradient with respect to the subclass, whose metadata are recorded in
+    `gradient_specs`. Where that is no such subclass, unwrap the joint function: its gradients are outputs, and their
+    metadata are recorded in `out_specs`.
 
     Args:
         fn: Function of pytrees.
         *args: Its arguments, or others like them: their subclasses and metadata are recorded. Sizes may differ later.
+        **kwargs: Its keyword arguments, likewise.
 
     Returns:
-        The function of plain tensors, as `fn`, with `args`, `unwrap` and `wrap`. If no argument has a subclass, `fn`
-        is the given function and nothing is paid.
+        The function of plain tensors, as `fn`, with `args`, `kwargs`, `unwrap` and `wrap`. If no argument has a
+        subclass, `fn` is the given function and nothing is paid.
 
     Example:
+        >>> import torch
         >>> from torch.testing._internal.two_tensor import TwoTensor
         >>> x = TwoTensor(torch.ones(2), torch.zeros(2))
         >>> unwrapped = unwrap_subclasses(lambda x: x + 1, x)
@@ -270,4 +226,4 @@ def unwrap_subclasses(fn: Callable[..., Any], *args: Any) -> Unwrapped:
         >>> type(unwrapped.wrap(plain)).__name__
         'TwoTensor'
     """
-    return Unwrapped(fn, args)
+    return Unwrapped(fn, args, kwargs)

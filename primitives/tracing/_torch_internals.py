@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "backward_metadata",
+    "dumped",
     "fake_mode",
     "fake_of",
     "forward_metadata",
     "functional_world",
     "guards_hold",
     "is_tracing",
+    "loaded",
     "partition",
     "plain",
     "recorded_nodes",
@@ -53,7 +57,8 @@ def recorded_nodes() -> list[fx.Node]:
 def forward_metadata() -> Iterator[None]:
     """Context in which every node and every operation of autograd gets its line; for the forward part."""
     mode: Any = get_proxy_mode()
-    if mode is None:
+    if mode is None or "create_node" in vars(mode.tracer):
+        # Outside a trace, or within a forward part.
         yield
         return
     tracer, create_node = mode.tracer, mode.tracer.create_node
@@ -147,8 +152,57 @@ def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool
     from torch._functorch import partitioners
 
     split = partitioners.min_cut_rematerialization_partition if min_cut else partitioners.default_partition
-    with functorch_config.patch(functionalize_rng_ops=False):
+    with functorch_config.patch(functionalize_rng_ops=False), _recomputing_in_one_pass():
         return split(module, None, num_fwd_outputs=num_forward_outputs)
+
+
+# Besides torch's elementwise operators and views, these may be computed again: they read their inputs once or twice and
+# draw nothing, and two runs give the same bits.
+_ONE_PASS = {
+    "aten": ("native_layer_norm", "_native_batch_norm_legit_functional", "_log_softmax"),
+    "primitives": ("layer_norm", "batch_norm", "batch_norm_eval", "log_softmax", "dropout", "philox"),
+}
+# Rules by which torch's partitioner keeps what its compiler could not fuse into the backward pass: they look to time.
+_RULES_FOR_TIME = (
+    "ban_recompute_materialized_backward",
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+)
+_partitioner_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _recomputing_in_one_pass() -> Iterator[None]:
+    """Context in which the min-cut partitioner may compute again whatever costs no more than a pass over memory."""
+    from torch._functorch import partitioners
+
+    ours = [getattr(getattr(torch.ops, space), name, None) for space, names in _ONE_PASS.items() for name in names]
+    # The partitioner takes no list: it looks its own up by this name.
+    with _partitioner_lock, functorch_config.patch(dict.fromkeys(_RULES_FOR_TIME, False)):
+        original = partitioners.get_default_op_list
+        kinds = original()
+        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *(op for op in ours if op is not None)])
+        extended = dataclasses.replace(kinds, recomputable_ops=allowed)
+        partitioners.get_default_op_list = lambda: extended
+        try:
+            yield
+        finally:
+            partitioners.get_default_op_list = original
+
+
+def dumped(module: fx.GraphModule) -> bytes:
+    """A module without attributes, whose graph describes its values, as bytes."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    kept = ("val", "stack_trace", "partitioner_tag")
+    return GraphPickler.dumps(module, Options(ops_filter=None, node_metadata_key_filter=kept.__contains__))
+
+
+def loaded(data: bytes, mode: FakeTensorMode) -> Any:
+    """The module again, its values in `mode`."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    return GraphPickler.loads(data, mode)
 
 
 def bare(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -11,13 +11,13 @@ import optree
 import torch
 from torch._decomp import get_decompositions
 
-from primitives.core.errors import MutationError, ShapeError
+from primitives.core.errors import LeafError, ShapeError
 from primitives.core.structure import align, key_path, spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import _torch_internals as internals
 from primitives.tracing._devices import STAND_IN, missing_device, moved, trace_context
 from primitives.tracing._graph import JointGraph
-from primitives.tracing._inspection import Inspection, inspected, typed_errors
+from primitives.tracing._inspection import Inspection, inspected
 from primitives.tracing._joint import (
     Leaves,
     gradients,
@@ -27,7 +27,8 @@ from primitives.tracing._joint import (
     require_some_input,
     run_forward,
 )
-from primitives.tracing._mutations import PureFunction
+from primitives.tracing._memory import is_wrapped, refuse_sharing, sharing
+from primitives.tracing._refusals import typed_errors
 from primitives.tracing._rewriting import identifier, mark_forward, tidied
 from primitives.tracing._rng import PhiloxState, rng_mode
 from primitives.tracing._signature import Signature
@@ -85,11 +86,13 @@ def trace_joint(
         The graph, callable as `graph(primals, tangents)`.
 
     Raises:
-        LeafError: If no primal requires grad, a captured tensor does, or `tangents` has a leaf where it must not.
+        LeafError: If no primal requires grad, a captured tensor does, a primal is sparse, nested or a wrapper subclass,
+            or `tangents` has a leaf where it must not.
         TreeError: If `tangents` or `dynamic` does not fit.
-        MutationError: If `fn` writes to a captured tensor, to one of several inputs that share memory, or, hidden from
-            autograd, to an input that requires grad.
-        TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do.
+        MutationError: If `fn` writes to a captured tensor, to one of several inputs that overlap in memory, or, hidden
+            from autograd, to an input that requires grad; or assigns to the `.data` of any tensor.
+        TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do; or if the backward pass draws
+            random numbers, as a checkpoint around dropout does, without `functionalize_rng`.
         ShapeError: If a size was to be dynamic and `fn` fixes it.
 
     Example:
@@ -105,9 +108,7 @@ def trace_joint(
     places = [i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor)]
     devices = [given.values[i].device if device is None else torch.device(device) for i in places]
     missing = missing_device(devices)
-    shared = _sharing(given, places)
-    if isinstance(fn, PureFunction):
-        _refuse_sharing(given, shared)
+    _require_strided(given, places)
     labels = dict(zip(places, _primal_labels(fn, primals, places), strict=True))
     axes = _dynamic_axes(primals, given, dynamic)
     mode = internals.fake_mode(symbolic=any(axes))
@@ -116,7 +117,10 @@ def trace_joint(
         stands_in = missing is not None and where.type == missing.type
         fakes[i] = internals.fake_of(mode, given.values[i], axes[i], STAND_IN if stands_in else where)
     with mode, trace_context(missing):
-        found = inspected(fn, given, fakes, functionalize=functionalize, shared=shared)
+        found = inspected(fn, given, fakes, functionalize=functionalize)
+        alone = [places.index(i) for i in found.alone]
+        overlapping = sharing([given.values[i] for i in places], alone)
+        refuse_sharing(_FUNCTION, [given.label(places[i]) for i in overlapping])
         result, taken = (found.outs, found.taken)
         if functionalize and found.mutated:
             result, taken = _with_mutated(found, labels)
@@ -126,7 +130,7 @@ def trace_joint(
         seed = [torch.empty_like(result.values[0], requires_grad=False)] if no_tangents else []
     flat = _Flat(fn, given, places, found.mutated, [y is not None for y in cotangents], functionalize, no_tangents)
     args = [*(fakes[i] for i in places), *(y for y in cotangents if y is not None), *states, *seed]
-    with trace_context(missing), typed_errors():
+    with trace_context(missing), typed_errors(_FUNCTION):
         module = internals.trace(flat, args, mode, _table(decompose))
     signature = Signature(
         primals=given._replace(values=[None if i in set(places) else x for i, x in enumerate(given.values)]),
@@ -139,6 +143,7 @@ def trace_joint(
         with_tangent=tuple(i for i, y in enumerate(cotangents) if y is not None),
         gradient_places=tuple(flat.gradient_places),
         mutated=tuple(found.mutated) if functionalize else (),
+        alone=tuple(alone),
         has_states=functionalize_rng,
         has_seed=no_tangents,
     )
@@ -193,14 +198,14 @@ class _Flat:
         written = set(self._mutated) if self._functionalize else set()
         used = [x.clone() if i in written and x.requires_grad else x for i, x in enumerate(leaves)]
         with _drawing_from(states[:2]) as forward_state:
-            outs = Leaves.of(run_forward(self._fn, self._given.join(used)), "outs")
+            outs = Leaves.of(run_forward(_FUNCTION, self._fn, self._given.join(used)), "outs")
             values = [*outs.values, *(used[i] for i in sorted(written))]
             results = [*(y for y in values if _is_computed(y)), *forward_state()]
         for y in results:
             internals.plain(y)
         mark_forward(internals.recorded_nodes())
         with _drawing_from(states[2:]) as backward_state:
-            bars = gradients(leaves, values, cotangents)
+            bars = gradients(_FUNCTION, leaves, values, cotangents)
             self.gradient_places = [i for i, bar in enumerate(bars) if bar is not None]
             return [*results, *(bar for bar in bars if bar is not None), *backward_state()]
 
@@ -253,21 +258,14 @@ def _as_traced(y: Any) -> Any:
     return internals.bare(sizes, strides, y.dtype)
 
 
-def _sharing(given: Leaves, places: Sequence[int]) -> list[set[int]]:
-    """Places of those tensors that share memory with others."""
-    groups: dict[int, set[int]] = {}
+def _require_strided(given: Leaves, places: Sequence[int]) -> None:
     for i in places:
-        groups.setdefault(given.values[i].untyped_storage()._cdata, set()).add(i)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _refuse_sharing(given: Leaves, shared: Sequence[set[int]]) -> None:
-    for group in shared:
-        labels = ", ".join(given.label(i) for i in sorted(group))
-        raise MutationError(
-            f"{_FUNCTION}: {labels} share memory, which the inputs of a graph cannot: writes by a function of "
-            "functionalize_mutations would be lost."
-        )
+        x = given.values[i]
+        if x.layout != torch.strided or x.is_nested or is_wrapped(x):
+            raise LeafError(
+                f"{_FUNCTION}: {given.label(i)} must be a dense tensor of its own, got {type(x).__name__} of "
+                f"{x.layout}. Pass its values and indices; for a wrapper subclass, use unwrap_subclasses."
+            )
 
 
 def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]]:

@@ -18,6 +18,7 @@ from func_trees import (
 )
 from func_trees import params as make_params
 
+import primitives as pr
 from primitives import func
 
 JACOBIANS = [func.jacrev, func.jacfwd]
@@ -215,3 +216,59 @@ def test_buffers_in_a_hessian_vector_product(compiled):
     expected = {name: sum(row[other] @ direction[other] for other in row) for name, row in rows.items()}
     assert_tree(product, (expected, None, None), rtol=1e-4, atol=1e-4)
     assert buffers["num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("drop", [torch.nn.functional.dropout, pr.functional.dropout])
+def test_hessian_through_dropout(drop, chunk_size):
+    """One mask for the whole matrix, which an explicit loop over rows with that mask gives."""
+    x = torch.linspace(-1.0, 1.0, 5, dtype=torch.float64)
+
+    def loss(x):
+        return drop(x.sin(), 0.5).pow(3).sum()
+
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        func.hessian(loss, chunk_size=chunk_size)(x)
+    torch.manual_seed(1)
+    found = func.hessian(loss, randomness="same", chunk_size=chunk_size)(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(loss, x), rtol=1e-12, atol=1e-12)
+    assert 0 < (found.diagonal() != 0).sum() < 5
+    torch.manual_seed(1)
+    (product,) = func.hvp(loss, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(product, found.sum(1), rtol=1e-12, atol=1e-12)
+
+
+class NoisyBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, y_bar):
+        return y_bar * torch.rand((), dtype=y_bar.dtype)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_jacrev_randomness(chunk_size):
+    """Of a backward pass that draws."""
+    x = torch.ones(6)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        func.jacrev(NoisyBackward.apply, chunk_size=chunk_size)(x)
+    same = func.jacrev(NoisyBackward.apply, randomness="same", chunk_size=chunk_size)(x).diagonal()
+    assert torch.equal(same, same[:1].expand(6))
+    different = func.jacrev(NoisyBackward.apply, randomness="different", chunk_size=chunk_size)(x).diagonal()
+    assert len(different.unique()) == 6
+
+
+@pytest.mark.parametrize("name", ["jacrev", "jacfwd", "hessian"])
+def test_randomness_is_one_of_three(name):
+    message = f"{name}: randomness must be 'error', 'same' or 'different', got 'some'."
+    with pytest.raises(RuntimeError, match=message):
+        getattr(func, name)(torch.sin, randomness="some")

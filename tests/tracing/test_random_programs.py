@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from primitives.tracing import PhiloxState, functionalize_mutations, functionalize_rng
+from primitives.tracing import PhiloxState, functionalize_mutations, functionalize_rng, trace_joint
 
 EXAMPLES = settings(
     deadline=None,
@@ -36,16 +36,16 @@ VIEWS = (
     "cos",
 )
 RANDOM = ("bernoulli_", "dropout", "rand_like")
-NUM_EXAMPLES = {"eager": 90, "in_place": 60, "traced": 20}
+NUM_EXAMPLES = {"eager": 90, "in_place": 60, "traced": 20, "joint": 18}
 # How the second input lies in the memory of the first; `apart` is memory of its own.
 OVERLAPS = ("apart", "same", "row", "transposed", "tail", "disjoint")
 
 
 @st.composite
-def programs(draw, random=False, metadata=True):
+def programs(draw, random=False, metadata=True, overlaps=OVERLAPS):
     kinds = WRITES * 2 + VIEWS + METADATA * metadata + RANDOM * random
     instruction = st.tuples(st.sampled_from(kinds), st.integers(0, 5), st.integers(0, 5))
-    return draw(st.sampled_from(OVERLAPS)), draw(st.lists(instruction, min_size=2, max_size=7))
+    return draw(st.sampled_from(overlaps)), draw(st.lists(instruction, min_size=2, max_size=7))
 
 
 def viewed(kind, x, k):
@@ -174,7 +174,7 @@ def eager(instructions, overlap):
     return outputs, [a, b], grad
 
 
-@pytest.mark.parametrize("kind", NUM_EXAMPLES)
+@pytest.mark.parametrize("kind", ["eager", "in_place", "traced"])
 def test_random_programs(kind):
     num_compared = 0
 
@@ -238,6 +238,7 @@ def test_random_programs_with_random_operations():
         a, b, w = inputs(overlap)
         try:
             outputs, end = function(state, a, b, w)
+            (grad,) = torch.autograd.grad(outputs[-1], w, retain_graph=True, allow_unused=True)
         except RuntimeError:
             return
         pure = functionalize_mutations(function)
@@ -250,5 +251,61 @@ def test_random_programs_with_random_operations():
         for results, new_state in runs:
             assert torch.equal(new_state.offset, end.offset)
             assert all(torch.equal(x, y) for x, y in zip(results, outputs, strict=True))
+            (bar,) = torch.autograd.grad(results[-1], args[2], retain_graph=True, allow_unused=True)
+            # Gradients through views are added up in another order.
+            torch.testing.assert_close(bar, grad, rtol=1e-12, atol=1e-12)
 
     check()
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["pure", "random"])
+def test_joint_graphs_of_random_programs(random):
+    """Outputs, new values of the inputs, and gradients, of the graph and of its parts, against eager autograd."""
+    states = PhiloxState.from_seed(5), PhiloxState.from_seed(6)
+    num_compared = 0
+
+    @settings(EXAMPLES, max_examples=NUM_EXAMPLES["joint"])
+    @given(programs(random=random, metadata=False, overlaps=("apart",)))
+    def check(program):
+        nonlocal num_compared
+        _, instructions = program
+
+        def function(a, b, w):
+            *values, loss = run(instructions, a, b, w)
+            return [loss, *values]
+
+        a, b, w = inputs("apart")
+        try:
+            outputs, end = functionalize_rng(function)(states[0], a, b, w)
+            (grad,) = torch.autograd.grad(outputs[0], w, allow_unused=True)
+        except RuntimeError:
+            return
+        num_compared += 1
+        primals = inputs("apart")
+        graph = trace_joint(function, *primals, no_tangents=True, functionalize_rng=random)
+        rng = {"rng": states} if random else {}
+        outs, grads, *after = graph(primals, **rng)
+        assert_values(outs, outputs, (a, b), graph.mutated_names)
+        assert all(torch.equal(x, y) for x, y in zip(primals, inputs("apart"), strict=True))
+        parts, saved, *_ = graph.forward_graph()(primals, **({"rng": states[0]} if random else {}))
+        assert_values(parts, outputs, (a, b), graph.mutated_names)
+        bars = graph.backward_graph()(saved, **({"rng": states[1]} if random else {}))
+        for found in (grads, bars[0] if random else bars):
+            # Gradients through views are added up in another order.
+            torch.testing.assert_close(found[2], grad, rtol=1e-12, atol=1e-12)
+        if random:
+            assert torch.equal(after[0][0].offset, end.offset)
+            assert after[0][1].offset == 0
+
+    check()
+    assert num_compared > NUM_EXAMPLES["joint"] // 3
+
+
+def assert_values(outs, outputs, final, mutated_names):
+    """What a graph returns is what the program returned, and what its inputs were at the end."""
+    values, mutated = outs if mutated_names else (outs, {})
+    assert all(torch.equal(x, y) for x, y in zip(values, outputs, strict=True))
+    assert set(mutated) <= {"a", "b"}
+    for name, x in zip("ab", final, strict=True):
+        before = inputs("apart")["ab".index(name)]
+        assert torch.equal(mutated.get(name, before), x)

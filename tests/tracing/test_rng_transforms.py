@@ -96,11 +96,45 @@ def test_vmap_over_states_and_gradients():
         assert torch.equal(outs[i], per_sample(PhiloxState(*[v[i] for v in seeds]), X[i]))
 
 
-def test_vmap_over_states_needs_the_mode_that_says_so():
+def test_an_explicit_state_leaves_nothing_to_choose():
+    """By default, vmap does what a loop does: over states, over inputs with one state, and nested."""
     states = PhiloxState(torch.arange(4), torch.arange(4))
-    for randomness in ("error", "same"):
-        with pytest.raises(RuntimeError, match='randomness="different"'):
-            torch.vmap(sample, randomness=randomness)(states, X)
+    for axes, each in (
+        ((0, 0), lambda i: (PhiloxState(*[v[i] for v in states]), X[i])),
+        ((None, 0), lambda i: (STATE, X[i])),
+    ):
+        given = (states if axes[0] == 0 else STATE, X)
+        outs, new_states = torch.vmap(sample, in_dims=axes)(*given)
+        for i in range(4):
+            expected, new_state = sample(*each(i))
+            assert torch.equal(outs[i], expected)
+            assert new_states.offset[i] == new_state.offset
+    pure = functionalize_rng(lambda x: F.dropout(x, 0.4) + torch.rand(6))
+    nested = torch.vmap(lambda s: torch.vmap(lambda x: pure(s, x)[0])(X))(states)
+    for i in range(4):
+        for j in range(4):
+            assert torch.equal(nested[i, j], pure(PhiloxState(*[v[i] for v in states]), X[j])[0])
+    # What is around the state alone is let draw, and is as it was afterwards.
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        torch.vmap(lambda x: sample(STATE, x)[0] + torch.rand_like(x))(X)
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        functionalize_rng(torch.vmap(torch.rand_like))(STATE, X)
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "jacrev", "hessian"])
+def test_matrices_of_derivatives_of_what_a_state_draws(name):
+    def loss(x):
+        return functionalize_rng(lambda x: (pr.functional.dropout(x.sin(), 0.4) * F.dropout(x, 0.4)).sum())(STATE, x)[0]
+
+    expected = getattr(torch.autograd.functional, "hessian" if name == "hessian" else "jacobian")(loss, X[0])
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(getattr(pr.func, name)(loss)(X[0]), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_over_states_cannot_draw_the_same():
+    states = PhiloxState(torch.arange(4), torch.arange(4))
+    with pytest.raises(RuntimeError, match='randomness="same"'):
+        torch.vmap(sample, randomness="same")(states, X)
     with pytest.raises(pr.MissingRuleError, match="randperm"):
         torch.vmap(functionalize_rng(lambda: torch.randperm(3)), randomness="different")(states)
 

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from primitives.core.errors import LeafError, TreeError
-from primitives.tracing import create_joint, functionalize_mutations, unwrap_subclasses
+from primitives.tracing import create_joint, functionalize_mutations, trace_joint, unwrap_subclasses
 
 
 def data(*shape, seed=0):
@@ -210,6 +210,91 @@ def test_errors_name_the_leaf():
         unwrapped.unwrap([x], other)
     with pytest.raises(LeafError, match=re.escape("args[0]['x'] must be a dict with keys ['a', 'b'], got Tensor")):
         unwrapped.fn({"x": data(2)}, {})
-    plain = {"x": {"a": data(2).requires_grad_(), "b": data(2)}}
-    with pytest.raises(LeafError, match=re.escape("args[0]['x']['a'] must not require grad")):
-        unwrapped.fn(plain, {})
+
+
+def test_keyword_arguments():
+    x, scale = two(3), two(3, seed=2)
+
+    def function(x, *, scale, n=1):
+        return {"y": x * scale["s"] * n}
+
+    unwrapped = unwrap_subclasses(function, x, scale={"s": scale}, n=3)
+    assert list(unwrapped.kwargs["scale"]["s"]) == ["a", "b"]
+    plain = unwrapped.fn(*unwrapped.args, **unwrapped.kwargs)
+    assert torch.equal(plain["y"]["b"], x.b * scale.b * 3)
+    assert torch.equal(unwrapped(x, scale={"s": x}, n=3)["y"].a, x.a * x.a * 3)
+    kwargs = unwrapped.unwrap_kwargs(scale={"s": x}, n=2)
+    assert torch.equal(unwrapped.fn(*unwrapped.unwrap(x), **kwargs)["y"]["a"], x.a * x.a * 2)
+    with pytest.raises(LeafError, match=re.escape("kwargs['scale']['s'] must be a TwoTensor, got a plain tensor")):
+        unwrapped(x, scale={"s": data(3)}, n=3)
+    with pytest.raises(TreeError, match="kwargs must have the structure"):
+        unwrapped(x, n=3)
+    assert unwrap_subclasses(function, data(3), scale={"s": data(3)}).fn is function
+
+
+def loss_of(tree, w):
+    return {"y": (tree["x"] * w).sin(), "twice": w * 2}
+
+
+def test_a_joint_graph_over_subclasses():
+    x, w, y_bar = two(3, 2).requires_grad_(), data(2, seed=5), two(3, 2, seed=7)
+    with pytest.raises(LeafError, match="unwrap_subclasses"):
+        trace_joint(loss_of, {"x": x}, w)
+    unwrapped = unwrap_subclasses(loss_of, {"x": x}, w)
+    graph = trace_joint(unwrapped.fn, *unwrapped.args)
+    assert graph.gradient_names == ("args[0]['x']['a']_bar", "args[0]['x']['b']_bar")
+    assert_plain(graph)
+    tangents = unwrapped.unwrap_tangents({"y": y_bar, "twice": None})
+    plain = unwrapped.unwrap({"x": x}, w)
+    outs, grads = graph(plain, tangents)
+    (expected,) = torch.autograd.grad(loss_of({"x": x}, w)["y"], x, y_bar)
+    _, saved = graph.forward_graph()(plain)
+    for found in (grads, graph.backward_graph()(saved, tangents)):
+        x_bar = unwrapped.wrap_gradients(*found)[0]["x"]
+        assert type(x_bar) is TwoTensor
+        assert torch.equal(x_bar.a, expected.a)
+        assert torch.equal(x_bar.b, expected.b)
+    assert torch.equal(unwrapped.wrap(outs)["y"].b, (x.b * w).sin())
+    assert [spec and spec.type for spec in unwrapped.gradient_specs] == [TwoTensor, None]
+    with pytest.raises(LeafError, match=re.escape("tangents['y'] must be a TwoTensor, got a plain tensor")):
+        unwrapped.unwrap_tangents({"y": data(3, 2), "twice": None})
+
+
+def test_metadata_of_a_gradient_is_recorded_where_it_differs(mesh):
+    """What is partial in the forward pass comes back replicated."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    w = DTensor.from_local(data(2, 3), mesh, [Shard(0)]).requires_grad_()
+    unwrapped = unwrap_subclasses(lambda w: w.redistribute(placements=[Replicate()]).sin(), w)
+    graph = trace_joint(unwrapped.fn, *unwrapped.args)
+    _, grads = graph(unwrapped.unwrap(w), {"_local_tensor": data(4, 3, seed=1)})
+    (w_bar,) = unwrapped.wrap_gradients(*grads)
+    assert w_bar.placements == (Shard(0),)
+    assert unwrapped.out_specs[0].context != unwrapped.gradient_specs[0].context
+
+
+def test_derivatives_through_a_call_of_every_order():
+    """Nothing is cut off where tensors go in and out."""
+    x, w, y_bar = two(3, 2).requires_grad_(), data(2, seed=5), two(3, 2, seed=7)
+    unwrapped = unwrap_subclasses(loss_of, {"x": x}, w)
+
+    def derivatives(function):
+        (x_bar,) = torch.autograd.grad(function({"x": x}, w)["y"], x, y_bar, create_graph=True)
+        (second,) = torch.autograd.grad(x_bar, x, y_bar)
+        return [x_bar.detach().a, x_bar.detach().b, second.a, second.b]
+
+    found, expected = derivatives(unwrapped), derivatives(loss_of)
+    assert all(map(torch.equal, found, expected))
+    assert found[2].abs().sum() > 0
+
+
+def test_gradients_that_have_no_place_inside():
+    w = data(2, seed=5).requires_grad_()
+    joined = unwrap_subclasses(loss_of, {"x": two(3, 2)}, w)
+    with pytest.raises(LeafError, match=re.escape("the gradient of args[1], which is a plain tensor, must be plain")):
+        trace_joint(joined.fn, *joined.args)
+    numbers = unwrap_subclasses(lambda q: q * 2.0, quantized(3).requires_grad_())
+    with pytest.raises(LeafError, match=re.escape("the gradient of args[0] must be a Quantized too")):
+        numbers(quantized(3).requires_grad_()).sum().backward()
+    with pytest.raises(RuntimeError, match="wrap_gradients needs a backward pass"):
+        joined.wrap_gradients({"x": {"a": w, "b": w}}, None)

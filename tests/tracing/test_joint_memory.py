@@ -1,0 +1,266 @@
+"""Memory that inputs and outputs share: writes are not lost, outputs have no history, graphs can be saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import primitives as pr
+from primitives.core.errors import MutationError, ShapeError
+from primitives.tracing import create_joint, functionalize_mutations, trace_joint
+from tests.tracing.test_joint import leaf
+from tests.tracing.test_joint_graph import same
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def writes(w, a, b):
+    a.add_(1)
+    return (w * b.sum()).sum()
+
+
+pure_writes = functionalize_mutations(lambda a, b: (a.add_(1), b.sum())[1])
+
+
+def writes_purely(w, a, b):
+    return (w * pure_writes(a, b)[0]).sum()
+
+
+PROGRAMS = {"writes": writes, "writes_purely": writes_purely}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_inputs_that_share_memory_with_one_that_is_written_to(name):
+    fn, base, w = PROGRAMS[name], zeros(4), leaf(2)
+    text = re.escape("primals[1], primals[2] share memory, and primals[1] is written to")
+    for a, b in ((base, base[:2]), (base[2:], base[1:3]), (base, base)):
+        with pytest.raises(MutationError, match=text):
+            trace_joint(fn, w, a, b, no_tangents=True)
+    # Views of one memory without an element in common are unrelated, and so is what is only read.
+    graph = trace_joint(fn, w, base[2:], base[:2], no_tangents=True)
+    trace_joint(lambda w, a, b: (w * a.sum() * b.sum()).sum(), w, base, base, no_tangents=True)((w, base, base))
+    with pytest.raises(MutationError, match=r"JointGraph: a, b share memory, and a is written to"):
+        graph((w, base[:2], base[1:3]))
+    with pytest.raises(MutationError, match=r"JointGraph: a, b share memory"):
+        graph.forward_graph()((w, base[:2], base[:2]))
+    same(graph((w, base[:2], base[2:]))[1][0], torch.zeros(2, dtype=w.dtype))
+    # Not even where the tensor that is given has to be laid out anew.
+    turned = zeros(3, 3)
+    strided = trace_joint(fn, w, zeros(3, 3), zeros(3, 3), no_tangents=True)
+    with pytest.raises(MutationError, match="share memory"):
+        strided((w, turned.t(), turned))
+
+
+def test_graphs_that_write_to_their_inputs():
+    w, y_bar = leaf(2, 3), torch.ones(2, 3, dtype=torch.float64)
+    graph = trace_joint(lambda w, a: (a.add_(1), w * a)[1], w, zeros(2, 3), functionalize=False)
+    a = zeros(2, 3)
+    same(graph((w, a), y_bar)[1][0], y_bar)
+    assert torch.equal(a, y_bar)
+    with pytest.raises(MutationError, match=re.escape("a is written to in place") + ".*strides"):
+        graph((w, zeros(3, 2).t()), y_bar)
+    with pytest.raises(MutationError, match=r"a, tangents share memory, and a is written to"):
+        graph((w, a), a)
+
+
+def test_lazy_conjugates():
+    z = leaf(3, dtype=torch.complex128)
+    graph = trace_joint(lambda z: (z * z.real).abs().sum(), z, no_tangents=True)
+    same(graph((z.conj(),)), graph((z.conj().resolve_conj(),)))
+    same(
+        trace_joint(lambda z: (z * z.real).abs().sum(), z.detach().conj().requires_grad_(), no_tangents=True)((z,)),
+        graph((z,)),
+    )
+
+
+def test_a_pure_function_within_another_sees_the_sharing():
+    base, real = zeros(4), torch.zeros(2, 2)
+    outer = functionalize_mutations(lambda a, b: pure_writes(a, b)[0])
+    assert outer(base, base[:2])[0] == 2
+    graph = make_fx(outer)(base, base[:2])
+    assert graph(base, base[:2])[0] == 2
+    # A copy cannot share memory in two dtypes.
+    with pytest.raises(MutationError, match=r"args\[0\] is written to.*shares memory with args\[1\]"):
+        outer(real, torch.view_as_complex(real))
+
+
+@pytest.mark.parametrize("kind", ["joint", "graph", "forward graph"])
+def test_outputs_have_no_history(kind):
+    x, y_bar = leaf(3), leaf(3, seed=1).detach()
+
+    def fn(x):
+        y = x.sin()
+        return x, x.view(-1), y, y[0]
+
+    tangents = (None, None, y_bar, None)
+    if kind == "joint":
+        outs = create_joint(fn)((x,), tangents)[0]
+    else:
+        graph = trace_joint(fn, x, tangents=tangents)
+        outs = graph((x,), tangents)[0] if kind == "graph" else graph.forward_graph()((x,))[0]
+    assert not any(y.requires_grad for y in outs)
+    assert outs[0].data_ptr() == outs[1].data_ptr() == x.data_ptr()
+    assert outs[3].data_ptr() == outs[2].data_ptr()
+
+
+def test_metadata_of_inputs_without_gradients():
+    table = zeros(1, 3)
+    _, (bar, _) = create_joint(lambda w, table: w * table.t_().add_(1).sum(), no_tangents=True)(
+        (leaf(1)[0].detach().requires_grad_(), table)
+    )
+    assert (tuple(table.shape), float(bar)) == ((3, 1), 3.0)
+
+
+def test_views_that_a_write_does_not_reach():
+    base = zeros(4)
+    w = base[:2].requires_grad_()
+    create_joint(lambda w, state: (w + state.add_(1)).sum(), no_tangents=True)((w, base.detach()[2:]))
+    assert base.tolist() == [0, 0, 1, 1]
+    with pytest.raises(MutationError, match=r"primals\[0\] requires grad and is written to"):
+        create_joint(lambda w, state: (w * state.add_(1)).sum(), no_tangents=True)((w, base.detach()[1:3]))
+    assert base.tolist() == [0, 0, 1, 1]
+
+
+class Doubled(torch.autograd.Function):
+    """Writes in place and says so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, bar):
+        return 2 * bar
+
+
+class DoubledWithContext(Doubled):
+    @staticmethod
+    def forward(x):
+        return x.mul_(2)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        # An operation between the write and the moment in which it is known to be marked.
+        output.sum()
+        ctx.mark_dirty(inputs[0])
+
+
+class Hidden(Doubled):
+    """Writes in place and does not say so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        return x * 1
+
+
+FUNCTIONS = {"function": Doubled, "with a context": DoubledWithContext}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("view", [False, True])
+def test_custom_functions_that_mark_what_they_write(name, view):
+    function, w = FUNCTIONS[name], leaf(3)
+
+    def fn(x):
+        function.apply(x[1:] if view else x)
+        function.apply(x)
+        return (x * x.sin()).sum()
+
+    x = w * 1
+    value = fn(x)
+    expected = value.detach(), torch.autograd.grad(value, w)[0], x.detach()
+    pure = functionalize_mutations(fn)
+    y, mutated = pure(w)
+    same((y.detach(), torch.autograd.grad(y, w)[0], mutated["args[0]"].detach()), expected)
+    (y, mutated), (bar,) = trace_joint(fn, w, no_tangents=True)((w,))
+    same((y, bar, mutated["x"]), expected)
+    (y, mutated), (bar,) = make_fx(create_joint(pure, no_tangents=True))((w,))((w,))
+    same((y, bar, mutated["args[0]"]), expected)
+    assert torch.equal(w, leaf(3))
+
+
+def test_custom_functions_that_do_not():
+    def ends(x):
+        y = x.sin()
+        Hidden.apply(x)
+        return y
+
+    for fn in (lambda x: Hidden.apply(x).sin(), lambda x: Doubled.apply(x.detach()) + x, ends):
+        for call in (lambda fn: trace_joint(fn, leaf(3)), lambda fn: functionalize_mutations(fn)(leaf(3))):
+            with pytest.raises(MutationError, match=r"requires grad and is written to.*test_joint_memory\.py:\d+: "):
+                call(fn)
+    x = leaf(3)
+    with pytest.raises(MutationError, match=r"primals\[0\] requires grad"):
+        create_joint(Doubled.apply)((x,), zeros(3))
+    assert torch.equal(x, leaf(3))
+
+
+def test_a_joint_function_within_another():
+    def fn(w, x):
+        return (w * create_joint(lambda x: x.sin().sum(), no_tangents=True)((x,))[1][0]).sum()
+
+    w, x = leaf(3), leaf(3, seed=1)
+    expected = create_joint(fn, no_tangents=True)((w, x))
+    same(expected[1], (x.detach().cos(), None))
+    same(trace_joint(fn, w, x, no_tangents=True)((w, x)), expected)
+
+
+SCALE = torch.linspace(0, 1, 4, dtype=torch.float64)
+
+
+def counted(w, batch, count):
+    count.add_(1)
+    return pr.functional.layer_norm(batch["x"] * SCALE, (4,), w, None).sin().sum(-1) * count
+
+
+def saved_by_torch(graph):
+    file = io.BytesIO()
+    torch.save(graph, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda graph: pickle.loads(pickle.dumps(graph)),
+    "torch.save": saved_by_torch,
+    "deepcopy": copy.deepcopy,
+    "parts": lambda graph: pickle.loads(pickle.dumps(graph.backward_graph()))._joint,
+}
+
+
+@pytest.mark.parametrize("name, dynamic", [*((name, False) for name in COPIES), ("pickle", (None, 0, None))])
+def test_copies_of_graphs(name, dynamic):
+    primals = leaf(4), {"x": leaf(5, 4, seed=1)}, zeros()
+    graph = trace_joint(counted, *primals, dynamic=dynamic)
+    other = COPIES[name](graph)
+    assert str(other) == str(graph)
+    assert "test_joint_memory.py" in str(other)
+    assert other.code == graph.code
+    assert repr(other) == repr(graph)
+    for size in (5, 7) if dynamic else (5,):
+        given = leaf(4), {"x": leaf(size, 4, seed=2)}, zeros()
+        tangents = torch.ones(size, dtype=torch.float64), OrderedDict(count=None)
+        same(other(given, tangents), graph(given, tangents))
+        outs, saved = other.forward_graph()(given)
+        same((outs, other.backward_graph()(saved, tangents)), graph(given, tangents))
+    assert other.forward_graph().saved == graph.forward_graph().saved
+    with pytest.raises(ShapeError):
+        other((leaf(4), {"x": leaf(1, 4)}, zeros()), None)
+
+
+def test_a_copy_for_a_device_that_is_not_there():
+    graph = trace_joint(lambda w: w.sin().sum(), leaf(3), no_tangents=True, device="cuda")
+    other = pickle.loads(pickle.dumps(graph))
+    assert str(other) == str(graph)
+    assert all(n.meta["val"].device.type == "cuda" for n in other.graph.nodes if n.op != "output")
