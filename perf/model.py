@@ -8,9 +8,11 @@ The bytes are those of `triton_kernels.costs` under the plan that the device's c
     cached    what the plan reads again comes from the L2 cache as far as that can hold it, and costs nothing
     memory    what the plan reads again comes from memory
 
-Rows that are swept twice are taken to be in the cache the second time. Batch norm reads its operands a second time in
-the opposite order and is taken to find at most one cache full of them. Parameters and statistics that every program
-loads are taken to come from the cache in all three.
+A row that a program sweeps twice is taken to be in the cache the second time as far as the cache holds the rows that
+are under way at once: the second sweep runs against the first, so that it finds what was read last. What a later kernel
+reads again (batch norm's second phase, the second launch of rows that programs share, partial results) is taken to be
+in the cache up to one cache full. Parameters and statistics that every program loads are taken to come from the cache
+in all three.
 
 A device is described by a JSON file in which each value has its source and says whether it was measured; the bench
 writes such a file for the device that it calibrates (`write_device`).
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from perf.workloads import GPU_WORKLOADS
+from perf.workloads import DROPOUT_P, GPU_WORKLOADS
 from triton_kernels import costs, launch
 
 if TYPE_CHECKING:
@@ -42,6 +44,11 @@ OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "perf"
 MODES = ("forward", "backward", "forward_backward", "jvp", "hvp", "double_backward")
 EPS = 1e-5
 MOMENTUM = 0.1
+
+# Programs of a sweep over long rows that run at once on a processor: the compiler reports 37 to 64 registers for most
+# sweeps of 512 threads, and the register file has room for two or three times that (docs/perf/machine_code). Kernels
+# with more registers run one, and have twice as much cache for each row.
+SWEEPING_PROGRAMS = 2
 
 
 class Value(NamedTuple):
@@ -138,7 +145,7 @@ def predict(workload: Workload, mode: str, device: Device) -> Prediction:
     total = calls[0]
     for call in calls[1:]:
         total += call
-    reused = sum(_reused_bytes(workload, call, device) for call in calls)
+    reused = sum(_reused_bytes(call, device) for call in calls)
     bandwidth, per_launch = device.copy_bytes_per_second.value, device.launch_seconds.value
 
     def microseconds(num_bytes: float, launches: int) -> float:
@@ -152,9 +159,14 @@ def predict(workload: Workload, mode: str, device: Device) -> Prediction:
     )
 
 
-def _reused_bytes(workload: Workload, call: Cost, device: Device) -> float:
-    again = call.bytes_moved - call.minimum_bytes
-    return min(again, device.l2_bytes.value) if workload.op == "batch_norm" else again
+def _reused_bytes(call: Cost, device: Device) -> float:
+    """What of the further reads of a call the last cache can serve."""
+    cache = device.l2_bytes.value
+    at_once = SWEEPING_PROGRAMS * device.num_processors.value
+    swept = sum(sweep.num_bytes for sweep in call.sweeps)
+    # Programs come in as many waves as it takes, and each wave finds a cache full of its own rows.
+    served = sum(min(sweep.num_bytes, cache * max(sweep.num_programs / at_once, 1.0)) for sweep in call.sweeps)
+    return served + min(call.bytes_moved - call.minimum_bytes - swept, cache)
 
 
 def calls_of(workload: Workload, mode: str) -> list[Cost]:
@@ -236,7 +248,30 @@ def _batch_norm_calls(workload: Workload) -> dict[str, Cost]:
     }
 
 
-_CALLS = {"layer_norm": _layer_norm_calls, "log_softmax": _log_softmax_calls, "batch_norm": _batch_norm_calls}
+def _batch_norm_eval_calls(workload: Workload) -> dict[str, Cost]:
+    x, weight = _operand(workload), _param(workload)
+    stat = _meta((workload.shape[1],), torch.float32)
+    params = (weight is not None,) * 2
+    return {
+        "fwd": costs.batch_norm_eval_fwd(x, weight, weight, stat, stat, 0, EPS),
+        "bwd": costs.batch_norm_eval_bwd(x, x, weight, stat, stat, 0, EPS, (True, *params, False, False)),
+        "jvp": costs.batch_norm_eval_jvp(x, weight, stat, stat, x, weight, weight, None, None, 0, EPS),
+    }
+
+
+def _dropout_calls(workload: Workload) -> dict[str, Cost]:
+    # It is linear: each of its derivatives is itself.
+    call = costs.dropout_fwd(_operand(workload), _meta((), torch.int64), None, DROPOUT_P, 0)
+    return dict.fromkeys(("fwd", "bwd", "jvp"), call)
+
+
+_CALLS = {
+    "layer_norm": _layer_norm_calls,
+    "log_softmax": _log_softmax_calls,
+    "batch_norm": _batch_norm_calls,
+    "batch_norm_eval": _batch_norm_eval_calls,
+    "dropout": _dropout_calls,
+}
 
 
 def predictions(workloads: Sequence[Workload], device: Device) -> Mapping[tuple[str, str], Prediction]:

@@ -7,6 +7,7 @@ looks it up under what the compiler can have taken into account (see `key_functi
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,11 @@ def _probe_kernel():
 
 # Decided when triton is imported, by TRITON_INTERPRET.
 INTERPRETED = isinstance(_probe_kernel, InterpretedFunction)
+
+# What a direct launch relies on of Triton's description of a function, of a parameter, and of its settings.
+_FUNCTION_FIELDS = ("params", "pre_run_hooks")
+_PARAMETER_FIELDS = ("name", "num", "is_constexpr", "do_not_specialize", "has_default", "default")
+_RUNTIME_FIELDS = ("add_stages_inspection_hook", "launch_enter_hook", "launch_exit_hook")
 
 # Options that a kernel in a graph can have: what Inductor reads from a `triton.Config`.
 GRAPH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas"})
@@ -117,9 +123,11 @@ class Kernel:
     Parameters that are pointers have names that end in `_ptr`, constants are annotated, all others are numbers.
 
     In the interpreter this is the function that `triton.jit` makes. On a GPU the compiled kernel comes from a
-    dictionary; `key_function` says what of a launch selects it. Triton itself launches what is unusual: run-time
-    arguments by keyword or of other types, grids that are functions, kernels and compilers with hooks that have to see
-    every launch. `TRITON_DEBUG` and its like are read when a kernel is compiled.
+    dictionary; `key_function` says what of a launch selects it. Triton itself launches what is not in there yet, and
+    what is unusual: run-time arguments by keyword or of other types, grids that are functions, kernels and compilers
+    with hooks that have to see every launch. It launches everything where it is a release in which something that a
+    direct launch relies on is missing (see `supports_direct_launches` and `takes_all_parameters`). `TRITON_DEBUG` and
+    its like are read when a kernel is compiled.
 
     Args:
         function: The kernel's source, a function for `triton.jit`.
@@ -137,7 +145,9 @@ class Kernel:
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
         self.argument_names = names
-        self._key = None if INTERPRETED else key_function(self.function.params, bool(torch.version.hip))
+        self._key = None
+        if not INTERPRETED and supports_direct_launches(self.function, _runtime):
+            self._key = key_function(self.function.params, bool(torch.version.hip))
         self._compiled: dict[Any, tuple[CompiledKernel, tuple]] = {}
         self._configured: dict[tuple, Any] = {}
 
@@ -158,17 +168,17 @@ class Kernel:
         if self._key is None or callable(grid) or self.function.pre_run_hooks or _runtime.add_stages_inspection_hook:
             self.function[grid](*args, **constants)
             return
-        active = _driver.active
-        device = active.get_current_device()
         try:
+            active = _driver.active
+            device = active.get_current_device()
             described = self._key(*args)
-        except TypeError:
+        except (AttributeError, TypeError):
             self.function[grid](*args, **constants)
             return
         key = (device, *described, *constants, *constants.values())
-        found = self._compiled.get(key) or self._compile(key, grid, args, constants)
+        found = self._compiled.get(key)
         if found is None:
-            self.function[grid](*args, **constants)
+            self._launch_first(key, grid, args, constants)
             return
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*args, *rest, stream=active.get_current_stream(device))
@@ -183,16 +193,12 @@ class Kernel:
                 return True
         return False
 
-    def _compile(self, key: tuple, grid: Any, args: tuple, constants: dict[str, Any]) -> tuple | None:
-        """The compiled kernel, remembered under `key`, and what follows `args`; None where Triton has to launch."""
-        compiled = self.warmup(*args, grid=grid, **constants)
+    def _launch_first(self, key: tuple, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
+        """Let Triton compile and launch, and remember under `key` what it launched, with what follows `args`."""
+        compiled = self.function[grid](*args, **constants)
         # A hook may have refused to compile, or left it to another thread.
-        if not isinstance(compiled, CompiledKernel):
-            return None
-        # The launcher of a compiled kernel takes every parameter in order, and skips the constants.
-        found = compiled, tuple(self._all_constants(len(args), constants).values())
-        self._compiled[key] = found
-        return found
+        if isinstance(compiled, CompiledKernel) and takes_all_parameters(compiled, self.argument_names):
+            self._compiled[key] = compiled, tuple(self._all_constants(len(args), constants).values())
 
     def _all_constants(self, num_args: int, constants: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters that `num_args` positional arguments leave, with their defaults where they are not given."""
@@ -217,6 +223,38 @@ class Kernel:
             config = triton.Config({}, **options)
             self._configured[key] = triton.autotune(configs=[config], key=[])(self.function)
         return self._configured[key]
+
+
+def supports_direct_launches(function: Any, runtime: Any) -> bool:
+    """Whether Triton describes a function and its own hooks as the releases do that `Kernel` was written for.
+
+    Args:
+        function: What `triton.jit` made of a kernel's source.
+        runtime: Triton's settings for launches, `triton.knobs.runtime`.
+    """
+    return (
+        all(hasattr(function, name) for name in _FUNCTION_FIELDS)
+        and all(hasattr(parameter, name) for parameter in function.params for name in _PARAMETER_FIELDS)
+        and all(hasattr(runtime, name) for name in _RUNTIME_FIELDS)
+    )
+
+
+def takes_all_parameters(compiled: Any, names: Sequence[str]) -> bool:
+    """Whether a compiled kernel is launched with every parameter in order, constants too, and a stream by keyword.
+
+    Args:
+        compiled: What Triton has launched.
+        names: Of all parameters.
+    """
+    signature = getattr(getattr(compiled, "src", None), "signature", None)
+    if (
+        not isinstance(signature, dict)
+        or tuple(signature) != tuple(names)
+        or not hasattr(type(compiled), "__getitem__")
+    ):
+        return False
+    expected = {"args": inspect.Parameter.VAR_POSITIONAL, "stream": inspect.Parameter.KEYWORD_ONLY}
+    return {p.name: p.kind for p in inspect.signature(compiled[(1, 1, 1)]).parameters.values()} == expected
 
 
 def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..., tuple]:

@@ -17,6 +17,7 @@ from triton_kernels import launch
 from triton_kernels._dropout_kernels import dropout_kernel
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits
 from triton_kernels.philox import per_stream
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +77,7 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >> 31 else bits
 
 
+@tunable
 def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Tensor:
     """Drop elements of `x` at random, and scale the others.
 

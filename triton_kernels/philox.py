@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from triton_kernels import launch
 from triton_kernels._philox_steps import philox_kernel
 from triton_kernels._runtime import collapsed_stride, device_guard
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ def per_stream(values: Tensor) -> tuple[Tensor, int]:
     return (values.contiguous(), 1) if stride is None else (values, stride)
 
 
+@tunable
 def philox_words(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Tensor:
     """Random words of each stream.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from perf.workloads import GPU_WORKLOADS, KERNEL_MODES
+from perf.workloads import CHANNEL_OPS, DROPOUT_P, GPU_WORKLOADS, KERNEL_MODES
 from triton_kernels import (
     batch_norm,
     batch_norm_second_order,
@@ -29,10 +29,15 @@ EPS = 1e-5
 MOMENTUM = 0.1
 DOUBLE_BACKWARD = (True, True, True, False, False, False)
 DOUBLE_BACKWARD_OF_X = (True, True, False, False, False, False)
+# Where the loss follows at once, y_bar depends on nothing.
+DOUBLE_BACKWARD_OF_LOSS = (False, True, True, False, False, False)
 BACKWARD_OF_JVP = (False, True, True, True, True, True)
+ALL_RESULTS = (True,) * 6
 
-# Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, and batch norm in evaluation.
-ALL_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "evaluation")
+# Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
+# gradients (a Hessian-vector product in reverse), the pairing with all that it can be asked for, as derivatives of
+# third order do, and batch norm in evaluation with the cotangents of its statistics.
+ALL_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Shape:
     @property
     def param_dtype(self) -> torch.dtype:
         """Dtype of parameters: that of the input, but at least float32 for batch norm."""
-        return torch.promote_types(self.torch_dtype, torch.float32) if self.op == "batch_norm" else self.torch_dtype
+        return torch.promote_types(self.torch_dtype, torch.float32) if self.op in CHANNEL_OPS else self.torch_dtype
 
     @property
     def num_bytes(self) -> int:
@@ -84,14 +89,34 @@ class Shape:
 OTHER_SHAPES = (
     Shape("layer_norm", (1 << 18, 24), modes=("forward", "backward", "jvp")),
     Shape("layer_norm", (512, 512), "float64"),
-    Shape("layer_norm", (8192, 4096), modes=("backward_of_jvp", "x_only")),
-    Shape("layer_norm", (4096, 1000), "float32", modes=("forward", "backward", "hvp", "double_backward", "x_only")),
+    Shape("layer_norm", (8192, 768), modes=("gradient_backward",)),
+    Shape("layer_norm", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results")),
+    Shape(
+        "layer_norm",
+        (4096, 1000),
+        "float32",
+        modes=("forward", "backward", "hvp", "double_backward", "x_only", "all_results"),
+    ),
+    # The longest rows that the second order holds whole, without sums beside them, and rows that it sweeps.
+    Shape("layer_norm", (8192, 8192), modes=("backward_of_jvp", "gradient_backward", "all_results")),
+    Shape("layer_norm", (512, 131072), modes=("backward_of_jvp", "gradient_backward", "all_results")),
     Shape("log_softmax", (65536, 24), modes=("forward", "backward", "jvp")),
     Shape("log_softmax", (512, 512), "float64"),
-    Shape("log_softmax", (8192, 4096), modes=("backward_of_jvp", "x_only")),
+    Shape("log_softmax", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward")),
+    Shape("log_softmax", (2048, 128256), modes=("backward_of_jvp", "x_only", "gradient_backward")),
     Shape("log_softmax", (16, 5000, 96), "float32", dim=1),
-    Shape("batch_norm", (64, 256, 56, 56), modes=("backward_of_jvp", "x_only", "evaluation")),
-    Shape("batch_norm", (64, 256, 56, 56), channels_last=True, modes=("backward_of_jvp", "x_only", "evaluation")),
+    Shape(
+        "batch_norm",
+        (64, 256, 56, 56),
+        modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation"),
+    ),
+    Shape(
+        "batch_norm",
+        (64, 256, 56, 56),
+        channels_last=True,
+        modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation"),
+    ),
+    Shape("batch_norm", (64, 256, 56, 56), "float32", modes=("hvp", "all_results")),
     Shape("batch_norm", (8192, 1000), "float32"),
     Shape("batch_norm", (32, 64, 16, 16), "float64"),
     Shape("dropout", (8192, 4096), modes=("forward", "batched")),
@@ -103,7 +128,9 @@ OTHER_SHAPES = (
 def shapes() -> Iterator[Shape]:
     """The suite's shapes, then the others."""
     for w in GPU_WORKLOADS:
-        yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
+        # The suite's dropouts and evaluations have shapes that `OTHER_SHAPES` has.
+        if w.op not in {"dropout", "batch_norm_eval"}:
+            yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
     yield from OTHER_SHAPES
 
 
@@ -116,10 +143,19 @@ def cases() -> Iterator[tuple[str, Shape, Callable[[], object]]]:
 
 def launch_mode(shape: Shape, mode: str) -> None:
     """Call the launchers of one mode of an op, as the rules of the op do."""
-    x = torch.empty(shape.shape, dtype=shape.torch_dtype)
-    if shape.channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
+    # Nobody touches its memory, which a change of its format would.
+    memory_format = torch.channels_last if shape.channels_last else torch.contiguous_format
+    x = torch.empty(shape.shape, dtype=shape.torch_dtype, memory_format=memory_format)
     _LAUNCH[shape.op](shape, mode, x)
+
+
+# What the pairing of a norm is asked for in each mode, each as `(with tangents of the parameters, wanted)`.
+_PAIRINGS = {
+    "double_backward": [(False, DOUBLE_BACKWARD)],
+    "gradient_backward": [(True, DOUBLE_BACKWARD), (True, DOUBLE_BACKWARD_OF_LOSS)],
+    "backward_of_jvp": [(True, BACKWARD_OF_JVP)],
+    "all_results": [(True, ALL_RESULTS)],
+}
 
 
 def _launch_layer_norm(shape: Shape, mode: str, x: Tensor) -> None:
@@ -134,16 +170,18 @@ def _launch_layer_norm(shape: Shape, mode: str, x: Tensor) -> None:
     elif mode == "jvp":
         layer_norm.layer_norm_jvp(x, weight, stat, stat, x, weight, weight, 1, 0)
     elif mode == "hvp":
-        layer_norm_second_order.layer_norm_bwd_jvp(*operands, x, x, weight, 1, 0, (True, *params))
-    elif mode == "double_backward":
-        wanted = DOUBLE_BACKWARD if shape.affine else DOUBLE_BACKWARD_OF_X
-        layer_norm_second_order.layer_norm_pairing(*operands, x, None, None, 1, 0, wanted)
-    elif mode == "backward_of_jvp":
-        layer_norm_second_order.layer_norm_pairing(*operands, x, weight, weight, 1, 0, BACKWARD_OF_JVP)
-    else:
+        # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
+        for y_bar_dot in (None, x):
+            layer_norm_second_order.layer_norm_bwd_jvp(*operands, y_bar_dot, x, weight, 1, 0, (True, *params))
+    elif mode == "x_only":
         layer_norm.layer_norm_bwd(*operands, 1, 0, (True, False, False))
         layer_norm_second_order.layer_norm_pairing(*operands, x, None, None, 1, 0, DOUBLE_BACKWARD_OF_X)
         layer_norm_second_order.layer_norm_bwd_jvp(*operands, x, x, None, 1, 0, (True, False, False))
+    else:
+        for with_param_dots, wanted in _PAIRINGS[mode]:
+            param_dot = weight if with_param_dots else None
+            results = wanted if shape.affine else DOUBLE_BACKWARD_OF_X
+            layer_norm_second_order.layer_norm_pairing(*operands, x, param_dot, param_dot, 1, 0, results)
 
 
 def _launch_log_softmax(shape: Shape, mode: str, x: Tensor) -> None:
@@ -155,44 +193,60 @@ def _launch_log_softmax(shape: Shape, mode: str, x: Tensor) -> None:
     elif mode == "jvp":
         log_softmax.log_softmax_jvp(x, x, dim)
     elif mode == "hvp":
-        log_softmax_second_order.log_softmax_bwd_jvp(x, x, x, x, dim, x.dtype)
+        for y_bar_dot in (None, x):
+            log_softmax_second_order.log_softmax_bwd_jvp(x, x, y_bar_dot, x, dim, x.dtype)
     elif mode == "double_backward":
         log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (True, True, False))
     elif mode == "backward_of_jvp":
         log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (False, True, True))
+    elif mode == "gradient_backward":
+        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (False, True, False))
     else:
         log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (True, True, True))
-        log_softmax_second_order.log_softmax_bwd_jvp(x, x, None, x, dim, x.dtype)
 
 
 def _launch_batch_norm(shape: Shape, mode: str, x: Tensor) -> None:
     weight = torch.empty(x.shape[1], dtype=shape.param_dtype)
     operands = (x, x, weight, weight, weight)
     if mode == "forward":
-        batch_norm.batch_norm_train_fwd(x, weight, weight, weight, weight, 0, MOMENTUM, EPS)
+        for running in (None, weight):
+            batch_norm.batch_norm_train_fwd(x, weight, weight, running, running, 0, MOMENTUM, EPS)
     elif mode == "backward":
         batch_norm.batch_norm_train_bwd(*operands, 0, (True, True, True))
     elif mode == "jvp":
         batch_norm.batch_norm_train_jvp(x, weight, weight, weight, x, weight, weight, 0)
     elif mode == "hvp":
-        batch_norm_second_order.batch_norm_bwd_jvp(*operands, x, x, weight, 0, (True, True, True))
-    elif mode == "double_backward":
-        batch_norm_second_order.batch_norm_pairing(*operands, x, None, None, 0, DOUBLE_BACKWARD)
-    elif mode == "backward_of_jvp":
-        batch_norm_second_order.batch_norm_pairing(*operands, x, weight, weight, 0, BACKWARD_OF_JVP)
+        for y_bar_dot in (None, x):
+            batch_norm_second_order.batch_norm_bwd_jvp(*operands, y_bar_dot, x, weight, 0, (True, True, True))
     elif mode == "x_only":
         batch_norm.batch_norm_train_bwd(*operands, 0, (True, False, False))
         batch_norm_second_order.batch_norm_bwd_jvp(*operands, None, x, None, 0, (True, False, False))
-    else:
+    elif mode == "evaluation":
         batch_norm.batch_norm_eval_fwd(x, weight, weight, weight, weight, 0, EPS)
         batch_norm.batch_norm_eval_bwd(*operands, 0, EPS, (True,) * 5)
         batch_norm.batch_norm_eval_jvp(x, weight, weight, weight, x, weight, weight, weight, weight, 0, EPS)
+    else:
+        for with_param_dots, wanted in _PAIRINGS[mode]:
+            param_dot = weight if with_param_dots else None
+            batch_norm_second_order.batch_norm_pairing(*operands, x, param_dot, param_dot, 0, wanted)
+
+
+def _launch_batch_norm_eval(shape: Shape, mode: str, x: Tensor) -> None:
+    """With running statistics, which nobody differentiates."""
+    weight = torch.empty(x.shape[1], dtype=shape.param_dtype)
+    if mode == "forward":
+        batch_norm.batch_norm_eval_fwd(x, weight, weight, weight, weight, 0, EPS)
+    elif mode == "backward":
+        batch_norm.batch_norm_eval_bwd(x, x, weight, weight, weight, 0, EPS, (True, True, True, False, False))
+    else:
+        batch_norm.batch_norm_eval_jvp(x, weight, weight, weight, x, weight, weight, None, None, 0, EPS)
 
 
 def _launch_dropout(shape: Shape, mode: str, x: Tensor) -> None:
+    # It is linear: each of its derivatives is itself.
     batch_ndim = int(mode == "batched")
     seed = torch.empty(x.shape[:batch_ndim], dtype=torch.int64)
-    dropout.dropout_fwd(x, seed, None, 0.5, batch_ndim)
+    dropout.dropout_fwd(x, seed, None, DROPOUT_P, batch_ndim)
     if mode == "batched":
         philox.philox_words(seed, seed, x.shape[1:])
 
@@ -201,5 +255,6 @@ _LAUNCH = {
     "layer_norm": _launch_layer_norm,
     "log_softmax": _launch_log_softmax,
     "batch_norm": _launch_batch_norm,
+    "batch_norm_eval": _launch_batch_norm_eval,
     "dropout": _launch_dropout,
 }

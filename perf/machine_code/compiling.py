@@ -11,7 +11,7 @@ from perf.machine_code.launches import Launch, watch_launches
 from perf.machine_code.table import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 
 def needed_keys(chip_name: str) -> dict[str, tuple[str, str]]:
@@ -19,16 +19,24 @@ def needed_keys(chip_name: str) -> dict[str, tuple[str, str]]:
     return _walk(chip_name, lambda launch, case: (launch.kernel.__name__, case))
 
 
-def compile_keys(chip_name: str, wanted: Callable[[str], bool]) -> dict[str, Row | str]:
-    """Rows of the kernel variants whose keys are wanted, by key; where the compiler failed, its complaint."""
+def compile_keys(
+    chip_name: str, wanted: Callable[[str], bool], case_names: Collection[str] | None = None
+) -> dict[str, Row | str]:
+    """Rows of the kernel variants whose keys are wanted, by key; where the compiler failed, its complaint.
+
+    Args:
+        chip_name: A key of `CHIPS`.
+        wanted: Says whether a key is.
+        case_names: The cases to go through, if not all have to be.
+    """
 
     def compiled(launch: Launch, case: str) -> Row | str | None:
         return try_compile(chip_name, launch, case) if wanted(launch.key) else None
 
-    return {key: row for key, row in _walk(chip_name, compiled).items() if row is not None}
+    return {key: row for key, row in _walk(chip_name, compiled, case_names).items() if row is not None}
 
 
-def _walk(chip_name: str, visit: Callable) -> dict:
+def _walk(chip_name: str, visit: Callable, case_names: Collection[str] | None = None) -> dict:
     found = {}
     current: list[Shape] = []
     case_name = [""]
@@ -39,6 +47,8 @@ def _walk(chip_name: str, visit: Callable) -> dict:
 
     with watch_launches(chip_name, current, on_launch):
         for name, shape, launch_case in cases():
+            if case_names is not None and name not in case_names:
+                continue
             current[:], case_name[0] = [shape], name
             launch_case()
     return found

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from perf.machine_code.sources import source_text
-from perf.machine_code.stand_in import MAX_REGISTERS, REGISTERS, activate
+from perf.machine_code.stand_in import MAX_REGISTERS, activate
 from triton_kernels._kernel import intercept
 from triton_kernels.launch.chips import CHIPS, use_chip
 from triton_kernels.launch.tables import limits_of
@@ -101,4 +101,4 @@ def _register_budget(chip_name: str, constants: dict[str, Any]) -> int:
     if any(constants.get(name) for name in _SUMS) and "num_cols" in constants:
         threads = max(threads, limits_of(chip).resident_threads)
     # Registers are dealt out to whole warps in units of eight per thread.
-    return min(REGISTERS[chip_name] // threads // 8 * 8, MAX_REGISTERS[chip_name])
+    return min(chip.registers // threads // 8 * 8, MAX_REGISTERS[chip_name])

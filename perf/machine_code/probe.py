@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -14,19 +15,27 @@ from perf.machine_code.stand_in import is_amd
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from perf.machine_code.launches import Launch
 
+# Kernels that are compiled anew, whatever they are, and of those that are close to a limit.
 SAMPLE_SIZE = 2
+TIGHT_SAMPLE_SIZE = 1
 
 
-def choose_sample(keys: dict[str, tuple[str, str]], chip_name: str) -> list[str]:
-    """Keys of a few kernels, others for each chip; the same ones until the kernels change."""
-    kernels = sorted({kernel for kernel, _ in keys.values()})
-    # Spread over the families, which the names sort by.
-    step = len(kernels) // SAMPLE_SIZE
-    first = list(CHIPS).index(chip_name) * max(step // len(CHIPS), 1)
-    chosen = [kernels[(first + number * step) % len(kernels)] for number in range(SAMPLE_SIZE)]
-    return [min(key for key, (kernel, _) in keys.items() if kernel == name) for name in chosen]
+def choose_sample(keys: dict[str, tuple[str, str]], tight: Collection[str]) -> list[str]:
+    """Keys of a few different kernels, first of them `tight` ones; other ones whenever any kernel or plan changes."""
+    seed = "".join(sorted(keys))
+    # No order but that of a hash, and the same one on every machine.
+    order = sorted(keys, key=lambda key: hashlib.sha256(f"{key} {seed}".encode()).digest())
+    chosen: dict[str, str] = {}
+    for candidates, size in (([key for key in order if key in tight], TIGHT_SAMPLE_SIZE), (order, SAMPLE_SIZE)):
+        wanted = len(chosen) + size
+        for key in candidates:
+            if len(chosen) < wanted:
+                chosen.setdefault(keys[key][0], key)
+    return list(chosen.values())
 
 
 def plant_fault(name: str, launch: Launch) -> Launch:
@@ -60,10 +69,12 @@ def _planted(chip_name: str) -> dict[str, dict[str, Any] | str]:
 
 def _probe(chip_name: str) -> dict[str, Any]:
     from perf.machine_code.compiling import compile_keys, needed_keys
+    from perf.machine_code.rules import is_tight
+    from perf.machine_code.table import read_table
 
     keys = needed_keys(chip_name)
-    sample = frozenset(choose_sample(keys, chip_name))
-    rows = list(compile_keys(chip_name, sample.__contains__).values())
+    sample = frozenset(choose_sample(keys, {row.key for row in read_table(chip_name) if is_tight(chip_name, row)}))
+    rows = list(compile_keys(chip_name, sample.__contains__, {keys[key][1] for key in sample}).values())
     return {
         "keys": keys,
         "sample": [dataclasses.asdict(row) for row in rows if not isinstance(row, str)],
@@ -72,18 +83,20 @@ def _probe(chip_name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print one JSON object."""
+    """Print one JSON object, with an entry for each chip."""
     parser = argparse.ArgumentParser(prog="python -m perf.machine_code.probe", description=__doc__)
-    parser.add_argument("--chip", choices=CHIPS, required=True)
-    parser.add_argument("--faults", action="store_true", help="compile the planted faults as well")
+    parser.add_argument("--chip", choices=CHIPS, action="append", required=True, help="may be repeated")
+    parser.add_argument("--faults", choices=CHIPS, action="append", default=[], help="compile planted faults as well")
     options = parser.parse_args()
+    found = {}
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
     with tempfile.TemporaryDirectory() as cache_dir:
         os.environ["TRITON_CACHE_DIR"] = cache_dir
         os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-        found = _probe(options.chip)
-        if options.faults:
-            found["faults"] = _planted(options.chip)
+        for chip_name in options.chip:
+            found[chip_name] = _probe(chip_name)
+            if chip_name in options.faults:
+                found[chip_name]["faults"] = _planted(chip_name)
     sys.stdout.write(json.dumps(found))
     return 0
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import types
 from typing import Any
 
-import triton
+import torch
 import triton.language as tl
+from triton.runtime.jit import JITCallable, KernelInterface
 
-# Module-level values of these types are compiled into the kernels that name them.
-_VALUES = (int, float, str, bool, tuple, type(None), tl.constexpr, tl.dtype)
+# Values of these types are compiled into the kernels that name them.
+_VALUES = (int, float, str, bool, tuple, type(None), tl.constexpr, tl.dtype, torch.dtype)
 
-_texts: dict[Any, str] = {}
+
+class UnknownGlobalError(TypeError):
+    """A kernel names something of which nobody knows how it changes the machine code."""
 
 
 def source_text(function: Any) -> str:
-    """Text of a `triton.jit` function, of all device functions that it calls, and of the constants that they name."""
+    """Text of a `triton.jit` function, of all device functions that it calls, and of the constants that they name.
+
+    Raises:
+        UnknownGlobalError: If one of them names a value that is neither.
+    """
     texts: dict[str, str] = {}
     _collect(function, texts)
     return "\n".join(f"# {name}\n{text}" for name, text in sorted(texts.items()))
@@ -29,23 +37,57 @@ def _collect(function: Any, texts: dict[str, str]) -> None:
         return
     tree = _without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(function.fn))))
     texts[name] = ast.unparse(tree)
+    namespace = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
+    # An assigned or declared name is the function's own.
+    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
-        value = _resolve(node, function.fn.__globals__)
-        if isinstance(value, triton.runtime.JITFunction):
-            # Triton's own library is pinned by its version.
-            if not value.fn.__module__.startswith("triton."):
-                _collect(value, texts)
-        elif isinstance(node, ast.Name) and node.id in function.fn.__globals__ and isinstance(value, _VALUES):
-            texts[f"{function.fn.__module__}.{node.id}"] = repr(value)
+        dotted = _dotted(node)
+        if dotted is None or dotted[0] in own:
+            continue
+        found, value = _resolve(dotted, namespace)
+        if not found or isinstance(value, types.ModuleType) or _is_tritons(value):
+            continue
+        if isinstance(value, (JITCallable, KernelInterface)):
+            _collect(value, texts)
+        elif isinstance(value, _VALUES):
+            texts[f"{function.fn.__module__}: {'.'.join(dotted)}"] = repr(value)
+        else:
+            raise UnknownGlobalError(
+                f"{name}: names {'.'.join(dotted)} of type {type(value).__name__}; constants and device functions only "
+                "are followed, so that the table of machine code knows of every change."
+            )
 
 
-def _resolve(node: ast.AST, namespace: dict[str, Any]) -> Any:
+def _dotted(node: ast.AST) -> tuple[str, ...] | None:
+    """The parts of a name that is read, with all that comes after dots; None for any other expression."""
     if isinstance(node, ast.Name):
-        return namespace.get(node.id)
+        return (node.id,)
     if isinstance(node, ast.Attribute):
-        owner = _resolve(node.value, namespace)
-        return getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+        owner = _dotted(node.value)
+        return None if owner is None else (*owner, node.attr)
     return None
+
+
+def _resolve(dotted: tuple[str, ...], namespace: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether a name of a module, or of a module in it, is there, and its value."""
+    name, *attributes = dotted
+    if name not in namespace:
+        return False, None
+    value = namespace[name]
+    for attribute in attributes:
+        # Attributes of anything else belong to a value that is followed by itself.
+        if not isinstance(value, types.ModuleType) or not hasattr(value, attribute):
+            return False, None
+        value = getattr(value, attribute)
+    return True, value
+
+
+def _is_tritons(value: Any) -> bool:
+    """Whether it comes with Triton, whose version is part of every key, or with Python."""
+    function = getattr(value, "fn", value)
+    module = getattr(function, "__module__", None) or ""
+    return (module.split(".")[0] == "triton" and not isinstance(value, _VALUES)) or module == "builtins"
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

@@ -11,9 +11,8 @@ from triton_kernels.launch.chips import CHIPS
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-# Registers of a processor in 32-bit words, and how many of them one thread can have. A compute unit of AMD has four
-# register files of 512 registers for each lane, of which a wavefront sees one.
-REGISTERS = {"sm_80": 65536, "sm_90": 65536, "sm_100": 65536, "gfx942": 131072}
+# Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of
+# which a wavefront sees one.
 MAX_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 
 
@@ -47,7 +46,7 @@ class StandInDriver:
             "max_shared_mem": self._chip.shared_bytes,
             "multiprocessor_count": self._chip.num_processors,
             "warpSize": self._chip.warp_size,
-            "max_num_regs": REGISTERS[self._chip_name],
+            "max_num_regs": self._chip.registers,
         }
 
     def get_current_device(self) -> int:

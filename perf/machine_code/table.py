@@ -1,9 +1,13 @@
-"""The committed table: one line per compiled kernel and chip, sorted, so that a change shows as a readable diff."""
+"""The committed table: one line per compiled kernel and chip, sorted, so that a change shows as a readable diff.
+
+Each line ends in a checksum of the rest, so that figures which somebody has edited by hand are found without compiling.
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +58,7 @@ class Row:
 
 
 FIELDS = [field.name for field in dataclasses.fields(Row)]
+CHECKSUM = "checksum"
 _NUMBERS = {field.name for field in dataclasses.fields(Row) if field.type == "int"}
 
 
@@ -63,16 +68,31 @@ def table_path(chip_name: str, folder: pathlib.Path = TABLE) -> pathlib.Path:
 
 
 def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
-    """Rows of one chip; none where there is no table."""
+    """Rows of one chip that are as `write_table` has written them; none where there is no table."""
+    return [_row_of(line) for line in _lines(chip_name, folder) if line.get(CHECKSUM) == _checksum(line)]
+
+
+def edited_lines(chip_name: str, folder: pathlib.Path = TABLE) -> list[str]:
+    """Lines of one chip that somebody else has written, each with its first two fields."""
+    lines = _lines(chip_name, folder)
+    return [f"{line['kernel']} ({line['case']})" for line in lines if line.get(CHECKSUM) != _checksum(line)]
+
+
+def _lines(chip_name: str, folder: pathlib.Path) -> list[dict[str, str]]:
     path = table_path(chip_name, folder)
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [_row_of(line) for line in csv.DictReader(file)]
+        return list(csv.DictReader(file))
+
+
+def _checksum(line: dict[str, str]) -> str:
+    text = "\n".join(f"{name}={line.get(name)}" for name in FIELDS)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _row_of(line: dict[str, str]) -> Row:
-    values: dict[str, Any] = {name: int(text) if name in _NUMBERS else text for name, text in line.items()}
+    values: dict[str, Any] = {name: int(line[name]) if name in _NUMBERS else line[name] for name in FIELDS}
     return Row(**values)
 
 
@@ -81,8 +101,10 @@ def write_table(chip_name: str, rows: Iterable[Row], folder: pathlib.Path = TABL
     folder.mkdir(parents=True, exist_ok=True)
     with table_path(chip_name, folder).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(dataclasses.astuple(row) for row in sorted(rows))
+        writer.writerow([*FIELDS, CHECKSUM])
+        for row in sorted(rows):
+            line = {name: str(getattr(row, name)) for name in FIELDS}
+            writer.writerow([*line.values(), _checksum(line)])
 
 
 def read_version(folder: pathlib.Path = TABLE) -> str:

@@ -112,12 +112,12 @@ CHANNEL_LAYOUTS = {
 }
 
 
-def batch_norm_calls(layout: str, samples: int | None = None) -> list[Call]:
+def batch_norm_calls(layout: str, samples: int | None = None, dtype: torch.dtype = torch.float32) -> list[Call]:
     """Training, evaluation and second order in one of `CHANNEL_LAYOUTS`, with other than its number of samples."""
     shape, memory_format = CHANNEL_LAYOUTS[layout]
     shape = (samples or shape[0], *shape[1:])
     x, y_bar, x_dot, y_bar_dot = (
-        random(*shape, seed=seed).contiguous(memory_format=memory_format) for seed in range(4)
+        random(*shape, dtype=dtype, seed=seed).contiguous(memory_format=memory_format) for seed in range(4)
     )
     weight, bias, mean, rstd, weight_dot, bias_dot, mean_dot, var_dot = (
         random(shape[1], seed=seed).abs() for seed in range(8)
@@ -145,9 +145,9 @@ def batch_norm_calls(layout: str, samples: int | None = None) -> list[Call]:
     ]
 
 
-def log_softmax_calls(shape: tuple[int, ...], dim: int) -> list[Call]:
+def log_softmax_calls(shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.float32) -> list[Call]:
     """First order, and second order for every choice of results and tangents."""
-    x, y_bar, x_dot, y_bar_dot, y_dot = (random(*shape, seed=seed) for seed in range(5))
+    x, y_bar, x_dot, y_bar_dot, y_dot = (random(*shape, dtype=dtype, seed=seed) for seed in range(5))
     y = torch.log_softmax(x, dim)
     choices = [tuple(bool(number & bit) for bit in (1, 2, 4)) for number in range(8)]
     return [

@@ -40,7 +40,13 @@ def check(call: Call) -> None:
     """Hold one call to its cost."""
     with measure_traffic() as traffic:
         results = call.run()
-    check_cost(traffic, cost_of(call), call.operands(), results)
+    cost = cost_of(call)
+    check_cost(traffic, cost, call.operands(), results)
+    # What is swept again is part of what is moved beyond the minimum; all of it was loaded twice.
+    swept = sum(sweep.num_bytes for sweep in cost.sweeps)
+    assert 0 <= swept <= cost.bytes_moved - cost.minimum_bytes
+    twice = [traffic.loaded(tensor) for tensor in call.operands()]
+    assert swept <= sum(loaded.total - loaded.unique for loaded in twice)
 
 
 @pytest.mark.parametrize("mode", LAYER_NORM)

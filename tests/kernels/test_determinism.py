@@ -35,17 +35,20 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def shuffled_programs(seed: int) -> Iterator[list[int]]:
-    """Inside, the interpreter visits the programs of every launch in an order of its own; yields the sizes of grids."""
+def reordered_programs(reorder: Callable[[int], list[int]]) -> Iterator[list[int]]:
+    """Inside, the interpreter visits the programs of every launch in another order; yields the sizes of grids.
+
+    Args:
+        reorder: From a number of programs to their numbers, in the order in which they are visited.
+    """
     builder = interpreter.interpreter_builder
-    draw = python_random.Random(seed)
     sizes: list[int] = []
     order: list[int] = []
 
     def set_grid_dim(*dims: int) -> None:
         type(builder).set_grid_dim(builder, *dims)
         sizes.append(math.prod(dims))
-        order[:] = draw.sample(range(sizes[-1]), sizes[-1])
+        order[:] = reorder(sizes[-1])
 
     def set_grid_idx(x: int, y: int, z: int) -> None:
         _, height, depth = builder.grid_dim
@@ -60,15 +63,31 @@ def shuffled_programs(seed: int) -> Iterator[list[int]]:
         del builder.set_grid_dim, builder.set_grid_idx
 
 
-def check(call: Call) -> None:
-    """Run a call as it is, again, and in a shuffled order; scratch and outputs begin as NaN each time."""
+def backwards(count: int) -> list[int]:
+    return list(range(count))[::-1]
+
+
+def shuffled(seed: int) -> Callable[[int], list[int]]:
+    draw = python_random.Random(seed)
+    return lambda count: draw.sample(range(count), count)
+
+
+def check(call: Call, seeds: tuple[int, ...] = (1, 2)) -> list[int]:
+    """Run a call as it is, again, backwards and in shuffled orders; scratch and outputs begin as NaN each time.
+
+    Returns the sizes of its grids.
+    """
     name = call.launcher.__name__
     first = call.run()
     assert_same(first, call.run(), f"{name} differs from run to run")
-    with shuffled_programs(seed=1) as sizes:
-        again = call.run()
-    assert sizes or not first
-    assert_same(first, again, f"{name} depends on the order of its programs")
+    launched: list[int] = []
+    for reorder in (backwards, *map(shuffled, seeds)):
+        with reordered_programs(reorder) as sizes:
+            again = call.run()
+        assert sizes or not first
+        assert_same(first, again, f"{name} depends on the order of its programs")
+        launched += sizes
+    return launched
 
 
 def assert_same(first: list[Tensor], again: list[Tensor], complaint: str) -> None:
@@ -79,30 +98,49 @@ def assert_same(first: list[Tensor], again: list[Tensor], complaint: str) -> Non
         assert not one.isnan().any(), f"{complaint}, or leaves NaN in a result"
 
 
+# Every layout and plan meets float32 or bfloat16, and the modes and calls of it both in turns.
+DTYPES = (torch.float32, torch.bfloat16)
+SPLITS = pytest.mark.parametrize(
+    "splits", [0, 1, 32], ids=["in registers", "one program per row", "several programs per row"]
+)
+
+
 # Rows of several blocks, of sums that do not fit, and of sweeps by one program or several.
 @pytest.mark.parametrize("mode", LAYER_NORM)
-@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "one program per row", "several programs per row"])
+@SPLITS
 def test_layer_norm(mode: str, splits: int, use_limits: Callable[..., None]) -> None:
     if splits:
-        use_limits(**short_rows(64, splits))
-    check(layer_norm_call(mode, 150 if splits else 40, torch.float32, 2 if splits else 50))
+        use_limits(**short_rows(32, splits))
+    dtype = DTYPES[(LAYER_NORM.index(mode) + (splits == 1)) % 2]
+    sizes = check(layer_norm_call(mode, 75 if splits else 20, dtype, 2 if splits else 50))
+    assert max(sizes) >= 2
 
 
 @pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
-def test_batch_norm(layout: str, use_limits: Callable[..., None]) -> None:
-    # Several programs share a channel.
-    use_limits(channel_tile_bytes=2048 if layout == "features" else 4096)
-    for call in batch_norm_calls(layout, samples=200 if layout == "features" else 1)[::3]:
-        check(call)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_batch_norm(
+    layout: str, turn: int, use_limits: Callable[..., None], use_processors: Callable[[int], None]
+) -> None:
+    # Several programs share a channel, and no more than it takes.
+    use_processors(1)
+    use_limits(channel_tile_bytes=2048 if layout == "features" else 4096, channel_transform_programs=4)
+    samples = 200 if layout == "features" else 1
+    sizes = []
+    for number, call in enumerate(batch_norm_calls(layout, samples, DTYPES[turn])):
+        if number % 2 == turn:
+            sizes += check(call, seeds=(number,))
+    assert max(sizes) >= 4
 
 
-@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "one program per row", "several programs per row"])
-@pytest.mark.parametrize("shape, dim", [((2, 150), 1), ((40, 3), 0)], ids=str)
+@SPLITS
+@pytest.mark.parametrize("shape, dim", [((2, 75), 1), ((40, 3), 0)], ids=str)
 def test_log_softmax(shape: tuple[int, int], dim: int, splits: int, use_limits: Callable[..., None]) -> None:
     if splits:
-        use_limits(**short_rows(64, splits))
-    for call in log_softmax_calls(shape, dim)[::4]:
-        check(call)
+        use_limits(**short_rows(32, splits))
+    calls = [log_softmax_calls(shape, dim, dtype) for dtype in DTYPES]
+    # Half of them here and the other half with the other dim or plan, in both dtypes.
+    for number in range((dim + (splits == 1)) % 2, len(calls[0]), 2):
+        check(calls[number // 2 % 2][number], seeds=(number,))
 
 
 def test_dropout() -> None:
@@ -161,9 +199,10 @@ def test_races_are_caught(launcher: Callable[[Tensor], Tensor], complaint: str) 
         check(Call(launcher, (random(20, 50),)))
 
 
-def test_shuffling_visits_every_program_once() -> None:
+@pytest.mark.parametrize("reorder", [backwards, shuffled(0)], ids=["backwards", "shuffled"])
+def test_every_program_is_visited_once(reorder: Callable[[int], list[int]]) -> None:
     builder = interpreter.interpreter_builder
-    with shuffled_programs(0) as sizes:
+    with reordered_programs(reorder) as sizes:
         builder.set_grid_dim(2, 3, 4)
         visited = []
         for x, y, z in ((x, y, z) for x in range(2) for y in range(3) for z in range(4)):

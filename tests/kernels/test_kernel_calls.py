@@ -62,6 +62,12 @@ def test_a_hook_may_refuse_to_compile(compiled):
     assert compiled["refusing_hook"] == [0, 0]
 
 
+def test_triton_launches_everything_where_it_is_not_as_expected(compiled):
+    assert len(compiled["other_releases"]) > 4
+    for name, found in compiled["other_releases"].items():
+        assert found == [[False] * 3, 3], name
+
+
 def test_many_threads_may_launch_at_once(compiled):
     assert compiled["threads"] == 64
 

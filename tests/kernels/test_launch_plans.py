@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import types
 
 import pytest
 import torch
@@ -12,6 +14,52 @@ from triton_kernels import launch
 from triton_kernels.launch import _candidates, _planned
 
 CHIPS = list(launch.CHIPS.values())
+
+# What torch says of devices, from their data sheets and programming guides; torch has no registers of AMD's.
+DEVICES = {
+    "A100": {"major": 8, "minor": 0, "multi_processor_count": 108, "shared_memory_per_block_optin": 166912,
+             "shared_memory_per_multiprocessor": 167936, "L2_cache_size": 41943040},
+    "RTX 3090": {"major": 8, "minor": 6, "multi_processor_count": 82, "shared_memory_per_block_optin": 101376,
+                 "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 6291456},
+    "RTX 4090": {"major": 8, "minor": 9, "multi_processor_count": 128, "shared_memory_per_block_optin": 101376,
+                 "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 75497472},
+    "H200": {"major": 9, "minor": 0, "multi_processor_count": 132, "shared_memory_per_block_optin": 232448,
+             "shared_memory_per_multiprocessor": 233472, "L2_cache_size": 62914560},
+    "B300": {"major": 10, "minor": 3, "multi_processor_count": 148, "shared_memory_per_block_optin": 232448,
+             "shared_memory_per_multiprocessor": 233472, "L2_cache_size": 132120576},
+    "RTX 5090": {"major": 12, "minor": 0, "multi_processor_count": 170, "shared_memory_per_block_optin": 101376,
+                 "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 100663296},
+    "V100": {"major": 7, "minor": 0, "multi_processor_count": 80, "shared_memory_per_block_optin": 98304,
+             "shared_memory_per_multiprocessor": 98304, "L2_cache_size": 6291456},
+}  # fmt: skip
+AMD_DEVICES = {
+    "MI300X": {"gcnArchName": "gfx942:sramecc+:xnack-", "warp_size": 64, "multi_processor_count": 304,
+               "L2_cache_size": 4194304, "shared_memory_per_multiprocessor": 65536},
+    "MI250X": {"gcnArchName": "gfx90a:sramecc+:xnack-", "warp_size": 64, "multi_processor_count": 104,
+               "L2_cache_size": 8388608, "shared_memory_per_multiprocessor": 65536},
+    "RX 7900": {"gcnArchName": "gfx1100", "warp_size": 32, "multi_processor_count": 48, "L2_cache_size": 6291456,
+                "shared_memory_per_multiprocessor": 65536},
+}  # fmt: skip
+
+
+UNTOLD = ("shared_memory_per_block_optin", "shared_memory_per_multiprocessor", "regs_per_multiprocessor", "warp_size")
+
+
+def stand_in(name, without=()):
+    """Properties of a device as torch gives them, `without` some of them."""
+    found = {"name": name, "shared_memory_per_block": 49152, "warp_size": 32, "regs_per_multiprocessor": 65536}
+    found |= DEVICES.get(name, {})
+    if name in AMD_DEVICES:
+        found |= {"major": 9, "minor": 4, "shared_memory_per_block": 65536, **AMD_DEVICES[name]}
+        del found["regs_per_multiprocessor"]
+    return types.SimpleNamespace(**{key: value for key, value in found.items() if key not in without})
+
+
+def chip_named(name, without=()):
+    """The chip that the planner sees in a device."""
+    return launch.chip_from_properties(stand_in(name, without), name in AMD_DEVICES)
+
+
 COLS = [1, 48, 256, 1000, 4097, 5124, 8192, 16384, 32768, 50257, 65536, 131072, 262144]
 ROWS = [1, 7, 500, 8192]
 SIZES = list(itertools.product(ROWS, COLS, [2, 4, 8]))
@@ -29,6 +77,9 @@ def requests(chip):
                 yield launch.plan_log_softmax, arguments
         for function in (launch.plan_layer_norm_params, launch.plan_layer_norm_second_columns):
             yield function, (2, rows, cols, itemsize, chip)
+        for rows_adjacent in (False, True):
+            yield launch.plan_dropout, (rows, cols, rows_adjacent, itemsize, chip)
+        yield launch.plan_philox, (rows * cols, chip)
         yield launch.plan_param_reduce, (rows, itemsize, chip)
         yield launch.plan_channel_merge, (cols, min(rows, 1024), chip)
     for sizes, inner, itemsize in CHANNELS:
@@ -46,14 +97,25 @@ def numbers(plan):
             yield name, value
 
 
+def staged_bytes(function, arguments, plan):
+    """Shared memory for the steps in flight of a loop, all its tensors; 0 where nothing is loaded ahead."""
+    named = dict(numbers(plan))
+    num_values = math.prod(number for name, number in named.items() if name.startswith("block_"))
+    if named.get("loop_stages", 1) > 1:
+        tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
+    elif named.get("num_stages", 1) > 1:
+        is_second = function is launch.plan_channel_second_reduction
+        tensors, itemsize = (4 if is_second else 2), max(arguments[2 if is_second else 3], 4)
+    else:
+        return 0
+    return tensors * num_values * itemsize * max(named.get("loop_stages", 1), named.get("num_stages", 1))
+
+
 def check_within(plan, chip):
     assert all(number >= 1 for _, number in numbers(plan)), plan
     named = dict(numbers(plan))
     blocks = [number for name, number in named.items() if name.startswith("block_")]
-    num_values = 1
-    for block in blocks:
-        num_values *= block
-    assert num_values <= 1 << 20, plan
+    assert math.prod(blocks) <= 1 << 20, plan
     for number in (*blocks, named["num_warps"]):
         assert number & (number - 1) == 0, plan
     assert named["num_warps"] * chip.warp_size <= 1024, plan
@@ -61,13 +123,62 @@ def check_within(plan, chip):
     assert named.get("num_ctas", 1) <= chip.max_cluster, plan
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize(
+    "chip",
+    [*CHIPS, *(chip_named(name) for name in (*DEVICES, *AMD_DEVICES)), chip_named("H200", UNTOLD)],
+    ids=[*launch.CHIPS, *DEVICES, *AMD_DEVICES, "of an older torch"],
+)
 def test_plans_are_within_the_chip(chip):
     for function, arguments in requests(chip):
         plan = function(*arguments)
         check_within(plan, chip)
+        assert staged_bytes(function, arguments, plan) <= chip.shared_bytes, (function.__name__, arguments, plan)
         # No kernel has run in a cluster.
         assert dict(numbers(plan)).get("num_ctas", 1) == 1
+
+
+@pytest.mark.parametrize(
+    "name, table, warp_size, shared_bytes, l2_bytes, max_warps, max_cluster",
+    [
+        ("A100", "sm_80", 32, 166912, 40 << 20, 32, 1),
+        ("RTX 3090", "sm_80", 32, 101376, 6 << 20, 32, 1),
+        ("RTX 4090", "sm_80", 32, 101376, 72 << 20, 32, 1),
+        ("H200", "sm_90", 32, 232448, 60 << 20, 32, 8),
+        ("B300", "sm_100", 32, 232448, 126 << 20, 32, 8),
+        ("RTX 5090", "sm_100", 32, 101376, 96 << 20, 32, 1),
+        ("V100", "sm_80", 32, 98304, 6 << 20, 32, 1),
+        # The infinity cache, which ROCm does not tell of.
+        ("MI300X", "gfx942", 64, 65536, 256 << 20, 16, 1),
+        ("MI250X", "gfx942", 64, 65536, 8 << 20, 16, 1),
+        ("RX 7900", "gfx942", 32, 65536, 6 << 20, 32, 1),
+    ],
+)
+def test_devices_have_their_own_limits(name, table, warp_size, shared_bytes, l2_bytes, max_warps, max_cluster):
+    chip = chip_named(name)
+    assert chip.name == table
+    assert (chip.warp_size, chip.shared_bytes, chip.l2_bytes) == (warp_size, shared_bytes, l2_bytes)
+    assert (chip.max_warps, chip.max_cluster) == (max_warps, max_cluster)
+    assert chip.num_processors == stand_in(name).multi_processor_count
+    assert chip.processor_shared_bytes == stand_in(name).shared_memory_per_multiprocessor
+
+
+def test_the_chips_of_the_tables_are_what_torch_says_of_them():
+    for name, table in (("A100", "sm_80"), ("H200", "sm_90"), ("MI300X", "gfx942")):
+        assert chip_named(name) == launch.CHIPS[table]
+        assert launch.limits_of(chip_named(name)) == launch.LIMITS[table]
+
+
+def test_what_torch_does_not_tell():
+    chip = chip_named("RTX 4090", UNTOLD)
+    # What every block of NVIDIA's can have unasked.
+    assert chip.shared_bytes == 49152
+    assert (chip.warp_size, chip.registers) == (32, 65536)
+    assert launch.limits_of(chip).staged_bytes == 24576
+    # Of a chip with half the wave of gfx942, no more registers are taken for granted than NVIDIA's have.
+    chip = chip_named("RX 7900")
+    assert chip.registers == 65536
+    limits = launch.limits_of(chip)
+    assert (limits.resident_threads, limits.channel_warps) == (256, 8)
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)

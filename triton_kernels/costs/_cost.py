@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -12,6 +12,19 @@ if TYPE_CHECKING:
 
     # For each result its terms, each as `(factor, others)`.
     Terms = Mapping[str, Sequence[tuple[str | None, Sequence[str]]]]
+
+
+class Sweep(NamedTuple):
+    """Second reads of rows that programs sweep twice.
+
+    Attributes:
+        num_bytes: What is read again.
+        num_programs: Programs that sweep their share twice, each for itself; 1 where the second sweep is a launch of
+            its own, which begins when the first one has ended.
+    """
+
+    num_bytes: int
+    num_programs: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,7 @@ class Cost:
         bytes_reread: Parameters, statistics and coefficients that further programs read again, beside `bytes_moved`:
             few bytes many times over, which the caches of a GPU serve.
         launches: Kernels launched.
+        sweeps: What of `bytes_moved` programs read a second time: a cache serves it if it holds the rows under way.
     """
 
     bytes_read: int
@@ -33,6 +47,7 @@ class Cost:
     bytes_moved: int
     bytes_reread: int
     launches: int
+    sweeps: tuple[Sweep, ...] = ()
 
     @property
     def minimum_bytes(self) -> int:
@@ -47,6 +62,7 @@ class Cost:
             self.bytes_moved + other.bytes_moved,
             self.bytes_reread + other.bytes_reread,
             self.launches + other.launches,
+            self.sweeps + other.sweeps,
         )
 
 
@@ -58,6 +74,7 @@ class Account:
         self._operands: dict[str, int] = {}
         self._shared: dict[str, int] = {}
         self._shared_loads = self._written = self._moved = self._launches = 0
+        self._sweeps: list[Sweep] = []
 
     def load(self, passes: int = 1, /, **operands: Tensor | None) -> None:
         """Count `passes` over full-size operands; one that is None is not there."""
@@ -90,6 +107,11 @@ class Account:
         """Count launches."""
         self._launches += count
 
+    def sweep(self, nbytes: int, num_programs: int) -> None:
+        """Note that `nbytes` of what was counted are second reads of swept rows (see `Sweep`)."""
+        if nbytes:
+            self._sweeps.append(Sweep(nbytes, num_programs))
+
     def cost(self) -> Cost:
         """The sum."""
         shared = sum(self._shared.values())
@@ -99,6 +121,7 @@ class Account:
             bytes_moved=self._moved + shared,
             bytes_reread=self._shared_loads - shared,
             launches=self._launches,
+            sweeps=tuple(self._sweeps),
         )
 
 

@@ -61,7 +61,9 @@ def load_params(account: Account, rows: Rows, block_rows: int, passes: int, **pa
     account.load_shared(passes * loads, **params)
 
 
-def launch_sweeps(account: Account, num_rows: int, col_splits: int, num_slots: int, itemsize: int) -> None:
+def launch_sweeps(
+    account: Account, num_rows: int, col_splits: int, num_slots: int, itemsize: int, swept: int, block_rows: int = 1
+) -> None:
     """Count the launches of a kernel that owns whole rows, and the partial results of rows that programs share.
 
     Args:
@@ -70,6 +72,8 @@ def launch_sweeps(account: Account, num_rows: int, col_splits: int, num_slots: i
         col_splits: Programs that share a row.
         num_slots: Partial results of a program; none where no row has to be swept for sums before it is written.
         itemsize: Bytes of a partial result.
+        swept: Bytes of what was counted as loads that are second reads.
+        block_rows: Rows of a program.
     """
     account.launch()
     if col_splits > 1 and num_slots > 0:
@@ -78,6 +82,7 @@ def launch_sweeps(account: Account, num_rows: int, col_splits: int, num_slots: i
         account.scratch(nbytes)
         # Every program of the second launch merges the results of all that share its row.
         account.reload((col_splits - 1) * nbytes)
+    account.sweep(swept, num_rows // block_rows if col_splits == 1 else 1)
 
 
 def add_partial_rows(account: Account, rows: Rows, num_parts: int, num_sums: int) -> None:

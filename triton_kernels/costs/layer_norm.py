@@ -29,7 +29,7 @@ def layer_norm_fwd(
     account.load(2 if plan.looped else 1, x=x)
     load_params(account, rows, plan.block_rows, 1, weight=weight, bias=bias)
     account.store(x.nbytes + 2 * rows.stat_bytes)
-    launch_sweeps(account, rows.all_rows, plan.col_splits, 2, rows.stat_itemsize)
+    launch_sweeps(account, rows.all_rows, plan.col_splits, 2, rows.stat_itemsize, x.nbytes * plan.looped)
     return account.cost()
 
 
@@ -62,7 +62,8 @@ def layer_norm_jvp(
     load_params(account, rows, plan.block_rows, 1, **params)
     account.store(x.nbytes)
     num_slots = 2 if x_dot is not None else 0
-    launch_sweeps(account, rows.all_rows, plan.col_splits, num_slots, rows.stat_itemsize)
+    swept = x.nbytes + x_dot.nbytes if plan.looped and x_dot is not None else 0
+    launch_sweeps(account, rows.all_rows, plan.col_splits, num_slots, rows.stat_itemsize, swept)
     return account.cost()
 
 
@@ -104,6 +105,7 @@ def layer_norm_bwd(
         account.load(sweeps, y_bar=y_bar, x=x)
         account.load_shared(own.col_splits * (2 if own.col_splits > 1 else 1), mean=mean, rstd=rstd)
         account.load_shared(sweeps * launch.cdiv(rows.num_rows, own.block_rows), weight=weight_read)
-        launch_sweeps(account, rows.all_rows, own.col_splits, 2, rows.stat_itemsize)
+        swept = (sweeps - 1) * (y_bar.nbytes + x.nbytes)
+        launch_sweeps(account, rows.all_rows, own.col_splits, 2, rows.stat_itemsize, swept)
     account.store(want_x * x.nbytes + num_sums * rows.num_groups * rows.num_cols * param_itemsize(rows, weight))
     return account.cost()

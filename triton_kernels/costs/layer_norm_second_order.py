@@ -163,4 +163,6 @@ def _count_rows(
     else:
         # Programs keep their parameters, and there are as many as splits.
         account.load_shared(plan.num_splits, **params)
-    launch_sweeps(account, rows.all_rows, col_splits, _NUM_MEANS if has_means else 0, rows.stat_itemsize)
+    full_size = [tensor for name in _FULL_SIZE if (tensor := operands.get(name)) is not None]
+    swept = (sweeps - 1) * sum(tensor.nbytes for tensor in full_size)
+    launch_sweeps(account, rows.all_rows, col_splits, _NUM_MEANS if has_means else 0, rows.stat_itemsize, swept)

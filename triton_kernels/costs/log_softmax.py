@@ -24,6 +24,7 @@ class _Sweeps(NamedTuple):
 
     looped: bool
     num_rows: int
+    block_rows: int
     col_splits: int
     itemsize: int
 
@@ -98,7 +99,7 @@ def _plan(
     num_cols, num_inner = like.shape[dim], math.prod(like.shape[dim + 1 :])
     compute = dtype or accumulation_dtype(functools.reduce(torch.promote_types, [t.dtype for t in inputs]))
     if not like.numel():
-        return _Sweeps(False, 0, 1, compute.itemsize)
+        return _Sweeps(False, 0, 1, 1, compute.itemsize)
     num_outer = like.numel() // (num_cols * num_inner)
     # Where the reduced dim comes last, the rows are the other dims; else they are the dims inside it.
     segments, rows = (1, num_outer) if num_inner == 1 else (num_outer, num_inner)
@@ -107,7 +108,7 @@ def _plan(
         sizes, rows_adjacent, inputs[0].element_size(), compute.itemsize, len(inputs), like.device, num_outputs
     )
     num_rows = segments * launch.cdiv(rows, plan.block_rows) * plan.block_rows
-    return _Sweeps(plan.looped, num_rows, plan.col_splits if plan.looped else 1, compute.itemsize)
+    return _Sweeps(plan.looped, num_rows, plan.block_rows, plan.col_splits if plan.looped else 1, compute.itemsize)
 
 
 def _cost(written: int, sweeps: _Sweeps, num_slots: int, **operands: tuple[Tensor | None, int]) -> Cost:
@@ -117,5 +118,7 @@ def _cost(written: int, sweeps: _Sweeps, num_slots: int, **operands: tuple[Tenso
         account.load(passes, **{name: tensor})
     account.store(written)
     if written:
-        launch_sweeps(account, sweeps.num_rows, sweeps.col_splits, num_slots, sweeps.itemsize)
+        swept = sum(tensor.nbytes for tensor, passes in operands.values() if tensor is not None and passes > 1)
+        parts = (sweeps.num_rows, sweeps.col_splits, num_slots, sweeps.itemsize)
+        launch_sweeps(account, *parts, swept, sweeps.block_rows)
     return account.cost()

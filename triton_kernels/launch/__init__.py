@@ -15,7 +15,15 @@ from triton_kernels.launch.channels import (
     plan_channel_second_transform,
     plan_channel_transform,
 )
-from triton_kernels.launch.chips import CHIPS, Chip, chip_of, cluster_limit, device_name, use_chip
+from triton_kernels.launch.chips import (
+    CHIPS,
+    Chip,
+    chip_from_properties,
+    chip_of,
+    cluster_limit,
+    device_name,
+    use_chip,
+)
 from triton_kernels.launch.dropout import DropoutPlan, plan_dropout, plan_philox
 from triton_kernels.launch.layer_norm import (
     LAYER_NORM_MAX_SEGMENTS,
@@ -51,6 +59,7 @@ __all__ = [
     "LogSoftmaxPlan",
     "ParamReducePlan",
     "cdiv",
+    "chip_from_properties",
     "chip_of",
     "cluster_limit",
     "device_name",

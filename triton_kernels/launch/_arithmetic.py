@@ -15,6 +15,8 @@ MAX_BLOCK_ELEMENTS = 1 << 20
 CACHE_LINE_BYTES = 128
 # Memory is read in sectors of this many bytes; shorter runs waste bandwidth.
 SECTOR_BYTES = 32
+# Words of a block of Philox numbers.
+PHILOX_WORDS = 4
 # Partial sums of one channel are merged by one program that holds all of them at once.
 MAX_CHANNEL_SPLITS = 1024
 # Rows that one tile takes at most: more would serialize the row reductions of very short rows.

@@ -9,6 +9,7 @@ from triton_kernels.launch._arithmetic import (
     MAX_BLOCK_ELEMENTS,
     MAX_CHANNEL_SPLITS,
     MAX_TILE_ROWS,
+    PHILOX_WORDS,
     cdiv,
     next_power_of_2,
 )
@@ -49,6 +50,9 @@ def row_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
     if plan.block_rows == 1:
         most = min(cdiv(num_cols, plan.block_cols), limits_of(chip).max_row_splits)
         found += _varied(plan, col_splits={1, *_near(plan.col_splits, most)} - {plan.col_splits})
+        if 2 * plan.num_warps <= chip.max_warps and 2 * plan.block_cols <= MAX_BLOCK_ELEMENTS:
+            # Half as many rows at once: more of each is in the cache when it is swept again.
+            found.append(replace(plan, block_cols=2 * plan.block_cols, num_warps=2 * plan.num_warps))
         found += _cluster_candidates(plan, next_power_of_2(num_cols), chip)
     return found
 
@@ -94,6 +98,17 @@ def warp_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> lis
     """The same plan with half and twice as many warps."""
     del arguments
     return _varied(plan, num_warps=_near(plan.num_warps, chip_of(device).max_warps))
+
+
+def philox_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Other plans of a kernel that draws random words: warps and columns of a tile."""
+    del arguments
+    cols = _near(plan.block_cols, MAX_BLOCK_ELEMENTS // plan.block_rows)
+    return _varied(
+        plan,
+        num_warps=_near(plan.num_warps, chip_of(device).max_warps),
+        block_cols=[n for n in cols if n >= PHILOX_WORDS],
+    )
 
 
 def channel_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -25,7 +25,9 @@ class Chip:
         warp_size: Threads of a warp (a wavefront on AMD).
         num_processors: Streaming multiprocessors (compute units on AMD).
         shared_bytes: Shared memory (LDS on AMD) that one block can have.
-        l2_bytes: Size of the last cache before memory; of the infinity cache on AMD.
+        processor_shared_bytes: Shared memory of a processor, for all of its blocks.
+        registers: 32-bit registers of a processor.
+        l2_bytes: Size of the last cache before memory; of the infinity cache on AMD, where that is known.
         max_warps: Warps of a block at most.
         max_cluster: Blocks that can reduce together through each other's shared memory; 1 for none.
     """
@@ -34,18 +36,28 @@ class Chip:
     warp_size: int
     num_processors: int
     shared_bytes: int
+    processor_shared_bytes: int
+    registers: int
     l2_bytes: int
     max_warps: int
     max_cluster: int
 
 
-# Data sheets of A100, H200, B200 and MI300X. AMD allows 16 wavefronts of 64 threads in a block.
+# Data sheets of A100, H200, B200 and MI300X. AMD allows 16 wavefronts of 64 threads in a block. Where the H200's cache
+# size is from stands in perf/devices/h200.json.
 CHIPS = {
-    "sm_80": Chip("sm_80", 32, 108, 166912, 40 << 20, 32, 1),
-    "sm_90": Chip("sm_90", 32, 132, 232448, 50 << 20, 32, 8),
-    "sm_100": Chip("sm_100", 32, 148, 232448, 126 << 20, 32, 8),
-    "gfx942": Chip("gfx942", 64, 304, 65536, 256 << 20, 16, 1),
+    "sm_80": Chip("sm_80", 32, 108, 166912, 167936, 65536, 40 << 20, 32, 1),
+    "sm_90": Chip("sm_90", 32, 132, 232448, 233472, 65536, 60 << 20, 32, 8),
+    "sm_100": Chip("sm_100", 32, 148, 232448, 233472, 65536, 126 << 20, 32, 8),
+    "gfx942": Chip("gfx942", 64, 304, 65536, 65536, 131072, 256 << 20, 16, 1),
 }
+
+# Threads of a block at most, on every chip that Triton compiles for.
+MAX_BLOCK_THREADS = 1024
+
+# Compute capabilities with tables of clusters; those of other chips of the same generations (11.0, 12.0) are not looked
+# into, and are taken to have none.
+CLUSTER_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
 
 # A CPU run (the interpreter) plans as if for this many processors: enough to exercise splits and persistent loops,
 # few enough to stay fast.
@@ -59,15 +71,50 @@ CLUSTERS_SINCE = (3, 9)
 _chosen: Chip | None = None
 
 
+def chip_from_properties(properties: Any, is_amd: bool) -> Chip:
+    """The chip that torch describes: the plans of the nearest table, and the limits of the device itself.
+
+    A chip of NVIDIA takes the table of its compute capability's major number, or else of the nearest lower one that has
+    a table (`sm_80` if there is none); all chips of AMD take that of gfx942. Where the device has less than the chip of
+    the table, or warps of another size, the plans keep to what the device has (see `tables.limits_of`).
+
+    Args:
+        properties: Those of `torch.cuda.get_device_properties`. What a release of torch does not tell is taken to be as
+            on the chip of the table; but of shared memory a block then has only what it can have unasked, and an AMD
+            chip with warps of 32 threads only as many registers as one of NVIDIA.
+        is_amd: Whether the chip is AMD's.
+    """
+    if is_amd:
+        base, capability = CHIPS["gfx942"], None
+    else:
+        base = CHIPS["sm_80" if properties.major < 9 else "sm_90" if properties.major < 10 else "sm_100"]
+        capability = (properties.major, getattr(properties, "minor", 0))
+    has_infinity_cache = is_amd and str(getattr(properties, "gcnArchName", "")).split(":")[0] == base.name
+
+    def told(name: str, otherwise: int) -> int:
+        return int(getattr(properties, name, 0) or otherwise)
+
+    warp_size = told("warp_size", base.warp_size)
+    registers = base.registers if warp_size == base.warp_size else min(chip.registers for chip in CHIPS.values())
+    # AMD has no more for blocks that ask for it.
+    shared_bytes = told("shared_memory_per_block_optin", told("shared_memory_per_block", base.shared_bytes))
+    return Chip(
+        name=base.name,
+        warp_size=warp_size,
+        num_processors=told("multi_processor_count", base.num_processors),
+        shared_bytes=shared_bytes,
+        processor_shared_bytes=told("shared_memory_per_multiprocessor", max(shared_bytes, base.processor_shared_bytes)),
+        registers=told("regs_per_multiprocessor", registers),
+        # What ROCm calls L2 is a smaller cache in front of the infinity cache, which it does not tell of.
+        l2_bytes=base.l2_bytes if has_infinity_cache else told("L2_cache_size", base.l2_bytes),
+        max_warps=told("max_threads_per_block", MAX_BLOCK_THREADS) // warp_size,
+        max_cluster=base.max_cluster if capability in CLUSTER_CAPABILITIES else 1,
+    )
+
+
 @functools.cache
 def _cuda_chip(index: int) -> Chip:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        name = "gfx942"
-    else:
-        # Minor versions share the plans of their major one; an unknown one those of its nearest elder.
-        name = {8: "sm_80", 9: "sm_90"}.get(properties.major, "sm_100" if properties.major >= 10 else "sm_80")
-    return replace(CHIPS[name], num_processors=properties.multi_processor_count, l2_bytes=properties.L2_cache_size)
+    return chip_from_properties(torch.cuda.get_device_properties(index), bool(torch.version.hip))
 
 
 def chip_of(device: torch.device | Chip) -> Chip:

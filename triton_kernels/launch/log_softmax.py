@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
@@ -17,6 +16,7 @@ from triton_kernels.launch._arithmetic import (
 )
 from triton_kernels.launch._candidates import row_candidates
 from triton_kernels.launch._planned import planned
+from triton_kernels.launch._row_plan import RowPlan
 from triton_kernels.launch.chips import Chip, chip_of
 from triton_kernels.launch.tables import limits_of
 
@@ -26,27 +26,8 @@ if TYPE_CHECKING:
     from triton_kernels.launch.tables import Limits
 
 
-@dataclass(frozen=True)
-class LogSoftmaxPlan:
-    """Tile of a log-softmax kernel; `looped` means that the reduced dim is swept tile by tile.
-
-    `col_splits` programs share a row that is swept: each has as many adjacent tiles as the others, and the last one
-    what remains. `num_ctas` blocks of a cluster share what is one program otherwise, `num_warps` in each. The plans
-    chosen here have no clusters, because no kernel has run in one yet; they are among the candidates of tuning.
-    """
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-    looped: bool
-    col_splits: int = 1
-    num_ctas: int = 1
-
-    def options(self) -> dict[str, int]:
-        """What Triton is told besides the arguments of the kernel."""
-        if self.num_ctas > 1:
-            return {"num_warps": self.num_warps, "num_ctas": self.num_ctas}
-        return {"num_warps": self.num_warps}
+class LogSoftmaxPlan(RowPlan):
+    """Of a log-softmax kernel."""
 
 
 def _row_cols(num_inputs: int, num_outputs: int, limits: Limits) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._planned import forget_plans
+from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +54,8 @@ class Limits:
         channel_warps: Warps that share such a tile.
         channel_reduction_programs: Programs per processor of a reduction over channels.
         channel_transform_programs: Programs per processor of an elementwise kernel over channels.
+        philox_tile: Values of a tile of dropout, and words of a program that stores Philox numbers.
+        philox_threads: Threads that share such a tile.
     """
 
     row_threads: int
@@ -83,6 +86,8 @@ class Limits:
     channel_warps: int
     channel_reduction_programs: int
     channel_transform_programs: int
+    philox_tile: int
+    philox_threads: int
 
 
 SM_90 = Limits(
@@ -153,14 +158,18 @@ SM_90 = Limits(
     channel_reduction_programs=4,
     # Two full waves of eight resident programs, so that a late program does not leave a processor idle for long.
     channel_transform_programs=16,
+    # 16 values for each of 128 threads: 16 bytes per load, two loads and four independent chains of Philox rounds in
+    # flight for 2-byte elements, and four programs' worth of registers to spare, so that loads of one program hide
+    # behind the arithmetic of others.
+    philox_tile=2048,
+    philox_threads=128,
 )
 
 # The registers, threads and warp slots of a processor are those of sm_90, and ptxas reports the same fits.
 SM_80 = SM_90
 
-# Likewise, but for one variant of one kernel: all results of the second-order pairing of layer norm at 8,192 bfloat16
-# columns spill 8 bytes per thread, 4 KiB of cache per row, written and read once. A sweep by tiles would read another
-# 16 KiB of each of three operands, and with 1024 threads two other variants spill 8 to 64 bytes.
+# Likewise, but for two variants of one kernel, which spill 8 bytes per thread: `perf/machine_code/rules.py` names them
+# and says why no other plan is better.
 SM_100 = SM_90
 
 GFX942 = replace(
@@ -177,12 +186,39 @@ GFX942 = replace(
 
 LIMITS = {"sm_80": SM_80, "sm_90": SM_90, "sm_100": SM_100, "gfx942": GFX942}
 
+# Tiles that one step of a reduction over channels loads: of two operands, or of four that are half as large.
+CHANNEL_STEP_TILES = 2
+
 _changes: dict[str, int] = {}
 
 
 def limits_of(chip: Chip) -> Limits:
-    """The limits that the plans for `chip` keep to."""
-    return replace(LIMITS[chip.name], **_changes) if _changes else LIMITS[chip.name]
+    """The limits that the plans for `chip` keep to: those of its table, and less where the chip has less."""
+    limits = _fitted(LIMITS[chip.name], chip)
+    return replace(limits, **_changes) if _changes else limits
+
+
+def _fitted(limits: Limits, chip: Chip) -> Limits:
+    """The limits for a chip that is not the one of its table (see `chips.chip_from_properties`)."""
+    base = CHIPS[chip.name]
+    fitted = {
+        "row_threads": min(limits.row_threads, chip.max_warps * chip.warp_size),
+        "tile_threads": min(limits.tile_threads, chip.max_warps * chip.warp_size),
+        # As many threads per tile, however many make a warp.
+        "channel_warps": limits.channel_warps * base.warp_size // chip.warp_size,
+    }
+    if chip.registers < base.registers:
+        # As many registers for each thread; warps come in powers of two.
+        threads = limits.resident_threads * chip.registers // base.registers
+        fitted["resident_threads"] = 1 << (threads.bit_length() - 1)
+    for name in ("staged_bytes", "unaligned_staged_bytes"):
+        # The other half is for a second step in flight, and for what warps exchange.
+        fitted[name] = min(getattr(limits, name), chip.shared_bytes // 2)
+    if chip.shared_bytes < 2 * CHANNEL_STEP_TILES * limits.channel_tile_bytes:
+        tile_bytes = chip.shared_bytes // (2 * CHANNEL_STEP_TILES)
+        fitted["channel_tile_bytes"] = 1 << (tile_bytes.bit_length() - 1)
+    changed = {name: value for name, value in fitted.items() if getattr(limits, name) != value}
+    return replace(limits, **changed) if changed else limits
 
 
 @contextlib.contextmanager
