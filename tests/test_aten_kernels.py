@@ -191,6 +191,28 @@ def test_statistics_of_batch_norm_far_from_zero(shape, layout, offset):
         assert_close(got, want, dtype=torch.float32, what=f"output {i}")
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("mean, std, eps", [(1.0, 1e-3, 0.1), (0.1, 1e-4, 1e-3), (0.0, 0.0, 1e-5), (3.0, 0.0, 1e-5)])
+def test_running_variance_where_eps_is_larger(mean, std, eps, layout):
+    x = arranged((mean + std * normal((8, 4, 28, 28), 0)).float(), layout)
+    zero = torch.zeros(4)
+    out = BATCH_NORM.forward(x, None, None, zero, zero, 0, 1.0, eps)
+    true = x.double().transpose(0, 1).reshape(4, -1)
+    torch.testing.assert_close(out[3].double(), true.mean(1), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(out[4].double(), true.var(1), rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("spatial", [(1, 100_000), (100_000, 1), (500, 200)])
+def test_long_sums_of_lines_of_any_shape(spatial):
+    """Channels last: no shape has an axis along which a sum is left long."""
+    x = arranged(normal((2, 2, *spatial), 0, 15.0).float(), "channels_last")
+    out = BATCH_NORM.forward(x, None, None, None, None, 0, 0.1, EPS)
+    with pr.use_backend("reference"):
+        true = BATCH_NORM.forward(x.double(), None, None, None, None, 0, 0.1, EPS)
+    for i, (got, want) in enumerate(zip(out[:3], true[:3], strict=True)):
+        assert_close(got, want, dtype=torch.float32, what=f"output {i}")
+
+
 def test_long_sums_of_layer_norm():
     x, y_bar = (normal((131_101, 4), i, 2.0 * i).float() for i in range(2))
     _, mean, rstd = LAYER_NORM.forward(x, None, None, 1, 0, EPS)

@@ -104,9 +104,9 @@ def _statistics(x: Tensor, layout: Channels, eps: float) -> tuple[Tensor, Tensor
     """Mean, biased variance and rstd of each channel."""
     if layout.is_planar:
         mean, variance = layout.planar_statistics(x)
-        rstd = (variance + eps).rsqrt()
-        if is_well_conditioned(mean, rstd, LARGEST_PLANAR_OFFSET):
-            return mean, variance, rstd
+        # Without eps: the running variance has to be right where eps hides the error from the output.
+        if not (mean.square() > LARGEST_PLANAR_OFFSET**2 * variance).any():
+            return mean, variance, (variance + eps).rsqrt()
     mean, variance = layout.statistics(x)
     rstd = (variance + eps).rsqrt()
     if not layout.is_planar and not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM):

@@ -76,13 +76,11 @@ class Channels(NamedTuple):
         if self.is_planar or self.num_values <= LONGEST_SUM:
             yield list(ts)
             return
-        samples = LONGEST_SUM // self.shape[2:].numel()
-        if samples:
-            yield from map(list, zip(*(t.split(samples) for t in ts), strict=True))
-            return
-        lines = max(1, LONGEST_SUM // self.shape[3:].numel())
-        for n in range(self.shape[0]):
-            yield from map(list, zip(*(t[n : n + 1].split(lines, 2) for t in ts), strict=True))
+        yield from map(list, zip(*(self._rows(t).split(LONGEST_SUM) for t in ts), strict=True))
+
+    def _rows(self, t: Tensor) -> Tensor:
+        """`t`, in this layout, as [values per channel, C]: a view where the layout is not planar."""
+        return t.movedim(1, -1).reshape(-1, self.shape[1])
 
     @property
     def is_planar(self) -> bool:
@@ -95,7 +93,7 @@ class Channels(NamedTuple):
         if self.is_planar:
             total = x.view(*self.shape[:2], -1).sum(2, dtype=self.acc).sum(0)
         else:
-            total = x.movedim(1, -1).reshape(-1, self.shape[1]).sum(0, dtype=self.acc)
+            total = self._rows(x).sum(0, dtype=self.acc)
         return total / self.num_values
 
     def planar_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
