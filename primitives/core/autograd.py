@@ -17,6 +17,7 @@ Four points decide whether nesting is right:
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -298,7 +299,22 @@ def autograd_kernel(op: Primitive) -> Callable:
 
 # What a plain eager call finds: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
-_PLAIN_STATE = _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
+
+
+def _state() -> tuple[int, int]:
+    return _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
+
+
+def state_of_new_threads() -> tuple[int, int]:
+    """What a thread begins with: this one may be inside autocast, or another mode, when this module is imported."""
+    found: list[tuple[int, int]] = []
+    thread = threading.Thread(target=lambda: found.append(_state()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+_PLAIN_STATE = state_of_new_threads()
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -324,8 +340,7 @@ def plain_keys(tensors: Sequence[Tensor]) -> Any:
     `None` where anything unusual takes part that the dispatcher has to see: a mode, a transform, a profiler, a
     subclass, tensors of several kinds.
     """
-    state = _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
-    if state != _PLAIN_STATE or _num_function_modes() or _is_profiling():
+    if _state() != _PLAIN_STATE or _num_function_modes() or _is_profiling():
         return None
     first = _C._dispatch_keys(tensors[0]).raw_repr()
     for x in tensors:
