@@ -1,8 +1,9 @@
 """Measure the kernels, report, compare and predict.
 
 python -m perf run [--device cpu|cuda] [--quick] [--out FILE]   measure everything, write one JSON file
+python -m perf run --plan [--device cpu|cuda] [--quick]         what that would measure, and how long it should take
 python -m perf report FILE [FILE ...]                           tables and plots into docs/perf/
-python -m perf compare BEFORE AFTER                             exit status 1 if rows fell by 5 %, broke or are gone
+python -m perf compare BEFORE AFTER                             exit status 1 if a row fell by over 5 %, broke, is gone
 python -m perf predict                                          times that the model expects of a device
 """
 
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
     run.add_argument("--seconds", type=float, help="time that the run may take")
     run.add_argument("--workers", type=int, help="processes that compile, and that prepare what is measured")
+    run.add_argument("--plan", action="store_true", help="only say what would be measured, and how long it should take")
     run.add_argument("--out", type=Path, default=DEFAULT_OUT, help="result file (default: %(default)s)")
     report = commands.add_parser("report", help="write tables and plots")
     report.set_defaults(command=_report)
@@ -53,15 +55,27 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(command=_compare)
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
-    compare.add_argument("--fall", type=float, default=0.05, help="what is flagged (default: %(default)s)")
+    compare.add_argument("--fall", type=_part, default=0.05, help="part of its speed that a row may lose (%(default)s)")
+    compare.add_argument(
+        "--allow-spread",
+        action="store_true",
+        help="let a fall of up to twice that pass if the ranges of the samples of both runs overlap",
+    )
     predict = commands.add_parser("predict", help="what the time model expects", add_help=False)
     predict.set_defaults(command=_predict)
     return parser
 
 
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a part of one, as 0.05 for 5 %, got {text}.")
+    return value
+
+
 def _run(options: argparse.Namespace) -> int:
     try:
-        from perf.suite.driver import run
+        from perf.suite.driver import describe, run
         from perf.suite.plan import OptionError, Options
     except ModuleNotFoundError as error:
         return _fail(f"python -m perf run needs {error.name}: pip install 'torch-training-primitives[perf]'.")
@@ -71,7 +85,11 @@ def _run(options: argparse.Namespace) -> int:
     try:
         device = options.device or _default_device()
         names = (tuple(options.only), tuple(options.modes), tuple(options.providers))
-        result = run(Options(device, options.quick, *names, options.seconds, options.workers))
+        asked = Options(device, options.quick, *names, options.seconds, options.workers)
+        if options.plan:
+            print(describe(asked))
+            return 0
+        result = run(asked)
     except (OptionError, RuntimeError) as error:
         return _fail(str(error))
     write_json(options.out, result)
@@ -107,7 +125,7 @@ def _compare(options: argparse.Namespace) -> int:
     from perf.suite.results import ResultError, load
 
     try:
-        comparison = compare(load(options.before), load(options.after), options.fall)
+        comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)
     except ResultError as error:
         return _fail(str(error))
     print(comparison.text())

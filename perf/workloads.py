@@ -25,6 +25,8 @@ DROPOUT_P = 0.1
 MODES = ("forward", "backward", "jvp", "hvp", "double_backward", "forward_backward", "training_step")
 # Modes of single operations, which the suite measures on a GPU unless told otherwise.
 KERNEL_MODES = MODES[:5]
+# Those that a full run measures of every workload.
+BASIC_MODES = MODES[:2]
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -42,8 +44,11 @@ class Workload:
         dim: What log-softmax reduces.
         affine: Whether a norm has a weight and a bias.
         channels_last: Memory format of batch norm's input.
-        modes: What is measured of it on a GPU.
+        modes: What its kernels are compiled, predicted and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
+        whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
+        telling: Whether it stands for its family: a quick run measures all of its modes too, and peers that tune for
+            long take part.
     """
 
     name: str
@@ -55,6 +60,8 @@ class Workload:
     channels_last: bool = False
     modes: tuple[str, ...] = KERNEL_MODES
     quick: bool = False
+    whole: bool = False
+    telling: bool = False
 
     @property
     def key(self) -> str:
@@ -137,16 +144,16 @@ def _layer_norms() -> Iterator[Workload]:
     yield Workload("ViT-B/16", "layer_norm", (12608, 768))
     yield Workload("ViT-L/16", "layer_norm", (12608, 1024), dtype="float16", modes=first_order)
     yield Workload("DiT-XL/2", "layer_norm", (16384, 1152), affine=False)
-    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True)
+    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True, telling=True)
     yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float16", modes=first_order)
     yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float32")
     yield Workload("Llama 8B width, few rows", "layer_norm", (1024, 4096))
     yield Workload("Llama 13B width", "layer_norm", (8192, 5120))
-    yield Workload("Llama 70B width", "layer_norm", (8192, 8192))
+    yield Workload("Llama 70B width", "layer_norm", (8192, 8192), whole=True)
     yield Workload("Llama 405B width", "layer_norm", (4096, 16384))
     yield Workload("short rows", "layer_norm", (32768, 256))
     yield Workload("odd", "layer_norm", (8192, 1000))
-    yield Workload("odd", "layer_norm", (8192, 4097))
+    yield Workload("odd", "layer_norm", (8192, 4097), whole=True)
     yield Workload("odd", "layer_norm", (8192, 5124))
     yield Workload("long rows", "layer_norm", (2048, 32768))
     yield Workload("long rows", "layer_norm", (1024, 65536))
@@ -159,13 +166,13 @@ def _log_softmaxes() -> Iterator[Workload]:
     yield Workload("ImageNet head", "log_softmax", (8192, 1000))
     yield Workload("attention rows", "log_softmax", (32768, 1024))
     yield Workload("attention rows", "log_softmax", (8192, 4096), quick=True)
-    yield Workload("odd", "log_softmax", (8192, 4097))
+    yield Workload("odd", "log_softmax", (8192, 4097), whole=True)
     yield Workload("odd", "log_softmax", (8192, 5124), modes=first_order)
-    yield Workload("Llama 2 vocabulary", "log_softmax", (4096, 32000))
+    yield Workload("Llama 2 vocabulary", "log_softmax", (4096, 32000), whole=True)
     yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), quick=True)
     yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), dtype="float32", modes=first_order)
     yield Workload("long rows", "log_softmax", (2048, 65536))
-    yield Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True)
+    yield Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True, telling=True)
     yield Workload("long rows", "log_softmax", (1024, 131072), dtype="float16", modes=first_order)
     yield Workload("Gemma vocabulary", "log_softmax", (1024, 262144))
     yield Workload("segmentation", "log_softmax", (16, 21, 512, 512), dim=1, modes=first_order)
@@ -185,10 +192,11 @@ def _batch_norms() -> Iterator[Workload]:
                 channels_last=channels_last,
                 modes=KERNEL_MODES if second else first_order,
                 quick=channels == 256,
+                telling=channels == 256 and not channels_last,
             )
     yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float16", modes=first_order)
     yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float32", modes=first_order)
-    yield Workload("BatchNorm1d", "batch_norm", (8192, 1024))
+    yield Workload("BatchNorm1d", "batch_norm", (8192, 1024), whole=True)
     yield Workload("video", "batch_norm", (8, 64, 16, 56, 56))
 
 
@@ -229,7 +237,7 @@ CPU_WORKLOADS: tuple[Workload, ...] = (
 )
 
 GPU_TRAINING: tuple[TrainingWorkload, ...] = (
-    TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024, True),
+    TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024),
     TrainingWorkload("wide", "ConvNet", {"channels": 128}, 4096),
 )
 CPU_TRAINING: tuple[TrainingWorkload, ...] = (

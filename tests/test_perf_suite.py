@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import primitives
-from perf.suite import cuda_timer, driver, machine, modes, reference, timers
+from perf.suite import cuda_timer, machine, modes, reference, timers
 from perf.suite.bytes import is_multi_pass, kernel_bytes, minimum_bytes
-from perf.suite.plan import GPU_PROVIDERS, OptionError, Options, compile_items, compiling, find, make_plan, suite
 from perf.suite.providers import provider
 from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, Workload
 
@@ -31,7 +30,7 @@ LINEAR = {
     "dropout": Workload("tiny", "dropout", (40, 50), dtype="float32"),
 }
 
-# Workloads, plan and bytes.
+# Workloads and bytes.
 
 
 def test_the_shapes_that_models_call_are_all_there():
@@ -45,42 +44,6 @@ def test_the_shapes_that_models_call_are_all_there():
     assert layouts == {False, True}
     assert {workload.op for workload in GPU_WORKLOADS if workload.quick} == set(OPS)
     assert {workload.dtype for workload in GPU_WORKLOADS} == {"bfloat16", "float16", "float32"}
-
-
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_samples_fit_the_time_of_a_run(device, quick):
-    made = make_plan(Options(device, quick=quick), dict.fromkeys(GPU_PROVIDERS))
-    total = 120 if quick else 540
-    assert made["options"]["seconds"] + driver.GRACE_SECONDS < total
-    assert sum(item["seconds"] for item in made["units"]) + made["compile_seconds"] < made["options"]["seconds"]
-    assert [item["id"] for item in made["units"]] == sorted({item["id"] for item in made["units"]})
-    assert all(find(item["workload"], device).key == item["workload"] for item in made["units"])
-
-
-def test_what_matters_most_comes_first():
-    made = make_plan(Options("cuda"), dict.fromkeys(GPU_PROVIDERS))
-    found = [find(item["workload"], "cuda") for item in made["units"]]
-    ranks = [0 if w.quick else 1 if not isinstance(w, Workload) or w.pass_bytes >= 32e6 else 2 for w in found]
-    assert ranks == sorted(ranks)
-    assert set(ranks) == {0, 1, 2}
-    assert {(w.key, mode) for w, mode in suite("cuda")} == {(u["workload"], u["mode"]) for u in made["units"]}
-    made["compiling"] = compiling(made["providers"], "cuda")
-    names = [name for _, name in compile_items(made)]
-    assert len(names) == len(made["units"]) * len(made["compiling"])
-    # Whoever tunes for long, tunes last, so that nobody else is skipped for it.
-    first = names.index("torch.compile max-autotune")
-    assert set(names[first:]) == {"torch.compile max-autotune"}
-
-
-def test_a_run_can_be_narrowed_down_and_says_what_it_does_not_know():
-    everything = dict.fromkeys(GPU_PROVIDERS)
-    made = make_plan(Options("cuda", only=("batchnorm1d",), modes=("jvp",), providers=("torch",)), everything)
-    assert [(item["name"], item["mode"]) for item in made["units"]] == [("BatchNorm1d", "jvp")]
-    assert made["providers"] == ["torch"]
-    for wrong in ({"modes": ("sideways",)}, {"providers": ("nobody",)}, {"only": ("no such words",)}):
-        with pytest.raises(OptionError, match=next(iter(wrong.values()))[0]):
-            make_plan(Options("cuda", **wrong), everything)
 
 
 def test_minimum_bytes_are_the_passes_and_little_more():
@@ -209,6 +172,16 @@ def test_each_worker_owns_a_gpu(monkeypatch):
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert machine.visible_gpus() == found
+
+
+@pytest.mark.parametrize("uuid, answer", [("B0-1c", None), (None, "GPU-b0-1C"), (None, None)])
+def test_a_gpu_is_known_by_one_name_however_it_was_asked_for(monkeypatch, uuid, answer):
+    values = {} if uuid is None else {"uuid": uuid}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(**values))
+    monkeypatch.setattr(machine.shutil, "which", lambda name: answer and "nvidia-smi")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=answer + "\n"))
+    found = [machine.gpu_identity(name) for name in ("0", "GPU-B0/1")]
+    assert found == (["0", "GPU-B0-1"] if uuid is answer is None else ["b0-1c", "b0-1c"])
 
 
 def test_clocks_are_what_nvidia_smi_says_or_nothing(monkeypatch):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch._functorch.config as functorch_config
 
-from perf.suite import driver, results, worker
+from perf.suite import driver, locks, results, worker
 from perf.suite.contenders import DeviceLostError
 from perf.suite.locks import DeviceLock
 from perf.suite.plan import GPU_PROVIDERS, Options, make_plan
@@ -54,6 +58,94 @@ def test_many_may_try_on_a_device_but_who_measures_is_alone(tmp_path):
     assert log[4:] == ["alone", "alone out", "late"]
 
 
+def test_everybody_may_open_a_lock_whoever_made_it(tmp_path, monkeypatch):
+    mask = os.umask(0o077)
+    try:
+        with DeviceLock("gpu-2", tmp_path).shared(), DeviceLock("gpu-2", tmp_path).tuning():
+            assert os.umask(0o077) == 0o077
+    finally:
+        os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666}
+    assert len(list(tmp_path.iterdir())) == 3
+    real = os.open
+
+    def as_somebody_else(path, flags, mode=0o777):
+        # What Linux refuses of somebody else's file in a sticky directory, and of one that only its owner may write.
+        if Path(path).exists() and flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise PermissionError(path)
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", as_somebody_else)
+    with DeviceLock("gpu-2", tmp_path).exclusive():
+        pass
+    with DeviceLock("gpu-2", tmp_path).shared(), DeviceLock("gpu-2", tmp_path).tuning():
+        pass
+
+
+def test_all_users_look_for_locks_in_one_place(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(locks, "COMMON_DIRECTORY", tmp_path / "common")
+    assert locks.common_directory() == tmp_path
+    (tmp_path / "common").mkdir()
+    assert locks.common_directory() == tmp_path / "common"
+
+
+def test_tuning_is_one_at_a_time_and_may_nest(tmp_path):
+    first, second = (DeviceLock("gpu-2", tmp_path) for _ in range(2))
+    log = []
+
+    def tune_later():
+        with second.tuning():
+            log.append("second")
+
+    def tune_twice():
+        with first.tuning():
+            with first.tuning():
+                later.start()
+            time.sleep(0.05)
+            log.append("first")
+
+    # Whoever waits for itself waits for ever, and must not keep the tests from ending.
+    now, later = (threading.Thread(target=target, daemon=True) for target in (tune_twice, tune_later))
+    now.start()
+    now.join(5)
+    assert log[:1] == ["first"]
+    later.join(5)
+    assert log == ["first", "second"]
+
+
+def test_whatever_times_candidates_does_so_alone(monkeypatch):
+    """Inductor chooses by several functions, which depend on its version; Triton's own tuner is beside them."""
+    from torch._inductor.runtime import benchmarking
+
+    autotuner = pytest.importorskip("triton.runtime.autotuner", reason="Triton's tuner needs triton").Autotuner
+    it = benchmarking.benchmarker
+    public = {name for name in dir(it) if name.startswith("benchmark") and callable(getattr(it, name))}
+    assert public - {"benchmark_cpu"} <= set(worker.BENCHMARKS)
+    held, seen = [], []
+
+    class Lock:
+        @contextlib.contextmanager
+        def tuning(self):
+            held.append(True)
+            yield
+            held.pop()
+
+    sides = [(type(it), name) for name in sorted(public - {"benchmark_cpu"})] + [(autotuner, "_bench")]
+    for owner, name in sides:
+        monkeypatch.setattr(owner, name, lambda self, name=name: seen.append((name, bool(held))))
+    tuner = object.__new__(autotuner)
+    before = dict(vars(it))
+    for alone in (True, False):
+        with worker.tuning_alone(Lock()) if alone else contextlib.nullcontext():
+            for _, name in sides:
+                getattr(tuner if name == "_bench" else it, name)()
+        assert seen == [(name, alone) for _, name in sides]
+        seen.clear()
+    assert vars(it) == before
+
+
 # Workers.
 
 
@@ -66,7 +158,7 @@ def own_settings():
 
 def made_worker(tmp_path, monkeypatch, **values):
     made = make_plan(Options("cpu", modes=("forward",), only=("BatchNorm1d",)), dict.fromkeys(GPU_PROVIDERS))
-    made.update(gpus=[], compiling=[], deadline=time.time() + 100, compile_deadline=time.time() + 100)
+    made.update(gpus=[], deadline=time.time() + 100, compile_deadline=time.time() + 100)
     made.update(values)
     results.write_json(tmp_path / "plan.json", made)
     left = []
@@ -119,7 +211,7 @@ def test_units_in_which_a_worker_died_are_tried_again_without_who_was_under_way(
 
 
 def test_a_compiled_provider_leaves_what_came_of_it_and_nothing_if_its_time_was_up(tmp_path, monkeypatch):
-    it, record, _ = made_worker(tmp_path, monkeypatch, compiling=["torch.compile", "quack"])
+    it, record, _ = made_worker(tmp_path, monkeypatch)
     outcomes = {"torch.compile": None, "quack": CannotError("no batch norm."), "liger": TimeoutError("late")}
 
     def first_call(record, workload, name):
@@ -129,9 +221,11 @@ def test_a_compiled_provider_leaves_what_came_of_it_and_nothing_if_its_time_was_
     monkeypatch.setattr(it, "_first_call", first_call)
     for name in outcomes:
         it.compile(record, name)
-    it.plan["compiling"] = [*outcomes, "max-autotune"]
+    record["compiling"] = [*outcomes, "max-autotune"]
     assert it._verdict(record, "torch.compile") is None
     assert it._verdict(record, "quack") == "cannot: CannotError: no batch norm."
+    record["left_out"] = {"max": "by design"}
+    assert it._verdict(record, "max") == "skipped: left out: by design"
     for name in ("liger", "max-autotune"):
         assert it._verdict(record, name).startswith("skipped: out of time: not compiled in time")
 

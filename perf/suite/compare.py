@@ -12,8 +12,10 @@ from typing import Any
 from perf.suite.results import OK, SKIPPED, Row, key
 from perf.suite.tables import OURS
 
-# A fall of more than this many times what is flagged counts whatever the spread of the samples.
+# Where falls within the spread are allowed: one of more than this many times what is flagged is held against all the
+# same.
 CERTAIN = 2.0
+WITHIN_SPREAD = "within the spread of both runs: measure again"
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,18 @@ class Comparison:
 
     Attributes:
         fall: Part of its speed that a row may lose.
+        allow_spread: Whether a row may lose up to `CERTAIN` times that within the spread of the samples.
         warnings: What the runs do not have in common.
         changes: Rows that are right in both.
         broken: Rows that are no longer right.
-        gone: Rows that the second run does not have.
+        gone: Rows that were right, and that the second run does not have or skipped.
         still: Rows that are right in neither.
         fixed: Rows that are right in the second run alone.
         new: Rows that only the second run has.
     """
 
     fall: float
+    allow_spread: bool = False
     warnings: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -58,14 +62,22 @@ class Comparison:
     new: list[str] = field(default_factory=list)
 
     def fell(self, change: Change) -> bool:
-        """Whether a row is slower by more than `fall`, beyond the spread of the samples or by far."""
-        return change.change < -self.fall and (change.apart or change.change < -CERTAIN * self.fall)
+        """Whether a row is slower by more than `fall`."""
+        return change.change < -self.fall
+
+    def allowed(self, change: Change) -> bool:
+        """Whether a fall is let pass, as one within the spread of the samples, because that was asked for."""
+        return self.allow_spread and not change.apart and change.change >= -CERTAIN * self.fall
+
+    @property
+    def fallen(self) -> list[Change]:
+        """Rows whose fall is held against the second run."""
+        return [change for change in self.changes if self.fell(change) and not self.allowed(change)]
 
     @property
     def failed(self) -> bool:
         """Whether the second run is not acceptable."""
-        fallen = any(map(self.fell, self.changes))
-        return fallen or bool(self.broken or self.gone) or not self.changes
+        return bool(self.fallen or self.broken or self.gone) or not self.changes
 
     def text(self) -> str:
         """Everything, in lines."""
@@ -83,38 +95,41 @@ class Comparison:
         }
         lines += [f"{name:<8}{text}" for name, texts in groups.items() for text in texts]
         notable = sorted((c for c in self.changes if abs(c.change) > self.fall), key=lambda c: c.change)
-        lines += [f"{self._word(c):<8}{c.change:+.1%}  {c.what}  ({c.by})" for c in notable]
-        if any(self._word(change) == "spread" for change in notable):
-            lines.append(
-                f"`spread`: the ranges of the samples overlap, and the change is at most {CERTAIN * self.fall:.0%}: it "
-                "may be noise, and is not held against."
-            )
+        lines += [self._line(change) for change in notable]
         return "\n".join([*lines, self._conclusion()])
 
-    def _word(self, change: Change) -> str:
-        if change.change < 0:
-            return "FELL" if self.fell(change) else "spread"
-        return "rose" if change.apart or change.change > CERTAIN * self.fall else "spread"
+    def _line(self, change: Change) -> str:
+        word = ("allowed" if self.allowed(change) else "FELL") if change.change < 0 else "rose"
+        spread = "" if change.apart else f"; {WITHIN_SPREAD}"
+        return f"{word:<8}{change.change:+.1%}  {change.what}  ({change.by}{spread})"
 
     def _conclusion(self) -> str:
+        allowed = sum(self.fell(change) and self.allowed(change) for change in self.changes)
+        beyond = f" but {allowed} within the spread of both runs, which --allow-spread lets pass" if allowed else ""
         if not self.failed:
-            return f"Nothing fell by more than {self.fall:.0%}."
-        fallen = sum(map(self.fell, self.changes))
-        found = {"fell": fallen, "broke": len(self.broken), "are gone": len(self.gone)}
+            return f"Nothing fell by more than {self.fall:.0%}{beyond}."
+        found = {
+            f"fell by more than {self.fall:.0%}": len(self.fallen),
+            "broke": len(self.broken),
+            "are gone": len(self.gone),
+        }
         said = ", ".join(f"{count} {verb}" for verb, count in found.items() if count)
-        return f"Failed: {said} of the first run's rows." if said else "Failed: the runs have no row in common."
+        return f"Failed: of the rows, {said}." if said else "Failed: no row is right in both runs."
 
 
-def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -> Comparison:
+def compare(
+    before: dict[str, Any], after: dict[str, Any], fall: float = 0.05, *, allow_spread: bool = False
+) -> Comparison:
     """Compare the rows of this package in two results.
 
     Args:
         before: The result to hold on to.
         after: The result in question.
-        fall: Part of its speed that a row may lose. A loss up to `CERTAIN` times that counts only if the ranges between
-            the quantiles of the two runs do not overlap.
+        fall: Part of its speed that a row may lose, by the medians.
+        allow_spread: Whether a row may lose up to `CERTAIN` times that if the ranges between the quantiles of the two
+            runs overlap.
     """
-    comparison = Comparison(fall, list(_differences(before, after)))
+    comparison = Comparison(fall, allow_spread, list(_differences(before, after)))
     older, newer = _own(before), _own(after)
     for where, old in older.items():
         new = newer.get(where)
@@ -129,7 +144,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -
     for where, row in newer.items():
         if where not in older:
             found = comparison.new if row["status"] in {OK, SKIPPED} else comparison.broken
-            found.append(f"{_what(row)}: {row['status']}")
+            found.append(f"{_what(row)}: {row['status']}" + (f": {row['message']}" if row["message"] else ""))
     return comparison
 
 

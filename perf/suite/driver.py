@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perf.suite import machine
-from perf.suite.plan import Options, compiling, make_plan, providers, total_seconds
+from perf.suite.estimate import estimate, summary
+from perf.suite.plan import Options, compile_items, make_plan, providers, total_seconds
 from perf.suite.progress import Progress
 from perf.suite.providers import available
 from perf.suite.results import ERROR, merge, write_json
@@ -56,17 +57,16 @@ def run(options: Options) -> dict[str, Any]:
     plan = make_plan(options, available(providers(options)))
     end = start + total_seconds(options)
     plan["gpus"] = gpus
-    plan["compiling"] = compiling(plan["providers"], options.device)
     plan["deadline"] = end - plan["overhead_seconds"]
     plan["compile_deadline"] = time.time() + plan["compile_seconds"]
     plan["to_measure"] = [unit["id"] for unit in plan["units"]]
     directory = Path(tempfile.mkdtemp(prefix="perf-run-"))
     write_json(directory / "plan.json", plan)
     clocks: dict[str, list[dict[str, str]]] = {gpu: [] for gpu in gpus}
+    print(estimate(plan, _compilers(options), len(gpus)), file=sys.stderr)
     compiled = time.time()
     try:
-        if plan["compiling"]:
-            items = len(plan["units"]) * len(plan["compiling"])
+        if items := len(compile_items(plan)):
             _phase("compile", directory, _compilers(options), items, plan["compile_deadline"], lambda: None)
             compiled = time.time()
         workers = options.workers or MEASURERS_PER_GPU * len(gpus)
@@ -82,6 +82,17 @@ def run(options: Options) -> dict[str, Any]:
     result["seconds"] = {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)}
     print(f"What the workers said is in {directory}.", file=sys.stderr)
     return result
+
+
+def describe(options: Options) -> str:
+    """What a run would measure, and how long it should take, in lines; needs no GPU.
+
+    Raises:
+        OptionError: If the options leave nothing to measure.
+    """
+    gpus = len(machine.visible_gpus()) if options.device == "cuda" else 0
+    plan = make_plan(options, available(providers(options)))
+    return f"{summary(plan)}\n{estimate(plan, _compilers(options), gpus)}"
 
 
 def _measure(plan: dict[str, Any], directory: Path, workers: int, on_poll: Callable[[], None]) -> None:
@@ -131,23 +142,32 @@ def _clock_reader(clocks: dict[str, list[dict[str, str]]]) -> Callable[[], None]
 
 
 def pytest_command(phase: str, directory: Path, workers: int) -> list[str]:
-    """How pytest is started; the project's own settings and plug-ins of its tests stay out of it."""
+    """How pytest is started, with `_environment`; settings and plug-ins of the project's tests stay out of it."""
     here = Path(__file__).parent
     return [
         *(sys.executable, "-m", "pytest", str(here / "test_cases.py")),
-        *("-c", os.devnull, "--rootdir", str(here), "-p", "no:cacheprovider", "-q", "-s"),
+        *("-c", os.devnull, "--rootdir", str(here), "-p", "no:cacheprovider", "-p", "xdist", "-q", "-s"),
         # One item at a time goes to a worker, in the order of the plan; one that dies is replaced.
         *("-n", str(workers), "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", "100"),
         *("--run-directory", str(directory), "--phase", phase),
     ]
 
 
+def _environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {
+        **own,
+        "PYTHONPATH": paths,
+        # What else is installed would take every worker seconds to import.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # Inductor's own pools of compilers would multiply with the workers.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
 def _phase(phase: str, directory: Path, workers: int, items: int, deadline: float, on_poll: Callable[[], None]) -> None:
     """Run the items of a phase, and see to it that it ends."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Inductor's own pools of compilers would multiply with the workers.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = {**own, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = directory / ("compiled" if phase == "compile" else "rows")
     with (
         (directory / f"{phase}.log").open("w", encoding="utf-8") as log,
@@ -157,7 +177,7 @@ def _phase(phase: str, directory: Path, workers: int, items: int, deadline: floa
             pytest_command(phase, directory, workers),
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=_environment(),
             cwd=ROOT,
             start_new_session=True,
         ) as process,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 # What of the checkout changes what is measured.
@@ -48,18 +52,41 @@ def gpu_of_worker(worker: str, gpus: list[str]) -> str:
     return gpus[number % len(gpus)]
 
 
+def gpu_identity(gpu: str) -> str:
+    """What tells a GPU from all others, however it was asked for: its UUID, or else the words that name it.
+
+    Initializes CUDA, in a process that sees no other GPU than this one.
+
+    Args:
+        gpu: What CUDA_VISIBLE_DEVICES takes for it.
+    """
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    found = _ask_nvidia_smi(gpu, ["uuid"]) if uuid is None else [str(uuid)]
+    # Of two notations of one UUID only the prefix and the case differ; a file name takes no other characters.
+    words = found[0].lower().removeprefix("gpu-") if found else gpu
+    return re.sub(r"[^A-Za-z0-9-]+", "-", words)
+
+
 def clocks(gpu: str | None) -> dict[str, str]:
     """What nvidia-smi says of a GPU: clocks, power, temperature, driver; nothing where it cannot be asked."""
+    values = _ask_nvidia_smi(gpu, CLOCKS)
+    return dict(zip(CLOCKS, values, strict=True)) if values else {}
+
+
+def _ask_nvidia_smi(gpu: str | None, names: Sequence[str]) -> list[str]:
+    """The values of these names; nothing if it does not answer with as many."""
     program = shutil.which("nvidia-smi")
     if program is None or gpu is None:
-        return {}
-    command = [program, f"--id={gpu}", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+        return []
+    command = [program, f"--id={gpu}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
+        return []
     values = [value.strip() for value in answer.partition("\n")[0].split(",")]
-    return dict(zip(CLOCKS, values, strict=True)) if len(values) == len(CLOCKS) else {}
+    return values if len(values) == len(names) and all(values) else []
 
 
 def package() -> dict[str, Any]:

@@ -6,25 +6,31 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from perf import workloads
-from perf.workloads import TrainingWorkload, Workload
+from perf.workloads import BASIC_MODES, TrainingWorkload, Workload
 
 # Seconds of a run, by device and whether it is quick. They leave room for the start of workers and the report.
-SECONDS = {("cuda", False): 500.0, ("cuda", True): 88.0, ("cpu", False): 300.0, ("cpu", True): 90.0}
+SECONDS = {("cuda", False): 510.0, ("cuda", True): 92.0, ("cpu", False): 165.0, ("cpu", True): 90.0}
 # Of a run on a GPU, what goes to compiling in parallel before anything is measured.
-COMPILE_SHARE = 0.42
+COMPILE_SHARE = 0.4
 # Of a run on a CPU, seconds of the bench of the front end's overhead, by whether it is quick, and their share at most.
 OVERHEAD_SECONDS = {True: 20.0, False: 40.0}
 OVERHEAD_SHARE = 0.25
 # Of a unit's time, what goes to samples; the rest to tensors, first calls, the check, captures and warm-up.
-SAMPLING_SHARE = {"cuda": 0.3, "cpu": 0.35}
+SAMPLING_SHARE = {"cuda": 0.25, "cpu": 0.35}
 MAX_SAMPLING_SECONDS = 4.0
 # Of a tensor; the targets speak of these, smaller ones are bound by launches and caches.
 LARGE_BYTES = 32e6
 CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", "training_step")
 CPU_PROVIDERS = ("primitives", "torch")
 GPU_PROVIDERS = (*CPU_PROVIDERS, "torch.compile", "torch.compile max-autotune", "liger", "quack", "flash-attn", "apex")
-# Tuning takes longer than anything else, for little at kernels that are bound by memory.
-NOT_QUICK = ("torch.compile max-autotune",)
+# Tuning takes longer than anything else, for little at kernels that are bound by memory: unless these are asked for,
+# they take part where a workload stands for its family, in its basic modes, and in no quick run.
+TUNED = ("torch.compile max-autotune",)
+NOT_TUNED = f"tuned at the workloads that stand for their families, in {' and '.join(BASIC_MODES)}; see --providers"
+# Peers that have nothing else, and those whose first calls take no longer than others.
+LIBRARIES = ("liger", "quack", "flash-attn", "apex")
+LIBRARY_OPS = ("layer_norm",)
+NOT_COMPILED = ("torch", "apex")
 
 
 class OptionError(ValueError):
@@ -64,7 +70,7 @@ def providers(options: Options) -> tuple[str, ...]:
     if options.providers:
         return options.providers
     names = GPU_PROVIDERS if options.device == "cuda" else CPU_PROVIDERS
-    return tuple(name for name in names if not (options.quick and name in NOT_QUICK))
+    return tuple(name for name in names if not (options.quick and name in TUNED))
 
 
 def find(key: str, device: str) -> Workload | TrainingWorkload:
@@ -94,8 +100,16 @@ def _rank(workload: Workload | TrainingWorkload) -> int:
 def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str, ...]:
     if isinstance(workload, TrainingWorkload):
         return () if options.modes and "training_step" not in options.modes else ("training_step",)
-    wanted = options.modes or (workload.modes if options.device == "cuda" else CPU_MODES)
+    wanted = options.modes or (CPU_MODES if options.device == "cpu" else _gpu_modes(workload, options))
     return tuple(mode for mode in wanted if mode != "training_step")
+
+
+def _gpu_modes(workload: Workload, options: Options) -> tuple[str, ...]:
+    """What a run measures of a workload if it is not asked for certain modes; one that is asked for itself, whole."""
+    full = not options.quick and (workload.quick or workload.whole or options.only)
+    if workload.telling or full:
+        return workload.modes
+    return tuple(mode for mode in workload.modes if mode in BASIC_MODES)
 
 
 def suite(device: str) -> list[tuple[Workload | TrainingWorkload, str]]:
@@ -110,8 +124,8 @@ def compile_items(plan: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         (unit, name)
         for slow in (False, True)
         for unit in plan["units"]
-        for name in plan["compiling"]
-        if (name in NOT_QUICK) == slow
+        for name in unit["compiling"]
+        if (name in TUNED) == slow
     ]
 
 
@@ -135,7 +149,10 @@ def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, A
     names = [name for name in providers(options) if available[name] is None]
     if not names:
         raise OptionError(f"no provider is left: {available}.")
-    compile_seconds = COMPILE_SHARE * total_seconds(options) if compiling(names, options.device) else 0.0
+    for unit in units:
+        unit["left_out"] = _left_out(unit, names, options)
+        unit["compiling"] = _compiling(unit, names, options.device)
+    compile_seconds = COMPILE_SHARE * total_seconds(options) if any(unit["compiling"] for unit in units) else 0.0
     # The bench of overheads measures no workload: it belongs to runs that measure all of them.
     overhead_seconds = 0.0
     if options.device == "cpu" and not options.only:
@@ -155,10 +172,24 @@ def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, A
     }
 
 
-def compiling(names: list[str], device: str) -> list[str]:
-    """Providers whose first calls are worth a phase of their own."""
-    slow = set(GPU_PROVIDERS) - {"torch", "apex"} if device == "cuda" else {"torch.compile", *NOT_QUICK}
-    return [name for name in names if name in slow]
+def _left_out(unit: dict[str, Any], names: list[str], options: Options) -> dict[str, str]:
+    """Providers that take no part in a unit by design, and why."""
+    if options.providers:
+        return {}
+    telling = getattr(find(unit["workload"], options.device), "telling", False) and unit["mode"] in BASIC_MODES
+    return {name: NOT_TUNED for name in names if name in TUNED and not telling}
+
+
+def _compiling(unit: dict[str, Any], names: list[str], device: str) -> list[str]:
+    """Providers whose first calls in a unit are worth a phase of their own."""
+    eager = NOT_COMPILED if device == "cuda" else CPU_PROVIDERS
+    return [name for name in taking_part(unit, names) if name not in eager]
+
+
+def taking_part(unit: dict[str, Any], names: list[str]) -> list[str]:
+    """Providers that have the op of a unit and are not left out of it."""
+    without = set(unit["left_out"]) | (set() if unit["op"] in LIBRARY_OPS else set(LIBRARIES))
+    return [name for name in names if name not in without]
 
 
 def _wanted(key: str, only: tuple[str, ...]) -> bool:

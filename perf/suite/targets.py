@@ -1,17 +1,20 @@
 """The targets, and what a result says of each: met, not met, or not measured.
 
-A target speaks of shapes of the suite, all of which a full run measures. It is met if every one of them was measured
-and reaches it; it is not met if one of them does not, or if this package is wrong or fails in one. In between, with
-rows that were skipped, left out by the options of the run or not there, it is not measured.
+A target speaks of the suite: of the shapes and modes that a full run plans to measure (`perf.suite.plan.suite`), and of
+those beyond it that a run was asked for and has. It is met if every one of them was measured and reaches it; it is not
+met if one of them does not, or if this package is wrong or fails in one. In between, with rows that were skipped for
+lack of time, left out by the options of the run or not there, it is not measured. A peer that the plan leaves out of a
+case by design is nothing to be faster than there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perf.suite.bytes import is_multi_pass
-from perf.suite.plan import GPU_PROVIDERS, LARGE_BYTES, suite
+from perf.suite.plan import GPU_PROVIDERS, LARGE_BYTES, find, suite
 from perf.suite.results import OK, SKIPPED, geometric_mean, out_of_time
 from perf.suite.tables import COMPILED, EAGER, OURS, by_case, speedup
 from perf.workloads import Workload
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from perf.suite.results import Row
+    from perf.workloads import TrainingWorkload
 
     Case = dict[str, Row]
     Key = tuple[str, str]
@@ -110,11 +114,12 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
 
 def _gpu(result: dict[str, Any]) -> Iterator[Verdict]:
     cases = by_case(result["rows"])
+    pairs = _pairs("cuda", cases)
     for mode, least in COPY_FRACTIONS.items():
         for multi_pass in (False, True):
             keys = [
                 (workload.key, mode)
-                for workload, other in suite("cuda")
+                for workload, other in pairs
                 if other == mode
                 and isinstance(workload, Workload)
                 and workload.pass_bytes >= LARGE_BYTES
@@ -122,8 +127,8 @@ def _gpu(result: dict[str, Any]) -> Iterator[Verdict]:
             ]
             if keys:
                 yield _copy_speed(mode, least, multi_pass, keys, cases)
-    operations = [(workload.key, mode) for workload, mode in suite("cuda") if mode != TRAINING]
-    training = [(workload.key, mode) for workload, mode in suite("cuda") if mode == TRAINING]
+    operations = [(workload.key, mode) for workload, mode in pairs if mode != TRAINING]
+    training = [(workload.key, mode) for workload, mode in pairs if mode == TRAINING]
     # Peers that could not be imported are known not to be there; those that were not asked for are not known at all.
     everybody = set(GPU_PROVIDERS) <= set(result["providers"])
     yield _over_fastest("as fast as the fastest peer at each shape", operations, cases, everybody)
@@ -133,6 +138,18 @@ def _gpu(result: dict[str, Any]) -> Iterator[Verdict]:
     target = f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean"
     yield tally.verdict(target, figure, mean is not None and mean >= MIN_OVER_COMPILED)
     yield _over_fastest("training_step: as fast as the fastest peer", training, cases, everybody)
+
+
+def _pairs(device: str, cases: dict[Key, Case]) -> list[tuple[Workload | TrainingWorkload, str]]:
+    """Workloads and modes of the suite, and what the run has beyond it."""
+    planned = suite(device)
+    known = {(workload.key, mode) for workload, mode in planned}
+    for key, mode in cases:
+        if (key, mode) not in known:
+            # A workload that the suite has no more is nobody's.
+            with contextlib.suppress(KeyError):
+                planned.append((find(key, device), mode))
+    return planned
 
 
 def _over(case: Case, peer: str) -> float | None:
@@ -191,7 +208,7 @@ def _time_over_torch(case: Case) -> float | None:
 def _cpu(result: dict[str, Any]) -> Iterator[Verdict]:
     cases = by_case(result["rows"])
     for mode, most in MAX_OVER_TORCH.items():
-        keys = [(workload.key, other) for workload, other in suite("cpu") if other == mode]
+        keys = [(workload.key, other) for workload, other in _pairs("cpu", cases) if other == mode]
         tally = _Tally(keys, cases, _time_over_torch)
         values = tally.values
         target = f"{mode}: at most {most} of the time of torch.nn" if most != 1 else f"{mode}: faster than torch's"

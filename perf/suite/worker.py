@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch._functorch.config as functorch_config
 
 from perf.suite import machine, modes, unit
 from perf.suite.bench import Bench
-from perf.suite.budget import OUT_OF_TIME, Budget
+from perf.suite.budget import LEFT_OUT, OUT_OF_TIME, Budget
 from perf.suite.contenders import Contender, DeviceLostError
 from perf.suite.locks import DeviceLock
 from perf.suite.plan import find
@@ -22,7 +23,7 @@ from perf.suite.timers import CpuTimer
 from perf.workloads import TrainingWorkload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from perf.suite.timers import Timer
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # A first call that takes longer, waiting for its turns to tune included, is given up, so that others come to theirs.
 FIRST_CALL_SECONDS = 90.0
+# Of Inductor's benchmarker, what times on a device. The public ones call each other, or are called by themselves.
+BENCHMARKS = ("benchmark", "benchmark_gpu", "benchmark_gpu_with_cuda_graph")
 # How a process ends that can measure nothing more; the driver goes on with another one.
 UNFIT = 70
 
@@ -44,7 +47,7 @@ class Worker:
         self.gpu = os.environ.get("PERF_GPU") if self.plan["device"] == "cuda" else None
         self.device = torch.device(self.plan["device"])
         self._timer: Timer | None = None
-        self._lock = DeviceLock("cpu" if self.gpu is None else f"gpu-{self.gpu}")
+        self._lock = DeviceLock("cpu" if self.gpu is None else f"gpu-{machine.gpu_identity(self.gpu)}")
         # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
         functorch_config.donated_buffer = False
 
@@ -101,25 +104,8 @@ class Worker:
         with compile_only() if name == OURS and self.device.type == "cuda" else contextlib.nullcontext():
             step()
 
-    @contextlib.contextmanager
-    def _tuning_alone(self) -> Iterator[None]:
-        """Have Inductor time its candidates while no other worker does; it chooses by what it measures."""
-        if self.device.type != "cuda":
-            yield
-            return
-        from torch._inductor.runtime.benchmarking import benchmarker
-
-        timed = benchmarker.benchmark
-
-        def benchmark(*args: Any, **kwargs: Any) -> Any:
-            with self._lock.tuning():
-                return timed(*args, **kwargs)
-
-        benchmarker.benchmark = benchmark
-        try:
-            yield
-        finally:
-            benchmarker.benchmark = timed
+    def _tuning_alone(self) -> contextlib.AbstractContextManager[None]:
+        return tuning_alone(self._lock) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _note(self, record: dict[str, Any], name: str) -> Path:
         return note_path(self.directory, record["id"], name)
@@ -128,8 +114,10 @@ class Worker:
         note = self._note(record, name)
         if note.exists():
             return json.loads(note.read_text(encoding="utf-8"))
+        if name in record["left_out"]:
+            return f"{SKIPPED}: {LEFT_OUT}: {record['left_out'][name]}"
         # Compiling this package takes seconds at most, and without it the unit is pointless.
-        if name not in self.plan["compiling"] or name == OURS:
+        if name not in record["compiling"] or name == OURS:
             return None
         return f"{SKIPPED}: {OUT_OF_TIME}: not compiled in time; see --seconds"
 
@@ -198,6 +186,49 @@ def compile_only() -> Iterator[None]:
 
     with intercept(warm):
         yield
+
+
+@contextlib.contextmanager
+def tuning_alone(lock: DeviceLock) -> Iterator[None]:
+    """Context in which Inductor and Triton time their candidates while no other process does on the device of `lock`.
+
+    They choose by what they measure. Which of the functions exist depends on the version of torch.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    timing: list[tuple[Any, str]] = [(benchmarker, name) for name in BENCHMARKS]
+    with contextlib.suppress(ImportError):
+        from triton.runtime.autotuner import Autotuner
+
+        timing.append((Autotuner, "_bench"))
+    with contextlib.ExitStack() as stack:
+        for owner, name in timing:
+            if (timed := getattr(owner, name, None)) is not None:
+                stack.enter_context(_replaced(owner, name, _timed_alone(timed, lock)))
+        yield
+
+
+def _timed_alone(timed: Callable[..., Any], lock: DeviceLock) -> Callable[..., Any]:
+    @functools.wraps(timed)
+    def benchmark(*args: Any, **kwargs: Any) -> Any:
+        with lock.tuning():
+            return timed(*args, **kwargs)
+
+    return benchmark
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which `owner` has another attribute; one that it had from its class comes from there again."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def leave() -> None:
