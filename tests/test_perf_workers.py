@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -242,3 +245,27 @@ def test_kernels_are_compiled_without_a_launch():
     with worker.compile_only():
         kernel[(1, 2)]("x", 3, block=4)
     assert warmed == [(("x", 3), (1, 2), {"block": 4})]
+
+
+FAULTS = """
+import resource, torch
+from perf.suite.timers import keep_freed_memory
+assert keep_freed_memory()
+for count in (5, 20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        torch.empty(40_000_000, dtype=torch.uint8).fill_(1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no mallopt")
+def test_freed_memory_stays_with_the_process():
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 100

@@ -6,8 +6,10 @@ and `torch.utils.benchmark` times one function to its end before the next: neith
 
 from __future__ import annotations
 
+import ctypes
 import math
 import statistics
+import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -82,6 +84,21 @@ class Timer(Protocol):
     def release(self) -> None:
         """Give memory back that nobody holds."""
         ...
+
+
+# Parameters of glibc's mallopt: how much free memory at the end of the heap goes back to the system (-1: none), and how
+# many large allocations may be mappings of their own.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> bool:
+    """Have the process keep the memory that it frees, where its C library is glibc; returns whether it does.
+
+    Otherwise it follows from what was allocated before whether a call finds its output's memory at hand, or fetches it
+    from the system page by page, which takes as long as layer norm itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and all([mallopt(_TRIM_THRESHOLD, -1), mallopt(_MMAP_MAX, 0)])
 
 
 class CpuTimer:

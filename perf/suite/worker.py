@@ -19,7 +19,7 @@ from perf.suite.locks import DeviceLock
 from perf.suite.plan import find
 from perf.suite.providers import OURS
 from perf.suite.results import ERROR, SKIPPED, write_json
-from perf.suite.timers import CpuTimer
+from perf.suite.timers import CpuTimer, keep_freed_memory
 from perf.workloads import TrainingWorkload
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Worker:
 
                 self._timer = CudaTimer()
             else:
+                keep_freed_memory()
                 self._timer = CpuTimer()
             self._describe()
         return self._timer
