@@ -251,7 +251,7 @@ FAULTS = """
 import resource, torch
 from perf.suite.timers import keep_freed_memory
 assert keep_freed_memory()
-for count in (5, 20):
+for count in (30, 20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(count):
         torch.empty(40_000_000, dtype=torch.uint8).fill_(1)
@@ -268,4 +268,5 @@ def test_freed_memory_stays_with_the_process():
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 100
+    # Twenty times 9,766 pages where memory goes back to the system.
+    assert int(done.stdout) < 20_000
