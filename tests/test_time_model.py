@@ -10,6 +10,7 @@ import pytest
 
 from perf import model
 from perf.workloads import GPU_WORKLOADS, Workload
+from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,6 +125,61 @@ def test_every_measured_mode_is_predicted(device: model.Device) -> None:
     page = model.format_table(found, device)
     assert page.count("\n") > len(found)
     assert "predicted, not measured" in page
+
+
+# What each device's documents allow, as (least, most): no copy beats the data sheet's bandwidth (4.8 TB/s for the H200)
+# or is useful to plan with below four fifths of it; a kernel takes 2 to 3 microseconds to launch, fill and drain.
+DOCUMENTED = {
+    "h200": {
+        "copy_bytes_per_second": (0.8 * 4.8e12, 4.8e12),
+        "launch_seconds": (2e-6, 3e-6),
+        "l2_bytes": (50 << 20, 60 << 20),
+        "num_processors": (132, 132),
+    },
+}
+
+
+def undocumented_values(name: str, device: model.Device) -> list[str]:
+    """Values outside of what the documents of a device allow, or without a source."""
+    chip = CHIPS[device.chip]
+    found = []
+    for field, (least, most) in DOCUMENTED[name].items():
+        value = getattr(device, field)
+        if not least <= value.value <= most:
+            found.append(f"{field} must be between {least:g} and {most:g}, got {value.value:g}")
+        if not value.source:
+            found.append(f"{field} has no source")
+    # The planner and the model speak of one device.
+    found += [
+        f"{field} is not that of {chip.name}"
+        for field in ("l2_bytes", "num_processors")
+        if getattr(device, field).value != getattr(chip, field)
+    ]
+    return found
+
+
+def test_values_of_devices_are_those_of_their_documents() -> None:
+    assert {path.stem for path in model.DEVICES.glob("*.json")} == set(DOCUMENTED)
+    for name in DOCUMENTED:
+        assert undocumented_values(name, model.read_device(name)) == []
+
+
+@pytest.mark.parametrize(
+    "field, factor",
+    [
+        ("copy_bytes_per_second", 1.2),
+        ("copy_bytes_per_second", 0.5),
+        ("launch_seconds", 20.0),
+        ("launch_seconds", 1e-3),
+        ("l2_bytes", 2.0),
+        ("num_processors", 0.5),
+    ],
+)
+def test_values_that_no_document_allows_are_noticed(field: str, factor: float) -> None:
+    device = model.read_device("h200")
+    value = getattr(device, field)
+    changed = dataclasses.replace(device, **{field: value._replace(value=value.value * factor)})
+    assert any(field in problem for problem in undocumented_values("h200", changed))
 
 
 def test_device_files(tmp_path: Path, device: model.Device) -> None:

@@ -206,7 +206,7 @@ def row_view(
     contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     cut = batch_ndim or 0
     if batch_ndim is None and not contiguous:
-        cut = _segment_cut([tensor for tensor in tensors if tensor is not None], row_ndim, max_segments)
+        cut = segment_cut([tensor for tensor in tensors if tensor is not None], row_ndim, max_segments)
     viewed, strides = zip(*(_as_rows(tensor, cut, row_ndim) for tensor in tensors), strict=True)
     num_segments = math.prod(shape[:cut])
     return RowView(num_segments, math.prod(shape[cut:row_ndim]), num_cols, viewed, strides)
@@ -234,8 +234,14 @@ def _row_strides(tensor: Tensor, cut: int, row_ndim: int) -> tuple[int, int, int
     return segment_stride, row_stride, col_stride
 
 
-def _segment_cut(tensors: Sequence[Tensor], row_ndim: int, max_segments: int | None) -> int:
-    """Fewest leading dims to take as segments so that no tensor needs a copy; 0 where every choice needs one."""
+def segment_cut(tensors: Sequence[Tensor], row_ndim: int, max_segments: int | None) -> int:
+    """Fewest leading dims to take as segments so that no tensor needs a copy; 0 where every choice needs one.
+
+    Args:
+        tensors: Of one shape.
+        row_ndim: Number of leading dims that number the rows.
+        max_segments: No dims that make more segments than this are taken.
+    """
     num_segments = 1
     for cut in range(row_ndim):
         if max_segments is not None and num_segments > max_segments:

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         for key, row in known[chip].items():
             # The case of a row that needs no compiling is the first one of today.
             rows[key] = dataclasses.replace(row, case=needed[chip][key][1])
-        broken += [problem for row in rows.values() for problem in broken_rules(chip, row)]
+        broken += [problem for row in rows.values() for problem in broken_rules(chip, row, triton.__version__)]
         differing += [f"{chip}: {row}" for row in sorted(set(rows.values()) ^ set(old[chip].values()))]
         if not options.check:
             write_table(chip, rows.values(), folder)

@@ -66,7 +66,8 @@ _DERIVE = re.compile(
     rf"^\s*({_NAME}) = .*?(?:getelementptr|phi ptr|select |addrspacecast|make\.buffer\.rsrc|ptrtoint|inttoptr)"
 )
 _ASSEMBLY = re.compile(r"asm sideeffect \"([^\"]*)\"")
-_NVIDIA = re.compile(r"\b(ld|st|atom|red)\.global[\w.:]*?(?:\.v(\d+))?\.[bfsu](\d+)\b")
+# Qualifiers (volatile, relaxed, scopes, caching) stand on either side of the state space.
+_NVIDIA = re.compile(r"\b(ld|st|atom|red)(?:\.\w+)*?\.global[\w.:]*?(?:\.v(\d+))?\.[bfsu](\d+)\b")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*\], (0x[0-9a-f]+|\d+)")
 _BUFFER = re.compile(r"@llvm\.amdgcn\.raw\.ptr\.buffer\.(load|store|atomic)[\w.]*?\.(v\d+)?([a-z]+)(\d+)\(")
 _PLAIN = re.compile(rf"(?:= load|^\s*store|= atomicrmw \w+)(?: volatile)? ?(.*?),? {_GLOBAL} ({_NAME}), align (\d+)")
@@ -75,18 +76,35 @@ _TYPE = re.compile(r"^(?:<(\d+) x )?([a-z]+)(\d*)")
 _TYPE_BITS = {"float": 32, "double": 64, "half": 16, "bfloat": 16}
 
 
+def _function(llvm_ir: str) -> tuple[list[str], str]:
+    """Names of the pointer arguments, and the text behind the arguments."""
+    parameters = _DEFINE.search(llvm_ir)
+    if parameters is None:
+        raise ValueError("accesses: the text must define a function, got none.")
+    return re.findall(rf"{_GLOBAL}[^,]*?({_NAME})(?:,|$)", parameters.group(1)), llvm_ir[parameters.end() :]
+
+
+def unseen_pointers(llvm_ir: str) -> set[int]:
+    """Pointer arguments that the code makes use of, and through which `accesses` finds no load and no store."""
+    pointers, body = _function(llvm_ir)
+    used = set(re.findall(_NAME, body))
+    seen = {access.pointer for access in accesses(llvm_ir)}
+    return {number for number, name in enumerate(pointers) if name in used} - seen
+
+
 def accesses(llvm_ir: str) -> list[Access]:
     """All loads and stores of global memory, traced to the pointer arguments.
 
     The text is LLVM's, where each value has one name and addresses are derived by few instructions; the assembler
     changes no widths any more.
+
+    Raises:
+        ValueError: If the text defines no function, or has a part in assembly of which it is not known what it does to
+            global memory.
     """
-    parameters = _DEFINE.search(llvm_ir)
-    if parameters is None:
-        raise ValueError("accesses: the text must define a function, got none.")
-    pointers = re.findall(rf"{_GLOBAL}[^,]*?({_NAME})(?:,|$)", parameters.group(1))
+    pointers, body = _function(llvm_ir)
     origins = {name: {number} for number, name in enumerate(pointers)}
-    lines = llvm_ir[parameters.end() :].splitlines()
+    lines = body.splitlines()
     derived = [
         (match.group(1), set(re.findall(_NAME, line[match.end() :])))
         for line in lines
@@ -111,11 +129,14 @@ def _accesses_of(line: str, origins: dict[str, set[int]]) -> list[Access]:
 
     assembly = _ASSEMBLY.search(line)
     if assembly is not None:
-        text = assembly.group(1)
+        # LLVM writes line feeds and tabs by their numbers, whose last digit would join the instruction behind it.
+        text = assembly.group(1).replace(r"\0A", " ").replace(r"\09", " ")
         found = [
             ("load" if op == "ld" else "store", int(n or 1) * int(bits) // 8) for op, n, bits in _NVIDIA.findall(text)
         ]
         found += [("load", int(size, 0)) for size in _COPY.findall(text)]
+        if ".global" in text and not found:
+            raise ValueError(f"accesses: loads, stores and copies are known of global memory, got {text!r}.")
         return [Access(kind, size, pointer(1)) for kind, size in found]
     match = _BUFFER.search(line)
     if match is not None and not line.startswith("declare"):

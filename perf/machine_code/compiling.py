@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from perf.machine_code.assembly import accesses, usage
+from perf.machine_code.assembly import accesses, unseen_pointers, usage
 from perf.machine_code.cases import Shape, cases
 from perf.machine_code.launches import Launch, watch_launches
 from perf.machine_code.table import Row
@@ -75,6 +75,10 @@ def compile_launch(chip_name: str, launch: Launch, case: str) -> Row:
         if width is not None:
             counts[kind][num_bytes] += 1
             narrow += num_bytes < width
+    # A large tensor whose accesses are not found might be read or written in any way.
+    narrow += sum(
+        n < len(launch.widths) and launch.widths[n] is not None for n in unseen_pointers(compiled.asm["llir"])
+    )
     texts = [" ".join(f"{width}x{count[width]}" for width in sorted(count, reverse=True)) for count in counts.values()]
     return Row(
         kernel=launch.kernel.__name__,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from perf.machine_code.launches import Launch
+    from triton_kernels.launch._planned import Request
 
 # Kernels that are compiled anew, whatever they are, and of those that are close to a limit.
 SAMPLE_SIZE = 2
@@ -67,6 +68,42 @@ def _planted(chip_name: str) -> dict[str, dict[str, Any] | str]:
     return found
 
 
+# What is launched in clusters: of each op that has such candidates, rows that one program sweeps otherwise.
+CLUSTERED = {"layer_norm": (512, 131072), "log_softmax": (2048, 128256)}
+
+
+class _ClusterAdvisor:
+    """Answers every request for a plan with the first candidate that has clusters, where there is one."""
+
+    def advise(self, request: Request) -> tuple[Any, bool]:
+        """The plan to take; it is not settled, so that nobody remembers it."""
+        clustered = (plan for plan in request.candidates() if getattr(plan, "num_ctas", 1) > 1)
+        return next(clustered, request.default), False
+
+
+def _clusters(chip_name: str) -> dict[str, dict[str, Any] | str]:
+    """What the compiler makes of the forward of each op in a cluster; nothing where this release plans none."""
+    from perf.machine_code.cases import Shape, launch_mode
+    from perf.machine_code.compiling import try_compile
+    from perf.machine_code.launches import watch_launches
+    from triton_kernels.launch._planned import set_advisor
+
+    found: dict[str, dict[str, Any] | str] = {}
+    for op, sizes in CLUSTERED.items():
+        shape, launches = Shape(op, sizes), []
+        set_advisor(_ClusterAdvisor())
+        try:
+            with watch_launches(chip_name, [shape], launches.append):
+                launch_mode(shape, "forward")
+                for launch in launches:
+                    if launch.constants.get("num_ctas", 1) > 1:
+                        row = try_compile(chip_name, launch, f"{shape} forward in clusters")
+                        found[op] = row if isinstance(row, str) else dataclasses.asdict(row)
+        finally:
+            set_advisor(None)
+    return found
+
+
 def _probe(chip_name: str) -> dict[str, Any]:
     from perf.machine_code.compiling import compile_keys, needed_keys
     from perf.machine_code.rules import is_tight
@@ -87,6 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.machine_code.probe", description=__doc__)
     parser.add_argument("--chip", choices=CHIPS, action="append", required=True, help="may be repeated")
     parser.add_argument("--faults", choices=CHIPS, action="append", default=[], help="compile planted faults as well")
+    parser.add_argument("--clusters", choices=CHIPS, action="append", default=[], help="compile clusters as well")
     options = parser.parse_args()
     found = {}
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
@@ -97,6 +135,8 @@ def main() -> int:
             found[chip_name] = _probe(chip_name)
             if chip_name in options.faults:
                 found[chip_name]["faults"] = _planted(chip_name)
+            if chip_name in options.clusters:
+                found[chip_name]["clusters"] = _clusters(chip_name)
     sys.stdout.write(json.dumps(found))
     return 0
 

@@ -15,6 +15,9 @@ from triton.runtime.jit import JITCallable, KernelInterface
 # Values of these types are compiled into the kernels that name them.
 _VALUES = (int, float, str, bool, tuple, type(None), tl.constexpr, tl.dtype, torch.dtype)
 
+# These ask the compiler for nothing but what the launch says as well; any other, or one with arguments, is text.
+_PLAIN_DECORATORS = {"triton.jit", "batch_independent_jit", "stride_independent_jit", "unspecialized_jit"}
+
 
 class UnknownGlobalError(TypeError):
     """A kernel names something of which nobody knows how it changes the machine code."""
@@ -93,8 +96,7 @@ def _is_tritons(value: Any) -> bool:
 def _without_docstrings(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            # Decorators say how the function is compiled, which the launch says as well.
-            node.decorator_list = []
+            node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) not in _PLAIN_DECORATORS]
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1:
                 node.body = node.body[1:]

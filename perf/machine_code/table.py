@@ -35,7 +35,8 @@ class Row:
         shared_bytes: Shared memory per block.
         loads: Loads of large tensors in the code, as `width in bytes x number`, the widest first.
         stores: Likewise.
-        narrow: How many of these are narrower than size and alignment of their tensor allow.
+        narrow: How many of these are narrower than size and alignment of their tensor allow, and how many large tensors
+            are used in a way that is neither.
         key: Hash of all that the code depends on.
     """
 

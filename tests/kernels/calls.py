@@ -50,10 +50,11 @@ def short_rows(num_cols: int, max_splits: int) -> dict[str, int]:
 
 
 class Call(NamedTuple):
-    """A launcher and its arguments."""
+    """A launcher, its arguments, and how many operands it copies first because no view fits their strides."""
 
     launcher: Callable[..., Any]
     args: tuple[Any, ...]
+    copies: int = 0
 
     def run(self) -> list[Tensor]:
         """The results, without the empty ones that stand for what is not wanted."""
@@ -66,43 +67,78 @@ class Call(NamedTuple):
         return [arg for arg in self.args if isinstance(arg, torch.Tensor)]
 
 
-def layer_norm_backward(num_cols: int, dtype: torch.dtype, num_rows: int, wanted: tuple[bool, ...]) -> Call:
+# Rows one after another; with parameters of their own for each of two groups; and two segments of rows with gaps
+# between them, or with rows that stand for several.
+ROW_LAYOUTS = ("contiguous", "groups", "strided", "expanded")
+
+
+class _Rows(NamedTuple):
+    """Operands of layer norm in one of `ROW_LAYOUTS`."""
+
+    full_size: list[Tensor]
+    params: list[Tensor]
+    stats: list[Tensor]
+    batch_ndim: int
+
+
+def _row_operands(num_cols: int, dtype: torch.dtype, num_rows: int, layout: str) -> _Rows:
+    def rows(*shape: int, seed: int) -> Tensor:
+        return random(*shape, num_cols, dtype=dtype, seed=seed)
+
+    if layout == "contiguous":
+        full_size = [rows(num_rows, seed=seed) for seed in range(4)]
+    elif layout == "groups":
+        full_size = [rows(2, num_rows, seed=seed) for seed in range(4)]
+    elif layout == "strided":
+        full_size = [rows(2, num_rows + 1 + seed % 2, seed=seed)[:, :num_rows] for seed in range(4)]
+    else:
+        whole, of_segment, of_row, one = (
+            rows(*shape, seed=seed).expand(2, num_rows, -1)
+            for seed, shape in enumerate([(2, num_rows), (2, 1), (1, num_rows), (1, 1)])
+        )
+        full_size = [whole, of_segment, of_row, one]
+    wide = full_size[0].to(accumulation_dtype(dtype))
+    stats = [wide.mean(-1), (wide.var(-1, correction=0) + EPS) ** -0.5]
+    groups = (2,) if layout == "groups" else ()
+    return _Rows(full_size, [random(*groups, num_cols, seed=seed) for seed in range(3)], stats, len(groups))
+
+
+def layer_norm_backward(
+    num_cols: int, dtype: torch.dtype, num_rows: int, wanted: tuple[bool, ...], layout: str = "contiguous"
+) -> Call:
     """The first-order backward for what is wanted."""
-    (x, y_bar, _, _), (weight, _, _), stats = _row_operands(num_cols, dtype, num_rows)
-    return Call(layer_norm.layer_norm_bwd, (y_bar, x, weight, *stats, 1, 0, wanted))
+    (x, y_bar, _, _), (weight, _, _), stats, batch_ndim = _row_operands(num_cols, dtype, num_rows, layout)
+    return Call(layer_norm.layer_norm_bwd, (y_bar, x, weight, *stats, 1, batch_ndim, wanted))
 
 
-def layer_norm_pairing(num_cols: int, dtype: torch.dtype, num_rows: int, wanted: tuple[bool, ...]) -> Call:
+def layer_norm_pairing(
+    num_cols: int, dtype: torch.dtype, num_rows: int, wanted: tuple[bool, ...], layout: str = "contiguous"
+) -> Call:
     """The gradient of the pairing for what is wanted."""
-    (x, y_bar, x_dot, _), (weight, weight_dot, bias_dot), stats = _row_operands(num_cols, dtype, num_rows)
-    args = (y_bar, x, weight, *stats, x_dot, weight_dot, bias_dot, 1, 0, wanted)
+    rows = _row_operands(num_cols, dtype, num_rows, layout)
+    (x, y_bar, x_dot, _), (weight, weight_dot, bias_dot), stats, batch_ndim = rows
+    args = (y_bar, x, weight, *stats, x_dot, weight_dot, bias_dot, 1, batch_ndim, wanted)
     return Call(layer_norm_second_order.layer_norm_pairing, args)
 
 
 LAYER_NORM = ("forward", "jvp", "backward", "double_backward", "backward_of_jvp", "jvp_of_backward")
 
 
-def layer_norm_call(mode: str, num_cols: int, dtype: torch.dtype, num_rows: int) -> Call:
+def layer_norm_call(mode: str, num_cols: int, dtype: torch.dtype, num_rows: int, layout: str = "contiguous") -> Call:
     """One of the modes of `LAYER_NORM`."""
-    (x, y_bar, x_dot, y_bar_dot), (weight, weight_dot, bias), stats = _row_operands(num_cols, dtype, num_rows)
+    rows = _row_operands(num_cols, dtype, num_rows, layout)
+    (x, y_bar, x_dot, y_bar_dot), (weight, weight_dot, bias), stats, batch_ndim = rows
     if mode == "forward":
-        return Call(layer_norm.layer_norm_fwd, (x, weight, bias, 1, 0, EPS))
+        return Call(layer_norm.layer_norm_fwd, (x, weight, bias, 1, batch_ndim, EPS))
     if mode == "jvp":
-        return Call(layer_norm.layer_norm_jvp, (x, weight, *stats, x_dot, weight_dot, bias, 1, 0))
+        return Call(layer_norm.layer_norm_jvp, (x, weight, *stats, x_dot, weight_dot, bias, 1, batch_ndim))
     if mode == "backward":
-        return layer_norm_backward(num_cols, dtype, num_rows, ALL)
+        return layer_norm_backward(num_cols, dtype, num_rows, ALL, layout)
     if mode == "jvp_of_backward":
-        args = (y_bar, x, weight, *stats, y_bar_dot, x_dot, weight_dot, 1, 0, ALL)
+        args = (y_bar, x, weight, *stats, y_bar_dot, x_dot, weight_dot, 1, batch_ndim, ALL)
         return Call(layer_norm_second_order.layer_norm_bwd_jvp, args)
     wanted = DOUBLE_BACKWARD if mode == "double_backward" else BACKWARD_OF_JVP
-    return layer_norm_pairing(num_cols, dtype, num_rows, wanted)
-
-
-def _row_operands(num_cols: int, dtype: torch.dtype, num_rows: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    full_size = [random(num_rows, num_cols, dtype=dtype, seed=seed) for seed in range(4)]
-    wide = full_size[0].to(accumulation_dtype(dtype))
-    stats = [wide.mean(1), (wide.var(1, correction=0) + EPS) ** -0.5]
-    return full_size, [random(num_cols, seed=seed) for seed in range(3)], stats
+    return layer_norm_pairing(num_cols, dtype, num_rows, wanted, layout)
 
 
 CHANNEL_LAYOUTS = {
@@ -110,38 +146,64 @@ CHANNEL_LAYOUTS = {
     "channels last": ((2, 8, 32, 32), torch.channels_last),
     "features": ((2048, 8), torch.contiguous_format),
 }
+# Parameters of their own for each of two groups; samples with gaps between them; a cotangent and tangents that are one
+# for all samples, or for all positions.
+STRIDED_CHANNELS = {"groups": (2, 4, 2, 32, 32), "strided": (4, 2, 32, 32), "expanded": (4, 2, 32, 32)}
+
+
+def _channel_operands(layout: str, samples: int | None, dtype: torch.dtype) -> list[Tensor]:
+    """x, y_bar, x_dot and y_bar_dot."""
+    if layout in CHANNEL_LAYOUTS:
+        shape, memory_format = CHANNEL_LAYOUTS[layout]
+        shape = (samples or shape[0], *shape[1:])
+        return [random(*shape, dtype=dtype, seed=seed).contiguous(memory_format=memory_format) for seed in range(4)]
+    shape = STRIDED_CHANNELS[layout]
+    if layout == "groups":
+        return [random(*shape, dtype=dtype, seed=seed) for seed in range(4)]
+    num_samples, num_channels, *spatial = shape
+    if layout == "strided":
+        return [
+            random(num_samples, num_channels + 2, *spatial, dtype=dtype, seed=seed)[:, :num_channels]
+            for seed in range(4)
+        ]
+    parts = [shape, (1, num_channels, *spatial), (num_samples, num_channels, 1, 1), (1, 1, 1, 1)]
+    return [random(*part, dtype=dtype, seed=seed).expand(shape) for seed, part in enumerate(parts)]
 
 
 def batch_norm_calls(layout: str, samples: int | None = None, dtype: torch.dtype = torch.float32) -> list[Call]:
-    """Training, evaluation and second order in one of `CHANNEL_LAYOUTS`, with other than its number of samples."""
-    shape, memory_format = CHANNEL_LAYOUTS[layout]
-    shape = (samples or shape[0], *shape[1:])
-    x, y_bar, x_dot, y_bar_dot = (
-        random(*shape, dtype=dtype, seed=seed).contiguous(memory_format=memory_format) for seed in range(4)
-    )
+    """Training, evaluation and second order in a layout.
+
+    Args:
+        layout: One of `CHANNEL_LAYOUTS` or `STRIDED_CHANNELS`.
+        samples: Number of samples instead of that of one of `CHANNEL_LAYOUTS`.
+        dtype: Of what has full size.
+    """
+    x, y_bar, x_dot, y_bar_dot = _channel_operands(layout, samples, dtype)
+    batch_ndim = int(layout == "groups")
+    channels = (*x.shape[:batch_ndim], x.shape[batch_ndim + 1])
     weight, bias, mean, rstd, weight_dot, bias_dot, mean_dot, var_dot = (
-        random(shape[1], seed=seed).abs() for seed in range(8)
+        random(*channels, seed=seed).abs() for seed in range(8)
     )
     operands, dots = (y_bar, x, weight, mean, rstd), (x_dot, weight_dot, bias_dot)
-    evaluated = (x, weight, mean, rstd, *dots, mean_dot, var_dot, 0, EPS)
+    evaluated = (x, weight, mean, rstd, *dots, mean_dot, var_dot, batch_ndim, EPS)
     return [
-        Call(batch_norm.batch_norm_train_fwd, (x, weight, bias, mean_dot, var_dot, 0, MOMENTUM, EPS)),
+        Call(batch_norm.batch_norm_train_fwd, (x, weight, bias, mean_dot, var_dot, batch_ndim, MOMENTUM, EPS)),
         *(
-            Call(batch_norm.batch_norm_train_bwd, (*operands, 0, wanted))
+            Call(batch_norm.batch_norm_train_bwd, (*operands, batch_ndim, wanted))
             for wanted in (ALL, (True, False, False), (False, False, True))
         ),
-        Call(batch_norm.batch_norm_train_jvp, (x, weight, mean, rstd, *dots, 0)),
-        Call(batch_norm.batch_norm_eval_fwd, (x, weight, bias, mean, rstd, 0, EPS)),
+        Call(batch_norm.batch_norm_train_jvp, (x, weight, mean, rstd, *dots, batch_ndim)),
+        Call(batch_norm.batch_norm_eval_fwd, (x, weight, bias, mean, rstd, batch_ndim, EPS)),
         *(
-            Call(batch_norm.batch_norm_eval_bwd, (*operands, 0, EPS, wanted))
+            Call(batch_norm.batch_norm_eval_bwd, (*operands, batch_ndim, EPS, wanted))
             for wanted in ((True,) * 5, (True, *(False,) * 4))
         ),
         Call(batch_norm.batch_norm_eval_jvp, evaluated),
         *(
-            Call(batch_norm_second_order.batch_norm_pairing, (*operands, *dots, 0, wanted))
+            Call(batch_norm_second_order.batch_norm_pairing, (*operands, *dots, batch_ndim, wanted))
             for wanted in (DOUBLE_BACKWARD, BACKWARD_OF_JVP)
         ),
-        Call(batch_norm_second_order.batch_norm_bwd_jvp, (*operands, y_bar_dot, x_dot, weight_dot, 0, ALL)),
+        Call(batch_norm_second_order.batch_norm_bwd_jvp, (*operands, y_bar_dot, x_dot, weight_dot, batch_ndim, ALL)),
     ]
 
 
@@ -162,11 +224,34 @@ def log_softmax_calls(shape: tuple[int, ...], dim: int, dtype: torch.dtype = tor
     ]
 
 
-def dropout_calls() -> list[Call]:
+def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:
     """Dropout with one seed and with a seed per sample, and stored words; `random` tensors have whole tiles and not."""
     seeds, offsets = torch.tensor([3, 5]), torch.tensor([0, 7])
     return [
-        Call(dropout.dropout_fwd, (random(3, 2000), seeds[0].clone(), None, 0.3, 0)),
-        Call(dropout.dropout_fwd, (random(2, 5001), seeds, offsets, 0.3, 1)),
+        Call(dropout.dropout_fwd, (random(3, 2000, dtype=dtype), seeds[0].clone(), None, 0.3, 0)),
+        Call(dropout.dropout_fwd, (random(2, 5001, dtype=dtype), seeds, offsets, 0.3, 1)),
         Call(philox.philox_words, (seeds, offsets, (3001,))),
+    ]
+
+
+def copying_calls(dtype: torch.dtype) -> list[Call]:
+    """Calls whose operands no view fits, so that they are copied first, and dropout that drops nothing: a copy itself.
+
+    Strides have no view where dims that a kernel merges lie apart: two normalized dims that are exchanged, positions
+    of an image that is turned around, three levels of rows.
+    """
+    normalized = random(3, 8, 5, dtype=dtype).transpose(1, 2)
+    images, y_bar = random(2, 3, 8, 6, dtype=dtype).transpose(2, 3), random(2, 3, 6, 8, dtype=dtype)
+    levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)
+    mean, var = random(3).abs(), random(3, seed=1).abs()
+    seed = torch.tensor(3)
+    return [
+        Call(layer_norm.layer_norm_fwd, (normalized, None, None, 2, 0, EPS), 1),
+        Call(batch_norm.batch_norm_train_fwd, (images, None, None, None, None, 0, MOMENTUM, EPS), 1),
+        Call(batch_norm.batch_norm_train_bwd, (y_bar, images, None, mean, var, 0, ALL), 1),
+        Call(batch_norm.batch_norm_train_bwd, (images, images, None, mean, var, 0, ALL), 2),
+        Call(batch_norm.batch_norm_eval_fwd, (images, None, None, mean, var, 0, EPS), 1),
+        Call(log_softmax.log_softmax_fwd, (levels, 4, None), 1),
+        Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0), 1),
+        Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0), 2),
     ]

@@ -11,6 +11,8 @@ import torch
 from tests.kernels.calls import (
     CHANNEL_LAYOUTS,
     LAYER_NORM,
+    ROW_LAYOUTS,
+    STRIDED_CHANNELS,
     Call,
     batch_norm_calls,
     dropout_calls,
@@ -76,6 +78,15 @@ def test_layer_norm_of_long_rows(mode: str, splits: int, use_limits: Callable[..
         assert cost_of(call).launches == (2 if splits > 1 else 1)
 
 
+# Each mode meets every layout, and each layout every plan.
+@pytest.mark.parametrize("mode", LAYER_NORM)
+def test_layer_norm_of_groups_and_strides(mode: str, use_limits: Callable[..., None]) -> None:
+    check(layer_norm_call(mode, 512, torch.bfloat16, 3, ROW_LAYOUTS[1 + LAYER_NORM.index(mode) % 3]))
+    for number, splits in enumerate((1, 32), LAYER_NORM.index(mode) + 1):
+        use_limits(**short_rows(256, splits))
+        check(layer_norm_call(mode, 512, torch.float32, 2, ROW_LAYOUTS[1 + number % 3]))
+
+
 def test_layer_norm_reads_only_what_is_needed() -> None:
     for wanted in itertools.product((False, True), repeat=3):
         check(layer_norm_backward(1024, torch.float32, 2, wanted))
@@ -88,6 +99,13 @@ def test_batch_norm(layout: str, use_processors: Callable[[int], None]) -> None:
     # Few programs, so that tensors of this size are to them what those of a GPU are to its programs.
     use_processors(1)
     for call in batch_norm_calls(layout):
+        check(call)
+
+
+@pytest.mark.parametrize("layout", STRIDED_CHANNELS)
+def test_batch_norm_of_groups_and_strides(layout: str, use_processors: Callable[[int], None]) -> None:
+    use_processors(1)
+    for call in batch_norm_calls(layout)[list(STRIDED_CHANNELS).index(layout) % 2 :: 2]:
         check(call)
 
 

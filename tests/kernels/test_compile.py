@@ -17,11 +17,12 @@ import sys
 import pytest
 import triton
 
-from perf.machine_code.probe import choose_sample
-from perf.machine_code.rules import broken_rules
+from perf.machine_code.assembly import Access, accesses, unseen_pointers
+from perf.machine_code.probe import CLUSTERED, choose_sample
+from perf.machine_code.rules import RELEASES, broken_rules
 from perf.machine_code.sources import UnknownGlobalError, source_text
 from perf.machine_code.table import FIELDS, Row, edited_lines, read_table, read_version, write_table
-from triton_kernels.launch.chips import CHIPS
+from triton_kernels.launch.chips import CHIPS, cluster_limit
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 OUT_OF_DATE = "the table of machine code is out of date: run `make machine-code` and commit what it changes"
@@ -44,12 +45,16 @@ CAUGHT = {
     "gfx942": {"few warps": "spills", "unknown alignment": "narrow"},
 }
 
+# Where tuning may try clusters of blocks: those of no other chip or release are ever launched.
+CLUSTERED_CHIP = "sm_90"
+
 
 # Two processes, one for each core of a small machine: starting one takes as long as what it finds out of a chip.
 @pytest.mark.parametrize("chip_names", [("sm_80", "sm_90"), ("sm_100", "gfx942")], ids=" ".join)
 def test_kernels_and_table_agree(chip_names: tuple[str, ...]) -> None:
     arguments = [argument for chip_name in chip_names for argument in ("--chip", chip_name)]
     arguments += [argument for chip_name in chip_names if chip_name in CAUGHT for argument in ("--faults", chip_name)]
+    arguments += ["--clusters", CLUSTERED_CHIP] if CLUSTERED_CHIP in chip_names else []
     probes = run_probe(*arguments)
     problems = [problem for chip_name in chip_names for problem in problems_of(chip_name, probes[chip_name])]
     assert not problems, "\n".join(problems)
@@ -66,13 +71,24 @@ def problems_of(chip_name: str, probe: dict) -> list[str]:
     """Planted faults that are not caught, and kernels that do not compile or break a rule."""
     found = list(probe["failures"])
     for fault, complaint in CAUGHT.get(chip_name, {}).items():
-        broken = broken_rules(chip_name, Row(**probe["faults"][fault]))
+        broken = broken_rules(chip_name, Row(**probe["faults"][fault]), triton.__version__)
         if not any(complaint in problem for problem in broken):
             found.append(f"{chip_name}: {fault} is not caught, but {broken}")
+    if chip_name == CLUSTERED_CHIP:
+        found += problems_of_clusters(chip_name, probe["clusters"])
     sample = [Row(**row) for row in probe["sample"]]
     if not len({row.kernel for row in sample}) == len(sample) > 1:
         found.append(f"{chip_name}: a sample of different kernels is needed, got {sample}")
-    return found + [problem for row in sample for problem in broken_rules(chip_name, row)]
+    return found + [problem for row in sample for problem in broken_rules(chip_name, row, triton.__version__)]
+
+
+def problems_of_clusters(chip_name: str, rows: dict[str, dict | str]) -> list[str]:
+    """What is wrong with kernels in clusters, of which there must be one per op where this release compiles them."""
+    expected = set(CLUSTERED) if cluster_limit(CHIPS[chip_name]) > 1 else set()
+    found = [] if set(rows) == expected else [f"{chip_name}: clusters of {expected} are needed, got {set(rows)}"]
+    for row in rows.values():
+        found += [row] if isinstance(row, str) else broken_rules(chip_name, Row(**row), triton.__version__)
+    return found
 
 
 def differences(chip_name: str, probe: dict) -> list[str]:
@@ -93,7 +109,7 @@ def test_every_row_keeps_the_rules(chip_name: str) -> None:
     assert rows == sorted(rows)
     for op in ("layer_norm", "batch_norm", "log_softmax"):
         assert sum(row.case.startswith(op) for row in rows) > 50
-    broken = [problem for row in rows for problem in broken_rules(chip_name, row)]
+    broken = [problem for row in rows for problem in broken_rules(chip_name, row, read_version())]
     assert not broken, "\n".join(broken)
 
 
@@ -112,8 +128,8 @@ ROW = Row("kernel", "layer_norm 8192x4096 bfloat16 forward", 8, 40, 255, 0, 0, 1
     ids=str,
 )
 def test_rules_reject(change: dict, complaint: str) -> None:
-    assert not broken_rules("sm_90", ROW)
-    (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change))
+    assert not broken_rules("sm_90", ROW, "3.9.0")
+    (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change), "3.9.0")
     assert complaint in found
 
 
@@ -140,14 +156,27 @@ def test_spills_are_excused_where_the_rules_say_so() -> None:
     row = dataclasses.replace(
         ROW, kernel="layer_norm_second_kernel", case="layer_norm 8192x8192 bfloat16 all_results", spills=8
     )
-    assert not broken_rules("sm_100", row)
+    assert not broken_rules("sm_100", row, "3.9.0")
     for chip_name, other in (
         ("sm_90", row),
         ("sm_100", dataclasses.replace(row, spills=12)),
         ("sm_100", dataclasses.replace(row, kernel="layer_norm_bwd_kernel")),
         ("sm_100", dataclasses.replace(row, case="layer_norm 8192x4096 bfloat16 all_results")),
     ):
-        assert broken_rules(chip_name, other)
+        assert broken_rules(chip_name, other, "3.9.0")
+
+
+def test_a_release_has_its_own_exceptions() -> None:
+    spilling = dataclasses.replace(
+        ROW, kernel="log_softmax_linear_looped_kernel", case="log_softmax 2048x65536 bfloat16 backward", spills=8
+    )
+    narrow = dataclasses.replace(ROW, kernel="batch_norm_statistics_kernel", loads="16x4 2x8", narrow=8)
+    for row in (spilling, narrow):
+        assert not broken_rules("sm_90", row, "3.6.0")
+        assert broken_rules("sm_90", row, "3.9.0")
+        assert broken_rules("sm_90", dataclasses.replace(row, spills=12, narrow=9), "3.6.0")
+    assert broken_rules("sm_100", spilling, "3.6.0")
+    assert ".".join(read_version().split(".")[:2]) not in RELEASES
 
 
 def test_the_sample_changes_with_the_kernels_and_has_a_tight_one() -> None:
@@ -160,6 +189,41 @@ def test_the_sample_changes_with_the_kernels_and_has_a_tight_one() -> None:
     assert len(choose_sample(keys, ())) == 2
     others = [choose_sample({**keys, f"{number:012x}": ("new", "case")}, tight) for number in range(200, 210)]
     assert len({key for other in others for key in other}) > 10
+
+
+LLVM = """
+define ptx_kernel void @kernel(ptr addrspace(1) %x_ptr, ptr addrspace(1) %y_ptr, ptr addrspace(1) %z_ptr, i32 %n) {{
+  %1 = getelementptr bfloat, ptr addrspace(1) %x_ptr, i64 8
+  %2 = tail call {{ i32, i32 }} asm sideeffect "{assembly}", "=r,=r,l"(ptr addrspace(1) %1) #1
+  {store}
+  ret void
+}}
+"""
+VECTOR_STORE = "store <4 x i32> zeroinitializer, ptr addrspace(1) %y_ptr, align 16"
+
+
+@pytest.mark.parametrize(
+    "assembly, num_bytes",
+    [
+        ("ld.global.v4.b32 { $0, $1 }, [ $2 + 0 ];", 16),
+        ("ld.global.L1::evict_first.v4.b32 { $0, $1 }, [ $2 + 0 ];", 16),
+        ("@$3 ld.volatile.global.b16 { $0 }, [ $2 + 0 ];", 2),
+        ("ld.relaxed.gpu.global.v2.b32 { $0, $1 }, [ $2 + 0 ];", 8),
+        (r"mov.u32 $0, 0x0;\0A\09ld.global.b32 { $0 }, [ $2 + 0 ];", 4),
+        ("cp.async.cg.shared.global [ $0 + 0 ], [ $2 + 0 ], 0x10, 0x10;", 16),
+    ],
+)
+def test_accesses_are_found_whatever_their_qualifiers(assembly: str, num_bytes: int) -> None:
+    text = LLVM.format(assembly=assembly, store=VECTOR_STORE)
+    assert accesses(text) == [Access("load", num_bytes, 0), Access("store", 16, 1)]
+    assert unseen_pointers(text) == set()
+
+
+def test_a_tensor_that_is_used_in_an_unknown_way_is_noticed() -> None:
+    call = "call void @llvm.unknown.copy(ptr addrspace(1) %y_ptr, i32 %n)"
+    assert unseen_pointers(LLVM.format(assembly="ld.global.b32 $0, [ $2 + 0 ];", store=call)) == {1}
+    with pytest.raises(ValueError, match="got 'tensormap"):
+        accesses(LLVM.format(assembly="tensormap.replace.global [ $2 + 0 ];", store=VECTOR_STORE))
 
 
 HELPERS = "LIMIT = 3\nUNUSED = 4\n"
@@ -193,6 +257,7 @@ def kernel(x_ptr, BLOCK: tl.constexpr):
         ("SCALE", {"LIMIT = 3": "LIMIT = 5"}, False),
         ("SCALE", {"What it does.": "Other words."}, False),
         ("SCALE", {"x * SCALE": "x + SCALE"}, True),
+        ("SCALE", {"@triton.jit\ndef device_function": "@triton.jit(noinline=True)\ndef device_function"}, True),
     ],
     ids=str,
 )
@@ -215,10 +280,32 @@ def test_keys_know_every_constant(
     assert (texts[0] != texts[1]) == changes
 
 
-def test_what_a_key_cannot_follow_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name, constant, edited, complaint",
+    [
+        ("constant", 'TABLE["x"]', {}, "names TABLE of type dict"),
+        (
+            "decorator",
+            "SCALE",
+            {"@triton.jit\ndef device": "@triton.jit\n@wrapped\ndef device"},
+            "wrapped of type func",
+        ),
+    ],
+)
+def test_what_a_key_cannot_follow_is_refused(
+    name: str,
+    constant: str,
+    edited: dict[str, str],
+    complaint: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "unfollowed_helpers.py").write_text(HELPERS)
-    source = KERNELS.format(helpers="unfollowed_helpers", constant='TABLE["x"]', docstring="What it does.")
-    (tmp_path / "unfollowed_kernels.py").write_text(source)
-    with pytest.raises(UnknownGlobalError, match="names TABLE of type dict"):
-        source_text(importlib.import_module("unfollowed_kernels").kernel)
+    (tmp_path / f"unfollowed_{name}_helpers.py").write_text(HELPERS)
+    source = KERNELS.format(helpers=f"unfollowed_{name}_helpers", constant=constant, docstring="What it does.")
+    source = source.replace("@triton.jit", "def wrapped(function):\n    return function\n\n@triton.jit", 1)
+    for old, new in edited.items():
+        source = source.replace(old, new)
+    (tmp_path / f"unfollowed_{name}_kernels.py").write_text(source)
+    with pytest.raises(UnknownGlobalError, match=complaint):
+        source_text(importlib.import_module(f"unfollowed_{name}_kernels").kernel)

@@ -59,7 +59,7 @@ def test_subsets_of_perturbed_arguments(case, device):
 @every_case
 def test_fake_outputs_have_the_layout_of_the_kernels(case, device):
     """What a compiler is told is what a kernel returns: shape, dtype and stride, unwanted outputs included."""
-    for sample in case.samples[1::4]:
+    for sample in case.samples[1::9]:
         for call in recorded_calls(case, sample, case.inputs(sample, torch.bfloat16, device)):
             check_fake(call)
 
@@ -130,9 +130,12 @@ def test_nestings_in_each_other_argument(case, position, word, device):
 @every_case
 @pytest.mark.parametrize("word", [*nestings(2), "frf", "rfr"])
 def test_nestings_in_all_arguments_at_once(case, word, device):
+    """Every mixed partial derivative of a weighted sum: those of each output would take several times the programs."""
     function, vector = flattened(case, device, true=False)
-    actual = nested(function, word)(vector)
-    assert_close(actual, true_derivative(case, device, None, len(word)), order=len(word), what=word)
+    weights = like(function(vector), seed=9)
+    actual = nested(lambda vector: (function(vector) * weights).sum(), word)(vector)
+    expected = torch.tensordot(weights, true_derivative(case, device, None, len(word)), weights.dim())
+    assert_close(actual, expected, order=len(word), what=word)
 
 
 @every_case

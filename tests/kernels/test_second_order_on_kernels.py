@@ -17,7 +17,7 @@ with_primitives = pytest.mark.parametrize("case", [c for c in CASES if c.second_
 pytestmark = pytest.mark.usefixtures("on_kernels")
 
 
-@pytest.mark.parametrize("case, sample, dtype", samples_in_turns(step=2))
+@pytest.mark.parametrize("case, sample, dtype", samples_in_turns(step=3))
 def test_second_derivatives_are_those_of_the_definition(case, sample, dtype, device):
     check_second_order(case, sample, case.inputs(sample, dtype, device), case.perturbable(sample))
 
@@ -31,10 +31,13 @@ def test_every_subset_of_perturbed_arguments(case, device):
 
 @with_primitives
 def test_kernels_fakes_and_reference_agree(case, device):
-    """In value, and in shape, dtype and strides of every output, the unwanted ones included."""
-    for sample in case.samples[1::9]:
+    """In value, and in shape, dtype and strides of every output, the unwanted ones included.
+
+    Half of the calls of each sample: each of them meets every second sample.
+    """
+    for turn, sample in enumerate(case.samples[1::9]):
         inputs = case.inputs(sample, torch.float32, device)
-        for call in second_order_calls(case, sample, inputs, case.perturbable(sample)):
+        for call in second_order_calls(case, sample, inputs, case.perturbable(sample))[turn % 2 :: 2]:
             check_fake(call)
             actual = call.outputs()
             with pr.use_backend("reference"):

@@ -3,10 +3,10 @@
     cost = costs.layer_norm_bwd(y_bar, x, weight, mean, rstd, 1, 0, (True, True, True))
     cost.minimum_bytes, cost.bytes_moved, cost.launches
 
-There is one function per launcher, of its name and with its arguments, which may be meta tensors: only shapes, dtypes
-and what is None or not wanted are looked at. The plan is the one that the launcher would take on the device of `x`, or
-on the chip that `launch.use_chip` sets. The byte gate holds the kernels to these figures, the time model predicts from
-them, and the benchmarks take their bytes from here, so that no two of the three can disagree.
+There is one function per launcher, of its name and with its arguments, which may be meta tensors: only shapes, strides,
+dtypes and what is None or not wanted are looked at. The plan is the one that the launcher would take on the device of
+`x`, or on the chip that `launch.use_chip` sets. The byte gate holds the kernels to these figures, the time model
+predicts from them, and the benchmarks take their bytes from here, so that no two of the three can disagree.
 
 Inputs are taken to need no copy: what a launcher copies because no view fits its strides is not counted.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,8 +35,9 @@ class Cost:
     Attributes:
         bytes_read: Operands that the wanted results take, each counted once.
         bytes_written: Results, each counted once.
-        bytes_moved: What the plan in force moves to and from memory: every pass over an operand, and partial results
-            written and read. What is read again may come from a cache; this counts it as if none did.
+        bytes_moved: What the plan in force moves to and from memory: every pass over an operand, the elements of an
+            expanded one as often as they stand for another, and partial results written and read. What is read again
+            may come from a cache; this counts it as if none did.
         bytes_reread: Parameters, statistics and coefficients that further programs read again, beside `bytes_moved`:
             few bytes many times over, which the caches of a GPU serve.
         launches: Kernels launched.
@@ -80,7 +82,7 @@ class Account:
         """Count `passes` over full-size operands; one that is None is not there."""
         for name, tensor in operands.items():
             if tensor is not None and passes:
-                self._operands[name] = tensor.nbytes
+                self._operands[name] = _own_bytes(tensor)
                 self._moved += tensor.nbytes * passes
 
     def load_shared(self, times: float = 1, /, **operands: Tensor | None) -> None:
@@ -123,6 +125,12 @@ class Account:
             launches=self._launches,
             sweeps=tuple(self._sweeps),
         )
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Bytes of the elements that are there, of which those along an expanded dim are one."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
 
 
 def operands_of(

@@ -6,9 +6,11 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from triton_kernels import launch
-from triton_kernels._runtime import accumulation_dtype
+from triton_kernels._runtime import accumulation_dtype, segment_cut
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from triton_kernels.costs._cost import Account
@@ -30,21 +32,40 @@ class Rows(NamedTuple):
         return self.num_segments * self.num_rows
 
     @property
+    def group_segments(self) -> int:
+        """Segments that share parameters."""
+        return self.num_segments // self.num_groups
+
+    @property
     def stat_bytes(self) -> int:
         """Bytes of one statistic of every row."""
         return self.all_rows * self.stat_itemsize
 
 
-def rows_of(x: Tensor, norm_ndim: int, batch_ndim: int, *, segmented: bool) -> Rows:
-    """Rows of contiguous `x`; they fall into segments only if parameters or sums differ by group (`segmented`)."""
+def rows_of(
+    tensors: Sequence[Tensor | None],
+    norm_ndim: int,
+    batch_ndim: int,
+    *,
+    segmented: bool,
+    max_segments: int | None = None,
+) -> Rows:
+    """Rows of tensors of one shape, None where one is absent.
+
+    They fall into segments by group if parameters or sums differ by group (`segmented`), else as their strides ask for
+    it, up to `max_segments`.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    x = present[0]
     cut = x.dim() - norm_ndim
     num_groups = math.prod(x.shape[:batch_ndim])
-    num_segments = num_groups if segmented else 1
+    by_group = segmented and num_groups > 1
+    num_segments = math.prod(x.shape[: batch_ndim if by_group else segment_cut(present, cut, max_segments)])
     return Rows(
         num_segments=num_segments,
         num_rows=math.prod(x.shape[:cut]) // num_segments,
         num_cols=math.prod(x.shape[cut:]),
-        num_groups=num_groups,
+        num_groups=num_groups if by_group else 1,
         itemsize=x.element_size(),
         stat_itemsize=accumulation_dtype(x.dtype).itemsize,
     )
@@ -57,7 +78,7 @@ def param_itemsize(rows: Rows, weight: Tensor | None) -> int:
 
 def load_params(account: Account, rows: Rows, block_rows: int, passes: int, **params: Tensor | None) -> None:
     """Count parameters that every program with a block of rows loads, or every row where they differ by segment."""
-    loads = rows.num_rows if rows.num_segments > 1 else launch.cdiv(rows.all_rows, block_rows)
+    loads = rows.all_rows // rows.num_groups if rows.num_segments > 1 else launch.cdiv(rows.all_rows, block_rows)
     account.load_shared(passes * loads, **params)
 
 

@@ -24,7 +24,7 @@ def layer_norm_fwd(
     account = Account()
     if not x.numel():
         return account.cost()
-    rows = rows_of(x, norm_ndim, batch_ndim, segmented=weight is not None or bias is not None)
+    rows = rows_of([x], norm_ndim, batch_ndim, segmented=weight is not None or bias is not None)
     plan = launch.plan_layer_norm_rows(rows.all_rows, rows.num_cols, rows.itemsize, False, x.device)
     account.load(2 if plan.looped else 1, x=x)
     load_params(account, rows, plan.block_rows, 1, weight=weight, bias=bias)
@@ -51,7 +51,7 @@ def layer_norm_jvp(
     given = {"x": x, "weight": weight, "x_dot": x_dot, "weight_dot": weight_dot, "bias_dot": bias_dot}
     taken = operands_of(_JVP_TERMS, {"y_dot": True}, given)
     params = {name: given[name] for name in ("weight", "weight_dot", "bias_dot") if name in taken}
-    rows = rows_of(x, norm_ndim, batch_ndim, segmented=bool(params))
+    rows = rows_of([x, x_dot], norm_ndim, batch_ndim, segmented=bool(params))
     plan = launch.plan_layer_norm_rows(rows.all_rows, rows.num_cols, rows.itemsize, True, x.device)
     if "x" in taken:
         # Without x_dot there are no means to sweep the row for.
@@ -84,7 +84,13 @@ def layer_norm_bwd(
     if not x.numel() or not any(wanted):
         return account.cost()
     weight_read = weight if want_x else None
-    rows = rows_of(x, norm_ndim, batch_ndim, segmented=weight_read is not None or num_sums > 0)
+    rows = rows_of(
+        [y_bar, x],
+        norm_ndim,
+        batch_ndim,
+        segmented=weight_read is not None or num_sums > 0,
+        max_segments=launch.LAYER_NORM_MAX_SEGMENTS if num_sums else None,
+    )
     fused = False
     if num_sums:
         plan = launch.plan_layer_norm_params(rows.num_segments, rows.num_rows, rows.num_cols, rows.itemsize, x.device)
@@ -95,7 +101,7 @@ def layer_norm_bwd(
             col_blocks = launch.cdiv(rows.num_cols, plan.block_cols) if plan.looped else 1
             account.load_shared(col_blocks, mean=mean, rstd=rstd)
         if fused:
-            account.load_shared(plan.num_splits, weight=weight_read)
+            account.load_shared(rows.group_segments * plan.num_splits, weight=weight_read)
         account.launch()
         add_partial_rows(account, rows, rows.num_segments * plan.num_splits, num_sums)
     if want_x and not fused:
@@ -104,7 +110,8 @@ def layer_norm_bwd(
         sweeps = 2 if own.looped else 1
         account.load(sweeps, y_bar=y_bar, x=x)
         account.load_shared(own.col_splits * (2 if own.col_splits > 1 else 1), mean=mean, rstd=rstd)
-        account.load_shared(sweeps * launch.cdiv(rows.num_rows, own.block_rows), weight=weight_read)
+        num_programs = rows.group_segments * launch.cdiv(rows.num_rows, own.block_rows)
+        account.load_shared(sweeps * num_programs, weight=weight_read)
         swept = (sweeps - 1) * (y_bar.nbytes + x.nbytes)
         launch_sweeps(account, rows.all_rows, own.col_splits, 2, rows.stat_itemsize, swept)
     account.store(want_x * x.nbytes + num_sums * rows.num_groups * rows.num_cols * param_itemsize(rows, weight))

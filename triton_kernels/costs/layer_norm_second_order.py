@@ -100,7 +100,13 @@ def _differentiate(
     row_results = {name: flag and name not in _SUMS for name, flag in want.items()}
     num_sums = sum(sums.values())
     taken = operands_of(terms, want, given)
-    rows = rows_of(x, norm_ndim, batch_ndim, segmented=num_sums > 0 or any(name in taken for name in _PARAMS))
+    rows = rows_of(
+        [x, *(given[name] for name in _FULL_SIZE if name in taken)],
+        norm_ndim,
+        batch_ndim,
+        segmented=num_sums > 0 or any(name in taken for name in _PARAMS),
+        max_segments=launch.LAYER_NORM_MAX_SEGMENTS if num_sums else None,
+    )
     sizes = (rows.num_segments, rows.num_rows, rows.num_cols, rows.itemsize)
     plan = launch.plan_layer_norm_second(*sizes, num_sums > 0, x.device)
     num_splits = plan.num_splits
@@ -162,7 +168,7 @@ def _count_rows(
         load_params(account, rows, 1, 1, bias_dot=bias_dot)
     else:
         # Programs keep their parameters, and there are as many as splits.
-        account.load_shared(plan.num_splits, **params)
+        account.load_shared(rows.group_segments * plan.num_splits, **params)
     full_size = [tensor for name in _FULL_SIZE if (tensor := operands.get(name)) is not None]
     swept = (sweeps - 1) * sum(tensor.nbytes for tensor in full_size)
     launch_sweeps(account, rows.all_rows, col_splits, _NUM_MEANS if has_means else 0, rows.stat_itemsize, swept)
