@@ -241,6 +241,14 @@ def _torch_log_softmax(
     return _functional_log_softmax(mode, input, dim, dtype=dtype)
 
 
+def _autocast_on_the_cpu(x: Any) -> Any:
+    """What torch's autocast makes of an argument of `cross_entropy`, where it leaves `log_softmax` by itself alone."""
+    # Under CUDA's, the primitive casts as torch does.
+    if x is None or x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return x
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 @register_override(torch_functional.cross_entropy)
 def _cross_entropy(
     mode: OverrideMode,
@@ -258,7 +266,8 @@ def _cross_entropy(
         return NotImplemented
     if not _plain(input, target, weight) or target.shape == input.shape or input.dim() == 0:
         return NotImplemented
-    log_probabilities = _functional_log_softmax(mode, input, 1 if input.dim() > 1 else 0)
+    logits, weight = _autocast_on_the_cpu(input), _autocast_on_the_cpu(weight)
+    log_probabilities = _functional_log_softmax(mode, logits, 1 if input.dim() > 1 else 0)
     if log_probabilities is NotImplemented:
         return log_probabilities
     return torch_functional.nll_loss(log_probabilities, target, weight, None, ignore_index, None, reduction)

@@ -310,3 +310,44 @@ def test_compiled(around):
     torch.testing.assert_close(actual, expected)
     assert "Native" not in actual.grad_fn.name()
     assert model[1].num_batches_tracked == 2
+
+
+DROPOUTS = (
+    (nn.Dropout1d, data(8, 4, 5)),
+    (nn.Dropout2d, data(8, 3, 4, 2, 2)),
+    (nn.Dropout3d, data(8, 3, 4, 2, 2, 2)),
+    (nn.AlphaDropout, data(8, 4, 5)),
+    (nn.FeatureAlphaDropout, data(8, 3, 4, 5)),
+)
+
+
+@pytest.mark.parametrize("kind, x", DROPOUTS)
+def test_dropout_of_channels_stays_torchs(kind, x):
+    """Neither the override nor `convert` takes these for dropout of single elements."""
+    model = nn.Sequential(kind(0.4))
+
+    def seeded():
+        torch.manual_seed(0)
+        return model(x)
+
+    expected, ops = run(seeded)
+    assert torch.equal(expected, seeded())
+    assert ops == set()
+    pr.nn.convert(model)
+    assert type(model[0]) is kind
+    assert torch.equal(seeded(), expected)
+
+
+@pytest.mark.parametrize("weight", [None, W.bfloat16()])
+def test_cross_entropy_under_autocast_on_the_cpu(weight):
+    """Torch computes all of it in float32 there, and `log_softmax` by itself as it comes."""
+    x = (10 * X).bfloat16().requires_grad_()
+    expected, actual = [], []
+    for results, override in ((expected, False), (actual, True)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, _ = run(F.cross_entropy, x, TARGET, weight, override=override)
+            assert run(F.log_softmax, x, 1, override=override)[0].dtype == torch.bfloat16
+        results += [loss, *torch.autograd.grad(loss, x)]
+    assert actual[0].dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
+    assert run(F.cross_entropy, x, TARGET, weight)[0].dtype == torch.bfloat16

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, overload
 
 import optree
 import torch
 
 from primitives.core.errors import LeafError, TreeError
-from primitives.tracing._module_mode import PureMode
+from primitives.tracing._module_later import adopt, pure_region, require_finished
 from primitives.tracing._module_state import ModuleState
+from primitives.tracing._trace_errors import errors_in_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,15 +76,23 @@ class PureModule:
             TreeError: If names are missing, unknown, or tied and given different tensors.
             ShapeError: If a tensor has another shape than in the module.
             DtypeError: If it has another dtype, or is no tensor.
-            LeafError: If the module uses a parameter or buffer of its own that it holds besides where it is registered.
+            LeafError: If the module uses a parameter or buffer of its own that it holds besides where it is registered,
+                or returns a generator, or a method of its own, which would run after the call.
             MutationError: If the module writes a parameter, or one of two buffers that share memory; if it uses a
                 buffer that it read before a batch norm gave it a new value; or if, under `vmap`, it writes something
                 batched into a buffer that is not.
+            TraceError: In a trace of `make_fx`, if the module branches on a value that the graph does not have.
         """
         state = ModuleState(self.module, params, buffers, strict=self.strict)
-        with state, PureMode(state):
-            output = self.module(*args, **kwargs)
+        is_compiling = torch.compiler.is_compiling()
+        start = 0 if is_compiling else torch.autograd._get_sequence_nr()
+        with state:
+            with pure_region(state), contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call"):
+                output = self.module(*args, **kwargs)
             new_buffers = state.buffers()
+            if not is_compiling:
+                require_finished(state, output)
+                adopt(state, start, output, new_buffers, args, kwargs)
         return output, new_buffers
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,14 @@ from primitives.tracing import _torch_internals as internals
 from primitives.tracing._draw import svg_of
 from primitives.tracing._memory import refuse_sharing, sharing
 from primitives.tracing._partition import BackwardGraph, ForwardGraph, split
+from primitives.tracing._refusals import refuse_reverse_mode
 from primitives.tracing._rewriting import SEED, is_backward, packed, unpacked, writing_nodes
 from primitives.tracing._rng import PhiloxState
 from primitives.tracing._summary import table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import optree
     from torch import fx
 
@@ -36,12 +40,16 @@ class JointGraph:
             of the forward and of the backward state. It returns outputs, then gradients, each with a state behind
             them.
         signature: What its inputs and outputs mean.
+        identity: What tells it from other traces, and is the same for its copies.
     """
 
-    def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool) -> None:
+    def __init__(
+        self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool, identity: str = ""
+    ) -> None:
         self.module = module
         self.signature = signature
         self._mode = mode
+        self.identity = identity or uuid.uuid4().hex
         self._functionalize = functionalize
         self._sizes_known_to_fit: set[tuple] = set()
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
@@ -55,13 +63,15 @@ class JointGraph:
             "signature": self.signature,
             "symbolic": self._mode.shape_env is not None,
             "functionalize": self._functionalize,
+            "identity": self.identity,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The graph again, in a mode of its own."""
         mode = internals.fake_mode(symbolic=state["symbolic"])
         module = unpacked(state["data"], state["constants"], mode)
-        self.__init__(module, state["signature"], mode, functionalize=state["functionalize"])
+        options = {key: state[key] for key in ("functionalize", "identity")}
+        self.__init__(module, state["signature"], mode, **options)
 
     # What it is called with.
 
@@ -110,7 +120,7 @@ class JointGraph:
 
         Args:
             primals: Tuple of the arguments of the function, like those that were traced.
-            tangents: Cotangents, in the structure of the output.
+            tangents: Cotangents, in the structure of the output; `None` for one of several outputs means zero.
             rng: With `functionalize_rng`, the pair of random states for forward and backward pass.
 
         Returns:
@@ -123,9 +133,12 @@ class JointGraph:
             DtypeError: If a dtype differs.
             DeviceError: If a kind of device differs.
             MutationError: If a primal that the function writes to overlaps another in memory.
+            MissingRuleError: If a caller differentiates in an argument by reverse mode (`grad`, `jacrev`); `vmap` and
+                `jvp` go through.
         """
         args = self.flat_primals(primals)
-        args += self.flat_tangents(tangents)
+        symbols = internals.bindings(self._described(0, len(args)), args)
+        args += self.flat_tangents(tangents, symbols, args)
         if not self._functionalize:
             overlapping = sharing(args, self.signature.alone)
             refuse_sharing("JointGraph", [(*self.primal_names, *self.tangent_names)[i] for i in overlapping])
@@ -143,21 +156,39 @@ class JointGraph:
         """The tensors of `primals`, checked; in the order of `primal_names`."""
         fakes = self._described(0, len(self.signature.places))
         tensors = self.signature.flat_primals(primals, fakes, in_place=not self._functionalize)
+        refuse_reverse_mode("JointGraph", tensors)
         sizes = tuple(x.shape for x in tensors)
         if sizes not in self._sizes_known_to_fit:
             if not internals.guards_hold(self._mode, fakes, tensors):
-                described = ", ".join(f"{n}: {list(x.shape)}" for n, x in zip(self.primal_names, tensors, strict=True))
-                raise ShapeError(
-                    "JointGraph: the sizes of these primals are none that the graph was made for (sizes of one symbol "
-                    f"must agree, and a dynamic size must not be 0 or 1), got {described}."
-                )
+                raise self._misfit(fakes, tensors)
             self._sizes_known_to_fit.add(sizes)
         return tensors
 
-    def flat_tangents(self, tangents: Any) -> list[Any]:
-        """The cotangents, checked; in the order of `tangent_names`."""
+    def _misfit(self, fakes: Sequence[Any], tensors: Sequence[Any]) -> ShapeError:
+        got, traced = (
+            ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, values, strict=True))
+            for values in (tensors, fakes)
+        )
+        failing = internals.failing_guards(self._mode, internals.bindings(fakes, tensors))
+        conditions = f", under {', '.join(failing)}, which does not hold" if failing else ""
+        return ShapeError(
+            f"JointGraph: the graph was made for {traced} (a symbol is one size wherever it stands, and at least 2)"
+            f"{conditions}, got {got}."
+        )
+
+    def flat_tangents(self, tangents: Any, symbols: dict[Any, int], others: Sequence[Any]) -> list[Any]:
+        """The cotangents, checked; in the order of `tangent_names`.
+
+        Args:
+            tangents: The tree of them; `None` in it stands for zero.
+            symbols: What the symbols in sizes stand for.
+            others: Other inputs, on whose devices zeros are made.
+        """
         start = len(self.signature.places)
-        return self.signature.flat_tangents(tangents, self._described(start, start + len(self.tangent_names)))
+        described = self._described(start, start + len(self.tangent_names))
+        found = self.signature.flat_tangents(tangents, described, symbols, others)
+        refuse_reverse_mode("JointGraph", found)
+        return found
 
     def seeds(self) -> list[Any]:
         """The cotangent 1 of the loss, if the graph makes it."""

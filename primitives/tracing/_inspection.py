@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import optree
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import arg_tree_leaves
 
 from primitives.core.errors import LeafError, MutationError
 from primitives.tracing._dirty_inputs import DirtyInputs
+from primitives.tracing._grad_guard import grads_guarded
 from primitives.tracing._joint import Leaves, run_forward, takes_cotangent
 from primitives.tracing._leaf_guard import LeafGuard, hidden_write
 from primitives.tracing._memory import bottom
-from primitives.tracing._refusals import UserCalls, typed_errors
-from primitives.tracing._user_code import current_line
+from primitives.tracing._opaque import find_tensor, refuse_opaque
+from primitives.tracing._refusals import UserCalls, refuse_collective, typed_errors
+from primitives.tracing._user_code import TraceError, current_line
 from primitives.tracing._writes import is_hidden, written_by
 
 if TYPE_CHECKING:
@@ -49,16 +53,20 @@ class Inspection(NamedTuple):
     clones: list[Any]
 
 
-def _captured_name(fn: Callable[..., Any], wanted: Tensor) -> str:
-    """Name by which `fn` reaches a tensor that is none of its arguments."""
+def _reached(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What `fn` reaches beside its arguments, by name."""
     fn = inspect.unwrap(fn)
     try:
         found = inspect.getclosurevars(fn)
         names = {**found.globals, **found.nonlocals}
     except TypeError:
         names = {}
-    names["self"] = getattr(fn, "__self__", fn)
-    for name, value in names.items():
+    return {**names, "self": getattr(fn, "__self__", fn)}
+
+
+def _captured_name(fn: Callable[..., Any], wanted: Tensor) -> str:
+    """Name by which `fn` reaches a tensor that is none of its arguments."""
+    for name, value in _reached(fn).items():
         if value is wanted:
             return name
         if isinstance(value, torch.nn.Module):
@@ -92,15 +100,24 @@ class _Watch(LeafGuard):
         kwargs = kwargs or {}
         try:
             self._dirty.settle()
-            for x in written_by(func, args, kwargs):
+            refuse_collective(_FUNCTION, func)
+            if any(map(is_traceable_wrapper_subclass, arg_tree_leaves(*args, **kwargs))):
+                self._check_wrappers(arg_tree_leaves(*args, **kwargs))
+                # The subclass takes the operation apart; its parts arrive here.
+                return NotImplemented
+            written = written_by(func, args, kwargs)
+            for x in written:
                 self._check_written(func, x)
+            self._views.before(func, args, kwargs, written)
             for x in arg_tree_leaves(*args, **kwargs):
                 if isinstance(x, torch.Tensor) and not is_fake(x):
                     self._check_captured(x)
-        except (LeafError, MutationError) as error:
+        except (LeafError, MutationError, TraceError) as error:
             self.refusal = error
             raise
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._views.after(func, result)
+        return result
 
     def _place_of(self, x: Tensor) -> int | None:
         return self._places.get(x.untyped_storage()._cdata)
@@ -120,6 +137,11 @@ class _Watch(LeafGuard):
             if not self._dirty.expect(self._tensors[place], error):
                 raise error
 
+    def _check_wrappers(self, values: Sequence[Any]) -> None:
+        for x in values:
+            if is_traceable_wrapper_subclass(x) and not _made_inside(x):
+                self._check_captured(cast("Tensor", x))
+
     def _check_captured(self, x: Tensor) -> None:
         if x.requires_grad:
             raise LeafError(
@@ -133,14 +155,26 @@ class _Watch(LeafGuard):
         if isinstance(x, FakeTensor) and (place := self._place_of(x)) is not None:
             self.written_copies.add(place)
 
-    def finish(self) -> None:
+    def finish(self, outputs: Sequence[Any]) -> None:
         """Look once more, at the end.
+
+        Args:
+            outputs: What the function returns.
 
         Raises:
             MutationError: If a write by a custom function turns out to be one that autograd has not seen.
+            TraceError: If the derivative of an output would be wrong.
         """
+        self.check_outputs([*outputs, *self._tensors.values()])
         self._dirty.settle(at_end=True)
         self.check_leaves()
+
+
+def _made_inside(x: Any) -> bool:
+    """Whether the parts of a wrapper subclass have no memory."""
+    parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    tensors = [y for y in parts if isinstance(y, torch.Tensor)]
+    return all(_made_inside(y) if is_traceable_wrapper_subclass(y) else is_fake(y) for y in tensors)
 
 
 def _clone(x: Any, *, functionalize: bool) -> Any:
@@ -149,6 +183,22 @@ def _clone(x: Any, *, functionalize: bool) -> Any:
     # What is written to must be no leaf of autograd, and what is transposed in place must not be the input itself.
     with torch.enable_grad():
         return x.clone() if x.requires_grad and functionalize else x.detach().requires_grad_(x.requires_grad)
+
+
+def _refuse_kept(fn: Callable[..., Any], clones: Sequence[Any]) -> None:
+    """Raise if the function has put a tensor without memory where it outlives the trace."""
+    modes = {id(x.fake_mode) for x in clones if isinstance(x, FakeTensor)}
+
+    def is_ours(x: Tensor) -> bool:
+        return isinstance(x, FakeTensor) and id(x.fake_mode) in modes
+
+    for name, value in _reached(fn).items():
+        path = find_tensor(value, through_functions=True, wanted=is_ours)
+        if path is not None:
+            raise TraceError(
+                f"{_FUNCTION}: the function stores a tensor that it computes in {name}{path}, where it would outlive "
+                "the trace without ever having a value. Return it."
+            )
 
 
 def inspected(fn: Callable[..., Any], given: Leaves, leaves: Sequence[Any], *, functionalize: bool) -> Inspection:
@@ -164,16 +214,19 @@ def inspected(fn: Callable[..., Any], given: Leaves, leaves: Sequence[Any], *, f
     watch = _Watch(fn, given, clones)
     try:
         with typed_errors(_FUNCTION):
-            with watch, UserCalls(_FUNCTION):
+            guarded = grads_guarded(_FUNCTION, given.label, clones, given.values, leaves if functionalize else clones)
+            with guarded, watch, UserCalls(_FUNCTION, refuses_seeds=True, draws_nothing=True):
                 result = run_forward(_FUNCTION, fn, given.join(clones))
-            watch.finish()
+            watch.finish(arg_tree_leaves(*optree.tree_leaves(result)))
     except TypeError:
         # Python takes a TypeError inside an operator for one of its own, and raises another.
         if watch.refusal is None:
             raise
         raise watch.refusal from None
+    _refuse_kept(fn, clones)
     mutated = sorted(watch.written)
     outs = Leaves.of(result, "outs")
+    refuse_opaque(_FUNCTION, outs.values, outs.label, through_functions=True)
     taken = [takes_cotangent(y, clones) for y in outs.values]
     after = [takes_cotangent(clones[i], ()) for i in mutated]
     return Inspection(outs, taken, mutated, after, sorted(watch.written | watch.written_copies), clones)

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
+from torch.autograd import forward_ad
 
 from primitives.core.autograd import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives.core.structure import align, key_path
+from primitives.tracing._grad_guard import grads_guarded
 from primitives.tracing._leaf_guard import LeafGuard
 from primitives.tracing._memory import require_storage
-from primitives.tracing._refusals import UserCalls, typed_errors
+from primitives.tracing._opaque import refuse_opaque
+from primitives.tracing._refusals import UserCalls, refuse_reverse_mode, typed_errors
 from primitives.tracing._replays import draws_refused, replays_refused
 from primitives.tracing._torch_internals import backward_metadata, forward_metadata, is_tracing
 
@@ -165,12 +168,12 @@ def run_forward(function: str, fn: Callable[..., Any], primals: tuple) -> Any:
 
 
 @contextlib.contextmanager
-def _guarded(function: str, given: Leaves, inputs: Sequence[Any]) -> Iterator[None]:
+def _guarded(function: str, given: Leaves, inputs: Sequence[Any]) -> Iterator[LeafGuard]:
     """Context for the forward pass, in which nothing happens to leaves that autograd does not see."""
     guard = LeafGuard(function, given.label, inputs)
-    calls = UserCalls(function) if is_tracing() else contextlib.nullcontext()
-    with guard, calls:
-        yield
+    calls = UserCalls(function, refuses_seeds=True) if is_tracing() else contextlib.nullcontext()
+    with grads_guarded(function, given.label, inputs, given.values, inputs), guard, calls:
+        yield guard
     guard.check_leaves()
 
 
@@ -215,14 +218,17 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
     Raises:
         TypeError: If `primals` is no tuple.
         LeafError: If no primal requires grad; if a cotangent is no tensor, or is for an output that takes none; with
-            `no_tangents`, if there is no scalar loss.
+            `no_tangents`, if there is no scalar loss; if an object with a tensor inside, that optree does not take
+            apart, is among the primals or the outputs.
         TreeError: If `tangents` has another structure than the output.
         ShapeError: If a cotangent cannot be viewed in the shape of its output.
         DtypeError: If it has another dtype.
         DeviceError: If it is on another device.
-        MutationError: If `fn` writes to an input that requires grad, or accumulates gradients in its `.grad`.
-        TraceError: In a trace, if `fn` asks for the values of a tensor, or the backward pass draws random numbers
-            from torch's generators.
+        MutationError: If `fn` writes to an input that requires grad, or has to do with the `.grad` of an input:
+            accumulates in it, assigns it, or reads one that is there.
+        MissingRuleError: If a caller differentiates in `primals` by reverse mode.
+        TraceError: In a trace, if `fn` asks for the values of a tensor, seeds torch's generator or passes one, calls a
+            collective that writes in place, or if the backward pass draws random numbers from torch's generators.
 
     Example:
         >>> joint = create_joint(lambda w, x: {"y": (w * x).sin()})
@@ -249,8 +255,10 @@ def run_joint(
     given = _checked_primals(function, primals)
     inputs = [_leaf(x) for x in given.values]
     with typed_errors(function):
-        with _guarded(function, given, inputs):
+        with _guarded(function, given, inputs) as guard:
             outs = Leaves.of(run_forward(function, fn, given.join(inputs)), "outs")
+        guard.check_outputs(outs.values)
+        refuse_opaque(function, outs.values, outs.label, through_functions=True)
         return _with_gradients(function, given, inputs, outs, tangents, no_tangents=no_tangents)
 
 
@@ -268,7 +276,13 @@ def _with_gradients(
 
 def detached(x: Any) -> Any:
     """`x`, out of the history of autograd; anything without one as it is."""
-    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
+    if not (isinstance(x, torch.Tensor) and x.requires_grad):
+        return x
+    if forward_ad._current_level < 0:
+        return x.detach()
+    with torch.no_grad():
+        # It keeps the tangent of forward mode, which `detach` does not.
+        return torch.ops.aten.alias.default(x)
 
 
 def _checked_primals(function: str, primals: Any) -> Leaves:
@@ -279,6 +293,8 @@ def _checked_primals(function: str, primals: Any) -> Leaves:
     given = Leaves.of(primals, "primals")
     for i, x in enumerate(given.values):
         require_storage(function, given.label(i), x)
+    refuse_opaque(function, given.values, given.label)
+    refuse_reverse_mode(function, given.values)
     require_some_input(function, given.values)
     return given
 

@@ -8,6 +8,9 @@ import torch
 
 from primitives.core.errors import MutationError
 from primitives.tracing._memory import memories, overlap, storages
+from primitives.tracing._refusals import refuse_collective
+from primitives.tracing._reshaped import ReshapedViews
+from primitives.tracing._torch_internals import is_tracing
 from primitives.tracing._user_code import current_line
 from primitives.tracing._writes import WriteWatcher, is_hidden, written_by
 
@@ -42,6 +45,7 @@ class LeafGuard(WriteWatcher):
         super().__init__()
         self._function, self._label = function, label
         self._leaves = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad}
+        self._views = ReshapedViews(function)
         # Held, so that no other tensor comes to lie there.
         self._held = {i: storages(x) for i, x in self._leaves.items()}
         # Memory shows what is done to others; for a sparse tensor there is but this.
@@ -56,15 +60,32 @@ class LeafGuard(WriteWatcher):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look at what `func` writes, and run it."""
         kwargs = kwargs or {}
-        for x in written_by(func, args, kwargs):
+        if is_tracing():
+            refuse_collective(self._function, func)
+        written = written_by(func, args, kwargs)
+        self._views.before(func, args, kwargs, written)
+        for x in written:
             if not self._numbers.isdisjoint(memories(x)) and is_hidden(func, x):
                 self._check(x)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._views.after(func, result)
+        return result
 
     def _check(self, x: Tensor) -> None:
         for i, leaf in self._leaves.items():
             if overlap(x, leaf):
                 raise hidden_write(self._function, self._label(i), current_line())
+
+    def check_outputs(self, outputs: Sequence[Any]) -> None:
+        """Raise if the history of an output would be made anew in a wrong way.
+
+        Args:
+            outputs: The leaves of what the function returns.
+
+        Raises:
+            TraceError: If so.
+        """
+        self._views.check(outputs)
 
     def check_leaves(self) -> None:
         """Raise if something has happened to a leaf of which no operation is seen.

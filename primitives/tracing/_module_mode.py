@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch.utils.checkpoint import checkpoint
 
 from primitives.core.errors import LeafError, MutationError
 from primitives.core.overrides import OverrideMode
 from primitives.tracing._module_writes import Getter, Write, view_of, written_by
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from primitives.tracing._module_state import ModuleState
 
 __all__ = ["PureMode"]
 
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _write_back = torch.ops.primitives.write_back.default
-
-
-def _saving() -> Any:
-    """The hooks that tensors saved for the backward pass go through."""
-    if torch.compiler.is_compiling():
-        return None
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined] - no stub
 
 
 class PureMode(OverrideMode):
@@ -35,19 +29,29 @@ class PureMode(OverrideMode):
 
     Args:
         state: The module's parameters and buffers.
+        is_over: Whether the call has ended, and buffers can take no more values.
+        on_hook: Called with a hook that is registered on a tensor; returns the one to register.
     """
 
-    def __init__(self, state: ModuleState) -> None:
+    def __init__(
+        self, state: ModuleState, *, is_over: bool = False, on_hook: Callable[[Any], Any] | None = None
+    ) -> None:
         super().__init__()
         self._state = state
-        self._grad_enabled = torch.is_grad_enabled()
-        self._saving = _saving()
+        self._is_over = is_over
+        self._on_hook = on_hook
+
+    @property
+    def state(self) -> ModuleState:
+        """The module's parameters and buffers."""
+        return self._state
 
     def write(self, targets: list[Tensor], values: list[Tensor]) -> None:
         """Rebind what is a buffer of the module; write anything else in place."""
         others: tuple[list[Tensor], list[Tensor]] = [], []
         for target, value in zip(targets, values, strict=True):
             if self._state.is_buffer(target):
+                self._refuse_late(self._state.buffer_name(target))
                 self._refuse_shared(self._state.buffer_name(target))
                 self._state.rebind(target, value)
             else:
@@ -60,8 +64,6 @@ class PureMode(OverrideMode):
         """Refuse to write parameters, and call what stands for `func`, or `func`."""
         kwargs = kwargs or {}
         is_attribute = type(func) is Getter
-        if self._grad_enabled and not is_attribute and not torch.compiler.is_compiling():
-            self._refuse_checkpoint()
         if func is _write_back:
             return self.write(*args)
         if not torch.compiler.is_compiling() and not (is_attribute and view_of(func, args) is None):
@@ -71,6 +73,8 @@ class PureMode(OverrideMode):
             self._refuse(write)
         if is_attribute:
             result = func(*args)
+        elif self._on_hook is not None and func in _HOOKS:
+            result = self._hooked(func, *args, **kwargs)
         elif write is not None:
             result = self._written(func, write, types, args, kwargs)
         else:
@@ -80,21 +84,8 @@ class PureMode(OverrideMode):
             self._state.follow(view_of(func, args), result)
         return result
 
-    def _refuse_checkpoint(self) -> None:
-        """Raise inside of `torch.utils.checkpoint`, if the module has called it."""
-        # A region that is run again either changes how tensors are saved, or records no gradient.
-        if torch.is_grad_enabled() and _saving() == self._saving:
-            return
-        code = inspect.unwrap(checkpoint).__code__
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_locals.get("state") is not self._state:
-            if frame.f_code is code:
-                raise RuntimeError(
-                    "functional_call: the module calls torch.utils.checkpoint, which would run a part of it again in "
-                    "the backward pass, when its own parameters are back in their places. Checkpoint the pure function "
-                    "instead: checkpoint(net, params, buffers, x, use_reentrant=False)."
-                )
-            frame = frame.f_back
+    def _hooked(self, func: Any, tensor: Tensor, hook: Any) -> Any:
+        return func(tensor, self._on_hook(hook))  # type: ignore[misc] - only called with one
 
     def _refuse(self, write: Write) -> None:
         """Raise if a parameter is written."""
@@ -126,6 +117,14 @@ class PureMode(OverrideMode):
                         "batch norm gave it a new value. Read the buffer again from the module, after the norm."
                     )
 
+    def _refuse_late(self, name: str | None) -> None:
+        """Raise if a buffer is written after the call."""
+        if self._is_over and name is not None:
+            raise MutationError(
+                f"functional_call: what the module runs in the backward pass writes its buffer {name!r}, which the "
+                "pure function has returned already. Write it in forward, or keep it outside the module."
+            )
+
     def _refuse_shared(self, name: str | None) -> None:
         """Raise if a buffer is written whose memory another buffer of the module has as well."""
         other = None if name is None else self._state.sharing_name(name)
@@ -138,7 +137,9 @@ class PureMode(OverrideMode):
     def _written(self, func: Any, write: Write, types: Any, args: tuple, kwargs: dict) -> Any:
         named = [(self._state.buffer_name(each), each) for each in write.targets]
         for name, _ in named if write.memory else ():
+            self._refuse_late(name)
             self._refuse_shared(name)
+            self._state.preserve(name)
         try:
             return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives.core.overrides import BatchWeight
 from primitives.tracing._memory import memories
+from primitives.tracing._module_moments import MODULE_REGISTRIES, Moment, copied_attributes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,12 +41,12 @@ class _Tensor:
         return (self.given or self.names)[0]
 
 
-def _registered(module: nn.Module, kind: str) -> list[_Tensor]:
-    """The parameters or buffers of a module, tied ones once; a buffer that is None is one of them."""
+def _registered(named: list[tuple[str, nn.Module]], kind: str) -> list[_Tensor]:
+    """The parameters or buffers of named modules, tied ones once; a buffer that is None is one of them."""
     tensors: list[_Tensor] = []
     by_identity: dict[Any, _Tensor] = {}
     first_names: dict[Any, str] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
+    for prefix, owner in named:
         first_name = first_names.setdefault(owner, prefix)
         for leaf, original in getattr(owner, kind).items():
             if original is None and kind == "_parameters":
@@ -143,7 +146,8 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, params: Any, buffers: Any, *, strict: bool) -> None:
-        self._params, self._buffers = _registered(module, "_parameters"), _registered(module, "_buffers")
+        named = list(module.named_modules(remove_duplicate=False))
+        self._params, self._buffers = _registered(named, "_parameters"), _registered(named, "_buffers")
         names = {
             "params": _assign("params", self._params, params),
             "buffers": _assign("buffers", self._buffers, buffers),
@@ -152,8 +156,8 @@ class ModuleState:
             raise _names_error(module, names, {name for t in (*self._params, *self._buffers) for name in t.names})
         _check("params", self._params, strict)
         _check("buffers", self._buffers, strict)
-        self._modules = list(module.modules())
-        self._saved: list[tuple[dict, dict]] = []
+        self.modules = list({owner: True for _, owner in named})
+        self._saved: list[Any] = []
         self._current: dict[Tensor, _Tensor] = {}
         # Names of parameters, by themselves and by their memory; and of buffers, by the memory that they had before.
         self._param_names = {t.value: t.name for t in self._params if t.value is not None}
@@ -166,30 +170,76 @@ class ModuleState:
             if t.original is not None and t.original not in self._param_names
         }
         self._sharing: dict[str, str] | None = None
+        # The buffers that the call begins with, by name, and what is to be found by what runs after it.
+        self.copies: dict[str, Tensor] = {}
+        self.is_needed_later = False
+        self.last: Moment | None = None
+        self._moments: Any = None
 
     def __enter__(self) -> ModuleState:
         """Put parameters and buffers in their places."""
         # What forward writes in place must not be the caller's tensor.
         copies = [None if t.value is None else t.value.clone() for t in self._buffers]
-        self._saved = [_attributes(owner) for owner in self._modules]
+        self._saved = [_attributes(owner) for owner in self.modules]
+        if not torch.compiler.is_compiling():
+            # On a copy of its attributes, a module can change whatever it wants.
+            for owner in self.modules:
+                object.__setattr__(owner, "__dict__", copied_attributes(owner.__dict__))
         for tensor in self._params:
             for owner, leaf in tensor.places.values():
                 owner._parameters[leaf] = tensor.value  # type: ignore[assignment] - a tensor in place of a Parameter
-        for tensor, copy in zip(self._buffers, copies, strict=True):
+        for tensor, copied in zip(self._buffers, copies, strict=True):
             for owner, leaf in tensor.places.values():
-                owner._buffers[leaf] = copy
-            if copy is not None:
-                self._current[copy] = tensor
-        for owner in self._modules:
+                owner._buffers[leaf] = copied
+            if copied is not None:
+                self._current[copied] = tensor
+                self.copies[tensor.name] = copied
+        for owner in self.modules:
             if _counts_batches(owner):
                 owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
         return self
 
     def __exit__(self, *error: object) -> None:
         """Put back what was there."""
-        for owner, saved in zip(self._modules, self._saved, strict=True):
+        if not torch.compiler.is_compiling():
+            self.end()
+        for owner, saved in zip(self.modules, self._saved, strict=True):
             _restore(owner, saved)
         self._current, self._replaced = {}, {}
+
+    def end(self) -> None:
+        """Keep what is to be found later."""
+        if self.is_needed_later:
+            self.last = Moment(self, is_end=True)
+
+    @property
+    def earlier_attributes(self) -> list[dict]:
+        """What the attributes of the modules were before the call."""
+        return self._saved
+
+    def moment(self) -> Moment:
+        """The module as it is at this time, for what is to be computed again."""
+        moment = Moment(self)
+        self._moments = weakref.WeakSet() if self._moments is None else self._moments
+        self._moments.add(moment)
+        return moment
+
+    def preserve(self, name: str | None) -> None:
+        """Keep the values of a buffer that is about to be written, for the moments that need them."""
+        if name is not None and self._moments is not None:
+            for moment in self._moments:
+                moment.preserve(name)
+
+    def at(self, buffers: dict[Tensor, Any]) -> ModuleState:
+        """The same call with other tensors for its buffers, at a later time."""
+        state = copy.copy(self)
+        state._current, state._replaced, state._moments = buffers, {}, None
+        state.is_needed_later, state.last = False, None
+        return state
+
+    def registered(self, value: Tensor) -> Any:
+        """What stands for a buffer of the call, or `None`."""
+        return self._current.get(value)
 
     def param_name(self, value: Tensor, *, by_memory: bool) -> str | None:
         """The name of the parameter that `value` is, or with `by_memory` shares memory with; `None` if none."""
@@ -284,23 +334,26 @@ def _counts_batches(owner: nn.Module) -> bool:
     )
 
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
 # Dynamo of older versions cannot look through the attributes of a module.
 _DYNAMO_READS_ATTRIBUTES = torch.__version__ >= "2.13"
 
 
-def _attributes(owner: nn.Module) -> tuple[dict, dict]:
-    """Attributes of a module, and copies of what is in its registries."""
-    registries = {name: getattr(owner, name).copy() for name in _REGISTRIES}
-    if _DYNAMO_READS_ATTRIBUTES or not torch.compiler.is_compiling():
+def _attributes(owner: nn.Module) -> Any:
+    """What `_restore` takes: the attributes of a module; under a compiler a copy, and copies of its registries."""
+    if not torch.compiler.is_compiling():
+        return owner.__dict__
+    registries = {name: getattr(owner, name).copy() for name in MODULE_REGISTRIES}
+    if _DYNAMO_READS_ATTRIBUTES:
         return dict(owner.__dict__), registries
     return {"momentum": owner.momentum} if _counts_batches(owner) else {}, registries
 
 
-def _restore(owner: nn.Module, saved: tuple[dict, dict]) -> None:
+def _restore(owner: nn.Module, saved: Any) -> None:
+    if not torch.compiler.is_compiling():
+        object.__setattr__(owner, "__dict__", saved)
+        return
     attributes, registries = saved
-    if _DYNAMO_READS_ATTRIBUTES or not torch.compiler.is_compiling():
+    if _DYNAMO_READS_ATTRIBUTES:
         for name in [name for name in owner.__dict__ if name not in attributes]:
             del owner.__dict__[name]
         for name, value in attributes.items():

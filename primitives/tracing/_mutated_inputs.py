@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import optree
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from primitives.tracing._grad_guard import grads_guarded
 from primitives.tracing._memory import extent, is_wrapped, memories, require_storage, storages
 from primitives.tracing._mutation_modes import FUNCTION, make_mode, unrecorded
 from primitives.tracing._refusals import UserCalls, typed_errors
+from primitives.tracing._torch_internals import is_tracing
 from primitives.tracing._writes import WriteWatcher
 
 if TYPE_CHECKING:
@@ -134,10 +137,18 @@ class Inputs:
     def run(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What the function returns for the copies."""
         mode = self._mode
-        calls = UserCalls(FUNCTION, is_symbolic=mode.is_symbolic, on_data=mode.on_data, on_memory=mode.on_memory)
+        calls = UserCalls(
+            FUNCTION,
+            is_symbolic=mode.is_symbolic,
+            on_data=mode.on_data,
+            on_memory=mode.on_memory,
+            refuses_seeds=is_tracing(),
+        )
+        guarded = grads_guarded(FUNCTION, self._labels.__getitem__, self.copies, self._leaves, self._leaves)
         with typed_errors(FUNCTION):
-            with mode, mode.armed(), calls:
+            with guarded, mode, mode.armed(), calls:
                 output = fn(*args, **kwargs)
+            mode.views.check([*optree.tree_leaves(output), *self.copies])
             mode.finish()
         return output
 

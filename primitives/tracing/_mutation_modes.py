@@ -11,17 +11,16 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental import proxy_tensor
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from torch.utils._pytree import arg_tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from primitives.core.errors import MissingRuleError, MutationError
 from primitives.tracing._dirty_inputs import DirtyInputs
+from primitives.tracing._leaf_guard import LeafGuard
 from primitives.tracing._memory import bottom, extent, memories
-from primitives.tracing._refusals import depends_on_inputs, has_advice, refuse_data
+from primitives.tracing._refusals import depends_on_inputs, has_advice, refuse_collective, refuse_data
+from primitives.tracing._reshaped import ReshapedViews
 from primitives.tracing._user_code import current_line
 from primitives.tracing._writes import BATCH_NORMS, WriteWatcher, has_aliases, written_by
 
@@ -65,6 +64,7 @@ class Watch(WriteWatcher):
         unrelated: Places whose inputs share memory that their copies do not share.
         copies: What stands for the inputs.
         written: Places that were written to.
+        views: Views whose shapes change, where a joint function differentiates.
         handed_out: Places whose memory was given to what is no operation, which may write to it.
         records: Whether the copies stand for the inputs in a graph, aliases of them included.
     """
@@ -81,10 +81,11 @@ class Watch(WriteWatcher):
         self.copies: Sequence[Any] = ()
         self.written: set[int] = set()
         self.handed_out: set[int] = set()
+        self.views = ReshapedViews(FUNCTION)
         self._own: set[int] = set()
         self._dirty = DirtyInputs()
         self._copy_next: tuple[Any] | None = None
-        self._armed = False
+        self._armed = self._in_joint = False
 
     def copy_of(self, x: Tensor, end: Any = None) -> Tensor:
         """Copy of `x`, of which `x` is an input to autograd; see `_copied`."""
@@ -99,6 +100,7 @@ class Watch(WriteWatcher):
     def armed(self) -> Iterator[None]:
         """Context in which writes are noted."""
         self._armed = True
+        self._in_joint = any(isinstance(mode, LeafGuard) for mode in _get_current_dispatch_mode_stack())
         try:
             yield
         finally:
@@ -146,9 +148,13 @@ class Watch(WriteWatcher):
         else:
             if self._armed:
                 self._dirty.settle()
-                for x in written_by(func, args, kwargs):
+                written = written_by(func, args, kwargs)
+                if self._in_joint:
+                    self.views.before(func, args, kwargs, written)
+                for x in written:
                     self._check(func, x)
             result = self._run(func, args, kwargs)
+            self.views.after(func, result)
         self._note(func, tensors, result)
         return result
 
@@ -269,6 +275,7 @@ class Recorder(Watch):
         return copy
 
     def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        refuse_collective(FUNCTION, func)
         if func is _aten.lift_fresh.default and not isinstance(args[0], FunctionalTensor):
             return func(*args)
         if func in BATCH_NORMS[1:]:
@@ -278,7 +285,7 @@ class Recorder(Watch):
         try:
             with self._functional:
                 shadows = func(*shadow_args, **shadow_kwargs)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, ValueError) as error:
             known = isinstance(error, MutationError) or has_advice(error) or type(error).__module__ != "builtins"
             if known or not has_aliases(func):
                 raise

@@ -9,7 +9,10 @@ import optree
 import torch
 
 from primitives.core.structure import key_path
+from primitives.tracing._joint import Leaves
 from primitives.tracing._mutated_inputs import Inputs
+from primitives.tracing._mutation_modes import FUNCTION
+from primitives.tracing._opaque import refuse_opaque
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,9 +47,12 @@ class PureFunction:
 
         Raises:
             MutationError: If the function writes a tensor that is neither an input nor made inside; a leaf that
-                requires grad, hidden from autograd; a sparse tensor; or, in a trace, in a way that cannot be made pure.
-            TraceError: In a trace, if it asks for the values or the memory of a tensor.
-            LeafError: If an input is a nested tensor of the strided layout.
+                requires grad, hidden from autograd; a sparse tensor; the `.grad` of an input; or, in a trace, in a way
+                that cannot be made pure; or if it reads a `.grad` that an input has.
+            TraceError: In a trace, if it asks for the values or the memory of a tensor, seeds torch's generator or
+                passes one, or calls a collective that writes in place.
+            LeafError: If an input is a nested tensor of the strided layout; if an object with a tensor inside, that
+                optree does not take apart, is passed or returned.
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
         """
         return self._call(args, kwargs, None if self.keep_data_mutations else ())
@@ -70,18 +76,18 @@ class PureFunction:
     def _call(self, args: tuple, kwargs: dict[str, Any], write: Any) -> tuple[Any, OrderedDict[str, Tensor]]:
         accessors, leaves, treespec = optree.tree_flatten_with_accessor((args, kwargs))  # type: ignore[arg-type] - any tree
         labels = [_label(accessor) for accessor in accessors]
+        refuse_opaque(FUNCTION, leaves, labels.__getitem__)
         inputs = Inputs(leaves, labels)
         inner: Any = treespec.unflatten(inputs.copies)
-        output = inputs.run(self.fn, *inner)
+        outs = Leaves.of(inputs.run(self.fn, *inner), "outs")
+        refuse_opaque(FUNCTION, outs.values, outs.label, through_functions=True)
         places = inputs.changed()
         inputs.announce(places)
         back = inputs.kept(places) if write is None else places if write == "all" else []
         inputs.write_back(back)
         mutated = OrderedDict((labels[i], inputs.new_value(i)) for i in places if i not in back)
-        results, out_treespec = optree.tree_flatten(output)
-        outside = iter(inputs.outside([y for y in results if isinstance(y, torch.Tensor)]))
-        results = [next(outside) if isinstance(y, torch.Tensor) else y for y in results]
-        return out_treespec.unflatten(results), mutated
+        outside = iter(inputs.outside([y for y in outs.values if isinstance(y, torch.Tensor)]))
+        return outs.join([next(outside) if isinstance(y, torch.Tensor) else y for y in outs.values]), mutated
 
     def __repr__(self) -> str:
         """`functionalize_mutations(step)`."""

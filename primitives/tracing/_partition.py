@@ -5,13 +5,16 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import optree
 import torch
 from torch import fx
 
 from primitives.tracing import _torch_internals as internals
 from primitives.tracing._draw import svg_of
+from primitives.tracing._refusals import refuse_reverse_mode
 from primitives.tracing._rewriting import SEED
 from primitives.tracing._rng import PhiloxState
+from primitives.tracing._saved import check_saved, handed_out
 from primitives.tracing._summary import in_bytes, line_of, shape_of, table
 
 if TYPE_CHECKING:
@@ -68,6 +71,7 @@ class _Part:
         self.saved = tuple(saved)
         self._joint = joint
         self._min_cut = min_cut
+        self._identity = (joint.identity, min_cut)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The joint graph, to be split again."""
@@ -129,19 +133,20 @@ class ForwardGraph(_Part):
             rng: With `functionalize_rng`, the state of the forward pass.
 
         Returns:
-            `(outs, saved)`, where `saved` is for the backward graph, and the state, advanced, behind them if there is
-            one.
+            `(outs, saved)`, where `saved` is a tuple of tensors and sizes for the backward graph, and the state,
+            advanced, behind them if there is one.
 
         Raises:
             TypeError: If a state is missing, or there is none to pass.
             ValueError: If `primals` are not like those that were traced; see `JointGraph`.
+            MissingRuleError: If a caller differentiates in them by reverse mode.
         """
         signature = self._joint.signature
         states = signature.flat_states(None if rng is None else (rng, rng))[:2]
         with torch.no_grad():
             results = self.module(*self._joint.flat_primals(primals), *states)
         num = signature.num_forward_outputs
-        outs, saved = results[:num], tuple(results[num:])
+        outs, saved = results[:num], handed_out(results[num:], self._identity)
         if not signature.has_states:
             return signature.join_outs(outs), saved
         return signature.join_outs(outs[:-2]), saved, PhiloxState(*outs[-2:])
@@ -150,16 +155,19 @@ class ForwardGraph(_Part):
 class BackwardGraph(_Part):
     """The backward pass of a joint graph: `(saved, tangents) -> grads`."""
 
-    def __init__(self, *args: Any, sources: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, *args: Any, sources: Sequence[tuple[str, int]], described: Sequence[Any], labels: Sequence[str]
+    ) -> None:
         super().__init__(*args)
         # For each flat input, the kind it is of and its number among that kind.
         self._sources = sources
+        self._described, self._labels = described, labels
 
     def __call__(self, saved: Sequence[Any], tangents: Any = None, *, rng: PhiloxState | None = None) -> Any:
         """Run the backward pass.
 
         Args:
-            saved: What the forward graph saved.
+            saved: What the forward graph saved, as it gave it, or copies, on another device too.
             tangents: Cotangents, in the structure of the output.
             rng: With `functionalize_rng`, the state of the backward pass.
 
@@ -168,15 +176,17 @@ class BackwardGraph(_Part):
 
         Raises:
             TypeError: If a state is missing, or there is none to pass.
-            ValueError: If there are too few or too many saved values, or the cotangents are not like those that were
-                traced; see `JointGraph`.
+            MutationError: If a saved tensor, or what shares its memory (a primal, an output), was written to in place
+                after the forward pass. Of copies that is not known.
+            ValueError: If there are too few or too many saved values, they are not like those that were traced or come
+                from another graph, or the cotangents are not like those that were traced; see `JointGraph`.
         """
         signature = self._joint.signature
-        if len(saved) != len(self.saved):
-            raise ValueError(f"BackwardGraph: saved must have {len(self.saved)} entries, got {len(saved)}.")
+        symbols = check_saved(saved, self._described, self._labels, self._identity)
+        refuse_reverse_mode("BackwardGraph", [*saved, *optree.tree_leaves(tangents)])
         pools = {
             "saved": saved,
-            "tangent": self._joint.flat_tangents(tangents),
+            "tangent": self._joint.flat_tangents(tangents, symbols, saved),
             "state": signature.flat_states(None if rng is None else (rng, rng))[:2],
             "seed": self._joint.seeds(),
         }
@@ -229,6 +239,8 @@ def split(joint: JointGraph, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGr
     saved = _described(forward, saved_nodes)
     names = [entry.name for entry in saved]
     outputs = joint._output_labels()
+    # An output that is a primal goes by the primal's name.
+    meanings = {**dict(zip(map(str, results[:num]), outputs, strict=False)), **labels}
     forward_inputs = [labels[n.name] for n in forward.graph.find_nodes(op="placeholder")]
     tangents = list(joint.tangent_names)
     sources: list[tuple[str, int]] = []
@@ -247,7 +259,12 @@ def split(joint: JointGraph, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGr
             sources.append(("state", ("rng[1].seed", "rng[1].offset").index(label)))
     return (
         ForwardGraph(forward, forward_inputs, [*outputs[:num], *names], saved, joint, min_cut),
-        BackwardGraph(backward, backward_inputs, outputs[num:], saved, joint, min_cut, sources=sources),
+        BackwardGraph(
+            *(backward, backward_inputs, outputs[num:], saved, joint, min_cut),
+            sources=sources,
+            described=[node.meta["val"] for node in saved_nodes],
+            labels=[meanings.get(name, name) for name in names],
+        ),
     )
 
 

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,16 +20,26 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 
-from primitives.core.errors import MutationError
+from primitives.core.errors import MissingRuleError, MutationError
 from primitives.tracing._memory import bottom
+from primitives.tracing._seeds import Seeds
 from primitives.tracing._user_code import TraceError, current_line, is_users, line_of_error
+from primitives.tracing._writes import is_collective
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["UserCalls", "depends_on_inputs", "has_advice", "refuse_data", "typed_errors"]
+__all__ = [
+    "UserCalls",
+    "depends_on_inputs",
+    "has_advice",
+    "refuse_collective",
+    "refuse_data",
+    "refuse_reverse_mode",
+    "typed_errors",
+]
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
 # They hand values to Python, or memory to others, without an operation that anything below sees.
@@ -62,6 +73,10 @@ _ADVICE = {
         "gradients are accumulated in .grad of an input",
         "Take them by torch.autograd.grad.",
     ),
+    "Cannot view a tensor with shape": (
+        "a tensor has other strides where it is functionalized, after a write to a view of it, and cannot be viewed",
+        "Use contiguous() before reshape, or write out of place.",
+    ),
     "doesn't match the broadcast shape": (
         "a value is written to a tensor that is too small for it",
         "Under vmap, a tensor without a batch axis takes none: make it an input with one, or write out of place.",
@@ -77,7 +92,7 @@ def _values_needed(function: str, what: str, line: str) -> TraceError:
     return TraceError(_VALUES.format(function=function, what=what, line=line))
 
 
-def _typed(function: str, error: RuntimeError) -> RuntimeError | None:
+def _typed(function: str, error: RuntimeError | ValueError) -> RuntimeError | None:
     """The error to raise instead of one of torch's; `None` if that one says enough."""
     if isinstance(error, (TraceError, MutationError)):
         return None
@@ -108,7 +123,7 @@ def typed_errors(function: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         typed = _typed(function, error)
         if typed is None:
             raise
@@ -143,6 +158,67 @@ def refuse_data(function: str, x: Tensor) -> None:
     )
 
 
+def refuse_collective(function: str, func: Any) -> None:
+    """Raise for a collective that writes in place: a graph cannot hold what it waits on.
+
+    Args:
+        function: Name of the public function, for the message.
+        func: The operator.
+
+    Raises:
+        TraceError: If it is one.
+    """
+    if is_collective(func):
+        raise TraceError(
+            f"{function}: the collective {func} writes in place, which no graph can hold, at {current_line()}. Use "
+            "those of torch.distributed._functional_collectives, which return their result."
+        )
+
+
+def _under_reverse_mode(x: Tensor) -> bool:
+    """Whether a reverse-mode transform of `torch.func` differentiates in `x`."""
+    # With `jvp` they share the wrapper, but not the kind of interpreter.
+    reverse = {
+        interpreter.level()
+        for interpreter in _functorch.get_interpreter_stack() or ()
+        if interpreter.key() == _functorch.TransformType.Grad
+    }
+    while reverse and _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.maybe_get_level(x) in reverse and _functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def _within_autograd_functional() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.autograd.functional.__file__:
+        frame = frame.f_back  # type: ignore[assignment] - None ends it
+    return frame is not None
+
+
+def refuse_reverse_mode(function: str, leaves: Sequence[Any]) -> None:
+    """Raise if a caller differentiates in an input by reverse mode: results have no history, and it would get zero.
+
+    Args:
+        function: Name of the public function, for the message.
+        leaves: The inputs.
+
+    Raises:
+        MissingRuleError: If so.
+    """
+    if torch.compiler.is_compiling():
+        return
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    by_functional = any(x.requires_grad for x in tensors) and _within_autograd_functional()
+    if by_functional or any(map(_under_reverse_mode, tensors)):
+        raise MissingRuleError(
+            f"{function}: its results have no history, so grad, vjp, jacrev, hessian and torch.autograd.functional "
+            "cannot differentiate it. Take derivatives of higher order inside the function: "
+            "create_joint(primitives.func.grad(fn))."
+        )
+
+
 class UserCalls(TorchFunctionMode):
     """Context that looks at those calls of the user of which nothing below Python hears.
 
@@ -151,6 +227,8 @@ class UserCalls(TorchFunctionMode):
         is_symbolic: Whether the value of a tensor is one that Python must not read.
         on_data: Called with a tensor before its `.data` is assigned; by default that is refused.
         on_memory: Called with a tensor whose memory is handed out.
+        refuses_seeds: Whether a generator that is passed, or seeded, raises `TraceError`.
+        draws_nothing: Whether torch's generator moves only if it is seeded, as tensors have no memory.
     """
 
     def __init__(
@@ -160,8 +238,12 @@ class UserCalls(TorchFunctionMode):
         is_symbolic: Callable[[Tensor], bool] = depends_on_inputs,
         on_data: Callable[[Tensor], None] | None = None,
         on_memory: Callable[[Tensor], None] | None = None,
+        refuses_seeds: bool = False,
+        draws_nothing: bool = False,
     ) -> None:
         super().__init__()
+        self._seeds: Seeds | None = None
+        self._refuses_seeds, self._draws_nothing = refuses_seeds, draws_nothing
         self._function, self._is_symbolic = function, is_symbolic
         self._on_data = on_data or functools.partial(refuse_data, function)
         self._on_memory = on_memory
@@ -169,6 +251,8 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look at the call, and make it."""
         kwargs = kwargs or {}
+        if self._seeds is not None:
+            self._seeds.check_call((*args, *kwargs.values()))
         if func is _SET_DATA or func == _SET_DATA:
             self._on_data(args[0])
         elif func in _READS or (func in _STORAGES and is_users(sys._getframe(1).f_code.co_filename)):
@@ -178,6 +262,18 @@ class UserCalls(TorchFunctionMode):
             data = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
             self._check_read(func, [x for x in arg_tree_leaves(*data) if isinstance(x, torch.Tensor)])
         return func(*args, **kwargs)
+
+    def __enter__(self) -> UserCalls:
+        """Look at torch's generator, and begin."""
+        if self._refuses_seeds:
+            self._seeds = Seeds(self._function, draws_nothing=self._draws_nothing)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """End, and look at torch's generator once more."""
+        super().__exit__(*error)
+        if self._seeds is not None:
+            self._seeds.finish(failed=error[:1] != (None,))
 
     def _check_read(self, func: Any, tensors: Any) -> None:
         if any(self._is_symbolic(x) for x in tensors):

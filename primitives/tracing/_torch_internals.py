@@ -147,6 +147,14 @@ def guards_hold(mode: FakeTensorMode, fakes: Sequence[Tensor], tensors: Sequence
     return shape_env is None or shape_env.evaluate_guards_for_args(fakes, tensors, ignore_static=False)
 
 
+def failing_guards(mode: FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
+    """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
+    shape_env: Any = mode.shape_env
+    guards = shape_env.guards if shape_env is not None else ()
+    texts = [str(guard.expr) for guard in guards if str(guard.expr.xreplace(symbols)) == "False"]
+    return list(dict.fromkeys(texts))
+
+
 def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool) -> tuple[Any, Any]:
     """Forward and backward module, out of a joint module whose placeholders have torch's names."""
     from torch._functorch import partitioners
@@ -225,6 +233,32 @@ def fixed_size(n: Any) -> int | None:
         expression = n.node.expr
         return int(expression) if expression.is_number else None
     return int(n)
+
+
+def sizes_fit(sizes: Sequence[int | None], x: Tensor) -> bool:
+    """Whether `x` has these sizes, as far as they are known."""
+    return x.dim() == len(sizes) and all(n in (None, m) for n, m in zip(sizes, x.shape, strict=True))
+
+
+def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
+    """What the symbols in the sizes of values without memory stand for.
+
+    Args:
+        fakes: Tensors without memory, and symbolic sizes.
+        values: What is passed for each.
+    """
+    found: dict[Any, int] = {}
+    for fake, value in zip(fakes, values, strict=True):
+        tensors = isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)
+        pairs = zip(fake.shape, value.shape, strict=False) if tensors else [(fake, value)]
+        found.update({n.node.expr: int(m) for n, m in pairs if isinstance(n, torch.SymInt) and n.node.expr.is_symbol})
+    return found
+
+
+def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | None]:
+    """Sizes for given values of the symbols in them; `None` for one with another symbol."""
+    bound = [n.node.expr.xreplace(symbols) if isinstance(n, torch.SymInt) else n for n in sizes]
+    return [int(n) if isinstance(n, int) or n.is_number else None for n in bound]
 
 
 def hinted_size(n: Any) -> int:

@@ -28,6 +28,7 @@ from primitives.tracing._joint import (
     run_forward,
 )
 from primitives.tracing._memory import is_wrapped, refuse_sharing, sharing
+from primitives.tracing._opaque import refuse_opaque
 from primitives.tracing._refusals import typed_errors
 from primitives.tracing._rewriting import identifier, mark_forward, tidied
 from primitives.tracing._rng import PhiloxState, rng_mode
@@ -65,7 +66,8 @@ def trace_joint(
 
     Args:
         fn: Function of pytrees.
-        *primals: Its positional arguments. Tensors that require grad get gradients.
+        *primals: Its positional arguments. Tensors that require grad get gradients. For keyword arguments of `fn`, pass
+            a function that takes them by place: `lambda w, x: fn(w, x, scale=2.0)`.
         tangents: What the cotangents will look like: a tree with the structure of the output, `None` where an output
             is to get none. By default, every output that takes one gets one.
         no_tangents: Whether the first leaf of the output is a scalar loss, whose cotangent is 1; the graph has no
@@ -87,12 +89,15 @@ def trace_joint(
 
     Raises:
         LeafError: If no primal requires grad, a captured tensor does, a primal is sparse, nested or a wrapper subclass,
-            or `tangents` has a leaf where it must not.
+            a leaf of the primals or of the output is an object with a tensor inside, or `tangents` has a leaf where
+            it must not.
         TreeError: If `tangents` or `dynamic` does not fit.
         MutationError: If `fn` writes to a captured tensor, to one of several inputs that overlap in memory, or, hidden
-            from autograd, to an input that requires grad; or assigns to the `.data` of any tensor.
-        TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do; or if the backward pass draws
-            random numbers, as a checkpoint around dropout does, without `functionalize_rng`.
+            from autograd, to an input that requires grad; assigns to the `.data` of any tensor; or has to do with the
+            `.grad` of an input.
+        TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do; seeds torch's generator, or
+            passes one; stores a tensor that it computes; or calls a collective that writes in place; or if the
+            backward pass draws random numbers, as a checkpoint around dropout does, without `functionalize_rng`.
         ShapeError: If a size was to be dynamic and `fn` fixes it.
 
     Example:
@@ -104,6 +109,7 @@ def trace_joint(
         (('w', 'x'), ('w_bar',))
     """
     given = Leaves.of(primals, "primals")
+    refuse_opaque(_FUNCTION, given.values, given.label)
     require_some_input(_FUNCTION, given.values)
     places = [i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor)]
     devices = [given.values[i].device if device is None else torch.device(device) for i in places]

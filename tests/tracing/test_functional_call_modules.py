@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from primitives.core.errors import LeafError
 from primitives.tracing import functional_call
 
 X, IMAGES = data(0, 4, 3), data(1, 2, 3, 4, 4)
@@ -226,11 +227,19 @@ class Rescaled(nn.Linear):
         return super().forward(input)
 
 
-class Replayed(nn.Linear):
-    reentrant = False
-
+class Reentrant(nn.Linear):
     def forward(self, input):
-        return checkpoint(super().forward, input.requires_grad_(), use_reentrant=self.reentrant)
+        return checkpoint(super().forward, input.requires_grad_(), use_reentrant=True)
+
+
+class Streaming(nn.Linear):
+    def forward(self, input):
+        yield super().forward(input)
+
+
+class Deferred(nn.Linear):
+    def forward(self, input):
+        return [lambda: super(Deferred, self).forward(input)]
 
 
 def call(module, *args):
@@ -279,13 +288,12 @@ ERRORS = {
         lambda: call(nn.Embedding(3, 2, max_norm=0.1), torch.tensor([0])), pr.MutationError,
         "the module writes its parameter 'weight' in place",
     ),
-    "checkpoint": (lambda: call(Replayed(3, 3).double(), X.clone()), RuntimeError, "calls torch.utils.checkpoint"),
-    "reentrant": (lambda: call(Reentrant(3, 3).double(), X.clone()), RuntimeError, "calls torch.utils.checkpoint"),
+    "reentrant": (lambda: call(Reentrant(3, 3).double(), X.clone()), RuntimeError, "Pass use_reentrant=False."),
+    "generator": (
+        lambda: call(Streaming(3, 3).double(), X), LeafError, "must return what it has computed, got generator",
+    ),
+    "closure": (lambda: call(Deferred(3, 3).double(), X), LeafError, "must return what it has computed, got function"),
 }  # fmt: skip
-
-
-class Reentrant(Replayed):
-    reentrant = True
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -12,7 +12,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from primitives.core.errors import LeafError, TreeError
-from primitives.tracing import create_joint, functionalize_mutations, trace_joint, unwrap_subclasses
+from primitives.tracing import (
+    PhiloxState,
+    create_joint,
+    functionalize_mutations,
+    functionalize_rng,
+    trace_joint,
+    unwrap_subclasses,
+)
 
 
 def data(*shape, seed=0):
@@ -298,3 +305,65 @@ def test_gradients_that_have_no_place_inside():
         numbers(quantized(3).requires_grad_()).sum().backward()
     with pytest.raises(RuntimeError, match="wrap_gradients needs a backward pass"):
         joined.wrap_gradients({"x": {"a": w, "b": w}}, None)
+
+
+def test_cotangents_of_distributed_tensors(mesh):
+    """They require no grad, and what they are cotangents of does."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    w = DTensor.from_local(data(2, 3), mesh, [Shard(0)]).requires_grad_()
+    y_bar = DTensor.from_local(data(2, 3, seed=1), mesh, [Shard(0)])
+    unwrapped = unwrap_subclasses(lambda w: w.sin(), w)
+    graph = trace_joint(unwrapped.fn, *unwrapped.args)
+    outs, grads = graph(unwrapped.unwrap(w.detach().requires_grad_()), unwrapped.unwrap_tangents(y_bar))
+    assert torch.equal(outs["_local_tensor"], data(2, 3).sin())
+    assert torch.equal(unwrapped.wrap_gradients(*grads)[0].to_local(), y_bar.to_local() * data(2, 3).cos())
+    assert not unwrapped.unwrap(w.detach())[0]["_local_tensor"].requires_grad
+    with pytest.raises(LeafError, match=re.escape("tangents must have the metadata")):
+        unwrapped.unwrap_tangents(DTensor.from_local(data(4, 3), mesh, [Replicate()]))
+
+
+RANDOM = {
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 1000),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "in place": lambda x: x.clone().exponential_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+@pytest.mark.parametrize("case", RANDOM)
+def test_random_numbers_of_distributed_tensors(mesh, case):
+    """They are those of the whole tensor, however it is sharded."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    state, whole, function = PhiloxState.from_seed(5), data(4, 6), RANDOM[case]
+    expected, new_state = functionalize_rng(function)(state, whole)
+    for placement, of_rank in ((Shard(0), slice(2)), (Shard(1), (slice(None), slice(3))), (Replicate(), slice(None))):
+        x = DTensor.from_local(whole[of_rank], mesh, [placement], run_check=False)
+        unwrapped = unwrap_subclasses(function, x)
+        y, after = functionalize_rng(function)(state, x)
+        plain, _ = functionalize_rng(unwrapped.fn)(state, *unwrapped.args)
+        assert y.placements == (placement,)
+        assert torch.equal(y.to_local(), expected[of_rank])
+        assert torch.equal(plain["_local_tensor"], expected[of_rank])
+        assert after.offset == new_state.offset
+
+
+def test_random_numbers_of_other_subclasses():
+    """What is inside draws for itself, as without an explicit state."""
+    x = TwoTensor(torch.ones(32), torch.ones(32))
+    y, state = functionalize_rng(RANDOM["dropout"])(PhiloxState.from_seed(5), x)
+    first, after = functionalize_rng(RANDOM["dropout"])(PhiloxState.from_seed(5), x.a)
+    assert torch.equal(y.a, first)
+    assert torch.equal(y.b, functionalize_rng(RANDOM["dropout"])(after, x.b)[0])
+    assert not torch.equal(y.a, y.b)
+    assert state.offset == 2 * after.offset
+
+
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    with pytest.raises(LeafError, match="must have sizes that are numbers, got a nested tensor"):
+        unwrap_subclasses(lambda x: x * 2, x)
