@@ -36,7 +36,7 @@ VIEWS = (
     "cos",
 )
 RANDOM = ("bernoulli_", "dropout", "rand_like")
-NUM_EXAMPLES = {"eager": 90, "in_place": 60, "traced": 20, "joint": 18}
+NUM_EXAMPLES = {"eager": 70, "in_place": 50, "traced": 16, "joint": 13}
 # How the second input lies in the memory of the first; `apart` is memory of its own.
 OVERLAPS = ("apart", "same", "row", "transposed", "tail", "disjoint")
 
