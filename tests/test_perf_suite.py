@@ -187,7 +187,10 @@ def test_a_gpu_is_known_by_one_name_however_it_was_asked_for(monkeypatch, uuid, 
 def test_clocks_are_what_nvidia_smi_says_or_nothing(monkeypatch):
     answers = iter([", ".join(machine.CLOCKS), "one, two"])
     monkeypatch.setattr(machine.shutil, "which", lambda name: "nvidia-smi")
-    run = lambda *args, **kwargs: types.SimpleNamespace(stdout=next(answers) + "\n")  # noqa: E731
+
+    def run(*args, **kwargs):
+        return types.SimpleNamespace(stdout=next(answers) + "\n")
+
     monkeypatch.setattr(machine.subprocess, "run", run)
     assert machine.clocks("0") == {name: name for name in machine.CLOCKS}
     assert machine.clocks("0") == {}

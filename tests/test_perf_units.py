@@ -294,7 +294,10 @@ def test_a_unit_that_hangs_while_it_is_timed_is_skipped_and_not_the_run(measure,
     monkeypatch.setattr(Budget, "unit_seconds", lambda budget: 0.1)
     start = time.monotonic()
     message = "out of time: the unit took more than 0.1 s."
-    run = lambda: list(measure({"primitives": layer_norm()}, Timer(FakeLock())).values())  # noqa: E731
+
+    def run():
+        return list(measure({"primitives": layer_norm()}, Timer(FakeLock())).values())
+
     rows = unit.guarded(RECORD, ["primitives"], run)
     assert [(row["status"], row["message"]) for row in rows] == [("skipped", message)]
     assert time.monotonic() - start < 2

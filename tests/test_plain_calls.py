@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from primitives.core.autograd import plain_keys, state_of_new_threads
 from primitives.core.errors import MutationError
+from primitives.core.plain_calls import plain_keys, state_of_new_threads
 from primitives.core.write_back import write_back
 
 

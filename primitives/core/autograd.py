@@ -17,7 +17,6 @@ Four points decide whether nesting is right:
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,18 +31,16 @@ from primitives.core.statistics import refuse_cotangent, refused_tangent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor
-
     from primitives.core.primitive import Primitive
     from primitives.core.residuals import Residuals
 
 __all__ = [
+    "LinearMap",
+    "apply_linear",
     "autograd_kernel",
     "below_this_level",
-    "direct_call",
     "has_derivatives",
     "is_transforming",
-    "plain_keys",
     "tangents_possible",
 ]
 
@@ -176,11 +173,58 @@ def has_derivatives(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _function_class(name: str, forward: Callable, backward: Callable, jvp: Callable | None = None) -> type:
+    """An autograd function of these static methods, for one level: the only place in the package that builds one."""
+
+    class Function(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined] - no stub
+        pass
+
+    methods = {"forward": forward, "backward": backward, **({} if jvp is None else {"jvp": jvp})}
+    # A subclass, because torch names the node of the graph when a class is made.
+    return type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+
+class LinearMap(NamedTuple):
+    """A linear map of tensors that can be no operator, since an operator would not see its arguments as they are.
+
+    Attributes:
+        forward: `(*tensors) -> output`, or a tuple of outputs.
+        transpose: `(*cotangents) -> cotangents of the tensors`, differentiable.
+    """
+
+    forward: Callable[..., Any]
+    transpose: Callable[..., Sequence[Any]]
+
+
+def apply_linear(linear: LinearMap, *tensors: Any) -> Any:
+    """The outputs of a linear map, which are differentiable in reverse mode to every order; integers are constants.
+
+    Raises:
+        RuntimeError: Inside a transform of `torch.func`, and in forward mode, for which there is no rule.
+    """
+    return _Linear.apply(linear, *tensors)  # type: ignore[attr-defined] - of every autograd function
+
+
+def _linear_forward(ctx: Any, linear: LinearMap, *tensors: Any) -> Any:
+    ctx.linear = linear
+    output = linear.forward(*tensors)
+    outputs = output if isinstance(output, tuple) else (output,)
+    ctx.mark_non_differentiable(*[y for y in outputs if not has_derivatives(y.dtype)])
+    return output
+
+
+def _linear_backward(ctx: Any, *cotangents: Any) -> tuple:
+    return (None, *ctx.linear.transpose(*cotangents))
+
+
+_Linear = _function_class("LinearMap", _linear_forward, _linear_backward)
+
+
 def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: str) -> type:  # noqa: C901 - one closure
     """Build the autograd function of `op` that has the vjp rule of kind `vjp` and keeps `layout` for it.
 
-    This is the only place in the package that builds one. What it is applied to is flat: lists of tensors are replaced
-    by their elements, because torch differentiates no lists.
+    What it is applied to is flat: lists of tensors are replaced by their elements, because torch differentiates no
+    lists.
     """
     redispatch, tangents_type = _redispatcher(op), op.Tangents
     num_outputs, has_lists, returns_list = len(op.output_names), bool(op.list_arguments), op.returns_list
@@ -189,69 +233,64 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
     differentiable = [indices[name] for name in op.differentiable_outputs]
     has_constants = bool(op.state) or returns_list
 
-    class Rules(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined] - no stub
-        @staticmethod
-        def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
-            reverse, tangents, lengths, args = call
-            output = redispatch(keyset, args)
-            outputs = output if num_outputs > 1 else (output,)
-            ctx.lengths = lengths
-            tensors: list[Any] = []
-            if reverse:
-                tensors, ctx.static = layout.pack(args, outputs)
-                ctx.save_for_backward(*tensors)
-            if tangents:
-                if layout is not jvp_layout or not reverse:
-                    tensors, ctx.jvp_static = jvp_layout.pack(args, outputs)
-                else:
-                    ctx.jvp_static = ctx.static
-                ctx.save_for_forward(*tensors)
-            ctx.set_materialize_grads(False)
-            flat_outputs = tuple(output) if returns_list else outputs
-            if has_constants:
-                constants = op.constant_outputs(args)
-                for i, x in enumerate(flat_outputs):
-                    # Torch knows by itself that integers have no gradient, and not that they have no tangent.
-                    dtype = x.dtype
-                    if not (dtype.is_floating_point or dtype.is_complex):
-                        constants = {*constants, i}
-                ctx.constants = constants
-                if constants:
-                    ctx.mark_non_differentiable(*[flat_outputs[i] for i in constants])
-            return flat_outputs if returns_list or num_outputs > 1 else output
-
-        @staticmethod
-        def backward(ctx: Any, *cotangents: Any) -> tuple:
-            for i, name in statistics:
-                if cotangents[i] is not None:
-                    refuse_cotangent(op.name, name)
-            for cotangent in cotangents:
-                if cotangent is not None:
-                    break
+    def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
+        reverse, tangents, lengths, args = call
+        output = redispatch(keyset, args)
+        outputs = output if num_outputs > 1 else (output,)
+        ctx.lengths = lengths
+        tensors: list[Any] = []
+        if reverse:
+            tensors, ctx.static = layout.pack(args, outputs)
+            ctx.save_for_backward(*tensors)
+        if tangents:
+            if layout is not jvp_layout or not reverse:
+                tensors, ctx.jvp_static = jvp_layout.pack(args, outputs)
             else:
-                return (None,) * len(ctx.needs_input_grad)
-            residuals = layout.unpack(ctx.saved_tensors, ctx.static)
-            bars = op.flat_vjp(vjp, residuals, cotangents, ctx.lengths, ctx.needs_input_grad[2:])
-            return (None, None, *bars)
+                ctx.jvp_static = ctx.static
+            ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+        flat_outputs = tuple(output) if returns_list else outputs
+        if has_constants:
+            constants = op.constant_outputs(args)
+            for i, x in enumerate(flat_outputs):
+                # Torch knows by itself that integers have no gradient, and not that they have no tangent.
+                dtype = x.dtype
+                if not (dtype.is_floating_point or dtype.is_complex):
+                    constants = {*constants, i}
+            ctx.constants = constants
+            if constants:
+                ctx.mark_non_differentiable(*[flat_outputs[i] for i in constants])
+        return flat_outputs if returns_list or num_outputs > 1 else output
 
-        @staticmethod
-        def jvp(ctx: Any, _keyset: Any, _call: Any, *tangents: Any) -> Any:  # type: ignore[override] - names for what is *args there
-            with forward_ad._set_fwd_grad_enabled(True):
-                saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
-                residuals = jvp_layout.unpack(saved, ctx.jvp_static)
-                by_argument = regroup(tangents, ctx.lengths) if has_lists else tangents
-                computed = _by_output(op, op.rule("jvp")(residuals, tangents_type(*by_argument)))
-                if returns_list:
-                    return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
-                out: list[Any] = [None] * num_outputs
-                for i, tangent in zip(differentiable, computed, strict=True):
-                    out[i] = tangent
-                for i, name in statistics:
-                    out[i] = refused_tangent(op.name, name, getattr(residuals, name))
-            return tuple(out) if num_outputs > 1 else out[0]
+    def backward(ctx: Any, *cotangents: Any) -> tuple:
+        for i, name in statistics:
+            if cotangents[i] is not None:
+                refuse_cotangent(op.name, name)
+        for cotangent in cotangents:
+            if cotangent is not None:
+                break
+        else:
+            return (None,) * len(ctx.needs_input_grad)
+        residuals = layout.unpack(ctx.saved_tensors, ctx.static)
+        bars = op.flat_vjp(vjp, residuals, cotangents, ctx.lengths, ctx.needs_input_grad[2:])
+        return (None, None, *bars)
 
-    # A subclass, because torch names the node of the graph when a class is made.
-    return type("".join(part.title() for part in op.name.split("_")), (Rules,), {})
+    def jvp(ctx: Any, _keyset: Any, _call: Any, *tangents: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):
+            saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
+            residuals = jvp_layout.unpack(saved, ctx.jvp_static)
+            by_argument = regroup(tangents, ctx.lengths) if has_lists else tangents
+            computed = _by_output(op, op.rule("jvp")(residuals, tangents_type(*by_argument)))
+            if returns_list:
+                return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
+            out: list[Any] = [None] * num_outputs
+            for i, tangent in zip(differentiable, computed, strict=True):
+                out[i] = tangent
+            for i, name in statistics:
+                out[i] = refused_tangent(op.name, name, getattr(residuals, name))
+        return tuple(out) if num_outputs > 1 else out[0]
+
+    return _function_class("".join(part.title() for part in op.name.split("_")), forward, backward, jvp)
 
 
 def autograd_kernel(op: Primitive) -> Callable:
@@ -295,70 +334,3 @@ def autograd_kernel(op: Primitive) -> Callable:
         return list(output) if op.returns_list else output
 
     return kernel
-
-
-# What a plain eager call finds: nothing that changes where calls go, and these keys on its tensors.
-_INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
-
-
-def _state() -> tuple[int, int]:
-    return _INCLUDED().raw_repr(), _EXCLUDED().raw_repr()
-
-
-def state_of_new_threads() -> tuple[int, int]:
-    """What a thread begins with: this one may be inside autocast, or another mode, when this module is imported."""
-    found: list[tuple[int, int]] = []
-    thread = threading.Thread(target=lambda: found.append(_state()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-_PLAIN_STATE = state_of_new_threads()
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def _plain_keys() -> dict[int, Any]:
-    """For each device, the keys of a plain tensor, and those of them that an operator sees."""
-    keys = {}
-    for device in ("CPU", "CUDA"):
-        names = (device, f"Autograd{device}", "ADInplaceOrView", f"Autocast{device}")
-        backend, autograd, idle, autocast = (_C.DispatchKeySet(getattr(_C.DispatchKey, name)) for name in names)
-        keys[(backend | autograd | idle | autocast).raw_repr()] = backend | autograd
-    return keys
-
-
-_PLAIN_KEYS = _plain_keys()
-
-
-_num_function_modes, _is_profiling = _C._len_torch_function_stack, torch.autograd._profiler_enabled
-
-
-def plain_keys(tensors: Sequence[Tensor]) -> Any:
-    """The keys with which the dispatcher would call an operator of `tensors`, one at least, in plain eager code.
-
-    `None` where anything unusual takes part that the dispatcher has to see: a mode, a transform, a profiler, a
-    subclass, tensors of several kinds.
-    """
-    if _state() != _PLAIN_STATE or _num_function_modes() or _is_profiling():
-        return None
-    first = _C._dispatch_keys(tensors[0]).raw_repr()
-    for x in tensors:
-        if type(x) not in _PLAIN_TYPES or _C._dispatch_keys(x).raw_repr() != first:
-            return None
-    return _PLAIN_KEYS.get(first)
-
-
-def direct_call(op: Primitive) -> Callable[[list[Tensor], int], list[Tensor]]:
-    """`(tensors, number) -> outputs` for an operator of one list of tensors and a number, in eager code.
-
-    In plain code the dispatcher would take the list apart, put it together again and call the Autograd kernel, which
-    costs a quarter of a call. It is called here and now then.
-    """
-    overload, kernel = op.overload._op, op.autograd_kernel
-
-    def call(tensors: list[Tensor], number: int) -> list[Tensor]:
-        keyset = plain_keys(tensors)
-        return overload(tensors, number) if keyset is None else kernel(keyset, tensors, number)
-
-    return call

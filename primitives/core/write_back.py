@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from primitives.core.autograd import is_transforming, plain_keys
+from primitives.core.autograd import is_transforming
 from primitives.core.errors import MutationError
 from primitives.core.inductor import show_writes
 from primitives.core.library import NAMESPACE, library
+from primitives.core.plain_calls import plain_keys
 
 if TYPE_CHECKING:
     from torch import Tensor

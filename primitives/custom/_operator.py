@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from primitives.core.autograd import below_this_level, direct_call
+from primitives.core.autograd import below_this_level
 from primitives.core.errors import MissingRuleError, MutationError
+from primitives.core.plain_calls import direct_call
 from primitives.core.primitive import Primitive
 from primitives.custom._mutation import check_targets, write
 from primitives.custom._residuals import Inputs, InputsAndOutputs, SavedTree

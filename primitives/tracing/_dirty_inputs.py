@@ -11,7 +11,7 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import autograd
+from torch.autograd.function import Function
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _frames() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def _forward_codes(function: type = autograd.Function) -> Iterator[Any]:
+def _forward_codes(function: type = Function) -> Iterator[Any]:
     for subclass in function.__subclasses__():
         forward = subclass.__dict__.get("forward")
         if forward is not None:
