@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives import _checks
-from primitives._momentum import batch_norm_step
+from primitives import _checks, _usual
+from primitives._batch_norm import batch_norm_of_tensors
 from primitives.core.tree import map_tensors
-from primitives.core.write_back import write_back
-from primitives.ops.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
@@ -83,6 +81,8 @@ def layer_norm(
     References:
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
+    if _usual.layer_norm(input, normalized_shape, weight, bias, eps):
+        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps)[0]
     shape = _checks.normalized_shape(normalized_shape)
     _checks.eps("layer_norm", eps)
 
@@ -183,14 +183,9 @@ def _batch_norm_tree(
         if in_place and training:
             _checks.written(mean, var)
 
-    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> BatchNormOutput:
+    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = _weight_beside(bias, weight, x)
-        if not training:
-            return BatchNormOutput(batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), mean, var)
-        out = BatchNormOutput(*batch_norm_step(x, weight, bias, mean, var, momentum, eps))
-        if in_place and mean is not None:
-            write_back([mean, var], [out.running_mean, out.running_var])
-        return out
+        return batch_norm_of_tensors(x, mean, var, weight, bias, training, momentum, eps, in_place=in_place)
 
     prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     trees = map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace, num_results=3)
@@ -256,10 +251,10 @@ def batch_norm(
     References:
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
     """
-    out = _batch_norm_tree(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, namespace, in_place=True
-    )
-    return out.output
+    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not _usual.batch_norm(*given):
+        return _batch_norm_tree(*given, namespace, in_place=True).output
+    return batch_norm_of_tensors(*given, in_place=True)[0]
 
 
 def log_softmax(
@@ -301,6 +296,8 @@ def log_softmax(
         >>> log_softmax(torch.zeros(2), dim=0)
         tensor([-0.6931, -0.6931])
     """
+    if _usual.log_softmax(input, dim, dtype):
+        return log_softmax_p(input, dim % input.dim(), None)
 
     def check(label: str, x: Tensor) -> None:
         _checks.log_softmax(label, x, dim, dtype)

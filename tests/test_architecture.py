@@ -50,7 +50,13 @@ LAYERS = (
     ),
     ("primitives.testing",),
     ("primitives.ops",),
-    ("primitives._checks", "primitives._momentum", "primitives.functional", "primitives._override"),
+    (
+        "primitives._checks",
+        "primitives._usual",
+        "primitives._batch_norm",
+        "primitives.functional",
+        "primitives._override",
+    ),
     ("primitives.nn", "primitives.tracing"),
 )
 # What the package itself and its command line say about it may come from anywhere.

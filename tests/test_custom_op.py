@@ -46,7 +46,7 @@ def test_it_is_one_operator_whatever_the_trees():
     )
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda w, x: affine(Affine(w), x)[0])(weight, x)
     assert torch.ops.tests.affine.default in [node.target for node in graph.graph.nodes]
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         affine(Affine(weight), x)
     assert any(event.key == "tests::affine" for event in profile.key_averages())
 

@@ -293,6 +293,21 @@ def test_channel_tensors_of_batch_norm(name, value, error, text, training):
     check(lambda f: f.batch_norm(X, **tensors, training=training), error, f"batch_norm: {name} {text}")
 
 
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_running_statistics_that_require_grad_are_refused_by_name(name):
+    running = {"running_mean": torch.ones(4), "running_var": torch.ones(4)}
+    running[name].requires_grad_()
+    error = raised_by(lambda: pr.functional.batch_norm(X, **running, training=True))
+    assert type(error) is pr.MutationError
+    assert str(error).startswith(f"batch_norm: {name} is written in training and must not require grad.")
+    assert all(value.eq(1.0).all() for value in running.values())
+
+
+def test_layer_norm_of_a_number_has_no_axis_to_normalize():
+    error = raised_by(lambda: pr.functional.layer_norm(torch.tensor(1.0), ()))
+    assert type(error) is pr.ShapeError
+
+
 def test_batch_norm_takes_at_most_five_axes():
     # torch takes more; no module of torch.nn does.
     error = raised_by(lambda: pr.functional.batch_norm(ones(2, 4, 1, 1, 1, 1), None, None, training=True))

@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from primitives.core.errors import MutationError
-from primitives.core.plain_calls import plain_keys, state_of_new_threads
-from primitives.core.write_back import write_back
+from primitives.core.plain_calls import are_unwatched, plain_keys, state_of_new_threads
+from primitives.core.write_back import count_up, write_back
+from primitives.ops.layer_norm import layer_norm_p
 
 
 class Wrapped(torch.Tensor):
@@ -44,6 +45,60 @@ def test_modes_see_every_call(mode):
         assert plain_keys([x]) is None
         # The package may be imported in here, too.
         assert state_of_new_threads() == outside
+
+
+def test_what_the_dispatcher_converts_it_still_converts():
+    """Numbers of another kind, and too few arguments, are no plain calls; the results are those of plain ones."""
+    x, weight = torch.arange(6.0).view(2, 3).requires_grad_(), torch.ones(3, requires_grad=True)
+    expected = layer_norm_p(x, weight, None, 1, 0, 1.0)[0]
+    for eps in (1, torch.tensor(1.0), True):
+        y = layer_norm_p(x, weight, None, 1, 0, eps)[0]
+        assert torch.equal(y, expected)
+        assert type(y.grad_fn) is type(expected.grad_fn)
+    for wrong in ((x, weight, None, 1, 0), (x, weight, None, 1.5, 0, 1.0), (x, "weight", None, 1, 0, 1.0)):
+        with pytest.raises(RuntimeError):
+            layer_norm_p(*wrong)
+
+
+def test_a_subclass_is_shown_the_operator():
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.arange(6.0).view(2, 3)
+    layer_norm_p(x.as_subclass(Watching), None, None, 1, 0, 1.0)
+    assert layer_norm_p.overload in seen
+    assert not are_unwatched([x, x.as_subclass(Watching)])
+
+
+def test_nothing_is_recorded_below_autograd():
+    x = torch.arange(6.0).view(2, 3).requires_grad_()
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not layer_norm_p(x, None, None, 1, 0, 1.0)[0].requires_grad
+    assert layer_norm_p(x, None, None, 1, 0, 1.0)[0].requires_grad
+
+
+def test_what_is_written_is_a_constant():
+    """The graph of the value does not come with it."""
+    target, value = torch.zeros(2), torch.ones(2, requires_grad=True)
+    write_back([target], [value * 2])
+    assert target.tolist() == [2.0, 2.0]
+    assert not target.requires_grad
+
+
+def test_counting_is_seen_by_modes():
+    counter = torch.tensor(3)
+    version = counter._version
+    count_up(counter)
+    assert (counter.item(), counter._version > version) == (4, True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert not are_unwatched([counter])
+    torch.func.grad(lambda x: (count_up(counter), x.sum())[1])(torch.ones(2))
+    assert counter.item() == 5
 
 
 def test_a_write_past_the_dispatcher_is_one_that_autograd_knows_of():

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 from primitives.core.errors import DtypeError, ShapeError
 from primitives.core.lists import Lengths, flatten, regroup
+from primitives.core.plain_calls import PLAIN_CPU
 from primitives.core.statistics import refuse_cotangent, refused_tangent
 
 if TYPE_CHECKING:
@@ -43,22 +44,6 @@ __all__ = [
     "is_transforming",
     "tangents_possible",
 ]
-
-
-class _Call(NamedTuple):
-    """What the autograd function is told about a call.
-
-    Attributes:
-        reverse: Whether reverse mode records it.
-        tangents: Whether a tensor could carry a tangent.
-        lengths: The lists among its arguments.
-        args: The arguments, with their lists.
-    """
-
-    reverse: bool
-    tangents: bool
-    lengths: Lengths | None
-    args: tuple
 
 
 def _unpack_dual(value: Any) -> tuple[Any, Any]:
@@ -220,25 +205,37 @@ def _linear_backward(ctx: Any, *cotangents: Any) -> tuple:
 _Linear = _function_class("LinearMap", _linear_forward, _linear_backward)
 
 
+# What the autograd function is told about a call before the arguments.
+_NUM_TOLD = 5
+_TOLD_NOTHING = (None,) * _NUM_TOLD
+
+
 def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: str) -> type:  # noqa: C901 - one closure
     """Build the autograd function of `op` that has the vjp rule of kind `vjp` and keeps `layout` for it.
 
-    What it is applied to is flat: lists of tensors are replaced by their elements, because torch differentiates no
-    lists.
+    Before the arguments it is told about the call: its keys, whether reverse mode records it, whether a tensor could
+    carry a tangent, the lists among its arguments, and the arguments with these lists. What it is applied to is flat:
+    lists of tensors are replaced by their elements, because torch differentiates no lists.
     """
     redispatch, tangents_type = _redispatcher(op), op.Tangents
+    below_autograd, on_cpu = _C._AutoDispatchBelowAutograd, op._cpu
     num_outputs, has_lists, returns_list = len(op.output_names), bool(op.list_arguments), op.returns_list
     indices = {name: i for i, name in enumerate(op.output_names)}
     statistics = [(indices[name], name) for name in op.statistics]
     differentiable = [indices[name] for name in op.differentiable_outputs]
     has_constants = bool(op.state) or returns_list
 
-    def forward(ctx: Any, keyset: Any, call: _Call, *flat: Any) -> Any:
-        reverse, tangents, lengths, args = call
-        output = redispatch(keyset, args)
+    def forward(
+        ctx: Any, keyset: Any, reverse: bool, tangents: bool, lengths: Lengths | None, args: tuple, *_flat: Any
+    ) -> Any:
+        if keyset is PLAIN_CPU:
+            with below_autograd():
+                output = on_cpu(*args)
+        else:
+            output = redispatch(keyset, args)
         outputs = output if num_outputs > 1 else (output,)
         ctx.lengths = lengths
-        tensors: list[Any] = []
+        tensors: Sequence[Any] = ()
         if reverse:
             tensors, ctx.static = layout.pack(args, outputs)
             ctx.save_for_backward(*tensors)
@@ -252,10 +249,9 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
         flat_outputs = tuple(output) if returns_list else outputs
         if has_constants:
             constants = op.constant_outputs(args)
-            for i, x in enumerate(flat_outputs):
+            for i in range(len(flat_outputs)) if returns_list else differentiable:
                 # Torch knows by itself that integers have no gradient, and not that they have no tangent.
-                dtype = x.dtype
-                if not (dtype.is_floating_point or dtype.is_complex):
+                if not has_derivatives(flat_outputs[i].dtype):
                     constants = {*constants, i}
             ctx.constants = constants
             if constants:
@@ -272,10 +268,11 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
         else:
             return (None,) * len(ctx.needs_input_grad)
         residuals = layout.unpack(ctx.saved_tensors, ctx.static)
-        bars = op.flat_vjp(vjp, residuals, cotangents, ctx.lengths, ctx.needs_input_grad[2:])
-        return (None, None, *bars)
+        bars = op.flat_vjp(vjp, residuals, cotangents, ctx.lengths, ctx.needs_input_grad[_NUM_TOLD:])
+        return (*_TOLD_NOTHING, *bars)
 
-    def jvp(ctx: Any, _keyset: Any, _call: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *everything: Any) -> Any:
+        tangents = everything[_NUM_TOLD:]
         with forward_ad._set_fwd_grad_enabled(True):
             saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
             residuals = jvp_layout.unpack(saved, ctx.jvp_static)
@@ -306,7 +303,7 @@ def autograd_kernel(op: Primitive) -> Callable:
     late_rules = _rules_class(op, op.every_argument, op.jvp_residuals, "decomposed_vjp")
     redispatch, below_autograd = _redispatch(op), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
-    lists, rule_kinds = op.list_arguments, op.rule_kinds
+    lists, rule_kinds, on_cpu = op.list_arguments, op.rule_kinds, op._cpu
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if "autograd" in rule_kinds:
@@ -316,10 +313,10 @@ def autograd_kernel(op: Primitive) -> Callable:
         forward = tangents and _check_tangents(op, args)
         if not (reverse or forward):
             with below_autograd():
-                return redispatch(keyset, *args)
-        if forward and not op.has_rule("jvp"):
+                return on_cpu(*args) if keyset is PLAIN_CPU else redispatch(keyset, *args)
+        if forward and "jvp" not in rule_kinds:
             return op.decompose("jvp", args)
-        late = reverse and not op.has_rule("vjp")
+        late = reverse and "vjp" not in rule_kinds
         if late and op.is_decomposed_at_once(args):
             return op.decompose("vjp", args)
         if late:
@@ -328,7 +325,7 @@ def autograd_kernel(op: Primitive) -> Callable:
         previous = _functorch.get_single_level_autograd_function_allowed()
         _functorch.set_single_level_autograd_function_allowed(True)
         try:
-            output = (late_rules if late else rules).apply(keyset, _Call(reverse, tangents, lengths, args), *flat)
+            output = (late_rules if late else rules).apply(keyset, reverse, tangents, lengths, args, *flat)
         finally:
             _functorch.set_single_level_autograd_function_allowed(previous)
         return list(output) if op.returns_list else output

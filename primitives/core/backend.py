@@ -129,14 +129,15 @@ def trace_kernel(kernel: Callable, args: tuple) -> Any:
     """Put what `kernel` does with `args` into the graph that torch is tracing.
 
     Returns:
-        Its outputs, or `NotImplemented` where its launches cannot be nodes of a graph: in the interpreter, or with
-        options that graphs do not have.
+        Its outputs, or `NotImplemented` where its launches cannot be nodes of a graph: in the interpreter, with options
+        that graphs do not have, or where it leaves the call to the reference.
     """
     kernels = triton_kernels_module("_kernel")
     if kernels.INTERPRETED:
         return NotImplemented
     try:
         with kernels.tracing():
-            return kernel(*args)
+            outputs = kernel(*args)
     except kernels.UntraceableLaunchError:
         return NotImplemented
+    return NotImplemented if outputs is None else outputs

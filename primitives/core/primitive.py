@@ -19,7 +19,8 @@ from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
 from primitives.core.inductor import show_kernels
 from primitives.core.library import NAMESPACE, library, list_names, names
 from primitives.core.lists import flatten, regroup
-from primitives.core.residuals import ResidualLayout, Residuals
+from primitives.core.plain_calls import direct_call
+from primitives.core.residuals import ResidualLayout, Residuals, filler, picker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -28,6 +29,9 @@ __all__ = ["Primitive", "registered_primitives"]
 
 # Devices without kernels of their own run the reference.
 OTHER_DEVICES = ("MPS", "XPU", "HPU", "PrivateUse1")
+
+# Looked up once: this is asked at every call.
+_is_tracing = torch.compiler.is_dynamo_compiling
 
 _registry: dict[str, Primitive] = {}
 _registry_lock = threading.Lock()
@@ -50,7 +54,7 @@ class Primitive:
 
     - `def_reference(*args) -> outputs`
     - `def_kernel(device)(*args) -> outputs`, device `"cuda"` (a Triton kernel, also run by the interpreter) or
-      `"cpu"`
+      `"cpu"`; `None` for a call that it leaves to the reference
     - `def_fake(*args) -> outputs`, by default the reference on tensors without data
     - `def_vjp(residuals, cotangents, wanted) -> {argument: cotangent}`
     - `def_jvp(residuals, tangents) -> tangent of each differentiable output`
@@ -108,8 +112,9 @@ class Primitive:
         if list_outputs and len(self.output_names) > 1:
             raise ValueError(f"{name}: a list of tensors must be the only output, got {schema}.")
         self.returns_list = bool(list_outputs)
-        self._check_outputs(statistics, "statistics")
-        self._check_outputs(state, "state")
+        self._check_names("statistics", statistics, "output", self.output_names)
+        self._check_names("state", state, "output", self.output_names)
+        self._check_names("cached", cached, "tensor argument", tensors)
         for statistic in statistics:
             if statistic not in residuals:
                 raise ValueError(f"{name}: statistic {statistic!r} must be a residual, for its tangent to be refused.")
@@ -119,11 +124,10 @@ class Primitive:
         self.decomposable = decomposable
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
         sources = (self.argument_names, tensors, self.output_names, [*lists, *list_outputs])
-        self._differentiable_positions = [self.output_names.index(n) for n in self.differentiable_outputs]
+        self._pick_differentiable = picker([self.output_names.index(n) for n in self.differentiable_outputs])
         self._declared_residuals = ResidualLayout(name, residuals, *sources)
         self._every_argument = ResidualLayout(name, [*tensors, *statistics], *sources)
         self.residuals, self.jvp_residuals, self.every_argument = self.residual_layouts()
-        self._check_arguments(cached, tensors)
         self.cached = frozenset(cached)
         # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
         self.Primals = namedtuple("Primals", self.argument_names)
@@ -131,6 +135,7 @@ class Primitive:
         self.Wanted = namedtuple("Wanted", self.argument_names)
         self.Axes = namedtuple("Axes", self.argument_names)
         self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
+        self._wanted, self._cotangents = filler(self.Wanted), filler(self.Cotangents)
         self.tensor_arguments = frozenset(tensors)
         self._rules: dict[str, Callable] = {"decomposed_vjp": functools.partial(decomposed_vjp, self)}
         self._kernels: dict[str, Callable] = {}
@@ -140,22 +145,18 @@ class Primitive:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator: arguments in the order of the schema, outputs as torch returns them."""
-        if torch.compiler.is_dynamo_compiling():
+        if _is_tracing():
             backend.guard_on_backend()
-        return self.overload(*args)
+            return self.overload(*args)
+        return self.call_eagerly(*args)
 
     def __repr__(self) -> str:
         return f"Primitive({self.qualified_name})"
 
-    def _check_outputs(self, names: Sequence[str], what: str) -> None:
+    def _check_names(self, option: str, names: Sequence[str], what: str, allowed: Sequence[str]) -> None:
         for name in names:
-            if name not in self.output_names:
-                raise ValueError(f"{self.name}: {what} names {name!r}, which is no output ({self.output_names}).")
-
-    def _check_arguments(self, names: Sequence[str], tensors: Sequence[str]) -> None:
-        for name in names:
-            if name not in tensors:
-                raise ValueError(f"{self.name}: cached names {name!r}, which is no tensor argument ({tensors}).")
+            if name not in allowed:
+                raise ValueError(f"{self.name}: {option} names {name!r}, which is no {what} ({allowed}).")
 
     def _register(self, namespace: str, schema: str) -> None:
         lib = library(namespace)
@@ -169,6 +170,7 @@ class Primitive:
         lib.impl(self.name, self.autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
+        self.call_eagerly = direct_call(self)
         show_kernels(self, lib)
         with _registry_lock:
             _registry[self.qualified_name] = self
@@ -328,15 +330,11 @@ class Primitive:
 
     def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
         """Apply the vjp rule of kind `vjp` to flat cotangents and flags; one cotangent per flat argument."""
-        if self.returns_list:
-            by_name = self.Cotangents(list(cotangents))
-        elif len(self.differentiable_outputs) == len(self.output_names):
-            by_name = self.Cotangents(*cotangents)
-        else:
-            by_name = self.Cotangents(*[cotangents[i] for i in self._differentiable_positions])
+        entries = [list(cotangents)] if self.returns_list else self._pick_differentiable(cotangents)
         by_argument = wanted if lengths is None else regroup(wanted, lengths)
-        result = self.rule(vjp)(residuals, by_name, self.Wanted(*by_argument))
-        self.check_vjp_result(result)
+        result = self._rules[vjp](residuals, self._cotangents(entries), self._wanted(by_argument))
+        if type(result) is not dict or not self.tensor_arguments.issuperset(result):
+            self.check_vjp_result(result)
         bars = list(map(result.get, self.argument_names))
         if lengths is None:
             return bars
@@ -356,10 +354,12 @@ class Primitive:
             )
 
     def _cpu(self, *args: Any) -> Any:
-        return self._on_cpu[backend.current_backend()](*args)
+        out = self._on_cpu[backend.current_backend()](*args)
+        return self._elsewhere(*args) if out is None else out
 
     def _cuda(self, *args: Any) -> Any:
-        return self._on_cuda[backend.current_backend()](*args)
+        out = self._on_cuda[backend.current_backend()](*args)
+        return self._elsewhere(*args) if out is None else out
 
     def _elsewhere(self, *args: Any) -> Any:
         return self.rule("reference")(*args)

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any, Protocol
 
 from primitives.core.lists import flatten, regroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["ResidualLayout", "Residuals"]
+__all__ = ["ResidualLayout", "Residuals", "filler", "picker"]
 
 DTYPE_SUFFIX = ".dtype"
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple]:
+    """`values -> tuple of the values at indices`, for what runs in every call."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return (lambda values: (values[indices[0]],)) if indices else lambda _: ()
+
+
+def filler(kind: type) -> Callable[[Iterable[Any]], Any]:
+    """`values -> kind(*values)` for a namedtuple `kind` and as many values as it has fields, which nobody counts."""
+    return functools.partial(tuple.__new__, kind)
 
 
 class Residuals(Protocol):
     """What decides what the forward pass keeps for a rule, and how the rule gets it."""
 
-    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
         ...
 
@@ -75,18 +89,19 @@ class ResidualLayout:
                     f"{op_name}: residual {residual!r} is neither a tensor argument ({', '.join(tensor_arguments)}) "
                     f"nor an output ({', '.join(outputs)})."
                 )
+        self._pick_inputs, self._pick_outputs = picker(self._inputs), picker(self._outputs)
         self._lists = [i for i, name in enumerate([*input_names, *output_names]) if name in lists]
         static = [name for name in arguments if name not in tensor_arguments]
-        self._static = [arguments.index(name) for name in static]
+        self._pick_static = picker([arguments.index(name) for name in static])
         fields = [*input_names, *output_names, *dtype_names, *static]
         self.Residuals = namedtuple("Residuals", fields)
+        self._filled = filler(self.Residuals)
 
-    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
-        tensors = [args[i] for i in self._inputs]
-        tensors += [outputs[i] for i in self._outputs]
-        dtypes = [None if args[i] is None else args[i].dtype for i in self._dtypes]
-        static = (*dtypes, *[args[i] for i in self._static])
+        tensors, static = self._pick_inputs(args) + self._pick_outputs(outputs), self._pick_static(args)
+        if self._dtypes:
+            static = (*[None if args[i] is None else args[i].dtype for i in self._dtypes], *static)
         if not self._lists:
             return tensors, static
         tensors, lengths = flatten(tensors, self._lists)
@@ -96,4 +111,4 @@ class ResidualLayout:
         """The residuals as a namedtuple."""
         if self._lists:
             tensors, static = regroup(tensors, static[0]), static[1:]
-        return self.Residuals(*tensors, *static)
+        return self._filled((*tensors, *static))

@@ -11,12 +11,15 @@ from primitives.core.autograd import is_transforming
 from primitives.core.errors import MutationError
 from primitives.core.inductor import show_writes
 from primitives.core.library import NAMESPACE, library
-from primitives.core.plain_calls import plain_keys
+from primitives.core.plain_calls import are_unwatched
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["write_back"]
+__all__ = ["count_up", "write_back"]
+
+# Looked up once: this is asked at every call.
+_is_tracing = torch.compiler.is_dynamo_compiling
 
 _library = library(NAMESPACE)
 _library.define("write_back(Tensor(a!)[] targets, Tensor[] values) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -91,9 +94,17 @@ def write_back(targets: list[Tensor], values: list[Tensor]) -> None:
     Raises:
         MutationError: Under vmap, if a value has a batch axis and its target has none; nothing is written then.
     """
-    if not torch.compiler.is_dynamo_compiling() and plain_keys([*targets, *values]) is not None:
-        # What the dispatcher would do, in a third of the time.
+    if not _is_tracing() and are_unwatched((*targets, *values)):
+        # What the dispatcher would do, in a fifth of the time.
         _refuse_differentiated(targets)
-        _write_back(targets, values)
+        _write_back(targets, [value.detach() if value.requires_grad else value for value in values])
     else:
         _overload(targets, values)
+
+
+def count_up(counter: Tensor) -> None:
+    """Add 1 to `counter`, an integer, in place: `write_back` of its next value."""
+    if not _is_tracing() and are_unwatched((counter,)):
+        counter.add_(1)
+    else:
+        _overload([counter], [counter + 1])

@@ -10,7 +10,6 @@ import torch
 
 from primitives.core.autograd import below_this_level
 from primitives.core.errors import MissingRuleError, MutationError
-from primitives.core.plain_calls import direct_call
 from primitives.core.primitive import Primitive
 from primitives.custom._mutation import check_targets, write
 from primitives.custom._residuals import Inputs, InputsAndOutputs, SavedTree
@@ -132,7 +131,7 @@ class CustomOp:
         if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
         self._rules.overload = self.primitive.overload
-        self._overload = direct_call(self.primitive)
+        self._overload = self.primitive.call_eagerly
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as the function is called."""

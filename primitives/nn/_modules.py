@@ -8,7 +8,7 @@ import torch
 
 from primitives import functional
 from primitives.core.overrides import cumulative_weight
-from primitives.core.write_back import write_back
+from primitives.core.write_back import count_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         count = self.num_batches_tracked if update else None
         if count is not None:
             # Counted last: a call that raises leaves the module as it was.
-            write_back([count], [count + 1])
+            count_up(count)
         return output
 
     def _batch_weight(self) -> float | Tensor:

@@ -9,7 +9,6 @@ for is computed block by block: each operation of a block finds its operands whe
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,11 @@ import torch
 from primitives.ops._shared import accumulation_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["block_elements", "in_accumulation_dtype", "is_well_conditioned", "or_reference", "row_blocks", "served"]
+__all__ = ["block_elements", "cast", "in_accumulation_dtype", "is_well_conditioned", "row_blocks", "served"]
 
 # Elements per thread and operation: an operand of float32 is half a megabyte, which stays in the caches of a processor
 # and takes so long that the calls themselves hardly count.
@@ -29,17 +28,6 @@ BLOCK_ELEMENTS = 2**17
 # ATen multiplies x by 1 / std and subtracts mean / std afterwards, which loses |mean| / std units in the last place:
 # this many are as many as the tests allow (`tests/support.py`).
 LARGEST_OFFSET = 64.0
-
-
-def or_reference(kernel: Callable, reference: Callable) -> Callable:
-    """`kernel`, with `reference` in the place of every `None` that it returns."""
-
-    @functools.wraps(kernel)
-    def run(*args: Any) -> Any:
-        out = kernel(*args)
-        return reference(*args) if out is None else out
-
-    return run
 
 
 def block_elements() -> int:
@@ -55,23 +43,24 @@ def row_blocks(rows: int, cols: int) -> Iterator[slice]:
 
 def served(x: Tensor, *params: Tensor | None) -> bool:
     """Whether `x` has elements and every parameter has its dtype, or that of its sums."""
-    dtypes = (x.dtype, accumulation_dtype(x.dtype))
+    dtype = x.dtype
     for p in params:
-        if p is not None and p.dtype not in dtypes:
+        if p is not None and p.dtype != dtype and p.dtype != accumulation_dtype(dtype):
             return False
     return x.numel() > 0 and x.is_floating_point()
 
 
-def in_accumulation_dtype(*params: Tensor | None) -> list[Any]:
+def in_accumulation_dtype(*params: Tensor | None) -> Sequence[Any]:
     """Parameters, contiguous and in the dtype of sums, in which ATen keeps statistics in float32 at least."""
-    return [
-        p if p is None or (p.dtype == torch.float32 and p.is_contiguous()) else _dense(p, accumulation_dtype(p.dtype))
-        for p in params
-    ]
+    for p in params:
+        if p is not None and not (p.dtype == torch.float32 and p.is_contiguous()):
+            return [p if p is None else p.contiguous().to(accumulation_dtype(p.dtype)) for p in params]
+    return params
 
 
-def _dense(p: Tensor, dtype: torch.dtype) -> Tensor:
-    return p.contiguous().to(dtype)
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` in `dtype`: to ask costs less than a conversion that converts nothing."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def is_well_conditioned(mean: Tensor, rstd: Tensor, limit: float = LARGEST_OFFSET) -> bool:

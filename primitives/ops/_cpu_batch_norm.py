@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, served
+from primitives.ops._cpu import cast, in_accumulation_dtype, is_well_conditioned, served
 from primitives.ops._cpu_channels import LONGEST_SUM, Channels
 from primitives.ops._shared import unwanted
 
@@ -90,14 +90,18 @@ def _at_once(
     if not 1 < layout.num_values <= LONGEST_AT_ONCE:
         return None
     # Given ones in the dtype of sums also keep ATen from rounding the statistics of a low-precision x.
-    new_mean, new_var = (
-        layout.filled(0.0) if r is None else r.to(layout.acc, copy=True) for r in (running_mean, running_var)
-    )
+    new_mean, new_var = _copied(running_mean, layout), _copied(running_var, layout)
     y, mean, rstd = torch.native_batch_norm(x, weight, bias, new_mean, new_var, True, momentum, eps)
     if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * min(1.0, (LONGEST_SUM / layout.num_values) ** 0.5)):
         return None
-    given = ((running_mean, new_mean), (running_var, new_var))
-    return y, mean, rstd, *(unwanted(x) if running is None else new.to(running.dtype) for running, new in given)
+    if running_mean is None or running_var is None:
+        return y, mean, rstd, unwanted(x), unwanted(x)
+    return y, mean, rstd, cast(new_mean, running_mean.dtype), cast(new_var, running_var.dtype)
+
+
+def _copied(running: Tensor | None, layout: Channels) -> Tensor:
+    """A running statistic that ATen may write, in the dtype of sums."""
+    return layout.filled(0.0) if running is None else running.to(layout.acc, copy=True)
 
 
 def _statistics(x: Tensor, layout: Channels, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +156,7 @@ class _Batch(NamedTuple):
 
     def factor(self, param: Tensor | None) -> Tensor:
         """A parameter in the dtype of sums; without one, ones."""
-        return self.layout.filled(1.0) if param is None else param.contiguous().to(self.layout.acc)
+        return self.layout.filled(1.0) if param is None else cast(param.contiguous(), self.layout.acc)
 
 
 def _batch(x: Tensor, mean: Tensor, rstd: Tensor, batch_ndim: int, *params: Tensor | None) -> _Batch | None:
@@ -184,9 +188,9 @@ def bwd(
         x_bar = batch.projected([(y_bar, batch.factor(weight), moments)]) if wanted[0] else unwanted(x)
         out = x_bar, moments.with_x_hat * layout.num_values, moments.mean * layout.num_values
     dtypes = (x.dtype, dtype, dtype)
-    x_bar, weight_bar, bias_bar = (
-        value.to(dtype) if want else unwanted(x) for value, dtype, want in zip(out, dtypes, wanted, strict=True)
-    )
+    x_bar, weight_bar, bias_bar = [
+        cast(value, dtype) if want else unwanted(x) for value, dtype, want in zip(out, dtypes, wanted, strict=True)
+    ]
     return x_bar, weight_bar, bias_bar
 
 

@@ -46,7 +46,11 @@ class Channels(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Channels:
         """The layout of the output for `x`."""
-        return cls(x.shape, x.dtype, memory_format(x, 0))
+        if x.is_contiguous():
+            return cls(x.shape, x.dtype, torch.contiguous_format)
+        # The common answer before the general one, which torch works out in Python.
+        is_channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        return cls(x.shape, x.dtype, torch.channels_last if is_channels_last else memory_format(x, 0))
 
     @property
     def acc(self) -> torch.dtype:

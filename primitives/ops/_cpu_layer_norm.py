@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, row_blocks, served
-from primitives.ops._shared import accumulation_dtype, unwanted
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,15 +98,17 @@ def forward(
     """y, mean and rstd, by one call of ATen."""
     if (batch_ndim and _present(weight, bias)) or not served(x, weight, bias):
         return None
-    shape, acc = x.shape[x.dim() - norm_ndim :], accumulation_dtype(x.dtype)
-    weight, bias = in_accumulation_dtype(weight, bias)
-    if x.dtype != acc and weight is None:
+    rest_ndim = x.dim() - norm_ndim
+    shape = x.shape[rest_ndim:]
+    if weight is None and x.dtype in LOW_PRECISION:
         # Without parameters in float32, ATen rounds the statistics to the dtype of x.
-        weight = torch.ones(shape, dtype=acc)
+        weight = torch.ones(shape)
+    weight, bias = in_accumulation_dtype(weight, bias)
     y, mean, rstd = torch.native_layer_norm(x.contiguous(), shape, weight, bias, eps)
     if not is_well_conditioned(mean, rstd):
         return None
-    rest = x.shape[: x.dim() - norm_ndim]
+    # Torch reads a number several times as fast as a shape.
+    rest: Any = -1 if rest_ndim == 1 else x.shape[:rest_ndim]
     return y, mean.view(rest), rstd.view(rest)
 
 
@@ -122,7 +124,10 @@ def bwd(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """x_bar, weight_bar and bias_bar."""
-    rows = rows_of(x, [weight], mean, rstd, norm_ndim, batch_ndim, has_sums=wanted[1] or wanted[2])
+    has_sums = wanted[1] or wanted[2]
+    if x.dtype not in LOW_PRECISION and not (has_sums and mean.numel() > LONGEST_SUM):
+        return _bwd_at_once(y_bar, x, weight, mean, rstd, norm_ndim, batch_ndim, wanted)
+    rows = rows_of(x, [weight], mean, rstd, norm_ndim, batch_ndim, has_sums=has_sums)
     if rows is None:
         return None
     dtype = rows.acc if weight is None else weight.dtype
@@ -135,10 +140,36 @@ def bwd(
     return x_bar, weight_bar, bias_bar
 
 
+def _bwd_at_once(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What `bwd` returns, by one call of ATen."""
+    has_sums = wanted[1] or wanted[2]
+    if batch_ndim and (has_sums or weight is not None):
+        return None
+    if not served(x, weight) or not is_well_conditioned(mean, rstd):
+        return None
+    shape = x.shape[x.dim() - norm_ndim :]
+    if weight is not None:
+        weight = weight.contiguous()
+    elif has_sums:
+        weight = x.new_ones(shape)
+    bars = torch.ops.aten.native_layer_norm_backward.default(
+        y_bar.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), weight, weight, wanted
+    )
+    x_bar, weight_bar, bias_bar = [unwanted(x) if bar is None else bar for bar in bars]
+    return x_bar, weight_bar, bias_bar
+
+
 def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple:
     x, (want_x, *want_sums) = rows.x, wanted
-    if x.dtype == rows.acc and (x.shape[0] <= LONGEST_SUM or not any(want_sums)):
-        return rows.project(y_bar, x, ALL, weight, wanted)
     weight_bar, bias_bar, x_bar = rows.zeros(), rows.zeros(), unwanted(x)
     if want_x:
         if x.dtype != rows.acc and weight is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from primitives.ops._cpu import row_blocks
+from primitives.ops._cpu import cast, row_blocks
 from primitives.ops._shared import accumulation_dtype, unwanted
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def forward(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor | N
     """By one call of ATen, unless sums are long."""
     if x.numel() == 0:
         return None
-    x = x.contiguous().to(output_dtype or x.dtype)
+    x = cast(x.contiguous(), output_dtype or x.dtype)
     if _sums_are_short(x, dim):
         return torch._log_softmax(x, dim, False)
     out = torch.empty_like(x)
@@ -87,7 +87,7 @@ def bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor | No
     if y.numel() == 0:
         return None
     if _sums_are_short(y, dim):
-        return torch._log_softmax_backward_data(y_bar.contiguous(), y.contiguous(), dim, y.dtype).to(x_dtype)
+        return cast(torch._log_softmax_backward_data(y_bar.contiguous(), y.contiguous(), dim, y.dtype), x_dtype)
     out = torch.empty(y.shape, dtype=x_dtype)
     for (y_block, y_bar_block), (out_block,), spare in _blocks(dim, [y, y_bar], [out]):
         total = y_bar_block.sum(1, keepdim=True)

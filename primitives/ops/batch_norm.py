@@ -27,7 +27,6 @@ import torch
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
-from primitives.ops._cpu import or_reference
 from primitives.ops._shared import fold_batch, unwanted
 
 if TYPE_CHECKING:
@@ -198,9 +197,9 @@ def _batch_norm_jvp_cuda(
 
 # Kernels for the CPU.
 
-batch_norm_p.def_kernel("cpu")(or_reference(cpu.forward, _batch_norm_reference))
-batch_norm_bwd_p.def_kernel("cpu")(or_reference(cpu.bwd, _batch_norm_bwd_reference))
-batch_norm_jvp_p.def_kernel("cpu")(or_reference(cpu.jvp, _batch_norm_jvp_reference))
+batch_norm_p.def_kernel("cpu")(cpu.forward)
+batch_norm_bwd_p.def_kernel("cpu")(cpu.bwd)
+batch_norm_jvp_p.def_kernel("cpu")(cpu.jvp)
 
 
 # Derivatives.

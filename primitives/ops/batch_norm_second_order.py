@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
-from primitives.ops._cpu import or_reference
 from primitives.ops._shared import fold_batch, of_wanted, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
@@ -200,8 +199,8 @@ def _batch_norm_bwd_jvp_cuda(
 
 # Kernels for the CPU.
 
-batch_norm_pairing_p.def_kernel("cpu")(or_reference(cpu.pairing, _batch_norm_pairing_reference))
-batch_norm_bwd_jvp_p.def_kernel("cpu")(or_reference(cpu.bwd_jvp, _batch_norm_bwd_jvp_reference))
+batch_norm_pairing_p.def_kernel("cpu")(cpu.pairing)
+batch_norm_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops import _cpu_layer_norm as cpu
-from primitives.ops._cpu import or_reference
 from primitives.ops._shared import accumulation_dtype, cast_to_float32, fold_batch, unwanted
 
 if TYPE_CHECKING:
@@ -211,9 +210,9 @@ def _layer_norm_jvp_cuda(
 
 # Kernels for the CPU.
 
-layer_norm_p.def_kernel("cpu")(or_reference(cpu.forward, _layer_norm_reference))
-layer_norm_bwd_p.def_kernel("cpu")(or_reference(cpu.bwd, _layer_norm_bwd_reference))
-layer_norm_jvp_p.def_kernel("cpu")(or_reference(cpu.jvp, _layer_norm_jvp_reference))
+layer_norm_p.def_kernel("cpu")(cpu.forward)
+layer_norm_bwd_p.def_kernel("cpu")(cpu.bwd)
+layer_norm_jvp_p.def_kernel("cpu")(cpu.jvp)
 
 
 # Derivatives.

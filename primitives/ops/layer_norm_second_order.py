@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops import _cpu_layer_norm_second_order as cpu
-from primitives.ops._cpu import or_reference
 from primitives.ops._shared import fold_batch, of_wanted, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
@@ -229,8 +228,8 @@ def _layer_norm_bwd_jvp_cuda(
 
 # Kernels for the CPU.
 
-layer_norm_pairing_p.def_kernel("cpu")(or_reference(cpu.pairing, _layer_norm_pairing_reference))
-layer_norm_bwd_jvp_p.def_kernel("cpu")(or_reference(cpu.bwd_jvp, _layer_norm_bwd_jvp_reference))
+layer_norm_pairing_p.def_kernel("cpu")(cpu.pairing)
+layer_norm_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

@@ -19,7 +19,6 @@ import torch
 
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._cpu import or_reference
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, fold_batch
 
 if TYPE_CHECKING:
@@ -94,9 +93,9 @@ def _log_softmax_jvp_cuda(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
 
 # Kernels for the CPU.
 
-log_softmax_p.def_kernel("cpu")(or_reference(cpu.forward, _log_softmax_reference))
-log_softmax_bwd_p.def_kernel("cpu")(or_reference(cpu.bwd, _log_softmax_bwd_reference))
-log_softmax_jvp_p.def_kernel("cpu")(or_reference(cpu.jvp, _log_softmax_jvp_reference))
+log_softmax_p.def_kernel("cpu")(cpu.forward)
+log_softmax_bwd_p.def_kernel("cpu")(cpu.bwd)
+log_softmax_jvp_p.def_kernel("cpu")(cpu.jvp)
 
 
 # Derivatives.

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._cpu import or_reference
 from primitives.ops._shared import accumulation_dtype, fold_batch, unwanted
 from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p
 
@@ -101,8 +100,8 @@ def _log_softmax_bwd_jvp_cuda(
 
 # Kernels for the CPU.
 
-log_softmax_pairing_p.def_kernel("cpu")(or_reference(cpu.pairing, _log_softmax_pairing_reference))
-log_softmax_bwd_jvp_p.def_kernel("cpu")(or_reference(cpu.bwd_jvp, _log_softmax_bwd_jvp_reference))
+log_softmax_pairing_p.def_kernel("cpu")(cpu.pairing)
+log_softmax_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

@@ -1,4 +1,4 @@
-"""One training step of batch norm whose momentum may be a tensor."""
+"""Batch norm of tensors, on the operators: evaluation, or a training step whose momentum may be a tensor."""
 
 from __future__ import annotations
 
@@ -7,39 +7,65 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives._checks import LOW_PRECISION
+from primitives.core.write_back import write_back
 from primitives.ops.batch_norm import batch_norm_p
+from primitives.ops.batch_norm_eval import batch_norm_eval_p
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["batch_norm_step"]
+__all__ = ["batch_norm_of_tensors"]
 
 
-def batch_norm_step(
+def batch_norm_of_tensors(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
     momentum: float | Tensor,
     eps: float,
+    *,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The normalized `x`, and both running statistics after this batch, or `None` where there are none.
+    """The normalized `x`, and the running statistics after this batch; `in_place` also writes these.
 
     Args:
         x: Input, `[N, C, *spatial]`.
-        weight: Scale, `[C]`, or `None`.
-        bias: Shift, `[C]`, or `None`.
         running_mean: Running mean before this batch, `[C]`, or `None` together with `running_var`.
         running_var: Running variance before this batch.
+        weight: Scale, `[C]`, or `None`.
+        bias: Shift, `[C]`, or `None`.
+        training: Whether to normalize by the statistics of this batch.
         momentum: Weight of this batch; a tensor is one number, which may differ along the axes of `vmap`.
         eps: Added to the variance.
+        in_place: Whether to write the new running statistics into the given ones.
     """
+    if not training:
+        y = batch_norm_eval_p(x, weight, bias, running_mean, running_var, 0, eps)
+        return y, running_mean, running_var
     if running_mean is None or running_var is None:
         return batch_norm_p(x, weight, bias, None, None, 0, 0.0, eps)[0], None, None
-    if not isinstance(momentum, torch.Tensor):
+    if isinstance(momentum, torch.Tensor):
+        y, new_mean, new_var = _blended(x, weight, bias, running_mean, running_var, momentum, eps)
+    else:
         y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, running_mean, running_var, 0, momentum, eps)
-        return y, new_mean, new_var
+    if in_place:
+        write_back([running_mean, running_var], [new_mean, new_var])
+    return y, new_mean, new_var
+
+
+def _blended(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A training step with a tensor for `momentum`: the normalized `x`, and the new running statistics."""
     # The operator takes a Python number. Moved all the way from zero, a running statistic is that of the batch.
     dtype = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
     zeros = [torch.zeros_like(running, dtype=dtype) for running in (running_mean, running_var)]
