@@ -251,7 +251,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
             constants = op.constant_outputs(args)
             for i in range(len(flat_outputs)) if returns_list else differentiable:
                 # Torch knows by itself that integers have no gradient, and not that they have no tangent.
-                if not has_derivatives(flat_outputs[i].dtype):
+                dtype = flat_outputs[i].dtype
+                if not (dtype.is_floating_point or dtype.is_complex):
                     constants = {*constants, i}
             ctx.constants = constants
             if constants:
@@ -303,13 +304,14 @@ def autograd_kernel(op: Primitive) -> Callable:
     late_rules = _rules_class(op, op.every_argument, op.jvp_residuals, "decomposed_vjp")
     redispatch, below_autograd = _redispatch(op), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
-    lists, rule_kinds, on_cpu = op.list_arguments, op.rule_kinds, op._cpu
+    lists, rule_kinds, returns_list, on_cpu = op.list_arguments, op.rule_kinds, op.returns_list, op._cpu
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if "autograd" in rule_kinds:
             return op.rule("autograd")(*args)
         reverse = is_grad_enabled() and any_requires_grad(*args)
-        tangents = tangents_possible()
+        # In plain code eager `forward_ad` alone makes tangents.
+        tangents = forward_ad._current_level >= 0 if keyset is PLAIN_CPU else tangents_possible()
         forward = tangents and _check_tangents(op, args)
         if not (reverse or forward):
             with below_autograd():
@@ -322,12 +324,17 @@ def autograd_kernel(op: Primitive) -> Callable:
         if late:
             op.require_decomposition("vjp")
         flat, lengths = flatten(args, lists) if lists else (args, None)
-        previous = _functorch.get_single_level_autograd_function_allowed()
-        _functorch.set_single_level_autograd_function_allowed(True)
-        try:
-            output = (late_rules if late else rules).apply(keyset, reverse, tangents, lengths, args, *flat)
-        finally:
-            _functorch.set_single_level_autograd_function_allowed(previous)
-        return list(output) if op.returns_list else output
+        function = late_rules if late else rules
+        if keyset is PLAIN_CPU:
+            # No level to be entered: torch asks for permission inside transforms alone.
+            output = function.apply(keyset, reverse, tangents, lengths, args, *flat)
+        else:
+            previous = _functorch.get_single_level_autograd_function_allowed()
+            _functorch.set_single_level_autograd_function_allowed(True)
+            try:
+                output = function.apply(keyset, reverse, tangents, lengths, args, *flat)
+            finally:
+                _functorch.set_single_level_autograd_function_allowed(previous)
+        return list(output) if returns_list else output
 
     return kernel

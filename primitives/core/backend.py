@@ -32,12 +32,13 @@ def _checked(name: str, origin: str) -> str:
     return name
 
 
-_backend = _checked(os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE)
+# Read by every call, so not behind a function; written by `use_backend` alone.
+selected = _checked(os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_VARIABLE)
 
 
 def current_backend() -> str:
     """Name of the backend in force: `"auto"`, `"triton"` or `"reference"`."""
-    return _backend
+    return selected
 
 
 def guard_on_backend() -> str:
@@ -47,7 +48,7 @@ def guard_on_backend() -> str:
     `primitives.core.inductor`), which fixes the choice.
     """
     # Dynamo guards on what decides a branch, and not on a comparison whose outcome nobody looks at.
-    return "operator" if _backend == "reference" else "kernels"
+    return "operator" if selected == "reference" else "kernels"
 
 
 class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a function, as contextlib.suppress is
@@ -82,13 +83,13 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
                 "use_backend: the backend cannot change inside a compiled function, which chooses it when it runs. "
                 "Put the context manager around the call of the compiled function."
             )
-        global _backend  # noqa: PLW0603 - the setting is the module's
-        self._previous.append(_backend)
-        _backend = self.name
+        global selected  # noqa: PLW0603 - the setting is the module's
+        self._previous.append(selected)
+        selected = self.name
 
     def __exit__(self, *exc_info: object) -> None:
-        global _backend  # noqa: PLW0603 - the setting is the module's
-        _backend = self._previous.pop()
+        global selected  # noqa: PLW0603 - the setting is the module's
+        selected = self._previous.pop()
 
 
 def triton_kernels_module(name: str) -> ModuleType:

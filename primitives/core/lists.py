@@ -15,6 +15,9 @@ Lengths = tuple[tuple[int, int], ...]
 
 def flatten(entries: Sequence[Any], lists: Sequence[int]) -> tuple[list, Lengths]:
     """The entries with the lists at the positions `lists` replaced by their elements, and what `regroup` takes."""
+    if len(lists) == 1:
+        (i,) = lists
+        return [*entries[:i], *entries[i], *entries[i + 1 :]], ((i, len(entries[i])),)
     flat: list[Any] = []
     lengths = []
     done = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from primitives.core.primitive import Primitive
 
-__all__ = ["PLAIN_CPU", "are_unwatched", "direct_call", "plain_keys", "state_of_new_threads"]
+__all__ = ["PLAIN_CPU", "Patterns", "are_unwatched", "plain_keys", "state_of_new_threads"]
 
 # What a plain eager call finds: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
@@ -41,15 +42,16 @@ def state_of_new_threads() -> tuple[int, int]:
 
 
 _PLAIN_INCLUDED, _PLAIN_EXCLUDED = state_of_new_threads()
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
 # Lists of flags come from rules alone, which make them of flags.
 _TYPES_BY_KIND = {
     "Tensor": _PLAIN_TYPES,
-    "int": (int,),
-    "float": (float,),
-    "bool": (bool,),
-    "ScalarType": (torch.dtype,),
-    "List[bool]": (list, tuple),
+    "int": frozenset([int]),
+    "float": frozenset([float]),
+    "bool": frozenset([bool]),
+    "ScalarType": frozenset([torch.dtype]),
+    "List[bool]": frozenset([list, tuple]),
+    "List[Tensor]": frozenset([list]),
 }
 
 
@@ -68,8 +70,12 @@ _PLAIN_KEYS = _plain_keys()
 PLAIN_CPU, _ = _PLAIN_KEYS.values()
 
 
-def _keys_in_plain_code(tensors: Sequence[Tensor]) -> Any:
-    """`plain_keys` of tensors that are no subclasses."""
+def plain_keys(tensors: Sequence[Tensor]) -> Any:
+    """The keys with which the dispatcher would call an operator of `tensors` in plain eager code.
+
+    `None` where anything unusual takes part that the dispatcher has to see: a mode, a transform, a profiler, a
+    subclass, tensors of several kinds, or none.
+    """
     if (
         _INCLUDED().raw_repr() != _PLAIN_INCLUDED
         or _EXCLUDED().raw_repr() != _PLAIN_EXCLUDED
@@ -79,23 +85,13 @@ def _keys_in_plain_code(tensors: Sequence[Tensor]) -> Any:
         return None
     first = 0
     for x in tensors:
+        if type(x) not in _PLAIN_TYPES:
+            return None
         found = _keys(x).raw_repr()
         if first and found != first:
             return None
         first = found
     return _PLAIN_KEYS.get(first)
-
-
-def plain_keys(tensors: Sequence[Tensor]) -> Any:
-    """The keys with which the dispatcher would call an operator of `tensors` in plain eager code.
-
-    `None` where anything unusual takes part that the dispatcher has to see: a mode, a transform, a profiler, a
-    subclass, tensors of several kinds, or none.
-    """
-    for x in tensors:
-        if type(x) not in _PLAIN_TYPES:
-            return None
-    return _keys_in_plain_code(tensors)
 
 
 def are_unwatched(tensors: Sequence[Tensor]) -> bool:
@@ -111,52 +107,37 @@ def are_unwatched(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _plain_types(kind: str) -> frozenset[type]:
-    """Types of what needs no conversion where the schema says `kind`; anything else is the dispatcher's to look at."""
-    if kind.startswith("Optional["):
-        return _plain_types(kind[len("Optional[") : -1]) | {type(None)}
-    return frozenset(_TYPES_BY_KIND.get(kind, ()))
+class Patterns(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence[Tensor]]"]):
+    """By the types of the arguments of an operator: `args -> tensors`, all that are among them.
 
-
-def _tensors_of(types: tuple[type, ...], kinds: Sequence[str]) -> Callable[[Sequence[Any]], tuple] | None:
-    """`args -> tensors among them`, for arguments of these types; `None` if the dispatcher has to look at them."""
-    if len(types) != len(kinds) or any(t not in _plain_types(k) for t, k in zip(types, kinds, strict=True)):
-        return None
-    return picker([i for i, found in enumerate(types) if found in _PLAIN_TYPES])
-
-
-def direct_call(op: Primitive) -> Callable[..., Any]:
-    """`(*args) -> outputs` for an operator in eager code.
-
-    In plain code the dispatcher would take the arguments apart, put them together again and call the Autograd kernel,
-    which costs as much as a small kernel. It is called here and now then.
+    Where the dispatcher would convert or refuse an argument of such a type there are none, and `plain_keys` says so.
+    One entry is kept for each pattern of `None`s that the operator is called with.
     """
-    overload, kernel = op.overload._op, op.autograd_kernel
-    kinds = [str(argument.real_type) for argument in op.overload._schema.arguments]
-    if kinds == ["List[Tensor]", "int"]:
-        return _direct_call_of_list(overload, kernel)
-    # One entry for each pattern of `None`s that the operator is called with; nothing is kept for other types.
-    known: dict[tuple[type, ...], Callable[[Sequence[Any]], tuple]] = {}
 
-    def call(*args: Any) -> Any:
-        types = tuple(map(type, args))
-        tensors_of = known.get(types)
-        if tensors_of is None:
-            tensors_of = _tensors_of(types, kinds)
-            if tensors_of is None:
-                return overload(*args)
-            known[types] = tensors_of
-        keyset = _keys_in_plain_code(tensors_of(args))
-        return overload(*args) if keyset is None else kernel(keyset, *args)
+    def __init__(self, op: Primitive) -> None:
+        self._kinds = [str(argument.real_type) for argument in op.overload._schema.arguments]
 
-    return call
+    def __missing__(self, types: tuple[type, ...]) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
+        """Learn a pattern; those of other types are not kept, since a type may be anybody's."""
+        kinds = self._kinds
+        if len(types) != len(kinds) or any(t not in _types_of(k) for t, k in zip(types, kinds, strict=True)):
+            return _no_tensors
+        lists = [i for i, kind in enumerate(kinds) if kind == "List[Tensor]"]
+        tensors = [i for i, found in enumerate(types) if found in _PLAIN_TYPES]
+        if not lists:
+            self[types] = picker(tensors)
+        else:
+            # One list and no tensor beside it is what operators of this package have.
+            self[types] = operator.itemgetter(*lists) if len(lists) == 1 and not tensors else _no_tensors
+        return self[types]
 
 
-def _direct_call_of_list(overload: Callable, kernel: Callable) -> Callable[[list[Tensor], int], list[Tensor]]:
-    """The same for an operator of one list of tensors and a number."""
+def _types_of(kind: str) -> frozenset[type]:
+    """Types of what needs no conversion where the schema says `kind`."""
+    if kind.startswith("Optional["):
+        return _types_of(kind[len("Optional[") : -1]) | {type(None)}
+    return _TYPES_BY_KIND.get(kind, frozenset())
 
-    def call(tensors: list[Tensor], number: int) -> list[Tensor]:
-        keyset = plain_keys(tensors)
-        return overload(tensors, number) if keyset is None else kernel(keyset, tensors, number)
 
-    return call
+def _no_tensors(_args: Sequence[Any]) -> tuple:
+    return ()

@@ -19,7 +19,7 @@ from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
 from primitives.core.inductor import show_kernels
 from primitives.core.library import NAMESPACE, library, list_names, names
 from primitives.core.lists import flatten, regroup
-from primitives.core.plain_calls import direct_call
+from primitives.core.plain_calls import Patterns, plain_keys
 from primitives.core.residuals import ResidualLayout, Residuals, filler, picker
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ class Primitive:
         if _is_tracing():
             backend.guard_on_backend()
             return self.overload(*args)
-        return self.call_eagerly(*args)
+        keyset = plain_keys(self._tensors_among[tuple(map(type, args))](args))
+        return self.overload(*args) if keyset is None else self.autograd_kernel(keyset, *args)
 
     def __repr__(self) -> str:
         return f"Primitive({self.qualified_name})"
@@ -170,7 +171,7 @@ class Primitive:
         lib.impl(self.name, self.autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
-        self.call_eagerly = direct_call(self)
+        self._tensors_among = Patterns(self)
         show_kernels(self, lib)
         with _registry_lock:
             _registry[self.qualified_name] = self
@@ -330,17 +331,16 @@ class Primitive:
 
     def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
         """Apply the vjp rule of kind `vjp` to flat cotangents and flags; one cotangent per flat argument."""
-        entries = [list(cotangents)] if self.returns_list else self._pick_differentiable(cotangents)
-        by_argument = wanted if lengths is None else regroup(wanted, lengths)
-        result = self._rules[vjp](residuals, self._cotangents(entries), self._wanted(by_argument))
+        given = [list(cotangents)] if self.returns_list else self._pick_differentiable(cotangents)
+        wanted = wanted if lengths is None else regroup(wanted, lengths)
+        result = self._rules[vjp](residuals, self._cotangents(given), self._wanted(wanted))
         if type(result) is not dict or not self.tensor_arguments.issuperset(result):
             self.check_vjp_result(result)
         bars = list(map(result.get, self.argument_names))
         if lengths is None:
             return bars
-        for i, length in lengths:
-            bars[i] = bars[i] or [None] * length
-        return flatten(bars, self.list_arguments)[0]
+        of_lists = {i: bars[i] or [None] * length for i, length in lengths}
+        return flatten([of_lists.get(i, bar) for i, bar in enumerate(bars)], self.list_arguments)[0]
 
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""
@@ -354,11 +354,11 @@ class Primitive:
             )
 
     def _cpu(self, *args: Any) -> Any:
-        out = self._on_cpu[backend.current_backend()](*args)
+        out = self._on_cpu[backend.selected](*args)
         return self._elsewhere(*args) if out is None else out
 
     def _cuda(self, *args: Any) -> Any:
-        out = self._on_cuda[backend.current_backend()](*args)
+        out = self._on_cuda[backend.selected](*args)
         return self._elsewhere(*args) if out is None else out
 
     def _elsewhere(self, *args: Any) -> Any:

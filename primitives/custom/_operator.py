@@ -10,6 +10,7 @@ import torch
 
 from primitives.core.autograd import below_this_level
 from primitives.core.errors import MissingRuleError, MutationError
+from primitives.core.plain_calls import plain_keys
 from primitives.core.primitive import Primitive
 from primitives.custom._mutation import check_targets, write
 from primitives.custom._residuals import Inputs, InputsAndOutputs, SavedTree
@@ -19,6 +20,8 @@ from primitives.custom._table import StructureTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor
 
 __all__ = ["CustomOp", "custom_op", "find"]
 
@@ -131,7 +134,6 @@ class CustomOp:
         if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
         self._rules.overload = self.primitive.overload
-        self._overload = self.primitive.call_eagerly
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as the function is called."""
@@ -143,11 +145,18 @@ class CustomOp:
         leaves, structure = self._table.flatten(trees, static)
         if structure.mutated:
             check_targets(self.qualified_name, structure, leaves)
-            values = self._overload(leaves, structure.number)
+            values = self._call(leaves, structure.number)
             result = structure.output_tree(values)
             write(structure, leaves, values[structure.num_outputs :])
             return result
-        return structure.output_tree(self._overload(leaves, structure.number))
+        return structure.output_tree(self._call(leaves, structure.number))
+
+    def _call(self, leaves: list[Tensor], number: int) -> list[Tensor]:
+        """What `Primitive.__call__` does, for arguments whose types are known."""
+        keyset, primitive = plain_keys(leaves), self.primitive
+        if keyset is None:
+            return primitive.overload(leaves, number)
+        return primitive.autograd_kernel(keyset, leaves, number)
 
     def pure(self, *args: Any, **kwargs: Any) -> tuple:
         """The pure form of an operator that updates arguments: nothing is written.
@@ -166,7 +175,7 @@ class CustomOp:
             return _compiled.call_pure(self.qualified_name, args, kwargs)
         trees, static = self._signature.bind(args, kwargs)
         leaves, structure = self._table.flatten(trees, static)
-        values = self._overload(leaves, structure.number)
+        values = self._call(leaves, structure.number)
         return structure.output_tree(values), *structure.new_trees(values)
 
     def __repr__(self) -> str:

@@ -43,7 +43,8 @@ class SavedTree:
         # computes it again, from inputs that it has seen.
         if _computed_any(tensors, leaves, flat_outputs):
             tensors += leaves
-        tensors = without_written(structure, leaves, tensors)
+        if structure.mutated:
+            tensors = without_written(structure, leaves, tensors)
         input_metas = [(x.shape, x.dtype, x.device) for x in leaves]
         # Where one output alone has a derivative, its cotangent is never absent.
         is_single = len(flat_outputs) - len(structure.constants) == 1
@@ -57,7 +58,7 @@ class SavedTree:
             leaves = list(tensors[num_saved:])
             tree = self._save(structure, leaves, self._rules.overload(leaves, structure.number))
         elif rest is None:
-            tree = tuple(tensors[:num_saved])
+            tree = tuple(tensors) if len(tensors) == num_saved else tuple(tensors[:num_saved])
         else:
             treespec, template, places = rest
             values = list(template)
@@ -88,8 +89,9 @@ def _taken_apart(tree: Any, namespace: str) -> tuple[list[Tensor], tuple | None]
 
 def _computed_any(tensors: Sequence[Tensor], leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether one of `tensors`, of a dtype that has derivatives, is neither an input nor an output."""
+    given = (*leaves, *outputs)
     for x in tensors:
-        for y in (*leaves, *outputs):
+        for y in given:
             if x is y:
                 break
         else:

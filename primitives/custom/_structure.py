@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 
 from primitives.core.errors import TreeError
+from primitives.core.residuals import filler
 from primitives.core.structure import key_path
 from primitives.custom._mutation import check_names
 
@@ -110,7 +111,7 @@ class Structure:
     def inputs(self, values: Sequence[Any]) -> Any:
         """All arguments by name: trees with `values` for the tensors, and the static arguments."""
         if self.is_flat:
-            return self.signature.Inputs(*values, *self.static_values)
+            return self.signature.filled((*values, *self.static_values))
         return self.signature.Inputs(*self.trees(values), *self.static_values)
 
     def masks(self, values: Sequence[Any]) -> Any:
@@ -252,6 +253,7 @@ class Signature:
             (self.static if parameter.kind is parameter.KEYWORD_ONLY else self.positional).append(parameter.name)
         defaults = {n: p.default for n, p in self._parsed.parameters.items() if p.default is not p.empty}
         self.Inputs = namedtuple("Inputs", [*self.positional, *self.static])
+        self.filled = filler(self.Inputs)
         self.Static = namedtuple("Static", self.static)
         check_names(name, self.mutates, self.positional)
         self.num_positional = len(self.positional)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["block_elements", "cast", "in_accumulation_dtype", "is_well_conditioned", "row_blocks", "served"]
+__all__ = ["block_elements", "cast", "in_accumulation_dtype", "is_well_conditioned", "ready", "row_blocks", "served"]
 
 # Elements per thread and operation: an operand of float32 is half a megabyte, which stays in the caches of a processor
 # and takes so long that the calls themselves hardly count.
@@ -28,6 +28,7 @@ BLOCK_ELEMENTS = 2**17
 # ATen multiplies x by 1 / std and subtracts mean / std afterwards, which loses |mean| / std units in the last place:
 # this many are as many as the tests allow (`tests/support.py`).
 LARGEST_OFFSET = 64.0
+_SUMMED_IN_FLOAT32 = frozenset([torch.float16, torch.bfloat16, torch.float32])
 
 
 def block_elements() -> int:
@@ -56,6 +57,17 @@ def in_accumulation_dtype(*params: Tensor | None) -> Sequence[Any]:
         if p is not None and not (p.dtype == torch.float32 and p.is_contiguous()):
             return [p if p is None else p.contiguous().to(accumulation_dtype(p.dtype)) for p in params]
     return params
+
+
+def ready(x: Tensor, *params: Tensor | None) -> Sequence[Any] | None:
+    """What `in_accumulation_dtype` returns, or `None` if the call is not `served`; float32 parameters cost least."""
+    if x.dtype in _SUMMED_IN_FLOAT32 and x.numel():
+        for p in params:
+            if p is not None and not (p.dtype == torch.float32 and p.is_contiguous()):
+                break
+        else:
+            return params
+    return in_accumulation_dtype(*params) if served(x, *params) else None
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, row_blocks, served
+from primitives.ops._cpu import is_well_conditioned, ready, row_blocks, served
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, unwanted
 
 if TYPE_CHECKING:
@@ -96,14 +96,15 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """y, mean and rstd, by one call of ATen."""
-    if (batch_ndim and _present(weight, bias)) or not served(x, weight, bias):
+    params = ready(x, weight, bias)
+    if params is None or (batch_ndim and _present(weight, bias)):
         return None
+    weight, bias = params
     rest_ndim = x.dim() - norm_ndim
     shape = x.shape[rest_ndim:]
     if weight is None and x.dtype in LOW_PRECISION:
         # Without parameters in float32, ATen rounds the statistics to the dtype of x.
         weight = torch.ones(shape)
-    weight, bias = in_accumulation_dtype(weight, bias)
     y, mean, rstd = torch.native_layer_norm(x.contiguous(), shape, weight, bias, eps)
     if not is_well_conditioned(mean, rstd):
         return None
@@ -154,16 +155,17 @@ def _bwd_at_once(
     has_sums = wanted[1] or wanted[2]
     if batch_ndim and (has_sums or weight is not None):
         return None
-    if not served(x, weight) or not is_well_conditioned(mean, rstd):
+    params = ready(x, weight)
+    if params is None or not is_well_conditioned(mean, rstd):
         return None
-    shape = x.shape[x.dim() - norm_ndim :]
-    if weight is not None:
-        weight = weight.contiguous()
-    elif has_sums:
+    shape, (weight,) = x.shape[x.dim() - norm_ndim :], params
+    if weight is None and has_sums:
         weight = x.new_ones(shape)
     bars = torch.ops.aten.native_layer_norm_backward.default(
         y_bar.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), weight, weight, wanted
     )
+    if all(wanted):
+        return bars
     x_bar, weight_bar, bias_bar = [unwanted(x) if bar is None else bar for bar in bars]
     return x_bar, weight_bar, bias_bar
 

@@ -20,6 +20,7 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,7 +210,7 @@ batch_norm_jvp_p.def_kernel("cpu")(cpu.jvp)
 def _batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
     out = batch_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, r.batch_ndim, r.eps, mask)
-    return {name: bar for name, bar, want in zip(("x", "weight", "bias"), out, mask, strict=True) if want}
+    return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
 
 
 @batch_norm_p.def_jvp

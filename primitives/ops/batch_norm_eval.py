@@ -16,6 +16,7 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
@@ -189,7 +190,7 @@ _PERTURBABLE = ("x", "weight", "bias", "running_mean", "running_var")
 def _batch_norm_eval_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, mask = residuals, [getattr(wanted, name) for name in _PERTURBABLE]
     out = batch_norm_eval_bwd_p(cotangents.y, r.x, r.weight, r.running_mean, r.running_var, r.batch_ndim, r.eps, mask)
-    return {name: bar for name, bar, want in zip(_PERTURBABLE, out, mask, strict=True) if want}
+    return dict(compress(zip(_PERTURBABLE, out, strict=True), mask))
 
 
 @batch_norm_eval_p.def_jvp

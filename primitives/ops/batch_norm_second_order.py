@@ -25,6 +25,7 @@ Third and higher orders, the jvp of a jvp, and evaluation mode differentiate the
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
@@ -214,7 +215,7 @@ def _batch_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
     options = (r.batch_ndim, r.eps, (*mask, False, False, False))
     out = batch_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}
+    return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
 
 
 @batch_norm_jvp_p.def_vjp
@@ -225,7 +226,7 @@ def _batch_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
         return {}
     tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
     out = batch_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return {name: bar for name, bar, want in zip(names, out[1:], mask, strict=True) if want}
+    return dict(compress(zip(names, out[1:], strict=True), mask))
 
 
 @batch_norm_bwd_p.def_jvp

@@ -19,6 +19,7 @@ weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 
 from __future__ import annotations
 
 import math
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
@@ -222,7 +223,7 @@ layer_norm_jvp_p.def_kernel("cpu")(cpu.jvp)
 def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
     r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
     out = layer_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, r.norm_ndim, r.batch_ndim, r.eps, mask)
-    return {name: bar for name, bar, want in zip(("x", "weight", "bias"), out, mask, strict=True) if want}
+    return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
 
 
 @layer_norm_p.def_jvp

@@ -29,6 +29,7 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
@@ -243,7 +244,7 @@ def _layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
     options = (r.norm_ndim, r.batch_ndim, r.eps, (*mask, False, False, False))
     out = layer_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return {name: bar for name, bar, want in zip(("y_bar", "x", "weight"), out, mask, strict=False) if want}
+    return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
 
 
 @layer_norm_jvp_p.def_vjp
@@ -255,7 +256,7 @@ def _layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
     tangents = (r.x_dot, r.weight_dot, r.bias_dot)
     options = (r.norm_ndim, r.batch_ndim, r.eps, (False, *mask))
     out = layer_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return {name: bar for name, bar, want in zip(names, out[1:], mask, strict=True) if want}
+    return dict(compress(zip(names, out[1:], strict=True), mask))
 
 
 @layer_norm_bwd_p.def_jvp

@@ -21,6 +21,7 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, triton_kernels_module
@@ -111,7 +112,7 @@ log_softmax_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
 def _log_softmax_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, mask = residuals, (wanted.y_bar, wanted.y, False)
     y_bar_bar, output_bar, _ = log_softmax_pairing_p(r.y_bar, r.y, cotangents.x_bar, r.dim, mask)
-    return {name: bar for name, bar, want in zip(("y_bar", "y"), (y_bar_bar, output_bar), mask, strict=False) if want}
+    return dict(compress(zip(("y_bar", "y"), (y_bar_bar, output_bar), strict=False), mask))
 
 
 @log_softmax_jvp_p.def_vjp
