@@ -96,8 +96,8 @@ def test_quantiles_and_ratios():
 
 def test_calls_per_sample_are_bounded():
     assert timers.calls_per_sample(1e-3, 2e-3) == 2
-    assert timers.calls_per_sample(10.0) == 1
-    assert timers.calls_per_sample(0.0) == timers.MAX_CALLS
+    assert timers.calls_per_sample(10.0, 2e-3) == 1
+    assert timers.calls_per_sample(0.0, 2e-3) == timers.MAX_CALLS
 
 
 def test_providers_take_turns_and_the_first_one_changes():
@@ -111,12 +111,12 @@ def test_providers_take_turns_and_the_first_one_changes():
 
         return sample
 
-    samples = timers.interleave({n: sampler(n) for n in "abc"}, 12.0, min_rounds=2, clock=lambda: now[0])
+    samples = timers.interleave({n: sampler(n) for n in "abc"}, 12.0, min_rounds=2, max_rounds=60, clock=lambda: now[0])
     assert order == list("abcbcacababc")
     assert samples["b"] == [2.0, 4.0, 9.0, 11.0]
-    assert timers.interleave({}, 1.0) == {}
+    assert timers.interleave({}, 1.0, max_rounds=60) == {}
     # The least number of rounds is run whatever the budget.
-    assert len(timers.interleave({"a": sampler("a")}, 0.0, min_rounds=3, clock=lambda: now[0])["a"]) == 3
+    assert len(timers.interleave({"a": sampler("a")}, 0.0, min_rounds=3, max_rounds=60, clock=lambda: now[0])["a"]) == 3
 
 
 # The red check.

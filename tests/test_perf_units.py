@@ -59,6 +59,7 @@ class FakeTimer:
     """Says what each step costs instead of measuring it, and notes how the device was held meanwhile."""
 
     has_device_time = True
+    sample_seconds, max_rounds = 2e-3, 60
     unfit = False
     device = torch.device("cpu")
 
@@ -332,7 +333,7 @@ def test_a_run_that_is_late_drops_samples_and_then_units(seconds_a_unit, complet
 
 def test_rounds_end_with_the_time_of_the_run():
     spent = iter([False, True])
-    found = timers.interleave({"a": lambda: 1.0}, 100.0, out_of_time=lambda: next(spent))
+    found = timers.interleave({"a": lambda: 1.0}, 100.0, max_rounds=60, out_of_time=lambda: next(spent))
     # The first round is always run, then the one before the time is up.
     assert found == {"a": [1.0, 1.0]}
 

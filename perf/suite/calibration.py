@@ -33,7 +33,7 @@ def calibrate(timer: Timer, total_bytes: int, directory: Path) -> dict[str, floa
         # Any bandwidth of this order sizes the samples well enough.
         samplers[name] = sampler(timer, timer.prepare(steps, total_bytes / 4e12))
     warm_up(samplers, WARM_UP_SECONDS)
-    samples = interleave(samplers, CALIBRATION_SECONDS)
+    samples = interleave(samplers, CALIBRATION_SECONDS, max_rounds=timer.max_rounds)
     found = {name: total_bytes / quantiles(values).median / 1e9 for name, values in samples.items()}
     write_json(path, found)
     return found
@@ -50,7 +50,7 @@ def sampler(timer: Timer, prepared: Prepared) -> Callable[[], float]:
     if timer.has_device_time:
         return lambda: timer.device_seconds(prepared)
     seconds = timer.call_seconds(prepared, 1)
-    calls = calls_per_sample(seconds)
+    calls = calls_per_sample(seconds, timer.sample_seconds)
     return lambda: timer.call_seconds(prepared, calls)
 
 

@@ -69,20 +69,19 @@ def time_prepared(
         on_device = [c for c in running if prepared[c.name].obstacle is None]
         device = {c.name: _guarded(c, lambda p=prepared[c.name]: timer.device_seconds(p), bench) for c in on_device}
         warm_up(device, WARM_UP_SECONDS)
-        taken = interleave(device, seconds * DEVICE_SHARE, out_of_time=lambda: bench.budget.spent)
-        _note(on_device, taken, "device")
+        _note(on_device, _interleaved(device, seconds * DEVICE_SHARE, bench), "device")
         seconds *= 1 - DEVICE_SHARE
     single = {c.name: _guarded(c, lambda p=prepared[c.name]: timer.call_seconds(p, 1), bench) for c in running}
     # A device is warm by then.
     once = warm_up(single, 0.0 if timer.has_device_time else WARM_UP_SECONDS)
     running = [c for c in running if c.status == OK]
     # As many calls of one provider in every round, so that a round is one stretch of time for each.
-    calls = {c.name: calls_per_sample(once[c.name]) for c in running}
+    calls = {c.name: calls_per_sample(once[c.name], timer.sample_seconds) for c in running}
     call = {
         c.name: _guarded(c, lambda p=prepared[c.name], n=calls[c.name]: timer.call_seconds(p, n), bench)
         for c in running
     }
-    _note(running, interleave(call, seconds, out_of_time=lambda: bench.budget.spent), "call")
+    _note(running, _interleaved(call, seconds, bench), "call")
     for contender in running:
         ready = prepared[contender.name]
         peak = contender.attempt(lambda p=ready: timer.peak_bytes(p), timer)
@@ -92,6 +91,10 @@ def time_prepared(
             # What was timed before it failed is no result of it.
             for name in _TIMES:
                 contender.values.pop(name, None)
+
+
+def _interleaved(samplers: Mapping[str, Callable[[], float]], seconds: float, bench: Bench) -> dict[str, list[float]]:
+    return interleave(samplers, seconds, max_rounds=bench.timer.max_rounds, out_of_time=lambda: bench.budget.spent)
 
 
 def _guarded(contender: Contender, take: Callable[[], float], bench: Bench) -> Callable[[], float]:

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 # A rotation leaves this many cache sizes between two uses of a tensor.
 CACHES_PER_ROTATION = 3
 MAX_SETS = 256
-# Long enough for a clock to resolve a thousandth of it.
-SAMPLE_SECONDS = 2e-3
 MAX_CALLS = 400
 MIN_ROUNDS = 5
-MAX_ROUNDS = 60
 WARM_UP_SECONDS = 0.2
 
 
@@ -54,6 +51,9 @@ class Timer(Protocol):
 
     device: torch.device
     has_device_time: bool
+    # A sample takes so long at least, and there is nothing to gain after so many of them.
+    sample_seconds: float
+    max_rounds: int
     # Whether a failure has left the process unfit to measure more.
     unfit: bool
 
@@ -108,6 +108,10 @@ class CpuTimer:
     """
 
     has_device_time = False
+    # A processor's clock resolves a hundredth of it. More calls in a row would find their own code in the caches, which
+    # in training everything else has been through since.
+    sample_seconds = 2e-4
+    max_rounds = 240
     unfit = False
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -151,7 +155,7 @@ def rotation(set_bytes: int, cache_bytes: int) -> int:
     return min(math.ceil(CACHES_PER_ROTATION * cache_bytes / max(set_bytes, 1)) or 1, MAX_SETS)
 
 
-def calls_per_sample(seconds: float, sample_seconds: float = SAMPLE_SECONDS) -> int:
+def calls_per_sample(seconds: float, sample_seconds: float) -> int:
     """Calls of `seconds` each that make up a sample."""
     return max(1, min(math.ceil(sample_seconds / max(seconds, 1e-9)), MAX_CALLS))
 
@@ -187,7 +191,7 @@ def interleave(
     budget: float,
     *,
     min_rounds: int = MIN_ROUNDS,
-    max_rounds: int = MAX_ROUNDS,
+    max_rounds: int,
     out_of_time: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:

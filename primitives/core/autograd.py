@@ -234,7 +234,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
         else:
             output = redispatch(keyset, args)
         outputs = output if num_outputs > 1 else (output,)
-        ctx.lengths = lengths
+        if has_lists:
+            ctx.lengths = lengths
         tensors: Sequence[Any] = ()
         if reverse:
             tensors, ctx.static = layout.pack(args, outputs)
@@ -269,7 +270,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
         else:
             return (None,) * len(ctx.needs_input_grad)
         residuals = layout.unpack(ctx.saved_tensors, ctx.static)
-        bars = op.flat_vjp(vjp, residuals, cotangents, ctx.lengths, ctx.needs_input_grad[_NUM_TOLD:])
+        lengths = ctx.lengths if has_lists else None
+        bars = op.flat_vjp(vjp, residuals, cotangents, lengths, ctx.needs_input_grad[_NUM_TOLD:])
         return (*_TOLD_NOTHING, *bars)
 
     def jvp(ctx: Any, *everything: Any) -> Any:

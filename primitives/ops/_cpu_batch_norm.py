@@ -101,21 +101,21 @@ def _at_once(
     num_values = x.numel() // x.shape[1]
     if not 1 < num_values <= LONGEST_AT_ONCE:
         return None
-    # Given ones in the dtype of sums also keep ATen from rounding the statistics of a low-precision x.
     new_mean, new_var = _copied(running_mean, x), _copied(running_var, x)
     y, mean, rstd = torch.native_batch_norm(x, weight, bias, new_mean, new_var, True, momentum, eps)
     if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * min(1.0, (LONGEST_SUM / num_values) ** 0.5)):
         return None
-    if running_mean is None or running_var is None:
+    if running_mean is None or running_var is None or new_mean is None or new_var is None:
         return y, mean, rstd, unwanted(x), unwanted(x)
     return y, mean, rstd, cast(new_mean, running_mean.dtype), cast(new_var, running_var.dtype)
 
 
-def _copied(running: Tensor | None, x: Tensor) -> Tensor:
-    """A running statistic that ATen may write, in the dtype of sums."""
+def _copied(running: Tensor | None, x: Tensor) -> Tensor | None:
+    """A running statistic that ATen may write, in the dtype of sums; it needs none but where it would round others."""
     acc = accumulation_dtype(x.dtype)
     if running is None:
-        return x.new_zeros(x.shape[1], dtype=acc)
+        # Without one in float32, ATen rounds the statistics of a low-precision x to its dtype.
+        return x.new_zeros(x.shape[1], dtype=acc) if x.dtype in LOW_PRECISION else None
     # A clone costs a fifth of a conversion.
     return running.clone() if running.dtype == acc else running.to(acc)
 
