@@ -31,11 +31,16 @@ def on_the_cpu(device):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Limits so small that a few rows are many blocks, and a long sum."""
+    _set_limits(monkeypatch)
+
+
+def _set_limits(monkeypatch):
     monkeypatch.setattr(_cpu, "BLOCK_ELEMENTS", 24)
     for module, name in (
         (_cpu_channels, "LONGEST_SUM"),
         (_cpu_channels, "LONGEST_BACKWARD"),
         (_cpu_batch_norm, "LONGEST_AT_ONCE"),
+        (_cpu_batch_norm, "LONGEST_BACKWARD"),
         (_cpu_layer_norm, "LONGEST_SUM"),
         (_cpu_log_softmax, "LONGEST_SUM"),
     ):
@@ -69,8 +74,11 @@ def check_against_reference(call, order=1):
 
 
 @pytest.mark.parametrize("part, dtype", list(enumerate(DTYPES)), ids=[*map(dtype_id, DTYPES)])
+@pytest.mark.parametrize("limits", ["at once", "small blocks"])
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
-def test_kernel_and_reference_agree(case, part, dtype, small_blocks):
+def test_kernel_and_reference_agree(case, limits, part, dtype, monkeypatch):
+    if limits == "small blocks":
+        _set_limits(monkeypatch)
     for sample in case.samples[part :: len(DTYPES)]:
         for call in every_call(case, sample, dtype):
             check_against_reference(call, order=2)
@@ -167,11 +175,12 @@ def test_long_sums_of_batch_norm_in_channels_last():
         for got, want in zip(out[:3], true[:3], strict=True):
             assert_close(got, want, dtype=torch.float32)
         mask = [True, False, True]
-        got = BATCH_NORM.bwd(y_bar, x, None, out[1], out[2], 0, EPS, mask)
-        with pr.use_backend("reference"):
-            want = BATCH_NORM.bwd(y_bar.double(), x.double(), None, true[1], true[2], 0, EPS, mask)
-        for i in (0, 2):
-            assert_close(got[i], want[i], dtype=torch.float32)
+        for weight in (None, torch.ones(3)):
+            got = BATCH_NORM.bwd(y_bar, x, weight, out[1], out[2], 0, EPS, mask)
+            with pr.use_backend("reference"):
+                want = BATCH_NORM.bwd(y_bar.double(), x.double(), None, true[1], true[2], 0, EPS, mask)
+            for i in (0, 2):
+                assert_close(got[i], want[i], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("offset", [0.0, 3.0, 7.5, 15.0, 60.0])
@@ -258,6 +267,42 @@ def test_log_softmax_over_a_long_first_axis(backend):
     with pr.use_backend(backend):
         got = LOG_SOFTMAX.forward(x, 0, None)
     assert_close(got, torch.log_softmax(x.double(), 0), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (8, 4, 5), (3, 4, 2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_batch_norm_takes_strided_values_per_channel_and_one_running_statistic(shape, dtype):
+    x, y_bar = (normal(shape, seed).to(dtype).contiguous(memory_format=_format(shape)) for seed in (0, 1))
+    weight = normal((8,), 2).to(dtype)[::2]
+    for running in ([None, torch.ones(4)], [torch.zeros(4), None], [torch.zeros(8)[::2], torch.ones(8)[::2]]):
+        args = (x, weight, None, *running, 0, 0.1, EPS)
+        got = BATCH_NORM.forward(*args)
+        with pr.use_backend("reference"):
+            want = BATCH_NORM.forward(*args)
+        for a, b in zip(got, want, strict=True):
+            assert layout_of(a) == layout_of(b)
+            assert_close(a, b, precision=coarsest(b.dtype, dtype), order=2)
+    _check_strided_statistics(BATCH_NORM.bwd, (y_bar, x, weight), want[1:3], (0, EPS, (True, True, True)))
+
+
+def test_layer_norm_takes_strided_statistics():
+    x, y_bar, weight = (normal(shape, seed).float() for seed, shape in enumerate([(6, 5), (6, 5), (5,)]))
+    statistics = LAYER_NORM.forward(x, weight, None, 1, 0, EPS)[1:]
+    for mask in ((True, True, True), (True, False, False)):
+        _check_strided_statistics(LAYER_NORM.bwd, (y_bar, x, weight), statistics, (1, 0, EPS, mask))
+
+
+def _check_strided_statistics(bwd, tensors, statistics, rest):
+    mean, rstd = (torch.stack([value, value + 1], 1)[:, 0] for value in statistics)
+    got = bwd(*tensors, mean, rstd, *rest)
+    with pr.use_backend("reference"):
+        want = bwd(*tensors, mean, rstd, *rest)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, precision=coarsest(b.dtype, tensors[1].dtype), order=2)
+
+
+def _format(shape):
+    return torch.channels_last if len(shape) == 4 else torch.contiguous_format
 
 
 def test_arguments_are_not_written_into():

@@ -99,7 +99,7 @@ def _at_once(
 ) -> tuple[Tensor, ...] | None:
     """What `forward` returns, by one call of ATen; `None` where that would not do."""
     num_values = x.numel() // x.shape[1]
-    if not 1 < num_values <= LONGEST_AT_ONCE:
+    if not 1 < num_values <= LONGEST_AT_ONCE or (running_mean is None) != (running_var is None):
         return None
     new_mean, new_var = _copied(running_mean, x), _copied(running_var, x)
     y, mean, rstd = torch.native_batch_norm(x, weight, bias, new_mean, new_var, True, momentum, eps)
@@ -233,6 +233,7 @@ def _bwd_at_once(
         return None
     if not is_well_conditioned(mean, rstd):
         return None
+    weight, mean, rstd = weight.contiguous(), mean.contiguous(), rstd.contiguous()
     bars = torch.ops.aten.native_batch_norm_backward.default(
         y_bar, x, weight, None, None, mean, rstd, True, 0.0, wanted
     )
