@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import primitives as pr
 from primitives.core import registered_primitives
 from primitives.ops import _cpu, _cpu_batch_norm, _cpu_channels, _cpu_layer_norm, _cpu_log_softmax
-from tests.op_cases import BATCH_NORM, CASES, LAYER_NORM, LOG_SOFTMAX, Sample
+from tests.op_cases import BATCH_NORM, BATCH_NORM_EVAL, CASES, LAYER_NORM, LOG_SOFTMAX, Sample
 from tests.properties import layout_of, recorded_calls
 from tests.second_order import second_order_calls
 from tests.support import DTYPES, LAYOUTS, arranged, assert_close, coarsest, dtype_id, normal
@@ -282,7 +283,8 @@ def test_batch_norm_takes_strided_values_per_channel_and_one_running_statistic(s
         for a, b in zip(got, want, strict=True):
             assert layout_of(a) == layout_of(b)
             assert_close(a, b, precision=coarsest(b.dtype, dtype), order=2)
-    _check_strided_statistics(BATCH_NORM.bwd, (y_bar, x, weight), want[1:3], (0, EPS, (True, True, True)))
+    for scale in (weight, None):
+        _check_strided_statistics(BATCH_NORM.bwd, (y_bar, x, scale), want[1:3], (0, EPS, (True, True, True)))
 
 
 def test_layer_norm_takes_strided_statistics():
@@ -303,6 +305,40 @@ def _check_strided_statistics(bwd, tensors, statistics, rest):
 
 def _format(shape):
     return torch.channels_last if len(shape) == 4 else torch.contiguous_format
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layout_of_a_single_image_whose_channels_lie_side_by_side(training):
+    """Strides that fit both formats: the kernels choose the layout that tracers are told of."""
+    x = torch.randn(3, 4, 5).permute(2, 0, 1)[None].requires_grad_()
+    running = torch.zeros(5), torch.ones(5)
+
+    def step(x):
+        return pr.functional.batch_norm(x, *running, torch.ones(5), None, training)
+
+    y = step(x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert y.stride() == step(mode.from_tensor(x.detach())).stride()
+    (x_bar,) = torch.autograd.grad(y.square().sum(), x)
+    with pr.use_backend("reference"):
+        (want,) = torch.autograd.grad(step(x).square().sum(), x)
+    assert x_bar.stride() == want.stride()
+    for case in (BATCH_NORM, BATCH_NORM_EVAL):
+        sample = Sample(tuple(x.shape), (), ("weight",))
+        inputs = {**case.inputs(sample, torch.float32, torch.device("cpu")), "x": x.detach()}
+        for call in recorded_calls(case, sample, inputs):
+            check_against_reference(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_id)
+def test_statistics_of_layer_norm_do_not_follow_the_default_dtype(dtype):
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        out = LAYER_NORM.forward(normal((3, 4), 0).bfloat16(), None, None, 1, 0, EPS)
+    finally:
+        torch.set_default_dtype(default)
+    assert [value.dtype for value in out] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_arguments_are_not_written_into():

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
+import primitives as pr
 from tests.op_cases import CASES
 from tests.properties import leaves
 from tests.support import assert_close, like
@@ -107,3 +109,21 @@ def test_jvp_in_a_loss_that_is_trained(case, device):
 
     actual, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled(loss), loss))
     assert_close(actual, expected, order=2)
+
+
+# Torch's own, of a look at intermediate tensors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_autograd(device):
+    """Backward passes that torch captures as graphs: other static arguments, and all families in one graph."""
+    x, weight = (torch.randn(6, 4, device=device, requires_grad=True) for _ in range(2))
+
+    def run(functions, eps):
+        y = functions.batch_norm(x * weight, None, None, None, None, True, 0.1, eps)
+        y = functions.log_softmax(functions.layer_norm(y, (4,), weight[0], None, eps), 1)
+        return torch.autograd.grad(y.square().sum(), (x, weight))
+
+    for eps in (1e-5, 1.0):
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            actual = run(pr.functional, eps)
+        for got, want in zip(actual, run(torch.nn.functional, eps), strict=True):
+            assert_close(got, want, dtype=torch.float32, order=2)

@@ -164,7 +164,9 @@ def _function_class(name: str, forward: Callable, backward: Callable, jvp: Calla
     class Function(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined] - no stub
         pass
 
-    methods = {"forward": forward, "backward": backward, **({} if jvp is None else {"jvp": jvp})}
+    # By what compiled autograd tells one function from another; torch gives it to the public class alone.
+    key = {"_compiled_autograd_key": lambda ctx: (ctx._autograd_function_id,)}
+    methods = {**key, "forward": forward, "backward": backward, **({} if jvp is None else {"jvp": jvp})}
     # A subclass, because torch names the node of the graph when a class is made.
     return type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
 

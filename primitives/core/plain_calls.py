@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +42,14 @@ def state_of_new_threads() -> tuple[int, int]:
 
 _PLAIN_INCLUDED, _PLAIN_EXCLUDED = state_of_new_threads()
 _PLAIN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
-# Lists of flags come from rules alone, which make them of flags.
 _TYPES_BY_KIND = {
     "Tensor": _PLAIN_TYPES,
     "int": frozenset([int]),
     "float": frozenset([float]),
     "bool": frozenset([bool]),
     "ScalarType": frozenset([torch.dtype]),
-    "List[bool]": frozenset([list, tuple]),
-    "List[Tensor]": frozenset([list]),
+    # Rules make tuples of flags. What is in lists is the dispatcher's to look at, and lists of tensors are its to copy.
+    "List[bool]": frozenset([tuple]),
 }
 
 
@@ -115,20 +113,18 @@ class Patterns(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence[Tensor
     """
 
     def __init__(self, op: Primitive) -> None:
-        self._kinds = [str(argument.real_type) for argument in op.overload._schema.arguments]
+        arguments = op.overload._schema.arguments
+        has_keywords = any(argument.kwarg_only for argument in arguments)
+        self._kinds = None if has_keywords else [str(argument.real_type) for argument in arguments]
 
     def __missing__(self, types: tuple[type, ...]) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
         """Learn a pattern; those of other types are not kept, since a type may be anybody's."""
         kinds = self._kinds
-        if len(types) != len(kinds) or any(t not in _types_of(k) for t, k in zip(types, kinds, strict=True)):
+        if kinds is None or len(types) != len(kinds):
             return _no_tensors
-        lists = [i for i, kind in enumerate(kinds) if kind == "List[Tensor]"]
-        tensors = [i for i, found in enumerate(types) if found in _PLAIN_TYPES]
-        if not lists:
-            self[types] = picker(tensors)
-        else:
-            # One list and no tensor beside it is what operators of this package have.
-            self[types] = operator.itemgetter(*lists) if len(lists) == 1 and not tensors else _no_tensors
+        if any(found not in _types_of(kind) for found, kind in zip(types, kinds, strict=True)):
+            return _no_tensors
+        self[types] = picker([i for i, found in enumerate(types) if found in _PLAIN_TYPES])
         return self[types]
 
 

@@ -16,6 +16,7 @@ from primitives.core.batching import BatchInfo
 from primitives.core.decomposition import forget_decompositions, get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
 from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
+from primitives.core.implementations import runner
 from primitives.core.inductor import show_kernels
 from primitives.core.library import NAMESPACE, library, list_names, names
 from primitives.core.lists import flatten, regroup
@@ -140,6 +141,9 @@ class Primitive:
         self._rules: dict[str, Callable] = {"decomposed_vjp": functools.partial(decomposed_vjp, self)}
         self._kernels: dict[str, Callable] = {}
         self._autocast_keys: set[str] = set()
+        self._on_cpu: dict[str, Callable] = {}
+        self._on_cuda: dict[str, Callable] = {}
+        self._cpu, self._cuda = runner(self, self._on_cpu), runner(self, self._on_cuda)
         self._choose_implementations()
         self._register(namespace, schema)
 
@@ -353,14 +357,6 @@ class Primitive:
                 f"{sorted(self.tensor_arguments)}."
             )
 
-    def _cpu(self, *args: Any) -> Any:
-        out = self._on_cpu[backend.selected](*args)
-        return self._elsewhere(*args) if out is None else out
-
-    def _cuda(self, *args: Any) -> Any:
-        out = self._on_cuda[backend.selected](*args)
-        return self._elsewhere(*args) if out is None else out
-
     def _elsewhere(self, *args: Any) -> Any:
         return self.rule("reference")(*args)
 
@@ -372,12 +368,9 @@ class Primitive:
         """Tabulate which implementation runs on which device under which backend."""
         reference = self._rules.get("reference", self._undefined)
         kernel = self._kernels.get("cuda", reference)
-        self._on_cuda = {"auto": kernel, "triton": kernel, "reference": reference}
-        self._on_cpu = {
-            "auto": self._kernels.get("cpu", reference),
-            "triton": self._interpreted if "cuda" in self._kernels else reference,
-            "reference": reference,
-        }
+        self._on_cuda.update(auto=kernel, triton=kernel, reference=reference)
+        interpreted = self._interpreted if "cuda" in self._kernels else reference
+        self._on_cpu.update(auto=self._kernels.get("cpu", reference), triton=interpreted, reference=reference)
 
     def has_kernel_for(self, device: str) -> bool:
         """Whether something else than the reference runs on `device` under the backend in force."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from primitives.ops._cpu import cast, in_accumulation_dtype, is_well_conditioned, ready, served
-from primitives.ops._cpu_channels import LONGEST_BACKWARD, LONGEST_SUM, Channels
+from primitives.ops._cpu_channels import LONGEST_BACKWARD, LONGEST_SUM, Channels, is_channels_last
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, unwanted
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def forward(
 
 def _lies_in_rows(x: Tensor) -> bool:
     """Whether the channels of each position lie side by side and close together, with no gaps."""
-    if x.is_contiguous():
-        return x.dim() == ROWS_DIM
-    return x.is_contiguous(memory_format=torch.channels_last)
+    return x.dim() == ROWS_DIM if x.is_contiguous() else is_channels_last(x)
 
 
 def _at_once(
@@ -201,7 +199,8 @@ def bwd(
         return None
     layout, dtype = batch.layout, batch.layout.acc if weight is None else weight.dtype
     if layout.backward_is_accurate:
-        out = layout.bwd(layout.arranged(y_bar), layout.arranged(x), batch.factor(weight), mean, rstd, wanted)
+        y_bar, x = layout.arranged(y_bar), layout.arranged(x)
+        out = layout.bwd(y_bar, x, batch.factor(weight), batch.mean, batch.rstd, wanted)
     else:
         moments = batch.moments(y_bar)
         x_bar = batch.projected([(y_bar, batch.factor(weight), moments)]) if wanted[0] else unwanted(x)
@@ -227,7 +226,7 @@ def _bwd_at_once(
         return None
     if x.is_contiguous():
         y_bar = y_bar.contiguous()
-    elif x.is_contiguous(memory_format=torch.channels_last) and x.numel() // x.shape[1] <= LONGEST_BACKWARD:
+    elif is_channels_last(x) and x.numel() // x.shape[1] <= LONGEST_BACKWARD:
         y_bar = y_bar.contiguous(memory_format=torch.channels_last)
     else:
         return None

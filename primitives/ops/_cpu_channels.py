@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Channels"]
+__all__ = ["Channels", "is_channels_last"]
 
 # Rows of channels_last that ATen may add up in one call. A backward loses up to 1e-5 of its largest sum over this many;
 # an error of a mean is multiplied by the mean over the standard deviation, so statistics take smaller pieces.
 LONGEST_BACKWARD = 2**17
 LONGEST_SUM = 2**12
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether `x`, which is not contiguous, surely is channels_last: asked before torch works it out in Python.
+
+    Where a size is 1, strides may fit both formats, and torch has rules of its own.
+    """
+    return 1 not in x.shape and x.is_contiguous(memory_format=torch.channels_last)
 
 
 class Channels(NamedTuple):
@@ -48,9 +56,7 @@ class Channels(NamedTuple):
         """The layout of the output for `x`."""
         if x.is_contiguous():
             return cls(x.shape, x.dtype, torch.contiguous_format)
-        # The common answer before the general one, which torch works out in Python.
-        is_channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        return cls(x.shape, x.dtype, torch.channels_last if is_channels_last else memory_format(x, 0))
+        return cls(x.shape, x.dtype, torch.channels_last if is_channels_last(x) else memory_format(x, 0))
 
     @property
     def acc(self) -> torch.dtype:

@@ -104,7 +104,7 @@ def forward(
     shape = x.shape[rest_ndim:]
     if weight is None and x.dtype in LOW_PRECISION:
         # Without parameters in float32, ATen rounds the statistics to the dtype of x.
-        weight = torch.ones(shape)
+        weight = torch.ones(shape, dtype=torch.float32)
     y, mean, rstd = torch.native_layer_norm(x.contiguous(), shape, weight, bias, eps)
     if not is_well_conditioned(mean, rstd):
         return None
