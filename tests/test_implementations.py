@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import primitives as pr
-from tests.test_core_calls import define
+from primitives.core import Primitive
 
 X = torch.tensor([1.0, 2.0])
 SCHEMAS = {
@@ -21,6 +23,16 @@ WRONG = {
     "list": [None, X.clone(), [None], [X.clone(), 1.0]],
     "none": [X.clone(), 3],
 }
+
+
+numbers = itertools.count()
+
+
+def define(schema, *, rules):
+    op = Primitive(f"op{next(numbers)}", schema, namespace="primitives_test_implementations")
+    for kind, rule in rules.items():
+        getattr(op, f"def_{kind}")(rule)
+    return op
 
 
 def operator(schema, function):
