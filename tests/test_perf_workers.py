@@ -250,17 +250,16 @@ def test_kernels_are_compiled_without_a_launch():
 FAULTS = """
 import resource, torch
 from perf.suite.timers import keep_freed_memory
-assert keep_freed_memory()
+kept = keep_freed_memory()
 for count in (30, 20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(count):
         torch.empty(40_000_000, dtype=torch.uint8).fill_(1)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no mallopt")
-def test_freed_memory_stays_with_the_process():
+def test_freed_memory_stays_with_the_process_where_the_c_library_is_glibc():
     done = subprocess.run(
         [sys.executable, "-c", FAULTS],
         cwd=Path(__file__).resolve().parent.parent,
@@ -268,5 +267,7 @@ def test_freed_memory_stays_with_the_process():
         text=True,
         check=True,
     )
+    kept, faults = done.stdout.split()
+    assert kept == str(platform.libc_ver()[0] == "glibc")
     # Twenty times 9,766 pages where memory goes back to the system.
-    assert int(done.stdout) < 20_000
+    assert kept == "False" or int(faults) < 20_000

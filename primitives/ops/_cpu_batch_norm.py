@@ -190,17 +190,33 @@ def bwd(
     eps: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """x_bar, weight_bar and bias_bar."""
-    out = _bwd_at_once(y_bar, x, weight, mean, rstd, batch_ndim, wanted)
-    if out is not None:
-        return out
-    batch = _batch(x, mean, rstd, batch_ndim, weight)
-    if batch is None:
+    """x_bar, weight_bar and bias_bar: by one call of ATen for the usual call, x in float32 or float64 and dense."""
+    if batch_ndim or not served(x, weight) or not is_well_conditioned(mean, rstd):
         return None
-    layout, dtype = batch.layout, batch.layout.acc if weight is None else weight.dtype
+    mean, rstd = mean.contiguous(), rstd.contiguous()
+    is_contiguous = x.is_contiguous()
+    is_usual = is_contiguous or (is_channels_last(x) and x.numel() // x.shape[1] <= LONGEST_BACKWARD)
+    if weight is None or x.dtype in LOW_PRECISION or not is_usual:
+        return _bwd_in_general(_Batch(x, mean, rstd, Channels.of(x)), y_bar, weight, wanted)
+    y_bar = y_bar.contiguous() if is_contiguous else y_bar.contiguous(memory_format=torch.channels_last)
+    bars = torch.ops.aten.native_batch_norm_backward.default(
+        y_bar, x, weight.contiguous(), None, None, mean, rstd, True, 0.0, wanted
+    )
+    if all(wanted):
+        return bars
+    x_bar, weight_bar, bias_bar = [bar if want else unwanted(x) for bar, want in zip(bars, wanted, strict=True)]
+    return x_bar, weight_bar, bias_bar
+
+
+def _bwd_in_general(
+    batch: _Batch, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `bwd` returns for any call that it serves."""
+    x, layout = batch.x, batch.layout
+    dtype = layout.acc if weight is None else weight.dtype
     if layout.backward_is_accurate:
-        y_bar, x = layout.arranged(y_bar), layout.arranged(x)
-        out = layout.bwd(y_bar, x, batch.factor(weight), batch.mean, batch.rstd, wanted)
+        y_bar, dense = layout.arranged(y_bar), layout.arranged(x)
+        out = layout.bwd(y_bar, dense, batch.factor(weight), batch.mean, batch.rstd, wanted)
     else:
         moments = batch.moments(y_bar)
         x_bar = batch.projected([(y_bar, batch.factor(weight), moments)]) if wanted[0] else unwanted(x)
@@ -209,36 +225,6 @@ def bwd(
     x_bar, weight_bar, bias_bar = [
         cast(value, dtype) if want else unwanted(x) for value, dtype, want in zip(out, dtypes, wanted, strict=True)
     ]
-    return x_bar, weight_bar, bias_bar
-
-
-def _bwd_at_once(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What `bwd` returns for the usual call, float32 or float64 x in a dense layout, by one call of ATen."""
-    if batch_ndim or weight is None or weight.dtype != x.dtype or x.dtype in LOW_PRECISION or x.numel() == 0:
-        return None
-    if x.is_contiguous():
-        y_bar = y_bar.contiguous()
-    elif is_channels_last(x) and x.numel() // x.shape[1] <= LONGEST_BACKWARD:
-        y_bar = y_bar.contiguous(memory_format=torch.channels_last)
-    else:
-        return None
-    if not is_well_conditioned(mean, rstd):
-        return None
-    weight, mean, rstd = weight.contiguous(), mean.contiguous(), rstd.contiguous()
-    bars = torch.ops.aten.native_batch_norm_backward.default(
-        y_bar, x, weight, None, None, mean, rstd, True, 0.0, wanted
-    )
-    if all(wanted):
-        return bars
-    x_bar, weight_bar, bias_bar = [bar if want else unwanted(x) for bar, want in zip(bars, wanted, strict=True)]
     return x_bar, weight_bar, bias_bar
 
 

@@ -83,9 +83,12 @@ def rows_of(
         return None
     if not served(x, *params) or not is_well_conditioned(mean, rstd):
         return None
-    cols = x.shape[x.dim() - norm_ndim :].numel()
+    return _rows(x, mean, rstd, x.shape[x.dim() - norm_ndim :])
+
+
+def _rows(x: Tensor, mean: Tensor, rstd: Tensor, shape: torch.Size) -> Rows:
     mean, rstd = (statistic.contiguous().view(-1, 1) for statistic in (mean, rstd))
-    return Rows(x.contiguous().view(-1, cols), mean, rstd, accumulation_dtype(x.dtype))
+    return Rows(x.contiguous().view(-1, shape.numel()), mean, rstd, accumulation_dtype(x.dtype))
 
 
 def _present(*values: Tensor | None) -> bool:
@@ -124,49 +127,27 @@ def bwd(
     eps: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """x_bar, weight_bar and bias_bar."""
+    """x_bar, weight_bar and bias_bar: by one call of ATen, in blocks where that would be inaccurate."""
     has_sums = wanted[1] or wanted[2]
-    if x.dtype not in LOW_PRECISION and not (has_sums and mean.numel() > LONGEST_SUM):
-        return _bwd_at_once(y_bar, x, weight, mean, rstd, norm_ndim, batch_ndim, wanted)
-    rows = rows_of(x, [weight], mean, rstd, norm_ndim, batch_ndim, has_sums=has_sums)
-    if rows is None:
-        return None
-    dtype = rows.acc if weight is None else weight.dtype
-    x_bar, *sums = _bwd_of_rows(rows, rows.like_x(y_bar), rows.param(weight), wanted)
-    norm_shape = x.shape[x.dim() - norm_ndim :]
-    x_bar = x_bar.view(x.shape) if wanted[0] else unwanted(x)
-    weight_bar, bias_bar = (
-        total.view(norm_shape).to(dtype) if want else unwanted(x) for total, want in zip(sums, wanted[1:], strict=True)
-    )
-    return x_bar, weight_bar, bias_bar
-
-
-def _bwd_at_once(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What `bwd` returns, by one call of ATen."""
-    has_sums = wanted[1] or wanted[2]
-    if batch_ndim and (has_sums or weight is not None):
-        return None
     params = ready(x, weight)
-    if params is None or not is_well_conditioned(mean, rstd):
+    if params is None or (batch_ndim and (has_sums or weight is not None)) or not is_well_conditioned(mean, rstd):
         return None
-    shape, (weight,) = x.shape[x.dim() - norm_ndim :], params
-    if weight is None and has_sums:
-        weight = x.new_ones(shape)
-    bars = torch.ops.aten.native_layer_norm_backward.default(
-        y_bar.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), weight, weight, wanted
-    )
+    shape = x.shape[x.dim() - norm_ndim :]
+    if x.dtype in LOW_PRECISION or (has_sums and mean.numel() > LONGEST_SUM):
+        rows = _rows(x, mean, rstd, shape)
+        dtype = rows.acc if weight is None else weight.dtype
+        x_bar, *sums = _bwd_of_rows(rows, rows.like_x(y_bar), rows.param(weight), wanted)
+        bars: Any = (x_bar.view(x.shape) if wanted[0] else None, *[total.view(shape).to(dtype) for total in sums])
+    else:
+        (scale,) = params
+        if scale is None and has_sums:
+            scale = x.new_ones(shape)
+        bars = torch.ops.aten.native_layer_norm_backward.default(
+            y_bar.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), scale, scale, wanted
+        )
     if all(wanted):
         return bars
-    x_bar, weight_bar, bias_bar = [unwanted(x) if bar is None else bar for bar in bars]
+    x_bar, weight_bar, bias_bar = [bar if want else unwanted(x) for bar, want in zip(bars, wanted, strict=True)]
     return x_bar, weight_bar, bias_bar
 
 
