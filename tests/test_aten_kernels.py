@@ -143,6 +143,10 @@ def test_samples_with_parameters_of_their_own_are_left_to_the_reference():
     layer_norm_p, batch_norm_p = LAYER_NORM.forward, BATCH_NORM.forward
     assert layer_norm_p._kernels["cpu"](x, weight, None, 1, 1, EPS) is None
     assert layer_norm_p._kernels["cpu"](x, None, None, 1, 1, EPS) is not None
+    bwd, (_, mean, rstd) = LAYER_NORM.bwd._kernels["cpu"], layer_norm_p(x, None, None, 1, 1, EPS)
+    assert bwd(x, x, weight, mean, rstd, 1, 1, EPS, (True, False, False)) is None
+    assert bwd(x, x, None, mean, rstd, 1, 1, EPS, (True, True, False)) is None
+    assert bwd(x, x, None, mean, rstd, 1, 1, EPS, (True, False, False)) is not None
     assert batch_norm_p._kernels["cpu"](x, weight, None, None, None, 1, 0.1, EPS) is None
 
 
