@@ -71,7 +71,7 @@ def _check_tangents(op: Primitive, args: tuple) -> bool:
         DtypeError: If a tangent's dtype is not its primal's, which torch itself lets pass.
     """
     dual = False
-    for name, entry in zip(op.argument_names, args, strict=True):
+    for name, entry in zip(op.tensor_names, op.pick_tensors(args), strict=True):
         values = entry if isinstance(entry, list) else (entry,)
         for i, value in enumerate(values):
             primal, tangent = _unpack_dual(value)
@@ -207,17 +207,16 @@ def _linear_backward(ctx: Any, *cotangents: Any) -> tuple:
 _Linear = _function_class("LinearMap", _linear_forward, _linear_backward)
 
 
-# What the autograd function is told about a call before the arguments.
-_NUM_TOLD = 5
-_TOLD_NOTHING = (None,) * _NUM_TOLD
+# What an autograd function is told about a call before the tensors: the keys that it was dispatched with, whether
+# reverse mode records it, whether a tensor could carry a tangent, the lists among its tensors, and its arguments.
+_Call = tuple[Any, bool, bool, Lengths | None, tuple]
 
 
 def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: str) -> type:  # noqa: C901 - one closure
     """Build the autograd function of `op` that has the vjp rule of kind `vjp` and keeps `layout` for it.
 
-    Before the arguments it is told about the call: its keys, whether reverse mode records it, whether a tensor could
-    carry a tangent, the lists among its arguments, and the arguments with these lists. What it is applied to is flat:
-    lists of tensors are replaced by their elements, because torch differentiates no lists.
+    It is applied to a `_Call`, and to the tensors of the call one by one: torch differentiates no lists, and looks at
+    what is no tensor for longer than at a tensor.
     """
     redispatch, tangents_type = _redispatcher(op), op.Tangents
     below_autograd, on_cpu = _C._AutoDispatchBelowAutograd, op._cpu
@@ -227,9 +226,8 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
     differentiable = [indices[name] for name in op.differentiable_outputs]
     has_constants = bool(op.state) or returns_list
 
-    def forward(
-        ctx: Any, keyset: Any, reverse: bool, tangents: bool, lengths: Lengths | None, args: tuple, *_flat: Any
-    ) -> Any:
+    def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
+        keyset, reverse, tangents, lengths, args = call
         if keyset is PLAIN_CPU:
             with below_autograd():
                 output = on_cpu(*args)
@@ -273,16 +271,14 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
             return (None,) * len(ctx.needs_input_grad)
         residuals = layout.unpack(ctx.saved_tensors, ctx.static)
         lengths = ctx.lengths if has_lists else None
-        bars = op.flat_vjp(vjp, residuals, cotangents, lengths, ctx.needs_input_grad[_NUM_TOLD:])
-        return (*_TOLD_NOTHING, *bars)
+        return (None, *op.flat_vjp(vjp, residuals, cotangents, lengths, ctx.needs_input_grad[1:]))
 
-    def jvp(ctx: Any, *everything: Any) -> Any:
-        tangents = everything[_NUM_TOLD:]
+    def jvp(ctx: Any, _call: None, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
             saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
             residuals = jvp_layout.unpack(saved, ctx.jvp_static)
-            by_argument = regroup(tangents, ctx.lengths) if has_lists else tangents
-            computed = _by_output(op, op.rule("jvp")(residuals, tangents_type(*by_argument)))
+            by_name = regroup(tangents, ctx.lengths) if has_lists else tangents
+            computed = _by_output(op, op.rule("jvp")(residuals, tangents_type(*by_name)))
             if returns_list:
                 return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
             out: list[Any] = [None] * num_outputs
@@ -302,13 +298,14 @@ def autograd_kernel(op: Primitive) -> Callable:
     of `op` is differentiated: at once in forward mode, when the backward pass comes in reverse mode. Without a
     decomposition the call raises `MissingRuleError`. A rule of kind `"autograd"` takes the place of all this.
     """
-    rules = _rules_class(op, op.residuals, op.jvp_residuals, "vjp")
+    apply_rules = _rules_class(op, op.residuals, op.jvp_residuals, "vjp").apply
     # Without a vjp rule the value still comes from the kernel, and the decomposition runs when its derivative is asked
     # for. torch.func.grad always prepares for that, and mostly nobody asks.
-    late_rules = _rules_class(op, op.every_argument, op.jvp_residuals, "decomposed_vjp")
+    apply_late_rules = _rules_class(op, op.every_argument, op.jvp_residuals, "decomposed_vjp").apply
     redispatch, below_autograd = _redispatch(op), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
-    lists, rule_kinds, returns_list, on_cpu = op.list_arguments, op.rule_kinds, op.returns_list, op._cpu
+    lists, rule_kinds, returns_list, on_cpu = op.list_tensors, op.rule_kinds, op.returns_list, op._cpu
+    pick_tensors = op.pick_tensors
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if "autograd" in rule_kinds:
@@ -327,16 +324,19 @@ def autograd_kernel(op: Primitive) -> Callable:
             return op.decompose("vjp", args)
         if late:
             op.require_decomposition("vjp")
-        flat, lengths = flatten(args, lists) if lists else (args, None)
-        function = late_rules if late else rules
+        tensors, lengths = pick_tensors(args), None
+        if lists:
+            tensors, lengths = flatten(tensors, lists)
+        call: _Call = (keyset, reverse, tangents, lengths, args)
+        apply = apply_late_rules if late else apply_rules
         if keyset is PLAIN_CPU:
             # No level to be entered: torch asks for permission inside transforms alone.
-            output = function.apply(keyset, reverse, tangents, lengths, args, *flat)
+            output = apply(call, *tensors)
         else:
             previous = _functorch.get_single_level_autograd_function_allowed()
             _functorch.set_single_level_autograd_function_allowed(True)
             try:
-                output = function.apply(keyset, reverse, tangents, lengths, args, *flat)
+                output = apply(call, *tensors)
             finally:
                 _functorch.set_single_level_autograd_function_allowed(previous)
         return list(output) if returns_list else output

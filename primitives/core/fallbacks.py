@@ -21,30 +21,31 @@ __all__ = ["decomposed_vjp", "vmap_by_loop"]
 
 def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
     """The vjp rule of a primitive that has none: that of its decomposition."""
-    decomposition, lists = op.require_decomposition("vjp"), op.list_arguments
-    args, lengths = flatten([getattr(residuals, name) for name in op.argument_names], lists)
+    decomposition, lists = op.require_decomposition("vjp"), op.list_tensors
+    args = {name: getattr(residuals, name) for name in op.argument_names}
+    # A pullback may run after its level has ended: what it saved is then wrapped for a level that another one takes.
+    flat, lengths = flatten([args[name] for name in op.tensor_names], lists)
+    tensors = [_alive(x) for x in flat]
     mask = wanted._replace(**dict.fromkeys(op.cached, False))
     active = [i for i, want in enumerate(flatten(mask, lists)[0]) if want]
     places = range(len(cotangents[0])) if op.returns_list else map(op.output_names.index, cotangents._fields)
     bars = zip(places, cotangents[0] if op.returns_list else cotangents, strict=True)
     given = {place: _alive(bar) for place, bar in bars if bar is not None}
-    # A pullback may run after its level has ended: what it saved is then wrapped for a level that another one takes.
-    args = [_alive(arg) for arg in args]
 
     def function(*values: Any) -> tuple:
-        substituted = list(args)
+        substituted = list(tensors)
         for i, value in zip(active, values, strict=True):
             substituted[i] = value
-        outputs = decomposition(*regroup(substituted, lengths))
+        substitutes = zip(op.tensor_names, regroup(substituted, lengths), strict=True)
+        outputs = decomposition(*{**args, **dict(substitutes)}.values())
         flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
         return tuple(flat[place] for place in given)
 
-    pullback = torch.func.vjp(function, *[args[i] for i in active])[1]
-    result: list[Any] = [None] * len(args)
+    pullback = torch.func.vjp(function, *[tensors[i] for i in active])[1]
+    result: list[Any] = [None] * len(tensors)
     for i, bar in zip(active, pullback(tuple(given.values())), strict=True):
         result[i] = bar
-    by_name = dict(zip(op.argument_names, regroup(result, lengths), strict=True))
-    return {name: by_name[name] for name in op.tensor_arguments}
+    return dict(zip(op.tensor_names, regroup(result, lengths), strict=True))
 
 
 def _alive(value: Any) -> Any:

@@ -63,7 +63,7 @@ class Primitive:
     - `def_autocast(device)(primals) -> primals`
 
     `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the
-    schema. A tensor that is absent, a tangent of something unperturbed and a cotangent of something unused are all
+    schema, in `tangents` and `wanted` those of the arguments that are tensors or lists of them. A tensor that is absent, a tangent of something unperturbed and a cotangent of something unused are all
     `None`; a vjp rule leaves out (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so
     that they can be differentiated and batched.
 
@@ -109,6 +109,9 @@ class Primitive:
         tensors = [n for n, a in zip(self.argument_names, parsed.arguments, strict=True) if "Tensor" in str(a.type)]
         lists = list_names(self.argument_names, parsed.arguments)
         self.list_arguments = [self.argument_names.index(n) for n in lists]
+        # What torch differentiates is the arguments that are tensors, or lists of them; these are the lists.
+        self.tensor_names, self.list_tensors = tensors, [tensors.index(n) for n in lists]
+        self.pick_tensors = picker([self.argument_names.index(n) for n in tensors])
         list_outputs = list_names(self.output_names, parsed.returns)
         if list_outputs and len(self.output_names) > 1:
             raise ValueError(f"{name}: a list of tensors must be the only output, got {schema}.")
@@ -130,10 +133,9 @@ class Primitive:
         self._every_argument = ResidualLayout(name, [*tensors, *statistics], *sources)
         self.residuals, self.jvp_residuals, self.every_argument = self.residual_layouts()
         self.cached = frozenset(cached)
-        # Namedtuples keep one entry per argument, so that what torch hands over needs no sorting.
         self.Primals = namedtuple("Primals", self.argument_names)
-        self.Tangents = namedtuple("Tangents", self.argument_names)
-        self.Wanted = namedtuple("Wanted", self.argument_names)
+        self.Tangents = namedtuple("Tangents", tensors)
+        self.Wanted = namedtuple("Wanted", tensors)
         self.Axes = namedtuple("Axes", self.argument_names)
         self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
         self._wanted, self._cotangents = filler(self.Wanted), filler(self.Cotangents)
@@ -306,7 +308,7 @@ class Primitive:
 
     def label(self, name: str, index: int, args: Sequence[Any]) -> str:
         """What errors call the tensor `index` of the argument `name` of the call `args`."""
-        is_list = self.argument_names.index(name) in self.list_arguments
+        is_list = self.tensor_names.index(name) in self.list_tensors
         return f"{name}[{index}]" if is_list else name
 
     def require_decomposition(self, kind: str) -> Callable:
@@ -334,17 +336,17 @@ class Primitive:
         return self.require_decomposition(kind)(*args)
 
     def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
-        """Apply the vjp rule of kind `vjp` to flat cotangents and flags; one cotangent per flat argument."""
+        """Apply the vjp rule of kind `vjp` to flat cotangents and flags; one cotangent per tensor, lists apart."""
         given = [list(cotangents)] if self.returns_list else self._pick_differentiable(cotangents)
         wanted = wanted if lengths is None else regroup(wanted, lengths)
         result = self._rules[vjp](residuals, self._cotangents(given), self._wanted(wanted))
         if type(result) is not dict or not self.tensor_arguments.issuperset(result):
             self.check_vjp_result(result)
-        bars = list(map(result.get, self.argument_names))
+        bars = list(map(result.get, self.tensor_names))
         if lengths is None:
             return bars
         of_lists = {i: bars[i] or [None] * length for i, length in lengths}
-        return flatten([of_lists.get(i, bar) for i, bar in enumerate(bars)], self.list_arguments)[0]
+        return flatten([of_lists.get(i, bar) for i, bar in enumerate(bars)], self.list_tensors)[0]
 
     def check_vjp_result(self, result: Any) -> None:
         """Raise unless a vjp rule returned a dict whose keys are tensor arguments."""

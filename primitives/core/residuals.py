@@ -69,8 +69,8 @@ class ResidualLayout:
         outputs: Sequence[str],
         lists: Sequence[str] = (),
     ) -> None:
-        self._inputs: list[int] = []
-        self._outputs: list[int] = []
+        inputs: list[int] = []
+        from_outputs: list[int] = []
         input_names, output_names, dtype_names = [], [], []
         self._dtypes: list[int] = []
         for residual in residuals:
@@ -80,16 +80,16 @@ class ResidualLayout:
                 self._dtypes.append(arguments.index(argument))
             elif residual in tensor_arguments:
                 input_names.append(residual)
-                self._inputs.append(arguments.index(residual))
+                inputs.append(arguments.index(residual))
             elif residual in outputs:
                 output_names.append(residual)
-                self._outputs.append(outputs.index(residual))
+                from_outputs.append(outputs.index(residual))
             else:
                 raise ValueError(
                     f"{op_name}: residual {residual!r} is neither a tensor argument ({', '.join(tensor_arguments)}) "
                     f"nor an output ({', '.join(outputs)})."
                 )
-        self._pick_inputs, self._pick_outputs = picker(self._inputs), picker(self._outputs)
+        self._pick_tensors = picker([*inputs, *[len(arguments) + i for i in from_outputs]])
         self._lists = [i for i, name in enumerate([*input_names, *output_names]) if name in lists]
         static = [name for name in arguments if name not in tensor_arguments]
         self._pick_static = picker([arguments.index(name) for name in static])
@@ -99,7 +99,7 @@ class ResidualLayout:
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
-        tensors, static = self._pick_inputs(args) + self._pick_outputs(outputs), self._pick_static(args)
+        tensors, static = self._pick_tensors((*args, *outputs)), self._pick_static(args)
         if self._dtypes:
             static = (*[None if args[i] is None else args[i].dtype for i in self._dtypes], *static)
         if not self._lists:

@@ -48,9 +48,9 @@ class _TreePrimitive(Primitive):
         return SavedTree(rules), InputsAndOutputs(rules), Inputs(rules)
 
     def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
-        """The users' rule takes and returns what is flat; the structure number has no cotangent."""
+        """The users' rule takes and returns what is flat."""
         if vjp == "vjp":
-            return [*self._rules_of_trees.flat_vjp(residuals, cotangents, wanted[:-1]), None]
+            return self._rules_of_trees.flat_vjp(residuals, cotangents, wanted)
         return super().flat_vjp(vjp, residuals, cotangents, lengths, wanted)
 
     def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:

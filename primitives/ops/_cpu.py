@@ -77,4 +77,6 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_well_conditioned(mean: Tensor, rstd: Tensor, limit: float = LARGEST_OFFSET) -> bool:
     """Whether no mean is so far from 0, in standard deviations, that ATen's formulas lose accuracy; false for NaN."""
-    return (mean * rstd).abs_().max().item() <= limit
+    offset = mean * rstd
+    # Squared, by the code that has just run: the absolute value would have to be fetched into the cache first.
+    return offset.mul_(offset).max().item() <= limit * limit
