@@ -237,27 +237,26 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
         if has_lists:
             ctx.lengths = lengths
         tensors: Sequence[Any] = ()
+        # Attributes of `ctx` are written here, as its methods would: a call in Python for each takes longer.
         if reverse:
             tensors, ctx.static = layout.pack(args, outputs)
-            ctx.save_for_backward(*tensors)
+            ctx.to_save = tuple(tensors)
         if tangents:
             if layout is not jvp_layout or not reverse:
                 tensors, ctx.jvp_static = jvp_layout.pack(args, outputs)
             else:
                 ctx.jvp_static = ctx.static
             ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         flat_outputs = tuple(output) if returns_list else outputs
         if has_constants:
             constants = op.constant_outputs(args)
-            for i in range(len(flat_outputs)) if returns_list else differentiable:
+            if tangents:
                 # Torch knows by itself that integers have no gradient, and not that they have no tangent.
-                dtype = flat_outputs[i].dtype
-                if not (dtype.is_floating_point or dtype.is_complex):
-                    constants = {*constants, i}
-            ctx.constants = constants
+                constants = {*constants, *[i for i, y in enumerate(flat_outputs) if not has_derivatives(y.dtype)]}
+                ctx.constants = constants
             if constants:
-                ctx.mark_non_differentiable(*[flat_outputs[i] for i in constants])
+                ctx.non_differentiable = tuple([flat_outputs[i] for i in constants])
         return flat_outputs if returns_list or num_outputs > 1 else output
 
     def backward(ctx: Any, *cotangents: Any) -> tuple:

@@ -63,9 +63,10 @@ class Primitive:
     - `def_autocast(device)(primals) -> primals`
 
     `residuals`, `cotangents`, `tangents`, `wanted` and `primals` are namedtuples whose fields are names of the
-    schema, in `tangents` and `wanted` those of the arguments that are tensors or lists of them. A tensor that is absent, a tangent of something unperturbed and a cotangent of something unused are all
-    `None`; a vjp rule leaves out (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so
-    that they can be differentiated and batched.
+    schema; `tangents` and `wanted` have those of the arguments that are tensors, or lists of them. A tensor that is
+    absent, a tangent of something unperturbed and a cotangent of something unused are all `None`; a vjp rule leaves
+    out (or maps to `None`) what is not `wanted`. Rules call primitives or plain torch, so that they can be
+    differentiated and batched.
 
     Args:
         name: Operator name; the operator is `torch.ops.<namespace>.<name>`.

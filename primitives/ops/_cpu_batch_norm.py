@@ -99,7 +99,7 @@ def _at_once(
     num_values = x.numel() // x.shape[1]
     if not 1 < num_values <= LONGEST_AT_ONCE or (running_mean is None) != (running_var is None):
         return None
-    new_mean, new_var = _copied(running_mean, x), _copied(running_var, x)
+    new_mean, new_var = _copied(running_mean, running_var, x)
     y, mean, rstd = torch.native_batch_norm(x, weight, bias, new_mean, new_var, True, momentum, eps)
     if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * min(1.0, (LONGEST_SUM / num_values) ** 0.5)):
         return None
@@ -108,14 +108,14 @@ def _at_once(
     return y, mean, rstd, cast(new_mean, running_mean.dtype), cast(new_var, running_var.dtype)
 
 
-def _copied(running: Tensor | None, x: Tensor) -> Tensor | None:
-    """A running statistic that ATen may write, in the dtype of sums; it needs none but where it would round others."""
+def _copied(mean: Tensor | None, var: Tensor | None, x: Tensor) -> Sequence[Tensor | None]:
+    """Running statistics that ATen may write, in the dtype of sums; it needs none but where it would round others."""
     acc = accumulation_dtype(x.dtype)
-    if running is None:
-        # Without one in float32, ATen rounds the statistics of a low-precision x to its dtype.
-        return x.new_zeros(x.shape[1], dtype=acc) if x.dtype in LOW_PRECISION else None
+    if mean is None or var is None:
+        # Without any in float32, ATen rounds the statistics of a low-precision x to its dtype.
+        return [x.new_zeros(x.shape[1], dtype=acc) for _ in range(2)] if x.dtype in LOW_PRECISION else (None, None)
     # A clone costs a fifth of a conversion.
-    return running.clone() if running.dtype == acc else running.to(acc)
+    return [running.clone() if running.dtype == acc else running.to(acc) for running in (mean, var)]
 
 
 def _statistics(x: Tensor, layout: Channels, eps: float) -> tuple[Tensor, Tensor, Tensor]:
