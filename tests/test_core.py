@@ -368,6 +368,8 @@ def test_names_are_checked_when_a_primitive_is_defined():
     for residual in ("n", "n.dtype"):
         with pytest.raises(ValueError, match=r"^bad: residual"):
             define("(Tensor x, int n) -> Tensor y", name="bad", residuals=(residual,))
+    with pytest.raises(ValueError, match=r"^xs: a list of tensors must not be optional; pass an empty list, got "):
+        define("(Tensor x, Tensor[]? xs) -> Tensor y", name="bad")
     with pytest.raises(ValueError, match=r'^power: def_kernel takes "cuda" or "cpu", got \'tpu\'\.$'):
         power_p.def_kernel("tpu")
 

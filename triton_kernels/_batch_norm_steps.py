@@ -17,7 +17,7 @@ from triton_kernels._batch_norm_kernels import (
     batch_norm_transform_kernel,
 )
 from triton_kernels._channels import ChannelView, new_output, param_pair_view, readable, view_channels
-from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view
+from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view, split_scratch
 from triton_kernels.launch import ChannelPlan, cdiv, plan_channel_merge, plan_channel_reduction, plan_channel_transform
 
 if TYPE_CHECKING:
@@ -85,16 +85,22 @@ def product_sums(
     batch_ndim: int,
     read_again: tuple[bool, bool],
     eps: float | None = None,
-) -> None:
-    """Fill `outputs`, the six of `batch_norm_product_sums_merge_kernel`, from the sums of `u` and `u * x_hat`.
+    *,
+    means_wanted: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill `outputs`, the last four of `batch_norm_product_sums_merge_kernel`, from the sums of `u` and `u * x_hat`.
 
     `read_again` says of `u` and of `x` whether a transform follows that reads them.
+
+    Returns:
+        The first two, the means of `u` and of `u * x_hat`, where a transform follows that takes them: scratch, out of
+        one allocation with that of the sums.
     """
     if x.numel() == 0:
         for output in outputs:
             if output is not None:
                 output.zero_()
-        return
+        return None, None
     tensors = [readable(u, batch_ndim)]
     if products_wanted:
         tensors.append(readable(x, batch_ndim))
@@ -104,7 +110,11 @@ def product_sums(
     sizes = (view.sizes, view.spatial_inner, view.align, u.element_size())
     plan = plan_channel_reduction(*sizes, u.device, len(tensors))
     merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
-    partials = torch.empty((view.num_channels, 2, plan.num_splits), dtype=accumulation_dtype(x.dtype), device=x.device)
+    # Without batch axes the transform takes flat means.
+    mean_shape = channel_shape(x, batch_ndim) if batch_ndim else view.num_channels
+    shapes = ([mean_shape] * 2 if means_wanted else []) + [view.num_channels * 2 * plan.num_splits]
+    *scratch, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
+    means = (scratch[0], scratch[1]) if means_wanted else (None, None)
     with device_guard(x):
         batch_norm_product_sums_kernel[_channel_grid(view, plan)](
             tensors[0],
@@ -123,6 +133,7 @@ def product_sums(
             partials,
             scale_view,
             weight,
+            *means,
             *outputs,
             view.num_channels,
             plan.num_splits,
@@ -135,6 +146,7 @@ def product_sums(
             BLOCK_SPLITS=merge.block_splits,
             num_warps=merge.num_warps,
         )
+    return means
 
 
 def transform(

@@ -12,11 +12,15 @@ import triton
 import triton.language as tl
 
 from triton_kernels._kernel import Kernel, is_tracing
+from triton_kernels.launch._arithmetic import ACCESS_BYTES, CACHE_LINE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+# Elements of a cache line, of 4 bytes.
+LINE_ELEMENTS = CACHE_LINE_BYTES // 4
 
 TL_DTYPES = {
     torch.float16: tl.float16,
@@ -107,22 +111,25 @@ def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda and not is_tracing() else contextlib.nullcontext()
 
 
-def new_scratch(like: Tensor, count: int, *shape: int) -> tuple[Tensor, ...]:
-    """`count` uninitialized tensors of one shape, with the dtype and device of `like`, out of one allocation.
+def split_scratch(like: Tensor, *shapes: int | Sequence[int], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """Uninitialized tensors out of one allocation, on the device of `like` and, by default, in its dtype.
 
-    In a graph they are allocated one by one: memory is planned there, and a kernel that writes into parts of a tensor
-    would have all of it copied.
+    Each begins on a cache line, so that what Triton compiles for does not depend on the sizes of the others. In a graph
+    they are allocated one by one: memory is planned there, and a kernel that writes into parts of a tensor would have
+    all of it copied.
+
+    Args:
+        like: Any tensor.
+        *shapes: A shape, or a number of elements of a flat tensor.
+        dtype: Dtype of all of them.
     """
     if is_tracing():
-        return tuple(like.new_empty(shape) for _ in range(count))
-    return like.new_empty((count, *shape)).unbind()
-
-
-def split_scratch(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """`new_scratch` with one dim, of another size for each tensor."""
-    if is_tracing():
-        return tuple(like.new_empty(size) for size in sizes)
-    return like.new_empty(sum(sizes)).split(sizes)
+        return tuple(like.new_empty(shape, dtype=dtype) for shape in shapes)
+    sizes = [shape if isinstance(shape, int) else math.prod(shape) for shape in shapes]
+    # Each part, and what is left of its last line.
+    cuts = [length for size in sizes for length in (size, -size % LINE_ELEMENTS)]
+    parts = like.new_empty(sum(cuts), dtype=dtype).split(cuts)[::2]
+    return [part if isinstance(shape, int) else part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int = 0) -> int | None:
@@ -183,6 +190,11 @@ class RowView(NamedTuple):
         for segment_stride, row_stride, _ in self.strides:
             divisor = math.gcd(divisor, segment_stride, row_stride)
         return divisor
+
+    def is_aligned(self, itemsize: int, *more: int) -> bool:
+        """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time; `more` as in `alignment`."""
+        are_adjacent = all(col_stride == 1 for _, _, col_stride in self.strides)
+        return are_adjacent and self.alignment(*more) * itemsize % ACCESS_BYTES == 0
 
 
 _ABSENT_STRIDES = (0, 0, 1)

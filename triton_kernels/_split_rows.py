@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def num_partial_results(num_blocks: int, block_rows: int, num_splits: int, num_slots: int) -> int:
+    """Partial results of a call of `launch_sweeps`; none where one program has a whole row."""
+    return num_blocks * num_slots * num_splits * block_rows if num_splits > 1 else 0
+
+
 def launch_sweeps(
     kernel: Any,
     num_blocks: int,
@@ -46,6 +51,7 @@ def launch_sweeps(
     dtype: torch.dtype,
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
+    parts: Tensor | None = None,
     **flags: Any,
 ) -> None:
     """Launch a kernel that sweeps rows: once, or once per sweep where several programs share a row.
@@ -59,6 +65,7 @@ def launch_sweeps(
         dtype: Dtype of the arithmetic.
         tensors: Arguments before the partial results.
         numbers: Arguments after the number of splits.
+        parts: Memory for `num_partial_results`; None if the call has no other scratch, so that it is allocated here.
         **flags: Compile-time constants and launch options.
     """
     if num_splits == 1:
@@ -69,9 +76,9 @@ def launch_sweeps(
     device = next(tensor.device for tensor in tensors if tensor is not None)
     # As large for every number of splits: it follows the number of rows, and a new one should compile nothing.
     block_splits = next_power_of_2(max(num_splits, limits_of(chip_of(device)).max_row_splits))
-    parts = None
-    if num_slots > 0:
-        parts = torch.empty((num_blocks, num_slots, num_splits, block_rows), dtype=dtype, device=device)
+    if parts is None and num_slots > 0:
+        size = num_partial_results(num_blocks, block_rows, num_splits, num_slots)
+        parts = torch.empty(size, dtype=dtype, device=device)
     for writes in (False, True) if num_slots > 0 else (True,):
         kernel[(num_blocks * num_splits,)](
             *tensors,

@@ -29,7 +29,7 @@ from triton_kernels._batch_norm_steps import (
     transform,
 )
 from triton_kernels._channels import new_output, readable
-from triton_kernels._runtime import accumulation_dtype, new_scratch
+from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -119,15 +119,16 @@ def batch_norm_train_bwd(
     dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     weight_bar = new_channels(x, batch_ndim, dtype) if weight_wanted else None
     bias_bar = new_channels(x, batch_ndim, dtype) if bias_wanted else None
-    means = new_scratch(mean, 2, *mean.shape) if x_wanted else (None, None)
     x_read, y_bar = readable(x, batch_ndim), readable(y_bar, batch_ndim)
+    u_center = tilt = None
     if any(wanted):
-        outputs = (*means, weight_bar, bias_bar, None, None)
+        outputs = (weight_bar, bias_bar, None, None)
         products_wanted, read_again = x_wanted or weight_wanted, (x_wanted, x_wanted)
-        product_sums(y_bar, x_read, mean, rstd, weight, outputs, products_wanted, batch_ndim, read_again)
+        u_center, tilt = product_sums(
+            y_bar, x_read, mean, rstd, weight, outputs, products_wanted, batch_ndim, read_again, means_wanted=x_wanted
+        )
     x_bar = None
     if x_wanted:
-        u_center, tilt = means
         x_bar = transform(
             x, batch_ndim, mean, rstd, x_read=x_read, u=y_bar, weight=weight, u_center=u_center, tilt=tilt
         )
@@ -164,9 +165,10 @@ def batch_norm_train_jvp(
     x_read = readable(x, batch_ndim)
     if x_dot is not None:
         x_dot = readable(x_dot, batch_ndim)
-        u_center, tilt = new_scratch(mean, 2, *mean.shape)
-        outputs = (u_center, tilt, None, None, None, None)
-        product_sums(x_dot, x_read, mean, rstd, None, outputs, True, batch_ndim, (True, True))
+        outputs, read_again = (None,) * 4, (True, True)
+        u_center, tilt = product_sums(
+            x_dot, x_read, mean, rstd, None, outputs, True, batch_ndim, read_again, means_wanted=True
+        )
     return transform(
         x,
         batch_ndim,
@@ -256,9 +258,8 @@ def batch_norm_eval_bwd(
     )
     if any(wanted[1:]):
         products_wanted = weight_wanted or var_wanted
-        outputs = (None, None, *sums)
         read_again = (x_wanted, False)
-        product_sums(y_bar, x, running_mean, running_var, weight, outputs, products_wanted, batch_ndim, read_again, eps)
+        product_sums(y_bar, x, running_mean, running_var, weight, sums, products_wanted, batch_ndim, read_again, eps)
     x_bar = None
     if x_wanted:
         x_bar = transform(x, batch_ndim, running_mean, running_var, eps=eps, u=y_bar, weight=weight)

@@ -19,7 +19,7 @@ segments are whatever lets the strides be used as they are.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from triton_kernels import launch
 from triton_kernels._layer_norm_kernels import (
@@ -34,8 +34,8 @@ from triton_kernels._layer_norm_looped import (
     layer_norm_param_bar_kernel,
     layer_norm_x_bar_looped_kernel,
 )
-from triton_kernels._runtime import RowView, accumulation_dtype, device_guard, new_scratch, param_view, row_view
-from triton_kernels._split_rows import launch_sweeps
+from triton_kernels._runtime import RowView, accumulation_dtype, device_guard, param_view, row_view, split_scratch
+from triton_kernels._split_rows import launch_sweeps, num_partial_results
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -205,55 +205,53 @@ def layer_norm_bwd(
         return x_bar, weight_bar.zero_(), bias_bar.zero_()
     # The weight only enters x_bar.
     weight, weight_stride = param_view(weight if want_x else None, batch_ndim)
-    mean, rstd = mean.contiguous(), rstd.contiguous()
+    rows = _Rows(x, y_bar, weight, weight_stride, mean.contiguous(), rstd.contiguous(), norm_ndim, batch_ndim)
     with device_guard(x):
         if want_weight or want_bias:
-            num_groups = math.prod(x.shape[:batch_ndim])
-            view = row_view(
-                [y_bar, x], norm_ndim, batch_ndim if num_groups > 1 else None, launch.LAYER_NORM_MAX_SEGMENTS
-            )
-            plan = launch.plan_layer_norm_params(
-                view.num_segments, view.num_rows, view.num_cols, x.element_size(), x.device
-            )
-            if want_x and plan.looped:
-                _launch_x_bar(y_bar, x, weight, weight_stride, mean, rstd, x_bar, norm_ndim, batch_ndim)
-            _launch_param_bars(
-                view, plan, num_groups, weight, weight_stride, mean, rstd, x_bar, weight_bar, bias_bar, wanted
-            )
+            _launch_sums(rows, x_bar, weight_bar, bias_bar, wanted)
         elif want_x:
-            _launch_x_bar(y_bar, x, weight, weight_stride, mean, rstd, x_bar, norm_ndim, batch_ndim)
+            view, plan = _plan_x_bar(rows)
+            _launch_x_bar(rows, view, plan, x_bar)
     return x_bar, weight_bar, bias_bar
 
 
+class _Rows(NamedTuple):
+    """What the kernels of the backward read."""
+
+    x: Tensor
+    y_bar: Tensor
+    weight: Tensor | None
+    weight_stride: int
+    mean: Tensor
+    rstd: Tensor
+    norm_ndim: int
+    batch_ndim: int
+
+
+def _plan_x_bar(rows: _Rows) -> tuple[RowView, launch.LayerNormPlan]:
+    """View and plan of the kernel that writes x_bar alone."""
+    view = row_view([rows.y_bar, rows.x], rows.norm_ndim, rows.batch_ndim if rows.weight_stride else None)
+    sizes, x = (view.num_rows, view.num_cols), rows.x
+    return view, launch.plan_layer_norm_rows(*sizes, x.element_size(), True, x.device, view.num_segments)
+
+
 def _launch_x_bar(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    weight_stride: int,
-    mean: Tensor,
-    rstd: Tensor,
-    x_bar: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
+    rows: _Rows, view: RowView, plan: launch.LayerNormPlan, x_bar: Tensor, sweep_parts: Tensor | None = None
 ) -> None:
-    view = row_view([y_bar, x], norm_ndim, batch_ndim if weight_stride else None)
-    sizes = (view.num_rows, view.num_cols)
-    plan = launch.plan_layer_norm_rows(*sizes, x.element_size(), True, x.device, view.num_segments)
-    tensors = (*view.tensors, weight, mean, rstd, x_bar)
-    strides = (*view.strides[0], *view.strides[1], weight_stride)
+    tensors = (*view.tensors, rows.weight, rows.mean, rows.rstd, x_bar)
+    strides = (*view.strides[0], *view.strides[1], rows.weight_stride)
     flags = {
         "num_cols": view.num_cols,
-        "HAS_WEIGHT": weight is not None,
-        "ALIGN": view.alignment(weight_stride),
+        "HAS_WEIGHT": rows.weight is not None,
+        "ALIGN": view.alignment(rows.weight_stride),
         "BLOCK_COLS": plan.block_cols,
         **plan.options(),
     }
     if plan.looped:
-        splits = (view.num_segments * view.num_rows, 1, plan.col_splits, 2, mean.dtype)
+        splits = (*_x_bar_splits(view, plan), rows.mean.dtype)
         numbers = (view.num_rows, *strides)
-        launch_sweeps(
-            layer_norm_x_bar_looped_kernel, *splits, tensors, numbers, TWO_LEVEL=view.num_segments > 1, **flags
-        )
+        flags["TWO_LEVEL"] = view.num_segments > 1
+        launch_sweeps(layer_norm_x_bar_looped_kernel, *splits, tensors, numbers, sweep_parts, **flags)
         return
     # One block of rows per program: the loop of the kernel runs once.
     num_splits = launch.cdiv(view.num_rows, plan.block_rows)
@@ -273,66 +271,39 @@ def _launch_x_bar(
     )
 
 
-def _launch_param_bars(
-    view: RowView,
-    plan: launch.LayerNormParamPlan,
-    num_groups: int,
-    weight: Tensor | None,
-    weight_stride: int,
-    mean: Tensor,
-    rstd: Tensor,
-    x_bar: Tensor,
-    weight_bar: Tensor,
-    bias_bar: Tensor,
-    wanted: Sequence[bool],
-) -> None:
-    """Launch the sums over rows, with x_bar fused unless the plan is looped, and the sum of their partial rows."""
+def _x_bar_splits(view: RowView, plan: launch.LayerNormPlan) -> tuple[int, int, int, int]:
+    """Blocks of rows, rows of a block, programs that share one, and partial results of each."""
+    return view.num_segments * view.num_rows, 1, plan.col_splits, 2
+
+
+def _launch_sums(rows: _Rows, x_bar: Tensor, weight_bar: Tensor, bias_bar: Tensor, wanted: Sequence[bool]) -> None:
+    """Launch the sums over rows, x_bar in the same kernel or, of long rows, before it, and the sum of partial rows."""
     want_x, want_weight, want_bias = wanted
+    x, mean = rows.x, rows.mean
+    num_groups = math.prod(x.shape[: rows.batch_ndim])
+    in_groups = rows.batch_ndim if num_groups > 1 else None
+    view = row_view([rows.y_bar, x], rows.norm_ndim, in_groups, launch.LAYER_NORM_MAX_SEGMENTS)
+    sizes = (view.num_segments, view.num_rows, view.num_cols, x.element_size())
+    plan = launch.plan_layer_norm_params(*sizes, x.device, view.is_aligned(x.element_size(), rows.weight_stride))
     num_parts = view.num_segments * plan.num_splits
-    weight_part, bias_part = weight_bar, bias_bar
     # A group of a single part needs no second sum: its partial row is the result.
-    if num_parts > num_groups:
-        scratch = new_scratch(mean, want_weight + want_bias, num_parts, view.num_cols)
-        weight_part, bias_part = scratch[0], scratch[-1]
-    flags = {
-        "num_cols": view.num_cols,
-        "WANT_WEIGHT": want_weight,
-        "WANT_BIAS": want_bias,
-        "ALIGN": view.alignment(weight_stride),
-        "BLOCK_ROWS": plan.block_rows,
-        "BLOCK_COLS": plan.block_cols,
-        "LOOP_STAGES": plan.loop_stages,
-        "num_warps": plan.num_warps,
-    }
-    strides = (*view.strides[0], *view.strides[1])
-    if plan.looped:
-        grid = (num_parts * launch.cdiv(view.num_cols, plan.block_cols),)
-        layer_norm_param_bar_kernel[grid](
-            *view.tensors, mean, rstd, weight_part, bias_part, view.num_rows, plan.num_splits, *strides, **flags
-        )
-    else:
-        layer_norm_bwd_kernel[(num_parts,)](
-            *view.tensors,
-            weight,
-            mean,
-            rstd,
-            x_bar,
-            weight_part,
-            bias_part,
-            view.num_rows,
-            plan.num_splits,
-            *strides,
-            weight_stride,
-            HAS_WEIGHT=weight is not None,
-            WANT_X=want_x,
-            **flags,
-        )
-    if num_parts > num_groups:
+    is_partial = num_parts > num_groups
+    part_size = num_parts * view.num_cols if is_partial else 0
+    swept = _plan_x_bar(rows) if want_x and plan.looped else None
+    swept_size = num_partial_results(*_x_bar_splits(*swept)) if swept is not None else 0
+    parts: Sequence[Tensor] = (weight_bar, bias_bar)
+    sweep_parts = None
+    if part_size or swept_size:
+        *partial_rows, sweep_parts = split_scratch(mean, part_size * want_weight, part_size * want_bias, swept_size)
+        parts = partial_rows if is_partial else parts
+    if swept is not None:
+        _launch_x_bar(rows, *swept, x_bar, sweep_parts)
+    _launch_param_bars(rows, view, plan, x_bar, parts, wanted)
+    if is_partial:
         reduce = launch.plan_param_reduce(num_parts // num_groups, mean.element_size(), mean.device)
         grid = (num_groups * launch.cdiv(view.num_cols, reduce.block_cols),)
         param_reduce_kernel[grid](
-            weight_part,
-            bias_part,
+            *parts,
             weight_bar,
             bias_bar,
             num_parts // num_groups,
@@ -343,3 +314,46 @@ def _launch_param_bars(
             BLOCK_COLS=reduce.block_cols,
             num_warps=reduce.num_warps,
         )
+
+
+def _launch_param_bars(
+    rows: _Rows,
+    view: RowView,
+    plan: launch.LayerNormParamPlan,
+    x_bar: Tensor,
+    parts: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> None:
+    """Launch the kernel of the sums, which also writes x_bar unless the plan is looped."""
+    want_x, want_weight, want_bias = wanted
+    num_parts = view.num_segments * plan.num_splits
+    flags = {
+        "num_cols": view.num_cols,
+        "WANT_WEIGHT": want_weight,
+        "WANT_BIAS": want_bias,
+        "ALIGN": view.alignment(rows.weight_stride),
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "LOOP_STAGES": plan.loop_stages,
+        "num_warps": plan.num_warps,
+    }
+    stats, strides = (rows.mean, rows.rstd), (*view.strides[0], *view.strides[1])
+    if plan.looped:
+        grid = (num_parts * launch.cdiv(view.num_cols, plan.block_cols),)
+        numbers = (view.num_rows, plan.num_splits, *strides)
+        layer_norm_param_bar_kernel[grid](*view.tensors, *stats, *parts, *numbers, **flags)
+        return
+    layer_norm_bwd_kernel[(num_parts,)](
+        *view.tensors,
+        rows.weight,
+        *stats,
+        x_bar,
+        *parts,
+        view.num_rows,
+        plan.num_splits,
+        *strides,
+        rows.weight_stride,
+        HAS_WEIGHT=rows.weight is not None,
+        WANT_X=want_x,
+        **flags,
+    )

@@ -16,8 +16,9 @@ from triton_kernels import launch
 from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel
 from triton_kernels._layer_norm_second_looped import layer_norm_second_looped_kernel, layer_norm_second_param_kernel
-from triton_kernels._runtime import device_guard, new_scratch, param_view, row_view
-from triton_kernels._split_rows import launch_sweeps
+from triton_kernels._layer_norm_second_operands import Operands, Results, needed_operands, num_row_means
+from triton_kernels._runtime import device_guard, param_view, row_view, split_scratch
+from triton_kernels._split_rows import launch_sweeps, num_partial_results
 from triton_kernels.launch import plan_layer_norm_second, plan_layer_norm_second_columns
 from triton_kernels.tuning import tunable
 
@@ -35,31 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["layer_norm_bwd_jvp", "layer_norm_pairing"]
 
 
-class _Operands(NamedTuple):
-    """What a derivative is computed from, besides mean and rstd; absent tensors are None."""
-
-    y_bar: Tensor | None
-    x: Tensor | None
-    y_bar_dot: Tensor | None
-    x_dot: Tensor | None
-    weight: Tensor | None
-    weight_dot: Tensor | None
-    bias_dot: Tensor | None
-
-
-class _Results(NamedTuple):
-    """The tensors to write; None where a derivative is not wanted."""
-
-    y_bar_bar: Tensor | None = None
-    x_bar: Tensor | None = None
-    x_dot_bar: Tensor | None = None
-    weight_bar: Tensor | None = None
-    weight_dot_bar: Tensor | None = None
-    bias_bar: Tensor | None = None
-
-
 class _Rows(NamedTuple):
-    """The views that the kernels are launched on: full-size operands in the order of `_Operands`, and parameters."""
+    """The views that the kernels are launched on: full-size operands in the order of `Operands`, and parameters."""
 
     view: RowView
     params: tuple[Tensor | None, ...]
@@ -111,8 +89,8 @@ def layer_norm_pairing(
         depends=(has_tangent or bias_dot is not None, has_tangent, x_dot is not None, True, True, True),
     )
     y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = computed
-    results = _Results(y_bar_bar, x_bar, x_dot_bar, weight_bar, weight_dot_bar, bias_dot_bar)
-    operands = _Operands(y_bar, x, None, x_dot, weight, weight_dot, bias_dot)
+    results = Results(y_bar_bar, x_bar, x_dot_bar, weight_bar, weight_dot_bar, bias_dot_bar)
+    operands = Operands(y_bar, x, None, x_dot, weight, weight_dot, bias_dot)
     _differentiate(x, operands, results, mean, rstd, norm_ndim, batch_ndim)
     return outputs
 
@@ -159,8 +137,8 @@ def layer_norm_bwd_jvp(
         depends=(moves_sums or weight_dot is not None, moves_sums, y_bar_dot is not None),
     )
     x_bar_dot, weight_bar_dot, bias_bar_dot = computed
-    results = _Results(None, x_bar_dot, None, weight_bar_dot, None, bias_bar_dot)
-    operands = _Operands(y_bar, x, y_bar_dot, x_dot, weight, weight_dot, None)
+    results = Results(None, x_bar_dot, None, weight_bar_dot, None, bias_bar_dot)
+    operands = Operands(y_bar, x, y_bar_dot, x_dot, weight, weight_dot, None)
     _differentiate(x, operands, results, mean, rstd, norm_ndim, batch_ndim)
     return outputs
 
@@ -186,44 +164,13 @@ def _allocate(
     return tuple(outputs), tuple(computed)
 
 
-def _needed(operands: _Operands, results: _Results) -> _Operands:
-    """The operands that the results take, None in the place of the others.
-
-    One that is given but multiplies nothing that is wanted would be read for nothing.
-    """
-    want_y_bar, want_x, want_x_dot, want_weight, want_weight_dot, want_bias = (tensor is not None for tensor in results)
-    x_dot = operands.x_dot if want_y_bar or want_x or want_weight else None
-    y_bar_dot = operands.y_bar_dot if want_x or want_weight or want_bias else None
-    weight_dot = operands.weight_dot if want_y_bar or want_x else None
-    has_x_dot, has_y_bar_dot, has_weight_dot = (tensor is not None for tensor in (x_dot, y_bar_dot, weight_dot))
-    project_g = want_x_dot or (want_x and has_x_dot)
-    reads_weight = project_g or (want_y_bar and has_x_dot) or (want_x and has_y_bar_dot)
-    reads_x = has_x_dot or (want_y_bar and has_weight_dot) or want_x or want_x_dot or want_weight or want_weight_dot
-    reads_y_bar = (
-        project_g
-        or want_weight_dot
-        or (want_x and has_weight_dot)
-        or (want_weight and has_x_dot)
-        or (want_bias and not has_y_bar_dot)
-    )
-    return _Operands(
-        operands.y_bar if reads_y_bar else None,
-        operands.x if reads_x else None,
-        y_bar_dot,
-        x_dot,
-        operands.weight if reads_weight else None,
-        weight_dot,
-        operands.bias_dot if want_y_bar else None,
-    )
-
-
 def _differentiate(
-    x: Tensor, operands: _Operands, results: _Results, mean: Tensor, rstd: Tensor, norm_ndim: int, batch_ndim: int
+    x: Tensor, operands: Operands, results: Results, mean: Tensor, rstd: Tensor, norm_ndim: int, batch_ndim: int
 ) -> None:
     """Write the results: in one launch, or a second one for sums that do not fit in it, and those of partial rows."""
     if all(tensor is None for tensor in results):
         return
-    needed = _needed(operands, results)
+    needed = needed_operands(operands, results)
     params, param_strides = zip(*(param_view(param, batch_ndim) for param in needed[4:]), strict=True)
     sums = results[3:]
     num_sums = sum(tensor is not None for tensor in sums)
@@ -236,30 +183,78 @@ def _differentiate(
         launch.LAYER_NORM_MAX_SEGMENTS if num_sums else None,
     )
     sizes = (view.num_segments, view.num_rows, view.num_cols, x.element_size())
-    plan = plan_layer_norm_second(*sizes, num_sums > 0, x.device)
-    columns = None if plan.fused or num_sums == 0 else plan_layer_norm_second_columns(*sizes, x.device)
+    is_aligned = view.is_aligned(x.element_size(), *param_strides)
+    plan = plan_layer_norm_second(*sizes, num_sums > 0, x.device, is_aligned)
+    columns = None if plan.fused or num_sums == 0 else plan_layer_norm_second_columns(*sizes, x.device, is_aligned)
     rows = _Rows(view, params, param_strides, mean.contiguous(), rstd.contiguous())
     # A group of a single part needs no second sum: its partial row is the result.
     num_parts = view.num_segments * (columns or plan).num_splits
-    parts = _partial_rows(rows, sums, num_parts) if num_sums and num_parts > num_groups else sums
+    part_size = num_parts * view.num_cols if num_sums and num_parts > num_groups else 0
+    # The kernel over rows makes the sums, or the means of x_dot for the kernel over columns that makes them.
+    row_results = results if columns is None else results.of_rows()
+    row_needed, takes_means = needed, False
+    if columns is not None:
+        row_needed, needed = needed_operands(operands, row_results), needed_operands(operands, results.of_columns())
+        takes_means = needed.x_dot is not None
+        if takes_means:
+            row_needed = row_needed._replace(x=operands.x, x_dot=operands.x_dot)
+    scratch = _Scratch.of(rows, plan, sums, part_size, takes_means, num_row_means(row_needed, row_results))
+    parts = scratch.parts if part_size else sums
     with device_guard(x):
-        if columns is None:
-            _launch_rows(rows, plan, needed, results, parts)
-        else:
-            _launch_rows_and_columns(rows, plan, columns, operands, results, parts)
-        if parts is not sums:
+        if takes_means or columns is None or any(tensor is not None for tensor in row_results):
+            row_parts = parts if columns is None else row_results[3:]
+            _launch_rows(rows, plan, row_needed, row_results, row_parts, scratch)
+        if columns is not None:
+            _launch_columns(rows, columns, needed, results.of_columns(), parts, scratch.x_dot_means)
+        if part_size:
             _add_partial_rows(parts, sums, num_groups, num_parts // num_groups, view.num_cols)
+
+
+class _Scratch(NamedTuple):
+    """Memory that one kernel leaves to another, out of one allocation; None where there is nothing to leave.
+
+    Attributes:
+        parts: Partial rows of each of the three sums.
+        x_dot_means: The two means of x_dot of each row.
+        sweep_parts: What programs that share a row find out about it.
+    """
+
+    parts: tuple[Tensor | None, ...]
+    x_dot_means: Tensor | None
+    sweep_parts: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        rows: _Rows,
+        plan: LayerNormSecondPlan,
+        sums: Sequence[Tensor | None],
+        part_size: int,
+        takes_means: bool,
+        num_means: int,
+    ) -> _Scratch:
+        """As much as is needed: `part_size` elements for each of the `sums`, `num_means` results of a sweep per row."""
+        num_rows = rows.view.num_segments * rows.view.num_rows
+        swept_size = num_partial_results(num_rows, 1, plan.rows.col_splits, num_means) if plan.rows.looped else 0
+        sizes = [0 if tensor is None else part_size for tensor in sums] + [2 * num_rows * takes_means, swept_size]
+        if not any(sizes):
+            return cls((None,) * len(sums), None, None)
+        *parts, means, swept = [
+            memory if size else None for size, memory in zip(sizes, split_scratch(rows.mean, *sizes), strict=True)
+        ]
+        return cls(tuple(parts), means, swept)
 
 
 def _launch_rows(
     rows: _Rows,
     plan: LayerNormSecondPlan,
-    needed: _Operands,
-    results: _Results,
+    needed: Operands,
+    results: Results,
     parts: Sequence[Tensor | None],
-    x_dot_means: Tensor | None = None,
+    scratch: _Scratch,
 ) -> None:
     """Launch the kernel that owns whole rows."""
+    x_dot_means = scratch.x_dot_means
     view = rows.view
     num_rows = view.num_segments * view.num_rows
     flags = {
@@ -277,11 +272,10 @@ def _launch_rows(
     inputs = (*view.tensors, *rows.params, rows.mean, rows.rstd, *results[:3])
     strides = (*itertools.chain(*view.strides), *rows.param_strides)
     if plan.rows.looped:
-        splits = (num_rows, 1, plan.rows.col_splits, _num_means(needed, results), rows.mean.dtype)
+        splits = (num_rows, 1, plan.rows.col_splits, num_row_means(needed, results), rows.mean.dtype)
         tensors, numbers = (*inputs, x_dot_means), (num_rows, view.num_rows, *strides)
-        launch_sweeps(
-            layer_norm_second_looped_kernel, *splits, tensors, numbers, TWO_LEVEL=view.num_segments > 1, **flags
-        )
+        flags["TWO_LEVEL"] = view.num_segments > 1
+        launch_sweeps(layer_norm_second_looped_kernel, *splits, tensors, numbers, scratch.sweep_parts, **flags)
         return
     layer_norm_second_kernel[(view.num_segments * plan.num_splits,)](
         *inputs,
@@ -298,31 +292,17 @@ def _launch_rows(
     )
 
 
-def _num_means(needed: _Operands, results: _Results) -> int:
-    """Means that the kernel which sweeps rows has room for, or 0 where no result takes one."""
-    want_k = results.x_bar is not None and (needed.weight_dot is not None or needed.y_bar_dot is not None)
-    return 7 if needed.x_dot is not None or results.x_dot_bar is not None or want_k else 0
-
-
-def _launch_rows_and_columns(
+def _launch_columns(
     rows: _Rows,
-    plan: LayerNormSecondPlan,
     columns: LayerNormColumnPlan,
-    operands: _Operands,
-    results: _Results,
+    needed: Operands,
+    results: Results,
     parts: Sequence[Tensor | None],
+    x_dot_means: Tensor | None,
 ) -> None:
-    """Launch a kernel for the row outputs and the means of x_dot, and one for the sums, which take those means."""
+    """Launch the kernel that owns columns and makes the sums."""
     view = rows.view
     num_rows = view.num_segments * view.num_rows
-    row_results, sum_results = _Results(*results[:3]), _Results(None, None, None, *results[3:])
-    row_needed, needed = _needed(operands, row_results), _needed(operands, sum_results)
-    x_dot_means = None
-    if needed.x_dot is not None:
-        x_dot_means = rows.mean.new_empty((2, num_rows))
-        row_needed = row_needed._replace(x=operands.x, x_dot=operands.x_dot)
-    if x_dot_means is not None or any(tensor is not None for tensor in row_results):
-        _launch_rows(rows, plan, row_needed, row_results, row_results[3:], x_dot_means)
     col_blocks = launch.cdiv(view.num_cols, columns.block_cols)
     layer_norm_second_param_kernel[(view.num_segments * columns.num_splits * col_blocks,)](
         *view.tensors,
@@ -335,7 +315,7 @@ def _launch_rows_and_columns(
         columns.num_splits,
         *itertools.chain(*view.strides),
         **_read_flags(rows, needed),
-        **_sum_flags(sum_results),
+        **_sum_flags(results),
         BLOCK_ROWS=columns.block_rows,
         BLOCK_COLS=columns.block_cols,
         LOOP_STAGES=columns.loop_stages,
@@ -343,7 +323,7 @@ def _launch_rows_and_columns(
     )
 
 
-def _read_flags(rows: _Rows, needed: _Operands) -> dict[str, int]:
+def _read_flags(rows: _Rows, needed: Operands) -> dict[str, int]:
     return {
         "num_cols": rows.view.num_cols,
         "READ_X": needed.x is not None,
@@ -354,18 +334,12 @@ def _read_flags(rows: _Rows, needed: _Operands) -> dict[str, int]:
     }
 
 
-def _sum_flags(results: _Results) -> dict[str, bool]:
+def _sum_flags(results: Results) -> dict[str, bool]:
     return {
         "WANT_WEIGHT": results.weight_bar is not None,
         "WANT_WEIGHT_DOT": results.weight_dot_bar is not None,
         "WANT_BIAS": results.bias_bar is not None,
     }
-
-
-def _partial_rows(rows: _Rows, sums: Sequence[Tensor | None], num_parts: int) -> tuple[Tensor | None, ...]:
-    num_sums = sum(tensor is not None for tensor in sums)
-    scratch = iter(new_scratch(rows.mean, num_sums, num_parts, rows.view.num_cols))
-    return tuple(None if tensor is None else next(scratch) for tensor in sums)
 
 
 def _add_partial_rows(

@@ -25,7 +25,14 @@ def library(namespace: str) -> torch.library.Library:
 
 
 def list_names(names: Sequence[str], entries: Sequence[Any]) -> list[str]:
-    """Names of the entries of a schema that are lists of tensors."""
+    """Names of the entries of a schema that are lists of tensors.
+
+    Raises:
+        ValueError: If a list of tensors may be `None`: autograd would not know how many tensors it has.
+    """
+    for name, entry in zip(names, entries, strict=True):
+        if str(entry.type).startswith("Optional[List[") and "Tensor" in str(entry.type):
+            raise ValueError(f"{name}: a list of tensors must not be optional; pass an empty list, got {entry.type}.")
     return [
         n
         for n, entry in zip(names, entries, strict=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 MAX_BLOCK_ELEMENTS = 1 << 20
 # One cache line; a tile narrower than this along adjacent channels wastes memory bandwidth.
 CACHE_LINE_BYTES = 128
+# The widest access of a thread.
+ACCESS_BYTES = 16
 # Memory is read in sectors of this many bytes; shorter runs waste bandwidth.
 SECTOR_BYTES = 32
 # Words of a block of Philox numbers.

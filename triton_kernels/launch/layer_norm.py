@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
+    ACCESS_BYTES,
     CACHE_LINE_BYTES,
     cdiv,
     next_power_of_2,
@@ -92,9 +93,23 @@ def plan_layer_norm_rows(
 
 @planned(sum_candidates)
 def plan_layer_norm_params(
-    num_segments: int, num_rows: int, num_cols: int, itemsize: int, device: torch.device | Chip
+    num_segments: int,
+    num_rows: int,
+    num_cols: int,
+    itemsize: int,
+    device: torch.device | Chip,
+    is_aligned: bool = True,
 ) -> LayerNormParamPlan:
-    """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment."""
+    """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment.
+
+    Args:
+        num_segments: Segments of rows.
+        num_rows: Rows of a segment.
+        num_cols: Columns of a row.
+        itemsize: Bytes of an element of x.
+        device: Where the kernel runs.
+        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
+    """
     chip = chip_of(device)
     limits = limits_of(chip)
     looped = next_power_of_2(num_cols) > register_values(limits.layer_norm_accumulated_cols, itemsize, chip)
@@ -108,14 +123,20 @@ def plan_layer_norm_params(
         programs = cdiv(programs, cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     # Two stages load the next rows of both tensors while the sums of this one are reduced.
-    staged_bytes = limits.unaligned_staged_bytes if num_cols * itemsize % 16 else limits.staged_bytes
-    fits = 2 * block_rows * block_cols * itemsize <= staged_bytes
-    return LayerNormParamPlan(block_rows, block_cols, num_warps, num_splits, 2 if fits else 1, looped)
+    is_aligned = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
+    stages = loop_stages(2 * block_rows * block_cols * itemsize, is_aligned, chip)
+    return LayerNormParamPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
 
 
 def resident_programs(num_warps: int, chip: Chip) -> int:
     """Programs of this many warps, with sums in registers, that all run at a time."""
     return chip.num_processors * max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1)
+
+
+def loop_stages(step_bytes: int, is_aligned: bool, chip: Chip) -> int:
+    """Stages of a loop that loads this many bytes per step: two load the next step while this one is reduced."""
+    limits = limits_of(chip)
+    return 2 if step_bytes <= (limits.staged_bytes if is_aligned else limits.unaligned_staged_bytes) else 1
 
 
 def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int, chip: Chip) -> int:

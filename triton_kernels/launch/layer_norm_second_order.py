@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
+    ACCESS_BYTES,
     cdiv,
     next_power_of_2,
     register_values,
@@ -16,7 +17,7 @@ from triton_kernels.launch._arithmetic import (
 from triton_kernels.launch._candidates import second_candidates, sum_candidates
 from triton_kernels.launch._planned import planned
 from triton_kernels.launch.chips import Chip, chip_of
-from triton_kernels.launch.layer_norm import LayerNormPlan, resident_programs, sum_splits
+from triton_kernels.launch.layer_norm import LayerNormPlan, loop_stages, resident_programs, sum_splits
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
@@ -72,14 +73,20 @@ def _second_warps(num_values: int, itemsize: int, chip: Chip) -> int:
     return row_warps(values, limits_of(chip).tile_threads, chip)
 
 
-def _loop_stages(num_values: int, itemsize: int, chip: Chip) -> int:
-    # Two stages load the next rows of up to four tensors while the sums of this one are reduced.
-    return 2 if 4 * num_values * itemsize <= limits_of(chip).staged_bytes else 1
+def _second_stages(num_values: int, num_cols: int, itemsize: int, is_aligned: bool, chip: Chip) -> int:
+    # Of up to four tensors.
+    return loop_stages(4 * num_values * itemsize, is_aligned and num_cols * itemsize % ACCESS_BYTES == 0, chip)
 
 
 @planned(second_candidates)
 def plan_layer_norm_second(
-    num_segments: int, num_rows: int, num_cols: int, itemsize: int, has_sums: bool, device: torch.device | Chip
+    num_segments: int,
+    num_rows: int,
+    num_cols: int,
+    itemsize: int,
+    has_sums: bool,
+    device: torch.device | Chip,
+    is_aligned: bool = True,
 ) -> LayerNormSecondPlan:
     """Plan of the kernel of the second-order derivatives of layer norm that owns rows.
 
@@ -90,6 +97,7 @@ def plan_layer_norm_second(
         itemsize: Bytes of an element of x.
         has_sums: Whether anything is summed over the rows of a segment.
         device: Where the kernel runs.
+        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
     """
     chip = chip_of(device)
     limits = limits_of(chip)
@@ -106,16 +114,31 @@ def plan_layer_norm_second(
     if has_sums and block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip):
         programs = resident_programs(rows.num_warps, chip)
         num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-        return LayerNormSecondPlan(rows, num_splits, _loop_stages(num_values, itemsize, chip), True)
+        stages = _second_stages(num_values, num_cols, itemsize, is_aligned, chip)
+        return LayerNormSecondPlan(rows, num_splits, stages, True)
     # One block of rows per program: the loop of the kernel runs once.
     return LayerNormSecondPlan(rows, cdiv(num_rows, block_rows), 1, False)
 
 
 @planned(sum_candidates)
 def plan_layer_norm_second_columns(
-    num_segments: int, num_rows: int, num_cols: int, itemsize: int, device: torch.device | Chip
+    num_segments: int,
+    num_rows: int,
+    num_cols: int,
+    itemsize: int,
+    device: torch.device | Chip,
+    is_aligned: bool = True,
 ) -> LayerNormColumnPlan:
-    """Plan of the kernel that sums the second-order derivatives of long rows over the `num_rows` rows of a segment."""
+    """Plan of the kernel that sums the second-order derivatives of long rows over the `num_rows` rows of a segment.
+
+    Args:
+        num_segments: Segments of rows.
+        num_rows: Rows of a segment.
+        num_cols: Columns of a row.
+        itemsize: Bytes of an element of x.
+        device: Where the kernel runs.
+        is_aligned: As for `plan_layer_norm_second`.
+    """
     chip = chip_of(device)
     # 8 values of each of up to four tensors and three accumulators in each of four warps, from whole cache lines.
     block_cols = limits_of(chip).layer_norm_param_cols
@@ -124,4 +147,5 @@ def plan_layer_norm_second_columns(
     num_warps = _second_warps(num_values, itemsize, chip)
     programs = cdiv(resident_programs(num_warps, chip), cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    return LayerNormColumnPlan(block_rows, block_cols, num_warps, num_splits, _loop_stages(num_values, itemsize, chip))
+    stages = _second_stages(num_values, num_cols, itemsize, is_aligned, chip)
+    return LayerNormColumnPlan(block_rows, block_cols, num_warps, num_splits, stages)
