@@ -190,24 +190,37 @@ def _differentiate(
     # A group of a single part needs no second sum: its partial row is the result.
     num_parts = view.num_segments * (columns or plan).num_splits
     part_size = num_parts * view.num_cols if num_sums and num_parts > num_groups else 0
-    # The kernel over rows makes the sums, or the means of x_dot for the kernel over columns that makes them.
-    row_results = results if columns is None else results.of_rows()
-    row_needed, takes_means = needed, False
-    if columns is not None:
-        row_needed, needed = needed_operands(operands, row_results), needed_operands(operands, results.of_columns())
-        takes_means = needed.x_dot is not None
-        if takes_means:
-            row_needed = row_needed._replace(x=operands.x, x_dot=operands.x_dot)
-    scratch = _Scratch.of(rows, plan, sums, part_size, takes_means, num_row_means(row_needed, row_results))
+    work, column_work = (_Work(needed, results), None) if columns is None else _divided(operands, results)
+    takes_means = column_work is not None and column_work.needed.x_dot is not None
+    scratch = _Scratch.of(rows, plan, sums, part_size, takes_means, num_row_means(*work))
     parts = scratch.parts if part_size else sums
     with device_guard(x):
-        if takes_means or columns is None or any(tensor is not None for tensor in row_results):
-            row_parts = parts if columns is None else row_results[3:]
-            _launch_rows(rows, plan, row_needed, row_results, row_parts, scratch)
-        if columns is not None:
-            _launch_columns(rows, columns, needed, results.of_columns(), parts, scratch.x_dot_means)
+        if takes_means or any(tensor is not None for tensor in work.results):
+            _launch_rows(rows, plan, work, (None,) * len(sums) if column_work else parts, scratch)
+        if column_work is not None and columns is not None:
+            _launch_columns(rows, columns, column_work, parts, scratch.x_dot_means)
         if part_size:
             _add_partial_rows(parts, sums, num_groups, num_parts // num_groups, view.num_cols)
+
+
+class _Work(NamedTuple):
+    """What a kernel reads and writes."""
+
+    needed: Operands
+    results: Results
+
+
+def _divided(operands: Operands, results: Results) -> tuple[_Work, _Work]:
+    """The work of the kernel over rows, and of the one over columns, which makes the sums.
+
+    The first finds the means of x_dot that the second one takes.
+    """
+    of_rows, of_columns = (
+        _Work(needed_operands(operands, part), part) for part in (results.of_rows(), results.of_columns())
+    )
+    if of_columns.needed.x_dot is not None:
+        of_rows = of_rows._replace(needed=of_rows.needed._replace(x=operands.x, x_dot=operands.x_dot))
+    return of_rows, of_columns
 
 
 class _Scratch(NamedTuple):
@@ -248,13 +261,12 @@ class _Scratch(NamedTuple):
 def _launch_rows(
     rows: _Rows,
     plan: LayerNormSecondPlan,
-    needed: Operands,
-    results: Results,
+    work: _Work,
     parts: Sequence[Tensor | None],
     scratch: _Scratch,
 ) -> None:
     """Launch the kernel that owns whole rows."""
-    x_dot_means = scratch.x_dot_means
+    (needed, results), x_dot_means = work, scratch.x_dot_means
     view = rows.view
     num_rows = view.num_segments * view.num_rows
     flags = {
@@ -295,8 +307,7 @@ def _launch_rows(
 def _launch_columns(
     rows: _Rows,
     columns: LayerNormColumnPlan,
-    needed: Operands,
-    results: Results,
+    work: _Work,
     parts: Sequence[Tensor | None],
     x_dot_means: Tensor | None,
 ) -> None:
@@ -314,8 +325,8 @@ def _launch_columns(
         view.num_rows,
         columns.num_splits,
         *itertools.chain(*view.strides),
-        **_read_flags(rows, needed),
-        **_sum_flags(results),
+        **_read_flags(rows, work.needed),
+        **_sum_flags(work.results),
         BLOCK_ROWS=columns.block_rows,
         BLOCK_COLS=columns.block_cols,
         LOOP_STAGES=columns.loop_stages,
