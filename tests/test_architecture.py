@@ -14,6 +14,7 @@ import pytest
 
 import primitives as pr
 from primitives.core import registered_primitives
+from tests.launch_numbers import OPTIONS, fixed_launch_numbers, named_numbers
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 PACKAGES = ("primitives", "triton_kernels")
@@ -215,36 +216,16 @@ def test_one_stem_per_family(name):
 
 # Launch policy.
 
-POLICY = re.compile(
-    r"num_(warps|stages|ctas|splits)|waves_per_eu|maxnreg|\w+_STAGES|BLOCK_\w+|block_\w+|SPLIT_\w+", re.ASCII
-)
+
+@functools.cache
+def kernel_constants():
+    """Names that a module of the kernels gives to a number, the planner's included."""
+    paths = [path for path in SOURCES if path.parts[0] == "triton_kernels"]
+    bodies = [[node for node in tree(path).body if isinstance(node, (ast.Assign, ast.AnnAssign))] for path in paths]
+    return frozenset().union(*(named_numbers(ast.Module(body, [])) for body in bodies))
 
 
-def literal(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool)
-
-
-def fixed_launch_numbers(source):
-    """Lines that fix a launch parameter to a number other than 1."""
-    for node in ast.walk(source):
-        if isinstance(node, (ast.Call, ast.Dict)):
-            pairs = (
-                [(k.arg, k.value) for k in node.keywords]
-                if isinstance(node, ast.Call)
-                else [(getattr(k, "value", None), v) for k, v in zip(node.keys, node.values, strict=True)]
-            )
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            pairs = [(getattr(target, "id", None), node.value) for target in targets]
-        elif isinstance(node, ast.arguments):
-            named = [*node.posonlyargs, *node.args]
-            pairs = [(a.arg, d) for a, d in zip(named[len(named) - len(node.defaults) :], node.defaults, strict=True)]
-            pairs += [(a.arg, d) for a, d in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
-        else:
-            continue
-        for name, value in pairs:
-            if isinstance(name, str) and POLICY.fullmatch(name) and literal(value) and value.value != 1:
-                yield value.lineno
+LAUNCHERS = [path for path in SOURCES if path.parts[0] == "triton_kernels" and path.parts[1] != "launch"]
 
 
 @pytest.mark.parametrize(
@@ -252,16 +233,38 @@ def fixed_launch_numbers(source):
     [
         "kernel[grid](x, num_warps=4)", "BLOCK_COLS = 128", "block_rows: int = 32", "Config({'BLOCK_ROWS': 64})",
         "def kernel(x, BLOCK_COLS: tl.constexpr = 128): pass", "def launch(*, num_stages=3): pass",
-        "kernel[grid](x, LOOP_STAGES=2)", "kernel[grid](x, num_ctas=4)",
+        "kernel[grid](x, LOOP_STAGES=2)", "kernel[grid](x, num_ctas=4)", "kernel[grid](x, BLOCK=1024)",
+        "kernel[grid](x, num_warps=2 * 4)", "kernel[grid](x, num_warps=max(4, n))", "BLOCK_ROWS = 8 if n > m else n",
+        "kernel[grid](x, num_warps=max(plan.num_warps, 8))", "flags['num_warps'] = 4", "plan.num_warps = 4",
+        "x = tl.arange(0, 64)", "x = tl.zeros([BLOCK_ROWS, 64], dtype)", "WARPS = 4; kernel[grid](x, num_warps=WARPS)",
+        "def launch(): n = 4; kernel[grid](x, num_warps=n)", "A = 2; B = A * A; block_cols = B", "num_warps *= 2",
+        "flags.setdefault('num_warps', 4)", "rows, num_warps = 1, 4", "num_warps, num_stages = choose(4)",
+        "def _num_warps(n): return 4", "kernel[grid](x, BLOCK_COLS=LINE)", "kernel[grid](x, num_splits=n << 2)",
     ],
 )  # fmt: skip
 def test_fixed_launch_numbers_are_found(source):
-    assert list(fixed_launch_numbers(ast.parse(source))) == [1]
+    assert fixed_launch_numbers(ast.parse(source), {"LINE"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "kernel[grid](x, num_warps=plan.num_warps, BLOCK_SPLITS=1)", "NUM_CHANNELS = sizes[2]", "BLOCK_COLS = sizes[2]",
+        "x = tl.arange(0, BLOCK // 4)", "x = tl.zeros([BLOCK_ROWS, 1], dtype)", "kernel[grid](x, 64, EPS=2)",
+    ],
+)  # fmt: skip
+def test_numbers_of_the_plan_are_free(source):
+    assert not fixed_launch_numbers(ast.parse(source), {"LINE"})
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=str)
+def test_launch_numbers_are_in_the_launch_package_only(path):
+    assert fixed_launch_numbers(tree(path), kernel_constants()) == []
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[:2] != ("triton_kernels", "launch")], ids=str)
-def test_launch_numbers_are_in_the_launch_package_only(path):
-    assert list(fixed_launch_numbers(tree(path))) == []
+def test_nobody_else_chooses_options(path):
+    assert fixed_launch_numbers(tree(path), policy=OPTIONS) == []
     # An `autotune` of a single configuration is how options reach a kernel in a graph.
     if path.name != "_kernel.py":
         assert "autotune" not in (ROOT / path).read_text(encoding="utf-8")

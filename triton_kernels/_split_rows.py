@@ -28,8 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_kernels.launch import chip_of, next_power_of_2
-from triton_kernels.launch.tables import limits_of
+from triton_kernels.launch import block_row_splits, chip_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,8 +73,7 @@ def launch_sweeps(
         )
         return
     device = next(tensor.device for tensor in tensors if tensor is not None)
-    # As large for every number of splits: it follows the number of rows, and a new one should compile nothing.
-    block_splits = next_power_of_2(max(num_splits, limits_of(chip_of(device)).max_row_splits))
+    block_splits = block_row_splits(num_splits, chip_of(device))
     if parts is None and num_slots > 0:
         size = num_partial_results(num_blocks, block_rows, num_splits, num_slots)
         parts = torch.empty(size, dtype=dtype, device=device)

@@ -250,7 +250,7 @@ def _merge_sums(
     """Fill the per-channel `outputs`; returns the coefficients of the transform if they are wanted."""
     # Without a sum to take, the coefficients still depend on the parameters; the view then only counts channels.
     view = view_channels(operands.present() or [readable(x, batch_ndim)], batch_ndim)
-    plan = plan_channel_second_reduction(view.sizes, view.spatial_inner, x.element_size(), x.device)
+    plan = plan_channel_second_reduction(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device)
     merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
     num_rows = view.num_channels
     # The coefficients come first: where the rest starts then does not change with the number of splits, and with it

@@ -33,6 +33,8 @@ DOUBLE_BACKWARD_OF_X = (True, True, False, False, False, False)
 DOUBLE_BACKWARD_OF_LOSS = (False, True, True, False, False, False)
 BACKWARD_OF_JVP = (False, True, True, True, True, True)
 ALL_RESULTS = (True,) * 6
+# Which of these belong to weight and bias.
+OF_PARAMS = (False, False, True, False, True, True)
 
 # Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
 # gradients (a Hessian-vector product in reverse), the pairing with all that it can be asked for, as derivatives of
@@ -84,12 +86,13 @@ class Shape:
         return self.shape[1] if self.channels_last or spatial == 1 else spatial
 
 
-# Rows that the suite lacks: very short ones (so many that partial sums are few beside them), float64, and where the
-# reduced dim is long and not the last.
+# What the suite lacks: very short rows (so many that partial sums are few beside them), float64, a reduced dim that is
+# long and not the last, and sizes that are a multiple of nothing.
 OTHER_SHAPES = (
     Shape("layer_norm", (1 << 18, 24), modes=("forward", "backward", "jvp")),
     Shape("layer_norm", (512, 512), "float64"),
     Shape("layer_norm", (8192, 768), modes=("gradient_backward",)),
+    Shape("layer_norm", (16384, 1152), affine=False, modes=("gradient_backward",)),
     Shape("layer_norm", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results")),
     Shape(
         "layer_norm",
@@ -119,8 +122,12 @@ OTHER_SHAPES = (
     Shape("batch_norm", (64, 256, 56, 56), "float32", modes=("hvp", "all_results")),
     Shape("batch_norm", (8192, 1000), "float32"),
     Shape("batch_norm", (32, 64, 16, 16), "float64"),
-    Shape("dropout", (8192, 4096), modes=("forward", "batched")),
-    Shape("dropout", (8192, 4096), "float32", modes=("forward",)),
+    # Channels, or positions of a channel, that are loaded one by one.
+    Shape("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=("forward", "backward", "hvp")),
+    Shape("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=("forward", "backward", "hvp")),
+    Shape("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
+    Shape("batch_norm", (64, 2048, 7, 7), "float32", modes=("forward", "backward", "hvp")),
+    Shape("dropout", (8192, 4096), modes=("batched",)),
     Shape("dropout", (512, 512), "float64", modes=("forward",)),
 )
 
@@ -128,9 +135,7 @@ OTHER_SHAPES = (
 def shapes() -> Iterator[Shape]:
     """The suite's shapes, then the others."""
     for w in GPU_WORKLOADS:
-        # The suite's dropouts and evaluations have shapes that `OTHER_SHAPES` has.
-        if w.op not in {"dropout", "batch_norm_eval"}:
-            yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
+        yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
     yield from OTHER_SHAPES
 
 
@@ -180,7 +185,10 @@ def _launch_layer_norm(shape: Shape, mode: str, x: Tensor) -> None:
     else:
         for with_param_dots, wanted in _PAIRINGS[mode]:
             param_dot = weight if with_param_dots else None
-            results = wanted if shape.affine else DOUBLE_BACKWARD_OF_X
+            # Without parameters nobody asks for their cotangents.
+            results = [
+                want and (shape.affine or not of_params) for want, of_params in zip(wanted, OF_PARAMS, strict=True)
+            ]
             layer_norm_second_order.layer_norm_pairing(*operands, x, param_dot, param_dot, 1, 0, results)
 
 

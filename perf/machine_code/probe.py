@@ -1,10 +1,11 @@
-"""What the gate in the tests asks of a process that compiles: keys, a small sample of rows, planted faults."""
+"""What the gate in the tests asks of a process that compiles: keys, a small sample of rows, planted faults, batches."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -68,8 +69,10 @@ def _planted(chip_name: str) -> dict[str, dict[str, Any] | str]:
     return found
 
 
-# What is launched in clusters: of each op that has such candidates, rows that one program sweeps otherwise.
+# What is launched in clusters: of each op that has such candidates, rows that one program sweeps otherwise, and modes
+# that reach its kernels of first order. Second order has candidates for log-softmax, which hold fewer values.
 CLUSTERED = {"layer_norm": (512, 131072), "log_softmax": (2048, 128256)}
+CLUSTERED_MODES = ("forward", "backward", "jvp")
 
 
 class _ClusterAdvisor:
@@ -82,23 +85,23 @@ class _ClusterAdvisor:
 
 
 def _clusters(chip_name: str) -> dict[str, dict[str, Any] | str]:
-    """What the compiler makes of the forward of each op in a cluster; nothing where this release plans none."""
+    """What the compiler makes of each op and mode in a cluster; nothing where this release plans none."""
     from perf.machine_code.cases import Shape, launch_mode
     from perf.machine_code.compiling import try_compile
     from perf.machine_code.launches import watch_launches
     from triton_kernels.launch._planned import set_advisor
 
     found: dict[str, dict[str, Any] | str] = {}
-    for op, sizes in CLUSTERED.items():
-        shape, launches = Shape(op, sizes), []
+    for op, mode in itertools.product(CLUSTERED, CLUSTERED_MODES):
+        shape, launches = Shape(op, CLUSTERED[op]), []
         set_advisor(_ClusterAdvisor())
         try:
             with watch_launches(chip_name, [shape], launches.append):
-                launch_mode(shape, "forward")
+                launch_mode(shape, mode)
                 for launch in launches:
                     if launch.constants.get("num_ctas", 1) > 1:
-                        row = try_compile(chip_name, launch, f"{shape} forward in clusters")
-                        found[op] = row if isinstance(row, str) else dataclasses.asdict(row)
+                        row = try_compile(chip_name, launch, f"{shape} {mode} in clusters")
+                        found[f"{op} {mode}"] = row if isinstance(row, str) else dataclasses.asdict(row)
         finally:
             set_advisor(None)
     return found
@@ -125,6 +128,9 @@ def main() -> int:
     parser.add_argument("--chip", choices=CHIPS, action="append", required=True, help="may be repeated")
     parser.add_argument("--faults", choices=CHIPS, action="append", default=[], help="compile planted faults as well")
     parser.add_argument("--clusters", choices=CHIPS, action="append", default=[], help="compile clusters as well")
+    parser.add_argument(
+        "--batches", choices=CHIPS, action="append", default=[], help="launch other batch sizes as well"
+    )
     options = parser.parse_args()
     found = {}
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
@@ -137,6 +143,10 @@ def main() -> int:
                 found[chip_name]["faults"] = _planted(chip_name)
             if chip_name in options.clusters:
                 found[chip_name]["clusters"] = _clusters(chip_name)
+            if chip_name in options.batches:
+                from perf.machine_code.batches import compiled_anew
+
+                found[chip_name]["compiled_anew"] = compiled_anew(chip_name)
     sys.stdout.write(json.dumps(found))
     return 0
 

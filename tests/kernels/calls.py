@@ -141,14 +141,15 @@ def layer_norm_call(mode: str, num_cols: int, dtype: torch.dtype, num_rows: int,
     return layer_norm_pairing(num_cols, dtype, num_rows, wanted, layout)
 
 
+# Channels and positions that fill no tile, so that lanes past the last one have to be masked off.
 CHANNEL_LAYOUTS = {
-    "channels first": ((4, 2, 32, 32), torch.contiguous_format),
-    "channels last": ((2, 8, 32, 32), torch.channels_last),
-    "features": ((2048, 8), torch.contiguous_format),
+    "channels first": ((3, 3, 17, 19), torch.contiguous_format),
+    "channels last": ((2, 9, 17, 19), torch.channels_last),
+    "features": ((521, 9), torch.contiguous_format),
 }
 # Parameters of their own for each of two groups; samples with gaps between them; a cotangent and tangents that are one
-# for all samples, or for all positions.
-STRIDED_CHANNELS = {"groups": (2, 4, 2, 32, 32), "strided": (4, 2, 32, 32), "expanded": (4, 2, 32, 32)}
+# for all samples, or for all positions. Two have whole tiles.
+STRIDED_CHANNELS = {"groups": (2, 2, 2, 32, 32), "strided": (3, 3, 29, 31), "expanded": (4, 2, 32, 32)}
 
 
 def _channel_operands(layout: str, samples: int | None, dtype: torch.dtype) -> list[Tensor]:
@@ -207,10 +208,41 @@ def batch_norm_calls(layout: str, samples: int | None = None, dtype: torch.dtype
     ]
 
 
-def log_softmax_calls(shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.float32) -> list[Call]:
-    """First order, and second order for every choice of results and tangents."""
-    x, y_bar, x_dot, y_bar_dot, y_dot = (random(*shape, dtype=dtype, seed=seed) for seed in range(5))
-    y = torch.log_softmax(x, dim)
+# Rows one after another; with gaps between them; and operands that stand for several: one row, one number per row, and
+# one number for all, as the cotangent of a sum is.
+REDUCED_LAYOUTS = ("contiguous", "strided", "expanded")
+
+
+def _reduced_operands(shape: tuple[int, ...], dim: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    """x, y_bar, x_dot, y_bar_dot, y_dot."""
+    if layout == "contiguous":
+        return [random(*shape, dtype=dtype, seed=seed) for seed in range(5)]
+    if layout == "strided":
+        # As many gaps for each, so that rows that several tensors share are seen with two levels at most.
+        return [
+            random(*shape[:-1], shape[-1] + 1 + seed % 2, dtype=dtype, seed=seed)[..., : shape[-1]] for seed in range(5)
+        ]
+    row = tuple(size if axis == dim else 1 for axis, size in enumerate(shape))
+    column = tuple(1 if axis == dim else size for axis, size in enumerate(shape))
+    parts = [row, column, (1,) * len(shape), shape, row]
+    return [random(*part, dtype=dtype, seed=seed).expand(shape) for seed, part in enumerate(parts)]
+
+
+def log_softmax_calls(
+    shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.float32, layout: str = "contiguous"
+) -> list[Call]:
+    """First order, and second order for every choice of results and tangents.
+
+    Args:
+        shape: Of the operands.
+        dim: That is reduced.
+        dtype: Of the operands.
+        layout: One of `REDUCED_LAYOUTS`.
+    """
+    x, y_bar, x_dot, y_bar_dot, y_dot = _reduced_operands(shape, dim, dtype, layout)
+    y = torch.log_softmax(random(*shape, dtype=dtype, seed=5), dim)
+    if layout == "strided":
+        y = torch.cat([y, y], -1)[..., : shape[-1]]
     choices = [tuple(bool(number & bit) for bit in (1, 2, 4)) for number in range(8)]
     return [
         Call(log_softmax.log_softmax_fwd, (x, dim, None)),
@@ -225,12 +257,32 @@ def log_softmax_calls(shape: tuple[int, ...], dim: int, dtype: torch.dtype = tor
 
 
 def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:
-    """Dropout with one seed and with a seed per sample, and stored words; `random` tensors have whole tiles and not."""
+    """Dropout with one seed and with a seed per sample, and stored words, whose tiles are partial.
+
+    Tensors are contiguous, or have gaps between their rows, are transposed, or stand for several rows or columns.
+    """
     seeds, offsets = torch.tensor([3, 5]), torch.tensor([0, 7])
+    one, per_sample = seeds[0].clone(), random(2, 2501, dtype=dtype)
+    with_gaps = random(2, 4, 75, dtype=dtype, seed=1)[:, :3, :70]
+    whole, row, column = (random(*shape, dtype=dtype, seed=2) for shape in ((75, 40), (1, 40), (75, 1)))
     return [
-        Call(dropout.dropout_fwd, (random(3, 2000, dtype=dtype), seeds[0].clone(), None, 0.3, 0)),
-        Call(dropout.dropout_fwd, (random(2, 5001, dtype=dtype), seeds, offsets, 0.3, 1)),
-        Call(philox.philox_words, (seeds, offsets, (3001,))),
+        Call(dropout.dropout_fwd, (random(3, 1100, dtype=dtype), one, None, 0.3, 0)),
+        Call(dropout.dropout_fwd, (per_sample, seeds, offsets, 0.3, 1)),
+        Call(dropout.dropout_fwd, (with_gaps, seeds, None, 0.3, 1)),
+        Call(dropout.dropout_fwd, (whole.t(), one, offsets[1].clone(), 0.3, 0)),
+        Call(dropout.dropout_fwd, (row.expand(75, 40), one, None, 0.3, 0)),
+        Call(dropout.dropout_fwd, (column.expand(75, 40), one, None, 0.3, 0)),
+        Call(philox.philox_words, (seeds, offsets, (2101,))),
+    ]
+
+
+def calls_of_all_launchers() -> list[Call]:
+    """Each launcher at least once: whatever the gates go through is made by the functions that this one calls."""
+    return [
+        *(layer_norm_call(mode, 20, torch.float32, 3) for mode in LAYER_NORM),
+        *batch_norm_calls("channels first", samples=1),
+        *log_softmax_calls((2, 20), 1),
+        *dropout_calls(),
     ]
 
 

@@ -1,4 +1,7 @@
-"""Kernel tests run in Triton's interpreter, on memory that is poisoned with NaN before a kernel writes it."""
+"""Kernel tests run in Triton's interpreter, on memory that is poisoned with NaN before a kernel writes it.
+
+No kernel may touch anything but the elements of its arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch
 from triton.runtime import interpreter
 
 import primitives as pr
+from tests.kernels.bounds import bounds_checked
 from tests.kernels.interpreting import patch_once
 from triton_kernels import launch
 
@@ -38,6 +42,13 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(autouse=True)
+def bounds_of_arguments() -> Iterator[None]:
+    """Fail where a kernel loads or stores outside of its arguments, whose values nobody may ever look at."""
+    with bounds_checked():
+        yield
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.kernels.bounds import addresses_of
 from tests.kernels.layer_norm_truth import ALL, EPS, random
 from triton_kernels.batch_norm import batch_norm_train_bwd, batch_norm_train_fwd, batch_norm_train_jvp
 from triton_kernels.batch_norm_second_order import batch_norm_pairing
@@ -50,7 +51,7 @@ def recorded_loads(tensors: list[Tensor]) -> Iterator[Loads]:
     ranges = [(tensor.data_ptr(), tensor.nbytes, number << 32) for number, tensor in enumerate(tensors)]
 
     def load(self, pointers, mask, *args, **kwargs):
-        addresses = np.asarray(pointers.data)[np.broadcast_to(mask.data, pointers.data.shape)]
+        addresses = addresses_of(np.asarray(pointers.data)[np.broadcast_to(mask.data, pointers.data.shape)])
         places = [(addresses.astype(np.int64) - start, size, base) for start, size, base in ranges]
         inside = np.concatenate([base + place[(place >= 0) & (place < size)] for place, size, base in places])
         # One element of each channel says where its sums begin; a load of a whole tile is longer.

@@ -18,7 +18,8 @@ import pytest
 import triton
 
 from perf.machine_code.assembly import Access, accesses, unseen_pointers
-from perf.machine_code.probe import CLUSTERED, choose_sample
+from perf.machine_code.batches import changed_arguments
+from perf.machine_code.probe import CLUSTERED, CLUSTERED_MODES, choose_sample
 from perf.machine_code.rules import RELEASES, broken_rules
 from perf.machine_code.sources import UnknownGlobalError, source_text
 from perf.machine_code.table import FIELDS, Row, edited_lines, read_table, read_version, write_table
@@ -45,8 +46,19 @@ CAUGHT = {
     "gfx942": {"few warps": "spills", "unknown alignment": "narrow"},
 }
 
-# Where tuning may try clusters of blocks: those of no other chip or release are ever launched.
-CLUSTERED_CHIP = "sm_90"
+# Programs of 256 threads of each reduction over channels that run at once on a processor: along the spatial axis, and
+# across channels. What is here of the plan is written out, so that a plan and a budget cannot go wrong together.
+REDUCTIONS = {
+    "batch_norm_statistics_kernel": (4, 3),
+    "batch_norm_product_sums_kernel": (3, 2),
+    "batch_norm_second_sums_kernel": (2, 2),
+}
+
+# Chips on which tuning may try clusters of blocks, where the release of Triton compiles them; it tries none on others.
+CLUSTERED_CHIPS = tuple(name for name, chip in CHIPS.items() if chip.max_cluster > 1)
+
+# Where other batch sizes are launched: what the compiler may look at is declared for all chips alike.
+BATCHES_CHIP = "sm_100"
 
 
 # Two processes, one for each core of a small machine: starting one takes as long as what it finds out of a chip.
@@ -54,7 +66,9 @@ CLUSTERED_CHIP = "sm_90"
 def test_kernels_and_table_agree(chip_names: tuple[str, ...]) -> None:
     arguments = [argument for chip_name in chip_names for argument in ("--chip", chip_name)]
     arguments += [argument for chip_name in chip_names if chip_name in CAUGHT for argument in ("--faults", chip_name)]
-    arguments += ["--clusters", CLUSTERED_CHIP] if CLUSTERED_CHIP in chip_names else []
+    for chip_name in chip_names:
+        arguments += ["--clusters", chip_name] if chip_name in CLUSTERED_CHIPS else []
+        arguments += ["--batches", chip_name] if chip_name == BATCHES_CHIP else []
     probes = run_probe(*arguments)
     problems = [problem for chip_name in chip_names for problem in problems_of(chip_name, probes[chip_name])]
     assert not problems, "\n".join(problems)
@@ -74,8 +88,10 @@ def problems_of(chip_name: str, probe: dict) -> list[str]:
         broken = broken_rules(chip_name, Row(**probe["faults"][fault]), triton.__version__)
         if not any(complaint in problem for problem in broken):
             found.append(f"{chip_name}: {fault} is not caught, but {broken}")
-    if chip_name == CLUSTERED_CHIP:
+    if chip_name in CLUSTERED_CHIPS:
         found += problems_of_clusters(chip_name, probe["clusters"])
+    if chip_name == BATCHES_CHIP:
+        found += probe["compiled_anew"]
     sample = [Row(**row) for row in probe["sample"]]
     if not len({row.kernel for row in sample}) == len(sample) > 1:
         found.append(f"{chip_name}: a sample of different kernels is needed, got {sample}")
@@ -83,8 +99,9 @@ def problems_of(chip_name: str, probe: dict) -> list[str]:
 
 
 def problems_of_clusters(chip_name: str, rows: dict[str, dict | str]) -> list[str]:
-    """What is wrong with kernels in clusters, of which there must be one per op where this release compiles them."""
-    expected = set(CLUSTERED) if cluster_limit(CHIPS[chip_name]) > 1 else set()
+    """What is wrong with kernels in clusters, of which each op has one per mode where this release compiles them."""
+    all_of_them = {f"{op} {mode}" for op in CLUSTERED for mode in CLUSTERED_MODES}
+    expected = all_of_them if cluster_limit(CHIPS[chip_name]) > 1 else set()
     found = [] if set(rows) == expected else [f"{chip_name}: clusters of {expected} are needed, got {set(rows)}"]
     for row in rows.values():
         found += [row] if isinstance(row, str) else broken_rules(chip_name, Row(**row), triton.__version__)
@@ -111,6 +128,18 @@ def test_every_row_keeps_the_rules(chip_name: str) -> None:
         assert sum(row.case.startswith(op) for row in rows) > 50
     broken = [problem for row in rows for problem in broken_rules(chip_name, row, read_version())]
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("chip_name", CHIPS)
+def test_reductions_over_channels_leave_room_for_each_other(chip_name: str) -> None:
+    chip = CHIPS[chip_name]
+    rows = [row for row in read_table(chip_name) if row.kernel in REDUCTIONS]
+    assert {row.kernel for row in rows} == set(REDUCTIONS)
+    for row in rows:
+        threads = row.num_warps * chip.warp_size
+        fitting = chip.registers // (threads * (row.registers + -row.registers % 8))
+        across = "channels_last" in row.case or row.case.split()[1].count("x") == 1
+        assert fitting >= REDUCTIONS[row.kernel][across], f"{chip_name}: of {row} {fitting} programs fit a processor"
 
 
 ROW = Row("kernel", "layer_norm 8192x4096 bfloat16 forward", 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, "0123456789ab")
@@ -150,6 +179,18 @@ def test_table_files(tmp_path: pathlib.Path) -> None:
     assert read_table("sm_90", tmp_path) == [ROW]
     (tmp_path / "sm_90.csv").write_text("\n".join(line.rpartition(",")[0] for line in text.splitlines()) + "\n")
     assert len(edited_lines("sm_90", tmp_path)) == 2
+
+
+def test_what_a_batch_size_compiles_anew_is_named() -> None:
+    first = [("kernel", {"x_ptr": "bf16", "num_rows": "divisible by 16"}), ("other", {"BLOCK": "1"})]
+    assert not changed_arguments("a case", first, first)
+    second = [("kernel", {"x_ptr": "bf16", "num_rows": "any"}), ("other", {"BLOCK": "1", "num_warps": "2"})]
+    assert changed_arguments("a case", first, second) == [
+        "a case: kernel is compiled anew for num_rows",
+        "a case: other is compiled anew for num_warps",
+    ]
+    (found,) = changed_arguments("a case", first, first[:1])
+    assert found == "a case: launches ['kernel'] instead of ['kernel', 'other']"
 
 
 def test_spills_are_excused_where_the_rules_say_so() -> None:

@@ -19,6 +19,7 @@ from triton.runtime import interpreter
 from tests.kernels.calls import (
     CHANNEL_LAYOUTS,
     LAYER_NORM,
+    REDUCED_LAYOUTS,
     ROW_LAYOUTS,
     STRIDED_CHANNELS,
     Call,
@@ -125,6 +126,9 @@ def test_layer_norm(mode: str, splits: int, use_limits: Callable[..., None]) -> 
     assert max(sizes) >= 2
 
 
+TILE_BYTES = {"channels first": 2048, "channels last": 4096, "features": 4096}
+
+
 @pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
 @pytest.mark.parametrize("turn", [0, 1])
 def test_batch_norm(
@@ -132,8 +136,8 @@ def test_batch_norm(
 ) -> None:
     # Several programs share a channel, and no more than it takes.
     use_processors(1)
-    use_limits(channel_tile_bytes=2048 if layout == "features" else 4096, channel_transform_programs=4)
-    samples = 200 if layout == "features" else 1
+    use_limits(channel_tile_bytes=TILE_BYTES[layout], channel_transform_programs=4)
+    samples = 150 if layout == "features" else 1
     sizes = []
     for number, call in enumerate(batch_norm_calls(layout, samples, DTYPES[turn])):
         if number % 2 == turn:
@@ -167,9 +171,21 @@ def test_log_softmax(shape: tuple[int, int], dim: int, splits: int, use_limits: 
         check(calls[number // 2 % 2][number], seeds=(number,))
 
 
+# A third of the calls meets each plan.
+@SPLITS
+@pytest.mark.parametrize("layout", REDUCED_LAYOUTS[1:])
+def test_log_softmax_of_strides(layout: str, splits: int, use_limits: Callable[..., None]) -> None:
+    if splits:
+        use_limits(**short_rows(64, splits))
+    turn = (REDUCED_LAYOUTS.index(layout) + splits) % 3
+    for number, call in enumerate(log_softmax_calls((2, 75), 1, DTYPES[turn % 2], layout)):
+        if number % 3 == turn:
+            check(call, seeds=(number,))
+
+
 def test_dropout() -> None:
-    for call in dropout_calls():
-        check(call)
+    for number, (narrow, wide) in enumerate(zip(dropout_calls(torch.bfloat16), dropout_calls(), strict=True)):
+        check(wide if number % 2 else narrow, seeds=(number,))
 
 
 # What must be caught.

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from triton_kernels import launch
+from triton_kernels._kernel import intercept
 from triton_kernels.launch import _candidates, _planned
+from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
+from triton_kernels.layer_norm import layer_norm_bwd
+from triton_kernels.layer_norm_second_order import layer_norm_pairing
 
 CHIPS = list(launch.CHIPS.values())
 
@@ -83,8 +87,11 @@ def requests(chip):
         yield launch.plan_param_reduce, (rows, itemsize, chip)
         yield launch.plan_channel_merge, (cols, min(rows, 1024), chip)
     for sizes, inner, itemsize in CHANNELS:
-        yield launch.plan_channel_reduction, (sizes, inner, 16, itemsize, chip)
-        for name in ("transform", "second_reduction", "second_transform"):
+        for align in (1, 16):
+            for num_inputs in (1, 2):
+                yield launch.plan_channel_reduction, (sizes, inner, align, itemsize, chip, num_inputs)
+            yield launch.plan_channel_second_reduction, (sizes, inner, align, itemsize, chip)
+        for name in ("transform", "second_transform"):
             yield getattr(launch, f"plan_channel_{name}"), (sizes, inner, itemsize, chip)
 
 
@@ -105,7 +112,7 @@ def staged_bytes(function, arguments, plan):
         tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
     elif named.get("num_stages", 1) > 1:
         is_second = function is launch.plan_channel_second_reduction
-        tensors, itemsize = (4 if is_second else 2), max(arguments[2 if is_second else 3], 4)
+        tensors, itemsize = (4 if is_second else 2), max(arguments[3], 4)
     else:
         return 0
     return tensors * num_values * itemsize * max(named.get("loop_stages", 1), named.get("num_stages", 1))
@@ -225,6 +232,26 @@ def test_few_long_rows_are_split(chip, num_cols):
             assert num_rows * (plan.col_splits - 1) < 4 * chip.num_processors
 
 
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize(
+    "spatial_inner, num_inputs, most", [(True, 1, 4), (True, 2, 3), (False, 1, 3), (False, 2, 2), (True, 4, 2)]
+)
+def test_all_programs_of_a_reduction_run_at_once(chip, spatial_inner, num_inputs, most):
+    for num_channels, align, itemsize in itertools.product((64, 100), (1, 16), (2, 4, 8)):
+        sizes = (1, 64, num_channels, 56 * 56) if spatial_inner else (1, 1, num_channels, 64 * 56 * 56)
+        if num_inputs > 2:
+            plan = launch.plan_channel_second_reduction(sizes, spatial_inner, align, itemsize, chip)
+            programs = channel_second_reduction_programs(chip)
+        else:
+            plan = launch.plan_channel_reduction(sizes, spatial_inner, align, itemsize, chip, num_inputs)
+            programs = channel_reduction_programs(spatial_inner, num_inputs, chip)
+        # What the machine-code gate holds the registers to is what is launched.
+        assert programs == most
+        launched = launch.cdiv(num_channels, plan.block_channels) * plan.num_splits
+        assert 0.5 * programs * chip.num_processors < launched <= programs * chip.num_processors
+        assert plan.num_warps * chip.warp_size <= 256
+
+
 def test_segments_count_as_rows():
     chip = launch.CHIPS["sm_90"]
     assert launch.plan_layer_norm_rows(8, 262144, 2, True, chip).col_splits > 1
@@ -291,3 +318,18 @@ def test_remembered_plans_are_bounded():
         launch.plan_param_reduce(num_rows + 1, 4, chip)
     assert all(len(plans) <= _planned.MAX_REMEMBERED for plans in _planned._remembered)
     _planned.forget_plans()
+
+
+@pytest.mark.parametrize("pitch, stages", [(2048, 2), (2049, 1)])
+def test_what_is_loaded_ahead_follows_where_rows_begin(pitch, stages):
+    """On AMD what is loaded ahead waits in registers, with an address for each element of a row of odd pitch."""
+    found = []
+    x, weight, statistic = torch.empty(64, pitch)[:, :2048], torch.empty(2048), torch.empty(64)
+    call = (x, x, weight, statistic, statistic)
+    with (
+        launch.use_chip(launch.CHIPS["gfx942"]),
+        intercept(lambda kernel, grid, args, constants: found.append(constants.get("LOOP_STAGES"))),
+    ):
+        layer_norm_bwd(*call, 1, 0, (True,) * 3)
+        layer_norm_pairing(*call, x, weight, weight, 1, 0, (True,) * 6)
+    assert [value for value in found if value is not None] == [stages, stages]

@@ -1,4 +1,4 @@
-"""The meter of global memory traffic, and what the byte gate built on it must reject."""
+"""The meter of global memory traffic and the bounds of arguments, and what the gates built on them must reject."""
 
 # Compile-time constants are upper case, as in the kernels of the package.
 # ruff: noqa: N803
@@ -13,11 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.kernels.bounds import OutOfBoundsError, bounds_checked
 from tests.kernels.layer_norm_truth import random
 from tests.kernels.traffic import Traffic, check_cost, measure_traffic
 from triton_kernels.costs import Cost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -128,3 +131,75 @@ def test_gate_rejects_an_operand_that_is_not_declared() -> None:
         _touch_kernel[(1,)](other, other, 1000, BLOCK_COLS=1024)
     with pytest.raises(AssertionError, match="bytes of operands"):
         check_cost(traffic, dataclasses.replace(CENTER_COST, launches=2), [x, other], [y])
+
+
+# Accesses outside of the arguments, of which no value and no count of bytes tells.
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, num_cols, x_stride, shift, LOADS: tl.constexpr, STORES: tl.constexpr):
+    cols = tl.arange(0, 16)
+    mask = cols < num_cols
+    # As a mask that was forgotten: the lanes past the end are read, and thrown away.
+    x = tl.where(mask, tl.load(x_ptr + shift + cols * x_stride, mask=cols < LOADS), 0.0)
+    tl.store(y_ptr + cols, x, mask=cols < STORES)
+
+
+def copy(x: Tensor, shift: int = 0, loads: int = 10, stores: int = 10) -> Tensor:
+    y = torch.empty(10, dtype=x.dtype)
+    _copy_kernel[(1,)](x, y, 10, x.stride(0), shift, LOADS=loads, STORES=stores)
+    return y
+
+
+@pytest.mark.parametrize("tensor", [lambda: random(10), lambda: random(10, 3)[:, 1], lambda: random(1).expand(10)])
+def test_elements_of_arguments_are_within_bounds(tensor: Callable[[], Tensor]) -> None:
+    x = tensor()
+    assert torch.equal(copy(x), x)
+
+
+WITH_GAPS = random(20)[::2]
+ACCESSES = {
+    "loads past the end": (lambda: copy(random(10), loads=16), "_copy_kernel loads outside of x_ptr: .* at 10 to 15"),
+    "loads before the start": (lambda: copy(random(12)[2:], shift=-2), "loads outside of x_ptr: .* at -2 to -1"),
+    "loads of gaps": (lambda: copy(WITH_GAPS, shift=1), "loads outside of x_ptr: .* 10 elements at 1 to 19"),
+    "loads of another row": (lambda: copy(random(2, 10)[0], loads=16), "loads outside of x_ptr: .* 6 elements"),
+    "stores past the end": (
+        lambda: copy(random(16), stores=11),
+        "_copy_kernel stores outside of y_ptr: .* at 10 to 10",
+    ),
+    "an atomic operation": (
+        lambda: _atomic_kernel[(1,)](random(5), 6, BLOCK_COLS=8),
+        "_atomic_kernel loads and stores outside of x_ptr",
+    ),
+}
+
+
+@pytest.mark.parametrize("access, complaint", ACCESSES.values(), ids=ACCESSES)
+def test_accesses_out_of_bounds_are_caught(access: Callable[[], Tensor], complaint: str) -> None:
+    with pytest.raises(OutOfBoundsError, match=complaint):
+        access()
+
+
+def test_meter_sees_addresses_and_keeps_bounds() -> None:
+    x = random(10)
+    with measure_traffic() as traffic, bounds_checked():
+        y = copy(x)
+        with pytest.raises(OutOfBoundsError, match="y_ptr"):
+            copy(random(16), stores=11)
+    assert traffic.loaded(x) == traffic.stored(y) == (40, 40)
+
+
+@triton.jit
+def _select_kernel(x_ptr, y_ptr, out_ptr, num_cols, BLOCK_COLS: tl.constexpr):
+    cols = tl.arange(0, BLOCK_COLS)
+    pointers = tl.where(cols % 2 == 0, x_ptr + cols, y_ptr + cols)
+    tl.store(out_ptr + cols, tl.load(pointers, mask=cols < num_cols), mask=cols < num_cols)
+
+
+def test_lanes_of_one_access_may_belong_to_several_arguments() -> None:
+    x, y, out = random(10), random(10, seed=1), torch.empty(10)
+    _select_kernel[(1,)](x, y, out, 10, BLOCK_COLS=16)
+    assert torch.equal(out[::2], x[::2])
+    assert torch.equal(out[1::2], y[1::2])
+    with pytest.raises(OutOfBoundsError, match=r"loads outside of y_ptr: of a tensor \(9,\) .* 1 elements at 9 to 9"):
+        _select_kernel[(1,)](x, y[:9], out, 10, BLOCK_COLS=16)

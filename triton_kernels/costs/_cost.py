@@ -42,6 +42,7 @@ class Cost:
             few bytes many times over, which the caches of a GPU serve.
         launches: Kernels launched.
         sweeps: What of `bytes_moved` programs read a second time: a cache serves it if it holds the rows under way.
+        loads: Name of each full-size operand and all bytes that are loaded from it, those that are read again too.
     """
 
     bytes_read: int
@@ -50,6 +51,7 @@ class Cost:
     bytes_reread: int
     launches: int
     sweeps: tuple[Sweep, ...] = ()
+    loads: tuple[tuple[str, int], ...] = ()
 
     @property
     def minimum_bytes(self) -> int:
@@ -65,6 +67,7 @@ class Cost:
             self.bytes_reread + other.bytes_reread,
             self.launches + other.launches,
             self.sweeps + other.sweeps,
+            self.loads + other.loads,
         )
 
 
@@ -74,6 +77,7 @@ class Account:
     def __init__(self) -> None:
         """Start at nothing."""
         self._operands: dict[str, int] = {}
+        self._loads: dict[str, int] = {}
         self._shared: dict[str, int] = {}
         self._shared_loads = self._written = self._moved = self._launches = 0
         self._sweeps: list[Sweep] = []
@@ -84,6 +88,7 @@ class Account:
             if tensor is not None and passes:
                 self._operands[name] = _own_bytes(tensor)
                 self._moved += tensor.nbytes * passes
+                self._loads[name] = self._loads.get(name, 0) + tensor.nbytes * passes
 
     def load_shared(self, times: float = 1, /, **operands: Tensor | None) -> None:
         """Count small operands of which the programs of a kernel together load `times` their size."""
@@ -92,9 +97,11 @@ class Account:
                 self._shared[name] = tensor.nbytes
                 self._shared_loads += round(tensor.nbytes * times)
 
-    def reload(self, nbytes: int) -> None:
-        """Count loads of what is small and no operand: results and coefficients of an earlier kernel."""
+    def reload(self, nbytes: int, operand: str | None = None) -> None:
+        """Count loads of what is small: results and coefficients of an earlier kernel, or a part of an operand."""
         self._shared_loads += nbytes
+        if operand is not None:
+            self._loads[operand] = self._loads.get(operand, 0) + nbytes
 
     def store(self, nbytes: int) -> None:
         """Count a result of `nbytes`."""
@@ -124,6 +131,7 @@ class Account:
             bytes_reread=self._shared_loads - shared,
             launches=self._launches,
             sweeps=tuple(self._sweeps),
+            loads=tuple(self._loads.items()),
         )
 
 

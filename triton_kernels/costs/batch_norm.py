@@ -36,7 +36,8 @@ def batch_norm_train_fwd(
     plan = launch.plan_channel_reduction(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device)
     account.load(x=x)
     # Each program reads one element of its channels again, to sum relative to it; so does the merge, of its mean.
-    account.reload(view.num_channels * (plan.num_splits * x.element_size() + acc))
+    account.reload(view.num_channels * plan.num_splits * x.element_size(), "x")
+    account.reload(view.num_channels * acc)
     _merge(account, view, plan.num_splits, 3, acc)
     account.load_shared(running_mean=running_mean, running_var=running_var)
     account.store(2 * view.num_channels * acc + _nbytes(running_mean, running_var))

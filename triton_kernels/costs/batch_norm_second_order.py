@@ -93,7 +93,7 @@ def _derivatives(
     summed = {name: given[name] for name in _FULL_SIZE if name in operands_of(sum_terms, want, given)}
     tensors = [tensor for tensor in summed.values() if tensor is not None]
     view = view_channels(tensors or [x], batch_ndim)
-    plan = launch.plan_channel_second_reduction(view.sizes, view.spatial_inner, x.element_size(), x.device)
+    plan = launch.plan_channel_second_reduction(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device)
     if summed:
         account.load(**summed)
         account.load_shared(plan.num_splits, mean=mean)

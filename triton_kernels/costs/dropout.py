@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from triton_kernels import launch
 from triton_kernels.costs._cost import Account, Cost
+from triton_kernels.dropout import _NUM_AXES, _adjacent, _axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,19 +18,36 @@ if TYPE_CHECKING:
 
 
 def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Cost:
-    """Cost of `dropout.dropout_fwd` for a contiguous x: x once; every program reads its seeds and offsets."""
+    """Cost of `dropout.dropout_fwd`: x once; every program reads its seeds and offsets."""
     account = Account()
-    num_samples = math.prod(x.shape[:batch_ndim])
     account.load(x=x)
     account.store(x.nbytes)
     # With nothing to drop it is a copy.
     if x.numel() and p > 0.0:
-        num_cols = x.numel() // num_samples
-        plan = launch.plan_dropout(num_samples, num_cols, False, x.element_size(), x.device)
-        times = launch.cdiv(num_cols, plan.block_cols) if num_samples > 1 else _programs(1, num_cols, plan)
-        account.load_shared(times, seed=seed, offset=offset)
+        account.load_shared(_seed_loads(x, batch_ndim), seed=seed, offset=offset)
         account.launch()
     return account.cost()
+
+
+def _seed_loads(x: Tensor, batch_ndim: int) -> float:
+    """How often the seed of a sample is loaded: by every tile where it is the only one, else for each row of a tile."""
+    y = torch.empty_like(x, device="meta")
+    axes, _ = _axes(x, y, batch_ndim)
+    if len(axes) > _NUM_AXES:
+        # x is copied first.
+        y = torch.empty(x.shape, device="meta")
+        axes, _ = _axes(y, y, batch_ndim)
+    outer, inner, rows, cols = axes
+    adjacent = {
+        _adjacent(rows, cols, (rows.x_stride, cols.x_stride)),
+        _adjacent(rows, cols, (rows.y_stride, cols.y_stride)),
+    }
+    along_rows = "cols" not in adjacent and "rows" in adjacent
+    plan = launch.plan_dropout(rows.size, cols.size, along_rows, x.element_size(), x.device)
+    num_samples, num_segments = math.prod(x.shape[:batch_ndim]), outer.size * inner.size
+    if num_samples == 1:
+        return num_segments * _programs(rows.size, cols.size, plan)
+    return num_segments * rows.size * launch.cdiv(cols.size, plan.block_cols) / num_samples
 
 
 def philox_words(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Cost:

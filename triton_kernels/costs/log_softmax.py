@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from triton_kernels import launch
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.costs._cost import Account, Cost
 from triton_kernels.costs._rows import launch_sweeps
+from triton_kernels.log_softmax import _reduction_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,17 +38,17 @@ def log_softmax_fwd(x: Tensor, dim: int, dtype: torch.dtype | None) -> Cost:
 
 def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Cost:
     """Cost of `log_softmax.log_softmax_jvp`: x_dot and y once, x_dot twice where a row is swept by tiles."""
-    return _linear(x_dot, y, dim, y.dtype)
+    return _linear("x_dot", x_dot, y, dim, y.dtype)
 
 
 def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Cost:
     """Cost of `log_softmax.log_softmax_bwd`: y_bar and y once, y_bar twice where a row is swept by tiles."""
-    return _linear(y_bar, y, dim, input_dtype)
+    return _linear("y_bar", y_bar, y, dim, input_dtype)
 
 
-def _linear(v: Tensor, y: Tensor, dim: int, out_dtype: torch.dtype) -> Cost:
+def _linear(name: str, v: Tensor, y: Tensor, dim: int, out_dtype: torch.dtype) -> Cost:
     sweeps = _plan((v, y), y, dim)
-    return _cost(y.numel() * out_dtype.itemsize, sweeps, 1, v=(v, 1 + sweeps.looped), y=(y, 1))
+    return _cost(y.numel() * out_dtype.itemsize, sweeps, 1, **{name: (v, 1 + sweeps.looped)}, y=(y, 1))
 
 
 def log_softmax_pairing(y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool]) -> Cost:
@@ -95,19 +95,18 @@ def log_softmax_bwd_jvp(
 def _plan(
     inputs: Sequence[Tensor], like: Tensor, dim: int, dtype: torch.dtype | None = None, num_outputs: int = 1
 ) -> _Sweeps:
-    """What is planned for contiguous `inputs`."""
-    num_cols, num_inner = like.shape[dim], math.prod(like.shape[dim + 1 :])
+    """What is planned for the rows of `inputs`."""
     compute = dtype or accumulation_dtype(functools.reduce(torch.promote_types, [t.dtype for t in inputs]))
     if not like.numel():
         return _Sweeps(False, 0, 1, 1, compute.itemsize)
-    num_outer = like.numel() // (num_cols * num_inner)
-    # Where the reduced dim comes last, the rows are the other dims; else they are the dims inside it.
-    segments, rows = (1, num_outer) if num_inner == 1 else (num_outer, num_inner)
-    sizes, rows_adjacent = (segments, rows, num_cols), num_inner > 1 or num_cols == 1
+    # Of strides alone, so that the launcher's view costs no copy here either.
+    strided = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs]
+    view = _reduction_view(strided, torch.empty(like.shape, dtype=like.dtype, device="meta"), dim)
+    sizes, rows_adjacent = (view.num_segments, view.num_rows, view.num_cols), "rows" in view.adjacent()
     plan = launch.plan_log_softmax(
         sizes, rows_adjacent, inputs[0].element_size(), compute.itemsize, len(inputs), like.device, num_outputs
     )
-    num_rows = segments * launch.cdiv(rows, plan.block_rows) * plan.block_rows
+    num_rows = view.num_segments * launch.cdiv(view.num_rows, plan.block_rows) * plan.block_rows
     return _Sweeps(plan.looped, num_rows, plan.block_rows, plan.col_splits if plan.looped else 1, compute.itemsize)
 
 

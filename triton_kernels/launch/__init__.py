@@ -5,7 +5,7 @@ columns (a model constant) may be compile-time constants of a kernel; numbers of
 size compiles nothing.
 """
 
-from triton_kernels.launch._arithmetic import cdiv, next_power_of_2
+from triton_kernels.launch._arithmetic import block_row_splits, cdiv, next_power_of_2
 from triton_kernels.launch.channels import (
     ChannelMergePlan,
     ChannelPlan,
@@ -58,6 +58,7 @@ __all__ = [
     "Limits",
     "LogSoftmaxPlan",
     "ParamReducePlan",
+    "block_row_splits",
     "cdiv",
     "chip_from_properties",
     "chip_of",

@@ -64,3 +64,9 @@ def row_splits(num_rows: int, num_cols: int, block_cols: int, chip: Chip) -> int
     wanted = cdiv(limits.split_row_programs * chip.num_processors, num_rows)
     tiles_per_split = cdiv(num_tiles, min(wanted, num_tiles, limits.max_row_splits))
     return cdiv(num_tiles, tiles_per_split)
+
+
+def block_row_splits(num_splits: int, chip: Chip) -> int:
+    """Power of two that holds the partial results of a row from `num_splits` programs, one from each."""
+    # As large for every number of splits: it follows the number of rows, and a new one should compile nothing.
+    return next_power_of_2(max(num_splits, limits_of(chip).max_row_splits))

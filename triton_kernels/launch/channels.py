@@ -51,7 +51,7 @@ def _block_spatial(num_samples: int, num_spatial: int, rows: int) -> int:
     whole = next_power_of_2(num_spatial)
     # Runs shorter than a sixteenth of a tile are taken only where the plane itself is that short, and there must be
     # enough samples to fill the rest of the tile.
-    smallest = rows // min(16, next_power_of_2(num_samples))
+    smallest = max(rows // min(16, next_power_of_2(num_samples)), 1)
     if whole <= smallest:
         return whole
     candidates = []
@@ -105,6 +105,38 @@ def _plan_channels(
     )
 
 
+def channel_reduction_programs(spatial_inner: bool, num_inputs: int, device: torch.device | Chip) -> int:
+    """Programs of a reduction of first order over channels for each processor.
+
+    All of them must run at once, or those that start later go through memory once more (see
+    `_channels.backward_share`). The machine-code gate therefore holds the kernels to the registers that this number
+    leaves: on NVIDIA 64 per thread with four programs of 256 threads, 80 with three, 128 with two.
+
+    Args:
+        spatial_inner: Whether tiles run along the spatial axis of one channel.
+        num_inputs: Full-size tensors that are read, 1 or 2.
+        device: Where the kernel runs.
+    """
+    programs = limits_of(chip_of(device)).channel_reduction_programs
+    # ptxas reports up to 64 registers for one tensor along the spatial axis. A second one takes more, and so do offsets
+    # across channels: up to 80 with either, up to 100 with both. A cap on registers (`maxnreg`) is no option of a
+    # kernel in a graph, and smaller tiles would have less in flight. Of 2-byte elements, three programs with two tiles
+    # of 8 KiB load 48 KiB ahead, and two programs 32; a processor's share of 4.8 TB/s during 0.8 microseconds, about
+    # what a load takes, is 29 KB (by calculation, not measured).
+    programs -= num_inputs - 1 if spatial_inner else num_inputs
+    return max(programs, 1)
+
+
+def channel_second_reduction_programs(device: torch.device | Chip) -> int:
+    """Programs of a reduction of second order over channels for each processor, which must run at once likewise.
+
+    Args:
+        device: Where the kernel runs.
+    """
+    # The two that fit the registers: ptxas reports up to 128.
+    return max(limits_of(chip_of(device)).channel_reduction_programs // 2, 1)
+
+
 @planned(channel_candidates)
 def plan_channel_reduction(
     sizes: tuple[int, int, int, int],
@@ -122,13 +154,7 @@ def plan_channel_reduction(
     if align * itemsize < 16:
         tile //= 2
     # With two stages one tile is fetched while another is reduced; a third would not fit the 64 KiB of gfx942.
-    programs = limits.channel_reduction_programs
-    # Across channels the offsets of a tile take registers too, and so do those of a second tensor: ptxas reports up to
-    # 80 for one and 100 for two, with which three and two programs of 256 threads run at once on a processor. All
-    # programs must, or those that start later go through memory once more (see `_channels.backward_share`).
-    if not spatial_inner:
-        programs -= num_inputs
-    programs = max(programs, 1) * chip.num_processors
+    programs = channel_reduction_programs(spatial_inner, num_inputs, chip) * chip.num_processors
     return _plan_channels(sizes, spatial_inner, itemsize, tile, programs, MAX_CHANNEL_SPLITS, 2, limits.channel_warps)
 
 
@@ -159,17 +185,19 @@ def plan_channel_merge(num_channels: int, num_splits: int, device: torch.device 
 
 @planned(channel_candidates)
 def plan_channel_second_reduction(
-    sizes: tuple[int, int, int, int], spatial_inner: bool, itemsize: int, device: torch.device | Chip
+    sizes: tuple[int, int, int, int], spatial_inner: bool, align: int, itemsize: int, device: torch.device | Chip
 ) -> ChannelPlan:
     """Plan for a kernel that takes up to seven sums of `[groups, samples, channels, spatial]` per channel."""
     chip = chip_of(device)
     limits = limits_of(chip)
     # Half of the values per thread that first order takes, because there are up to four operands and seven
-    # accumulators instead of two and two: ptxas reports up to 126 registers and no spills (sm_90).
+    # accumulators instead of two and two: ptxas reports up to 128 registers and no spills.
     tile = limits.channel_tile_bytes // max(itemsize, 4) // 2
-    # The two programs that fit the registers of a processor, so that all run at once as in first order; one tile is
-    # fetched while another is summed.
-    programs = max(limits.channel_reduction_programs // 2, 1) * chip.num_processors
+    # Narrower loads take so many addresses that two programs do not fit: up to 143 registers.
+    if align * itemsize < 8:
+        tile //= 2
+    # One tile is fetched while another is summed.
+    programs = channel_second_reduction_programs(chip) * chip.num_processors
     return _plan_channels(sizes, spatial_inner, itemsize, tile, programs, MAX_CHANNEL_SPLITS, 2, limits.channel_warps)
 
 

@@ -52,7 +52,7 @@ class Limits:
         max_row_splits: Programs that share a row, at most.
         channel_tile_bytes: Tile of a kernel over channels, in the accumulation dtype.
         channel_warps: Warps that share such a tile.
-        channel_reduction_programs: Programs per processor of a reduction over channels.
+        channel_reduction_programs: Programs per processor of a reduction over channels, at most.
         channel_transform_programs: Programs per processor of an elementwise kernel over channels.
         philox_tile: Values of a tile of dropout, and words of a program that stores Philox numbers.
         philox_threads: Threads that share such a tile.
@@ -152,11 +152,13 @@ SM_90 = Limits(
     max_row_splits=32,
     # Four 16-byte registers per thread at eight warps, few enough for two inputs and two accumulators of this size.
     channel_tile_bytes=16384,
-    # Four programs of eight warps fill half the warp slots of a processor, which its memory queues need, and all of
-    # them run at once; more would only add partial results to merge.
+    # Four programs of eight warps fill half the warp slots of a processor, which its memory queues need, and leave each
+    # thread the 64 registers that the simplest reductions take (see `channels.channel_reduction_programs`); more would
+    # only add partial results to merge.
     channel_warps=8,
     channel_reduction_programs=4,
-    # Two full waves of eight resident programs, so that a late program does not leave a processor idle for long.
+    # Two full waves of the eight programs that fill the warp slots of a processor, and more waves of what takes more
+    # than 32 registers, so that a late program does not leave a processor idle for long.
     channel_transform_programs=16,
     # 16 values for each of 128 threads: 16 bytes per load, two loads and four independent chains of Philox rounds in
     # flight for 2-byte elements, and four programs' worth of registers to spare, so that loads of one program hide
