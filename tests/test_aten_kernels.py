@@ -37,13 +37,17 @@ def small_blocks(monkeypatch):
 
 def _set_limits(monkeypatch):
     monkeypatch.setattr(_cpu, "BLOCK_ELEMENTS", 24)
+    monkeypatch.setattr(_cpu_channels, "LANES", 1)
     for module, name in (
         (_cpu_channels, "LONGEST_SUM"),
-        (_cpu_channels, "LONGEST_BACKWARD"),
         (_cpu_batch_norm, "LONGEST_AT_ONCE"),
         (_cpu_batch_norm, "LONGEST_BACKWARD"),
+        (_cpu_batch_norm, "LONGEST_IMAGE"),
         (_cpu_layer_norm, "LONGEST_SUM"),
+        (_cpu_layer_norm, "LONGEST_BLOCK"),
+        (_cpu_layer_norm, "LONGEST_ROW"),
         (_cpu_log_softmax, "LONGEST_SUM"),
+        (_cpu_log_softmax, "LONGEST_ROW"),
     ):
         monkeypatch.setattr(module, name, 4)
 

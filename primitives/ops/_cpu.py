@@ -36,9 +36,10 @@ def block_elements() -> int:
     return BLOCK_ELEMENTS * torch.get_num_threads()
 
 
-def row_blocks(rows: int, cols: int) -> Iterator[slice]:
-    """Slices of `rows` rows of `cols` elements, one block each."""
+def row_blocks(rows: int, cols: int, most: int | None = None) -> Iterator[slice]:
+    """Slices of `rows` rows of `cols` elements, one block each, of at most `most` rows."""
     step = max(1, block_elements() // cols)
+    step = step if most is None else min(step, most)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from primitives.ops._cpu import cast, in_accumulation_dtype, is_well_conditioned, ready, served
-from primitives.ops._cpu_channels import LONGEST_BACKWARD, LONGEST_SUM, Channels, is_channels_last
+from primitives.ops._cpu_channels import LONGEST_BACKWARD, LONGEST_IMAGE, Channels, is_channels_last
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, unwanted
 
 if TYPE_CHECKING:
@@ -36,9 +36,12 @@ __all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
 
 # How many standard deviations a mean may be away from 0. The variance of planar_statistics loses offset**2 units in the
 # last place, half of which reach rstd. Where a channel is strided, ATen has one running sum per channel, whose error
-# grows with the square root of its length and reaches the output times the offset.
+# reaches the output times the offset. For numbers that differ at random it grows with the square root of how many they
+# are, and at the limits it is 4e-5 standard deviations. Of few different values, whose additions are all rounded to one
+# side, the mean may lose n * 2**-26 of itself: 5e-4 at once, 8e-6 in pieces.
 LARGEST_PLANAR_OFFSET = 8.0
 LARGEST_OFFSET_OF_SUM = 16.0
+LENGTH_OF_LARGEST_OFFSET = 2**12
 LONGEST_AT_ONCE = 2**15
 # Axes of [N, C], whose channels always lie side by side.
 ROWS_DIM = 2
@@ -101,7 +104,8 @@ def _at_once(
         return None
     new_mean, new_var = _copied(running_mean, running_var, x)
     y, mean, rstd = torch.native_batch_norm(x, weight, bias, new_mean, new_var, True, momentum, eps)
-    if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * min(1.0, (LONGEST_SUM / num_values) ** 0.5)):
+    shortness = min(1.0, (LENGTH_OF_LARGEST_OFFSET / num_values) ** 0.5)
+    if not is_well_conditioned(mean, rstd, LARGEST_OFFSET_OF_SUM * shortness):
         return None
     if running_mean is None or running_var is None or new_mean is None or new_var is None:
         return y, mean, rstd, unwanted(x), unwanted(x)
@@ -195,7 +199,11 @@ def bwd(
         return None
     mean, rstd = mean.contiguous(), rstd.contiguous()
     is_contiguous = x.is_contiguous()
-    is_usual = is_contiguous or (is_channels_last(x) and x.numel() // x.shape[1] <= LONGEST_BACKWARD)
+    count = x.numel() // x.shape[1]
+    if count > LONGEST_IMAGE and is_contiguous and count != len(x):
+        is_usual = count // len(x) <= LONGEST_IMAGE
+    else:
+        is_usual = count <= LONGEST_BACKWARD and (is_contiguous or is_channels_last(x))
     if weight is None or x.dtype in LOW_PRECISION or not is_usual:
         return _bwd_in_general(_Batch(x, mean, rstd, Channels.of(x)), y_bar, weight, wanted)
     y_bar = y_bar.contiguous() if is_contiguous else y_bar.contiguous(memory_format=torch.channels_last)
@@ -214,7 +222,7 @@ def _bwd_in_general(
     """What `bwd` returns for any call that it serves."""
     x, layout = batch.x, batch.layout
     dtype = layout.acc if weight is None else weight.dtype
-    if layout.backward_is_accurate:
+    if layout.sums_within(LONGEST_BACKWARD, LONGEST_IMAGE):
         y_bar, dense = layout.arranged(y_bar), layout.arranged(x)
         out = layout.bwd(y_bar, dense, batch.factor(weight), batch.mean, batch.rstd, wanted)
     else:

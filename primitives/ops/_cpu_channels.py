@@ -3,8 +3,10 @@
 In every derivative of batch norm a channel is a linear combination of a few tensors with the shape of x, whose
 coefficients follow from a few sums. The sums are what ATen's backward returns as parameter cotangents.
 
-Where the layout is channels_last, ATen adds up row by row in one running sum of float32, which loses 1e-5 over 100,000
-rows. So long sums are taken over pieces of the batch.
+ATen adds up in running sums of float32: where channels lie side by side, one for each over all rows, else one for each
+image and lane of a vector, eight in AVX2. Such a sum of n numbers of one sign loses up to n * 2**-26 of itself, since
+additions of numbers that are alike are all rounded to the same side; numbers of both signs lose next to nothing. So
+long sums are folded: a channel is taken for several, whose sums are then added in float64.
 """
 
 from __future__ import annotations
@@ -24,10 +26,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Channels", "is_channels_last"]
 
-# Rows of channels_last that ATen may add up in one call. A backward loses up to 1e-5 of its largest sum over this many;
-# an error of a mean is multiplied by the mean over the standard deviation, so statistics take smaller pieces.
-LONGEST_BACKWARD = 2**17
-LONGEST_SUM = 2**12
+# What ATen's whole backward may add up: the rows of channels that lie side by side, or one image. At these sizes
+# numbers of one sign lose up to 5e-4 and 3e-5 of their sum: so much is then wrong in the parameters' cotangents, and in
+# what x_bar has subtracted. With sums apart from x_bar a backward takes up to 1.8 times as long, so that batches of
+# convolutions stay below.
+LONGEST_BACKWARD = 2**15
+LONGEST_IMAGE = 2**14
+# The same of a folded sum, which loses 8e-6 at most: as much as the tests allow (`tests/support.py`).
+LONGEST_SUM = 2**9
+LANES = 8
+# Channels that folding makes of few: their sums stay in the cache of first level.
+WIDEST_FOLD = 2**12
+# Parts of an image are as many as divide it; those of one that has no such divisor are copied.
+MOST_PARTS = 64
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -68,10 +79,14 @@ class Channels(NamedTuple):
         """Values per channel."""
         return self.shape[0] * self.shape[2:].numel()
 
+    def sums_within(self, rows: int, image: int) -> bool:
+        """Whether ATen's backward has no running sum over more than so many rows, or so large an image."""
+        return self.shape[2:].numel() <= image if self.is_planar else self.num_values <= rows
+
     @property
-    def backward_is_accurate(self) -> bool:
-        """Whether ATen's backward adds up each channel accurately; in contiguous tensors it always does."""
-        return self.format == torch.contiguous_format or self.num_values <= LONGEST_BACKWARD
+    def sums_are_short(self) -> bool:
+        """Whether ATen's own sums lose nothing."""
+        return self.sums_within(LONGEST_SUM, LANES * LONGEST_SUM)
 
     def arranged(self, t: Tensor) -> Tensor:
         """`t` in this layout."""
@@ -81,12 +96,37 @@ class Channels(NamedTuple):
         """A value per channel."""
         return torch.full(self.shape[1:2], value, dtype=self.acc)
 
-    def _pieces(self, *ts: Tensor) -> Iterator[list[Tensor]]:
-        """The same pieces of tensors in this layout, each of few enough rows."""
-        if self.is_planar or self.num_values <= LONGEST_SUM:
-            yield list(ts)
-            return
-        yield from map(list, zip(*(self._rows(t).split(LONGEST_SUM) for t in ts), strict=True))
+    def _pieces(self, *ts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The same pieces of tensors in this layout, with short sums: each channel is folded into several."""
+        return self._parts_of_images(ts) if self.is_planar else self._folded_rows(ts)
+
+    def _folded_rows(self, ts: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        channels, rows = self.shape[1], [self._rows(t) for t in ts]
+        folds = max(1, min(WIDEST_FOLD // channels, self.num_values // LONGEST_SUM))
+        whole = self.num_values // folds * folds
+        yield from zip(*(t[:whole].view(-1, folds * channels).split(LONGEST_SUM) for t in rows), strict=True)
+        if whole < self.num_values:
+            yield tuple(t[whole:] for t in rows)
+
+    def _parts_of_images(self, ts: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        samples, channels, longest = self.shape[0], self.shape[1], LANES * LONGEST_SUM
+        size = self.shape[2:].numel()
+        fewest = -(-size // longest)
+        for parts in range(fewest, MOST_PARTS * fewest):
+            if size % parts == 0:
+                yield tuple(t.view(samples, channels * parts, -1) for t in ts)
+                return
+        pieces = (t.view(samples, channels, -1).split(longest, 2) for t in ts)
+        yield from (tuple(t.contiguous() for t in piece) for piece in zip(*pieces, strict=True))
+
+    def _folded(self, param: Tensor, piece: Tensor) -> Tensor:
+        """A value per channel for each channel of a piece."""
+        folds = piece.shape[1] // self.shape[1]
+        return param if folds == 1 else param.repeat_interleave(folds) if self.is_planar else param.repeat(folds)
+
+    def _unfolded(self, values: Tensor) -> Tensor:
+        """Values per channel of a piece, [folds, C]."""
+        return values.view(self.shape[1], -1).t() if self.is_planar else values.view(-1, self.shape[1])
 
     def _rows(self, t: Tensor) -> Tensor:
         """`t`, in this layout, as [values per channel, C]: a view where the layout is not planar."""
@@ -111,34 +151,43 @@ class Channels(NamedTuple):
 
         The variance is mean(x * (x - mean)), so its relative error is a unit in the last place times mean**2 / var.
         """
-        x, one, mean = self.arranged(x), self.filled(1.0), self.mean(x)
-        paired = self.bwd(x, x, one, mean, one, (False, True, False))[1]
-        return mean, (paired / self.num_values).clamp_(min=0.0)
+        x, mean = self.arranged(x), self.mean(x)
+        return mean, (self.sums(x, x, mean)[1] / self.num_values).clamp_(min=0.0)
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of each channel, in the dtype of sums."""
         # Running statistics in float32 keep ATen from rounding those of a low-precision x.
-        zero, means, variances, counts = self.filled(0.0), [], [], []
-        for (piece,) in self._pieces(self.arranged(x)):
-            mean, variance = torch.batch_norm_update_stats(piece, zero, zero, 0.0)
+        zero, x = self.filled(0.0), self.arranged(x)
+        # ATen adds up a channel of a planar x in float64.
+        if self.is_planar or self.num_values <= LONGEST_SUM:
+            return torch.batch_norm_update_stats(x, zero, zero, 0.0)
+        means, variances, shares = [], [], []
+        for (piece,) in self._pieces(x):
+            running = self._folded(zero, piece)
+            mean, variance = map(self._unfolded, torch.batch_norm_update_stats(piece, running, running, 0.0))
             means.append(mean)
             variances.append(variance)
-            counts.append(piece.numel() // self.shape[1])
-        if len(means) == 1:
-            return means[0], variances[0]
-        mean_of, variance_of = torch.stack(means).double(), torch.stack(variances).double()
-        share = torch.tensor(counts, dtype=torch.float64)[:, None] / self.num_values
+            shares.append(torch.full((len(mean), 1), len(piece) / self.num_values, dtype=torch.float64))
+        mean_of, variance_of, share = (torch.cat(values).double() for values in (means, variances, shares))
         mean = (share * mean_of).sum(0)
         variance = (share * (variance_of + (mean_of - mean).square())).sum(0)
         return mean.to(self.acc), variance.to(self.acc)
 
     def sums(self, t: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         """Per channel sum(t) and sum(t * (x - mean))."""
-        one, total, paired = self.filled(1.0), self.filled(0.0), self.filled(0.0)
-        for t_piece, x_piece in self._pieces(self.arranged(t), self.arranged(x)):
-            _, with_x, alone = self.bwd(t_piece, x_piece, one, mean, one, (False, True, True))
-            total += alone
-            paired += with_x
+        t, x, one = self.arranged(t), self.arranged(x), self.filled(1.0)
+        if self.sums_are_short:
+            _, paired, total = self.bwd(t, x, one, mean, one, (False, True, True))
+            return total, paired
+        totals, pairs, ones, center = [], [], one, mean
+        for t_piece, x_piece in self._pieces(t, x):
+            # Most pieces are of one size.
+            if len(ones) != x_piece.shape[1]:
+                ones, center = self._folded(one, x_piece), self._folded(mean, x_piece)
+            _, paired, total = self.bwd(t_piece, x_piece, ones, center, ones, (False, True, True))
+            totals.append(self._unfolded(total))
+            pairs.append(self._unfolded(paired))
+        total, paired = (torch.cat(values).sum(0, dtype=torch.float64).to(self.acc) for values in (totals, pairs))
         return total, paired
 
     def bwd(

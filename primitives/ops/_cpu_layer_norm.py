@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Rows", "bwd", "forward", "jvp", "rows_of"]
 
-# ATen adds up parameter cotangents row by row in one running sum, which over more rows loses more than the tests allow.
-LONGEST_SUM = 2**12
+# ATen adds up in running sums of float32, of which n numbers of one sign lose up to n * 2**-26: additions of numbers
+# that are alike are all rounded to the same side. For parameter cotangents it has one per column, over all rows. At the
+# limit they lose 3e-5. Beyond, blocks of fewer rows lose 8e-6, but the backward takes up to twice as long.
+LONGEST_SUM = 2**11
+LONGEST_BLOCK = 2**9
+# Along a row ATen has one running sum for each lane of a vector, eight in AVX2: at this length P loses 3e-5 of a v of
+# one sign. Beyond, P from sums apart makes a jvp take 1.3 times and a backward 2.3 times as long.
+LONGEST_ROW = 2**14
 
 
 class Rows(NamedTuple):
@@ -50,19 +56,34 @@ class Rows(NamedTuple):
         return None if p is None else p.to(self.acc).reshape(-1)
 
     def zeros(self) -> Tensor:
-        """What a sum over rows begins with."""
-        return self.x.new_zeros(self.x.shape[1], dtype=self.acc)
+        """What a sum over blocks of rows begins with: there are many blocks, of which a running sum would lose too."""
+        return self.x.new_zeros(self.x.shape[1], dtype=torch.float64)
 
     def project(
         self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None, mask: Sequence[bool] = (True, False, False)
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """P(v * weight), sum(v * x_hat) and sum(v) of some rows, as far as `mask` says: ATen's backward."""
+        """P(v * weight), sum(v * x_hat) and sum(v) of some rows, as far as `mask` says: mostly ATen's backward."""
+        if mask[0] and x.shape[1] > LONGEST_ROW:
+            sums = self.project(v, x, rows, None, (False, *mask[1:]))[1:] if any(mask[1:]) else (v, v)
+            return self._project_long_rows(v, x, rows, weight), *sums
         if weight is None and (mask[1] or mask[2]):
             weight = x.new_ones(x.shape[1])
         cols = [x.shape[1]]
         return torch.ops.aten.native_layer_norm_backward.default(
             v, x, cols, self.mean[rows], self.rstd[rows], weight, weight, mask
         )
+
+    def _project_long_rows(self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None) -> Tensor:
+        """P(v * weight) from sums of sums."""
+        out, mean, rstd = torch.empty_like(x), self.mean[rows], self.rstd[rows]
+        for block in row_blocks(*x.shape):
+            x_hat = (x[block].to(self.acc) - mean[block]).mul_(rstd[block])
+            g = v[block].to(self.acc) if weight is None else v[block] * weight
+            product = g * x_hat
+            slope = product.mean(1, keepdim=True)
+            centered = torch.sub(g, g.mean(1, keepdim=True), out=product)
+            out[block] = centered.addcmul_(x_hat, slope, value=-1).mul_(rstd[block])
+        return out
 
 
 ALL = slice(None)
@@ -78,7 +99,7 @@ def rows_of(
     *,
     has_sums: bool,
 ) -> Rows | None:
-    """The rows of x; `None` if samples have parameters or sums of their own, or ATen's formulas would not do."""
+    """The rows of x; `None` if samples have parameters or sums of their own, or ATen would lose accuracy."""
     if batch_ndim and (has_sums or _present(*params)):
         return None
     if not served(x, *params) or not is_well_conditioned(mean, rstd):
@@ -133,7 +154,8 @@ def bwd(
     if params is None or (batch_ndim and (has_sums or weight is not None)) or not is_well_conditioned(mean, rstd):
         return None
     shape = x.shape[x.dim() - norm_ndim :]
-    if x.dtype in LOW_PRECISION or (has_sums and mean.numel() > LONGEST_SUM):
+    is_long = shape.numel() > LONGEST_ROW or (has_sums and mean.numel() > LONGEST_SUM)
+    if is_long or x.dtype in LOW_PRECISION:
         rows = _rows(x, mean, rstd, shape)
         dtype = rows.acc if weight is None else weight.dtype
         x_bar, *sums = _bwd_of_rows(rows, rows.like_x(y_bar), rows.param(weight), wanted)
@@ -157,10 +179,11 @@ def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Seque
     if want_x:
         if x.dtype != rows.acc and weight is None:
             # ATen takes statistics in float32 beside a low-precision x where the weight is in float32 too.
-            weight = rows.zeros() + 1.0
+            weight = x.new_ones(x.shape[1], dtype=rows.acc)
         x_bar = rows.project(y_bar, x, ALL, weight)[0]
-    # ATen adds low-precision parameter cotangents up in low precision: its blocks get float32.
-    for block in row_blocks(*x.shape) if any(want_sums) else ():
+    # ATen adds low-precision parameter cotangents up in low precision: its blocks get float32, from the cache.
+    cols = x.shape[1] if x.dtype in LOW_PRECISION else 1
+    for block in row_blocks(len(x), cols, most=LONGEST_BLOCK) if any(want_sums) else ():
         out = rows.project(y_bar[block].to(rows.acc), x[block].to(rows.acc), block, None, (False, *want_sums))
         weight_bar += out[1] if want_sums[0] else 0.0
         bias_bar += out[2] if want_sums[1] else 0.0

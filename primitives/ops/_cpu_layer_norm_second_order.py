@@ -110,7 +110,8 @@ def _along(
     y_bar, y_bar_dot, x_dot = map(rows.like_x, (y_bar, y_bar_dot, x_dot))
     out = torch.empty_like(rows.x) if want_x else rows.x
     weight_sum, bias_sum = rows.zeros(), rows.zeros()
-    for block in row_blocks(*rows.x.shape):
+    most = first_order.LONGEST_BLOCK if want_weight or want_bias else None
+    for block in row_blocks(*rows.x.shape, most=most):
         x, v = rows.x[block].to(rows.acc), y_bar[block].to(rows.acc)
         v_dot, u = (None if t is None else t[block].to(rows.acc) for t in (y_bar_dot, x_dot))
         if v_dot is not None and (want_weight or want_bias):
