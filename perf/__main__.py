@@ -3,7 +3,8 @@
 python -m perf run [--device cpu|cuda] [--quick] [--out FILE]   measure everything, write one JSON file
 python -m perf run --plan [--device cpu|cuda] [--quick]         what that would measure, and how long it should take
 python -m perf report FILE [FILE ...]                           tables and plots into docs/perf/
-python -m perf compare BEFORE AFTER                             exit status 1 if a row fell by over 5 %, broke, is gone
+python -m perf compare BEFORE AFTER                             exit status 1 if a row lost over 5 % of its speed, broke
+                                                                or is gone, 2 if a file is damaged
 python -m perf predict                                          times that the model expects of a device
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 DEFAULT_OUT = Path("perf_output") / "result.json"
 DEFAULT_REPORT = Path(__file__).resolve().parent.parent / "docs" / "perf"
@@ -76,10 +79,10 @@ def _part(text: str) -> float:
 def _run(options: argparse.Namespace) -> int:
     try:
         from perf.suite.driver import describe, run
-        from perf.suite.plan import OptionError, Options
+        from perf.suite.plan import OptionError, Options, check
     except ModuleNotFoundError as error:
         return _fail(f"python -m perf run needs {error.name}: pip install 'torch-training-primitives[perf]'.")
-    from perf.suite.results import write_json
+    from perf.suite.results import OutputError, check_writable
     from perf.suite.tables import print_summary
 
     try:
@@ -89,14 +92,32 @@ def _run(options: argparse.Namespace) -> int:
         if options.plan:
             print(describe(asked))
             return 0
+        check(asked)
+        check_writable(options.out)
         result = run(asked)
-    except (OptionError, RuntimeError) as error:
+    except (OptionError, OutputError, RuntimeError) as error:
         return _fail(str(error))
-    write_json(options.out, result)
     print_summary(result)
-    print(f"Written to {options.out}.")
-    ours = [row for row in result["rows"] if row["provider"] == "primitives"]
-    return 1 if any(row["status"] in {"wrong", "error"} for row in ours) or not ours else 0
+    statuses = {row["status"] for row in result["rows"] if row["provider"] == "primitives"}
+    if "ok" not in statuses:
+        path = _write(options.out.with_name(f"{options.out.stem}.failed.json"), result)
+        print(f"No row of this package is right. Written to {path}, {options.out} is left as it was.")
+        return 1
+    print(f"Written to {_write(options.out, result)}.")
+    return 1 if statuses & {"wrong", "error"} else 0
+
+
+def _write(path: Path, result: dict[str, Any]) -> Path:
+    """Write a result to `path`, or where that fails by now, to a temporary place: measuring it again takes minutes."""
+    from perf.suite.results import write_json
+
+    try:
+        write_json(path, result)
+    except OSError as error:
+        print(f"{path} cannot be written: {error}.", file=sys.stderr)
+        path = Path(tempfile.mkdtemp(prefix="perf-result-")) / path.name
+        write_json(path, result)
+    return path
 
 
 def _default_device() -> str:
@@ -106,7 +127,8 @@ def _default_device() -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from perf.suite.results import ResultError
+    from perf.suite.reader import ResultError
+    from perf.suite.results import OutputError
 
     try:
         from perf.suite.report import write_report
@@ -115,14 +137,14 @@ def _report(options: argparse.Namespace) -> int:
     try:
         for path in options.results:
             print(f"Written to {write_report(path, options.out)}.")
-    except ResultError as error:
+    except (ResultError, OutputError) as error:
         return _fail(str(error))
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
     from perf.suite.compare import compare
-    from perf.suite.results import ResultError, load
+    from perf.suite.reader import ResultError, load
 
     try:
         comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)

@@ -33,6 +33,7 @@ def make_row(unit, provider, copies, **values):
         "kernel_fraction": made / MINIMUM_BYTES / copies if provider == "primitives" else None,
         "error": 1e-3,
         "tolerance": 4e-2,
+        "gpu": "0",
         "peak_bytes": 67_000_000,
         "launches": 1,
     }
@@ -72,6 +73,7 @@ def gpu_result(modes=("forward", "jvp"), slower=1.0, quick=True):
             "capability": "9.0",
             "processors": 132,
             "l2_bytes": 60 * 2**20,
+            "gpus": ["0"],
         },
         "environment": {"python": "3.12", "packages": {"torch": "2.11"}, "threads": 1, "cores": 16, "processor": "CPU"},
         "clocks": {
@@ -81,7 +83,7 @@ def gpu_result(modes=("forward", "jvp"), slower=1.0, quick=True):
             ]
         },
         "providers": dict.fromkeys(COPIES) | missing,
-        "calibration": {"512000000": {"copy_gbps": COPY_GBPS}},
+        "calibration": {"0": {"512000000": {"copy_gbps": COPY_GBPS}}},
         "overhead": None,
         "rows": rows,
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from perf.__main__ import main
 from perf.suite import driver, estimate
 from perf.suite.plan import GPU_PROVIDERS, OptionError, Options, compile_items, find, make_plan, suite
+from perf.suite.providers import NAMES
 from perf.workloads import BASIC_MODES, GPU_WORKLOADS, KERNEL_MODES, Workload
 
 
@@ -95,6 +97,33 @@ def test_a_run_can_be_narrowed_down_and_says_what_it_does_not_know():
     made = make_plan(Options("cuda", only=("batchnorm1d",), modes=("jvp",), providers=("torch",)), everything)
     assert [(item["name"], item["mode"]) for item in made["units"]] == [("BatchNorm1d", "jvp")]
     assert made["providers"] == ["torch"]
+    twice = make_plan(Options("cpu", modes=("jvp", "jvp"), providers=("torch", "torch")), everything)
+    assert twice["providers"] == ["torch"]
+    assert len({(item["workload"], item["mode"]) for item in twice["units"]}) == len(twice["units"])
     for wrong in ({"modes": ("sideways",)}, {"providers": ("nobody",)}, {"only": ("no such words",)}):
         with pytest.raises(OptionError, match=next(iter(wrong.values()))[0]):
             make_plan(Options("cuda", **wrong), everything)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--providers", "primitives", "tortch"), f"--providers must be among {', '.join(NAMES)}, got tortch."),
+        (("--seconds", "0"), "--seconds must be a finite number above 0, got 0."),
+        (("--seconds=-5",), "--seconds must be a finite number above 0, got -5."),
+        (("--seconds", "nan"), "--seconds must be a finite number above 0, got nan."),
+        (("--seconds", "inf"), "--seconds must be a finite number above 0, got inf."),
+        (("--workers=-3",), "--workers must be at least 1, got -3."),
+        (("--workers", "0"), "--workers must be at least 1, got 0."),
+    ],
+)
+@pytest.mark.parametrize("plan", [("--plan",), ()])
+def test_options_that_mean_nothing_are_refused_before_anything_else(tmp_path, capsys, plan, arguments, said):
+    out = tmp_path / "folder" / "result.json"
+    assert main(["run", "--device", "cpu", "--out", str(out), *plan, *arguments]) == 2
+    assert capsys.readouterr().err == f"{said}\n"
+    assert not out.parent.exists()
+
+
+def test_every_provider_can_be_asked_for():
+    assert set(GPU_PROVIDERS) == set(NAMES)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
 import types
 import weakref
 
 import pytest
 import torch
 
-import primitives
-from perf.suite import cuda_timer, machine, modes, reference, timers
+from perf.suite import cuda_timer, modes, reference, timers
 from perf.suite.bytes import is_multi_pass, kernel_bytes, minimum_bytes
 from perf.suite.providers import provider
 from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, Workload
@@ -160,58 +158,7 @@ def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same()
     assert error(one * 0.9, one * 0.9) > 0.05
 
 
-# GPUs and graphs.
-
-
-def test_each_worker_owns_a_gpu(monkeypatch):
-    assert [machine.gpu_of_worker(f"gw{i}", ["2", "5"]) for i in range(4)] == ["2", "5", "2", "5"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for visible, found in {"3,1": ["3", "1"], "": [], "3,1,-1,7": ["3", "1"], None: ["0", "1"]}.items():
-        if visible is None:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        else:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert machine.visible_gpus() == found
-
-
-@pytest.mark.parametrize("uuid, answer", [("B0-1c", None), (None, "GPU-b0-1C"), (None, None)])
-def test_a_gpu_is_known_by_one_name_however_it_was_asked_for(monkeypatch, uuid, answer):
-    values = {} if uuid is None else {"uuid": uuid}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(**values))
-    monkeypatch.setattr(machine.shutil, "which", lambda name: answer and "nvidia-smi")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: types.SimpleNamespace(stdout=answer + "\n"))
-    found = [machine.gpu_identity(name) for name in ("0", "GPU-B0/1")]
-    assert found == (["0", "GPU-B0-1"] if uuid is answer is None else ["b0-1c", "b0-1c"])
-
-
-def test_clocks_are_what_nvidia_smi_says_or_nothing(monkeypatch):
-    answers = iter([", ".join(machine.CLOCKS), "one, two"])
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "nvidia-smi")
-
-    def run(*args, **kwargs):
-        return types.SimpleNamespace(stdout=next(answers) + "\n")
-
-    monkeypatch.setattr(machine.subprocess, "run", run)
-    assert machine.clocks("0") == {name: name for name in machine.CLOCKS}
-    assert machine.clocks("0") == {}
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.clocks("0") == {}
-
-
-def test_the_package_is_known_by_its_revision_or_else_by_its_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    assert machine.package() == {"version": primitives.__version__, "revision": None, "dirty": None}
-    for arguments in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
-        settings = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", "-C", str(tmp_path), *settings, *arguments], check=True)
-    found = machine.package()
-    assert len(found["revision"]) == 40
-    assert found["dirty"] is False
-    # What lies beside the sources changes nothing that is measured.
-    for folder, dirty in (("docs", False), ("perf", True)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "new.txt").write_text("new")
-        assert machine.package()["dirty"] is dirty
+# Graphs.
 
 
 def fake_classes(state):

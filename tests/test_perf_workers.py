@@ -18,10 +18,12 @@ import pytest
 import torch._functorch.config as functorch_config
 
 from perf.suite import driver, locks, results, worker
+from perf.suite.calibration import calibrate
 from perf.suite.contenders import DeviceLostError
 from perf.suite.locks import DeviceLock
 from perf.suite.plan import GPU_PROVIDERS, Options, make_plan
 from perf.suite.providers import CannotError
+from tests.perf_fakes import FakeLock, FakeTimer
 
 
 def test_many_may_try_on_a_device_but_who_measures_is_alone(tmp_path):
@@ -196,7 +198,41 @@ def test_an_unfit_process_is_replaced_and_its_rows_are_kept(tmp_path, monkeypatc
     monkeypatch.setattr(it, "_rows", lambda *_: [{"status": "ok"}])
     it.measure(record)
     assert left == [True] * replaced
-    assert json.loads((tmp_path / "rows" / f"{record['id']}.json").read_text()) == [{"status": "ok"}]
+    assert json.loads((tmp_path / "rows" / f"{record['id']}.json").read_text()) == [{"status": "ok", "gpu": None}]
+
+
+def test_gpus_of_one_run_share_no_calibration_and_rows_say_where_they_were_measured(tmp_path, monkeypatch):
+    gpus = ["GPU-b0/1", "3"]
+    copies = {"GPU-b0/1": 1e-3, "3": 5e-4}
+    monkeypatch.setattr(worker, "DeviceLock", lambda name: DeviceLock(name, tmp_path))
+    monkeypatch.setattr(worker.machine, "gpu_identity", lambda gpu: f"of-{len(gpu)}")
+    monkeypatch.setattr(worker.machine, "device_description", lambda gpu: {"type": "cuda", "name": "A"})
+    made = make_plan(Options("cuda", quick=True, modes=("forward",)), dict.fromkeys(GPU_PROVIDERS))
+    made.update(gpus=gpus, deadline=time.time() + 100, to_measure=[])
+    results.write_json(tmp_path / "plan.json", made)
+
+    def measure(record, workload, names, bench):
+        copy_gbps = calibrate(bench.timer, 1_000_000, bench.calibrations)["copy_gbps"]
+        return [results.row_for(record, "primitives", "ok", copy_gbps=copy_gbps)]
+
+    monkeypatch.setattr(worker.unit, "measure", measure)
+    for gpu, record in zip(gpus, made["units"], strict=False):
+        monkeypatch.setenv("PERF_GPU", gpu)
+        it = worker.Worker(tmp_path)
+        it._timer = FakeTimer(FakeLock())
+        it._timer.device_seconds = lambda prepared, seconds=copies[gpu]: seconds
+        it._describe()
+        it.measure(record)
+    result = results.merge(made, tmp_path)
+    rows = [row for row in result["rows"] if row["status"] == "ok"]
+    assert [(row["gpu"], row["copy_gbps"]) for row in rows] == [("GPU-b0/1", 1.0), ("3", 2.0)]
+    assert {gpu: speeds["1000000"]["copy_gbps"] for gpu, speeds in result["calibration"].items()} == {
+        "GPU-b0/1": 1.0,
+        "3": 2.0,
+    }
+    assert result["device"] == {"type": "cuda", "name": "A", "gpus": gpus}
+    # Of units that nobody came to it is not known where they would have been measured.
+    assert {row["gpu"] for row in result["rows"] if row["status"] == "skipped"} == {None}
 
 
 def test_units_in_which_a_worker_died_are_tried_again_without_who_was_under_way(tmp_path):

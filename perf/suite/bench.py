@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perf.suite.budget import Budget, time_limit
+from perf.suite.budget import Budget, UnitTimeoutError, time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ class Bench:
     Attributes:
         timer: Of the device.
         lock: Of the device: shared for all that runs on it, exclusive for what is timed.
-        directory: Of the run, where calibrations are kept.
+        calibrations: Directory of what was measured of this device alone, see `perf.suite.calibration`.
         budget: Time of the run.
         compiled: Says of a provider why it must not be tried here: None, or `status: message`.
         doing: Is told which provider is under way, so that it is known if the process dies; empty for none.
@@ -42,13 +43,25 @@ class Bench:
 
     timer: Timer
     lock: Lock
-    directory: Path
+    calibrations: Path
     budget: Budget
     compiled: Callable[[str], str | None]
     doing: Callable[[str], None]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the device alone, for as long as a unit may take."""
-        with self.lock.exclusive(), time_limit(self.budget.unit_seconds(), "the unit"):
-            yield
+        """Hold the device alone, for as long as a unit may take.
+
+        Raises:
+            UnitTimeoutError: If the block takes longer.
+        """
+        with self.lock.exclusive():
+            try:
+                with time_limit(self.budget.unit_seconds(), "the unit", UnitTimeoutError):
+                    yield
+            except UnitTimeoutError as error:
+                # What still runs would run beside what another worker times, and take memory that it needs.
+                self.timer.wait()
+                traceback.clear_frames(error.__traceback__)
+                self.timer.release()
+                raise

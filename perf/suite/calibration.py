@@ -22,8 +22,14 @@ FLOAT_BYTES = 4
 
 
 def calibrate(timer: Timer, total_bytes: int, directory: Path) -> dict[str, float]:
-    """Bandwidths in GB/s of moving `total_bytes`, reads and writes together; measured once for each run and size."""
-    path = directory / "calibration" / f"{total_bytes}.json"
+    """Bandwidths in GB/s of moving `total_bytes`, reads and writes together; measured once for each run and size.
+
+    Args:
+        timer: Of the device.
+        total_bytes: Size.
+        directory: Where the bandwidths of this device in this run are kept: another GPU has others.
+    """
+    path = directory / f"{total_bytes}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     sets = timer.num_sets(total_bytes)

@@ -57,6 +57,7 @@ class Contender:
 
         Raises:
             DeviceLostError: If the device has failed for good.
+            UnitTimeoutError: If the unit's time ends, which is nobody's failure.
         """
         limit = contextlib.nullcontext() if seconds is None else time_limit(seconds, f"a call of {self.name}")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from perf.suite import machine
 from perf.suite.estimate import estimate, summary
-from perf.suite.plan import Options, compile_items, make_plan, providers, total_seconds
+from perf.suite.plan import Options, check, compile_items, make_plan, providers, total_seconds
+from perf.suite.processes import require, running, stoppable
 from perf.suite.progress import Progress
 from perf.suite.providers import available
 from perf.suite.results import ERROR, merge, write_json
@@ -37,59 +38,77 @@ CLOCK_SECONDS = 10.0
 QUICK_OVERHEAD_ROUNDS = 10
 # What is under way at the deadline may end; what still runs after that is stopped.
 GRACE_SECONDS = 25.0
-STOP_SECONDS = 5.0
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure, and return the result; after Ctrl-C what there is of it.
+    """Measure, and return the result; after Ctrl-C, or another request to end, what there is of it.
 
     Raises:
-        OptionError: If the options leave nothing to measure.
-        RuntimeError: If there is no GPU where one is asked for.
+        OptionError: If the options mean nothing, or leave nothing to measure.
+        RequirementError: If a package is not there that the workers need.
+        RuntimeError: If there is no GPU where one is asked for, or if there are several kinds.
     """
     start = time.time()
+    check(options)
+    require()
     gpus = machine.visible_gpus() if options.device == "cuda" else []
     if options.device == "cuda" and not gpus:
         raise RuntimeError(
             "--device cuda: torch sees no CUDA device; --device cpu compares with torch on the processor."
         )
+    names = machine.one_kind(gpus)
     package = machine.package()
     plan = make_plan(options, available(providers(options)))
-    end = start + total_seconds(options)
+    until = start + total_seconds(options)
     plan["gpus"] = gpus
-    plan["deadline"] = end - plan["overhead_seconds"]
+    plan["deadline"] = until - plan["overhead_seconds"]
     plan["compile_deadline"] = time.time() + plan["compile_seconds"]
     plan["to_measure"] = [unit["id"] for unit in plan["units"]]
     directory = Path(tempfile.mkdtemp(prefix="perf-run-"))
     write_json(directory / "plan.json", plan)
     clocks: dict[str, list[dict[str, str]]] = {gpu: [] for gpu in gpus}
     print(estimate(plan, _compilers(options), len(gpus)), file=sys.stderr)
-    compiled = time.time()
+    compiled, overhead, stopped = time.time(), None, False
     try:
-        if items := len(compile_items(plan)):
-            _phase("compile", directory, _compilers(options), items, plan["compile_deadline"], lambda: None)
-            compiled = time.time()
-        workers = options.workers or MEASURERS_PER_GPU * len(gpus)
-        workers = min(workers, MEASURERS_PER_GPU * len(gpus), _compilers(options)) if gpus else 1
-        _measure(plan, directory, workers, _clock_reader(clocks))
+        with stoppable():
+            if items := len(compile_items(plan)):
+                _phase("compile", directory, _compilers(options), items, plan["compile_deadline"], lambda: None)
+                compiled = time.time()
+            workers = options.workers or MEASURERS_PER_GPU * len(gpus)
+            workers = min(workers, MEASURERS_PER_GPU * len(gpus), _compilers(options)) if gpus else 1
+            _measure(plan, directory, workers, _clock_reader(clocks, names))
+            if plan["overhead_seconds"] and merge(plan, directory)["complete"]:
+                overhead = _overhead(directory, options.quick, until + GRACE_SECONDS - time.time())
     except KeyboardInterrupt:
+        stopped = True
         print("Stopped: what was measured is kept.", file=sys.stderr)
     result = merge(plan, directory)
     result["package"] = package
     result["clocks"] = {gpu: asked for gpu, asked in clocks.items() if asked}
-    if plan["overhead_seconds"] and result["complete"]:
-        result["overhead"] = _overhead(directory, options.quick, end + GRACE_SECONDS - time.time())
+    result["overhead"] = overhead
+    result["complete"] &= not stopped
     result["seconds"] = {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)}
-    print(f"What the workers said is in {directory}.", file=sys.stderr)
+    _tidy(plan, directory, result, stopped)
     return result
+
+
+def _tidy(plan: dict[str, Any], directory: Path, result: dict[str, Any], stopped: bool) -> None:
+    """Remove the directory of a run, unless its logs may say why something is missing."""
+    failed = any(row["status"] == ERROR for row in result["rows"])
+    lost = not all((directory / "rows" / f"{unit['id']}.json").exists() for unit in plan["units"])
+    if failed or (lost and not stopped):
+        print(f"What the workers said is kept in {directory}.", file=sys.stderr)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def describe(options: Options) -> str:
     """What a run would measure, and how long it should take, in lines; needs no GPU.
 
     Raises:
-        OptionError: If the options leave nothing to measure.
+        OptionError: If the options mean nothing, or leave nothing to measure.
     """
+    check(options)
     gpus = len(machine.visible_gpus()) if options.device == "cuda" else 0
     plan = make_plan(options, available(providers(options)))
     return f"{summary(plan)}\n{estimate(plan, _compilers(options), gpus)}"
@@ -124,10 +143,11 @@ def lost_units(plan: dict[str, Any], directory: Path) -> list[str]:
 
 
 def _compilers(options: Options) -> int:
-    return options.workers or max(1, min((os.cpu_count() or 1) - SPARE_CORES, MAX_COMPILERS))
+    return options.workers or max(1, min(machine.usable_cores() - SPARE_CORES, MAX_COMPILERS))
 
 
-def _clock_reader(clocks: dict[str, list[dict[str, str]]]) -> Callable[[], None]:
+def _clock_reader(clocks: dict[str, list[dict[str, str]]], names: dict[str, str | None]) -> Callable[[], None]:
+    """What asks for the clocks of all GPUs every so often; `names` are those of the hardware."""
     last = 0.0
 
     def read() -> None:
@@ -135,7 +155,7 @@ def _clock_reader(clocks: dict[str, list[dict[str, str]]]) -> Callable[[], None]
         if clocks and time.time() - last >= CLOCK_SECONDS:
             last = time.time()
             for gpu, asked in clocks.items():
-                if found := machine.clocks(gpu):
+                if found := machine.clocks(names[gpu]):
                     asked.append(found)
 
     return read
@@ -172,25 +192,20 @@ def _phase(phase: str, directory: Path, workers: int, items: int, deadline: floa
     with (
         (directory / f"{phase}.log").open("w", encoding="utf-8") as log,
         Progress(phase, items) as progress,
-        # A session of its own: Ctrl-C reaches the driver alone, which then ends the workers.
-        subprocess.Popen(
+        running(
             pytest_command(phase, directory, workers),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_environment(),
             cwd=ROOT,
-            start_new_session=True,
         ) as process,
     ):
-        try:
-            while process.poll() is None and time.time() < deadline + GRACE_SECONDS:
-                progress.update(sum(1 for _ in done.glob("*.json")), _latest(done, directory))
-                on_poll()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_SECONDS)
-            progress.update(sum(1 for _ in done.glob("*.json")), "")
-        finally:
-            _stop(process)
+        while process.poll() is None and time.time() < deadline + GRACE_SECONDS:
+            progress.update(sum(1 for _ in done.glob("*.json")), _latest(done, directory))
+            on_poll()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_SECONDS)
+        progress.update(sum(1 for _ in done.glob("*.json")), "")
     if phase == "measure" and not any(done.glob("*.json")):
         tail = (directory / f"{phase}.log").read_text(encoding="utf-8")[-2000:]
         print(f"No case was measured. The end of {directory / f'{phase}.log'}:\n{tail}", file=sys.stderr)
@@ -207,23 +222,15 @@ def _latest(done: Path, directory: Path) -> str:
     return f"{unit['workload']}: {unit['mode']}"
 
 
-def _stop(process: subprocess.Popen) -> None:
-    """End a phase's processes: politely, then not."""
-    for sign in (signal.SIGINT, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        # The group is that of the session which was made for this process.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-
-
 def _overhead(directory: Path, quick: bool, seconds: float) -> dict[str, Any] | None:
     """The front-end overhead bench, in a process of its own; None where the time does not suffice for it."""
     path = directory / "overhead.json"
     rounds = ["--rounds", str(QUICK_OVERHEAD_ROUNDS)] if quick else []
     command = [sys.executable, "-m", "perf.overhead", *rounds, "--json", str(path)]
-    with contextlib.suppress(subprocess.SubprocessError, OSError):
-        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=max(seconds, 0.1), check=False)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError), running(command, cwd=ROOT, **quiet) as process:
+        process.wait(max(seconds, 0.1))
+    # Whoever was stopped while it wrote has left half of it.
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None

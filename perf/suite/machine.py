@@ -53,34 +53,80 @@ def gpu_of_worker(worker: str, gpus: list[str]) -> str:
 
 
 def gpu_identity(gpu: str) -> str:
-    """What tells a GPU from all others, however it was asked for: its UUID, or else the words that name it.
+    """What tells a GPU from all others, however it was asked for, as part of a file name.
 
     Initializes CUDA, in a process that sees no other GPU than this one.
 
     Args:
         gpu: What CUDA_VISIBLE_DEVICES takes for it.
     """
+    # Of two notations of one UUID only the prefix and the case differ; a file name takes no other characters.
+    words = (hardware_name(gpu, 0) or gpu).lower().removeprefix("gpu-")
+    return re.sub(r"[^a-z0-9-]+", "-", words)
+
+
+def hardware_name(gpu: str, index: int) -> str | None:
+    """What nvidia-smi and all processes call a GPU: its UUID, or its address on the PCI bus; None if neither is known.
+
+    An index is no name: CUDA counts the fastest GPU first, nvidia-smi goes by the bus, and CUDA_VISIBLE_DEVICES says
+    which of them there are. Initializes CUDA.
+
+    Args:
+        gpu: What CUDA_VISIBLE_DEVICES takes for it.
+        index: Of the GPU among those that this process sees.
+    """
     import torch
 
-    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-    found = _ask_nvidia_smi(gpu, ["uuid"]) if uuid is None else [str(uuid)]
-    # Of two notations of one UUID only the prefix and the case differ; a file name takes no other characters.
-    words = found[0].lower().removeprefix("gpu-") if found else gpu
-    return re.sub(r"[^A-Za-z0-9-]+", "-", words)
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    if uuid is not None:
+        return f"GPU-{str(uuid).removeprefix('GPU-')}"
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in address:
+        return "{:08x}:{:02x}:{:02x}.0".format(*address)
+    # A whole UUID names a GPU to everybody; its beginning, which CUDA takes too, does not.
+    return gpu if re.fullmatch(r"GPU(-[0-9a-f]+){5}", gpu, re.IGNORECASE) else None
 
 
-def clocks(gpu: str | None) -> dict[str, str]:
-    """What nvidia-smi says of a GPU: clocks, power, temperature, driver; nothing where it cannot be asked."""
-    values = _ask_nvidia_smi(gpu, CLOCKS)
+def one_kind(gpus: list[str]) -> dict[str, str | None]:
+    """The hardware's names of the GPUs of a run, which must be of one kind: a result is of one. Initializes CUDA.
+
+    Args:
+        gpus: As `visible_gpus` has them.
+
+    Raises:
+        RuntimeError: If they are of several kinds.
+    """
+    kinds: dict[tuple, list[str]] = {}
+    for index, gpu in enumerate(gpus):
+        description = device_description(gpu, index)
+        kind = tuple(description[name] for name in ("name", "capability", "processors", "l2_bytes"))
+        kinds.setdefault(kind, []).append(gpu)
+    if len(kinds) > 1:
+        found = "; ".join(f"{', '.join(same)}: {kind[0]}, {kind[2]} processors" for kind, same in kinds.items())
+        raise RuntimeError(
+            f"--device cuda: the GPUs of a run must be of one kind, got {found}. "
+            "CUDA_VISIBLE_DEVICES chooses among them."
+        )
+    return {gpu: hardware_name(gpu, index) for index, gpu in enumerate(gpus)}
+
+
+def clocks(name: str | None) -> dict[str, str]:
+    """What nvidia-smi says of a GPU: clocks, power, temperature, driver; nothing where it cannot be asked.
+
+    Args:
+        name: As `hardware_name` has it.
+    """
+    values = _ask_nvidia_smi(name, CLOCKS)
     return dict(zip(CLOCKS, values, strict=True)) if values else {}
 
 
-def _ask_nvidia_smi(gpu: str | None, names: Sequence[str]) -> list[str]:
+def _ask_nvidia_smi(name: str | None, names: Sequence[str]) -> list[str]:
     """The values of these names; nothing if it does not answer with as many."""
     program = shutil.which("nvidia-smi")
-    if program is None or gpu is None:
+    if program is None or name is None:
         return []
-    command = [program, f"--id={gpu}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    command = [program, f"--id={name}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -116,6 +162,13 @@ def _git(*arguments: str) -> str | None:
     return answer.stdout.strip()
 
 
+def usable_cores() -> int:
+    """Processor cores that this process may run on: of those of the machine, its affinity may leave a few."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def environment() -> dict[str, Any]:
     """Versions, processor and the variables that change what is measured."""
     import torch
@@ -124,7 +177,7 @@ def environment() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "clock": "processor time" if torch.get_num_threads() == 1 else "wall time",
         "cuda": torch.version.cuda,
@@ -139,13 +192,18 @@ def environment() -> dict[str, Any]:
     }
 
 
-def device_description(gpu: str | None) -> dict[str, Any]:
-    """The device that is measured: name, processors, memory, cache. Initializes CUDA for a GPU."""
+def device_description(gpu: str | None, index: int = 0) -> dict[str, Any]:
+    """The device that is measured: name, processors, memory, cache. Initializes CUDA for a GPU.
+
+    Args:
+        gpu: What CUDA_VISIBLE_DEVICES takes for it; None for the processor.
+        index: Of the GPU among those that this process sees; a worker sees one.
+    """
     if gpu is None:
         return {"type": "cpu", "name": _processor()}
     import torch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(index)
     return {
         "type": "cuda",
         "name": properties.name,

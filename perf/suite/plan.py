@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,13 +63,13 @@ class Options:
 
 def total_seconds(options: Options) -> float:
     """Time of the whole run."""
-    return options.seconds or SECONDS[options.device, options.quick]
+    return SECONDS[options.device, options.quick] if options.seconds is None else options.seconds
 
 
 def providers(options: Options) -> tuple[str, ...]:
     """Names of the providers that are asked for, this package first."""
     if options.providers:
-        return options.providers
+        return tuple(dict.fromkeys(options.providers))
     names = GPU_PROVIDERS if options.device == "cuda" else CPU_PROVIDERS
     return tuple(name for name in names if not (options.quick and name in TUNED))
 
@@ -101,7 +102,7 @@ def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str
     if isinstance(workload, TrainingWorkload):
         return () if options.modes and "training_step" not in options.modes else ("training_step",)
     wanted = options.modes or (CPU_MODES if options.device == "cpu" else _gpu_modes(workload, options))
-    return tuple(mode for mode in wanted if mode != "training_step")
+    return tuple(mode for mode in dict.fromkeys(wanted) if mode != "training_step")
 
 
 def _gpu_modes(workload: Workload, options: Options) -> tuple[str, ...]:
@@ -137,9 +138,9 @@ def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, A
         available: Providers, and why some cannot be used.
 
     Raises:
-        OptionError: If a mode or provider is unknown, or nothing is left to measure.
+        OptionError: If an option means nothing, or nothing is left to measure.
     """
-    _check(options, available)
+    check(options)
     chosen = [w for w in _candidates(options.device) if (w.quick or not options.quick) and _wanted(w.key, options.only)]
     if options.only and options.quick and not chosen:
         chosen = [w for w in _candidates(options.device) if _wanted(w.key, options.only)]
@@ -196,13 +197,22 @@ def _wanted(key: str, only: tuple[str, ...]) -> bool:
     return not only or any(words.lower() in key.lower() for words in only)
 
 
-def _check(options: Options, available: dict[str, str | None]) -> None:
+def check(options: Options) -> None:
+    """See to it that options mean something.
+
+    Raises:
+        OptionError: If a mode or provider is unknown, or a number is none of its kind.
+    """
     unknown = [mode for mode in options.modes if mode not in workloads.MODES]
     if unknown:
         raise OptionError(f"--modes must be among {', '.join(workloads.MODES)}, got {', '.join(unknown)}.")
-    unknown = [name for name in providers(options) if name not in available]
+    unknown = [name for name in options.providers if name not in GPU_PROVIDERS]
     if unknown:
         raise OptionError(f"--providers must be among {', '.join(GPU_PROVIDERS)}, got {', '.join(unknown)}.")
+    if options.seconds is not None and not 0 < options.seconds < math.inf:
+        raise OptionError(f"--seconds must be a finite number above 0, got {options.seconds:g}.")
+    if options.workers is not None and options.workers < 1:
+        raise OptionError(f"--workers must be at least 1, got {options.workers}.")
 
 
 def _record(workload: Workload | TrainingWorkload, mode: str, options: Options) -> dict[str, Any]:

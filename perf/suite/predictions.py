@@ -28,15 +28,15 @@ def describe_device(result: dict[str, Any]) -> Device | None:
     chip = "sm_" + found.get("capability", "").replace(".", "")
     if found["type"] != "cuda" or chip not in launch.CHIPS:
         return None
-    copies = {int(size): speeds["copy_gbps"] for size, speeds in result["calibration"].items()}
-    speeds = [speed for size, speed in copies.items() if size >= LARGE_BYTES]
+    copies = [(int(size), found["copy_gbps"]) for one in result["calibration"].values() for size, found in one.items()]
+    speeds = [speed for size, speed in copies if size >= LARGE_BYTES]
     if not speeds:
         return None
     created = f"measured by `python -m perf run` on {result['created'][:10]}"
     return model.Device(
         found["name"],
         chip,
-        model.Value(statistics.median(speeds) * 1e9, True, f"{created}: median of copies of {len(speeds)} large sizes"),
+        model.Value(statistics.median(speeds) * 1e9, True, f"{created}: median of {len(speeds)} large copies"),
         model.read_device(DESCRIBED).launch_seconds,
         model.Value(found["l2_bytes"], True, created),
         model.Value(found["processors"], True, created),

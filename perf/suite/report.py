@@ -9,7 +9,8 @@ from perf.suite import targets
 from perf.suite.bytes import is_multi_pass, passes_of
 from perf.suite.plots import bandwidth_plot, speedup_plot
 from perf.suite.predictions import describe_device, predictions
-from perf.suite.results import OK, SKIPPED, WRONG, load, write_json
+from perf.suite.reader import load
+from perf.suite.results import OK, SKIPPED, WRONG, check_writable, write_json
 from perf.suite.tables import OURS, by_case, means, microseconds, speedup
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ def write_report(path: Path, directory: Path) -> Path:
 
     Raises:
         ResultError: If there is no result file of this schema.
+        OutputError: If nothing can be written into the directory.
     """
     result = load(path)
     name = slug(result)
+    check_writable(directory / f"{name}.json")
     write_json(directory / f"{name}.json", result)
     modes = dict.fromkeys(row["mode"] for row in result["rows"])
     figures = [
@@ -128,6 +131,9 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
     clock = "" if result["device"] and result["device"]["type"] == "cuda" else f", timed in {environment.get('clock')}"
     yield f"Processor: {threads}{clock}. The run took {result['seconds']['total']:.0f} s."
     yield _package(result["package"])
+    gpus = (result["device"] or {}).get("gpus", [])
+    if len(gpus) > 1:
+        yield f"Measured on {len(gpus)} GPUs of this kind ({', '.join(gpus)}); each row of the data says on which."
     for gpu, asked in result["clocks"].items():
         sm, memory = (_span([sample[name] for sample in asked]) for name in ("clocks.sm", "clocks.mem"))
         yield f"GPU {gpu}: driver {asked[0]['driver_version']}, SM clock {sm}, memory {memory}."

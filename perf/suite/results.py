@@ -1,16 +1,18 @@
 """The result file: one JSON object of the schema below, and the files of a run that it is merged from.
 
-schema       SCHEMA; a reader refuses another number
+schema       SCHEMA; `perf.suite.reader` refuses another number, and what lacks a field
 created      when the run ended, ISO 8601, UTC
 options      what the run was asked for
 seconds      how long it took, in all and for compiling
 complete     whether every planned unit was measured (false after Ctrl-C or a deadline)
 package      version of this package; revision of its checkout and whether sources differ from it, null outside of one
-device       type, name, and for a GPU capability, processors, memory_bytes, l2_bytes
+device       type, name, and for GPUs capability, processors, memory_bytes, l2_bytes, which are those of all GPUs of the
+             run, and gpus: what CUDA_VISIBLE_DEVICES takes for each that measured; null if nothing was measured
 environment  versions, processor, variables that change what is measured
 clocks       of each GPU, every few seconds while it was measured: what nvidia-smi said; empty without it
 providers    name -> null, or why it could not be used
-calibration  bytes -> copy_gbps, read_gbps, two_reads_one_write_gbps, at exactly that many bytes read and written
+calibration  GPU, or cpu -> bytes -> copy_gbps, read_gbps, two_reads_one_write_gbps of it, at exactly that many bytes
+             read and written
 overhead     of a CPU run: what `perf.overhead --json` writes, or null
 rows         one for each unit and provider, sorted:
   workload, name, op, shape, dtype, layout, columns, mode, provider
@@ -26,7 +28,8 @@ rows         one for each unit and provider, sorted:
   minimum_bytes    what the mode cannot do without, see perf.suite.bytes; null for a training step
   kernel_bytes     those of the passes that this package's kernels are declared to make; null for others and on a CPU
   gbps             minimum_bytes over the device time (null without one), on a CPU over the call time
-  copy_gbps        of a copy of as many bytes in the same run
+  gpu              on which it was measured, as `device` names it; null on a CPU, and where nobody came to it
+  copy_gbps        of a copy of as many bytes on the same device in the same run
   fraction_of_copy gbps over copy_gbps
   kernel_fraction  the same with kernel_bytes
   peak_bytes       memory of a step beyond its inputs; null on a CPU
@@ -46,15 +49,37 @@ from perf.suite.budget import OUT_OF_TIME
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = 2
+SCHEMA = 3
 OK, WRONG, CANNOT, ERROR, SKIPPED = "ok", "wrong", "cannot", "error", "skipped"
 MICROSECONDS = 1e6
 
 Row = dict[str, Any]
 
 
-class ResultError(ValueError):
-    """A file is no result file of this schema."""
+class OutputError(OSError):
+    """Results cannot be written where they are asked for."""
+
+
+def device_files(gpus: list[str]) -> dict[str | None, str]:
+    """For each GPU of a run, or None for the processor, what the files of its device are called."""
+    return {gpu: f"gpu-{number}" for number, gpu in enumerate(gpus)} if gpus else {None: "cpu"}
+
+
+def check_writable(path: Path) -> None:
+    """See to it that a file can be written at `path`, whose directory is made.
+
+    Raises:
+        OutputError: If it cannot.
+    """
+    probe = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(f"--out must name a file that can be written, got {path}: {error}.") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -63,22 +88,6 @@ def write_json(path: Path, value: Any) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """The result file at `path`.
-
-    Raises:
-        ResultError: If there is none, or one of another schema.
-    """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path}: no result file ({error}).") from error
-    found = result.get("schema") if isinstance(result, dict) else None
-    if found != SCHEMA:
-        raise ResultError(f"{path}: schema must be {SCHEMA}, got {found}; measure again, or use the matching checkout.")
-    return result
 
 
 def key(row: Row) -> tuple[str, str, str]:
@@ -98,6 +107,7 @@ def row_for(unit: dict[str, Any], provider: str, status: str, message: str | Non
             "vs_torch_call",
             "minimum_bytes",
             "kernel_bytes",
+            "gpu",
             "gbps",
             "copy_gbps",
             "fraction_of_copy",
@@ -145,16 +155,22 @@ def merge(plan: dict[str, Any], directory: Path) -> dict[str, Any]:
             found = [row_for(unit, name, status, message) for name in plan["providers"]]
         complete &= path.exists() and not any(map(out_of_time, found))
         rows += found
-    calibration = _files(directory / "calibration")
-    workers = list(_files(directory / "workers").values())
+    files = device_files(plan["gpus"])
+    calibration = {gpu or "cpu": _files(directory / "calibration" / name) for gpu, name in files.items()}
+    workers = _files(directory / "workers")
+    measured = [gpu for gpu, name in files.items() if name in workers]
+    said = next(iter(workers.values()), {"device": None, "environment": None})
+    device = said["device"]
+    if device is not None and device["type"] == "cuda":
+        device = {**device, "gpus": measured}
     return {
         "schema": SCHEMA,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "options": plan["options"],
         "complete": complete,
         "package": None,
-        "device": workers[0]["device"] if workers else None,
-        "environment": workers[0]["environment"] if workers else None,
+        "device": device,
+        "environment": said["environment"],
         "clocks": {},
         "providers": plan["available"],
         "calibration": calibration,

@@ -41,7 +41,9 @@ def prepare_all(
             contender.skip(f"{OUT_OF_TIME}; see --seconds")
             continue
         bench.doing(contender.name)
-        ready = contender.attempt(lambda c=contender: bench.timer.prepare(steps(c), fastest), bench.timer)
+        ready = contender.attempt(
+            lambda c=contender: bench.timer.prepare(steps(c), fastest), bench.timer, bench.budget.call_seconds()
+        )
         bench.doing("")
         if ready is not None and ready.obstacle is not None:
             contender.message = f"no device time: {ready.obstacle}"
@@ -84,11 +86,15 @@ def time_prepared(
     _note(running, _interleaved(call, seconds, bench), "call")
     for contender in running:
         ready = prepared[contender.name]
-        peak = contender.attempt(lambda p=ready: timer.peak_bytes(p), timer)
+        peak = contender.attempt(lambda p=ready: timer.peak_bytes(p), timer, bench.budget.call_seconds())
         contender.values.update(peak_bytes=peak, launches=ready.launches)
+    forget_times(contenders)
+
+
+def forget_times(contenders: Sequence[Contender]) -> None:
+    """Drop the times of contenders that are out: what was timed before one failed is no result of it."""
     for contender in contenders:
         if contender.status != OK:
-            # What was timed before it failed is no result of it.
             for name in _TIMES:
                 contender.values.pop(name, None)
 
@@ -101,7 +107,9 @@ def _guarded(contender: Contender, take: Callable[[], float], bench: Bench) -> C
     """A sampler that takes its contender out if it raises; the others go on."""
 
     def sample() -> float:
-        found = contender.attempt(take, bench.timer) if contender.status == OK else None
+        if contender.status != OK:
+            return math.nan
+        found = contender.attempt(take, bench.timer, bench.budget.call_seconds())
         return math.nan if found is None else found
 
     return sample

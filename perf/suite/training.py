@@ -16,7 +16,7 @@ from perf.suite.modes import leaves
 from perf.suite.providers import COMPILE_MODES, EAGER, OURS, CannotError, LeftOutError
 from perf.suite.results import row_for
 from perf.suite.sampling import prepare_all, time_prepared
-from perf.suite.unit import FIRST_CALL_SECONDS, judge, skip_if_spent
+from perf.suite.unit import FIRST_CALL_SECONDS, all_out_of_time, judge, skip_if_spent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,14 +53,19 @@ def measure(unit: Mapping[str, Any], workload: TrainingWorkload, names: list[str
         contenders = [_enter(name, workload, exact, steps, bench) for name in names]
         del exact
         timer.wait()
-    with bench.alone():
-        if not skip_if_spent(contenders, bench):
-            prepared = prepare_all(contenders, lambda contender: [steps[contender.name]], GUESSED_SECONDS, bench)
-            time_prepared(contenders, prepared, bench, bench.budget.sampling_seconds(unit["seconds"], SHARE))
-            prepared.clear()
-        steps.clear()
+    with all_out_of_time(contenders, bench), bench.alone():
+        try:
+            if not skip_if_spent(contenders, bench):
+                _time(contenders, steps, unit, bench)
+        finally:
+            steps.clear()
         timer.release()
     return [row_for(dict(unit), c.name, c.status, c.message, **c.values) for c in contenders]
+
+
+def _time(contenders: list[Contender], steps: Mapping[str, Step], unit: Mapping[str, Any], bench: Bench) -> None:
+    prepared = prepare_all(contenders, lambda contender: [steps[contender.name]], GUESSED_SECONDS, bench)
+    time_prepared(contenders, prepared, bench, bench.budget.sampling_seconds(unit["seconds"], SHARE))
 
 
 def _enter(name: str, workload: TrainingWorkload, exact: Tensor, steps: dict[str, Step], bench: Bench) -> Contender:

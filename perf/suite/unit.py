@@ -9,14 +9,14 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from perf.suite import modes, reference
-from perf.suite.budget import OUT_OF_TIME
+from perf.suite.budget import OUT_OF_TIME, UnitTimeoutError
 from perf.suite.bytes import kernel_bytes, minimum_bytes
 from perf.suite.calibration import calibrate
 from perf.suite.contenders import Contender, DeviceLostError, describe
 from perf.suite.plan import SAMPLING_SHARE
 from perf.suite.providers import OURS, provider
 from perf.suite.results import ERROR, OK, SKIPPED, WRONG, Row, finite, row_for
-from perf.suite.sampling import prepare_all, time_prepared
+from perf.suite.sampling import forget_times, prepare_all, time_prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,21 +47,20 @@ def measure(unit: Mapping[str, Any], workload: Workload, names: list[str], bench
         check(contenders, workload, mode, sample, tolerance)
         # What still runs would run beside what another worker times.
         timer.wait()
-    with bench.alone():
-        total_bytes = minimum_bytes(workload, mode)
-        for contender in contenders:
-            contender.values.update(minimum_bytes=total_bytes, tolerance=tolerance)
-            if contender.name == OURS and timer.has_device_time:
-                contender.values["kernel_bytes"] = kernel_bytes(workload, mode, timer.device)
+    total_bytes = minimum_bytes(workload, mode)
+    for contender in contenders:
+        contender.values.update(minimum_bytes=total_bytes, tolerance=tolerance)
+        if contender.name == OURS and timer.has_device_time:
+            # Outside of the limit: an import that it ends would leave half a module behind.
+            contender.values["kernel_bytes"] = kernel_bytes(workload, mode, timer.device)
+    with all_out_of_time(contenders, bench), bench.alone():
         if not skip_if_spent(contenders, bench):
-            copy_gbps = calibrate(timer, total_bytes, bench.directory)["copy_gbps"]
+            copy_gbps = calibrate(timer, total_bytes, bench.calibrations)["copy_gbps"]
             for contender in contenders:
                 contender.values["copy_gbps"] = copy_gbps
-            samples = [sample, *(sample.map(_cloned) for _ in range(timer.num_sets(total_bytes) - 1))]
-            _time(contenders, samples, unit, bench, total_bytes / copy_gbps * 1e-9)
+            _time(contenders, sample, unit, bench, total_bytes, copy_gbps)
             for contender in contenders:
                 _rate(contender, timer)
-            del samples
         timer.release()
     return [row_for(dict(unit), c.name, c.status, c.message, **c.values) for c in contenders]
 
@@ -122,6 +121,18 @@ def judge(contender: Contender, error: float, tolerance: float) -> None:
         contender.make_step = None
 
 
+@contextlib.contextmanager
+def all_out_of_time(contenders: list[Contender], bench: Bench) -> Iterator[None]:
+    """Skip every contender that is still in the run if the block has had the device for too long."""
+    try:
+        yield
+    except UnitTimeoutError as error:
+        bench.doing("")
+        for contender in contenders:
+            contender.skip(f"{OUT_OF_TIME}: {error}")
+        forget_times(contenders)
+
+
 def skip_if_spent(contenders: list[Contender], bench: Bench) -> bool:
     """Skip every contender that is still in the run if the run has no time left, and say whether it has none."""
     if bench.budget.spent:
@@ -131,13 +142,21 @@ def skip_if_spent(contenders: list[Contender], bench: Bench) -> bool:
 
 
 def _time(
-    contenders: list[Contender], samples: list[Sample], unit: Mapping[str, Any], bench: Bench, fastest: float
+    contenders: list[Contender],
+    sample: Sample,
+    unit: Mapping[str, Any],
+    bench: Bench,
+    total_bytes: int,
+    copy_gbps: float,
 ) -> None:
+    """Time what is right over a rotation of samples, which live no longer than this call."""
+    samples = [sample, *(sample.map(_cloned) for _ in range(bench.timer.num_sets(total_bytes) - 1))]
+
     def steps(contender: Contender) -> list[Step]:
         make_step = contender.make_step
         return [] if make_step is None else [make_step(sample) for sample in samples]
 
-    prepared = prepare_all(contenders, steps, fastest, bench)
+    prepared = prepare_all(contenders, steps, total_bytes / copy_gbps * 1e-9, bench)
     share = SAMPLING_SHARE["cuda" if bench.timer.has_device_time else "cpu"]
     time_prepared(contenders, prepared, bench, bench.budget.sampling_seconds(unit["seconds"], share))
 

@@ -18,7 +18,7 @@ from perf.suite.contenders import Contender, DeviceLostError
 from perf.suite.locks import DeviceLock
 from perf.suite.plan import find
 from perf.suite.providers import OURS
-from perf.suite.results import ERROR, SKIPPED, write_json
+from perf.suite.results import ERROR, SKIPPED, device_files, write_json
 from perf.suite.timers import CpuTimer, keep_freed_memory
 from perf.workloads import TrainingWorkload
 
@@ -66,7 +66,12 @@ class Worker:
 
     def _describe(self) -> None:
         description = {"device": machine.device_description(self.gpu), "environment": machine.environment()}
-        write_json(self.directory / "workers" / f"{self.gpu or 'cpu'}.json", description)
+        write_json(self.directory / "workers" / f"{self._device_file}.json", description)
+
+    @property
+    def _device_file(self) -> str:
+        """Name of the device in the directory of the run: what CUDA calls a GPU may be no name of a file."""
+        return device_files(self.plan["gpus"])[self.gpu]
 
     def compile(self, record: dict[str, Any], name: str) -> None:
         """Make the first call of `name` in a unit, and leave a note of what came of it."""
@@ -143,7 +148,7 @@ class Worker:
                 except DeviceLostError as error:
                     self._lost(record, error)
                     raise
-        write_json(rows_of / f"{record['id']}.json", rows)
+        write_json(rows_of / f"{record['id']}.json", [{**row, "gpu": self.gpu} for row in rows])
         if not self._is_fit():
             leave()
 
@@ -164,7 +169,8 @@ class Worker:
         def verdict(name: str) -> str | None:
             return self._verdict(record, name)
 
-        bench = Bench(self.timer(), self._lock, self.directory, budget, verdict, doing)
+        calibrations = self.directory / "calibration" / self._device_file
+        bench = Bench(self.timer(), self._lock, calibrations, budget, verdict, doing)
         if isinstance(workload, TrainingWorkload):
             from perf.suite import training
 
