@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import primitives.functional as F
+from primitives.core import primitive as primitive_module
 from primitives.core.errors import MutationError
 from primitives.core.plain_calls import are_unwatched, plain_keys, state_of_new_threads
 from primitives.core.write_back import count_up, write_back
@@ -110,3 +112,29 @@ def test_a_write_past_the_dispatcher_is_one_that_autograd_knows_of():
     with pytest.raises(MutationError):
         write_back([target.requires_grad_()], [torch.ones(2)])
     assert target.tolist() == [1.0, 1.0]
+
+
+STATISTICS = (torch.zeros(6), torch.ones(6))
+
+
+@pytest.mark.parametrize(
+    "call, num_params",
+    [
+        (lambda x, w, b: F.layer_norm(x, (6,), w, b), 2),
+        (lambda x, w, b: F.batch_norm(x, *STATISTICS, w, b, training=True), 2),
+        (lambda x, w, b: F.batch_norm(x, *STATISTICS, w, b, training=False), 2),
+        (lambda x: F.log_softmax(x, 1), 0),
+        (lambda x: F.dropout(x, 0.5), 0),
+    ],
+    ids=["layer_norm", "batch_norm", "batch_norm_eval", "log_softmax", "dropout"],
+)
+def test_rules_call_as_plain_calls_do(call, num_params, monkeypatch):
+    """What a rule passes needs no conversion, so that its calls pass the dispatcher by, in second order too."""
+    found = []
+    original = primitive_module.plain_keys
+    monkeypatch.setattr(primitive_module, "plain_keys", lambda tensors: found.append(original(tensors)) or found[-1])
+    inputs = [torch.randn(shape, requires_grad=True) for shape in [(8, 6), *[(6,)] * num_params]]
+    gradients = torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=True)
+    torch.autograd.grad(sum(g.square().sum() for g in gradients), inputs, allow_unused=True)
+    assert len(found) > 2
+    assert all(keys is not None for keys in found)

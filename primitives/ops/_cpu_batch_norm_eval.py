@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, served
-from primitives.ops._cpu_channels import Channels
+from primitives.ops._cpu import in_accumulation_dtype, is_well_conditioned, ready, served
+from primitives.ops._cpu_channels import LONGEST_BACKWARD, LONGEST_IMAGE, Channels
 from primitives.ops._shared import unwanted
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ def forward(
     eps: float,
 ) -> Tensor | None:
     """y, by one call of ATen."""
-    if batch_ndim or not served(x, weight, bias, running_mean, running_var):
+    params = ready(x, weight, bias, running_mean, running_var)
+    if batch_ndim or params is None:
         return None
-    layout = Channels.of(x)
-    weight, bias, mean, variance = in_accumulation_dtype(weight, bias, running_mean, running_var)
-    if not is_well_conditioned(mean, (variance + eps).rsqrt()):
+    weight, bias, mean, variance = params
+    if not is_well_conditioned(mean, (variance + eps).rsqrt_()):
         return None
-    return torch.native_batch_norm(layout.arranged(x), weight, bias, mean, variance, False, 0.0, eps)[0]
+    x = x if x.is_contiguous() else Channels.of(x).arranged(x)
+    return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
 def bwd(
@@ -51,17 +52,18 @@ def bwd(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """x_bar, and from the sums that ATen's backward takes, the cotangents of parameters and running statistics."""
-    if batch_ndim or not served(x, weight, running_mean, running_var):
+    params = ready(x, weight, running_mean, running_var)
+    if batch_ndim or params is None:
         return None
     layout = Channels.of(x)
     dtype = layout.acc if weight is None else weight.dtype
-    weight, mean, variance = in_accumulation_dtype(weight, running_mean, running_var)
-    rstd = (variance + eps).rsqrt()
+    weight, mean, variance = params
+    rstd = (variance + eps).rsqrt_()
     scale = rstd if weight is None else rstd * weight
     y_bar, x = layout.arranged(y_bar), layout.arranged(x)
     sums_wanted = any(wanted[1:])
     # Sums apart cost no more than ATen's whole backward: x_bar does not depend on them.
-    if layout.sums_are_short:
+    if layout.sums_within(LONGEST_BACKWARD, LONGEST_IMAGE):
         mask = (wanted[0], sums_wanted, sums_wanted)
         x_bar, with_x_hat, total = layout.bwd(y_bar, x, weight, mean, rstd, mask, (mean, variance), eps)
     else:

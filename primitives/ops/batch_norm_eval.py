@@ -188,7 +188,7 @@ _PERTURBABLE = ("x", "weight", "bias", "running_mean", "running_var")
 
 @batch_norm_eval_p.def_vjp
 def _batch_norm_eval_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, [getattr(wanted, name) for name in _PERTURBABLE]
+    r, mask = residuals, tuple([getattr(wanted, name) for name in _PERTURBABLE])
     out = batch_norm_eval_bwd_p(cotangents.y, r.x, r.weight, r.running_mean, r.running_var, r.batch_ndim, r.eps, mask)
     return dict(compress(zip(_PERTURBABLE, out, strict=True), mask))
 

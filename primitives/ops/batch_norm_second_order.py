@@ -221,7 +221,7 @@ def _batch_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
 @batch_norm_jvp_p.def_vjp
 def _batch_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-    mask = [getattr(wanted, name) for name in names]
+    mask = tuple([getattr(wanted, name) for name in names])
     if not any(mask):
         return {}
     tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))

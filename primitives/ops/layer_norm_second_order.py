@@ -250,7 +250,7 @@ def _layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[st
 @layer_norm_jvp_p.def_vjp
 def _layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
     r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-    mask = [getattr(wanted, name) for name in names]
+    mask = tuple([getattr(wanted, name) for name in names])
     if not any(mask):
         return {}
     tangents = (r.x_dot, r.weight_dot, r.bias_dot)
