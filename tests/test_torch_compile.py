@@ -111,7 +111,7 @@ def test_jvp_in_a_loss_that_is_trained(case, device):
     assert_close(actual, expected, order=2)
 
 
-# Torch warns of what it does itself (`meta_utils` asks intermediate tensors for their gradient), for its own norms alike.
+# Torch warns of what it does itself: `meta_utils` asks intermediate tensors for their gradient, with its own norms too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_autograd(device):
     """Backward passes that torch captures as graphs: other static arguments, and all families in one graph."""

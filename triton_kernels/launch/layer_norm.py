@@ -123,8 +123,7 @@ def plan_layer_norm_params(
         programs = cdiv(programs, cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     # Two stages load the next rows of both tensors while the sums of this one are reduced.
-    is_aligned = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
-    stages = loop_stages(2 * block_rows * block_cols * itemsize, is_aligned, chip)
+    stages = loop_stages(2 * block_rows * block_cols * itemsize, num_cols * itemsize, is_aligned, chip)
     return LayerNormParamPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
 
 
@@ -133,9 +132,10 @@ def resident_programs(num_warps: int, chip: Chip) -> int:
     return chip.num_processors * max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1)
 
 
-def loop_stages(step_bytes: int, is_aligned: bool, chip: Chip) -> int:
-    """Stages of a loop that loads this many bytes per step: two load the next step while this one is reduced."""
+def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -> int:
+    """Stages of a loop that loads `step_bytes` per step: two load the next step while this one is reduced."""
     limits = limits_of(chip)
+    is_aligned = is_aligned and row_bytes % ACCESS_BYTES == 0
     return 2 if step_bytes <= (limits.staged_bytes if is_aligned else limits.unaligned_staged_bytes) else 1
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
-    ACCESS_BYTES,
     cdiv,
     next_power_of_2,
     register_values,
@@ -73,11 +72,6 @@ def _second_warps(num_values: int, itemsize: int, chip: Chip) -> int:
     return row_warps(values, limits_of(chip).tile_threads, chip)
 
 
-def _second_stages(num_values: int, num_cols: int, itemsize: int, is_aligned: bool, chip: Chip) -> int:
-    # Of up to four tensors.
-    return loop_stages(4 * num_values * itemsize, is_aligned and num_cols * itemsize % ACCESS_BYTES == 0, chip)
-
-
 @planned(second_candidates)
 def plan_layer_norm_second(
     num_segments: int,
@@ -114,7 +108,8 @@ def plan_layer_norm_second(
     if has_sums and block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip):
         programs = resident_programs(rows.num_warps, chip)
         num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-        stages = _second_stages(num_values, num_cols, itemsize, is_aligned, chip)
+        # A step loads up to four tensors.
+        stages = loop_stages(4 * num_values * itemsize, num_cols * itemsize, is_aligned, chip)
         return LayerNormSecondPlan(rows, num_splits, stages, True)
     # One block of rows per program: the loop of the kernel runs once.
     return LayerNormSecondPlan(rows, cdiv(num_rows, block_rows), 1, False)
@@ -147,5 +142,6 @@ def plan_layer_norm_second_columns(
     num_warps = _second_warps(num_values, itemsize, chip)
     programs = cdiv(resident_programs(num_warps, chip), cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    stages = _second_stages(num_values, num_cols, itemsize, is_aligned, chip)
+    # A step loads up to four tensors.
+    stages = loop_stages(4 * num_values * itemsize, num_cols * itemsize, is_aligned, chip)
     return LayerNormColumnPlan(block_rows, block_cols, num_warps, num_splits, stages)
