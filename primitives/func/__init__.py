@@ -9,7 +9,7 @@ from primitives.func._jacobian import hessian, jacfwd, jacrev
 from primitives.func._linearize import linearize
 from primitives.func._reverse import grad, grad_and_value, vjp
 from primitives.func._vmap import chunk_vmap, vmap
-from primitives.tracing._functional_call import functional_call
+from primitives.tracing.modules.functional_call import functional_call
 
 __all__ = [
     "chunk_vmap",

@@ -1,0 +1,1 @@
+"""Modules as pure functions of their parameters and buffers."""

@@ -1,0 +1,197 @@
+"""Modules as pure functions of their parameters and buffers: `functional_call`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, overload
+
+import optree
+import torch
+
+from primitives.core.errors import LeafError, TreeError
+from primitives.tracing.modules.later import adopt, pure_region, require_finished
+from primitives.tracing.modules.state import ModuleState
+from primitives.tracing.trace_errors import errors_in_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+__all__ = ["PureModule", "functional_call"]
+
+_ABSENT: Any = object()
+
+
+class PureModule:
+    """A module as a pure function of its parameters and buffers; made by `functional_call`.
+
+    Attributes:
+        module: The module. Its training mode, and everything about it but parameters and buffers, is read at each call.
+        strict: Whether every name must be given, with the shape and dtype that the module has.
+    """
+
+    def __init__(self, module: nn.Module, *, strict: bool = True) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"functional_call: module must be a torch.nn.Module, got {type(module).__name__}.")
+        if isinstance(module, (torch.jit.ScriptModule, torch.nn.DataParallel)):
+            raise TypeError(
+                "functional_call: module must hold its own parameters and run in Python, got "
+                f"{type(module).__name__}. Pass the module that was scripted, or wrapped."
+            )
+        self.module = module
+        self.strict = strict
+
+    def init(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copies of the parameters and buffers that the module has, by dotted name: the first trees to call with.
+
+        Returns:
+            `(params, buffers)`. A tied tensor stands under the first of its names. None of them requires grad, as the
+            transforms of `primitives.func` want them; for `backward`, call `requires_grad_()` on the parameters.
+
+        Example:
+            >>> params, buffers = functional_call(torch.nn.BatchNorm1d(2)).init()
+            >>> list(params), list(buffers)
+            (['weight', 'bias'], ['running_mean', 'running_var', 'num_batches_tracked'])
+        """
+        params = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+        return params, {name: value.detach().clone() for name, value in self.module.named_buffers()}
+
+    def __call__(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run the module with these parameters and buffers.
+
+        Args:
+            params: Parameters by dotted name, as `named_parameters` gives them.
+            buffers: Buffers by dotted name, as `named_buffers` gives them.
+            *args: Arguments of the module.
+            **kwargs: Keyword arguments of the module.
+
+        Returns:
+            `(output, new_buffers)`: what the module returns, and every buffer as it is after the call, under the
+            names in `buffers`.
+
+        Raises:
+            TreeError: If names are missing, unknown, or tied and given different tensors.
+            ShapeError: If a tensor has another shape than in the module.
+            DtypeError: If it has another dtype, or is no tensor.
+            LeafError: If the module uses a parameter or buffer of its own that it holds besides where it is registered,
+                or returns a generator, or a method of its own, which would run after the call.
+            MutationError: If the module writes a parameter, or one of two buffers that share memory; if it uses a
+                buffer that it read before a batch norm gave it a new value; or if, under `vmap`, it writes something
+                batched into a buffer that is not.
+            TraceError: In a trace of `make_fx`, if the module branches on a value that the graph does not have.
+        """
+        state = ModuleState(self.module, params, buffers, strict=self.strict)
+        is_compiling = torch.compiler.is_compiling()
+        start = 0 if is_compiling else torch.autograd._get_sequence_nr()
+        with state:
+            with pure_region(state), contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call"):
+                output = self.module(*args, **kwargs)
+            new_buffers = state.buffers()
+            if not is_compiling:
+                require_finished(state, output)
+                adopt(state, start, output, new_buffers, args, kwargs)
+        return output, new_buffers
+
+    def __repr__(self) -> str:
+        """`functional_call(Linear, strict=True)`."""
+        return f"functional_call({type(self.module).__name__}, strict={self.strict})"
+
+
+@overload
+def functional_call(module: nn.Module, *, strict: bool | None = None) -> PureModule: ...
+
+
+@overload
+def functional_call(
+    module: nn.Module,
+    parameters_and_buffers: Any,
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool | None = None,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any: ...
+
+
+def functional_call(
+    module: nn.Module,
+    parameters_and_buffers: Any = _ABSENT,
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool | None = None,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """A module as a pure function `(params, buffers, *args, **kwargs) -> (output, new_buffers)`.
+
+    `params` and `buffers` are dicts by dotted name, as `named_parameters` and `named_buffers` give them; `init()` of
+    the result makes the first ones. Buffers that the module changes, in place or by assignment, come out in
+    `new_buffers`, and the others as they are. The module, `params` and `buffers` stay untouched, also when it raises:
+    whatever the module assigns to its attributes is taken back. Arguments that the module writes in place are written.
+    Inside, functions of torch run on the primitives of this package, as in `primitives.override_torch`, so that a
+    network with batch norm, in training, works under `vmap`, `jvp`, `hessian` and `torch.compile(fullgraph=True)`.
+
+    With `parameters_and_buffers`, this is `torch.func.functional_call`: the module is called at once, buffers are
+    updated in place in what is given, and the output alone is returned.
+
+    Args:
+        module: Module, a `torch.fx.GraphModule` too. It is lent to the call, as in `torch.func.functional_call`: two
+            threads take two copies.
+        parameters_and_buffers: Tensors by name, `{"layer.weight": ...}`, as `named_parameters` gives them; or nested
+            by name, in any pytree: the keys and fields on the way to a tensor, joined by dots, are its name. A tuple
+            or list of such trees is taken together; no name may be in two of them.
+        args: A tuple of arguments, or a single argument that is none. `None` means no argument.
+        kwargs: Keyword arguments.
+        tie_weights: Whether a tensor given for one of several tied names goes for all of them. The pure function
+            always ties: one name suffices, and further ones must be given the same tensor.
+        strict: Whether every parameter and buffer must be given, and no other name. `None` means yes for the pure
+            function, which then compares shapes and dtypes as well, and no for a call at once. The pure function takes
+            what is missing from the module.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        The pure function, a `PureModule`; with `parameters_and_buffers`, what the module returns.
+
+    Raises:
+        TypeError: If `module` is no module, or one of TorchScript or `DataParallel`.
+        TreeError: If a name is given twice; for what the pure function raises, see `PureModule.__call__`.
+        LeafError: If a leaf is no tensor.
+        RuntimeError: In a call at once, if `strict` and a name is missing or unknown, or tied names are given
+            different tensors.
+
+    Example:
+        >>> net = functional_call(torch.nn.BatchNorm1d(1, momentum=0.5))
+        >>> params, buffers = net.init()
+        >>> output, new_buffers = net(params, buffers, torch.tensor([[1.0], [3.0]]))
+        >>> new_buffers["running_mean"], buffers["running_mean"]
+        (tensor([1.]), tensor([0.]))
+        >>> linear = torch.nn.Linear(2, 1)
+        >>> functional_call(linear, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.tensor([3.0, 4.0]))
+        tensor([7.])
+        >>> model = torch.nn.Sequential(linear)
+        >>> functional_call(model, {"0": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}}, torch.ones(2))
+        tensor([2.])
+    """
+    if parameters_and_buffers is _ABSENT:
+        return PureModule(module, strict=strict is None or strict)
+    several = isinstance(parameters_and_buffers, (tuple, list)) and not hasattr(parameters_and_buffers, "_fields")
+    trees: Any = parameters_and_buffers if several else (parameters_and_buffers,)
+    by_name: dict[str, Tensor] = {}
+    for tree in trees:
+        paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, namespace=namespace)
+        for path, leaf in zip(paths, leaves, strict=True):
+            name = ".".join([str(entry) for entry in path])
+            if not isinstance(leaf, torch.Tensor):
+                raise LeafError(f"functional_call: {name or 'the leaf'} must be a tensor, got {type(leaf).__name__}.")
+            if name in by_name:
+                raise TreeError(f"functional_call: every name must be given once, got {name} twice.")
+            by_name[name] = leaf
+    return torch.func.functional_call(module, by_name, args, kwargs, tie_weights=tie_weights, strict=bool(strict))

@@ -1,0 +1,1 @@
+"""Functions that write in place, as functions that return what they wrote."""

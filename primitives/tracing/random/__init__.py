@@ -1,0 +1,1 @@
+"""Random numbers from an explicit state."""

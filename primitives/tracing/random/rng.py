@@ -1,0 +1,279 @@
+"""Random operations as functions of an explicit Philox state that is handed in, and handed out advanced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
+from primitives.ops._philox import WORDS_PER_BLOCK
+from primitives.ops.philox import philox_p
+from primitives.tracing.mutations.vmap_levels import check_levels, drawing_by_state, unwrapped
+from primitives.tracing.random.operations import (
+    FILLING,
+    NEVER_DRAWING,
+    OPERATIONS,
+    WHOLE,
+    arguments_of,
+    device_of,
+    draws_nothing,
+)
+from primitives.tracing.recompute import replaying_checkpoints
+from primitives.tracing.trace_errors import errors_in_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = ["PhiloxState", "functionalize_rng", "rng_mode"]
+
+
+class PhiloxState(NamedTuple):
+    """Where a stream of random numbers is: a pytree of two int64 tensors without axes.
+
+    Save it as a dictionary of tensors, `state._asdict()`, with `torch.save` or in a `state_dict`, and make it again
+    by `PhiloxState(**saved)`.
+
+    Attributes:
+        seed: Which stream.
+        offset: Number of the next unused block of four 32-bit words in it.
+    """
+
+    seed: Tensor
+    offset: Tensor
+
+    @classmethod
+    def from_seed(cls, seed: int, *, device: torch.device | str | None = None) -> PhiloxState:
+        """The beginning of the stream `seed`.
+
+        Args:
+            seed: Any integer of 64 bits, signed.
+            device: Where the state lives; best where the random numbers are drawn.
+
+        Returns:
+            The state, with offset 0.
+        """
+        return cls(
+            torch.tensor(seed, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
+
+
+def _checked(state: Any) -> PhiloxState:
+    if not isinstance(state, tuple) or len(state) != len(PhiloxState._fields):
+        raise DtypeError(f"functionalize_rng: state must be a PhiloxState, got {type(state).__name__}.")
+    for name, value in zip(PhiloxState._fields, state, strict=True):
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
+            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise DtypeError(f"functionalize_rng: state.{name} must be an int64 tensor, got {got}.")
+        if value.dim():
+            raise ShapeError(
+                f"functionalize_rng: state.{name} must have no axes, got {list(value.shape)}. For several streams at "
+                "once, use vmap over the states."
+            )
+    return PhiloxState(*state)
+
+
+class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
+    """Context in which random operations draw from a Philox state, and torch's generators are left alone.
+
+    After the context, `state` is where the stream goes on. This is what `functionalize_rng` puts around a function;
+    put it around the forward part and around the backward part of a training function, with a state for each, to
+    have their numbers apart.
+
+    What `torch.utils.checkpoint` recomputes draws the numbers of the first time again, also when the backward pass
+    runs after the context has ended.
+
+    Args:
+        state: Where the stream begins.
+
+    Raises:
+        DtypeError: If `state` is no pair of int64 tensors.
+        ShapeError: If these have axes.
+        MissingRuleError: Inside, at a random operation that is not covered or is given a generator.
+
+    Example:
+        >>> with rng_mode(PhiloxState.from_seed(0)) as mode:
+        ...     x = torch.rand(6)
+        >>> mode.state.offset
+        tensor(2)
+    """
+
+    def __init__(self, state: PhiloxState) -> None:
+        super().__init__()
+        self._given = _checked(state)
+        seed, offset = self._given
+        if any(map(_functorch.is_functorch_wrapped_tensor, self._given)):
+            # Either of the two may be batched without the other.
+            seed, offset = seed + 0 * offset, offset + 0 * seed
+        (self._seed, self._levels), (self._offset, _) = unwrapped(seed), unwrapped(offset)
+        if self._levels:
+            check_levels(self._levels)
+        self._batch = self._seed.shape
+        self._num_blocks: Any = 0
+        self._contexts: list[contextlib.ExitStack] = []
+
+    @property
+    def state(self) -> PhiloxState:
+        """The state after what has been drawn up to now."""
+        return PhiloxState(self._given.seed, self._given.offset + self._num_blocks)
+
+    def __enter__(self) -> rng_mode:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaying_checkpoints(self._innermost_replay))
+            stack.enter_context(drawing_by_state(self._levels))
+            super().__enter__()
+            self._contexts.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._contexts.pop().close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Draw in the place of `func` if it is random; run it if not."""
+        kwargs = kwargs or {}
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        if any(map(_draws_inside, types)):
+            return NotImplemented
+        a = arguments_of(func, args, kwargs)
+        if a.get("generator") is not None:
+            raise MissingRuleError(
+                f"functionalize_rng: {func} was given a generator, whose state would be hidden. Leave generator= out."
+            )
+        if draws_nothing(a):
+            return func(*args, **kwargs)
+        return self._draw(func, a, args, kwargs)
+
+    def _draw(self, func: Any, a: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        in_place, stem = name.endswith("_"), name.removesuffix("_")
+        operation = OPERATIONS.get(stem) if namespace == "aten" else None
+        if operation is None:
+            with self:
+                composed = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+            if composed is NotImplemented:
+                raise MissingRuleError(
+                    f"functionalize_rng: {func} is random, and it is not known how to draw it from a Philox state. "
+                    "Write it in terms of operations that are (docs/tracing/functionalize_rng.md lists them)."
+                )
+            return composed
+        if stem in WHOLE and self._batch:
+            raise MissingRuleError(f"functionalize_rng: {func} has no rule for vmap over states. Draw it outside vmap.")
+        mesh, source = _mesh_of(a), functools.partial(self._words, device_of(a))
+        result = operation(source if mesh is None else _distributed(source, mesh), a)
+        if in_place:
+            return a["self"].copy_(result)
+        if a.get("out") is not None:
+            return a["out"].resize_(result.shape).copy_(result)
+        return torch.empty_like(a["self"]).copy_(result) if stem in FILLING and "self" in a else result
+
+    def _words(self, device: torch.device, size: Sequence[Any]) -> Tensor:
+        """The next random words, of the size asked for, which begins with the batch axes of the state."""
+        rest = tuple(size)[len(self._batch) :]
+        if tuple(size)[: len(self._batch)] != tuple(self._batch):
+            raise ShapeError(
+                f"functionalize_rng: under vmap over {list(self._batch)} states, a random operation drew {list(size)}."
+            )
+        # The first draw of all begins at the offset itself.
+        offset = (
+            self._offset
+            if isinstance(self._num_blocks, int) and not self._num_blocks
+            else self._offset + self._num_blocks
+        )
+        words = philox_p(self._seed.to(device), offset.to(device), rest)
+        count = 1
+        for length in rest:
+            count = count * length
+        self._num_blocks = self._num_blocks + (count + WORDS_PER_BLOCK - 1) // WORDS_PER_BLOCK
+        return words
+
+    def replay(self) -> Callable[[], rng_mode]:
+        """Function that makes the context in which the draws from here on come again."""
+        start = self._num_blocks
+        return lambda: rng_mode(PhiloxState(self._seed, self._offset + start))
+
+    @staticmethod
+    def _innermost_replay() -> Callable[[], rng_mode] | None:
+        stack = _get_current_dispatch_mode_stack()
+        mode = next((mode for mode in reversed(stack) if isinstance(mode, rng_mode)), None)
+        return None if mode is None else mode.replay()
+
+
+def _draws_inside(kind: Any) -> bool:
+    """Whether a subclass runs its operations on the tensors inside, where each draws its own numbers."""
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, (FunctionalTensor, *_distributed_kinds()))
+
+
+def _distributed_kinds() -> tuple[type, ...]:
+    # Nobody has such a tensor who has not imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else (module.DTensor,)
+
+
+def _mesh_of(a: dict[str, Any]) -> Any:
+    """The mesh of a `DTensor` among arguments, or `None`."""
+    kinds = _distributed_kinds()
+    return next((x.device_mesh for x in a.values() if kinds and isinstance(x, kinds)), None)
+
+
+def _distributed(source: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """Words for the whole of a `DTensor` on every rank, so that its numbers do not depend on how it is sharded."""
+    (kind,) = _distributed_kinds()
+    replicated: Any = kind.from_local  # type: ignore[attr-defined] - of the class that was imported
+    return lambda size: replicated(source(size), mesh, run_check=False)
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    if func._schema.name.removeprefix("aten::") in NEVER_DRAWING:
+        return False
+    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    return takes_generator or torch.Tag.nondeterministic_seeded in func.tags
+
+
+def functionalize_rng(fn: Callable[..., Any]) -> Callable[..., tuple[Any, PhiloxState]]:
+    """`fn` as a function of an explicit random state.
+
+    Every random operation in `fn`, and in the derivatives that `fn` itself takes, draws from the state that is passed
+    in: two calls with one state agree bitwise, and torch's generators are neither read nor changed.
+
+    Args:
+        fn: Any function, of pytrees or of anything else.
+
+    Returns:
+        `pure(state, *args, **kwargs) -> (output, new_state)`, where `output` is what `fn(*args, **kwargs)` returns and
+        `new_state` is `state`, advanced past what was drawn. `make_fx` traces it to a graph that takes seed and offset
+        as inputs and holds no random operation.
+
+    Raises:
+        DtypeError: If the state is no pair of int64 tensors.
+        ShapeError: If these have axes.
+        MissingRuleError: At a random operation that is not covered, or is given a generator.
+        TraceError: In a trace of `make_fx`, if `fn` branches on a value that the graph does not have.
+
+    Example:
+        >>> pure = functionalize_rng(lambda x: torch.nn.functional.dropout(x, 0.5))
+        >>> state = PhiloxState.from_seed(0)
+        >>> y, new_state = pure(state, torch.ones(8))
+        >>> torch.equal(y, pure(state, torch.ones(8))[0]), new_state.offset
+        (True, tensor(2))
+    """
+
+    @functools.wraps(fn)
+    def pure(state: PhiloxState, /, *args: Any, **kwargs: Any) -> tuple[Any, PhiloxState]:
+        with rng_mode(state) as mode, errors_in_trace("functionalize_rng"):
+            output = fn(*args, **kwargs)
+        return output, mode.state
+
+    # Its signature is not that of `fn`.
+    del pure.__wrapped__
+    return pure

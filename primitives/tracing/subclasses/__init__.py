@@ -1,0 +1,1 @@
+"""Functions of tensor subclasses as functions of plain tensors."""

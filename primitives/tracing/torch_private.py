@@ -1,0 +1,285 @@
+"""Private functions of torch that joint graphs need, where releases differ: the only module that calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _C
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.anomaly_mode import set_detect_anomaly
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from primitives.tracing.lines import current_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, fx
+
+__all__ = [
+    "backward_metadata",
+    "dumped",
+    "fake_mode",
+    "fake_of",
+    "forward_metadata",
+    "functional_world",
+    "guards_hold",
+    "is_tracing",
+    "loaded",
+    "partition",
+    "plain",
+    "recorded_nodes",
+    "trace",
+    "wrapped",
+]
+
+
+def is_tracing() -> bool:
+    """Whether `make_fx` is recording."""
+    return get_proxy_mode() is not None
+
+
+def recorded_nodes() -> list[fx.Node]:
+    """The nodes that `make_fx` has recorded up to here."""
+    mode: Any = get_proxy_mode()
+    return [] if mode is None else list(mode.tracer.graph.nodes)
+
+
+@contextlib.contextmanager
+def forward_metadata() -> Iterator[None]:
+    """Context in which every node and every operation of autograd gets its line; for the forward part."""
+    mode: Any = get_proxy_mode()
+    if mode is None or "create_node" in vars(mode.tracer):
+        # Outside a trace, or within a forward part.
+        yield
+        return
+    tracer, create_node = mode.tracer, mode.tracer.create_node
+
+    def create_with_line(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(*args, **kwargs)
+        if not node.stack_trace:
+            node.stack_trace = current_stack()
+        return node
+
+    tracer.create_node = create_with_line
+    try:
+        # The class, not `detect_anomaly`, which warns of what it costs to compute.
+        with set_detect_anomaly(True, check_nan=False):
+            yield
+    finally:
+        del tracer.create_node
+
+
+@contextlib.contextmanager
+def backward_metadata(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which nodes of the backward part get the lines of the forward operations they come from."""
+    if not is_tracing():
+        yield
+        return
+    # Here and below, imports of what takes torch long to load and is only needed to trace.
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+    setup_stacktrace_preservation_hooks([node for y in outputs if (node := y.grad_fn) is not None])
+    with fx_traceback.preserve_node_meta():
+        yield
+
+
+def fake_mode(*, symbolic: bool) -> FakeTensorMode:
+    """Mode in which tensors have no memory; with `symbolic`, they may have symbolic sizes."""
+    shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False) if symbolic else None
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+
+
+def fake_of(mode: FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor without memory like `x`, on `device`, a leaf of its own."""
+    sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.stride()]
+    like = bare(sizes, strides, x.dtype)
+    kinds = [DimDynamic.DYNAMIC if axis in dynamic_axes else DimDynamic.STATIC for axis in range(x.dim())]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
+    fake = mode.from_tensor(like, symbolic_context=context)
+    with mode, torch.no_grad():
+        fake = torch.empty_strided(fake.shape, fake.stride(), dtype=x.dtype, device=device)
+    return fake.requires_grad_(x.requires_grad)
+
+
+def wrapped(x: Any) -> Any:
+    """`x` as functionalization wants it."""
+    return FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x
+
+
+def plain(x: Any) -> Any:
+    """What functionalization has wrapped, with all writes to it done."""
+    if not isinstance(x, FunctionalTensor):
+        return x
+    torch._sync(x)
+    return torch._from_functional_tensor(x.elem)
+
+
+@contextlib.contextmanager
+def functional_world() -> Iterator[None]:
+    """Context in which writes to `wrapped` tensors are recorded as new tensors."""
+    with FunctionalTensorMode():
+        yield
+
+
+def trace(
+    function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, table: dict[Any, Any] | None
+) -> fx.GraphModule:
+    """Graph of a function of flat tensors, which are fake."""
+    functionalize = _C.DispatchKeySet(_C.DispatchKey.Functionalize)
+    make = make_fx(function, decomposition_table=table, tracing_mode="real")
+    # As ahead-of-time autograd does: threads of the engine know nothing of modes.
+    with _C._ExcludeDispatchKeyGuard(functionalize), torch.autograd.set_multithreading_enabled(False), mode:
+        return make(*args)
+
+
+def guards_hold(mode: FakeTensorMode, fakes: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether the sizes of these tensors are ones that the graph was traced for."""
+    shape_env: Any = mode.shape_env
+    return shape_env is None or shape_env.evaluate_guards_for_args(fakes, tensors, ignore_static=False)
+
+
+def failing_guards(mode: FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
+    """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
+    shape_env: Any = mode.shape_env
+    guards = shape_env.guards if shape_env is not None else ()
+    texts = [str(guard.expr) for guard in guards if str(guard.expr.xreplace(symbols)) == "False"]
+    return list(dict.fromkeys(texts))
+
+
+def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool) -> tuple[Any, Any]:
+    """Forward and backward module, out of a joint module whose placeholders have torch's names."""
+    from torch._functorch import partitioners
+
+    split = partitioners.min_cut_rematerialization_partition if min_cut else partitioners.default_partition
+    with functorch_config.patch(functionalize_rng_ops=False), _recomputing_in_one_pass():
+        return split(module, None, num_fwd_outputs=num_forward_outputs)
+
+
+# Besides torch's elementwise operators and views, these may be computed again: they read their inputs once or twice and
+# draw nothing, and two runs give the same bits.
+_ONE_PASS = {
+    "aten": ("native_layer_norm", "_native_batch_norm_legit_functional", "_log_softmax"),
+    "primitives": ("layer_norm", "batch_norm", "batch_norm_eval", "log_softmax", "dropout", "philox"),
+}
+# Rules by which torch's partitioner keeps what its compiler could not fuse into the backward pass: they look to time.
+_RULES_FOR_TIME = (
+    "ban_recompute_materialized_backward",
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+)
+_partitioner_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _recomputing_in_one_pass() -> Iterator[None]:
+    """Context in which the min-cut partitioner may compute again whatever costs no more than a pass over memory."""
+    from torch._functorch import partitioners
+
+    ours = [getattr(getattr(torch.ops, space), name, None) for space, names in _ONE_PASS.items() for name in names]
+    # The partitioner takes no list: it looks its own up by this name.
+    with _partitioner_lock, functorch_config.patch(dict.fromkeys(_RULES_FOR_TIME, False)):
+        original = partitioners.get_default_op_list
+        kinds = original()
+        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *(op for op in ours if op is not None)])
+        extended = dataclasses.replace(kinds, recomputable_ops=allowed)
+        partitioners.get_default_op_list = lambda: extended
+        try:
+            yield
+        finally:
+            partitioners.get_default_op_list = original
+
+
+def dumped(module: fx.GraphModule) -> bytes:
+    """A module without attributes, whose graph describes its values, as bytes."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    kept = ("val", "stack_trace", "partitioner_tag")
+    return GraphPickler.dumps(module, Options(ops_filter=None, node_metadata_key_filter=kept.__contains__))
+
+
+def loaded(data: bytes, mode: FakeTensorMode) -> Any:
+    """The module again, its values in `mode`."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    return GraphPickler.loads(data, mode)
+
+
+def bare(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the device `"meta"`, outside of any mode."""
+    with unset_fake_temporarily(), torch.no_grad():
+        return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+
+
+def settled_size(n: Any) -> int | None:
+    """A size that has turned out to be known, or `None`."""
+    if isinstance(n, torch.SymInt):
+        expression = n.node.shape_env.replace(n.node.expr)
+        return int(expression) if expression.is_number else None
+    return int(n)
+
+
+def fixed_size(n: Any) -> int | None:
+    """A size that is known, or `None`."""
+    if isinstance(n, torch.SymInt):
+        expression = n.node.expr
+        return int(expression) if expression.is_number else None
+    return int(n)
+
+
+def sizes_fit(sizes: Sequence[int | None], x: Tensor) -> bool:
+    """Whether `x` has these sizes, as far as they are known."""
+    return x.dim() == len(sizes) and all(n in (None, m) for n, m in zip(sizes, x.shape, strict=True))
+
+
+def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
+    """What the symbols in the sizes of values without memory stand for.
+
+    Args:
+        fakes: Tensors without memory, and symbolic sizes.
+        values: What is passed for each.
+    """
+    found: dict[Any, int] = {}
+    for fake, value in zip(fakes, values, strict=True):
+        tensors = isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)
+        pairs = zip(fake.shape, value.shape, strict=False) if tensors else [(fake, value)]
+        found.update({n.node.expr: int(m) for n, m in pairs if isinstance(n, torch.SymInt) and n.node.expr.is_symbol})
+    return found
+
+
+def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | None]:
+    """Sizes for given values of the symbols in them; `None` for one with another symbol."""
+    bound = [n.node.expr.xreplace(symbols) if isinstance(n, torch.SymInt) else n for n in sizes]
+    return [int(n) if isinstance(n, int) or n.is_number else None for n in bound]
+
+
+def hinted_size(n: Any) -> int:
+    """A size, as it was in the example that was traced."""
+    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
+
+
+def axis_order(x: Tensor) -> list[int] | None:
+    """Axes from the outermost in memory to the innermost; `None` if elements overlap or have gaps between them."""
+    sizes = [hinted_size(n) for n in x.shape]
+    strides = [hinted_size(n) for n in x.stride()]
+    order = sorted(range(len(sizes)), key=lambda i: (-strides[i], -sizes[i]))
+    expected = 1
+    for i in reversed(order):
+        if sizes[i] != 1 and strides[i] != expected:
+            return None
+        expected *= sizes[i]
+    return order
+
+
+def num_bytes(x: Any) -> tuple[int, int]:
+    """Identity and bytes of the memory behind a value without memory."""
+    storage = x.untyped_storage()
+    return storage._cdata, hinted_size(storage.nbytes())
