@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives._checks import LOW_PRECISION
+from primitives.checks.arguments import LOW_PRECISION
 from primitives.core.write_back import write_back
 from primitives.ops.batch_norm import batch_norm_p
 from primitives.ops.batch_norm_eval import batch_norm_eval_p

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
-from primitives.core.structure import align, key_path
+from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

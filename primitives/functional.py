@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives import _checks, _usual
 from primitives._batch_norm import batch_norm_of_tensors
-from primitives.core.tree import map_tensors
+from primitives.checks import arguments, fast_path
+from primitives.core.trees.mapping import map_tensors
 from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
@@ -81,13 +81,13 @@ def layer_norm(
     References:
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
-    if _usual.layer_norm(input, normalized_shape, weight, bias, eps):
+    if fast_path.layer_norm(input, normalized_shape, weight, bias, eps):
         return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps)[0]
-    shape = _checks.normalized_shape(normalized_shape)
-    _checks.eps("layer_norm", eps)
+    shape = arguments.normalized_shape(normalized_shape)
+    arguments.eps("layer_norm", eps)
 
     def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        _checks.layer_norm(label, x, shape, weight, bias)
+        arguments.layer_norm(label, x, shape, weight, bias)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return layer_norm_p(x, _weight_beside(bias, weight, x), bias, len(shape), 0, eps)[0]
@@ -173,15 +173,15 @@ def _batch_norm_tree(
     in_place: bool,
 ) -> BatchNormOutput:
     """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
-    _checks.momentum(momentum)
-    _checks.eps("batch_norm", eps)
+    arguments.momentum(momentum)
+    arguments.eps("batch_norm", eps)
     if training:
-        _checks.positive_eps(eps)
+        arguments.positive_eps(eps)
 
     def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
-        _checks.batch_norm(label, x, mean, var, weight, bias, training=training)
+        arguments.batch_norm(label, x, mean, var, weight, bias, training=training)
         if in_place and training:
-            _checks.written(mean, var)
+            arguments.written(mean, var)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = _weight_beside(bias, weight, x)
@@ -252,7 +252,7 @@ def batch_norm(
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
     """
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if not _usual.batch_norm(*given):
+    if not fast_path.batch_norm(*given):
         return _batch_norm_tree(*given, namespace, in_place=True).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
@@ -296,11 +296,11 @@ def log_softmax(
         >>> log_softmax(torch.zeros(2), dim=0)
         tensor([-0.6931, -0.6931])
     """
-    if _usual.log_softmax(input, dim, dtype):
+    if fast_path.log_softmax(input, dim, dtype):
         return log_softmax_p(input, dim % input.dim(), None)
 
     def check(label: str, x: Tensor) -> None:
-        _checks.log_softmax(label, x, dim, dtype)
+        arguments.log_softmax(label, x, dim, dtype)
 
     def compute(x: Tensor) -> Tensor:
         axis = _implicit_dim(x) if dim is None else dim
@@ -361,10 +361,10 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     References:
         Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
     """
-    _checks.probability("dropout", p)
+    arguments.probability("dropout", p)
 
     def check(label: str, x: Tensor) -> None:
-        _checks.dropout(label, x, inplace=inplace and training)
+        arguments.dropout(label, x, inplace=inplace and training)
 
     def compute(x: Tensor) -> Tensor:
         # Where nothing is left to chance, torch draws nothing either.

@@ -47,8 +47,7 @@ LAYERS = (
     ("primitives.testing",),
     ("primitives.ops",),
     (
-        "primitives._checks",
-        "primitives._usual",
+        "primitives.checks",
         "primitives._batch_norm",
         "primitives.functional",
         "primitives._override",

@@ -24,9 +24,10 @@ from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DtypeError, ShapeError
+from primitives.core.fast_path import FAST_PATH_CPU
 from primitives.core.lists import Lengths, flatten, regroup
-from primitives.core.plain_calls import PLAIN_CPU
 from primitives.core.statistics import refuse_cotangent, refused_tangent
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ __all__ = [
     "apply_linear",
     "autograd_kernel",
     "below_this_level",
-    "has_derivatives",
     "is_transforming",
     "tangents_possible",
 ]
@@ -71,7 +71,7 @@ def _check_tangents(op: Primitive, args: tuple) -> bool:
         DtypeError: If a tangent's dtype is not its primal's, which torch itself lets pass.
     """
     dual = False
-    for name, entry in zip(op.tensor_names, op.pick_tensors(args), strict=True):
+    for name, entry in zip(op.tensor_names, op.get_tensors(args), strict=True):
         values = entry if isinstance(entry, list) else (entry,)
         for i, value in enumerate(values):
             primal, tangent = _unpack_dual(value)
@@ -153,11 +153,6 @@ def _redispatcher(op: Primitive) -> Callable:
     return run
 
 
-def has_derivatives(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be differentiated."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _function_class(name: str, forward: Callable, backward: Callable, jvp: Callable | None = None) -> type:
     """An autograd function of these static methods, for one level: the only place in the package that builds one."""
 
@@ -228,7 +223,7 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
 
     def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
         keyset, reverse, tangents, lengths, args = call
-        if keyset is PLAIN_CPU:
+        if keyset is FAST_PATH_CPU:
             with below_autograd():
                 output = on_cpu(*args)
         else:
@@ -304,18 +299,18 @@ def autograd_kernel(op: Primitive) -> Callable:
     redispatch, below_autograd = _redispatch(op), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
     lists, rule_kinds, returns_list, on_cpu = op.list_tensors, op.rule_kinds, op.returns_list, op._cpu
-    pick_tensors = op.pick_tensors
+    get_tensors = op.get_tensors
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if "autograd" in rule_kinds:
             return op.rule("autograd")(*args)
         reverse = is_grad_enabled() and any_requires_grad(*args)
         # In plain code eager `forward_ad` alone makes tangents.
-        tangents = forward_ad._current_level >= 0 if keyset is PLAIN_CPU else tangents_possible()
+        tangents = forward_ad._current_level >= 0 if keyset is FAST_PATH_CPU else tangents_possible()
         forward = tangents and _check_tangents(op, args)
         if not (reverse or forward):
             with below_autograd():
-                return on_cpu(*args) if keyset is PLAIN_CPU else redispatch(keyset, *args)
+                return on_cpu(*args) if keyset is FAST_PATH_CPU else redispatch(keyset, *args)
         if forward and "jvp" not in rule_kinds:
             return op.decompose("jvp", args)
         late = reverse and "vjp" not in rule_kinds
@@ -323,12 +318,12 @@ def autograd_kernel(op: Primitive) -> Callable:
             return op.decompose("vjp", args)
         if late:
             op.require_decomposition("vjp")
-        tensors, lengths = pick_tensors(args), None
+        tensors, lengths = get_tensors(args), None
         if lists:
             tensors, lengths = flatten(tensors, lists)
         call: _Call = (keyset, reverse, tangents, lengths, args)
         apply = apply_late_rules if late else apply_rules
-        if keyset is PLAIN_CPU:
+        if keyset is FAST_PATH_CPU:
             # No level to be entered: torch asks for permission inside transforms alone.
             output = apply(call, *tensors)
         else:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = [
-    "Signature",
+    "OverloadPattern",
     "decomposition_table",
     "decomposition_table_for_jvp",
     "forget_decompositions",
     "get_decomposition",
     "overloads_of",
+    "patterns_by_callable",
     "register_decomposition",
     "register_decomposition_for_jvp",
     "registered_overloads",
-    "signatures_by_callable",
 ]
 
 decomposition_table: dict[OpOverload, Callable] = {}
@@ -40,7 +40,7 @@ decomposition_table_for_jvp: dict[OpOverload, Callable] = {}
 _ATEN_HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)  # type: ignore[attr-defined] - no stub
 
 
-class Signature(NamedTuple):
+class OverloadPattern(NamedTuple):
     """What a call has to look like to mean one overload. Schemas are read once: a compiler traces no schema."""
 
     overload: OpOverload
@@ -52,8 +52,8 @@ class Signature(NamedTuple):
     out: tuple[str, ...]
 
     @classmethod
-    def of(cls, overload: OpOverload) -> Signature:
-        """The signature of `overload`, out of its schema."""
+    def of(cls, overload: OpOverload) -> OverloadPattern:
+        """The pattern of `overload`, out of its schema."""
         arguments = overload._schema.arguments
         types = {argument.name: str(argument.type) for argument in arguments}
         return cls(
@@ -85,7 +85,7 @@ class Signature(NamedTuple):
         return any(name in given and isinstance(given[name], torch.Tensor) for name in self.numbers)
 
 
-signatures_by_callable: dict[Any, tuple[Signature, ...]] = {}
+patterns_by_callable: dict[Any, tuple[OverloadPattern, ...]] = {}
 """For every callable by which Python reaches a registered operator: the operator's overloads, registered or not.
 
 The operator itself, its overloads, and for ATen's the functions of torch and the methods of `torch.Tensor`.
@@ -132,14 +132,14 @@ def _enter_names(op: Any, overloads: Sequence[OpOverload]) -> None:
     for overload in overloads:
         packet = overload.overloadpacket
         family = overloads_of(packet)
-        signatures = tuple(map(Signature.of, family))
+        patterns = tuple(map(OverloadPattern.of, family))
         namespace, name = packet._qualified_op_name.split("::")
         holders = _ATEN_HOLDERS if namespace == "aten" else ()
         for spelling in (packet, *[getattr(holder, name) for holder in holders if hasattr(holder, name)]):
-            signatures_by_callable[spelling] = signatures
+            patterns_by_callable[spelling] = patterns
         _overloads_by_name[packet] = tuple(family)
-        for member, signature in zip(family, signatures, strict=True):
-            signatures_by_callable[member] = (signature,)
+        for member, pattern in zip(family, patterns, strict=True):
+            patterns_by_callable[member] = (pattern,)
             _overloads_by_name[member] = (member,)
     if not isinstance(op, (list, tuple, OpOverload, OpOverloadPacket)):
         _overloads_by_name[op] = tuple(overloads)

@@ -29,8 +29,8 @@ def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) 
     mask = wanted._replace(**dict.fromkeys(op.cached, False))
     active = [i for i, want in enumerate(flatten(mask, lists)[0]) if want]
     places = range(len(cotangents[0])) if op.returns_list else map(op.output_names.index, cotangents._fields)
-    bars = zip(places, cotangents[0] if op.returns_list else cotangents, strict=True)
-    given = {place: _alive(bar) for place, bar in bars if bar is not None}
+    by_place = zip(places, cotangents[0] if op.returns_list else cotangents, strict=True)
+    given = {place: _alive(cotangent) for place, cotangent in by_place if cotangent is not None}
 
     def function(*values: Any) -> tuple:
         substituted = list(tensors)
@@ -43,8 +43,8 @@ def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) 
 
     pullback = torch.func.vjp(function, *[tensors[i] for i in active])[1]
     result: list[Any] = [None] * len(tensors)
-    for i, bar in zip(active, pullback(tuple(given.values())), strict=True):
-        result[i] = bar
+    for i, cotangent in zip(active, pullback(tuple(given.values())), strict=True):
+        result[i] = cotangent
     return dict(zip(op.tensor_names, regroup(result, lengths), strict=True))
 
 

@@ -42,12 +42,12 @@ def runner(op: Primitive, implementations: Mapping[str, Callable]) -> Callable[.
         if out is None and count and implementation is not op.rule("reference"):
             implementation = op.rule("reference")
             out = implementation(*args)
-        return _settled(op, out)
+        return _conformed(op, out)
 
     return run
 
 
-def _settled(op: Primitive, out: Any) -> Any:
+def _conformed(op: Primitive, out: Any) -> Any:
     """Outputs as the dispatcher returns them: a tensor, a tuple of as many as the schema names, a list, or nothing.
 
     Raises:

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from primitives.core.primitive import Primitive
 
-__all__ = ["show_kernels", "show_writes"]
+__all__ = ["register_inductor_lowering", "register_inductor_write"]
 
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
-def show_kernels(op: Primitive, library: torch.library.Library) -> None:
+def register_inductor_lowering(op: Primitive, library: torch.library.Library) -> None:
     """Register with torch what Inductor gets to see of `op`."""
 
     def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -55,7 +55,7 @@ def show_kernels(op: Primitive, library: torch.library.Library) -> None:
     _enter_cache_key(op)
 
 
-def show_writes(qualified_name: str, write: Callable[..., None], library: torch.library.Library) -> None:
+def register_inductor_write(qualified_name: str, write: Callable[..., None], library: torch.library.Library) -> None:
     """Register with torch that Inductor gets to see `write` instead of an operator that writes into its arguments.
 
     Its copies are then fused with each other, where the operator would make one launch of each.

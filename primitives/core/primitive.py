@@ -16,12 +16,12 @@ from primitives.core.batching import BatchInfo
 from primitives.core.decomposition import forget_decompositions, get_decomposition, register_decomposition
 from primitives.core.errors import MissingRuleError
 from primitives.core.fallbacks import decomposed_vjp, vmap_by_loop
+from primitives.core.fast_path import FastPathTensors, fast_path_keys
 from primitives.core.implementations import runner
-from primitives.core.inductor import show_kernels
+from primitives.core.inductor import register_inductor_lowering
 from primitives.core.library import NAMESPACE, library, list_names, names
 from primitives.core.lists import flatten, regroup
-from primitives.core.plain_calls import Patterns, plain_keys
-from primitives.core.residuals import ResidualLayout, Residuals, filler, picker
+from primitives.core.residuals import ResidualLayout, Residuals, tuple_getter, tuple_maker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -112,7 +112,7 @@ class Primitive:
         self.list_arguments = [self.argument_names.index(n) for n in lists]
         # What torch differentiates is the arguments that are tensors, or lists of them; these are the lists.
         self.tensor_names, self.list_tensors = tensors, [tensors.index(n) for n in lists]
-        self.pick_tensors = picker([self.argument_names.index(n) for n in tensors])
+        self.get_tensors = tuple_getter([self.argument_names.index(n) for n in tensors])
         list_outputs = list_names(self.output_names, parsed.returns)
         if list_outputs and len(self.output_names) > 1:
             raise ValueError(f"{name}: a list of tensors must be the only output, got {schema}.")
@@ -129,7 +129,7 @@ class Primitive:
         self.decomposable = decomposable
         self.differentiable_outputs = [n for n in self.output_names if n not in (*statistics, *state)]
         sources = (self.argument_names, tensors, self.output_names, [*lists, *list_outputs])
-        self._pick_differentiable = picker([self.output_names.index(n) for n in self.differentiable_outputs])
+        self._get_differentiable = tuple_getter([self.output_names.index(n) for n in self.differentiable_outputs])
         self._declared_residuals = ResidualLayout(name, residuals, *sources)
         self._every_argument = ResidualLayout(name, [*tensors, *statistics], *sources)
         self.residuals, self.jvp_residuals, self.every_argument = self.residual_layouts()
@@ -139,7 +139,7 @@ class Primitive:
         self.Wanted = namedtuple("Wanted", tensors)
         self.Axes = namedtuple("Axes", self.argument_names)
         self.Cotangents = namedtuple("Cotangents", self.differentiable_outputs)
-        self._wanted, self._cotangents = filler(self.Wanted), filler(self.Cotangents)
+        self._wanted, self._cotangents = tuple_maker(self.Wanted), tuple_maker(self.Cotangents)
         self.tensor_arguments = frozenset(tensors)
         self._rules: dict[str, Callable] = {"decomposed_vjp": functools.partial(decomposed_vjp, self)}
         self._kernels: dict[str, Callable] = {}
@@ -155,7 +155,7 @@ class Primitive:
         if _is_tracing():
             backend.guard_on_backend()
             return self.overload(*args)
-        keyset = plain_keys(self._tensors_among[tuple(map(type, args))](args))
+        keyset = fast_path_keys(self._fast_path_tensors[tuple(map(type, args))](args))
         return self.overload(*args) if keyset is None else self.autograd_kernel(keyset, *args)
 
     def __repr__(self) -> str:
@@ -178,8 +178,8 @@ class Primitive:
         lib.impl(self.name, self.autograd_kernel, "Autograd", with_keyset=True)
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
-        self._tensors_among = Patterns(self)
-        show_kernels(self, lib)
+        self._fast_path_tensors = FastPathTensors(self)
+        register_inductor_lowering(self, lib)
         with _registry_lock:
             _registry[self.qualified_name] = self
 
@@ -338,7 +338,7 @@ class Primitive:
 
     def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
         """Apply the vjp rule of kind `vjp` to flat cotangents and flags; one cotangent per tensor, lists apart."""
-        given = [list(cotangents)] if self.returns_list else self._pick_differentiable(cotangents)
+        given = [list(cotangents)] if self.returns_list else self._get_differentiable(cotangents)
         wanted = wanted if lengths is None else regroup(wanted, lengths)
         result = self._rules[vjp](residuals, self._cotangents(given), self._wanted(wanted))
         if type(result) is not dict or not self.tensor_arguments.issuperset(result):

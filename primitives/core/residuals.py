@@ -12,19 +12,19 @@ from primitives.core.lists import flatten, regroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["ResidualLayout", "Residuals", "filler", "picker"]
+__all__ = ["ResidualLayout", "Residuals", "tuple_getter", "tuple_maker"]
 
 DTYPE_SUFFIX = ".dtype"
 
 
-def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple]:
+def tuple_getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple]:
     """`values -> tuple of the values at indices`, for what runs in every call."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return (lambda values: (values[indices[0]],)) if indices else lambda _: ()
 
 
-def filler(kind: type) -> Callable[[Iterable[Any]], Any]:
+def tuple_maker(kind: type) -> Callable[[Iterable[Any]], Any]:
     """`values -> kind(*values)` for a namedtuple `kind` and as many values as it has fields, which nobody counts."""
     return functools.partial(tuple.__new__, kind)
 
@@ -89,17 +89,17 @@ class ResidualLayout:
                     f"{op_name}: residual {residual!r} is neither a tensor argument ({', '.join(tensor_arguments)}) "
                     f"nor an output ({', '.join(outputs)})."
                 )
-        self._pick_tensors = picker([*inputs, *[len(arguments) + i for i in from_outputs]])
+        self._get_tensors = tuple_getter([*inputs, *[len(arguments) + i for i in from_outputs]])
         self._lists = [i for i, name in enumerate([*input_names, *output_names]) if name in lists]
         static = [name for name in arguments if name not in tensor_arguments]
-        self._pick_static = picker([arguments.index(name) for name in static])
+        self._get_static = tuple_getter([arguments.index(name) for name in static])
         fields = [*input_names, *output_names, *dtype_names, *static]
         self.Residuals = namedtuple("Residuals", fields)
-        self._filled = filler(self.Residuals)
+        self._filled = tuple_maker(self.Residuals)
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
-        tensors, static = self._pick_tensors((*args, *outputs)), self._pick_static(args)
+        tensors, static = self._get_tensors((*args, *outputs)), self._get_static(args)
         if self._dtypes:
             static = (*[None if args[i] is None else args[i].dtype for i in self._dtypes], *static)
         if not self._lists:

@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 
 from primitives.core.autograd import is_transforming
 from primitives.core.errors import MutationError
-from primitives.core.inductor import show_writes
+from primitives.core.fast_path import are_unwatched
+from primitives.core.inductor import register_inductor_write
 from primitives.core.library import NAMESPACE, library
-from primitives.core.plain_calls import are_unwatched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ _library.impl("write_back", _write_back, "CompositeExplicitAutograd")
 _library.impl("write_back", _write_back_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake(f"{NAMESPACE}::write_back", _write_back_fake, lib=_library)
 torch.library.register_vmap(f"{NAMESPACE}::write_back", _write_back_vmap, lib=_library)
-show_writes(f"{NAMESPACE}::write_back", _write_back, _library)
+register_inductor_write(f"{NAMESPACE}::write_back", _write_back, _library)
 _overload = torch.ops.primitives.write_back.default
 
 

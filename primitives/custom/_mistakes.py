@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from primitives.core.autograd import has_derivatives
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
-from primitives.core.structure import align, key_path
+from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from primitives.custom._structure import Structure
+    from primitives.core.trees.calls import Structure
 
 
 # Stands for a tensor where only the tree matters.

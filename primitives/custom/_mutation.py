@@ -19,16 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives.custom._structure import Structure
-
-
-def check_names(op_name: str, mutates: Sequence[str], positional: Sequence[str]) -> None:
-    """Raise `TypeError` or `ValueError` unless `mutates` is a sequence of names of positional arguments."""
-    if isinstance(mutates, str):
-        raise TypeError(f"{op_name}: mutates must be a sequence of names, got {mutates!r}; write ({mutates!r},).")
-    for name in mutates:
-        if name not in positional:
-            raise ValueError(f"{op_name}: mutates names {name!r}, which is none of the arguments {list(positional)}.")
+    from primitives.core.trees.calls import Structure
 
 
 def with_copies(structure: Structure, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -92,10 +83,10 @@ def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) 
                 )
 
 
-def refuse_cotangents(op_name: str, structure: Structure, bars: Sequence[Any]) -> None:
+def refuse_cotangents(op_name: str, structure: Structure, cotangents: Sequence[Any]) -> None:
     """Raise `MissingRuleError` for a cotangent of a new value: def_backward has no place for it."""
-    for i, bar in zip(structure.mutated, bars, strict=True):
-        if bar is not None:
+    for i, cotangent in zip(structure.mutated, cotangents, strict=True):
+        if cotangent is not None:
             refuse_cotangent(op_name, f"new {structure.label(i)}")
 
 

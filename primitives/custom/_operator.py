@@ -10,13 +10,13 @@ import torch
 
 from primitives.core.autograd import below_this_level
 from primitives.core.errors import MissingRuleError, MutationError
-from primitives.core.plain_calls import plain_keys
+from primitives.core.fast_path import fast_path_keys
 from primitives.core.primitive import Primitive
+from primitives.core.trees.calls import Signature
+from primitives.core.trees.table import StructureTable
 from primitives.custom._mutation import check_targets, write
 from primitives.custom._residuals import Inputs, InputsAndOutputs, SavedTree
 from primitives.custom._rules import Rules
-from primitives.custom._structure import Signature
-from primitives.custom._table import StructureTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -153,7 +153,7 @@ class CustomOp:
 
     def _call(self, leaves: list[Tensor], number: int) -> list[Tensor]:
         """What `Primitive.__call__` does, for arguments whose types are known."""
-        keyset, primitive = plain_keys(leaves), self.primitive
+        keyset, primitive = fast_path_keys(leaves), self.primitive
         if keyset is None:
             return primitive.overload(leaves, number)
         return primitive.autograd_kernel(keyset, leaves, number)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import optree
 import torch
 
-from primitives.core.autograd import below_this_level, has_derivatives, is_transforming, tangents_possible
+from primitives.core.autograd import below_this_level, is_transforming, tangents_possible
+from primitives.core.dtypes import has_derivatives
 from primitives.custom._mutation import without_written
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from primitives.core.trees.calls import Structure
     from primitives.custom._rules import Rules
-    from primitives.custom._structure import Structure
 
 
 class SavedTree:

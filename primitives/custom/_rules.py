@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 import torch
 
-from primitives.core.autograd import has_derivatives
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError, TreeError
 from primitives.custom._mistakes import Meta, RuleErrors, is_like, place_of
 from primitives.custom._mutation import refuse_cotangents, refused_tangents, with_copies
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from primitives.core.batching import BatchInfo
-    from primitives.custom._structure import Structure
-    from primitives.custom._table import StructureTable
+    from primitives.core.trees.calls import Structure
+    from primitives.core.trees.table import StructureTable
 
 
 def _meta(x: Tensor) -> Meta:
@@ -145,7 +145,7 @@ class Rules:
                 outputs = list(output)
             else:
                 outputs, treespec = errors.flat_outputs(output)
-                self._settle(kind, structure, output, treespec, leaves)
+                self._hold_to_reference(kind, structure, output, treespec, leaves)
             known = list(leaves)
             for x in outputs:
                 for y in known:
@@ -165,21 +165,23 @@ class Rules:
             leaves, updated = with_copies(structure, leaves)
             output = function(*structure.trees(leaves), **structure.static)
             outputs, treespec = errors.flat_outputs(output)
-            self._settle(kind, structure, output, treespec, leaves)
+            self._hold_to_reference(kind, structure, output, treespec, leaves)
             return [x.detach() if i in structure.constants else x for i, x in enumerate(outputs)] + updated
 
         return run
 
-    def _settle(self, kind: str, structure: Structure, output: Any, treespec: Any, leaves: Sequence[Tensor]) -> None:
+    def _hold_to_reference(
+        self, kind: str, structure: Structure, output: Any, treespec: Any, leaves: Sequence[Tensor]
+    ) -> None:
         """Note the tree of the results where it is new, and hold it to the reference's."""
         if structure.output is None and kind not in ("reference", "def_fake"):
-            self._settle_by_reference(structure, leaves)
+            self._learn_from_reference(structure, leaves)
         if structure.output is None:
             structure.settle(output, treespec, self._output_differentiability)
         elif treespec != structure.settled.treespec:
             self._errors[kind].same_tree("a result", treespec, structure.settled.treespec, "the reference's")
 
-    def _settle_by_reference(self, structure: Structure, leaves: Sequence[Tensor]) -> None:
+    def _learn_from_reference(self, structure: Structure, leaves: Sequence[Tensor]) -> None:
         """Run the reference on tensors without data, to know the tree that a kernel has to return."""
         from torch._subclasses import FakeTensorMode
 
@@ -208,20 +210,20 @@ class Rules:
                 f"{found[0]} ({place_of(self.given[found[0]])}); add {missing}."
             )
 
-    def flat_vjp(self, residuals: Any, bars: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
         """The cotangents of the tensors of a call, from those of the results, by def_backward."""
         structure, saved, input_metas, output_metas = residuals
         errors = self._errors["def_backward"]
         if structure.mutated:
-            refuse_cotangents(self.op_name, structure, bars[structure.num_outputs :])
-            bars = bars[: structure.num_outputs]
+            refuse_cotangents(self.op_name, structure, cotangents[structure.num_outputs :])
+            cotangents = cotangents[: structure.num_outputs]
         if self.materialize and output_metas is not None:
-            bars = [
-                _zeros(meta) if bar is None and i not in structure.constants else bar
-                for i, (bar, meta) in enumerate(zip(bars, output_metas, strict=False))
+            cotangents = [
+                _zeros(meta) if cotangent is None and i not in structure.constants else cotangent
+                for i, (cotangent, meta) in enumerate(zip(cotangents, output_metas, strict=False))
             ]
         ctx = BackwardContext(structure, wanted)
-        result = self.given["def_backward"](ctx, saved, *structure.output_entries(bars))
+        result = self.given["def_backward"](ctx, saved, *structure.output_entries(cotangents))
         return self._flat_cotangents(errors, structure, result, input_metas)
 
     def _flat_cotangents(self, errors: RuleErrors, structure: Structure, result: Any, metas: Sequence[Meta]) -> list:
@@ -294,7 +296,7 @@ class Rules:
             x if axis is None else x.movedim(axis, 0).new_zeros(x.movedim(axis, 0).shape[1:])
             for x, axis in zip(primals.leaves, batch.axes[0], strict=True)
         ]
-        self._settle("def_vmap", structure, output, treespec, samples)
+        self._hold_to_reference("def_vmap", structure, output, treespec, samples)
         axes = self._flat_axes(errors, out_dims, output, outputs)
         for i, (x, axis) in enumerate(zip(outputs, axes, strict=True)):
             if axis is not None and x.shape[axis] != batch.size:

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from primitives.core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
+    patterns_by_callable,
     registered_overloads,
-    signatures_by_callable,
 )
 from primitives.decompositions._norms import COMPONENTS
 
@@ -165,7 +165,7 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
             op, wrapper = _WRAPPERS[func]
             decomposition = self._decomposition(op, args, kwargs)
             return func(*args, **kwargs) if decomposition is None else wrapper(decomposition, *args, **kwargs)
-        signatures = signatures_by_callable.get(func)
+        signatures = patterns_by_callable.get(func)
         if signatures is None:
             return func(*args, **kwargs)
         names = kwargs

@@ -10,7 +10,7 @@ import torch
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 
 from primitives.core.errors import AxisError, DtypeError, LeafError, ShapeError, TreeError
-from primitives.core.leaves import Partition
+from primitives.core.trees.leaves import Partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

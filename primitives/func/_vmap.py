@@ -8,7 +8,7 @@ import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.errors import AxisError, LeafError, ShapeError, TreeError
-from primitives.core.structure import spread
+from primitives.core.trees.overlay import spread
 from primitives.func._calls import FlatCall, Generators, check_positive, check_randomness, named_like
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives.core.leaves import Partition
+    from primitives.core.trees.leaves import Partition
 
 __all__ = ["chunk_vmap", "vmap"]
 

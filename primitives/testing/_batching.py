@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from primitives.core.dtypes import has_derivatives
 from primitives.testing import _reproducer
 from primitives.testing._compare import (
     IDENTITY_TOLERANCE,
@@ -15,7 +16,6 @@ from primitives.testing._compare import (
     Record,
     all_like,
     contiguous,
-    is_inexact,
     largest,
 )
 from primitives.testing._derivatives import alone_and_together
@@ -49,7 +49,9 @@ def subsets(count: int) -> tuple[list[tuple[int, ...]], int]:
 def samples(subject: Subject, record: Record) -> list[list[Tensor]]:
     """For each tensor `BATCH` versions that differ; what is positive stays so, integers are those given, moved."""
     return [
-        [x * (1 + 0.25 * k) + 0.125 * k for k in range(BATCH)] if is_inexact(x) else _rolled(subject, i, record)
+        [x * (1 + 0.25 * k) + 0.125 * k for k in range(BATCH)]
+        if has_derivatives(x.dtype)
+        else _rolled(subject, i, record)
         for i, x in enumerate(subject.tensors)
     ]
 

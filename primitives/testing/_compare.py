@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from primitives.core.dtypes import has_derivatives
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -40,11 +42,6 @@ class NotApplicableError(Exception):
 
 class MismatchError(Exception):
     """The property does not hold; the text says where, what came and what was expected."""
-
-
-def is_inexact(x: Tensor) -> bool:
-    """Whether `x` holds floating or complex numbers."""
-    return x.is_floating_point() or x.is_complex()
 
 
 def normal(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -83,7 +80,7 @@ def arranged(x: Tensor, layout: str) -> Tensor:
     if layout == "sliced" and x.dim() > 0:
         wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
         # What lies between the elements must never be read.
-        if is_inexact(x):
+        if has_derivatives(x.dtype):
             wide.fill_(float("nan"))
         wide[..., ::2] = x
         return wide[..., ::2]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 import torch
 
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError
 from primitives.core.primitive import Primitive
-from primitives.core.structure import key_path
+from primitives.core.trees.overlay import key_path
 from primitives.custom import CustomOp
-from primitives.testing._compare import is_inexact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ def clone(x: Tensor) -> Tensor:
 
 def widened(x: Tensor) -> Tensor:
     """`x` in double precision, if it holds numbers that have one."""
-    return x.to(torch.promote_types(x.dtype, torch.float64)) if is_inexact(x) else x
+    return x.to(torch.promote_types(x.dtype, torch.float64)) if has_derivatives(x.dtype) else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Subject:
     def inputs(self) -> list[int]:
         """Which tensors can be differentiated."""
         cached = self.op.cached if isinstance(self.op, Primitive) else ()
-        return [i for i, x in enumerate(self.tensors) if is_inexact(x) and self.labels[i] not in cached]
+        return [i for i, x in enumerate(self.tensors) if has_derivatives(x.dtype) and self.labels[i] not in cached]
 
     @functools.cached_property
     def outputs(self) -> list[int]:
@@ -211,7 +211,9 @@ class Subject:
         if isinstance(self.op, (CustomOp, Primitive)):
             results = self.call(*map(clone, self.tensors))
             constants = self._constants()
-            return [i for i, y in enumerate(results) if is_inexact(y) and i not in constants and y.numel() > 0]
+            return [
+                i for i, y in enumerate(results) if has_derivatives(y.dtype) and i not in constants and y.numel() > 0
+            ]
         return [i for i, y in enumerate(self.call(*active)) if y.requires_grad]
 
     def _constants(self) -> set[int]:

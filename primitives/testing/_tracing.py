@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 import torch
 
+from primitives.core.dtypes import has_derivatives
 from primitives.core.primitive import Primitive
 from primitives.func import jvp
 from primitives.testing import _reproducer
@@ -19,7 +20,6 @@ from primitives.testing._compare import (
     all_like,
     arranged,
     contiguous,
-    is_inexact,
 )
 from primitives.testing._derivatives import leaves
 from primitives.testing._subject import clone
@@ -198,7 +198,7 @@ def _compiled_jvp(subject: Subject, record: Record, value: Callable) -> None:
 
 def _is_floating(subject: Subject, tree: Any) -> bool:
     leaves = optree.tree_leaves(tree, namespace=subject.namespace)
-    return bool(leaves) and all(isinstance(x, torch.Tensor) and is_inexact(x) for x in leaves)
+    return bool(leaves) and all(isinstance(x, torch.Tensor) and has_derivatives(x.dtype) for x in leaves)
 
 
 def _tensors(subject: Subject, output: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives.core.backend import current_backend
+from primitives.core.dtypes import has_derivatives
 from primitives.testing import _reproducer
 from primitives.testing._compare import (
     COTANGENT_LAYOUTS,
@@ -20,7 +21,6 @@ from primitives.testing._compare import (
     all_like,
     arranged,
     contiguous,
-    is_inexact,
     same_bits,
 )
 from primitives.testing._derivatives import leaves, names, pullback, pushforward, require
@@ -57,7 +57,7 @@ def reference_against_kernel(subject: Subject, record: Record) -> None:
     dtypes = [x.dtype for x in subject.tensors]
     for label, got, want, narrow in zip(subject.output_labels, gots, wants, same, strict=True):
         record.dtype(label, got, narrow.dtype)
-        record.close(f"{label} of the kernel", got, want, got.dtype, *(dtypes if is_inexact(got) else ()))
+        record.close(f"{label} of the kernel", got, want, got.dtype, *(dtypes if has_derivatives(got.dtype) else ()))
 
 
 # Memory layouts.
@@ -167,7 +167,7 @@ def uninitialized_outputs(subject: Subject, record: Record) -> None:
     with poisoned_memory():
         named = _runs(subject)
     for (label, got), (_, want) in zip(named, plain, strict=True):
-        unwritten = got.isnan() & ~want.isnan() if is_inexact(got) else torch.zeros((), dtype=torch.bool)
+        unwritten = got.isnan() & ~want.isnan() if has_derivatives(got.dtype) else torch.zeros((), dtype=torch.bool)
         if got.dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
             unwritten = (got == torch.iinfo(got.dtype).max) & (got != want)
         if unwritten.any():

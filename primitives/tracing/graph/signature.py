@@ -9,7 +9,7 @@ import optree
 import torch
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
-from primitives.core.structure import align
+from primitives.core.trees.overlay import align
 from primitives.tracing import torch_private as internals
 from primitives.tracing.joint.create import detached
 from primitives.tracing.memory import refuse_sharing, sharing

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from primitives.core.autograd import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
-from primitives.core.structure import align, key_path
+from primitives.core.trees.overlay import align, key_path
 from primitives.tracing.errors import UserCalls, refuse_reverse_mode, typed_errors
 from primitives.tracing.joint.grad_guard import grads_guarded
 from primitives.tracing.joint.leaf_guard import LeafGuard

@@ -12,7 +12,7 @@ import torch
 from torch._decomp import get_decompositions
 
 from primitives.core.errors import LeafError, ShapeError
-from primitives.core.structure import align, key_path, spread
+from primitives.core.trees.overlay import align, key_path, spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import torch_private as internals
 from primitives.tracing.errors import typed_errors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from primitives.core.structure import key_path
+from primitives.core.trees.overlay import key_path
 from primitives.tracing.joint.create import Leaves
 from primitives.tracing.joint.opaque import refuse_opaque
 from primitives.tracing.mutations.inputs import Inputs

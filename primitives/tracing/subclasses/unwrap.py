@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 
 from primitives.core.errors import LeafError
-from primitives.core.structure import align, key_path
+from primitives.core.trees.overlay import align, key_path
 from primitives.tracing.subclasses.autograd import checked_input, leaves_inside, unwrapped, wrapped
 from primitives.tracing.subclasses.spec import SubclassSpec, difference
 from primitives.tracing.trace_errors import errors_in_trace

@@ -12,8 +12,8 @@ import optree
 import torch
 
 from primitives.core.errors import LeafError, TreeError
-from primitives.core.structure import key_path
-from primitives.custom._structure import Signature, Structure
+from primitives.core.trees.calls import Signature, Structure
+from primitives.core.trees.overlay import key_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class StructureTable:
     def flatten(self, args: tuple, static: dict[str, Any]) -> tuple[list[Tensor], Structure]:
         """The tensors of a call, and its structure."""
         if static:
-            static = {name: _settled(value) for name, value in static.items()}
+            static = {name: _concrete(value) for name, value in static.items()}
         static_key = tuple(map(_content, static.values())) if static else ()
         try:
             for arg in args:
@@ -78,7 +78,7 @@ class StructureTable:
             leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
             tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if len(tensors) < len(leaves):
-                leaves = [_settled(leaf) for leaf in leaves]
+                leaves = [_concrete(leaf) for leaf in leaves]
                 other_key = tuple(map(_content_or_tensor, leaves))
             else:
                 other_key = ()
@@ -189,15 +189,15 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _settled(value: Any) -> Any:
+def _concrete(value: Any) -> Any:
     """A compiler's symbolic numbers as the numbers they stand for; the compiler then guards them."""
     for symbolic, number in _SYMBOLIC:
         if isinstance(value, symbolic):
             return number(value)
     if isinstance(value, tuple):
-        settled = [_settled(entry) for entry in value]
-        if any(new is not old for new, old in zip(settled, value, strict=True)):
-            return type(value)(*settled) if hasattr(value, "_fields") else tuple(settled)
+        concrete = [_concrete(entry) for entry in value]
+        if any(new is not old for new, old in zip(concrete, value, strict=True)):
+            return type(value)(*concrete) if hasattr(value, "_fields") else tuple(concrete)
     return value
 
 

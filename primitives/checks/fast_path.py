@@ -1,7 +1,7 @@
-"""Whether a call of the functional API is a usual one: plain numbers, and tensors of one dtype and device that fit.
+"""Which calls of the functional API take the fast path: plain numbers, and tensors of one dtype and device that fit.
 
-It is asked first, since a training step asks it for every layer: what passes here passes `_checks` too, and needs
-no look at trees. Everything else, wrong calls among them, goes the long way.
+It is asked first, since a training step asks it for every layer: what passes here passes `arguments` too, and needs no
+look at trees. Everything else, wrong calls among them, goes the long way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives._checks import BATCH_NORM_MAX_DIM, BATCH_NORM_MIN_DIM, FLOATING
+from primitives.checks.arguments import BATCH_NORM_MAX_DIM, BATCH_NORM_MIN_DIM, FLOATING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
 
 
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:
-    """Whether this is a usual call of `layer_norm`."""
+    """Whether this is on the fast path of `layer_norm`."""
     if not (type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape):
         return False
     for size in shape:
@@ -42,7 +42,7 @@ def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:
 def batch_norm(
     x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any
 ) -> bool:
-    """Whether this is a usual call of `batch_norm`.
+    """Whether this is on the fast path of `batch_norm`.
 
     In training that has more than one sample, a positive eps, and running statistics that do not require grad.
     """
@@ -60,7 +60,7 @@ def batch_norm(
 
 
 def log_softmax(x: Any, dim: Any, dtype: Any) -> bool:
-    """Whether this is a usual call of `log_softmax`."""
+    """Whether this is on the fast path of `log_softmax`."""
     return (
         dtype is None
         and type(dim) is int

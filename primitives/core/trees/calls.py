@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 
 from primitives.core.errors import TreeError
-from primitives.core.residuals import filler
-from primitives.core.structure import key_path
-from primitives.custom._mutation import check_names
+from primitives.core.residuals import tuple_maker
+from primitives.core.trees.overlay import key_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -226,6 +225,15 @@ class Span:
     is_plain: bool
 
 
+def _check_names(op_name: str, mutates: Sequence[str], positional: Sequence[str]) -> None:
+    """Raise `TypeError` or `ValueError` unless `mutates` is a sequence of names of positional arguments."""
+    if isinstance(mutates, str):
+        raise TypeError(f"{op_name}: mutates must be a sequence of names, got {mutates!r}; write ({mutates!r},).")
+    for name in mutates:
+        if name not in positional:
+            raise ValueError(f"{op_name}: mutates names {name!r}, which is none of the arguments {list(positional)}.")
+
+
 class Signature:
     """The arguments of the function that a custom operator is made from.
 
@@ -253,9 +261,9 @@ class Signature:
             (self.static if parameter.kind is parameter.KEYWORD_ONLY else self.positional).append(parameter.name)
         defaults = {n: p.default for n, p in self._parsed.parameters.items() if p.default is not p.empty}
         self.Inputs = namedtuple("Inputs", [*self.positional, *self.static])
-        self.filled = filler(self.Inputs)
+        self.filled = tuple_maker(self.Inputs)
         self.Static = namedtuple("Static", self.static)
-        check_names(name, self.mutates, self.positional)
+        _check_names(name, mutates, self.positional)
         self.num_positional = len(self.positional)
         self._static = frozenset(self.static)
         self._required = frozenset(n for n in self.static if n not in defaults)

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
-from primitives.core.structure import align, is_leafless, key_path, tracing_predicate
+from primitives.core.trees.overlay import align, is_leafless, key_path, tracing_predicate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
-from primitives.core.residuals import picker
+from primitives.core.residuals import tuple_getter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from primitives.core.primitive import Primitive
 
-__all__ = ["PLAIN_CPU", "Patterns", "are_unwatched", "plain_keys", "state_of_new_threads"]
+__all__ = ["FAST_PATH_CPU", "FastPathTensors", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
 
 # What a plain eager call finds: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
@@ -64,11 +64,11 @@ def _plain_keys() -> dict[int, Any]:
 
 
 _PLAIN_KEYS = _plain_keys()
-# What `plain_keys` returns: the kernel of an operator knows a plain call by the identity of its keys.
-PLAIN_CPU, _ = _PLAIN_KEYS.values()
+# What `fast_path_keys` returns: the kernel of an operator knows a plain call by the identity of its keys.
+FAST_PATH_CPU, _ = _PLAIN_KEYS.values()
 
 
-def plain_keys(tensors: Sequence[Tensor]) -> Any:
+def fast_path_keys(tensors: Sequence[Tensor]) -> Any:
     """The keys with which the dispatcher would call an operator of `tensors` in plain eager code.
 
     `None` where anything unusual takes part that the dispatcher has to see: a mode, a transform, a profiler, a
@@ -95,7 +95,7 @@ def plain_keys(tensors: Sequence[Tensor]) -> Any:
 def are_unwatched(tensors: Sequence[Tensor]) -> bool:
     """Whether no transform, mode or subclass takes part, so that one of ATen's operations can stand for one of ours.
 
-    Less than `plain_keys` asks, in a tenth of its time: a profiler and autocast see what ATen does.
+    Less than `fast_path_keys` asks, in a tenth of its time: a profiler and autocast see what ATen does.
     """
     if _functorch.peek_interpreter_stack() is not None or _num_dispatch_modes() or _num_function_modes():
         return False
@@ -105,11 +105,11 @@ def are_unwatched(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-class Patterns(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence[Tensor]]"]):
+class FastPathTensors(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence[Tensor]]"]):
     """By the types of the arguments of an operator: `args -> tensors`, all that are among them.
 
-    Where the dispatcher would convert or refuse an argument of such a type there are none, and `plain_keys` says so.
-    One entry is kept for each pattern of `None`s that the operator is called with.
+    Where the dispatcher would convert or refuse an argument of such a type there are none, and `fast_path_keys` says
+    so. One entry is kept for each pattern of `None`s that the operator is called with.
     """
 
     def __init__(self, op: Primitive) -> None:
@@ -124,7 +124,7 @@ class Patterns(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence[Tensor
             return _no_tensors
         if any(found not in _types_of(kind) for found, kind in zip(types, kinds, strict=True)):
             return _no_tensors
-        self[types] = picker([i for i, found in enumerate(types) if found in _PLAIN_TYPES])
+        self[types] = tuple_getter([i for i, found in enumerate(types) if found in _PLAIN_TYPES])
         return self[types]
 
 

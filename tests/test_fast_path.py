@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import primitives.functional as F
 from primitives.core import primitive as primitive_module
 from primitives.core.errors import MutationError
-from primitives.core.plain_calls import are_unwatched, plain_keys, state_of_new_threads
+from primitives.core.fast_path import are_unwatched, fast_path_keys, state_of_new_threads
 from primitives.core.write_back import count_up, write_back
 from primitives.ops.layer_norm import layer_norm_p
 
@@ -29,13 +29,13 @@ MODES = {
 
 def test_the_dispatcher_is_passed_by_in_plain_code_alone():
     x = torch.zeros(2)
-    assert plain_keys([x, torch.nn.Parameter(x)]) is not None
+    assert fast_path_keys([x, torch.nn.Parameter(x)]) is not None
     with torch.no_grad():
-        assert plain_keys([x]) is not None
-    assert plain_keys([x, x.as_subclass(Wrapped)]) is None
-    assert plain_keys([x, x.to("meta")]) is None
+        assert fast_path_keys([x]) is not None
+    assert fast_path_keys([x, x.as_subclass(Wrapped)]) is None
+    assert fast_path_keys([x, x.to("meta")]) is None
     inside = []
-    torch.func.grad(lambda y: (inside.append(plain_keys([x])), y.sum())[1])(x)
+    torch.func.grad(lambda y: (inside.append(fast_path_keys([x])), y.sum())[1])(x)
     assert inside == [None]
 
 
@@ -44,7 +44,7 @@ def test_modes_see_every_call(mode):
     x = torch.zeros(2)
     outside = state_of_new_threads()
     with MODES[mode]():
-        assert plain_keys([x]) is None
+        assert fast_path_keys([x]) is None
         # The package may be imported in here, too.
         assert state_of_new_threads() == outside
 
@@ -131,8 +131,10 @@ STATISTICS = (torch.zeros(6), torch.ones(6))
 def test_rules_call_as_plain_calls_do(call, num_params, monkeypatch):
     """What a rule passes needs no conversion, so that its calls pass the dispatcher by, in second order too."""
     found = []
-    original = primitive_module.plain_keys
-    monkeypatch.setattr(primitive_module, "plain_keys", lambda tensors: found.append(original(tensors)) or found[-1])
+    original = primitive_module.fast_path_keys
+    monkeypatch.setattr(
+        primitive_module, "fast_path_keys", lambda tensors: found.append(original(tensors)) or found[-1]
+    )
     inputs = [torch.randn(shape, requires_grad=True) for shape in [(8, 6), *[(6,)] * num_params]]
     gradients = torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=True)
     torch.autograd.grad(torch.stack([g.square().sum() for g in gradients]).sum(), inputs, allow_unused=True)
