@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import unittest
 from typing import NamedTuple
 
@@ -139,18 +140,13 @@ def test_the_fault_is_named_and_reproduced(op, tmp_path):
     assert error.property == EXPECTED[op]
     assert error.op == op.qualified_name
     assert str(error).startswith(f"{op.qualified_name}: {error.property} failed: {error.note}")
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises(RuleError, match=re.escape(error.property)):
         run(error.reproducer, tmp_path)
 
 
-@pytest.mark.parametrize("op", EXPECTED, ids=lambda op: op.__name__)
-def test_the_property_alone_finds_it(op):
-    with pytest.raises(RuleError, match="Reproducer:"):
-        check_rule(op, EXPECTED[op], X, WEIGHT)
-
-
 def test_the_reproducer_of_a_right_op_would_pass(tmp_path):
-    error = failure(wrong_ops.wrong_jvp_sign, X, WEIGHT, **FAST)
+    error = failure(wrong_ops.wrong_jvp_sign, X, WEIGHT, order=1, tolerances={torch.float32: 1e-5}, **FAST)
+    assert "order=1, tolerances={torch.float32: 1e-05}" in error.reproducer
     run(error.reproducer.replace("wrong_jvp_sign", "right_product"), tmp_path)
 
 
@@ -256,7 +252,7 @@ def test_trees_in_reproducers_are_code(tmp_path):
     error = failure(broken_on_trees, params, torch.tensor([True, False]), (1, float("inf")), **FAST)
     assert f"{__name__}.Affine(weight=torch.rand" in error.reproducer
     assert "float('inf')" in error.reproducer
-    with pytest.raises(ValueError, match="broken"):
+    with pytest.raises(RuleError, match="broken"):
         run(error.reproducer, tmp_path)
 
 

@@ -150,8 +150,8 @@ def test_devices_may_be_one():
 def test_static_arguments_in_reproducers_are_code(tmp_path):
     options = {"mode": wrong_calls.Mode.SQUARE, "dtype": torch.float16, "other": (torch.device("cpu"), len)}
     error = failure(wrong_calls.with_mode, X, WEIGHT, **options, **FAST)
-    assert "'mode': tests.wrong_calls.Mode.SQUARE, 'dtype': torch.float16" in error.reproducer
-    assert "'other': (torch.device(type='cpu'), builtins.len)" in error.reproducer
+    assert "mode=tests.wrong_calls.Mode.SQUARE, dtype=torch.float16" in error.reproducer
+    assert "other=(torch.device(type='cpu'), builtins.len)" in error.reproducer
     with pytest.raises(AssertionError):
         run(error.reproducer, tmp_path)
 
@@ -159,6 +159,6 @@ def test_static_arguments_in_reproducers_are_code(tmp_path):
 def test_what_is_no_code_is_a_comment(tmp_path):
     error = failure(wrong_calls.with_mode, X, WEIGHT, mode=lambda: 1, **FAST)
     assert "# None stands for <function" in error.reproducer
-    assert "'mode': None" in error.reproducer
+    assert "mode=None" in error.reproducer
     with pytest.raises(AssertionError):
         run(error.reproducer, tmp_path)

@@ -68,14 +68,6 @@ def _wrong_sign(inputs, output, tangents):
     return 2 * inputs.x * inputs.weight * tangents.x - inputs.x.square() * tangents.weight
 
 
-dropped_tangent = product("dropped_tangent")
-
-
-@dropped_tangent.def_jvp
-def _drop_tangent(inputs, output, tangents):
-    return 2 * inputs.x * inputs.weight * tangents.x
-
-
 dropped_cotangent = product("dropped_cotangent")
 
 
@@ -229,7 +221,6 @@ EXPECTED = {
     wrong_kernel: "reference against kernel",
     dropped_cotangent: "gradcheck",
     wrong_jvp_sign: "jvp against differences",
-    dropped_tangent: "jvp against differences",
     constant_statistics: "gradgradcheck",
     detached_jvp: "nestings",
     mixing_vmap: "vmap against loop",

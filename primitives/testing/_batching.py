@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives.core.dtypes import has_derivatives
-from primitives.testing import _reproducer
 from primitives.testing._compare import (
     IDENTITY_TOLERANCE,
     MismatchError,
@@ -122,11 +121,9 @@ def vmap_against_loop(subject: Subject, record: Record) -> None:
         record.note(f"{len(chosen)} of {total} sets of arguments")
     if subject.primitive is not None and not subject.primitive.has_rule("vmap"):
         record.note("no def_vmap: a loop runs")
-    record.double = False
     versions = samples(subject, record)
     for number, positions in enumerate(chosen):
         axis = -1 if number % 2 else 0
-        record.transform = _reproducer.vmap(positions, axis)
         full, axes = _stacked(subject, versions, positions, axis)
         gots = torch.func.vmap(subject.call, axes)(*full)
         wants = _loop(lambda *xs: subject.call(*map(contiguous, xs)), axes)(*full)

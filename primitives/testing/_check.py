@@ -168,6 +168,12 @@ class _Options:
         if self.order < 1:
             raise ValueError(f"check_rules: order must be at least 1, got {self.order}.")
 
+    def given(self, subject: Subject) -> dict[str, Any]:
+        """Those that are not the usual ones, as keywords of `check_rule`."""
+        chosen = {"order": (self.order, 2), "tolerances": (dict(self.tolerances), {})}
+        chosen["tree_namespace"] = (subject.namespace, "")
+        return {name: value for name, (value, usual) in chosen.items() if value != usual}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
@@ -243,8 +249,6 @@ def _row_at(subject: Subject, name: str, options: _Options, place: _Place) -> Ro
         text = f"{raised}: {error}"
     else:
         return Row(name, OK, record.error, record.allowed, "; ".join(record.notes))
-    shown = record.subject or subject
-    transform = record.transform
-    program = _reproducer.program(shown, transform, name, place.backend, double=record.double)
+    program = _reproducer.program(subject, name, place.backend, options.given(subject))
     numbers = (None, None) if raised else (record.error, record.allowed)
     return Row(name, FAILED, *numbers, text, raised, program)

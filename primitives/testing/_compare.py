@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives.testing._subject import Subject
-
 # Allowed error in units in the last place of the largest expected element (or of 1). In low precision a few roundings
 # of intermediate values, in float32 and float64 the rounding of sums.
 ULPS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 64, torch.float64: 64}
@@ -119,9 +117,6 @@ class Record:
         error: Error of the comparison that came nearest to what was allowed, or went beyond.
         allowed: What was allowed there.
         notes: Remarks for the table.
-        transform: The part of a reproducer that runs the property; empty if only `check_rule` does.
-        double: Whether that part runs in float64.
-        subject: The call to reproduce, where it is another one than that checked.
     """
 
     order: int
@@ -129,9 +124,6 @@ class Record:
     error: float | None = None
     allowed: float | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
-    transform: str = ""
-    double: bool = True
-    subject: Subject | None = None
 
     def tolerance(self, *dtypes: torch.dtype) -> float:
         """Relative error that is allowed of the coarsest of these dtypes."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import forward_ad
 
-from primitives.testing import _reproducer
 from primitives.testing._compare import (
     DIFFERENCE_TOLERANCE,
     IDENTITY_TOLERANCE,
@@ -187,21 +186,18 @@ def check_jvp(subject: Subject, record: Record, when: str = "") -> None:
 def gradcheck(subject: Subject, record: Record) -> None:
     """First-order vjp against central differences."""
     require(subject, "vjp")
-    record.transform = _reproducer.VJP
     check_vjp(subject.double(), record)
 
 
 def jvp_against_differences(subject: Subject, record: Record) -> None:
     """First-order jvp against central differences."""
     require(subject, "jvp")
-    record.transform = _reproducer.JVP
     check_jvp(subject.double(), record)
 
 
 def transpose_identity(subject: Subject, record: Record) -> None:
     """`<y_bar, J x_dot> = <J^T y_bar, x_dot>`."""
     require(subject, "vjp", "jvp")
-    record.transform = _reproducer.TRANSPOSE
     subject = subject.double()
     function, active = subject.function(), subject.active
     dots = all_like(active, 2)
@@ -221,7 +217,6 @@ def gradgradcheck(subject: Subject, record: Record) -> None:
     if record.order < 2:
         raise NotApplicableError(f"order={record.order}")
     require(subject, "vjp")
-    record.transform = _reproducer.VJP_OF_VJP
     subject = subject.double()
     # Only the reference computes what is cached of an argument again.
     base = subject.function(reference=subject.has_cached)
@@ -282,7 +277,6 @@ def nestings(subject: Subject, record: Record) -> None:
     """Every nesting of forward and reverse mode, against that of the reference, or against differences."""
     wide = subject.double()
     for word in words(subject, record):
-        record.transform = _reproducer.nesting(word)
         active = wide.active
         along: list[Sequence[Tensor]] = []
         shaped: Sequence[Tensor] = wide.function()(*active)

@@ -12,7 +12,6 @@ import torch
 from primitives.core.dtypes import has_derivatives
 from primitives.core.primitive import Primitive
 from primitives.func import jvp
-from primitives.testing import _reproducer
 from primitives.testing._compare import (
     MismatchError,
     NotApplicableError,
@@ -46,21 +45,18 @@ def layout_of(x: Tensor) -> tuple:
 
 def fake_against_real(subject: Subject, record: Record) -> None:
     """On tensors without data the results have the shapes, dtypes, devices and strides of the real ones."""
-    record.double = False
     for layout in ("contiguous", "transposed"):
-        record.transform = _reproducer.fake(layout)
         _check_fake(subject, subject.call(*[arranged(x, layout) for x in subject.tensors]), layout)
-    record.transform = _reproducer.fake("contiguous")
     for length in _lengths(subject):
-        record.subject = subject.map(lambda x, length=length: _longer(x, length))
+        longer = subject.map(lambda x, length=length: _longer(x, length))
         try:
             if subject.definition is not None:
-                record.subject.reference(*map(clone, record.subject.tensors))
-            reals = record.subject.call(*map(clone, record.subject.tensors))
+                longer.reference(*map(clone, longer.tensors))
+            reals = longer.call(*map(clone, longer.tensors))
         except Exception:
             # Some axes have to have the length that they have.
             continue
-        _check_fake(record.subject, reals, "contiguous", f" (axes of length {length} are {length + 1} here)")
+        _check_fake(longer, reals, "contiguous", f" (axes of length {length} are {length + 1} here)")
 
 
 def _check_fake(subject: Subject, reals: Sequence[Tensor], layout: str, where: str = "") -> None:
@@ -128,7 +124,6 @@ def _compiled(function: Callable) -> Callable:
 
 def compile_against_eager(subject: Subject, record: Record) -> None:
     """Under `torch.compile(fullgraph=True, backend="aot_eager")`: value, vjp and jvp as without it."""
-    record.transform, record.double = _reproducer.COMPILE, False
     value = _value(subject)
     reverse = subject.missing("vjp") is None
     inputs = leaves(subject.tensors, subject.inputs if reverse else ())
@@ -136,7 +131,6 @@ def compile_against_eager(subject: Subject, record: Record) -> None:
     gots, wants = (_tensors(subject, run(subject.trees(inputs))) for run in (compiled, value))
     _all_close(record, subject.output_labels[: len(wants)], "compiled", gots, wants)
     if reverse:
-        record.transform = ""
         bars = all_like([wants[i] for i in subject.outputs], 1)
         active = [inputs[i] for i in subject.inputs]
         grads = [
@@ -189,7 +183,6 @@ def _compiled_jvp(subject: Subject, record: Record, value: Callable) -> None:
 
         return jvp(of_primals, primals, tangents, **options)[1]
 
-    record.transform = ""
     gots, wants = (_tensors(subject, run(primals, tangents)) for run in (_compiled(pushed), pushed))
     # Constants have tangents of zeros, or none.
     labels = [f"tangent {i} of the results" for i in range(len(wants))]

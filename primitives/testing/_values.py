@@ -11,7 +11,6 @@ import torch
 
 from primitives.core.backend import current_backend
 from primitives.core.dtypes import has_derivatives
-from primitives.testing import _reproducer
 from primitives.testing._compare import (
     COTANGENT_LAYOUTS,
     LAYOUTS,
@@ -48,7 +47,6 @@ def reference_against_kernel(subject: Subject, record: Record) -> None:
     kind = "cuda" if device == "cuda" or backend == "triton" else device
     if backend == "reference" or kind not in subject.primitive._kernels:
         raise NotApplicableError(f"no kernel for {kind}: the reference runs")
-    record.transform, record.double = _reproducer.REFERENCE, False
     gots, same = subject.call(*map(clone, subject.tensors)), subject.reference(*map(clone, subject.tensors))
     wide = subject.double()
     wants = wide.reference(*wide.tensors)
@@ -70,7 +68,6 @@ def cotangent_layouts(subject: Subject, record: Record) -> None:
     everything = range(len(active))
     bars = all_like(function(*map(clone, active)), 1)
     for layout in COTANGENT_LAYOUTS:
-        record.transform, record.double = _reproducer.cotangent_layout(layout), False
         other = [arranged(bar, layout) for bar in bars]
         gots = pullback(function, leaves(active, everything), other)
         wants = pullback(function, leaves(active, everything), [contiguous(bar) for bar in other])
@@ -80,15 +77,12 @@ def cotangent_layouts(subject: Subject, record: Record) -> None:
 
 def non_contiguous_inputs(subject: Subject, record: Record) -> None:
     """Arguments with other strides give what their contiguous copies give, in value and derivatives."""
-    record.double = False
     for layout in LAYOUTS:
-        record.transform = _reproducer.input_layout(layout)
         tensors = [arranged(x, layout) for x in subject.tensors]
         wants = subject.call(*map(contiguous, tensors))
         gots = subject.call(*map(clone, tensors))
         for label, got, want in zip(subject.output_labels, gots, wants, strict=True):
             record.close(f"{label}, given {layout} arguments,", got, want)
-        record.transform = ""
         for kind, (directions, derivatives) in _derivatives(subject).items():
             # torch takes no tangent whose layout its primal cannot have.
             arrange = contiguous if kind == "vjp" else functools.partial(arranged, layout=layout)
@@ -134,7 +128,6 @@ def _runs(subject: Subject) -> list[tuple[str, Tensor]]:
 
 def determinism(subject: Subject, record: Record) -> None:
     """Several runs give the same bits, in value and derivatives."""
-    record.transform, record.double = _reproducer.DETERMINISM, False
     first = _runs(subject)
     for _ in range(NUM_RUNS - 1):
         for (label, got), (_, want) in zip(_runs(subject), first, strict=True):
@@ -179,19 +172,16 @@ def uninitialized_outputs(subject: Subject, record: Record) -> None:
 
 def aliasing_and_mutation(subject: Subject, record: Record) -> None:
     """No argument is changed and no result shares memory with one, in value and derivatives."""
-    record.transform, record.double = _reproducer.MUTATION, False
     given = list(map(clone, subject.tensors))
     results = subject.call(*given)
     _unchanged(subject.labels, given, subject.tensors, "")
     if subject.primitive is None:
         record.note("a plain function may return its arguments")
     else:
-        record.transform = _reproducer.ALIASING
         for label, y in zip(subject.output_labels, results, strict=True):
             for name, x in zip(subject.labels, given, strict=True):
                 if y.numel() and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                     raise MismatchError(f"{label} shares its memory with {name}, expected memory of its own.")
-    record.transform = ""
     if subject.mutates:
         _check_updates(subject, results, record)
     if subject.missing("vjp") is None:
