@@ -178,18 +178,18 @@ def _launch(
 
 
 @tunable
-def log_softmax_fwd(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+def log_softmax_fwd(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor:
     """Logarithm of the softmax of `x` over `dim`.
 
     Args:
         x: Input, at least one dim.
         dim: Reduced dim, not negative.
-        dtype: Dtype to which `x` is rounded before anything else, and dtype of the output; None for that of `x`.
+        output_dtype: Dtype to which `x` is rounded before anything else, and dtype of the output; None for that of `x`.
 
     Returns:
         `y`, contiguous, with the shape of `x`. A row of which all elements are -inf, or one is +inf or NaN, is NaN.
     """
-    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
     if x.numel() > 0:
         view = _reduction_view((x,), y, dim)
         compute_dtype = accumulation_dtype(y.dtype)
@@ -213,19 +213,19 @@ def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
 
 
 @tunable
-def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
     """Cotangent of the input of `log_softmax_fwd`: `x_bar = y_bar - exp(y) * sum(y_bar)`.
 
     Args:
         y_bar: Cotangent of `y`, with its shape.
         y: Output of the forward.
         dim: Reduced dim, not negative.
-        input_dtype: Dtype of the input of the forward.
+        x_dtype: Dtype of the input of the forward.
 
     Returns:
-        `x_bar`, contiguous, with the shape of `y` and dtype `input_dtype`.
+        `x_bar`, contiguous, with the shape of `y` and dtype `x_dtype`.
     """
-    return _apply_derivative(y_bar, y, dim, input_dtype, transposed=True)
+    return _apply_derivative(y_bar, y, dim, x_dtype, transposed=True)
 
 
 def _apply_derivative(v: Tensor, y: Tensor, dim: int, out_dtype: torch.dtype, *, transposed: bool) -> Tensor:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import BatchInfo, to_front
+from primitives.core import BatchInfo, Primitive, to_front, triton_kernels_module
+from primitives.core.residuals import tuple_getter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["LOW_PRECISION", "accumulation_dtype", "cast_to_float32", "fold_batch", "of_wanted", "unwanted"]
+__all__ = [
+    "LOW_PRECISION",
+    "accumulation_dtype",
+    "bind_launcher",
+    "cast_to_float32",
+    "fold_batch",
+    "of_wanted",
+    "unwanted",
+]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -31,6 +42,23 @@ def unwanted(x: Tensor) -> Tensor:
 def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """The cotangents of the outputs that were computed: those of stand-ins (`unwanted`) mean nothing."""
     return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
+
+
+def bind_launcher(op: Primitive, module: str, name: str) -> None:
+    """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`.
+
+    It gets the arguments of `op` that its own parameters are named after; the module is imported at the first call.
+    """
+
+    @functools.cache
+    def pick() -> Callable[[Sequence[Any]], tuple]:
+        parameters = inspect.signature(getattr(triton_kernels_module(module), name)).parameters
+        return tuple_getter([op.argument_names.index(parameter) for parameter in parameters])
+
+    @op.def_kernel("cuda")
+    def kernel(*args: Any) -> Any:
+        # Looked up at each call: tests and tuning may put another launcher in its place.
+        return getattr(triton_kernels_module(module), name)(*pick()(args))
 
 
 def cast_to_float32(primals: Any) -> Any:

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
-from primitives.ops._shared import fold_batch, unwanted
+from primitives.ops._shared import bind_launcher, fold_batch, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,44 +156,9 @@ def _batch_norm_jvp_reference(
 
 # Triton kernels.
 
-
-@batch_norm_p.def_kernel("cuda")
-def _batch_norm_cuda(
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-) -> Any:
-    kernels = triton_kernels_module("batch_norm")
-    return kernels.batch_norm_train_fwd(x, weight, bias, running_mean, running_var, batch_ndim, momentum, eps)
-
-
-@batch_norm_bwd_p.def_kernel("cuda")
-def _batch_norm_bwd_cuda(
-    y_bar: Tensor, x: Tensor, weight: Any, mean: Tensor, rstd: Tensor, batch_ndim: int, eps: float, wanted: Any
-) -> Any:
-    kernels = triton_kernels_module("batch_norm")
-    return kernels.batch_norm_train_bwd(y_bar, x, weight, mean, rstd, batch_ndim, wanted)
-
-
-@batch_norm_jvp_p.def_kernel("cuda")
-def _batch_norm_jvp_cuda(
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Any,
-    weight_dot: Any,
-    bias_dot: Any,
-    batch_ndim: int,
-    eps: float,
-) -> Any:
-    kernels = triton_kernels_module("batch_norm")
-    return kernels.batch_norm_train_jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, batch_ndim)
+bind_launcher(batch_norm_p, "batch_norm", "batch_norm_train_fwd")
+bind_launcher(batch_norm_bwd_p, "batch_norm", "batch_norm_train_bwd")
+bind_launcher(batch_norm_jvp_p, "batch_norm", "batch_norm_train_jvp")
 
 
 # Kernels for the CPU.

@@ -19,10 +19,10 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm_eval as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
-from primitives.ops._shared import accumulation_dtype, fold_batch, unwanted
+from primitives.ops._shared import accumulation_dtype, bind_launcher, fold_batch, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,47 +131,9 @@ def _batch_norm_eval_jvp_reference(
 
 # Triton kernels.
 
-
-@batch_norm_eval_p.def_kernel("cuda")
-def _batch_norm_eval_cuda(
-    x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, batch_ndim: int, eps: float
-) -> Tensor:
-    kernels = triton_kernels_module("batch_norm")
-    return kernels.batch_norm_eval_fwd(x, weight, bias, running_mean, running_var, batch_ndim, eps)
-
-
-@batch_norm_eval_bwd_p.def_kernel("cuda")
-def _batch_norm_eval_bwd_cuda(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Any,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-    wanted: Any,
-) -> Any:
-    kernels = triton_kernels_module("batch_norm")
-    return kernels.batch_norm_eval_bwd(y_bar, x, weight, running_mean, running_var, batch_ndim, eps, wanted)
-
-
-@batch_norm_eval_jvp_p.def_kernel("cuda")
-def _batch_norm_eval_jvp_cuda(
-    x: Tensor,
-    weight: Any,
-    running_mean: Tensor,
-    running_var: Tensor,
-    x_dot: Any,
-    weight_dot: Any,
-    bias_dot: Any,
-    running_mean_dot: Any,
-    running_var_dot: Any,
-    batch_ndim: int,
-    eps: float,
-) -> Tensor:
-    kernels = triton_kernels_module("batch_norm")
-    dots = (x_dot, weight_dot, bias_dot, running_mean_dot, running_var_dot)
-    return kernels.batch_norm_eval_jvp(x, weight, running_mean, running_var, *dots, batch_ndim, eps)
+bind_launcher(batch_norm_eval_p, "batch_norm", "batch_norm_eval_fwd")
+bind_launcher(batch_norm_eval_bwd_p, "batch_norm", "batch_norm_eval_bwd")
+bind_launcher(batch_norm_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp")
 
 
 # Kernels for the CPU.

@@ -28,10 +28,10 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
-from primitives.ops._shared import fold_batch, of_wanted, unwanted
+from primitives.ops._shared import bind_launcher, fold_batch, of_wanted, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
 if TYPE_CHECKING:
@@ -159,43 +159,8 @@ def _batch_norm_bwd_jvp_reference(
 
 # Triton kernels.
 
-
-@batch_norm_pairing_p.def_kernel("cuda")
-def _batch_norm_pairing_cuda(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Any,
-    weight_dot: Any,
-    bias_dot: Any,
-    batch_ndim: int,
-    eps: float,
-    wanted: Any,
-) -> Any:
-    return triton_kernels_module("batch_norm_second_order").batch_norm_pairing(
-        y_bar, x, weight, mean, rstd, x_dot, weight_dot, bias_dot, batch_ndim, wanted
-    )
-
-
-@batch_norm_bwd_jvp_p.def_kernel("cuda")
-def _batch_norm_bwd_jvp_cuda(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    y_bar_dot: Any,
-    x_dot: Any,
-    weight_dot: Any,
-    batch_ndim: int,
-    eps: float,
-    wanted: Any,
-) -> Any:
-    return triton_kernels_module("batch_norm_second_order").batch_norm_bwd_jvp(
-        y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, batch_ndim, wanted
-    )
+bind_launcher(batch_norm_pairing_p, "batch_norm_second_order", "batch_norm_pairing")
+bind_launcher(batch_norm_bwd_jvp_p, "batch_norm_second_order", "batch_norm_bwd_jvp")
 
 
 # Kernels for the CPU.

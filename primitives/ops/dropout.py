@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops._philox import draw_words
-from primitives.ops._shared import accumulation_dtype, fold_batch
+from primitives.ops._shared import accumulation_dtype, bind_launcher, fold_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,9 +57,7 @@ def _dropout_fake(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batc
     return torch.empty_like(x)
 
 
-@dropout_p.def_kernel("cuda")
-def _dropout_cuda(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Tensor:
-    return triton_kernels_module("dropout").dropout_fwd(x, seed, offset, p, batch_ndim)
+bind_launcher(dropout_p, "dropout", "dropout_fwd")
 
 
 @dropout_p.def_vjp

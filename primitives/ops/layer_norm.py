@@ -22,9 +22,9 @@ import math
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm as cpu
-from primitives.ops._shared import accumulation_dtype, cast_to_float32, fold_batch, unwanted
+from primitives.ops._shared import accumulation_dtype, bind_launcher, cast_to_float32, fold_batch, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,45 +168,9 @@ def _layer_norm_jvp_reference(
 
 # Triton kernels.
 
-
-@layer_norm_p.def_kernel("cuda")
-def _layer_norm_cuda(x: Tensor, weight: Any, bias: Any, norm_ndim: int, batch_ndim: int, eps: float) -> Any:
-    return triton_kernels_module("layer_norm").layer_norm_fwd(x, weight, bias, norm_ndim, batch_ndim, eps)
-
-
-@layer_norm_bwd_p.def_kernel("cuda")
-def _layer_norm_bwd_cuda(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    wanted: Any,
-) -> Any:
-    return triton_kernels_module("layer_norm").layer_norm_bwd(
-        y_bar, x, weight, mean, rstd, norm_ndim, batch_ndim, wanted
-    )
-
-
-@layer_norm_jvp_p.def_kernel("cuda")
-def _layer_norm_jvp_cuda(
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Any,
-    weight_dot: Any,
-    bias_dot: Any,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-) -> Any:
-    return triton_kernels_module("layer_norm").layer_norm_jvp(
-        x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim
-    )
+bind_launcher(layer_norm_p, "layer_norm", "layer_norm_fwd")
+bind_launcher(layer_norm_bwd_p, "layer_norm", "layer_norm_bwd")
+bind_launcher(layer_norm_jvp_p, "layer_norm", "layer_norm_jvp")
 
 
 # Kernels for the CPU.

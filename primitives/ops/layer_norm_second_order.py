@@ -32,9 +32,9 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm_second_order as cpu
-from primitives.ops._shared import fold_batch, of_wanted, unwanted
+from primitives.ops._shared import bind_launcher, fold_batch, of_wanted, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -186,45 +186,8 @@ def _layer_norm_bwd_jvp_reference(
 
 # Triton kernels.
 
-
-@layer_norm_pairing_p.def_kernel("cuda")
-def _layer_norm_pairing_cuda(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Any,
-    weight_dot: Any,
-    bias_dot: Any,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    wanted: Any,
-) -> Any:
-    return triton_kernels_module("layer_norm_second_order").layer_norm_pairing(
-        y_bar, x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, wanted
-    )
-
-
-@layer_norm_bwd_jvp_p.def_kernel("cuda")
-def _layer_norm_bwd_jvp_cuda(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    y_bar_dot: Any,
-    x_dot: Any,
-    weight_dot: Any,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    wanted: Any,
-) -> Any:
-    return triton_kernels_module("layer_norm_second_order").layer_norm_bwd_jvp(
-        y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, norm_ndim, batch_ndim, wanted
-    )
+bind_launcher(layer_norm_pairing_p, "layer_norm_second_order", "layer_norm_pairing")
+bind_launcher(layer_norm_bwd_jvp_p, "layer_norm_second_order", "layer_norm_bwd_jvp")
 
 
 # Kernels for the CPU.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, fold_batch
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, bind_launcher, fold_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,20 +75,9 @@ def _log_softmax_jvp_reference(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
 
 # Triton kernels.
 
-
-@log_softmax_p.def_kernel("cuda")
-def _log_softmax_cuda(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor:
-    return triton_kernels_module("log_softmax").log_softmax_fwd(x, dim, output_dtype)
-
-
-@log_softmax_bwd_p.def_kernel("cuda")
-def _log_softmax_bwd_cuda(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
-    return triton_kernels_module("log_softmax").log_softmax_bwd(y_bar, y, dim, x_dtype)
-
-
-@log_softmax_jvp_p.def_kernel("cuda")
-def _log_softmax_jvp_cuda(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
-    return triton_kernels_module("log_softmax").log_softmax_jvp(x_dot, y, dim)
+bind_launcher(log_softmax_p, "log_softmax", "log_softmax_fwd")
+bind_launcher(log_softmax_bwd_p, "log_softmax", "log_softmax_bwd")
+bind_launcher(log_softmax_jvp_p, "log_softmax", "log_softmax_jvp")
 
 
 # Kernels for the CPU.

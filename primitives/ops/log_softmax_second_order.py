@@ -24,9 +24,9 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from primitives.core import Primitive, triton_kernels_module
+from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import accumulation_dtype, fold_batch, unwanted
+from primitives.ops._shared import accumulation_dtype, bind_launcher, fold_batch, unwanted
 from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p
 
 if TYPE_CHECKING:
@@ -85,18 +85,8 @@ def _log_softmax_bwd_jvp_reference(
 
 # Triton kernels.
 
-
-@log_softmax_pairing_p.def_kernel("cuda")
-def _log_softmax_pairing_cuda(y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Any) -> Any:
-    return triton_kernels_module("log_softmax_second_order").log_softmax_pairing(y_bar, y, x_dot, dim, wanted)
-
-
-@log_softmax_bwd_jvp_p.def_kernel("cuda")
-def _log_softmax_bwd_jvp_cuda(
-    y_bar: Tensor, y: Tensor, y_bar_dot: Any, y_dot: Any, dim: int, x_dtype: torch.dtype
-) -> Tensor:
-    kernels = triton_kernels_module("log_softmax_second_order")
-    return kernels.log_softmax_bwd_jvp(y_bar, y, y_bar_dot, y_dot, dim, x_dtype)
+bind_launcher(log_softmax_pairing_p, "log_softmax_second_order", "log_softmax_pairing")
+bind_launcher(log_softmax_bwd_jvp_p, "log_softmax_second_order", "log_softmax_bwd_jvp")
 
 
 # Kernels for the CPU.
