@@ -197,8 +197,7 @@ def test_primitives_are_complete(name):
 @pytest.mark.parametrize("name", OURS)
 def test_references_and_rules_have_the_arguments_of_the_schema(name):
     op = OURS[name]
-    for rule in (op.rule("reference"), op._kernels["cuda"]):
-        assert list(inspect.signature(rule).parameters) == op.argument_names
+    assert list(inspect.signature(op.rule("reference")).parameters) == op.argument_names
 
 
 @pytest.mark.parametrize("name", OURS)
