@@ -132,7 +132,8 @@ def launches_outside(function, *args, backward: bool = False) -> list[dict]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(intercept(note))
         for op in registered_primitives().values():
-            stack.enter_context(unittest.mock.patch.dict(op._on_cpu, auto=op._on_cuda["auto"]))
+            table = op.rules.implementations
+            stack.enter_context(unittest.mock.patch.dict(table["cpu"], auto=table["cuda"]["auto"]))
         out = function(*args)
         if backward:
             torch.autograd.backward(out, torch.empty_like(out))

@@ -187,17 +187,17 @@ def test_the_families_are_registered():
 def test_primitives_are_complete(name):
     op = OURS[name]
     assert op.has_rule("reference")
-    assert "cuda" in op._kernels
+    assert "cuda" in op.rules.kernels
     assert op.has_rule("vmap"), "the batch folds into the kernel's own rows or channels"
-    assert (op.has_rule("vjp") and op.has_rule("jvp")) or op.decomposable
-    for statistic in op.statistics:
-        assert statistic in op.residuals.Residuals._fields, "the tangent of a statistic could not be refused"
+    assert (op.has_rule("vjp") and op.has_rule("jvp")) or op.rules.decomposable
+    for statistic in op.spec.statistics:
+        assert statistic in op.rules.layouts[0].fields, "the tangent of a statistic could not be refused"
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_references_and_rules_have_the_arguments_of_the_schema(name):
     op = OURS[name]
-    assert list(inspect.signature(op.rule("reference")).parameters) == op.argument_names
+    assert list(inspect.signature(op.rule("reference")).parameters) == list(op.spec.arguments)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -16,7 +16,7 @@ from tests.properties import layout_of, recorded_calls
 from tests.second_order import second_order_calls
 from tests.support import DTYPES, LAYOUTS, arranged, assert_close, coarsest, dtype_id, normal
 
-KERNELS = {p.overload: p for p in registered_primitives().values() if "cpu" in p._kernels}
+KERNELS = {p.overload: p for p in registered_primitives().values() if "cpu" in p.rules.kernels}
 SERVED = [case for case in CASES if case.forward.overload in KERNELS]
 EPS = 1e-5
 LARGE_OFFSET = 1e4
@@ -63,7 +63,7 @@ def every_call(case, sample, dtype):
 
 def is_served(call):
     """Whether the kernel itself, not the reference in its place, returns the outputs."""
-    return KERNELS[call.overload]._kernels["cpu"](*call.args) is not None
+    return KERNELS[call.overload].rules.kernels["cpu"](*call.args) is not None
 
 
 def check_against_reference(call, order=1):
@@ -113,9 +113,9 @@ def test_every_family_has_kernels_of_all_orders():
     assert {case.name for case in families} >= {"layer_norm", "batch_norm", "batch_norm_eval", "log_softmax"}
     for case in families:
         for primitive in (case.forward, case.bwd, case.jvp, *case.second_order):
-            assert primitive.has_kernel_for("cpu"), primitive.name
+            assert primitive.rules.has_kernel_for("cpu"), primitive.name
             with pr.use_backend("reference"):
-                assert not primitive.has_kernel_for("cpu")
+                assert not primitive.rules.has_kernel_for("cpu")
 
 
 # What the reference serves.
@@ -145,13 +145,13 @@ def test_what_atens_formulas_lose_is_left_to_the_reference(case, value):
 def test_samples_with_parameters_of_their_own_are_left_to_the_reference():
     x, weight = normal((3, 5, 4), 0), normal((3, 4), 1)
     layer_norm_p, batch_norm_p = LAYER_NORM.forward, BATCH_NORM.forward
-    assert layer_norm_p._kernels["cpu"](x, weight, None, 1, 1, EPS) is None
-    assert layer_norm_p._kernels["cpu"](x, None, None, 1, 1, EPS) is not None
-    bwd, (_, mean, rstd) = LAYER_NORM.bwd._kernels["cpu"], layer_norm_p(x, None, None, 1, 1, EPS)
+    assert layer_norm_p.rules.kernels["cpu"](x, weight, None, 1, 1, EPS) is None
+    assert layer_norm_p.rules.kernels["cpu"](x, None, None, 1, 1, EPS) is not None
+    bwd, (_, mean, rstd) = LAYER_NORM.bwd.rules.kernels["cpu"], layer_norm_p(x, None, None, 1, 1, EPS)
     assert bwd(x, x, weight, mean, rstd, 1, 1, EPS, (True, False, False)) is None
     assert bwd(x, x, None, mean, rstd, 1, 1, EPS, (True, True, False)) is None
     assert bwd(x, x, None, mean, rstd, 1, 1, EPS, (True, False, False)) is not None
-    assert batch_norm_p._kernels["cpu"](x, weight, None, None, None, 1, 0.1, EPS) is None
+    assert batch_norm_p.rules.kernels["cpu"](x, weight, None, None, None, 1, 0.1, EPS) is None
 
 
 @pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")])

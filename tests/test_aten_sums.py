@@ -86,7 +86,7 @@ def check_channels(operation, shape, layout, kind, bound):
         tensors = (torch.zeros_like(x), x, weight, mean, rstd, v, None, None)
         args = (*tensors, 0, EPS, (True, True, True))
         primitive, sizes = _second_order(BATCH_NORM, "bwd_jvp"), (value, total, total)
-    assert primitive._kernels["cpu"](*args) is not None
+    assert primitive.rules.kernels["cpu"](*args) is not None
     got, want = primitive(*args), in_float64(primitive, *args)
     got, want = ([out] if isinstance(out, torch.Tensor) else out for out in (got, want))
     assert_lost(got, want, sizes, bound)
@@ -144,7 +144,7 @@ def test_backward_of_batch_norm_in_evaluation(shape, layout, kind, is_expanded, 
     v = v[:1].expand(shape) if is_expanded else v
     weight, variance = torch.ones(CHANNELS), rstd.double().pow(-2).sub(EPS).float()
     args = (v, x, weight, mean, variance, 0, EPS, (True,) * 5)
-    assert BATCH_NORM_EVAL.bwd._kernels["cpu"](*args) is not None
+    assert BATCH_NORM_EVAL.bwd.rules.kernels["cpu"](*args) is not None
     got, want = BATCH_NORM_EVAL.bwd(*args), in_float64(BATCH_NORM_EVAL.bwd, *args)
     value = v.abs().max() * rstd.max()
     total, x_hat = v.abs().max() * (x.numel() // CHANNELS), ((x.abs().max() + mean.abs().max()) * rstd.max()).item()
@@ -197,7 +197,7 @@ def test_parameter_cotangents_of_layer_norm(rows, bound, kind):
     y_bar, total = numbers_alike(sample, kind), CONSTANTS.max() * rows
     for weight in (torch.ones(CHANNELS), None):
         args = (y_bar, sample.x, weight, sample.mean, sample.rstd, 1, 0, EPS, (False, True, True))
-        assert LAYER_NORM.bwd._kernels["cpu"](*args) is not None
+        assert LAYER_NORM.bwd.rules.kernels["cpu"](*args) is not None
         got, want = LAYER_NORM.bwd(*args), in_float64(LAYER_NORM.bwd, *args)
         assert_lost(got[1:], want[1:], (total, total), bound)
 
@@ -221,7 +221,7 @@ def test_second_order_sums_of_layer_norm(kind):
     x, mean, rstd = sample
     v, primitive = numbers_alike(sample, kind), _second_order(LAYER_NORM, "bwd_jvp")
     args = (torch.zeros_like(x), x, None, mean, rstd, v, None, None, 1, 0, EPS, (False, True, True))
-    assert primitive._kernels["cpu"](*args) is not None
+    assert primitive.rules.kernels["cpu"](*args) is not None
     got, want = primitive(*args), in_float64(primitive, *args)
     assert_lost(got[1:], want[1:], [CONSTANTS.max() * len(x)] * 2, SHORT)
 
@@ -237,7 +237,7 @@ def test_rows_of_layer_norm(cols, bound, kind):
     v = numbers_alike(sample, kind)
     size = v.abs().max() * rstd.max()
     args = (v, x, None, mean, rstd, 1, 0, EPS, (True, False, False))
-    assert LAYER_NORM.bwd._kernels["cpu"](*args) is not None
+    assert LAYER_NORM.bwd.rules.kernels["cpu"](*args) is not None
     assert_lost(LAYER_NORM.bwd(*args)[:1], in_float64(LAYER_NORM.bwd, *args)[:1], (size,), bound)
     args = (x, None, mean, rstd, v, None, None, 1, 0, EPS)
     assert_lost([LAYER_NORM.jvp(*args)], [in_float64(LAYER_NORM.jvp, *args)], (size,), bound)
@@ -258,7 +258,7 @@ def test_log_softmax(length, dim, bound):
     y = torch.full((4, length), -40.0)
     y[:, 0] = 0.0
     alike, y = (t if dim else t.t().contiguous() for t in (alike, y))
-    assert LOG_SOFTMAX.bwd._kernels["cpu"](alike, y, dim, torch.float32) is not None
+    assert LOG_SOFTMAX.bwd.rules.kernels["cpu"](alike, y, dim, torch.float32) is not None
     got, want = LOG_SOFTMAX.bwd(alike, y, dim, torch.float32), in_float64(LOG_SOFTMAX.bwd, alike, y, dim, torch.float64)
     assert_lost([got], [want], (alike.max() * length,), bound)
     x = -alike / 2

@@ -151,14 +151,14 @@ def test_the_backward_pass_follows_the_setting_in_force_when_it_runs(monkeypatch
     x = X.clone().requires_grad_()
     y = pr.functional.layer_norm(x, (2,))
     monkeypatch.setattr(backend, "require_interpreter", calls.append)
-    monkeypatch.setitem(layer_norm_bwd_p._kernels, "cuda", kernel)
-    layer_norm_bwd_p._choose_implementations()
+    monkeypatch.setitem(layer_norm_bwd_p.rules.kernels, "cuda", kernel)
+    layer_norm_bwd_p.rules._choose_implementations()
     try:
         with pr.use_backend("triton"):
             y.sum().backward()
     finally:
         monkeypatch.undo()
-        layer_norm_bwd_p._choose_implementations()
+        layer_norm_bwd_p.rules._choose_implementations()
     assert calls == ["layer_norm_bwd", "kernel"]
 
 

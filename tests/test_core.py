@@ -71,7 +71,7 @@ def test_the_primitive_is_registered_and_callable():
     assert registered_primitives()[f"{NAMESPACE}::power"] is power_p
     assert repr(power_p) == f"Primitive({NAMESPACE}::power)"
     assert power_p.overload is torch.ops.primitives_test.power.default
-    assert power_p.differentiable_outputs == ["y"]
+    assert power_p.spec.differentiable_outputs == ["y"]
     with pytest.raises(RuntimeError, match="power"):
         Primitive("power", SCHEMA, namespace=NAMESPACE)
 
@@ -360,7 +360,7 @@ def test_the_number_of_tangents_a_jvp_rule_returns_is_checked(count):
 
 def test_names_are_checked_when_a_primitive_is_defined():
     for option in ("statistics", "state"):
-        with pytest.raises(ValueError, match=rf"^bad: {option} names 'z', which is no output \(\['y'\]\)\.$"):
+        with pytest.raises(ValueError, match=rf"^bad: {option} names 'z', which is none of the outputs \(y\)\.$"):
             define(name="bad", **{option: ("z",)})
     text = "bad: residual 'z' is neither a tensor argument (x) nor an output (y)."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):

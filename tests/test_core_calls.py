@@ -83,7 +83,7 @@ def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
 
     op = define("(Tensor x, Tensor? w, float s) -> Tensor y", rules={"reference": lambda x, w, s: x * s, "vmap": rule})
     assert_close(vmap(lambda x: op(x, None, 3.0), 1, 1)(data(2, 5)), 3 * data(2, 5))
-    assert seen == [(5, op.Axes(1, None, None), True, False, True, 3.0)]
+    assert seen == [(5, (1, None, None), True, False, True, 3.0)]
 
 
 def test_to_front_expands_what_has_no_batch_axis():

@@ -74,7 +74,7 @@ def test_static_values_in_containers_are_told_apart(kind):
     assert [op(X[0, :1] * 0, c=kind(v)).item() for v in (2, 2.0, 2)] == [1, 0.5, 1]
     copysign = operator(lambda x, *, c: torch.copysign(x, torch.tensor(value_of(c))))
     assert [copysign(torch.ones(1), c=kind(v)).item() for v in (0.0, -0.0)] == [1, -1]
-    numbers = {op._table.flatten((X,), {"c": kind(float("nan"))})[1].number for _ in range(3)}
+    numbers = {op.table.flatten((X,), {"c": kind(float("nan"))})[1].number for _ in range(3)}
     assert len(numbers) == 1
 
 

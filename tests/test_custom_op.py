@@ -72,8 +72,8 @@ def test_static_values_that_python_calls_equal_are_told_apart():
 
     x = torch.tensor([2.0])
     assert [scaled(x, by=by).item() for by in (1, True, 0.0, -0.0, 2.0)] == [2.0, 0.5, float("inf"), -float("inf"), 0.5]
-    nan = scaled._table.flatten((x,), {"by": float("nan")})[1]
-    assert scaled._table.flatten((x,), {"by": float("nan")})[1] is nan
+    nan = scaled.table.flatten((x,), {"by": float("nan")})[1]
+    assert scaled.table.flatten((x,), {"by": float("nan")})[1] is nan
 
 
 @pytest.mark.parametrize("kind", [dict, Affine], ids=["dict", "dataclass"])

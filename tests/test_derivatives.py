@@ -112,7 +112,7 @@ def no_rules(monkeypatch):
     for primitive in registered_primitives().values():
         for kind in ("vjp", "jvp"):
             if primitive.has_rule(kind):
-                monkeypatch.setitem(primitive._rules, kind, fail)
+                monkeypatch.setitem(primitive.rules.given, kind, fail)
 
 
 @every_case
@@ -183,17 +183,17 @@ def test_a_graph_that_may_be_differentiated_again_calls_the_backward_primitive(c
 @every_case
 def test_statistics_refuse_to_be_differentiated(case, device):
     """Reverse and forward mode alike; a statistic that nobody differentiates does no harm."""
-    if not case.forward.statistics:
+    if not case.forward.spec.statistics:
         pytest.skip(f"{case.name} has no statistics")
     inputs = case.inputs(case.small, torch.float32, device)
     with CallRecorder() as recorder:
         case.outputs(inputs, case.small)
     (call,) = recorder.calls
     args = [a.clone().requires_grad_() if name == "x" else a for name, a in zip(call.names, call.args, strict=True)]
-    outputs = dict(zip(case.forward.output_names, call.outputs(args), strict=True))
+    outputs = dict(zip(case.forward.spec.outputs, call.outputs(args), strict=True))
     torch.autograd.grad(outputs["y"].sum(), args[0], retain_graph=True)
-    for name in case.forward.statistics:
-        index = case.forward.output_names.index(name)
+    for name in case.forward.spec.statistics:
+        index = case.forward.spec.outputs.index(name)
         with pytest.raises(pr.MissingRuleError, match=name):
             torch.autograd.grad(outputs[name].sum(), args[0], retain_graph=True)
         with pytest.raises(pr.MissingRuleError, match=name):

@@ -72,12 +72,12 @@ def test_opcheck_with_gradients(case, kind, device):
         for name, a in zip(call.names, call.args, strict=True)
     ]
     # The last utility differentiates the sum of all outputs, which a primitive with statistics refuses.
-    utilities = EVERYTHING[:3] if getattr(case, kind).statistics else EVERYTHING
-    if kind == "forward" or not case.forward.statistics:
+    utilities = EVERYTHING[:3] if getattr(case, kind).spec.statistics else EVERYTHING
+    if kind == "forward" or not case.forward.spec.statistics:
         torch.library.opcheck(call.overload, tuple(args), test_utils=utilities)
     else:
         # Statistics that a derivative receives are values of x, not variables: its own derivative has none for them.
-        args = [a.detach() if n in case.forward.statistics else a for n, a in zip(call.names, args, strict=True)]
+        args = [a.detach() if n in case.forward.spec.statistics else a for n, a in zip(call.names, args, strict=True)]
         torch.library.opcheck(call.overload, tuple(args), test_utils=utilities)
 
 

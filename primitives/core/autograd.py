@@ -17,6 +17,8 @@ Four points decide whether nesting is right:
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,15 +28,17 @@ from torch.autograd import forward_ad
 
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DtypeError, ShapeError
+from primitives.core.fallbacks import decomposed_vjp
 from primitives.core.fast_path import FAST_PATH_CPU
-from primitives.core.lists import Lengths, flatten, regroup
+from primitives.core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
 from primitives.core.statistics import refuse_cotangent, refused_tangent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from primitives.core.primitive import Primitive
     from primitives.core.residuals import Residuals
+    from primitives.core.rules import RuleTable
+    from primitives.core.spec import Spec
 
 __all__ = [
     "LinearMap",
@@ -64,14 +68,14 @@ def tangents_possible() -> bool:
     )
 
 
-def _check_tangents(op: Primitive, args: tuple) -> bool:
+def _check_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> bool:
     """Whether any argument carries a tangent at this level.
 
     Raises:
         DtypeError: If a tangent's dtype is not its primal's, which torch itself lets pass.
     """
     dual = False
-    for name, entry in zip(op.tensor_names, op.get_tensors(args), strict=True):
+    for name, entry in zip(rules.spec.tensors, tensors, strict=True):
         values = entry if isinstance(entry, list) else (entry,)
         for i, value in enumerate(values):
             primal, tangent = _unpack_dual(value)
@@ -80,19 +84,19 @@ def _check_tangents(op: Primitive, args: tuple) -> bool:
             dual = True
             if tangent.dtype != primal.dtype:
                 raise DtypeError(
-                    f"{op.name}: the tangent of {op.label(name, i, args)} must have the dtype of its primal, "
-                    f"{primal.dtype}, got {tangent.dtype}."
+                    f"{rules.spec.name}: the tangent of {rules.label(name, i, args)} must have the dtype of its "
+                    f"primal, {primal.dtype}, got {tangent.dtype}."
                 )
     return dual
 
 
-def _by_output(op: Primitive, result: Any) -> tuple:
+def _by_output(spec: Spec, result: Any) -> tuple:
     """What a jvp rule returned, as one tangent (or list of them) per differentiable output."""
     tangents = result if isinstance(result, tuple) else (result,)
-    if len(tangents) != len(op.differentiable_outputs):
+    if len(tangents) != len(spec.differentiable_outputs):
         raise ShapeError(
-            f"{op.name}: the jvp rule must return one tangent for each of "
-            f"{', '.join(op.differentiable_outputs)}, got {len(tangents)}."
+            f"{spec.name}: the jvp rule must return one tangent for each of "
+            f"{', '.join(spec.differentiable_outputs)}, got {len(tangents)}."
         )
     return tangents
 
@@ -119,14 +123,14 @@ def is_transforming() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
-def _redispatch(op: Primitive) -> Callable:
+def _redispatch(rules: RuleTable) -> Callable:
     """`(keyset, *args) -> outputs`: the next kernel below the Autograd key.
 
     Where that is the implementation for a device, it is called here and now: the dispatcher would take the arguments
     apart and put them together again, which for lists takes as long as the rest.
     """
-    redispatch = op.overload._handle.redispatch_boxed
-    after_autograd, implementations = _C._after_autograd_keyset, {_CPU: op._cpu, _CUDA: op._cuda}
+    redispatch = rules.spec.overload._handle.redispatch_boxed
+    after_autograd, implementations = _C._after_autograd_keyset, {_CPU: rules.cpu, _CUDA: rules.cuda}
 
     def run(keyset: Any, *args: Any) -> Any:
         implementation = implementations.get((keyset & _ACTIVE_KEYS).raw_repr())
@@ -137,9 +141,10 @@ def _redispatch(op: Primitive) -> Callable:
     return run
 
 
-def _redispatcher(op: Primitive) -> Callable:
+def _redispatcher(rules: RuleTable) -> Callable:
     """`(keyset, args) -> outputs`: run the implementation below this level."""
-    redispatch, below_autograd, peek = _redispatch(op), _C._AutoDispatchBelowAutograd, _functorch.peek_interpreter_stack
+    redispatch, below_autograd = _redispatch(rules), _C._AutoDispatchBelowAutograd
+    peek = _functorch.peek_interpreter_stack
 
     def run(keyset: Any, args: Sequence[Any]) -> Any:
         # `below_this_level` spelled out: a context manager written in Python costs as much as the rest of a call.
@@ -207,19 +212,19 @@ _Linear = _function_class("LinearMap", _linear_forward, _linear_backward)
 _Call = tuple[Any, bool, bool, Lengths | None, tuple]
 
 
-def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: str) -> type:  # noqa: C901 - one closure
-    """Build the autograd function of `op` that has the vjp rule of kind `vjp` and keeps `layout` for it.
+def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> type:  # noqa: C901 - one closure
+    """Build the autograd function of an operator that is differentiated by `flat_vjp` and keeps `layout` for it.
 
     It is applied to a `_Call`, and to the tensors of the call one by one: torch differentiates no lists, and looks at
     what is no tensor for longer than at a tensor.
     """
-    redispatch, tangents_type = _redispatcher(op), op.Tangents
-    below_autograd, on_cpu = _C._AutoDispatchBelowAutograd, op._cpu
-    num_outputs, has_lists, returns_list = len(op.output_names), bool(op.list_arguments), op.returns_list
-    indices = {name: i for i, name in enumerate(op.output_names)}
-    statistics = [(indices[name], name) for name in op.statistics]
-    differentiable = [indices[name] for name in op.differentiable_outputs]
-    has_constants = bool(op.state) or returns_list
+    spec, jvp_layout = rules.spec, rules.layouts[1]
+    redispatch, make_tangents = _redispatcher(rules), tuple_maker(namedtuple("Tangents", spec.tensors))
+    below_autograd, on_cpu = _C._AutoDispatchBelowAutograd, rules.cpu
+    num_outputs, has_lists, returns_list = len(spec.outputs), bool(spec.list_arguments), spec.returns_list
+    statistics = [(spec.outputs.index(name), name) for name in spec.statistics]
+    differentiable = [spec.outputs.index(name) for name in spec.differentiable_outputs]
+    has_constants = bool(spec.state) or returns_list
 
     def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
         keyset, reverse, tangents, lengths, args = call
@@ -245,7 +250,7 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
         ctx.materialize_grads = False
         flat_outputs = tuple(output) if returns_list else outputs
         if has_constants:
-            constants = op.constant_outputs(args)
+            constants = rules.constant_outputs(args)
             if tangents:
                 # Torch knows by itself that integers have no gradient, and not that they have no tangent.
                 constants = {*constants, *[i for i, y in enumerate(flat_outputs) if not has_derivatives(y.dtype)]}
@@ -257,7 +262,7 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
     def backward(ctx: Any, *cotangents: Any) -> tuple:
         for i, name in statistics:
             if cotangents[i] is not None:
-                refuse_cotangent(op.name, name)
+                refuse_cotangent(spec.name, name)
         for cotangent in cotangents:
             if cotangent is not None:
                 break
@@ -265,59 +270,61 @@ def _rules_class(op: Primitive, layout: Residuals, jvp_layout: Residuals, vjp: s
             return (None,) * len(ctx.needs_input_grad)
         residuals = layout.unpack(ctx.saved_tensors, ctx.static)
         lengths = ctx.lengths if has_lists else None
-        return (None, *op.flat_vjp(vjp, residuals, cotangents, lengths, ctx.needs_input_grad[1:]))
+        return (None, *flat_vjp(residuals, cotangents, lengths, ctx.needs_input_grad[1:]))
 
     def jvp(ctx: Any, _call: None, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
             saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
             residuals = jvp_layout.unpack(saved, ctx.jvp_static)
             by_name = regroup(tangents, ctx.lengths) if has_lists else tangents
-            computed = _by_output(op, op.rule("jvp")(residuals, tangents_type(*by_name)))
+            computed = _by_output(spec, rules.rule("jvp")(residuals, make_tangents(by_name)))
             if returns_list:
                 return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
             out: list[Any] = [None] * num_outputs
             for i, tangent in zip(differentiable, computed, strict=True):
                 out[i] = tangent
             for i, name in statistics:
-                out[i] = refused_tangent(op.name, name, getattr(residuals, name))
+                out[i] = refused_tangent(spec.name, name, getattr(residuals, name))
         return tuple(out) if num_outputs > 1 else out[0]
 
-    return _function_class("".join(part.title() for part in op.name.split("_")), forward, backward, jvp)
+    return _function_class("".join(part.title() for part in spec.name.split("_")), forward, backward, jvp)
 
 
-def autograd_kernel(op: Primitive) -> Callable:
-    """Kernel for the Autograd key of `op`: `(keyset, *args) -> outputs`.
+def autograd_kernel(rules: RuleTable) -> Callable:
+    """Kernel for the Autograd key of an operator: `(keyset, *args) -> outputs`.
 
     A call that nothing differentiates goes straight to the implementation. Where a rule is missing, the decomposition
-    of `op` is differentiated: at once in forward mode, when the backward pass comes in reverse mode. Without a
+    is differentiated: at once in forward mode, when the backward pass comes in reverse mode. Without a
     decomposition the call raises `MissingRuleError`. A rule of kind `"autograd"` takes the place of all this.
     """
-    apply_rules = _rules_class(op, op.residuals, op.jvp_residuals, "vjp").apply
+    spec, (residuals, _, every_argument) = rules.spec, rules.layouts
+    apply_rules = _rules_class(rules, residuals, rules.flat_vjp).apply
     # Without a vjp rule the value still comes from the kernel, and the decomposition runs when its derivative is asked
     # for. torch.func.grad always prepares for that, and mostly nobody asks.
-    apply_late_rules = _rules_class(op, op.every_argument, op.jvp_residuals, "decomposed_vjp").apply
-    redispatch, below_autograd = _redispatch(op), _C._AutoDispatchBelowAutograd
+    late_vjp = functools.partial(rules.apply_flat, functools.partial(decomposed_vjp, rules))
+    apply_late_rules = _rules_class(rules, every_argument, late_vjp).apply
+    redispatch, below_autograd = _redispatch(rules), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled
-    lists, rule_kinds, returns_list, on_cpu = op.list_tensors, op.rule_kinds, op.returns_list, op._cpu
-    get_tensors = op.get_tensors
+    lists, given, returns_list, on_cpu = spec.list_tensors, rules.given, spec.returns_list, rules.cpu
+    get_tensors = tuple_getter([spec.arguments.index(name) for name in spec.tensors])
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        if "autograd" in rule_kinds:
-            return op.rule("autograd")(*args)
+        if "autograd" in given:
+            return given["autograd"](*args)
         reverse = is_grad_enabled() and any_requires_grad(*args)
         # In plain code eager `forward_ad` alone makes tangents.
         tangents = forward_ad._current_level >= 0 if keyset is FAST_PATH_CPU else tangents_possible()
-        forward = tangents and _check_tangents(op, args)
+        forward = tangents and _check_tangents(rules, args, get_tensors(args))
         if not (reverse or forward):
             with below_autograd():
                 return on_cpu(*args) if keyset is FAST_PATH_CPU else redispatch(keyset, *args)
-        if forward and "jvp" not in rule_kinds:
-            return op.decompose("jvp", args)
-        late = reverse and "vjp" not in rule_kinds
-        if late and op.is_decomposed_at_once(args):
-            return op.decompose("vjp", args)
+        if forward and "jvp" not in given:
+            return rules.require_decomposition("jvp")(*args)
+        late = reverse and "vjp" not in given
+        if late and rules.is_decomposed_at_once(args):
+            return rules.require_decomposition("vjp")(*args)
         if late:
-            op.require_decomposition("vjp")
+            rules.require_decomposition("vjp")
         tensors, lengths = get_tensors(args), None
         if lists:
             tensors, lengths = flatten(tensors, lists)

@@ -7,36 +7,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._guards import detect_fake_mode
 
-from primitives.core.lists import flatten, regroup
+from primitives.core.sequences import flatten, regroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from primitives.core.primitive import Primitive
+    from primitives.core.rules import RuleTable
+    from primitives.core.spec import Spec
 
 __all__ = ["decomposed_vjp", "vmap_by_loop"]
 
 
-def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
+def decomposed_vjp(rules: RuleTable, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
     """The vjp rule of a primitive that has none: that of its decomposition."""
-    decomposition, lists = op.require_decomposition("vjp"), op.list_tensors
-    args = {name: getattr(residuals, name) for name in op.argument_names}
+    spec, decomposition = rules.spec, rules.require_decomposition("vjp")
+    args = {name: getattr(residuals, name) for name in spec.arguments}
     # A pullback may run after its level has ended: what it saved is then wrapped for a level that another one takes.
-    flat, lengths = flatten([args[name] for name in op.tensor_names], lists)
+    flat, lengths = flatten([args[name] for name in spec.tensors], spec.list_tensors)
     tensors = [_alive(x) for x in flat]
-    mask = wanted._replace(**dict.fromkeys(op.cached, False))
-    active = [i for i, want in enumerate(flatten(mask, lists)[0]) if want]
-    places = range(len(cotangents[0])) if op.returns_list else map(op.output_names.index, cotangents._fields)
-    by_place = zip(places, cotangents[0] if op.returns_list else cotangents, strict=True)
+    mask = wanted._replace(**dict.fromkeys(spec.cached, False))
+    active = [i for i, want in enumerate(flatten(mask, spec.list_tensors)[0]) if want]
+    places = range(len(cotangents[0])) if spec.returns_list else map(spec.outputs.index, cotangents._fields)
+    by_place = zip(places, cotangents[0] if spec.returns_list else cotangents, strict=True)
     given = {place: _alive(cotangent) for place, cotangent in by_place if cotangent is not None}
 
     def function(*values: Any) -> tuple:
         substituted = list(tensors)
         for i, value in zip(active, values, strict=True):
             substituted[i] = value
-        substitutes = zip(op.tensor_names, regroup(substituted, lengths), strict=True)
+        substitutes = zip(spec.tensors, regroup(substituted, lengths), strict=True)
         outputs = decomposition(*{**args, **dict(substitutes)}.values())
         flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
         return tuple(flat[place] for place in given)
@@ -45,7 +46,7 @@ def decomposed_vjp(op: Primitive, residuals: Any, cotangents: Any, wanted: Any) 
     result: list[Any] = [None] * len(tensors)
     for i, cotangent in zip(active, pullback(tuple(given.values())), strict=True):
         result[i] = cotangent
-    return dict(zip(op.tensor_names, regroup(result, lengths), strict=True))
+    return dict(zip(spec.tensors, regroup(result, lengths), strict=True))
 
 
 def _alive(value: Any) -> Any:
@@ -55,8 +56,8 @@ def _alive(value: Any) -> Any:
 class _Generators:
     """What vmap's `randomness` means for the random numbers that the samples of a loop draw."""
 
-    def __init__(self, op: Primitive, randomness: str, tensors: Sequence[Any]) -> None:
-        self._op, self._randomness = op, randomness
+    def __init__(self, name: str, randomness: str, tensors: Sequence[Any]) -> None:
+        self._name, self._randomness = name, randomness
         # A tracer's tensors draw no numbers.
         self._active = randomness != "different" and detect_fake_mode(list(tensors)) is None
         self._on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
@@ -78,28 +79,28 @@ class _Generators:
             return
         if not all(torch.equal(now, first) for now, first in zip(self._states(), self._first, strict=True)):
             raise RuntimeError(
-                f"vmap: {self._op.name} called a random operation while in randomness error mode. Please either use "
+                f"vmap: {self._name} called a random operation while in randomness error mode. Please either use "
                 "the 'same' or 'different' randomness flags on vmap or perform the randomness operation out of vmap."
             )
 
 
-def vmap_by_loop(op: Primitive, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
+def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
     """The batching rule of a primitive that has none: one call for each sample.
 
     torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
     """
     # An argument that is no list has one axis or None, a list has a list of them.
-    (flat, lengths), (flat_axes, _) = flatten(args, op.list_arguments), flatten(axes, op.list_arguments)
+    (flat, lengths), (flat_axes, _) = flatten(args, spec.list_arguments), flatten(axes, spec.list_arguments)
 
     def outputs_of(sample: list) -> Sequence[Any]:
-        output = op.overload(*regroup(sample, lengths))
-        return output if op.returns_list or len(op.output_names) > 1 else (output,)
+        output = spec.overload(*regroup(sample, lengths))
+        return output if spec.returns_list or len(spec.outputs) > 1 else (output,)
 
     def sample(i: int) -> list:
         return [x if axis is None else x.select(axis, i) for x, axis in zip(flat, flat_axes, strict=True)]
 
     if size:
-        generator = _Generators(op, randomness, flat)
+        generator = _Generators(spec.name, randomness, flat)
         rows = []
         for i in range(size):
             generator.before_sample()
@@ -113,6 +114,6 @@ def vmap_by_loop(op: Primitive, size: int, randomness: str, axes: tuple, args: t
             for x, axis in zip(flat, flat_axes, strict=True)
         ]
         stacks = [x.new_empty((0, *x.shape)) for x in outputs_of(zeros)]
-    if op.returns_list:
+    if spec.returns_list:
         return stacks, [0] * len(stacks)
     return (tuple(stacks), (0,) * len(stacks)) if len(stacks) > 1 else (stacks[0], 0)

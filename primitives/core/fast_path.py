@@ -9,14 +9,13 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
-from primitives.core.residuals import tuple_getter
+from primitives.core.sequences import tuple_getter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from primitives.core.primitive import Primitive
+    from torch._ops import OpOverload
 
 __all__ = ["FAST_PATH_CPU", "FastPathTensors", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
 
@@ -112,8 +111,8 @@ class FastPathTensors(dict[tuple[type, ...], "Callable[[Sequence[Any]], Sequence
     so. One entry is kept for each pattern of `None`s that the operator is called with.
     """
 
-    def __init__(self, op: Primitive) -> None:
-        arguments = op.overload._schema.arguments
+    def __init__(self, overload: OpOverload) -> None:
+        arguments = overload._schema.arguments
         has_keywords = any(argument.kwarg_only for argument in arguments)
         self._kinds = None if has_keywords else [str(argument.real_type) for argument in arguments]
 

@@ -33,26 +33,26 @@ from primitives.core import backend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from primitives.core.primitive import Primitive
+    from primitives.core.rules import RuleTable
 
 __all__ = ["register_inductor_lowering", "register_inductor_write"]
 
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
-def register_inductor_lowering(op: Primitive, library: torch.library.Library) -> None:
-    """Register with torch what Inductor gets to see of `op`."""
+def register_inductor_lowering(rules: RuleTable, library: torch.library.Library) -> None:
+    """Register with torch what Inductor gets to see of an operator."""
 
     def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if _is_shown(op, types, args, kwargs):
+        if _is_shown(rules, types, args, kwargs):
             with mode:
-                outputs = backend.trace_kernel(op._kernels["cuda"], args)
+                outputs = backend.trace_kernel(rules.kernels["cuda"], args)
             if outputs is not NotImplemented:
                 return outputs
         return mode.__torch_dispatch__(overload, types, args, kwargs)
 
-    torch.library.register_torch_dispatch(op.qualified_name, FunctionalTensorMode, rule, lib=library)
-    _enter_cache_key(op)
+    torch.library.register_torch_dispatch(rules.spec.qualified_name, FunctionalTensorMode, rule, lib=library)
+    _enter_cache_key(rules.spec.qualified_name)
 
 
 def register_inductor_write(qualified_name: str, write: Callable[..., None], library: torch.library.Library) -> None:
@@ -70,13 +70,13 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
     torch.library.register_torch_dispatch(qualified_name, FunctionalTensorMode, rule, lib=library)
 
 
-def _is_shown(op: Primitive, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
+def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether this call becomes kernels: the conditions in the module's docstring, cheap ones first."""
     if not _is_graph_for_inductor():
         return False
-    if kwargs or len(args) != len(op.argument_names) or any(t not in _KNOWN_TYPES for t in types):
+    if kwargs or len(args) != len(rules.spec.arguments) or any(t not in _KNOWN_TYPES for t in types):
         return False
-    if not (op.kernels_are_traceable and op.has_kernel_for("cuda")):
+    if not (rules.kernels_are_traceable and rules.has_kernel_for("cuda")):
         return False
     return _on_gpu(args) and not any(map(_is_symbolic, args))
 
@@ -105,9 +105,9 @@ def _is_symbolic(value: Any) -> bool:
 # Torch keeps compiled graphs on disk, under a key that it makes before it sees any kernel.
 
 
-def _enter_cache_key(op: Primitive) -> None:
-    """Make the key of cached graphs depend on the kernels that `op` stands for, as `triton_op` does for its own."""
-    torch._library.triton.triton_ops_to_kernels[op.qualified_name] = _KernelsInForce()  # type: ignore[assignment] - iterated
+def _enter_cache_key(qualified_name: str) -> None:
+    """Make the key of cached graphs depend on the kernels of an operator, as `triton_op` does for its own."""
+    torch._library.triton.triton_ops_to_kernels[qualified_name] = _KernelsInForce()  # type: ignore[assignment] - iterated
 
 
 class _KernelsInForce:

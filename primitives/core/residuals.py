@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any, Protocol
 
-from primitives.core.lists import flatten, regroup
+from primitives.core.sequences import flatten, regroup, tuple_getter, tuple_maker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["ResidualLayout", "Residuals", "tuple_getter", "tuple_maker"]
+    from primitives.core.spec import Spec
+
+__all__ = ["ResidualLayout", "Residuals"]
 
 DTYPE_SUFFIX = ".dtype"
-
-
-def tuple_getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple]:
-    """`values -> tuple of the values at indices`, for what runs in every call."""
-    if len(indices) > 1:
-        return operator.itemgetter(*indices)
-    return (lambda values: (values[indices[0]],)) if indices else lambda _: ()
-
-
-def tuple_maker(kind: type) -> Callable[[Iterable[Any]], Any]:
-    """`values -> kind(*values)` for a namedtuple `kind` and as many values as it has fields, which nobody counts."""
-    return functools.partial(tuple.__new__, kind)
 
 
 class Residuals(Protocol):
@@ -49,53 +37,32 @@ class ResidualLayout:
     list of tensors is kept whole.
 
     Args:
-        op_name: Name of the primitive, for errors.
+        spec: The operator.
         residuals: Names, as above.
-        arguments: Names of all arguments of the schema, in order.
-        tensor_arguments: Those of them that are tensors.
-        outputs: Names of all outputs, in order.
-        lists: Names of the arguments and outputs that are lists of tensors.
 
     Raises:
         ValueError: If a residual is neither an argument nor an output.
     """
 
-    def __init__(
-        self,
-        op_name: str,
-        residuals: Sequence[str],
-        arguments: Sequence[str],
-        tensor_arguments: Sequence[str],
-        outputs: Sequence[str],
-        lists: Sequence[str] = (),
-    ) -> None:
-        inputs: list[int] = []
-        from_outputs: list[int] = []
-        input_names, output_names, dtype_names = [], [], []
-        self._dtypes: list[int] = []
-        for residual in residuals:
-            argument = residual.removesuffix(DTYPE_SUFFIX)
-            if residual != argument and argument in tensor_arguments:
-                dtype_names.append(f"{argument}_dtype")
-                self._dtypes.append(arguments.index(argument))
-            elif residual in tensor_arguments:
-                input_names.append(residual)
-                inputs.append(arguments.index(residual))
-            elif residual in outputs:
-                output_names.append(residual)
-                from_outputs.append(outputs.index(residual))
-            else:
+    def __init__(self, spec: Spec, residuals: Sequence[str]) -> None:
+        of_dtypes = [r.removesuffix(DTYPE_SUFFIX) for r in residuals if r.endswith(DTYPE_SUFFIX)]
+        kept = [r for r in residuals if not r.endswith(DTYPE_SUFFIX)]
+        for name in (*of_dtypes, *kept):
+            if name not in spec.tensors and (name in of_dtypes or name not in spec.outputs):
                 raise ValueError(
-                    f"{op_name}: residual {residual!r} is neither a tensor argument ({', '.join(tensor_arguments)}) "
-                    f"nor an output ({', '.join(outputs)})."
+                    f"{spec.name}: residual {name!r} is neither a tensor argument ({', '.join(spec.tensors)}) "
+                    f"nor an output ({', '.join(spec.outputs)})."
                 )
-        self._get_tensors = tuple_getter([*inputs, *[len(arguments) + i for i in from_outputs]])
-        self._lists = [i for i, name in enumerate([*input_names, *output_names]) if name in lists]
-        static = [name for name in arguments if name not in tensor_arguments]
-        self._get_static = tuple_getter([arguments.index(name) for name in static])
-        fields = [*input_names, *output_names, *dtype_names, *static]
-        self.Residuals = namedtuple("Residuals", fields)
-        self._filled = tuple_maker(self.Residuals)
+        # Arguments stand before outputs.
+        kept.sort(key=lambda name: name not in spec.tensors)
+        places = (*spec.arguments, *spec.outputs)
+        self._get_tensors = tuple_getter([places.index(name) for name in kept])
+        self._lists = [i for i, name in enumerate(kept) if name in spec.lists]
+        self._dtypes = [spec.arguments.index(name) for name in of_dtypes]
+        static = [name for name in spec.arguments if name not in spec.tensors]
+        self._get_static = tuple_getter([spec.arguments.index(name) for name in static])
+        self.fields = (*kept, *[f"{name}_dtype" for name in of_dtypes], *static)
+        self._made = tuple_maker(namedtuple("Residuals", self.fields))
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
@@ -111,4 +78,4 @@ class ResidualLayout:
         """The residuals as a namedtuple."""
         if self._lists:
             tensors, static = regroup(tensors, static[0]), static[1:]
-        return self._filled((*tensors, *static))
+        return self._made((*tensors, *static))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch._dynamo
 
-from primitives.custom._operator import find
+from primitives.custom.registry import find
 
 # Stand for None, which Dynamo (up to torch 2.13) takes neither as an argument nor as a result of an opaque function. It
 # takes strings as arguments alone, and numbers as results. Nor does it make namedtuples of results: they are lists of
@@ -21,28 +21,15 @@ _CLASSES: list[type] = []
 ABSENT, ABSENT_RESULT = "primitives.custom: None", -0x6E6F6E65_6E6F6E65
 
 
-def call(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call an operator by name, so that no object but trees of tensors and constants goes through Dynamo."""
-    result = _traced_call(qualified_name, _replaced(args, None, ABSENT), _replaced(kwargs, None, ABSENT))
-    return _shown(result)
-
-
-def call_pure(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """`call` for the pure form."""
-    result = _traced_pure_call(qualified_name, _replaced(args, None, ABSENT), _replaced(kwargs, None, ABSENT))
-    return _shown(result)
+def call(qualified_name: str, form: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call an operator, or its pure form, by name: nothing but trees of tensors and constants goes through Dynamo."""
+    return _shown(_traced(qualified_name, form, _replaced(args, None, ABSENT), _replaced(kwargs, None, ABSENT)))
 
 
 @torch._dynamo.nonstrict_trace
-def _traced_call(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    result = find(qualified_name)(*_replaced(args, ABSENT, None), **_replaced(kwargs, ABSENT, None))
-    return _hidden(result)
-
-
-@torch._dynamo.nonstrict_trace
-def _traced_pure_call(qualified_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    result = find(qualified_name).pure(*_replaced(args, ABSENT, None), **_replaced(kwargs, ABSENT, None))
-    return _hidden(result)
+def _traced(qualified_name: str, form: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    function = getattr(find(qualified_name), form)
+    return _hidden(function(*_replaced(args, ABSENT, None), **_replaced(kwargs, ABSENT, None)))
 
 
 def _replaced(tree: Any, old: Any, new: Any) -> Any:

@@ -3,92 +3,30 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from primitives.core.autograd import below_this_level
-from primitives.core.errors import MissingRuleError, MutationError
+from primitives.core.errors import MutationError
 from primitives.core.fast_path import fast_path_keys
 from primitives.core.primitive import Primitive
 from primitives.core.trees.calls import Signature
 from primitives.core.trees.table import StructureTable
 from primitives.custom._mutation import check_targets, write
-from primitives.custom._residuals import Inputs, InputsAndOutputs, SavedTree
+from primitives.custom._rule_table import TreeRuleTable
 from primitives.custom._rules import Rules
+from primitives.custom.registry import operators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["CustomOp", "custom_op", "find"]
+__all__ = ["CustomOp", "custom_op"]
 
 # Looked up once: this is asked at every call.
 _is_tracing = torch.compiler.is_dynamo_compiling
-
-SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
-
-
-class _TreePrimitive(Primitive):
-    """The primitive under a custom operator: its rules are over lists of tensors, its errors speak of trees."""
-
-    # A user's kernel may do anything: nobody but torch's own `triton_op` could trace it.
-    kernels_are_traceable = False
-
-    def __init__(self, namespace: str, name: str, rules: Rules, decomposable: bool) -> None:
-        self._rules_of_trees = rules
-        self._warned = False
-        super().__init__(name, SCHEMA, decomposable=decomposable, namespace=namespace)
-
-    def residual_layouts(self) -> tuple[Any, Any, Any]:
-        """What def_save_for_backward returns, everything for the jvp rule, and the inputs for the reference."""
-        rules = self._rules_of_trees
-        return SavedTree(rules), InputsAndOutputs(rules), Inputs(rules)
-
-    def flat_vjp(self, vjp: str, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
-        """The users' rule takes and returns what is flat."""
-        if vjp == "vjp":
-            return self._rules_of_trees.flat_vjp(residuals, cotangents, wanted)
-        return super().flat_vjp(vjp, residuals, cotangents, lengths, wanted)
-
-    def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
-        """Those that output_differentiability marks."""
-        return self._rules_of_trees.structures[args[1]].constants
-
-    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
-        """Key path of an input."""
-        return self._rules_of_trees.structures[args[1]].label(index)
-
-    def require_decomposition(self, kind: str) -> Callable:
-        """The reference, if it may be differentiated.
-
-        Raises:
-            MissingRuleError: Naming what to register.
-        """
-        if self.decomposable:
-            return super().require_decomposition(kind)
-        self._rules_of_trees.require_both()
-        mode, rules = ("reverse", "def_save_for_backward and def_backward") if kind == "vjp" else ("forward", "def_jvp")
-        raise MissingRuleError(
-            f"{self.qualified_name}: {mode}-mode differentiation was asked for, but there is no rule for it. Register "
-            f'{rules}, or create the operator with differentiate="reference" to differentiate its reference.'
-        )
-
-    def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
-        """Where no kernel gives the value: a reference that draws random numbers must not be run again for them."""
-        return not self.has_kernel_for(args[0][0].device.type)
-
-    def _vmap_by_loop(self, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.qualified_name}: vmap runs a loop over the batch, because there is no batching rule; register "
-                "one with def_vmap.",
-                stacklevel=2,
-            )
-        return super()._vmap_by_loop(size, randomness, axes, args)
 
 
 class CustomOp:
@@ -97,6 +35,13 @@ class CustomOp:
     Calling it is calling the function that it was made from: the reference on the CPU, a kernel of `def_kernel` on the
     device that has one. Every rule is optional, and they may be added in any order. In what rules take, `inputs`,
     `tangents` and `in_dims` are namedtuples whose fields are the names of the arguments.
+
+    Attributes:
+        qualified_name: `"namespace::name"`.
+        primitive: The operator itself, over lists of tensors.
+        signature: The arguments of the function.
+        table: The structures that it was called with.
+        tree_namespace: optree namespace of custom nodes.
     """
 
     def __init__(
@@ -119,19 +64,20 @@ class CustomOp:
         self.__module__ = function.__module__
         self.__wrapped__ = function
         self._path = (function.__module__, function.__qualname__)
-        self._signature = Signature(qualified_name, function, mutates)
-        self._table = StructureTable(qualified_name, self._signature, tree_namespace)
-        self._rules = Rules(qualified_name, self._table, tree_namespace, materialize, output_differentiability)
+        self.tree_namespace = tree_namespace
+        self.signature = Signature(qualified_name, function, mutates)
+        self.table = StructureTable(qualified_name, self.signature, tree_namespace)
+        self._rules = Rules(qualified_name, self.table, tree_namespace, materialize, output_differentiability)
         self._rules.add("reference", function)
-        previous = _operators.get(qualified_name)
+        previous, decomposable = operators.get(qualified_name), differentiate == "reference"
         if previous is None:
-            self.primitive = _TreePrimitive(namespace, name, self._rules, differentiate == "reference")
+            self.primitive = Primitive.of(TreeRuleTable(namespace, name, self._rules, decomposable=decomposable))
         else:
             previous._rules.replace(self._rules)
             self._rules, self.primitive = previous._rules, previous.primitive
-            self.primitive.forget_rules(decomposable=differentiate == "reference")
+            self.primitive.rules.forget(decomposable=decomposable)
         self.primitive.def_reference(self._rules.implementation("reference"))
-        if differentiate == "reference":
+        if decomposable:
             self.primitive.decompose_with(self._rules.differentiable("reference"))
         self._rules.overload = self.primitive.overload
 
@@ -140,9 +86,9 @@ class CustomOp:
         if _is_tracing():
             from primitives.custom import _compiled
 
-            return _compiled.call(self.qualified_name, args, kwargs)
-        trees, static = self._signature.bind(args, kwargs)
-        leaves, structure = self._table.flatten(trees, static)
+            return _compiled.call(self.qualified_name, "__call__", args, kwargs)
+        trees, static = self.signature.bind(args, kwargs)
+        leaves, structure = self.table.flatten(trees, static)
         if structure.mutated:
             check_targets(self.qualified_name, structure, leaves)
             values = self._call(leaves, structure.number)
@@ -167,14 +113,14 @@ class CustomOp:
         Raises:
             MutationError: If the operator updates nothing.
         """
-        if not self._signature.mutates:
+        if not self.signature.mutates:
             raise MutationError(f"{self.qualified_name}: pure is for operators that update an argument; see mutates.")
         if _is_tracing():
             from primitives.custom import _compiled
 
-            return _compiled.call_pure(self.qualified_name, args, kwargs)
-        trees, static = self._signature.bind(args, kwargs)
-        leaves, structure = self._table.flatten(trees, static)
+            return _compiled.call(self.qualified_name, "pure", args, kwargs)
+        trees, static = self.signature.bind(args, kwargs)
+        leaves, structure = self.table.flatten(trees, static)
         values = self._call(leaves, structure.number)
         return structure.output_tree(values), *structure.new_trees(values)
 
@@ -228,7 +174,7 @@ class CustomOp:
 
     def def_vmap(self, rule: Callable) -> Callable:
         """Decorator for `(info, in_dims, inputs) -> (output, out_dims)`; without one, `vmap` is a loop."""
-        if self._signature.mutates:
+        if self.signature.mutates:
             raise MutationError(
                 f"{self.qualified_name}: an operator that updates arguments takes no def_vmap; vmap runs a loop."
             )
@@ -307,18 +253,10 @@ def custom_op(
             mutates=mutates,
             tree_namespace=tree_namespace,
         )
-        _operators[name] = op
+        operators[name] = op
         return op
 
     return decorator
-
-
-_operators: dict[str, CustomOp] = {}
-
-
-def find(qualified_name: str) -> CustomOp:
-    """The operator of that name."""
-    return _operators[qualified_name]
 
 
 def _split(qualified_name: str, path: tuple[str, str]) -> tuple[str, str]:
@@ -326,7 +264,7 @@ def _split(qualified_name: str, path: tuple[str, str]) -> tuple[str, str]:
     namespace, separator, name = qualified_name.partition("::")
     if not (separator and namespace.isidentifier() and name.isidentifier()):
         raise ValueError(f'custom_op: the name must be "namespace::name", got {qualified_name!r}.')
-    previous = _operators.get(qualified_name)
+    previous = operators.get(qualified_name)
     # The same function again: a cell of a notebook that is run once more, a module that is reloaded.
     is_redefined = previous is not None and previous._path == path
     if not is_redefined and hasattr(getattr(torch.ops, namespace), name):
@@ -336,9 +274,9 @@ def _split(qualified_name: str, path: tuple[str, str]) -> tuple[str, str]:
 
 def _load(qualified_name: str, module: str, path: str) -> CustomOp:
     """The operator of that name, whose module is imported if need be."""
-    if qualified_name not in _operators:
+    if qualified_name not in operators:
         importlib.import_module(module)
     try:
-        return _operators[qualified_name]
+        return operators[qualified_name]
     except KeyError:
         raise ImportError(f"{qualified_name}: importing {module} did not define the operator ({path}).") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core import BatchInfo, Primitive, to_front, triton_kernels_module
-from primitives.core.residuals import tuple_getter
+from primitives.core.sequences import tuple_getter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def bind_launcher(op: Primitive, module: str, name: str) -> None:
     @functools.cache
     def pick() -> Callable[[Sequence[Any]], tuple]:
         parameters = inspect.signature(getattr(triton_kernels_module(module), name)).parameters
-        return tuple_getter([op.argument_names.index(parameter) for parameter in parameters])
+        return tuple_getter([op.spec.arguments.index(parameter) for parameter in parameters])
 
     @op.def_kernel("cuda")
     def kernel(*args: Any) -> Any:

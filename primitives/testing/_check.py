@@ -208,7 +208,7 @@ def _places(subject: Subject, name: str, options: _Options) -> list[_Place]:
 
 def _interpreted(subject: Subject, name: str) -> bool:
     """Whether the operator has kernels, or its rules may call some, that Triton's interpreter can run."""
-    if name in _OF_VALUES and subject.primitive is not None and "cuda" not in subject.primitive._kernels:
+    if name in _OF_VALUES and subject.primitive is not None and "cuda" not in subject.primitive.rules.kernels:
         return False
     try:
         require_interpreter(subject.name)

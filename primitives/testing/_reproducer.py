@@ -65,7 +65,7 @@ def _import_of(op: Any) -> list[str]:
     place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
     if isinstance(op, CustomOp):
         find = f"op = find({op.qualified_name!r})"
-        return ["from primitives.custom._operator import find", "", f"# Defined at {place}.", find]
+        return ["from primitives.custom.registry import find", "", f"# Defined at {place}.", find]
     return [f"# op is {path} of {place}, which no import reaches."]
 
 

@@ -69,8 +69,8 @@ class Subject:
         if isinstance(op, Primitive) and static:
             raise TypeError(f"check_rules: the arguments of {op.qualified_name} are positional, got {sorted(static)}.")
         if isinstance(op, CustomOp):
-            namespace = namespace or op._rules.namespace
-            args, static = op._signature.bind(args, static)
+            namespace = namespace or op.tree_namespace
+            args, static = op.signature.bind(args, static)
         subject = cls(op, args, static, namespace)
         if not subject.tensors:
             raise TypeError(f"check_rules: the arguments of {subject.name} must hold a tensor, got none.")
@@ -117,9 +117,9 @@ class Subject:
 
     def _argument_names(self) -> list[str]:
         if isinstance(self.op, CustomOp):
-            return self.op._signature.positional
+            return self.op.signature.positional
         if isinstance(self.op, Primitive):
-            return self.op.argument_names
+            return list(self.op.spec.arguments)
         try:
             parameters = inspect.signature(self.op).parameters.values()
         except (TypeError, ValueError):
@@ -151,7 +151,7 @@ class Subject:
     @property
     def mutates(self) -> tuple[str, ...]:
         """Names of the arguments that the operator updates in place."""
-        return self.op._signature.mutates if isinstance(self.op, CustomOp) else ()
+        return self.op.signature.mutates if isinstance(self.op, CustomOp) else ()
 
     @property
     def runner(self) -> Callable:
@@ -201,7 +201,7 @@ class Subject:
     @functools.cached_property
     def inputs(self) -> list[int]:
         """Which tensors can be differentiated."""
-        cached = self.op.cached if isinstance(self.op, Primitive) else ()
+        cached = self.op.spec.cached if isinstance(self.op, Primitive) else ()
         return [i for i, x in enumerate(self.tensors) if has_derivatives(x.dtype) and self.labels[i] not in cached]
 
     @functools.cached_property
@@ -218,11 +218,11 @@ class Subject:
 
     def _constants(self) -> set[int]:
         if isinstance(self.op, CustomOp):
-            structure = self.op._table.flatten(self.args, self.static)[1]
+            structure = self.op.table.flatten(self.args, self.static)[1]
             # New values of what is updated have no derivative.
             return {*structure.constants, *range(structure.num_outputs, structure.num_outputs + len(structure.mutated))}
-        names = self.op.output_names
-        return {i for i, name in enumerate(names) if name not in self.op.differentiable_outputs}
+        spec = self.op.spec
+        return {i for i, name in enumerate(spec.outputs) if name not in spec.differentiable_outputs}
 
     @property
     def active(self) -> list[Tensor]:
@@ -255,7 +255,7 @@ class Subject:
     @property
     def has_cached(self) -> bool:
         """Whether arguments are values of other ones, which only the reference computes again."""
-        return isinstance(self.op, Primitive) and bool(self.op.cached)
+        return isinstance(self.op, Primitive) and bool(self.op.spec.cached)
 
     def missing(self, kind: str) -> str | None:
         """Why the mode of the rule `kind` (`"vjp"`, `"jvp"`) does not exist; `None` if it does."""
@@ -263,7 +263,7 @@ class Subject:
             return "no argument is a floating or complex tensor that can be differentiated"
         if self.primitive is not None and not (self.primitive.has_rule(kind) or self.primitive.has_rule("autograd")):
             try:
-                self.primitive.require_decomposition(kind)
+                self.primitive.rules.require_decomposition(kind)
             except MissingRuleError:
                 return "no def_backward" if kind == "vjp" and isinstance(self.op, CustomOp) else f"no def_{kind}"
         return None if self.outputs else "no result can be differentiated"

@@ -97,12 +97,14 @@ def opcheck(subject: Subject, record: Record) -> None:
     if op is None:
         raise NotApplicableError("a plain function is no operator")
     # torch gives every result a cotangent, those too that have none: statistics, and what was not wanted and is empty.
-    refused = op.statistics or subject.mutates or not all(y.numel() for y in subject.call(*map(clone, subject.tensors)))
+    refused = (
+        op.spec.statistics or subject.mutates or not all(y.numel() for y in subject.call(*map(clone, subject.tensors)))
+    )
     differentiable = not refused and subject.missing("vjp") is None
     tensors = [clone(x).requires_grad_(differentiable and i in subject.inputs) for i, x in enumerate(subject.tensors)]
     args = subject.trees(tensors)
     if not isinstance(subject.op, Primitive):
-        flat, structure = subject.op._table.flatten(args, subject.static)
+        flat, structure = subject.op.table.flatten(args, subject.static)
         args = (flat, structure.number)
     try:
         torch.library.opcheck(op.overload, args)
@@ -150,7 +152,8 @@ def _value(subject: Subject) -> Callable[[tuple], Any]:
         return lambda args: op.pure(*args, **static)[0]
     if not isinstance(op, Primitive):
         return lambda args: op(*args, **static)
-    overload, statistics = op.overload, [i for i, name in enumerate(op.output_names) if name in op.statistics]
+    spec = op.spec
+    overload, statistics = op.overload, [i for i, name in enumerate(spec.outputs) if name in spec.statistics]
 
     def value(args: tuple) -> Any:
         results = overload(*args)

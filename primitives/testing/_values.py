@@ -45,7 +45,7 @@ def reference_against_kernel(subject: Subject, record: Record) -> None:
     device = subject.tensors[0].device.type
     backend = current_backend()
     kind = "cuda" if device == "cuda" or backend == "triton" else device
-    if backend == "reference" or kind not in subject.primitive._kernels:
+    if backend == "reference" or kind not in subject.primitive.rules.kernels:
         raise NotApplicableError(f"no kernel for {kind}: the reference runs")
     gots, same = subject.call(*map(clone, subject.tensors)), subject.reference(*map(clone, subject.tensors))
     wide = subject.double()

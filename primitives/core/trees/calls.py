@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 
 from primitives.core.errors import TreeError
-from primitives.core.residuals import tuple_maker
+from primitives.core.sequences import tuple_maker
 from primitives.core.trees.overlay import key_path
 
 if TYPE_CHECKING:

@@ -1,0 +1,187 @@
+"""The rules of an operator: which there are, which implementation runs where, and how a derivative is taken by them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any
+
+from primitives.core import backend
+from primitives.core.decomposition import forget_decompositions, get_decomposition
+from primitives.core.errors import MissingRuleError
+from primitives.core.implementations import runner
+from primitives.core.residuals import ResidualLayout
+from primitives.core.sequences import flatten, regroup, tuple_getter, tuple_maker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from primitives.core.residuals import Residuals
+    from primitives.core.spec import Spec
+
+__all__ = ["RuleTable"]
+
+
+class RuleTable:
+    """The rules of one operator, and everything that is asked about them at a call.
+
+    Args:
+        spec: The operator.
+        residuals: What the forward pass keeps, by name.
+        decomposable: Whether the reference stands for a missing derivative rule.
+
+    Attributes:
+        spec: The operator.
+        given: The rules by kind: `"reference"`, `"vjp"`, `"jvp"`, `"vmap"`, ...
+        kernels: Implementations by device, beside the reference.
+        decomposable: As above.
+        layouts: What is kept for the vjp rule, for the jvp rule, and for the decomposition where there is no vjp rule.
+        cpu: `(*args) -> outputs` on CPU tensors, by the implementation for the backend in force.
+        cuda: The same on CUDA tensors.
+        implementations: The implementations themselves, by device and backend.
+    """
+
+    # Whether kernels launch through `triton_kernels` alone, so that a compiler can be shown the launches.
+    kernels_are_traceable = True
+
+    def __init__(self, spec: Spec, residuals: Sequence[str] = (), *, decomposable: bool = False) -> None:
+        self.spec = spec
+        self.decomposable = decomposable
+        self.given: dict[str, Callable] = {}
+        self.kernels: dict[str, Callable] = {}
+        declared = ResidualLayout(spec, (*residuals, *[s for s in spec.statistics if s not in residuals]))
+        every_argument = ResidualLayout(spec, (*spec.tensors, *spec.statistics))
+        self.layouts: tuple[Residuals, Residuals, Residuals] = (declared, declared, every_argument)
+        self.implementations: dict[str, dict[str, Callable]] = {"cpu": {}, "cuda": {}}
+        self.cpu, self.cuda = (runner(spec, table) for table in self.implementations.values())
+        self._tensor_names = frozenset(spec.tensors)
+        self._get_differentiable = tuple_getter([spec.outputs.index(name) for name in spec.differentiable_outputs])
+        self._wanted = tuple_maker(namedtuple("Wanted", spec.tensors))
+        self._cotangents = tuple_maker(namedtuple("Cotangents", spec.differentiable_outputs))
+        self._choose_implementations()
+
+    def define(self, kind: str, rule: Callable) -> None:
+        """Take a rule."""
+        self.given[kind] = rule
+        self._choose_implementations()
+
+    def define_kernel(self, device: str, kernel: Callable) -> None:
+        """Take an implementation for `"cuda"` or `"cpu"`."""
+        self.kernels[device] = kernel
+        self._choose_implementations()
+
+    def forget(self, *, decomposable: bool) -> None:
+        """Take every rule away, for an operator that is defined again; torch keeps the operator itself."""
+        self.given.clear()
+        self.kernels.clear()
+        self.decomposable = decomposable
+        forget_decompositions(self.spec.overload)
+        self._choose_implementations()
+
+    def rule(self, kind: str) -> Callable:
+        """The rule `kind`.
+
+        Raises:
+            MissingRuleError: If it is not defined.
+        """
+        try:
+            return self.given[kind]
+        except KeyError:
+            name = self.spec.name
+            raise MissingRuleError(
+                f"{name}: no {kind} rule is defined. Register one with @{name}_p.def_{kind}."
+            ) from None
+
+    # Implementations.
+
+    def _choose_implementations(self) -> None:
+        """Tabulate which implementation runs on which device under which backend."""
+        reference = self.given.get("reference", self._undefined)
+        kernel = self.kernels.get("cuda", reference)
+        self.implementations["cuda"].update(auto=kernel, triton=kernel, reference=reference)
+        interpreted = self._interpreted if "cuda" in self.kernels else reference
+        kernel = self.kernels.get("cpu", reference)
+        self.implementations["cpu"].update(auto=kernel, triton=interpreted, reference=reference)
+
+    def _undefined(self, *args: Any) -> Any:
+        return self.rule("reference")
+
+    def _interpreted(self, *args: Any) -> Any:
+        backend.require_interpreter(self.spec.name)
+        return self.kernels["cuda"](*args)
+
+    def has_kernel_for(self, device: str) -> bool:
+        """Whether something else than the reference runs on `device` under the backend in force."""
+        chosen = self.implementations.get(device)
+        return chosen is not None and chosen[backend.current_backend()] is not self.given.get("reference")
+
+    # Derivatives.
+
+    def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
+        """Positions of the outputs (in a list of outputs, of its elements) that are constants to every derivative."""
+        return self.spec.state_positions
+
+    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
+        """What errors call the tensor `index` of the argument `name` of the call `args`."""
+        return f"{name}[{index}]" if name in self.spec.lists else name
+
+    def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
+        """Whether a missing vjp rule is replaced by the decomposition at the call, not in the backward pass."""
+        return False
+
+    def require_decomposition(self, kind: str) -> Callable:
+        """The decomposition that is differentiated in place of the missing derivative rule `kind`.
+
+        Raises:
+            MissingRuleError: If no table has a decomposition.
+        """
+        try:
+            return get_decomposition(self.spec.overload, for_jvp=kind == "jvp")
+        except MissingRuleError as error:
+            mode = "reverse-mode" if kind == "vjp" else "forward-mode"
+            raise MissingRuleError(
+                f"{self.spec.name}: {mode} differentiation was asked for, but there is no {kind} rule and no "
+                f"decomposition. Register a rule with def_{kind}, declare the primitive decomposable, or use "
+                "register_decomposition."
+            ) from error
+
+    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
+        """Apply the vjp rule to flat cotangents and flags; one cotangent per tensor, lists taken apart."""
+        return self.apply_flat(self.given["vjp"], residuals, cotangents, lengths, wanted)
+
+    def apply_flat(
+        self, rule: Callable, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any
+    ) -> list[Any]:
+        """`flat_vjp` with a rule that is given.
+
+        Raises:
+            TypeError: If the rule returns no dict.
+            ValueError: If a key of the dict is no tensor argument.
+        """
+        spec = self.spec
+        given = [list(cotangents)] if spec.returns_list else self._get_differentiable(cotangents)
+        wanted = wanted if lengths is None else regroup(wanted, lengths)
+        result = rule(residuals, self._cotangents(given), self._wanted(wanted))
+        if type(result) is not dict or not self._tensor_names.issuperset(result):
+            self._check_vjp_result(result)
+        found = list(map(result.get, spec.tensors))
+        if lengths is None:
+            return found
+        for i, length in lengths:
+            found[i] = found[i] or [None] * length
+        return flatten(found, spec.list_tensors)[0]
+
+    def _check_vjp_result(self, result: Any) -> None:
+        name = self.spec.name
+        if not isinstance(result, dict):
+            raise TypeError(f"{name}: the vjp rule must return a dict, got {type(result).__name__}.")
+        unknown = sorted(set(result) - self._tensor_names)
+        if unknown:
+            raise ValueError(
+                f"{name}: the vjp rule returned cotangents for {unknown}, but the tensor arguments are "
+                f"{sorted(self._tensor_names)}."
+            )
+
+    # Batching.
+
+    def before_loop(self) -> None:
+        """Called before vmap loops over the samples, for want of a batching rule."""
