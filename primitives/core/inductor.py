@@ -11,6 +11,8 @@ The operator stays opaque, which costs no graph break, where
 - a kernel would not run on these tensors (see `use_backend`), or runs in the interpreter;
 - another compiler than Inductor asks, or `torch.export`, whose programs keep operators;
 - a kernel needs a compiler option that graphs do not have.
+
+Torch's own operator for zero tangents is replaced in the same place: see `_zeros_with_memory`.
 """
 
 from __future__ import annotations
@@ -68,6 +70,23 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
             return write(*args, **kwargs)
 
     torch.library.register_torch_dispatch(qualified_name, FunctionalTensorMode, rule, lib=library)
+
+
+def _zeros_with_memory(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What Inductor gets to see of `aten._efficientzerotensor`: zeros that have memory.
+
+    The operator makes a tensor without memory, which the dispatcher knows to be zero and compiled code does not:
+    Inductor reads its null pointer, or hands it on as a buffer to write to, and the process dies
+    (github.com/pytorch/pytorch/issues/177261). A tangent of a weight is such a tensor as soon as a linear layer of a
+    sequence is inside a `jvp` that is differentiated.
+    """
+    if not _is_graph_for_inductor():
+        return mode.__torch_dispatch__(overload, types, args, kwargs)
+    with mode:
+        return torch.zeros(*args, **kwargs)
+
+
+torch.library.register_torch_dispatch("aten::_efficientzerotensor", FunctionalTensorMode, _zeros_with_memory)
 
 
 def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:

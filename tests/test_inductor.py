@@ -1,0 +1,65 @@
+"""Derivatives of derivatives of converted modules, compiled by Inductor on the CPU: what eager code computes.
+
+Other tests of compiled code stop at ahead-of-time autograd. Inductor plans memory and writes kernels, which is where a
+tensor without memory, or a wrong stride, ends a process or a number.
+"""
+
+import pytest
+import torch
+from torch.func import grad, jvp
+from torch.nn import BatchNorm1d, BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, LogSoftmax, Sequential
+
+import primitives as pr
+
+
+def _jvp_in_a_loss(net, x, v):
+    y, y_dot = jvp(net, (x,), (v,))
+    return (y - y_dot).square().mean()
+
+
+def _hessian_vector(net, x, v):
+    return jvp(grad(lambda x: net(x).pow(3).mean()), (x,), (v,))[1].square().mean()
+
+
+def _grad_of_grad(net, x, v):
+    return (grad(lambda x: net(x).pow(3).mean())(x) - v).square().mean()
+
+
+def _jvp_of_jvp(net, x, v):
+    return jvp(lambda x: jvp(net, (x,), (v,))[1], (x,), (x,))[1].square().mean()
+
+
+SEQUENCE, IMAGE = (4, 6, 8), (2, 4, 3, 3)
+CASES = {
+    # The zero tangent of the last weight has no memory in torch, and the process died.
+    "layer norm, jvp in a loss": (_jvp_in_a_loss, LayerNorm(8, elementwise_affine=False), SEQUENCE),
+    "layer norm, jvp of jvp": (_jvp_of_jvp, LayerNorm(8), SEQUENCE),
+    "batch norm of channels_last, jvp in a loss": (_jvp_in_a_loss, BatchNorm2d(4), IMAGE),
+    "batch norm, grad of grad": (_grad_of_grad, BatchNorm1d(8), (5, 8)),
+    "log-softmax, hvp": (_hessian_vector, LogSoftmax(-1), SEQUENCE),
+    "dropout, jvp in a loss": (_jvp_in_a_loss, Dropout(0.5), SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_differentiated_derivative_is_that_of_eager(name):
+    loss, module, shape = CASES[name]
+    torch.manual_seed(0)
+    layer = Conv2d if shape is IMAGE else Linear
+    ends = [layer(shape[1], shape[1], 1) if shape is IMAGE else layer(8, 8) for _ in range(2)]
+    net = Sequential(ends[0], module, ends[1]).double()
+    pr.nn.convert(net)
+    x, v = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    if shape is IMAGE:
+        x, v = (t.to(memory_format=torch.channels_last) for t in (x, v))
+    parameters = list(net.parameters())
+
+    # With its own random numbers Inductor would draw another mask.
+    with torch._inductor.config.patch(fallback_random=True):
+        torch.manual_seed(1)
+        compiled = torch.compile(loss, fullgraph=True)(net, x, v)
+    torch.manual_seed(1)
+    expected = loss(net, x, v)
+    torch.testing.assert_close(compiled, expected)
+    gradients = [torch.autograd.grad(value, parameters, materialize_grads=True) for value in (compiled, expected)]
+    torch.testing.assert_close(*gradients)
