@@ -136,6 +136,29 @@ def test_batches_of_cotangents():
     trees_close(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
+def test_batches_of_cotangents_reach_operators_that_a_rule_calls():
+    """Torch's older vmap has no kernel of its own for lists of tensors."""
+
+    @pr.custom_op("tests::inner_of_rule", differentiate="reference")
+    def inner(tree, x):
+        return {"product": tree["y_bar"] * x.cos()}
+
+    @pr.custom_op("tests::calls_another")
+    def outer(x):
+        return x.sin()
+
+    outer.def_save_for_backward(lambda inputs, output: inputs.x)
+    outer.def_backward(lambda ctx, x, y_bar: {"x": inner({"y_bar": y_bar}, x)["product"]})
+    x = normal((3,), 0)
+    leaf = x.clone().requires_grad_()
+    (x_bar,) = torch.autograd.grad(outer(leaf), leaf, torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+    assert_close(x_bar, x.cos().diag())
+    assert gradcheck(outer, (leaf,), check_batched_grad=True)
+    hessian = torch.autograd.functional.hessian(lambda x: outer(x).sum(), x, vectorize=True)
+    assert_close(hessian, -x.sin().diag(), order=2)
+
+
 @pytest.mark.parametrize(
     "in_dims", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0), (None, None, 1), (1, 1, -1)]
 )

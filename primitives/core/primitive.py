@@ -11,7 +11,7 @@ from torch import _C
 
 from primitives.core import backend
 from primitives.core.autograd import autograd_kernel
-from primitives.core.batching import BatchInfo
+from primitives.core.batching import BatchInfo, legacy_vmap_kernel
 from primitives.core.decomposition import register_decomposition
 from primitives.core.fallbacks import vmap_by_loop
 from primitives.core.fast_path import FastPathTensors, fast_path_keys
@@ -130,6 +130,8 @@ class Primitive:
         for device in OTHER_DEVICES:
             lib.impl(name, self._elsewhere, device)
         lib.impl(name, self.autograd_kernel, "Autograd", with_keyset=True)
+        if self.spec.outputs:
+            lib.impl(name, legacy_vmap_kernel(self.overload), "Batched")
         torch.library.register_fake(self.qualified_name, self._fake, lib=lib)
         torch.library.register_vmap(self.qualified_name, self._vmap, lib=lib)
         register_inductor_lowering(rules, lib)
