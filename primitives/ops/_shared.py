@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LOW_PRECISION",
     "accumulation_dtype",
+    "batch_all",
+    "batch_rows",
     "bind_launcher",
     "cast_to_float32",
     "fold_batch",
@@ -69,10 +71,61 @@ def cast_to_float32(primals: Any) -> Any:
     )
 
 
-def fold_batch(batch: BatchInfo, primals: Any, names: tuple[str, ...]) -> Any:
+# Batching.
+
+
+def fold_batch(batch: BatchInfo, primals: Any, names: Sequence[str]) -> Any:
     """`primals` with the batch axis of the named tensors brought to the front, where it is one more leading axis.
 
     Tensors without a batch axis are expanded, which costs no copy.
     """
     folded = {name: to_front(getattr(primals, name), getattr(batch.axes, name), batch.size) for name in names}
     return primals._replace(**folded)
+
+
+def _output_axes(op: Primitive, primals: Any) -> Any:
+    """The batch comes first in every output; a stand-in for an unwanted one has none."""
+    if "wanted" in primals._fields:
+        return tuple(0 if want else None for want in primals.wanted)
+    count = len(op.spec.outputs)
+    return (0,) * count if count > 1 else 0
+
+
+def batch_all(counter: str, *ops: Primitive) -> None:
+    """Give `ops` a vmap rule: the batch is the first axis of every tensor, and `counter` is one more.
+
+    Args:
+        counter: The argument that counts leading axes, or numbers an axis.
+        ops: Primitives all of whose tensors may have any leading axes.
+    """
+    for op in ops:
+
+        @op.def_vmap
+        def rule(batch: BatchInfo, primals: Any, op: Primitive = op) -> tuple[Any, Any]:
+            folded = fold_batch(batch, primals, op.spec.tensors)
+            return op(*folded._replace(**{counter: getattr(primals, counter) + 1})), _output_axes(op, primals)
+
+
+def batch_rows(*ops: Primitive) -> None:
+    """Give `ops` a vmap rule: the batch becomes more rows, as long as all samples share the parameters.
+
+    Parameters, their tangents and cotangents have names that begin with `weight` or `bias`. Where one of
+    them is batched, or summed over the rows of each sample, `batch_ndim` counts the batch as one more batch axis.
+    """
+    for op in ops:
+        params = [name for name in op.spec.tensors if _is_param(name)]
+        rows = [name for name in op.spec.tensors if not _is_param(name)]
+        sums = [i for i, name in enumerate(op.spec.outputs) if _is_param(name)]
+
+        @op.def_vmap
+        def rule(
+            batch: BatchInfo, primals: Any, op: Primitive = op, params: Any = params, rows: Any = rows, sums: Any = sums
+        ) -> tuple[Any, Any]:
+            names, axes = rows, _output_axes(op, primals)
+            if primals.batch_ndim or batch.is_batched(*params) or any(primals.wanted[i] for i in sums):
+                names, primals = [*rows, *params], primals._replace(batch_ndim=primals.batch_ndim + 1)
+            return op(*fold_batch(batch, primals, names)), axes
+
+
+def _is_param(name: str) -> bool:
+    return name.startswith(("weight", "bias"))

@@ -28,7 +28,7 @@ import torch
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
-from primitives.ops._shared import bind_launcher, fold_batch, unwanted
+from primitives.ops._shared import batch_all, bind_launcher, fold_batch, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,29 +189,16 @@ def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch multiplies the channels.
 
-
-def _fold(batch: Any, primals: Any, names: tuple[str, ...]) -> Any:
-    return fold_batch(batch, primals, names)._replace(batch_ndim=primals.batch_ndim + 1)
+batch_all("batch_ndim", batch_norm_bwd_p, batch_norm_jvp_p)
 
 
 @batch_norm_p.def_vmap
 def _batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    out = batch_norm_p(*_fold(batch, primals, ("x", "weight", "bias", "running_mean", "running_var")))
+    folded = fold_batch(batch, primals, batch_norm_p.spec.tensors)._replace(batch_ndim=primals.batch_ndim + 1)
+    out = batch_norm_p(*folded)
     if primals.running_mean is None:
         return out, (0, 0, 0, None, None)
     if batch.is_batched("x", "running_mean", "running_var"):
         return out, (0, 0, 0, 0, 0)
     # Parameters alone differ, so the statistics of every sample are the same.
     return (*out[:3], out[3][0].clone(), out[4][0].clone()), (0, 0, 0, None, None)
-
-
-@batch_norm_bwd_p.def_vmap
-def _batch_norm_bwd_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    axes = tuple(0 if want else None for want in primals.wanted)
-    return batch_norm_bwd_p(*_fold(batch, primals, ("y_bar", "x", "weight", "mean", "rstd"))), axes
-
-
-@batch_norm_jvp_p.def_vmap
-def _batch_norm_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names = ("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot")
-    return batch_norm_jvp_p(*_fold(batch, primals, names)), 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm_eval as cpu
 from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
-from primitives.ops._shared import accumulation_dtype, bind_launcher, fold_batch, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,24 +163,4 @@ def _batch_norm_eval_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch multiplies the channels.
 
-
-def _fold(batch: Any, primals: Any, names: tuple[str, ...]) -> Any:
-    return fold_batch(batch, primals, names)._replace(batch_ndim=primals.batch_ndim + 1)
-
-
-@batch_norm_eval_p.def_vmap
-def _batch_norm_eval_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    return batch_norm_eval_p(*_fold(batch, primals, _PERTURBABLE)), 0
-
-
-@batch_norm_eval_bwd_p.def_vmap
-def _batch_norm_eval_bwd_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names = ("y_bar", "x", "weight", "running_mean", "running_var")
-    axes = tuple(0 if want else None for want in primals.wanted)
-    return batch_norm_eval_bwd_p(*_fold(batch, primals, names)), axes
-
-
-@batch_norm_eval_jvp_p.def_vmap
-def _batch_norm_eval_jvp_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    dots = tuple(f"{name}_dot" for name in _PERTURBABLE)
-    return batch_norm_eval_jvp_p(*_fold(batch, primals, ("x", "weight", "running_mean", "running_var", *dots))), 0
+batch_all("batch_ndim", batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p)

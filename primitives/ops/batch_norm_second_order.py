@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
-from primitives.ops._shared import bind_launcher, fold_batch, of_wanted, unwanted
+from primitives.ops._shared import batch_all, bind_launcher, of_wanted, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
 if TYPE_CHECKING:
@@ -204,16 +204,4 @@ def _batch_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, .
 
 # Batching: the batch multiplies the channels.
 
-
-@batch_norm_pairing_p.def_vmap
-def _batch_norm_pairing_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names = ("y_bar", "x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot")
-    folded = fold_batch(batch, primals, names)._replace(batch_ndim=primals.batch_ndim + 1)
-    return batch_norm_pairing_p(*folded), tuple(0 if want else None for want in primals.wanted)
-
-
-@batch_norm_bwd_jvp_p.def_vmap
-def _batch_norm_bwd_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names = ("y_bar", "x", "weight", "mean", "rstd", "y_bar_dot", "x_dot", "weight_dot")
-    folded = fold_batch(batch, primals, names)._replace(batch_ndim=primals.batch_ndim + 1)
-    return batch_norm_bwd_jvp_p(*folded), tuple(0 if want else None for want in primals.wanted)
+batch_all("batch_ndim", batch_norm_pairing_p, batch_norm_bwd_jvp_p)

@@ -26,7 +26,7 @@ import torch
 
 from primitives.core import Primitive
 from primitives.ops._philox import draw_words
-from primitives.ops._shared import accumulation_dtype, bind_launcher, fold_batch
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +72,5 @@ def _dropout_jvp(residuals: Any, tangents: Any) -> Tensor:
     return dropout_p(tangents.x, r.seed, r.offset, r.p, r.batch_ndim)
 
 
-@dropout_p.def_vmap
-def _dropout_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    # Samples that share a seed count their elements alike, and so share their noise.
-    folded = fold_batch(batch, primals, ("x", "seed", "offset"))
-    return dropout_p(*folded._replace(batch_ndim=primals.batch_ndim + 1)), 0
+# Samples that share a seed count their elements alike, and so share their noise.
+batch_all("batch_ndim", dropout_p)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm as cpu
-from primitives.ops._shared import accumulation_dtype, bind_launcher, cast_to_float32, fold_batch, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_rows, bind_launcher, cast_to_float32, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,34 +198,7 @@ def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch becomes more rows, and where parameters have it too, one more batch axis.
 
-
-@layer_norm_p.def_vmap
-def _layer_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names: tuple[str, ...] = ("x",)
-    if primals.batch_ndim or batch.is_batched("weight", "bias"):
-        names = ("x", "weight", "bias")
-        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
-    return layer_norm_p(*fold_batch(batch, primals, names)), (0, 0, 0)
-
-
-@layer_norm_bwd_p.def_vmap
-def _layer_norm_bwd_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names: tuple[str, ...] = ("y_bar", "x", "mean", "rstd")
-    # Each sample has its own sum over rows, so parameter cotangents need the batch axis even if no parameter has it.
-    if primals.batch_ndim or batch.is_batched("weight") or any(primals.wanted[1:]):
-        names = (*names, "weight")
-        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
-    axes = tuple(0 if want else None for want in primals.wanted)
-    return layer_norm_bwd_p(*fold_batch(batch, primals, names)), axes
-
-
-@layer_norm_jvp_p.def_vmap
-def _layer_norm_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    names: tuple[str, ...] = ("x", "mean", "rstd", "x_dot")
-    if primals.batch_ndim or batch.is_batched("weight", "weight_dot", "bias_dot"):
-        names = (*names, "weight", "weight_dot", "bias_dot")
-        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
-    return layer_norm_jvp_p(*fold_batch(batch, primals, names)), 0
+batch_rows(layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p)
 
 
 # Torch runs layer norm in float32 under CUDA's autocast and leaves it alone under the CPU's.

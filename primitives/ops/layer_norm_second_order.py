@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm_second_order as cpu
-from primitives.ops._shared import bind_launcher, fold_batch, of_wanted, unwanted
+from primitives.ops._shared import batch_rows, bind_launcher, of_wanted, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -231,27 +231,6 @@ def _layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, .
     return layer_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
 
 
-# Batching: as in first order, parameters get the batch axis where they or what is summed into them need it.
+# Batching: as in first order.
 
-
-def _fold(batch: Any, primals: Any, full: tuple[str, ...], params: tuple[str, ...], sums: bool) -> Any:
-    if sums or primals.batch_ndim or batch.is_batched(*params):
-        full = (*full, *params)
-        primals = primals._replace(batch_ndim=primals.batch_ndim + 1)
-    return fold_batch(batch, primals, full)
-
-
-@layer_norm_pairing_p.def_vmap
-def _layer_norm_pairing_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    w = primals.wanted
-    full, params = ("y_bar", "x", "mean", "rstd", "x_dot"), ("weight", "weight_dot", "bias_dot")
-    axes = tuple(0 if want else None for want in w)
-    return layer_norm_pairing_p(*_fold(batch, primals, full, params, sums=w[2] or w[4] or w[5])), axes
-
-
-@layer_norm_bwd_jvp_p.def_vmap
-def _layer_norm_bwd_jvp_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    w = primals.wanted
-    full, params = ("y_bar", "x", "mean", "rstd", "y_bar_dot", "x_dot"), ("weight", "weight_dot")
-    axes = tuple(0 if want else None for want in w)
-    return layer_norm_bwd_jvp_p(*_fold(batch, primals, full, params, sums=w[1] or w[2])), axes
+batch_rows(layer_norm_pairing_p, layer_norm_bwd_jvp_p)

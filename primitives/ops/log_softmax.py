@@ -19,7 +19,7 @@ import torch
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, bind_launcher, fold_batch
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, batch_all, bind_launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,24 +102,7 @@ def _log_softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch is one more axis that the sum does not run over.
 
-
-def _fold(batch: Any, primals: Any, names: tuple[str, ...]) -> Any:
-    return fold_batch(batch, primals, names)._replace(dim=primals.dim + 1)
-
-
-@log_softmax_p.def_vmap
-def _log_softmax_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    return log_softmax_p(*_fold(batch, primals, ("x",))), 0
-
-
-@log_softmax_bwd_p.def_vmap
-def _log_softmax_bwd_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    return log_softmax_bwd_p(*_fold(batch, primals, ("y_bar", "y"))), 0
-
-
-@log_softmax_jvp_p.def_vmap
-def _log_softmax_jvp_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    return log_softmax_jvp_p(*_fold(batch, primals, ("x_dot", "y"))), 0
+batch_all("dim", log_softmax_p, log_softmax_bwd_p, log_softmax_jvp_p)
 
 
 @log_softmax_p.def_autocast("cuda")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import accumulation_dtype, bind_launcher, fold_batch, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher, unwanted
 from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p
 
 if TYPE_CHECKING:
@@ -122,14 +122,4 @@ def _log_softmax_bwd_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch is one more axis that the sum does not run over.
 
-
-@log_softmax_pairing_p.def_vmap
-def _log_softmax_pairing_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    folded = fold_batch(batch, primals, ("y_bar", "y", "x_dot"))._replace(dim=primals.dim + 1)
-    return log_softmax_pairing_p(*folded), tuple(0 if want else None for want in primals.wanted)
-
-
-@log_softmax_bwd_jvp_p.def_vmap
-def _log_softmax_bwd_jvp_vmap(batch: Any, primals: Any) -> tuple[Tensor, int]:
-    folded = fold_batch(batch, primals, ("y_bar", "y", "y_bar_dot", "y_dot"))._replace(dim=primals.dim + 1)
-    return log_softmax_bwd_jvp_p(*folded), 0
+batch_all("dim", log_softmax_pairing_p, log_softmax_bwd_jvp_p)
