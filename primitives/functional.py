@@ -28,6 +28,10 @@ _MAX_SEED = 2**63 - 1
 
 __all__ = ["BatchNormOutput", "batch_norm", "dropout", "layer_norm", "log_softmax", "pure_batch_norm"]
 
+# torch.fx records a call of these as one node. It swaps the names of this module while it traces, at no cost else.
+for _name in ("batch_norm", "dropout", "layer_norm", "log_softmax", "pure_batch_norm"):
+    torch.fx.wrap(_name)
+
 
 def layer_norm(
     input: Any,
@@ -185,7 +189,10 @@ def _batch_norm_tree(
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = _weight_beside(bias, weight, x)
-        return batch_norm_of_tensors(x, mean, var, weight, bias, training, momentum, eps, in_place=in_place)
+        # An empty tensor of one axis has no channels.
+        rows = x.reshape(0, 0) if x.dim() == 1 else x
+        y, mean, var = batch_norm_of_tensors(rows, mean, var, weight, bias, training, momentum, eps, in_place=in_place)
+        return y.reshape(x.shape) if x.dim() == 1 else y, mean, var
 
     prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     trees = map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace, num_results=3)
@@ -213,8 +220,8 @@ def batch_norm(
     `running = (1 - momentum) * running + momentum * batch`. In evaluation `μ` and `σ²` are the running statistics.
 
     Args:
-        input: Tensor of shape `[N, C, *]` with 2 to 5 axes, float16, bfloat16, float32 or float64, any strides; or a
-            pytree of such tensors, which is mapped leaf by leaf.
+        input: Tensor of shape `[N, C, *]` with 2 to 5 axes, or `[0]`, float16, bfloat16, float32 or float64, any
+            strides; or a pytree of such tensors, which is mapped leaf by leaf.
         running_mean: Shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`; written in
             training. `None`, together with `running_var`, for none: then only training is possible.
         running_var: Like `running_mean`.

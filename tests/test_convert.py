@@ -1,52 +1,58 @@
-"""convert and revert: which modules change type, and that nothing else about a model does."""
+"""convert and revert: which modules change, what they say of the others, and that nothing else about a model does."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
+import functools
+import pickle
 
 import pytest
 import torch
-from torch.nn.utils import parametrize, prune
+from torch import nn
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 import primitives as pr
 
 
-class OwnLayerNorm(torch.nn.LayerNorm):
+class OwnLayerNorm(nn.LayerNorm):
+    """As torch's, by another name."""
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    """Takes one shape alone."""
+
+    def _check_input_dim(self, input):
+        if input.dim() != 4:
+            raise ValueError("own check")
+
+
+class OwnForward(nn.LayerNorm):
+    """As timm's and transformers' norms over channels."""
+
+    def forward(self, x):
+        x = x.movedim(1, -1)
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).movedim(-1, 1)
+
+
+class OwnLazy(nn.LazyBatchNorm2d):
     pass
 
 
-class Block(torch.nn.Module):
+class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = torch.nn.LayerNorm(4)
-        self.own = OwnLayerNorm(4)
-        self.bn = torch.nn.BatchNorm1d(4)
-        self.lin = torch.nn.Linear(4, 4)
+        self.conv = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), OwnBatchNorm(2))
+        self.norms = nn.ModuleDict({"a": nn.LayerNorm(4), "b": OwnLayerNorm(4), "group": nn.GroupNorm(1, 2)})
+        self.drop = nn.Dropout(0.0)
+        self.head = nn.LogSoftmax(dim=-1)
 
     def forward(self, x):
-        return self.lin(self.bn(self.own(self.norm(x))))
+        x = self.norms["group"](self.conv(x))
+        return self.head(self.drop(self.norms["b"](self.norms["a"](x))))
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.conv = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2))
-        self.volume = torch.nn.ModuleDict({"a": torch.nn.BatchNorm3d(2), "group": torch.nn.GroupNorm(1, 2)})
-        self.head = torch.nn.LogSoftmax(dim=-1)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-CHANGED = [
-    "blocks.0.norm", "blocks.0.bn", "blocks.1.norm", "blocks.1.bn", "conv.1", "volume.a", "head",
-]  # fmt: skip
+CHANGED = ["conv.1", "conv.2", "norms.a", "norms.b", "head"]
 
 
 @pytest.fixture
@@ -57,214 +63,252 @@ def net():
 
 @pytest.fixture
 def x():
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(6, 1, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def types(model):
     return {name: type(module) for name, module in model.named_modules()}
 
 
-def is_ours(module):
-    return type(module).__module__.startswith("primitives.")
+def node(y):
+    """The name of the operation that made `y`."""
+    return y.grad_fn.name()
 
 
-def test_convert_changes_what_it_knows_and_says_so(net):
+def test_convert_changes_what_it_knows_and_shows_it(net):
     before = types(net)
-    changed = pr.nn.convert(net)
-    assert list(changed) == CHANGED
+    assert pr.nn.convert(net) is net
+    assert list(pr.nn.converted(net)) == CHANGED
     for name, module in net.named_modules():
-        if name in CHANGED:
-            assert changed[name] is module
-            assert type(module) is getattr(pr.nn, before[name].__name__)
-        else:
-            assert type(module) is before[name]
+        assert isinstance(module, before[name])
+        assert (type(module) is before[name]) == (name not in CHANGED)
+        if not list(module.children()):
+            assert repr(module).startswith("primitives.") == (name in CHANGED)
+    after = types(net)
+    assert types(pr.nn.convert(net)) == after
+    assert pr.nn.revert(net) is net
+    assert types(net) == before
+    assert pr.nn.converted(net) == {}
 
 
 def test_results_gradients_and_state_stay_the_same(net, x):
     twin = copy.deepcopy(net)
+    net.norms["a"].weight.requires_grad_(False)
+    net.conv[1].eval(), twin.conv[1].eval()
+    tensors, keys = [*net.named_parameters(), *net.named_buffers()], list(net.state_dict())
     pr.nn.convert(net)
+    for (name, new), (old_name, old) in zip([*net.named_parameters(), *net.named_buffers()], tensors, strict=True):
+        assert (name, new) == (old_name, old)
+        assert new is old
+    assert list(net.state_dict()) == keys
+    assert not net.conv[1].training
     for _ in range(2):
         for model in (net, twin):
             model(x).square().sum().backward()
-    assert_close(net(x), twin(x))
-    for mine, their in zip(net.parameters(), twin.parameters(), strict=True):
-        assert_close(mine.grad, their.grad)
-    for (name, mine), (other, their) in zip(net.named_buffers(), twin.named_buffers(), strict=True):
-        assert name == other
-        assert_close(mine, their)
+    assert net.norms["a"].weight.grad is None
+    twin.norms["a"].weight.grad = None
+    assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert_close(net.state_dict(), twin.state_dict())
 
 
-def test_tensors_keep_their_identity_and_names(net):
-    tensors = [*net.named_parameters(), *net.named_buffers()]
-    keys, modules = list(net.state_dict()), dict(net.named_modules())
-    for change in (pr.nn.convert, pr.nn.revert):
-        change(net)
-        after = [*net.named_parameters(), *net.named_buffers()]
-        assert [name for name, _ in after] == [name for name, _ in tensors]
-        assert all(new is old for (_, new), (_, old) in zip(after, tensors, strict=True))
-        assert list(net.state_dict()) == keys
-        assert all(module is modules[name] for name, module in net.named_modules())
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_stay_converted(net, x, duplicate):
+    twin = duplicate(pr.nn.convert(net))
+    assert types(twin) == types(net)
+    assert_close(twin(x), net(x))
+    assert types(pr.nn.revert(twin)) == types(Net())
+    assert list(pr.nn.converted(net)) == CHANGED
 
 
-def test_convert_twice_and_revert(net):
-    before = types(net)
-    converted = pr.nn.convert(net)
-    after = types(net)
-    assert pr.nn.convert(net) == {}
-    assert types(net) == after
-    reverted = pr.nn.revert(net)
-    assert reverted == converted
-    assert types(net) == before
-    assert pr.nn.revert(net) == {}
+def test_a_subclass_computes_with_this_package_and_keeps_its_own_methods(net, x):
+    pr.nn.convert(net)
+    normal = torch.randn(3, 4, dtype=torch.float64)
+    assert node(net.norms["b"](normal)) == node(pr.nn.LayerNorm(4).double()(normal))
+    with pytest.raises(ValueError, match="own check"):
+        net.conv[2](normal)
 
 
-def test_revert_also_reverts_modules_built_here():
-    model = torch.nn.Sequential(pr.nn.LayerNorm(3), pr.nn.BatchNorm3d(2))
-    assert list(pr.nn.revert(model)) == ["0", "1"]
-    assert [type(module) for module in model] == [torch.nn.LayerNorm, torch.nn.BatchNorm3d]
+LEFT = {
+    "own forward": (lambda: OwnForward(4), OwnForward, "forward of its own", "override_torch"),
+    "no counterpart": (lambda: nn.InstanceNorm2d(4), nn.InstanceNorm2d, "no counterpart", "override_torch"),
+    "processes": (lambda: nn.SyncBatchNorm(4), nn.SyncBatchNorm, "processes", "none"),
+    "lazy": (OwnLazy, OwnLazy, "lazy", "first call"),
+    "wrapped": (lambda: wrapped(nn.LayerNorm(4)), nn.LayerNorm, "replaced", "before"),
+    "script": (lambda: torch.jit.script(nn.LayerNorm(4)), torch.jit.ScriptModule, "TorchScript", "torch.jit.script"),
+}
 
 
-@pytest.mark.parametrize("module", [torch.nn.LayerNorm(3), torch.nn.BatchNorm1d(3), torch.nn.LogSoftmax(1)], ids=str)
-def test_the_model_may_itself_be_such_a_module(module):
-    assert pr.nn.convert(module) == {"": module}
-    assert is_ours(module)
-    assert pr.nn.revert(module) == {"": module}
-    assert type(module).__module__.startswith("torch.nn.")
+def wrapped(module):
+    """As accelerate hooks a module."""
+    module.forward = functools.partial(module.forward)
+    return module
 
 
-def test_a_shared_module_stays_shared():
-    norm = torch.nn.LayerNorm(4)
-    model = torch.nn.Sequential(norm, torch.nn.Linear(4, 4), norm)
-    assert pr.nn.convert(model) == {"0": norm}
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_is_named_with_reason_and_remedy(case):
+    make, cls, reason, remedy = LEFT[case]
+    model = nn.Sequential(nn.Linear(4, 4), make(), nn.Sequential(make()))
+    before = types(model)
+    with pytest.warns(pr.nn.ConversionWarning, match=rf"(?s)2 modules.*1 and 1 more .*{reason}.*{remedy}") as caught:
+        pr.nn.convert(model)
+    assert caught[0].filename == __file__
+    assert [left.path for left in caught[0].message.left] == ["1", "2.0"]
+    for left in caught[0].message.left:
+        assert issubclass(left.type, cls)
+        assert reason in left.reason
+        assert remedy in left.remedy
+    assert types(model) == before
+
+
+CLASSES = {
+    "default": (None, ["0", "1"]),
+    "dropout": ([nn.Dropout], ["2"]),
+    "two": ({nn.Dropout, nn.BatchNorm1d}, ["1", "2"]),
+    "ours": ([pr.nn.LayerNorm], ["0"]),
+    "base": ([nn.modules.batchnorm._BatchNorm], ["1"]),
+    "all": ([nn.Module], ["0", "1", "2"]),
+    "subclass": ([OwnLayerNorm], []),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_choice_of_classes(case):
+    classes, expected = CLASSES[case]
+    model = nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    assert list(pr.nn.converted(pr.nn.convert(model, classes=classes))) == expected
+
+
+def test_what_is_not_a_module_or_a_class_raises():
+    for change in (pr.nn.convert, pr.nn.revert, pr.nn.converted):
+        for model in (None, nn.LayerNorm, [nn.LayerNorm(3)]):
+            with pytest.raises(TypeError, match=f"{change.__name__}: .*torch.nn.Module, got {type(model).__name__}"):
+                change(model)
+    with pytest.raises(TypeError, match="Linear"):
+        pr.nn.convert(nn.LayerNorm(3), classes=[nn.LayerNorm, nn.Linear])
+
+
+def test_a_shared_module_and_a_root_are_converted():
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
+    assert list(pr.nn.converted(pr.nn.convert(model))) == ["0"]
     assert model[0] is model[2] is norm
-    assert is_ours(norm)
+    assert pr.nn.converted(norm) == {"": norm}
 
 
-def test_subclasses_and_unknown_modules_stay_untouched():
-    modules = [
-        OwnLayerNorm(3), torch.nn.GroupNorm(1, 3), torch.nn.InstanceNorm2d(3), torch.nn.SyncBatchNorm(3),
-        torch.nn.LazyBatchNorm2d(), torch.nn.Softmax(1), torch.nn.Linear(3, 3),
-    ]  # fmt: skip
-    model = torch.nn.Sequential(*modules)
-    attributes = [dict(vars(module)) for module in modules]
-    assert pr.nn.convert(model) == {}
-    assert [type(module) for module in model] == [type(module) for module in modules]
-    assert [vars(module) for module in modules] == attributes
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_mode_is_kept(net, training):
-    net.train(training)
-    net.blocks[0].norm.train(not training)
-    modes = [module.training for module in net.modules()]
-    pr.nn.convert(net)
-    assert [module.training for module in net.modules()] == modes
-
-
-def test_frozen_parameters_stay_frozen(net, x):
-    net.blocks[0].norm.weight.requires_grad_(False)
-    pr.nn.convert(net)
-    net(x).sum().backward()
-    assert net.blocks[0].norm.weight.grad is None
-    assert net.blocks[0].norm.bias.grad is not None
-
-
-def test_hooks_are_kept_and_run(x):
-    norm, calls = torch.nn.LayerNorm(4).double(), []
+def test_hooks_are_kept_and_run():
+    norm, calls = nn.BatchNorm1d(4).double(), []
+    x = torch.randn(6, 4, dtype=torch.float64)
     norm.register_forward_pre_hook(lambda module, args: calls.append("pre") or (args[0] * 2,))
+    norm.register_forward_pre_hook(lambda module, args, kwargs: calls.append("pre kwargs"), with_kwargs=True)
     norm.register_forward_hook(lambda module, args, output: calls.append("forward") or output + 1)
+    norm.register_forward_hook(lambda module, args, kwargs, output: calls.append("kwargs"), with_kwargs=True)
     norm.register_full_backward_pre_hook(lambda module, cotangents: calls.append("backward pre"))
     norm.register_full_backward_hook(lambda module, x_bar, y_bar: calls.append("backward") or (x_bar[0] * 3,))
     norm.register_state_dict_pre_hook(lambda module, prefix, keep_vars: calls.append("state_dict"))
+    norm.register_load_state_dict_pre_hook(lambda module, state, *rest: calls.append("load pre"))
+    norm.register_load_state_dict_post_hook(lambda module, keys: calls.append("load post"))
     results = []
     for change in (lambda module: None, pr.nn.convert, pr.nn.revert):
         change(norm)
         value = x.clone().requires_grad_()
         y = norm(value)
         y.sin().sum().backward()
-        norm.state_dict()
+        norm.load_state_dict(norm.state_dict())
         results.append((y.detach(), value.grad, tuple(calls)))
         calls.clear()
-    assert results[0][2] == ("pre", "forward", "backward pre", "backward", "state_dict")
+    assert len(results[0][2]) == 9
     for result in results[1:]:
         assert_close(result[:2], results[0][:2])
         assert result[2] == results[0][2]
 
 
-def test_the_optimizer_goes_on_with_the_same_parameters(net, x):
-    twin = copy.deepcopy(net)
-    for model in (net, twin):
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
-        for step in range(4):
-            if model is net and step % 2:
-                pr.nn.convert(net)
-            elif model is net:
-                pr.nn.revert(net)
-            optimizer.zero_grad()
-            model(x)[:, 0].sum().neg().backward()
-            optimizer.step()
-    for mine, their in zip(net.parameters(), twin.parameters(), strict=True):
-        assert_close(mine, their)
-
-
-class Doubled(torch.nn.Module):
+class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
 
 
-def test_a_parametrized_module_keeps_its_parametrization(x):
-    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)).double()
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    expected = model(x)
-    keys = list(model.state_dict())
-    # A parametrized module is a class of its own, which is not known here.
-    assert list(pr.nn.convert(model)) == ["1"]
-    assert parametrize.is_parametrized(model[0])
-    assert_close(model(x), expected)
-    assert list(model.state_dict()) == keys
-
-
-def test_a_converted_module_can_be_parametrized(x):
-    model, twin = torch.nn.LayerNorm(4).double(), torch.nn.LayerNorm(4).double()
-    pr.nn.convert(model)
+@pytest.mark.parametrize("make", [nn.LayerNorm, OwnLayerNorm])
+@pytest.mark.parametrize("first", ["parametrized", "converted"])
+def test_parametrized_modules(make, first):
+    model, x = make(4).double(), torch.randn(3, 4, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    if first == "converted":
+        pr.nn.convert(model)
     for module in (model, twin):
         parametrize.register_parametrization(module, "weight", Doubled())
-    assert_close(model(x), twin(x))
-    assert pr.nn.revert(model) == {}
-    parametrize.remove_parametrizations(model, "weight")
-    assert type(model) is pr.nn.LayerNorm
-    assert pr.nn.revert(model) == {"": model}
-
-
-def test_a_pruned_module_keeps_its_mask(x):
-    torch.manual_seed(0)
-    model = torch.nn.LayerNorm(4).double()
-    prune.random_unstructured(model, "weight", amount=2)
-    expected = model(x)
+    bystander, keys = copy.deepcopy(model), list(model.state_dict())
     pr.nn.convert(model)
-    assert_close(model(x), expected)
-    assert list(model.state_dict()) == ["bias", "weight_orig", "weight_mask"]
-    model(x).square().sum().backward()
-    assert torch.equal(model.weight_orig.grad == 0, model.weight_mask == 0)
-    prune.remove(model, "weight")
-    assert_close(model(x), expected)
+    assert pr.nn.converted(model)
+    assert bool(pr.nn.converted(bystander)) == (first == "converted")
+    assert parametrize.is_parametrized(model)
+    assert list(model.state_dict()) == keys
+    assert_close(model(x), twin(x))
+    pr.nn.revert(model)
+    assert parametrize.type_before_parametrizations(model) is make
+    assert_close(model(x), twin(x))
+    parametrize.remove_parametrizations(pr.nn.convert(model), "weight")
+    assert issubclass(type(model), (make, pr.nn.LayerNorm))
+    assert_close(model(x), twin(x))
+    assert type(pr.nn.revert(model)) is make
 
 
-def test_convert_keeps_no_module_alive(net):
-    pr.nn.convert(net)
-    reference = weakref.ref(net.head)
-    del net.head
-    gc.collect()
-    assert reference() is None
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_lazy_batch_norm_is_ours_from_its_first_call_on(axes):
+    ours, theirs = [getattr(nn, f"LazyBatchNorm{axes}d")() for _ in range(2)]
+    x = torch.randn(2, 3, *[2] * axes, requires_grad=True)
+    assert "primitives.Lazy" in repr(pr.nn.convert(ours))
+    y = ours(x)
+    assert_close(y, theirs(x))
+    assert type(ours) is getattr(pr.nn, f"BatchNorm{axes}d")
+    assert node(y) == node(ours(x))
+    assert_close(ours.state_dict()["num_batches_tracked"], torch.tensor(2))
+    assert type(pr.nn.revert(ours)) is type(theirs)
 
 
-@pytest.mark.parametrize("change", [pr.nn.convert, pr.nn.revert])
-@pytest.mark.parametrize(
-    "model", [None, 3, torch.nn.LayerNorm, [torch.nn.LayerNorm(3)], {"a": torch.nn.LayerNorm(3)}], ids=str
-)
-def test_what_is_no_module_raises_and_stays(change, model):
-    with pytest.raises(TypeError) as caught:
-        change(model)
-    assert str(caught.value) == f"{change.__name__}: model must be a torch.nn.Module, got {type(model).__name__}."
-    if isinstance(model, list):
-        assert type(model[0]) is torch.nn.LayerNorm
+def test_convert_sync_batchnorm_does_not_undo_it_silently(net):
+    replaced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net))
+    assert isinstance(replaced.conv[1], nn.SyncBatchNorm)
+    with pytest.warns(pr.nn.ConversionWarning, match=r"primitives\.\w*BatchNorm\w* by torch") as caught:
+        nn.SyncBatchNorm.convert_sync_batchnorm(pr.nn.convert(net))
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+# Other tools of torch.
+
+
+def test_symbolic_trace_takes_the_modules_for_leaves(net, x):
+    net.norms["a"].register_forward_hook(lambda module, args, y: y + 1)
+    graph = torch.fx.symbolic_trace(pr.nn.convert(net.eval()))
+    leaves = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    assert set(CHANGED) < set(leaves)
+    assert_close(graph(x), net(x))
+
+
+def test_symbolic_trace_takes_calls_of_functions_for_nodes():
+    class Calls(nn.Module):
+        def forward(self, x):
+            y = pr.functional.batch_norm(x, None, None, training=True)
+            return pr.functional.layer_norm(pr.functional.log_softmax(y, 1), (4,))
+
+    graph, x = torch.fx.symbolic_trace(Calls()), torch.randn(3, 4)
+    assert [n.name for n in graph.graph.nodes if n.op == "call_function"] == ["batch_norm", "log_softmax", "layer_norm"]
+    assert_close(graph(x), Calls()(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 1, 3, 4).double())])
+def test_torchscript(net, x, make):
+    twin = copy.deepcopy(net).eval()
+    scripted = make(pr.nn.convert(net.eval()))
+    assert_close(scripted(x), twin(x))
+    assert_close(torch.autograd.grad(scripted(x).sin().sum(), net.norms["a"].weight)[0],
+                 torch.autograd.grad(twin(x).sin().sum(), twin.norms["a"].weight)[0])  # fmt: skip
+
+
+def test_compiled(net, x):
+    net.norms["a"].register_forward_hook(lambda module, args, y: y + 1)
+    twin = copy.deepcopy(pr.nn.convert(net))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), twin(x))
+    assert_close(net.state_dict(), twin.state_dict())

@@ -248,15 +248,12 @@ def test_compiled():
 
 def test_module():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.25))
-    assert list(pr.nn.convert(model)) == ["1"]
-    module = model[1]
+    module = pr.nn.convert(model, classes=[torch.nn.Dropout])[1]
     assert type(module) is pr.nn.Dropout
     assert isinstance(module, torch.nn.Dropout)
-    assert repr(module) == "Dropout(p=0.25, inplace=False)"
     x = torch.ones(64, 8)
     assert set(module(x).unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert module.eval()(x) is x
     pr.nn.Dropout(0.5, inplace=True)(x)
     assert (x == 0).any()
-    assert pr.nn.revert(model)
-    assert type(model[1]) is torch.nn.Dropout
+    assert type(pr.nn.revert(model)[1]) is torch.nn.Dropout

@@ -84,9 +84,13 @@ def readable(x: Tensor, batch_ndim: int) -> Tensor:
 
 def new_output(x: Tensor, batch_ndim: int) -> Tensor:
     """An uninitialized output for `x` in the layout that torch gives it: channels_last if the strides of `x` are."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if batch_ndim == 0 and x.numel() == 0:
+        # It is contiguous in every layout at once: as it was made.
+        return torch.empty_like(x)
     layout = torch.contiguous_format
-    if batch_ndim == 0 and not x.is_contiguous():
-        layout = suggest_memory_format(x)
+    if batch_ndim == 0 and last is not None and not x.is_contiguous():
+        layout = last if x.is_contiguous(memory_format=last) else suggest_memory_format(x)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 

@@ -110,7 +110,7 @@ def run_duel(
         plain = contest.make_model().to(device, dtype)
         torch.manual_seed(seed)
         converted = contest.make_model().to(device, dtype)
-        if not pr.nn.convert(converted):
+        if not pr.nn.converted(pr.nn.convert(converted)):
             raise RuntimeError(f"{contest.name}: primitives.nn.convert changed no module.")
         first, second = (
             _train(model, moved, contest.learning_rate, seed, steps, total, on_step) for model in (plain, converted)

@@ -151,7 +151,8 @@ def batch_norm(
     training: bool,
 ) -> None:
     """Raise unless the arguments of a batch norm fit one another."""
-    if not BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM:
+    is_empty_row = x.dim() == 1 and x.numel() == 0
+    if not (is_empty_row or BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM):
         raise ShapeError(f"batch_norm: {label} must have 2 to 5 axes, [N, C, *spatial], got {_list(x.shape)}.")
     floating("batch_norm", label, x.dtype)
     if (running_mean is None) != (running_var is None):
@@ -165,8 +166,10 @@ def batch_norm(
             "batch_norm: running_mean and running_var must be given in evaluation mode, got None. "
             "Pass training=True to normalize by the statistics of the batch."
         )
-    if not _are_like(x, (x.shape[1],), running_mean, running_var, weight, bias):
-        _per_channel(label, x, running_mean, running_var, weight, bias)
+    # torch takes an empty tensor of one axis for one without channels.
+    channels = 0 if is_empty_row else x.shape[1]
+    if not _are_like(x, (channels,), running_mean, running_var, weight, bias):
+        _per_channel(label, x, channels, running_mean, running_var, weight, bias)
     if training and math.prod(x.shape[2:], start=x.shape[0]) == 1:
         raise ShapeError(
             f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
@@ -177,13 +180,13 @@ def batch_norm(
 def _per_channel(
     label: str,
     x: Tensor,
+    channels: int,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
     """Raise unless shapes, dtypes and devices of what batch norm has per channel go with `x`."""
-    channels = x.shape[1]
     tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     for name, value in tensors.items():
         if value is not None and tuple(value.shape) != (channels,):

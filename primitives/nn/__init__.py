@@ -1,6 +1,25 @@
 """Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behavior."""
 
-from primitives.nn._convert import convert, revert
-from primitives.nn._modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax
+from primitives.nn._convert import convert, converted, revert
+from primitives.nn._modules import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    ConversionWarning,
+    Dropout,
+    LayerNorm,
+    LogSoftmax,
+)
 
-__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Dropout", "LayerNorm", "LogSoftmax", "convert", "revert"]
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "ConversionWarning",
+    "Dropout",
+    "LayerNorm",
+    "LogSoftmax",
+    "convert",
+    "converted",
+    "revert",
+]

@@ -1,55 +1,119 @@
-"""The modules. Each adds nothing but `forward`, so that a torch module can become one and turn back."""
+"""The modules. Each adds nothing but behavior, so that a torch module can become one and turn back."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+# TorchScript reads annotations as they are, so they are not put off here.
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from primitives import functional
 from primitives.core.overrides import cumulative_weight
 from primitives.core.write_back import count_up
 
-if TYPE_CHECKING:
-    from torch import Tensor
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "ConversionWarning",
+    "Dropout",
+    "LayerNorm",
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
+    "LogSoftmax",
+    "OfThisPackage",
+]
 
-__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Dropout", "LayerNorm", "LogSoftmax"]
+
+class ConversionWarning(UserWarning):
+    """Modules are torch's that one might take for this package's: `convert` left them, or something replaced them.
+
+    Attributes:
+        left: What `convert` left, one entry per module, with `path`, `type`, `reason` and `remedy`.
+    """
+
+    def __init__(self, message: str, left: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.left = tuple(left)
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class OfThisPackage(torch.nn.Module):
+    """What every module here is: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""
+
+    def _get_name(self) -> str:
+        return f"primitives.{type(self).__name__}"
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # Before any hook runs: a leaf runs its hooks when the graph does.
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.fx.Proxy) and isinstance(tracer := value.tracer, torch.fx.Tracer):
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return torch.nn.Module._call_impl(self, *args, **kwargs)
+
+
+class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` on `primitives.functional.layer_norm`: arguments, state and results are torch's.
 
     Shape:
         Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
     """
 
-    def forward(self, input: Any) -> Any:
+    # TorchScript calls Python here: its compiler cannot read functions of pytrees. The annotations say what it passes.
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` over its last axes."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class LogSoftmax(torch.nn.LogSoftmax):
+class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
     """`torch.nn.LogSoftmax` on `primitives.functional.log_softmax`.
 
     Shape:
         Input and output `[*]`, or a pytree of such tensors.
     """
 
-    def forward(self, input: Any) -> Any:
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
         """Logarithm of the softmax of `input` over axis `dim`."""
-        return functional.log_softmax(input, self.dim, _stacklevel=6)
+        return functional.log_softmax(input, self.dim, _stacklevel=7)
 
 
-class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+class _AskedByReplacement:
+    """An attribute that is not there: `convert_sync_batchnorm` asks every module for it just before it replaces it."""
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Any:
+        frame, level = sys._getframe(1), 2
+        while frame is not None and frame.f_code.co_name == "convert_sync_batchnorm":
+            frame, level = frame.f_back, level + 1
+        if module is not None and level > 2:
+            warnings.warn(
+                f"convert_sync_batchnorm replaces primitives.{owner.__name__} by torch's SyncBatchNorm, which takes "
+                "its statistics over all processes and has first derivatives alone. Leave it out to keep this "
+                "package's batch norm.",
+                ConversionWarning,
+                stacklevel=level,
+            )
+        raise AttributeError("qconfig")
+
+
+class _BatchNorm(OfThisPackage, torch.nn.modules.batchnorm._BatchNorm):
+    qconfig = _AskedByReplacement()
+
+    @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`; in training, move the running statistics on."""
-        self._check_input_dim(input)
+        check = getattr(self, "_check_input_dim", None)  # TorchScript passes an object without the other methods.
+        if check is not None:
+            check(input)
         mean, var, training = self.running_mean, self.running_var, self.training
         use_batch = training or (mean is None and var is None)
         update = training and self.track_running_stats
         if training and not update:
             mean = var = None
-        momentum = self._batch_weight() if update else 0.0
+        momentum = _batch_weight(self) if update else 0.0
         output = functional.batch_norm(input, mean, var, self.weight, self.bias, use_batch, momentum, self.eps)
         count = self.num_batches_tracked if update else None
         if count is not None:
@@ -57,12 +121,13 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             count_up(count)
         return output
 
-    def _batch_weight(self) -> float | Tensor:
-        """Weight of this batch in the running statistics: the plain average over all batches if momentum is None."""
-        if self.momentum is not None:
-            return self.momentum
-        # Not read as a Python number, which a transform, a compiler and a device would all have to wait for.
-        return 0.0 if self.num_batches_tracked is None else cumulative_weight(self.num_batches_tracked + 1)
+
+def _batch_weight(norm: torch.nn.modules.batchnorm._BatchNorm) -> float | Tensor:
+    """Weight of this batch in the running statistics: the plain average over all batches if momentum is None."""
+    if norm.momentum is not None:
+        return norm.momentum
+    # Not read as a Python number, which a transform, a compiler and a device would all have to wait for.
+    return 0.0 if norm.num_batches_tracked is None else cumulative_weight(norm.num_batches_tracked + 1)
 
 
 class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
@@ -89,13 +154,36 @@ class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
     """
 
 
-class Dropout(torch.nn.Dropout):
+class LazyBatchNorm1d(_BatchNorm, torch.nn.LazyBatchNorm1d):
+    """What `convert` makes of `torch.nn.LazyBatchNorm1d`; its first call turns it into `BatchNorm1d`."""
+
+    cls_to_become = BatchNorm1d  # type: ignore[assignment] - torch declares its own class as the type
+
+
+class LazyBatchNorm2d(_BatchNorm, torch.nn.LazyBatchNorm2d):
+    """What `convert` makes of `torch.nn.LazyBatchNorm2d`; its first call turns it into `BatchNorm2d`."""
+
+    cls_to_become = BatchNorm2d  # type: ignore[assignment] - as above
+
+
+class LazyBatchNorm3d(_BatchNorm, torch.nn.LazyBatchNorm3d):
+    """What `convert` makes of `torch.nn.LazyBatchNorm3d`; its first call turns it into `BatchNorm3d`."""
+
+    cls_to_become = BatchNorm3d  # type: ignore[assignment] - as above
+
+
+class Dropout(OfThisPackage, torch.nn.Dropout):
     """`torch.nn.Dropout` on `primitives.functional.dropout`: arguments and behavior are torch's.
 
     Shape:
         Input and output `[*]`, or a pytree of such tensors.
     """
 
-    def forward(self, input: Any) -> Any:
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
         """Zero elements of `input` at random in training; return it as it is in evaluation."""
         return functional.dropout(input, self.p, self.training, self.inplace)
+
+
+# What `torch.load` may build of a file that holds a module.
+torch.serialization.add_safe_globals([BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax])

@@ -15,8 +15,11 @@ from primitives.ops._shared import accumulation_dtype, unwanted
 if TYPE_CHECKING:
     from torch import Tensor
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 __all__ = [
     "affine",
+    "arranged",
     "axes_of",
     "dense",
     "memory_format",
@@ -29,14 +32,27 @@ __all__ = [
 
 def memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
     """Layout of the output, as torch chooses it: channels_last where the strides of x are, else contiguous."""
-    if batch_ndim == 0 and not x.is_contiguous():
-        return suggest_memory_format(x)
-    return torch.contiguous_format
+    last = _CHANNELS_LAST.get(x.dim())
+    if batch_ndim or last is None:
+        return torch.contiguous_format
+    if x.numel() == 0:
+        # It is contiguous in every layout: only its strides tell which one it was made in.
+        made_last = x.stride() == torch.empty(x.shape, device="meta", memory_format=last).stride()
+        return last if made_last else torch.contiguous_format
+    if x.is_contiguous():
+        return torch.contiguous_format
+    return last if x.is_contiguous(memory_format=last) else suggest_memory_format(x)
+
+
+def arranged(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
+    """Return x in the output layout for `like`."""
+    layout = memory_format(like, batch_ndim)
+    return x.contiguous(memory_format=layout) if x.numel() else x.clone(memory_format=layout)
 
 
 def dense(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
     """Return x in the accumulation dtype and in the output layout for `like`."""
-    return x.contiguous(memory_format=memory_format(like, batch_ndim)).to(accumulation_dtype(like.dtype))
+    return arranged(x, like, batch_ndim).to(accumulation_dtype(like.dtype))
 
 
 def axes_of(x: Tensor, batch_ndim: int) -> list[int]:
@@ -69,4 +85,4 @@ def parameter_cotangents(
 
 def sum_of_terms(terms: list[Tensor], x: Tensor, batch_ndim: int) -> Tensor:
     total = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype, copy=True)
-    return total.contiguous(memory_format=memory_format(x, batch_ndim))
+    return arranged(total, x, batch_ndim)

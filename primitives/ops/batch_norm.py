@@ -27,7 +27,16 @@ import torch
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
-from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
+from primitives.ops._channels import (
+    affine,
+    arranged,
+    axes_of,
+    dense,
+    normalized,
+    parameter_cotangents,
+    per_channel,
+    sum_of_terms,
+)
 from primitives.ops._shared import batch_all, bind_launcher, fold_batch, unwanted
 
 if TYPE_CHECKING:
@@ -125,6 +134,7 @@ def _batch_norm_bwd_reference(
     x_bar = unwanted(x)
     if wanted[0]:
         x_bar = affine(project(y_bar, x_hat, rstd, batch_ndim), weight, None, batch_ndim).to(x.dtype)
+        x_bar = arranged(x_bar, x, batch_ndim)
     return x_bar, *parameter_cotangents(y_bar, x_hat, x, weight, batch_ndim, wanted)
 
 
@@ -198,7 +208,10 @@ def _batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
     out = batch_norm_p(*folded)
     if primals.running_mean is None:
         return out, (0, 0, 0, None, None)
-    if batch.is_batched("x", "running_mean", "running_var"):
-        return out, (0, 0, 0, 0, 0)
-    # Parameters alone differ, so the statistics of every sample are the same.
-    return (*out[:3], out[3][0].clone(), out[4][0].clone()), (0, 0, 0, None, None)
+    moved, axes = [], []
+    for name, value in zip(("running_mean", "running_var"), out[3:], strict=True):
+        # Without a batch axis of its own, or of x, the next one is the same for every sample.
+        differs = batch.is_batched("x", name)
+        moved.append(value if differs else value[0].clone())
+        axes.append(0 if differs else None)
+    return (*out[:3], *moved), (0, 0, 0, *axes)
