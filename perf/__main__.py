@@ -1,7 +1,7 @@
 """Measure the kernels, report, compare and predict.
 
 python -m perf run [--device cpu|cuda] [--quick] [--out FILE]   measure everything, write one JSON file
-python -m perf run --plan [--device cpu|cuda] [--quick]         what that would measure, and how long it should take
+python -m perf run --plan [--device cpu|cuda] [--quick]         what that would measure
 python -m perf report FILE [FILE ...]                           tables and plots into docs/perf/
 python -m perf compare BEFORE AFTER                             exit status 1 if a row lost over 5 % of its speed, broke
                                                                 or is gone, 2 if a file is damaged
@@ -31,7 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = arguments[:1] if arguments[:1] == ["predict"] else arguments
     options = _parser().parse_args(own)
     options.rest = arguments[len(own) :]
-    return options.command(options)
+    try:
+        return options.command(options)
+    except ModuleNotFoundError as error:
+        print(f"python -m perf needs {error.name}: pip install 'torch-training-primitives[perf]'.", file=sys.stderr)
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,8 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--modes", nargs="+", default=[], metavar="MODE", help="only these modes")
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
     run.add_argument("--seconds", type=float, help="time that the run may take")
-    run.add_argument("--workers", type=int, help="processes that compile, and that prepare what is measured")
-    run.add_argument("--plan", action="store_true", help="only say what would be measured, and how long it should take")
+    run.add_argument("--workers", type=int, help="processes that compile")
+    run.add_argument("--plan", action="store_true", help="only say what would be measured")
     run.add_argument("--out", type=Path, default=DEFAULT_OUT, help="result file (default: %(default)s)")
     report = commands.add_parser("report", help="write tables and plots")
     report.set_defaults(command=_report)
@@ -77,29 +83,26 @@ def _part(text: str) -> float:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        from perf.suite.driver import describe, run
-        from perf.suite.plan import OptionError, Options, check
-    except ModuleNotFoundError as error:
-        return _fail(f"python -m perf run needs {error.name}: pip install 'torch-training-primitives[perf]'.")
-    from perf.suite.results import OutputError, check_writable
+    import torch
+
+    from perf.suite.plan import Options, make_plan, summary
+    from perf.suite.providers import reason_against
+    from perf.suite.results import OK, check_writable
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    names = (tuple(options.only), tuple(options.modes), tuple(options.providers))
+    asked = Options(device, options.quick, *names, options.seconds, options.workers)
+    if options.plan:
+        print(summary(make_plan(asked, {name: reason_against(name) for name in asked.names})))
+        return 0
+    from perf.suite.run import run
     from perf.suite.tables import print_summary
 
-    try:
-        device = options.device or _default_device()
-        names = (tuple(options.only), tuple(options.modes), tuple(options.providers))
-        asked = Options(device, options.quick, *names, options.seconds, options.workers)
-        if options.plan:
-            print(describe(asked))
-            return 0
-        check(asked)
-        check_writable(options.out)
-        result = run(asked)
-    except (OptionError, OutputError, RuntimeError) as error:
-        return _fail(str(error))
+    check_writable(options.out)
+    result = run(asked)
     print_summary(result)
     statuses = {row["status"] for row in result["rows"] if row["provider"] == "primitives"}
-    if "ok" not in statuses:
+    if OK not in statuses:
         path = _write(options.out.with_name(f"{options.out.stem}.failed.json"), result)
         print(f"No row of this package is right. Written to {path}, {options.out} is left as it was.")
         return 1
@@ -120,36 +123,19 @@ def _write(path: Path, result: dict[str, Any]) -> Path:
     return path
 
 
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _report(options: argparse.Namespace) -> int:
-    from perf.suite.reader import ResultError
-    from perf.suite.results import OutputError
+    from perf.suite.report import write_report
 
-    try:
-        from perf.suite.report import write_report
-    except ModuleNotFoundError as error:
-        return _fail(f"python -m perf report needs {error.name}: pip install 'torch-training-primitives[perf]'.")
-    try:
-        for path in options.results:
-            print(f"Written to {write_report(path, options.out)}.")
-    except (ResultError, OutputError) as error:
-        return _fail(str(error))
+    for path in options.results:
+        print(f"Written to {write_report(path, options.out)}.")
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
     from perf.suite.compare import compare
-    from perf.suite.reader import ResultError, load
+    from perf.suite.results import load
 
-    try:
-        comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)
-    except ResultError as error:
-        return _fail(str(error))
+    comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)
     print(comparison.text())
     return 1 if comparison.failed else 0
 
@@ -158,11 +144,6 @@ def _predict(options: argparse.Namespace) -> int:
     from perf import model
 
     return model.main(options.rest)
-
-
-def _fail(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -11,25 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
+import timeit
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import primitives as pr
+from perf.suite.timing import interleave, spread
 from primitives.core import Primitive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
 CALLS_PER_ROUND = 300
 WARM_UP_ROUNDS = 5
-NUM_ENTRIES = 8
+NAMESPACE = "perf_overhead"
+LETTERS = "abcdefgh"
 
 
 class Comparison(NamedTuple):
@@ -50,13 +53,12 @@ class Comparison(NamedTuple):
 
 # One output.
 
-scale_p = Primitive(
-    "scale", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace="perf_overhead"
-)
+scale_p = Primitive("scale", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace=NAMESPACE)
 
 
 @scale_p.def_reference
-def _scale_reference(x: Tensor, weight: Tensor) -> Tensor:
+def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The operator of one output."""
     return x * weight
 
 
@@ -65,96 +67,49 @@ def _scale_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor
     return {"x": cotangents.y * residuals.weight, "weight": cotangents.y * residuals.x}
 
 
-custom_scale = pr.custom_op("perf_overhead::custom_scale")(_scale_reference)
-custom_scale.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
-
-
-@custom_scale.def_backward
-def _custom_scale_backward(ctx: Any, saved: Any, y_bar: Tensor) -> dict[str, Tensor]:
-    x, weight = saved
-    return {"x": y_bar * weight, "weight": y_bar * x}
-
-
-@torch.library.custom_op("perf_overhead::library_scale", mutates_args=())
-def library_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same operator through torch.library."""
-    return x * weight
-
-
-def _library_setup(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _library_scale_backward(ctx: Any, y_bar: Tensor) -> tuple[Tensor, Tensor]:
-    x, weight = ctx.saved_tensors
-    return y_bar * weight, y_bar * x
-
-
-library_scale.register_autograd(_library_scale_backward, setup_context=_library_setup)
-
-
-# Three outputs, of which two have no derivative, as in a norm that returns its statistics.
-
-
-def _with_statistics(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three outputs, of which two have no derivative, as in a norm that returns its statistics."""
     return x * weight, x.mean(), x.sum()
 
 
-custom_norm = pr.custom_op("perf_overhead::custom_norm", output_differentiability=[True, False, False])(
-    _with_statistics
-)
-custom_norm.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight, output[1], output[2]))
+# The rules of both sides do the same, with nothing between them and the front end.
 
 
-@custom_norm.def_backward
-def _custom_norm_backward(ctx: Any, saved: Any, y_bar: Tensor, *_: Any) -> dict[str, Tensor]:
-    x, weight, _, _ = saved
+def _custom_backward(ctx: Any, saved: Any, y_bar: Tensor, *other_bars: Any) -> dict[str, Tensor]:
+    x, weight, *_ = saved
     return {"x": y_bar * weight, "weight": y_bar * x}
 
 
-@torch.library.custom_op("perf_overhead::library_norm", mutates_args=())
-def library_norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same operator through torch.library."""
-    return x * weight, x.mean(), x.sum()
-
-
-def _library_norm_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs, output[1], output[2])
-
-
-def _library_norm_backward(ctx: Any, y_bar: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    x, weight, _, _ = ctx.saved_tensors
+def _library_backward(ctx: Any, y_bar: Tensor, *other_bars: Any) -> tuple[Tensor, Tensor]:
+    x, weight, *_ = ctx.saved_tensors
     return y_bar * weight, y_bar * x
 
 
-library_norm.register_autograd(_library_norm_backward, setup_context=_library_norm_setup)
+def _custom(function: Callable[..., Any], save: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    op = pr.custom_op(f"{NAMESPACE}::custom_{function.__name__}", **options)(function)
+    op.def_save_for_backward(save)
+    op.def_backward(_custom_backward)
+    return op
+
+
+def _library(function: Callable[..., Any], save: Callable[..., Any]) -> Callable[..., Any]:
+    # torch reads the annotations themselves, which a postponed evaluation leaves as text.
+    function.__annotations__ = {name: eval(text) for name, text in function.__annotations__.items()}  # noqa: S307 - ours
+    op = torch.library.custom_op(f"{NAMESPACE}::library_{function.__name__}", function, mutates_args=())
+    op.register_autograd(_library_backward, setup_context=save)
+    return op
 
 
 # Eight tensors: in a dict, and as arguments.
-
-custom_tree = pr.custom_op("perf_overhead::custom_tree")(lambda tree: tree["0"] * tree["1"])
-custom_tree.def_save_for_backward(lambda inputs, output: (inputs.tree["0"], inputs.tree["1"]))
-
-
-@custom_tree.def_backward
-def _custom_tree_backward(ctx: Any, saved: Any, y_bar: Tensor) -> dict[str, Any]:
-    first, second = saved
-    bars = dict.fromkeys(map(str, range(NUM_ENTRIES)))
-    return {"tree": {**bars, "0": y_bar * second, "1": y_bar * first}}
 
 
 def _eight(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor, h: Tensor) -> Tensor:
     return a * b
 
 
-custom_eight = pr.custom_op("perf_overhead::custom_eight")(_eight)
-custom_eight.def_save_for_backward(lambda inputs, output: (inputs.a, inputs.b))
-
-
-@custom_eight.def_backward
-def _custom_eight_backward(ctx: Any, saved: Any, y_bar: Tensor) -> dict[str, Any]:
+def _eight_bars(ctx: Any, saved: Any, y_bar: Tensor) -> dict[str, Any]:
     a, b = saved
-    return {**dict.fromkeys("cdefgh"), "a": y_bar * b, "b": y_bar * a}
+    return {**dict.fromkeys(LETTERS), "a": y_bar * b, "b": y_bar * a}
 
 
 def _forward_backward(op: Callable[..., Any], args: Sequence[Any], leaves: Sequence[Tensor]) -> Callable[[], object]:
@@ -171,80 +126,82 @@ def _tracked(count: int) -> tuple[Tensor, ...]:
     return tuple(torch.ones(8).requires_grad_() for _ in range(count))
 
 
+def _pair(
+    name: str, ours: Callable, theirs: Callable, args: tuple, other_args: tuple, limit: float
+) -> list[Comparison]:
+    """A call with gradients, and one with its backward pass."""
+    leaves = [leaf for leaf in other_args if isinstance(leaf, torch.Tensor)][:2]
+    sides = (_forward_backward(ours, args, leaves), _forward_backward(theirs, other_args, leaves))
+    return [
+        Comparison(f"{name}: call with grad", lambda: ours(*args), lambda: theirs(*other_args), limit),
+        Comparison(f"{name}: forward + backward", *sides, limit),
+    ]
+
+
 def comparisons() -> list[Comparison]:
     """What is measured, with the limits of the design."""
-    plain, two = (torch.ones(8), torch.ones(8)), _tracked(2)
+    plain, two, eight = (torch.ones(8), torch.ones(8)), _tracked(2), _tracked(len(LETTERS))
+    custom_scale = _custom(scale, lambda inputs, output: (inputs.x, inputs.weight))
+    library_scale = _library(scale, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    custom_norm = _custom(
+        norm,
+        lambda inputs, output: (inputs.x, inputs.weight, output[1], output[2]),
+        output_differentiability=[True, False, False],
+    )
+    library_norm = _library(norm, lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1], output[2]))
     library = torch.ops.perf_overhead.library_scale.default
-    rows = [
-        Comparison("primitive: call with grad", lambda: scale_p.overload(*two), lambda: library(*two), 1.0),
-        Comparison("primitive: call without grad", lambda: scale_p.overload(*plain), lambda: library(*plain), 1.1),
-        Comparison(
-            "primitive: forward + backward",
-            _forward_backward(scale_p.overload, two, two),
-            _forward_backward(library, two, two),
-            1.0,
-        ),
-    ]
+    with_grad, backward = _pair("primitive", scale_p.overload, library, two, two, 1.0)
+    without = Comparison(
+        "primitive: call without grad", partial(scale_p.overload, *plain), partial(library, *plain), 1.1
+    )
     # As users call them: the objects that the decorators return.
-    pairs = {"one output": (custom_scale, library_scale), "three outputs": (custom_norm, library_norm)}
-    for name, (ours, theirs) in pairs.items():
-        rows += [
-            Comparison(f"custom_op, {name}: call with grad", lambda op=ours: op(*two), lambda op=theirs: op(*two), 1.0),
-            Comparison(
-                f"custom_op, {name}: forward + backward",
-                _forward_backward(ours, two, two),
-                _forward_backward(theirs, two, two),
-                1.0,
-            ),
-        ]
-    eight = _tracked(NUM_ENTRIES)
-    tree = {str(i): x for i, x in enumerate(eight)}
+    custom_tree = pr.custom_op(f"{NAMESPACE}::custom_tree")(lambda tree: tree["a"] * tree["b"])
+    custom_tree.def_save_for_backward(lambda inputs, output: (inputs.tree["a"], inputs.tree["b"]))
+    custom_tree.def_backward(lambda *args: {"tree": _eight_bars(*args)})
+    custom_eight = pr.custom_op(f"{NAMESPACE}::custom_eight")(_eight)
+    custom_eight.def_save_for_backward(lambda inputs, output: (inputs.a, inputs.b))
+    custom_eight.def_backward(_eight_bars)
+    tree = dict(zip(LETTERS, eight, strict=True))
     return [
-        *rows,
-        Comparison(
-            "dict of 8 against 8 arguments: call with grad",
-            lambda: custom_tree(tree),
-            lambda: custom_eight(*eight),
-            1.5,
-        ),
-        Comparison(
-            "dict of 8 against 8 arguments: forward + backward",
-            _forward_backward(custom_tree, (tree,), eight[:2]),
-            _forward_backward(custom_eight, eight, eight[:2]),
-            1.5,
-        ),
+        *(with_grad, without, backward),
+        *_pair("custom_op, one output", custom_scale, library_scale, two, two, 1.0),
+        *_pair("custom_op, three outputs", custom_norm, library_norm, two, two, 1.0),
+        *_pair("dict of 8 against 8 arguments", custom_tree, custom_eight, (tree,), eight, 1.5),
     ]
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    # Processor time of this process: what other processes do on the machine does not count.
-    start = time.process_time()
-    for _ in range(CALLS_PER_ROUND):
-        function()
-    return time.process_time() - start
 
 
 def measure(comparison: Comparison, rounds: int) -> dict[str, float]:
     """Median ratio, its 20 % and 80 % quantiles, and the microseconds of both sides."""
-    pair = comparison.ours, comparison.theirs
-    samples = []
-    for i in range(WARM_UP_ROUNDS + rounds):
-        # Alternate who goes first, so that a drifting clock favors nobody.
-        order = (0, 1) if i % 2 else (1, 0)
-        seconds = {side: _seconds(pair[side]) for side in order}
-        if i >= WARM_UP_ROUNDS:
-            samples.append((seconds[0], seconds[1]))
-    ratios = sorted(a / b for a, b in samples)
-    low, _, _, high = statistics.quantiles(ratios, n=5)
-    per_call = 1e6 / CALLS_PER_ROUND
+
+    def sampler(function: Callable[[], object]) -> Callable[[], float]:
+        # Processor time of this process: what other processes do on the machine does not count.
+        timer = timeit.Timer(function, timer=time.process_time)
+        return lambda: timer.timeit(CALLS_PER_ROUND) / CALLS_PER_ROUND
+
+    samplers = {"ours": sampler(comparison.ours), "theirs": sampler(comparison.theirs)}
+    interleave(samplers, 0.0, WARM_UP_ROUNDS)
+    samples = interleave(samplers, 0.0, rounds, rounds)
+    ratio = spread([a / b for a, b in zip(samples["ours"], samples["theirs"], strict=True)])
+    sides = {f"{name}_us": spread(taken, 1e6)["median"] for name, taken in samples.items()}
     return {
-        "ratio": statistics.median(ratios),
-        "ratio_p20": low,
-        "ratio_p80": high,
+        "ratio": ratio["median"],
+        "ratio_p20": ratio["p20"],
+        "ratio_p80": ratio["p80"],
         "limit": comparison.limit,
-        "ours_us": statistics.median(a for a, _ in samples) * per_call,
-        "theirs_us": statistics.median(b for _, b in samples) * per_call,
-    }
+    } | sides
+
+
+def measured(rounds: int, only: str = "") -> Iterator[tuple[str, dict[str, float]]]:
+    """Each comparison with these words in its name, and what came of it."""
+    torch.set_num_threads(1)
+    for comparison in comparisons():
+        if only in comparison.name:
+            yield comparison.name, measure(comparison, rounds)
+
+
+def measure_all(rounds: int) -> dict[str, Any]:
+    """What `--json` writes: torch's version, and what came of every comparison."""
+    return {"torch": str(torch.__version__), "modes": dict(measured(rounds))}
 
 
 def main() -> int:
@@ -254,16 +211,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="measure only what has these words in its name")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     print(f"torch {torch.__version__}: against torch.library.custom_op, medians of {options.rounds} rounds")
     results = {}
-    for comparison in comparisons():
-        if options.only not in comparison.name:
-            continue
-        results[comparison.name] = r = measure(comparison, options.rounds)
+    for name, r in measured(options.rounds, options.only):
+        results[name] = r
         verdict = "ok" if r["ratio"] <= r["limit"] else "MISSED"
         print(
-            f"  {comparison.name:<50} {r['ratio']:.2f}  (p20 {r['ratio_p20']:.2f}, p80 {r['ratio_p80']:.2f}, limit "
+            f"  {name:<50} {r['ratio']:.2f}  (p20 {r['ratio_p20']:.2f}, p80 {r['ratio_p80']:.2f}, limit "
             f"{r['limit']:.1f}: {verdict})  {r['ours_us']:.1f} us / {r['theirs_us']:.1f} us",
             flush=True,
         )

@@ -21,14 +21,22 @@ OPS = ("layer_norm", "log_softmax", "batch_norm", "batch_norm_eval", "dropout")
 CHANNEL_OPS = ("batch_norm", "batch_norm_eval")
 # Probability of zero of the dropouts that are measured.
 DROPOUT_P = 0.1
-# What each mode computes is defined once, in `perf.suite.modes`.
+# `perf.suite.modes` defines what each mode computes.
 MODES = ("forward", "backward", "jvp", "hvp", "double_backward", "forward_backward", "training_step")
 # Modes of single operations, which the suite measures on a GPU unless told otherwise.
 KERNEL_MODES = MODES[:5]
+FIRST_ORDER = MODES[:3]
 # Those that a full run measures of every workload.
 BASIC_MODES = MODES[:2]
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+TRAINING = MODES[-1]
+CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", TRAINING)
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Who is measured; `perf.suite.providers` defines what each does.
+OURS, EAGER, COMPILED, TUNED = "primitives", "torch", "torch.compile", "torch.compile max-autotune"
+# Peers that have a layer norm, and nothing else of ours.
+LIBRARIES = ("liger", "quack", "flash-attn", "apex")
+PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -138,14 +146,13 @@ class TrainingWorkload(NamedTuple):
 
 def _layer_norms() -> Iterator[Workload]:
     # Other dtypes of a shape show whether the plans hold for them; their second derivatives would only cost time.
-    first_order = ("forward", "backward", "jvp")
     yield Workload("GPT-2", "layer_norm", (8192, 768), quick=True)
     yield Workload("GPT-2 XL", "layer_norm", (8192, 1600))
     yield Workload("ViT-B/16", "layer_norm", (12608, 768))
-    yield Workload("ViT-L/16", "layer_norm", (12608, 1024), dtype="float16", modes=first_order)
+    yield Workload("ViT-L/16", "layer_norm", (12608, 1024), dtype="float16", modes=FIRST_ORDER)
     yield Workload("DiT-XL/2", "layer_norm", (16384, 1152), affine=False)
     yield Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True, telling=True)
-    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float16", modes=first_order)
+    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float16", modes=FIRST_ORDER)
     yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float32")
     yield Workload("Llama 8B width, few rows", "layer_norm", (1024, 4096))
     yield Workload("Llama 13B width", "layer_norm", (8192, 5120))
@@ -162,24 +169,22 @@ def _layer_norms() -> Iterator[Workload]:
 
 
 def _log_softmaxes() -> Iterator[Workload]:
-    first_order = ("forward", "backward", "jvp")
     yield Workload("ImageNet head", "log_softmax", (8192, 1000))
     yield Workload("attention rows", "log_softmax", (32768, 1024))
     yield Workload("attention rows", "log_softmax", (8192, 4096), quick=True)
     yield Workload("odd", "log_softmax", (8192, 4097), whole=True)
-    yield Workload("odd", "log_softmax", (8192, 5124), modes=first_order)
+    yield Workload("odd", "log_softmax", (8192, 5124), modes=FIRST_ORDER)
     yield Workload("Llama 2 vocabulary", "log_softmax", (4096, 32000), whole=True)
     yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), quick=True)
-    yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), dtype="float32", modes=first_order)
+    yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), dtype="float32", modes=FIRST_ORDER)
     yield Workload("long rows", "log_softmax", (2048, 65536))
     yield Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True, telling=True)
-    yield Workload("long rows", "log_softmax", (1024, 131072), dtype="float16", modes=first_order)
+    yield Workload("long rows", "log_softmax", (1024, 131072), dtype="float16", modes=FIRST_ORDER)
     yield Workload("Gemma vocabulary", "log_softmax", (1024, 262144))
-    yield Workload("segmentation", "log_softmax", (16, 21, 512, 512), dim=1, modes=first_order)
+    yield Workload("segmentation", "log_softmax", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER)
 
 
 def _batch_norms() -> Iterator[Workload]:
-    first_order = ("forward", "backward", "jvp")
     resnet = ((64, 112), (64, 56), (256, 56), (512, 28), (1024, 14), (2048, 7))
     for channels_last in (False, True):
         for channels, side in resnet:
@@ -190,28 +195,26 @@ def _batch_norms() -> Iterator[Workload]:
                 "batch_norm",
                 (64, channels, side, side),
                 channels_last=channels_last,
-                modes=KERNEL_MODES if second else first_order,
+                modes=KERNEL_MODES if second else FIRST_ORDER,
                 quick=channels == 256,
                 telling=channels == 256 and not channels_last,
             )
-    yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float16", modes=first_order)
-    yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float32", modes=first_order)
+    yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float16", modes=FIRST_ORDER)
+    yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float32", modes=FIRST_ORDER)
     yield Workload("BatchNorm1d", "batch_norm", (8192, 1024), whole=True)
     yield Workload("video", "batch_norm", (8, 64, 16, 56, 56))
 
 
 def _evaluations() -> Iterator[Workload]:
-    first_order = ("forward", "backward", "jvp")
     shape = (64, 256, 56, 56)
-    yield Workload("ResNet-50", "batch_norm_eval", shape, modes=first_order, quick=True)
-    yield Workload("ResNet-50", "batch_norm_eval", shape, channels_last=True, modes=first_order)
+    yield Workload("ResNet-50", "batch_norm_eval", shape, modes=FIRST_ORDER, quick=True)
+    yield Workload("ResNet-50", "batch_norm_eval", shape, channels_last=True, modes=FIRST_ORDER)
 
 
 def _dropouts() -> Iterator[Workload]:
     # It is linear: its derivatives of second order are zero or itself.
-    first_order = ("forward", "backward", "jvp")
-    yield Workload("Llama 8B width", "dropout", (8192, 4096), modes=first_order, quick=True)
-    yield Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=first_order)
+    yield Workload("Llama 8B width", "dropout", (8192, 4096), modes=FIRST_ORDER, quick=True)
+    yield Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=FIRST_ORDER)
 
 
 def _mixed(*families: Iterator[Workload]) -> Iterator[Workload]:

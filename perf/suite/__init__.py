@@ -1,7 +1,6 @@
 """The perf suite: what is measured, how, and what becomes of it.
 
-`plan` chooses units (one workload in one mode) and gives each a budget; `driver` starts pytest-xdist workers over them
-(`processes`); `test_cases` is what a `worker` runs, `unit` what it does for one unit with `modes`, `providers`,
-`reference`, `sampling` and `timers`, under the device's lock (`locks`) and within what is left of the run's time
-(`budget`); `results`, `reader`, `compare`, `targets`, `report` and `plots` deal with the JSON file that comes out.
+`plan` chooses units (one workload in one mode); `run` starts a session of pytest over them, in which each is a test
+(`test_suite`, `conftest`) that does what `unit` says, with `modes`, `providers`, `reference` and `timing`; `results`,
+`tables`, `compare`, `targets`, `report` and `plots` deal with the JSON file that comes out.
 """

@@ -1,9 +1,8 @@
 """Bytes that a mode cannot do without, and bytes of the passes that this package's kernels make in it.
 
 The minimum of a mode reads every full-size operand once and writes every result once, parameters and statistics
-included; it belongs to the mode, whoever computes it, and no launcher needs to exist for it. A public call may take
-several operators: `torch.func.jvp` computes y first, and then y_dot from x and x_dot, which reads x twice. The passes
-of this package's own kernels come from `triton_kernels.costs`, to which the byte gate holds them.
+included. A public call may take several operators: `torch.func.jvp` computes y first, and then y_dot from x and x_dot,
+which reads x twice. The passes of this package's own kernels come from `triton_kernels.costs`.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ PASSES = {
 }
 # y_bar alone gives x_bar: what is dropped is drawn anew.
 DROPOUT_PASSES = {"backward": Passes(1, 1, 0, 0), "forward_backward": Passes(2, 2, 0, 0)}
-SECOND_ORDER = ("hvp", "double_backward")
 
 
 def passes_of(op: str, mode: str) -> Passes:
-    """What `mode` of `op` cannot do without."""
+    """Passes that `mode` of `op` cannot do without."""
     return DROPOUT_PASSES.get(mode, PASSES[mode]) if op == "dropout" else PASSES[mode]
 
 
@@ -59,9 +57,9 @@ def minimum_bytes(workload: Workload, mode: str) -> int:
     """Bytes of `mode` of `workload` at least."""
     passes = passes_of(workload.op, mode)
     full = passes.full * workload.pass_bytes
-    params = passes.params * workload.num_params * ITEMSIZES[workload.param_dtype]
     if workload.op in {"log_softmax", "dropout"}:
         return full
+    params = passes.params * workload.num_params * ITEMSIZES[workload.param_dtype]
     # Statistics are float32.
     return full + params + passes.statistics * 4 * (workload.num_elements // workload.num_cols)
 
@@ -70,10 +68,9 @@ def is_multi_pass(op: str, mode: str) -> bool:
     """Whether the kernels of `mode` of `op` are declared to make more passes over memory than its minimum.
 
     Batch norm in training needs all of a channel for its sums before it can write any of it, and so does the backward
-    of its evaluation for the sums; derivatives of second order are made of several operators. All else is judged by its
-    minimum, a JVP too, whose two operators read x twice.
+    of its evaluation; derivatives of second order are made of several operators.
     """
-    return op == "batch_norm" or mode in SECOND_ORDER or (op, mode) == ("batch_norm_eval", "backward")
+    return op == "batch_norm" or mode in {"hvp", "double_backward"} or (op, mode) == ("batch_norm_eval", "backward")
 
 
 def kernel_bytes(workload: Workload, mode: str, device: torch.device) -> int:
@@ -82,7 +79,7 @@ def kernel_bytes(workload: Workload, mode: str, device: torch.device) -> int:
     Rows that are swept twice count once: the second sweep finds them in a cache. Channels count as often as they are
     read.
     """
-    # What a kernel costs takes triton to know, which is there wherever its kernels run.
+    # The costs of kernels need triton, which is there wherever the kernels run.
     from perf import model
     from triton_kernels import launch
 

@@ -6,11 +6,12 @@ run measured beside it: as a fraction of the speed of a copy of as many bytes, o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from perf.suite.results import OK, SKIPPED, Row, key
-from perf.suite.tables import OURS
+from perf.workloads import OURS
 
 # Where falls within the spread are allowed: one of more than this many times what is flagged is held against all the
 # same.
@@ -42,28 +43,16 @@ class Comparison:
     Attributes:
         fall: Part of its speed that a row may lose.
         allow_spread: Whether a row may lose up to `CERTAIN` times that within the spread of the samples.
-        warnings: What the runs do not have in common.
+        lines: Warnings, and what became of rows that cannot be compared, in words.
         changes: Rows that are right in both.
-        broken: Rows that are no longer right.
-        gone: Rows that were right, and that the second run does not have or skipped.
-        still: Rows that are right in neither.
-        fixed: Rows that are right in the second run alone.
-        new: Rows that only the second run has.
+        failures: Numbers of rows that broke, and that are gone.
     """
 
     fall: float
     allow_spread: bool = False
-    warnings: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
-    still: list[str] = field(default_factory=list)
-    fixed: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
-
-    def fell(self, change: Change) -> bool:
-        """Whether a row is slower by more than `fall`."""
-        return change.change < -self.fall
+    failures: Counter = field(default_factory=Counter)
 
     def allowed(self, change: Change) -> bool:
         """Whether a fall is let pass, as one within the spread of the samples, because that was asked for."""
@@ -71,50 +60,39 @@ class Comparison:
 
     @property
     def fallen(self) -> list[Change]:
-        """Rows whose fall is held against the second run."""
-        return [change for change in self.changes if self.fell(change) and not self.allowed(change)]
+        """Rows that are slower by more than `fall`."""
+        return [change for change in self.changes if change.change < -self.fall]
 
     @property
     def failed(self) -> bool:
         """Whether the second run is not acceptable."""
-        return bool(self.fallen or self.broken or self.gone) or not self.changes
+        return bool(self.failures) or not self.changes or not all(map(self.allowed, self.fallen))
 
     def text(self) -> str:
         """Everything, in lines."""
-        kinds: dict[str, int] = {}
-        for change in self.changes:
-            kinds[change.by] = kinds.get(change.by, 0) + 1
-        lines = [f"WARNING: {text}" for text in self.warnings]
-        lines.append(f"{len(self.changes)} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + ".")
-        groups = {
-            "BROKEN": self.broken,
-            "GONE": self.gone,
-            "STILL": self.still,
-            "fixed": self.fixed,
-            "new": self.new,
-        }
-        lines += [f"{name:<8}{text}" for name, texts in groups.items() for text in texts]
-        notable = sorted((c for c in self.changes if abs(c.change) > self.fall), key=lambda c: c.change)
-        lines += [self._line(change) for change in notable]
-        return "\n".join([*lines, self._conclusion()])
-
-    def _line(self, change: Change) -> str:
-        word = ("allowed" if self.allowed(change) else "FELL") if change.change < 0 else "rose"
-        spread = "" if change.apart else f"; {WITHIN_SPREAD}"
-        return f"{word:<8}{change.change:+.1%}  {change.what}  ({change.by}{spread})"
+        kinds = Counter(change.by for change in self.changes)
+        found = [f"{len(self.changes)} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + "."]
+        for change in sorted(self.changes, key=lambda change: change.change):
+            if abs(change.change) > self.fall:
+                word = ("allowed" if self.allowed(change) else "FELL") if change.change < 0 else "rose"
+                spread = "" if change.apart else f"; {WITHIN_SPREAD}"
+                found.append(f"{word:<8}{change.change:+.1%}  {change.what}  ({change.by}{spread})")
+        return "\n".join([*self.lines, *found, self._conclusion()])
 
     def _conclusion(self) -> str:
-        allowed = sum(self.fell(change) and self.allowed(change) for change in self.changes)
-        beyond = f" but {allowed} within the spread of both runs, which --allow-spread lets pass" if allowed else ""
+        allowed = sum(map(self.allowed, self.fallen))
         if not self.failed:
+            beyond = f" but {allowed} within the spread of both runs, which --allow-spread lets pass" if allowed else ""
             return f"Nothing fell by more than {self.fall:.0%}{beyond}."
-        found = {
-            f"fell by more than {self.fall:.0%}": len(self.fallen),
-            "broke": len(self.broken),
-            "are gone": len(self.gone),
-        }
-        said = ", ".join(f"{count} {verb}" for verb, count in found.items() if count)
+        counts = {f"fell by more than {self.fall:.0%}": len(self.fallen) - allowed, **self.failures}
+        said = ", ".join(f"{count} {verb}" for verb, count in counts.items() if count)
         return f"Failed: of the rows, {said}." if said else "Failed: no row is right in both runs."
+
+    def note(self, word: str, text: str, failure: str | None = None) -> None:
+        """Add a line about a row, which fails the comparison if `failure` says how."""
+        self.lines.append(f"{word:<8}{text}")
+        if failure is not None:
+            self.failures[failure] += 1
 
 
 def compare(
@@ -129,44 +107,34 @@ def compare(
         allow_spread: Whether a row may lose up to `CERTAIN` times that if the ranges between the quantiles of the two
             runs overlap.
     """
-    comparison = Comparison(fall, allow_spread, list(_differences(before, after)))
-    older, newer = _own(before), _own(after)
-    for where, old in older.items():
-        new = newer.get(where)
-        if old["status"] == OK:
-            _compare_right(comparison, old, new)
-        elif new is not None and new["status"] == OK:
-            comparison.fixed.append(f"{_what(old)}: was {old['status']}")
-        elif new is not None and new["status"] != SKIPPED:
-            # A row that nobody had measured before is no reason to put up with what it is.
-            known = comparison.broken if old["status"] == SKIPPED else comparison.still
-            known.append(f"{_what(new)}: {new['status']}: {new['message']}")
-    for where, row in newer.items():
-        if where not in older:
-            found = comparison.new if row["status"] in {OK, SKIPPED} else comparison.broken
-            found.append(f"{_what(row)}: {row['status']}" + (f": {row['message']}" if row["message"] else ""))
+    comparison = Comparison(fall, allow_spread, _differences(before, after))
+    older, newer = ({key(row): row for row in run["rows"] if row["provider"] == OURS} for run in (before, after))
+    for where in dict.fromkeys([*older, *newer]):
+        _compare_row(comparison, f"{where[0]}: {where[1]}", older.get(where), newer.get(where))
     return comparison
 
 
-def _what(row: Row) -> str:
-    return f"{row['workload']}: {row['mode']}"
-
-
-def _compare_right(comparison: Comparison, old: Row, new: Row | None) -> None:
-    """Note what became of a row that was right."""
-    what = _what(old)
-    if new is None or new["status"] == SKIPPED:
-        comparison.gone.append(f"{what}: {'no row' if new is None else new['message']}")
-    elif new["status"] != OK:
-        comparison.broken.append(f"{what}: {new['status']}: {new['message']}")
-    elif (change := _change(what, old, new)) is not None:
-        comparison.changes.append(change)
-    else:
-        comparison.gone.append(f"{what}: no time that both runs have")
-
-
-def _own(result: dict[str, Any]) -> dict[tuple[str, str, str], Row]:
-    return {key(row): row for row in result["rows"] if row["provider"] == OURS}
+def _compare_row(comparison: Comparison, what: str, old: Row | None, new: Row | None) -> None:
+    """Note what became of a row."""
+    was = None if old is None else old["status"]
+    now = SKIPPED if new is None else new["status"]
+    said = f"{what}: no row" if new is None else f"{what}: {now}" + (f": {new['message']}" if new["message"] else "")
+    if old is not None and new is not None and was == now == OK:
+        change = _change(what, old, new)
+        if change is None:
+            comparison.note("GONE", f"{what}: no time that both runs have", "are gone")
+        else:
+            comparison.changes.append(change)
+    elif was == OK and now == SKIPPED:
+        comparison.note("GONE", said, "are gone")
+    elif now not in {OK, SKIPPED}:
+        # A row that nobody had measured before is no reason to put up with what it is.
+        known = was not in {OK, SKIPPED, None}
+        comparison.note(*(("STILL", said) if known else ("BROKEN", said, "broke")))
+    elif was is None:
+        comparison.note("new", said)
+    elif now == OK:
+        comparison.note("fixed", f"{what}: was {was}")
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -177,24 +145,21 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys([*first, *second])
         if first.get(name) != second.get(name)
     ]
-    if first.get("device") != second.get("device"):
+    if first["device"] != second["device"]:
         found.append("the DEVICES differ: only what is relative to the same run means something.")
     runs = {"first": before, "second": after}
-    return found + [f"the {name} run is not complete." for name, run in runs.items() if not run["complete"]]
+    found += [f"the {name} run is not complete." for name, run in runs.items() if not run["complete"]]
+    return [f"WARNING: {text}" for text in found]
 
 
 def _facts(result: dict[str, Any]) -> dict[str, Any]:
-    device, environment = result["device"] or {}, result["environment"] or {}
-    drivers = sorted({asked[0].get("driver_version") for asked in result["clocks"].values() if asked})
-    asked = {name: value for name, value in result["options"].items() if name not in {"seconds", "workers"}}
+    environment = result["environment"] or {}
     return {
-        "device": device.get("name"),
-        "driver": drivers,
-        "python": environment.get("python"),
-        "cuda": environment.get("cuda"),
-        "threads": environment.get("threads"),
+        "device": (result["device"] or {}).get("name"),
+        "driver": sorted({asked[0].get("driver_version") for asked in result["clocks"].values() if asked}),
+        **{name: environment.get(name) for name in ("python", "cuda", "threads")},
         **environment.get("packages", {}),
-        "options": asked,
+        "options": {name: value for name, value in result["options"].items() if name not in {"seconds", "workers"}},
     }
 
 
@@ -215,7 +180,7 @@ def _copies(row: Row) -> dict[str, float] | None:
     return {name: row["device_us"][name] / copy_us for name in ("median", "p20", "p80")}
 
 
-# What a row costs, lower is better; the first that both rows have decides.
+# The cost of a row, lower is better; the first that both rows have decides.
 _COSTS = {
     "device time over a copy": _copies,
     "device time over torch": lambda row: row["vs_torch_device"],

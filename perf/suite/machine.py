@@ -1,142 +1,85 @@
-"""The machine: which GPUs there are, who may measure on one, and what the result file says of it."""
+"""The machine: which GPUs there are, and what the result file says of it."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
-import re
-import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 # What of the checkout changes what is measured.
 SOURCES = ("primitives", "triton_kernels", "perf")
-CLOCKS = (
-    "name",
-    "driver_version",
-    "clocks.sm",
-    "clocks.mem",
-    "clocks.max.sm",
-    "clocks.max.mem",
-    "power.draw",
-    "power.limit",
-    "temperature.gpu",
-    "persistence_mode",
-)
 PACKAGES = ("torch", "triton", "optree", "numpy", "liger-kernel", "quack-kernels", "flash-attn", "apex")
 VARIABLES = ("PRIMITIVES_", "TRITON_", "TORCHINDUCTOR_", "CUDA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES takes for each GPU that this process may use."""
-    import torch
+def describe(device: str) -> dict[str, Any]:
+    """The device that is measured: for GPUs those that this process sees, which must be of one kind.
 
-    count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        # CUDA stops reading at the first name that is none.
-        return [name.strip() for name in visible.split(",") if name.strip()][:count]
-    return [str(index) for index in range(count)]
-
-
-def gpu_of_worker(worker: str, gpus: list[str]) -> str:
-    """The GPU that an xdist worker, `gw3`, owns; workers beyond the number of GPUs share them evenly."""
-    number = int(worker.removeprefix("gw") or 0) if worker.startswith("gw") else 0
-    return gpus[number % len(gpus)]
-
-
-def gpu_identity(gpu: str) -> str:
-    """What tells a GPU from all others, however it was asked for, as part of a file name.
-
-    Initializes CUDA, in a process that sees no other GPU than this one.
-
-    Args:
-        gpu: What CUDA_VISIBLE_DEVICES takes for it.
-    """
-    # Of two notations of one UUID only the prefix and the case differ; a file name takes no other characters.
-    words = (hardware_name(gpu, 0) or gpu).lower().removeprefix("gpu-")
-    return re.sub(r"[^a-z0-9-]+", "-", words)
-
-
-def hardware_name(gpu: str, index: int) -> str | None:
-    """What nvidia-smi and all processes call a GPU: its UUID, or its address on the PCI bus; None if neither is known.
-
-    An index is no name: CUDA counts the fastest GPU first, nvidia-smi goes by the bus, and CUDA_VISIBLE_DEVICES says
-    which of them there are. Initializes CUDA.
-
-    Args:
-        gpu: What CUDA_VISIBLE_DEVICES takes for it.
-        index: Of the GPU among those that this process sees.
-    """
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
-        return f"GPU-{str(uuid).removeprefix('GPU-')}"
-    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None not in address:
-        return "{:08x}:{:02x}:{:02x}.0".format(*address)
-    # A whole UUID names a GPU to everybody; its beginning, which CUDA takes too, does not.
-    return gpu if re.fullmatch(r"GPU(-[0-9a-f]+){5}", gpu, re.IGNORECASE) else None
-
-
-def one_kind(gpus: list[str]) -> dict[str, str | None]:
-    """The hardware's names of the GPUs of a run, which must be of one kind: a result is of one. Initializes CUDA.
-
-    Args:
-        gpus: As `visible_gpus` has them.
+    Initializes CUDA for a GPU.
 
     Raises:
-        RuntimeError: If they are of several kinds.
+        RuntimeError: If there is no GPU where one is asked for, or if there are several kinds.
     """
-    kinds: dict[tuple, list[str]] = {}
-    for index, gpu in enumerate(gpus):
-        description = device_description(gpu, index)
-        kind = tuple(description[name] for name in ("name", "capability", "processors", "l2_bytes"))
-        kinds.setdefault(kind, []).append(gpu)
-    if len(kinds) > 1:
-        found = "; ".join(f"{', '.join(same)}: {kind[0]}, {kind[2]} processors" for kind, same in kinds.items())
+    if device == "cpu":
+        return {"type": "cpu", "name": _processor()}
+    if not torch.cuda.is_available():
         raise RuntimeError(
-            f"--device cuda: the GPUs of a run must be of one kind, got {found}. "
-            "CUDA_VISIBLE_DEVICES chooses among them."
+            "--device cuda: torch sees no CUDA device; --device cpu compares with torch on the processor."
         )
-    return {gpu: hardware_name(gpu, index) for index, gpu in enumerate(gpus)}
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    kinds = [
+        {
+            "type": "cuda",
+            "name": one.name,
+            "capability": f"{one.major}.{one.minor}",
+            "processors": one.multi_processor_count,
+            "memory_bytes": one.total_memory,
+            "l2_bytes": one.L2_cache_size,
+        }
+        for one in found
+    ]
+    # What the driver keeps for itself differs by some bytes.
+    if any(kind | {"memory_bytes": 0} != kinds[0] | {"memory_bytes": 0} for kind in kinds):
+        names = "; ".join(f"{kind['name']}, {kind['processors']} processors" for kind in kinds)
+        raise RuntimeError(
+            f"--device cuda: the GPUs of a run must be of one kind, got {names}. CUDA_VISIBLE_DEVICES chooses among "
+            "them."
+        )
+    # An index is not a name: CUDA counts the fastest GPU first, NVML goes by the bus.
+    return {**kinds[0], "gpus": [f"GPU-{str(one.uuid).removeprefix('GPU-')}" for one in found]}
 
 
-def clocks(name: str | None) -> dict[str, str]:
-    """What nvidia-smi says of a GPU: clocks, power, temperature, driver; nothing where it cannot be asked.
-
-    Args:
-        name: As `hardware_name` has it.
-    """
-    values = _ask_nvidia_smi(name, CLOCKS)
-    return dict(zip(CLOCKS, values, strict=True)) if values else {}
-
-
-def _ask_nvidia_smi(name: str | None, names: Sequence[str]) -> list[str]:
-    """The values of these names; nothing if it does not answer with as many."""
-    program = shutil.which("nvidia-smi")
-    if program is None or name is None:
-        return []
-    command = [program, f"--id={name}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+def clocks(uuid: str) -> dict[str, str]:
+    """Clocks, power, temperature and driver of a GPU; nothing where NVML cannot be asked."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    values = [value.strip() for value in answer.partition("\n")[0].split(",")]
-    return values if len(values) == len(names) and all(values) else []
+        pynvml = importlib.import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return {
+            "driver_version": driver if isinstance(driver, str) else driver.decode(),
+            "clocks.sm": f"{pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)} MHz",
+            "clocks.mem": f"{pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)} MHz",
+            "power.draw": f"{pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000:.0f} W",
+            "temperature.gpu": f"{pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)}",
+        }
+    except pynvml.NVMLError:
+        return {}
 
 
 def package() -> dict[str, Any]:
-    """Version of the package that is measured, and revision of its checkout; null where it is none.
+    """Version of the package that is measured, and revision of its checkout; null where there is none.
 
     `dirty` says whether sources differ from the revision, untracked ones included.
     """
@@ -144,35 +87,27 @@ def package() -> dict[str, Any]:
 
     revision = _git("rev-parse", "HEAD")
     changes = None if revision is None else _git("status", "--porcelain", "--", *SOURCES)
-    dirty = None if changes is None else bool(changes)
-    return {"version": __version__, "revision": revision, "dirty": dirty}
+    return {"version": __version__, "revision": revision, "dirty": None if changes is None else bool(changes)}
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the checkout; None if it is none, or there is no git."""
     # A package that was installed into some other repository has no revision of its own.
     if not (ROOT / ".git").exists():
         return None
+    command = ["git", "-C", str(ROOT), *arguments]
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20, check=True
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip()
 
 
 def usable_cores() -> int:
     """Processor cores that this process may run on: of those of the machine, its affinity may leave a few."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment() -> dict[str, Any]:
     """Versions, processor and the variables that change what is measured."""
-    import torch
-
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -192,31 +127,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def device_description(gpu: str | None, index: int = 0) -> dict[str, Any]:
-    """The device that is measured: name, processors, memory, cache. Initializes CUDA for a GPU.
-
-    Args:
-        gpu: What CUDA_VISIBLE_DEVICES takes for it; None for the processor.
-        index: Of the GPU among those that this process sees; a worker sees one.
-    """
-    if gpu is None:
-        return {"type": "cpu", "name": _processor()}
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "type": "cuda",
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "processors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-    }
-
-
-def _version(package: str) -> str | None:
+def _version(name: str) -> str | None:
     try:
-        return metadata.version(package)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 

@@ -1,8 +1,8 @@
 """What each mode computes, as a step without arguments over one set of tensors.
 
-A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what is no variable of a derivative, as
-running statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called, and what of it
-belongs to the step and what is prepared before the clock runs:
+A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what no derivative is taken of, as running
+statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called, and what of it belongs to the
+step and what is prepared before the clock runs:
 
     forward            y = f(x, weight, bias), with what a backward pass needs
     backward           the cotangents of x, weight and bias for y_bar; y is there already
@@ -40,21 +40,15 @@ OPERANDS = {
     "hvp": ("y_bar", "x_dot"),
     "double_backward": ("y_bar", "x_bar_bar"),
 }
-# Modes of torch.func take plain tensors; the others differentiate with respect to leaves.
-FUNCTIONAL = ("jvp", "hvp")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One set of tensors.
+    """One set of tensors: the input, its parameters, and tangents and cotangents where the mode takes them.
 
     Attributes:
-        x: The input.
-        params: Weight and bias, or nothing.
-        param_dots: Their tangents.
-        y_bar: Cotangent of the output, of the size of x; None where the mode takes none, as the next two.
-        x_dot: Tangent of x.
-        x_bar_bar: Cotangent of x_bar.
+        x: The input; `y_bar`, `x_dot` and `x_bar_bar` (the cotangent of x_bar) are of its size.
+        params: Weight and bias, or nothing; `param_dots` are their tangents.
         constants: Running mean and variance of batch norm in evaluation, or nothing.
     """
 
@@ -68,22 +62,14 @@ class Sample:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
         """The sample with `function` applied to every tensor."""
-        values = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, tuple):
-                values[field.name] = tuple(map(function, value))
-            elif value is not None:
-                values[field.name] = function(value)
-        return Sample(**values)
+        values: Any = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        mapped: Any = optree.tree_map(function, values)
+        return Sample(**mapped)
 
     def with_params(self, dtype: torch.dtype) -> Sample:
         """The sample with parameters of another dtype."""
-        return dataclasses.replace(
-            self,
-            params=tuple(param.to(dtype) for param in self.params),
-            param_dots=tuple(param.to(dtype) for param in self.param_dots),
-        )
+        cast = {name: tuple(x.to(dtype) for x in getattr(self, name)) for name in ("params", "param_dots")}
+        return dataclasses.replace(self, **cast)
 
 
 def make_sample(workload: Workload, mode: str, device: torch.device, seed: int = 0) -> Sample:
@@ -101,15 +87,13 @@ def make_sample(workload: Workload, mode: str, device: torch.device, seed: int =
         dtype = getattr(torch, workload.param_dtype)
         return tuple(random((workload.num_params,), dtype) for _ in range(2 if workload.num_params else 0))
 
-    def statistics() -> tuple[Tensor, ...]:
-        if workload.op != "batch_norm_eval":
-            return ()
-        mean, variance = (random((workload.shape[1],), torch.float32) for _ in range(2))
-        return mean, variance.square_().add_(0.5)
-
+    constants: tuple[Tensor, ...] = ()
     operands = {name: full() for name in OPERANDS[mode]}
+    if workload.op == "batch_norm_eval":
+        mean, variance = (random((workload.shape[1],), torch.float32) for _ in range(2))
+        constants = mean, variance.square_().add_(0.5)
     # Not centered, so that an implementation which forgets to subtract the mean shows.
-    return Sample(full().add_(1), params(), params(), **operands, constants=statistics())
+    return Sample(full().add_(1), params(), params(), **operands, constants=constants)
 
 
 def leaves(values: Any) -> list[Tensor]:
@@ -119,8 +103,8 @@ def leaves(values: Any) -> list[Tensor]:
 
 def make_steps(mode: str, function: Callable[..., Any], wrap: Wrap) -> Callable[[Sample], Step]:
     """From a function to what makes a step of each set of tensors; what `wrap` compiles is shared by all steps."""
-    if mode in FUNCTIONAL:
-        transformed = wrap(_jvp if mode == "jvp" else _hvp)
+    if mode in _FUNCTIONAL:
+        transformed = wrap(_FUNCTIONAL[mode])
         return lambda sample: (
             lambda: transformed(
                 function,
@@ -131,7 +115,13 @@ def make_steps(mode: str, function: Callable[..., Any], wrap: Wrap) -> Callable[
             )
         )
     wrapped = wrap(function)
-    return lambda sample: _REVERSE[mode](wrapped, *_tracked(sample))
+
+    def make(sample: Sample) -> Step:
+        # Leaves that share memory with the sample, so that no two steps share an autograd graph.
+        inputs = tuple(value.detach().requires_grad_() for value in (sample.x, *sample.params))
+        return _REVERSE[mode](lambda: wrapped(*inputs, *sample.constants), inputs, sample)
+
+    return make
 
 
 def _jvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor | None, constants: tuple) -> Any:
@@ -145,38 +135,26 @@ def _hvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: T
     return torch.func.jvp(gradient, primals, tangents)
 
 
-def _tracked(sample: Sample) -> tuple[tuple[Tensor, ...], Sample]:
-    """Leaves that share memory with the sample, so that no two steps share an autograd graph."""
-    inputs = tuple(value.detach().requires_grad_() for value in (sample.x, *sample.params))
-    return inputs, sample
-
-
-def _forward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    return lambda: function(*inputs, *sample.constants)
-
-
-def _backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    y = function(*inputs, *sample.constants)
+def _backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) -> Step:
+    y = forward()
     return lambda: torch.autograd.grad(y, inputs, sample.y_bar, retain_graph=True)
 
 
-def _forward_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    return lambda: torch.autograd.grad(function(*inputs, *sample.constants), inputs, sample.y_bar)
-
-
-def _double_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Sample) -> Step:
+def _double_backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) -> Step:
     if sample.y_bar is None:
         raise ValueError("double_backward: the sample must have y_bar.")
     y_bar = sample.y_bar.detach().requires_grad_()
-    (x_bar,) = torch.autograd.grad(function(*inputs, *sample.constants), inputs[:1], y_bar, create_graph=True)
+    (x_bar,) = torch.autograd.grad(forward(), inputs[:1], y_bar, create_graph=True)
     # The bias does not enter x_bar.
     wanted = (*inputs[:2], y_bar)
     return lambda: torch.autograd.grad(x_bar, wanted, sample.x_bar_bar, retain_graph=True)
 
 
+# Modes of torch.func take plain tensors; the others differentiate with respect to leaves.
+_FUNCTIONAL: dict[str, Callable[..., Any]] = {"jvp": _jvp, "hvp": _hvp}
 _REVERSE = {
-    "forward": _forward,
+    "forward": lambda forward, inputs, sample: forward,
     "backward": _backward,
-    "forward_backward": _forward_backward,
+    "forward_backward": lambda forward, inputs, sample: lambda: torch.autograd.grad(forward(), inputs, sample.y_bar),
     "double_backward": _double_backward,
 }

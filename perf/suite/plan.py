@@ -1,37 +1,50 @@
-"""Which units a run has, in which order, and how much time each may take."""
+"""Which units a run has, in which order, and who takes part in each.
+
+A unit is one workload in one mode. The plan follows from the options alone, and goes to the workers as JSON.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perf import workloads
-from perf.workloads import BASIC_MODES, TrainingWorkload, Workload
+from perf.workloads import (
+    BASIC_MODES,
+    COMPILED,
+    CPU_MODES,
+    EAGER,
+    LIBRARIES,
+    MODES,
+    OURS,
+    PROVIDERS,
+    TRAINING,
+    TUNED,
+    TrainingWorkload,
+    Workload,
+)
 
-# Seconds of a run, by device and whether it is quick. They leave room for the start of workers and the report.
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# Seconds of a run, by device and whether it is quick.
 SECONDS = {("cuda", False): 510.0, ("cuda", True): 92.0, ("cpu", False): 165.0, ("cpu", True): 90.0}
 # Of a run on a GPU, what goes to compiling in parallel before anything is measured.
 COMPILE_SHARE = 0.4
-# Of a run on a CPU, seconds of the bench of the front end's overhead, by whether it is quick, and their share at most.
-OVERHEAD_SECONDS = {True: 20.0, False: 40.0}
-OVERHEAD_SHARE = 0.25
-# Of a unit's time, what goes to samples; the rest to tensors, first calls, the check, captures and warm-up.
-SAMPLING_SHARE = {"cuda": 0.25, "cpu": 0.35}
-MAX_SAMPLING_SECONDS = 4.0
+# Of a run on a CPU, seconds of the bench of the front end's overhead, and their share at most.
+OVERHEAD_SECONDS, OVERHEAD_SHARE = 40.0, 0.25
 # Of a tensor; the targets speak of these, smaller ones are bound by launches and caches.
 LARGE_BYTES = 32e6
-CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", "training_step")
-CPU_PROVIDERS = ("primitives", "torch")
-GPU_PROVIDERS = (*CPU_PROVIDERS, "torch.compile", "torch.compile max-autotune", "liger", "quack", "flash-attn", "apex")
-# Tuning takes longer than anything else, for little at kernels that are bound by memory: unless these are asked for,
-# they take part where a workload stands for its family, in its basic modes, and in no quick run.
-TUNED = ("torch.compile max-autotune",)
-NOT_TUNED = f"tuned at the workloads that stand for their families, in {' and '.join(BASIC_MODES)}; see --providers"
-# Peers that have nothing else, and those whose first calls take no longer than others.
-LIBRARIES = ("liger", "quack", "flash-attn", "apex")
-LIBRARY_OPS = ("layer_norm",)
-NOT_COMPILED = ("torch", "apex")
+# Tuning takes longer than anything else, for little at kernels that are bound by memory: unless it is asked for, it
+# takes part where a workload stands for its family, in its basic modes, and in no quick run.
+NOT_TUNED = (
+    f"left out: tuned at the workloads that stand for their families, in {' and '.join(BASIC_MODES)}; see --providers"
+)
+
+Either = Workload | TrainingWorkload
+Unit = dict[str, Any]
 
 
 class OptionError(ValueError):
@@ -40,7 +53,7 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for; empty tuples and None stand for the defaults of the device.
+    """The options of a run; empty tuples and None stand for the defaults of the device.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -49,7 +62,7 @@ class Options:
         modes: Modes.
         providers: Providers.
         seconds: Time that the run may take.
-        workers: Processes that compile, and that prepare what is measured.
+        workers: Processes that compile.
     """
 
     device: str
@@ -60,21 +73,35 @@ class Options:
     seconds: float | None = None
     workers: int | None = None
 
+    @property
+    def total_seconds(self) -> float:
+        """Time of the whole run."""
+        return SECONDS[self.device, self.quick] if self.seconds is None else self.seconds
 
-def total_seconds(options: Options) -> float:
-    """Time of the whole run."""
-    return SECONDS[options.device, options.quick] if options.seconds is None else options.seconds
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The providers that are asked for."""
+        if self.providers:
+            return tuple(dict.fromkeys(self.providers))
+        names = PROVIDERS if self.device == "cuda" else (OURS, EAGER)
+        return tuple(name for name in names if not (self.quick and name == TUNED))
+
+    def check(self) -> None:
+        """See to it that the options mean something.
+
+        Raises:
+            OptionError: If a mode or provider is unknown, or a number is out of its range.
+        """
+        for name, known in (("modes", MODES), ("providers", PROVIDERS)):
+            if unknown := [value for value in getattr(self, name) if value not in known]:
+                raise OptionError(f"--{name} must be among {', '.join(known)}, got {', '.join(unknown)}.")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise OptionError(f"--seconds must be a finite number above 0, got {self.seconds:g}.")
+        if self.workers is not None and self.workers < 1:
+            raise OptionError(f"--workers must be at least 1, got {self.workers}.")
 
 
-def providers(options: Options) -> tuple[str, ...]:
-    """Names of the providers that are asked for, this package first."""
-    if options.providers:
-        return tuple(dict.fromkeys(options.providers))
-    names = GPU_PROVIDERS if options.device == "cuda" else CPU_PROVIDERS
-    return tuple(name for name in names if not (options.quick and name in TUNED))
-
-
-def find(key: str, device: str) -> Workload | TrainingWorkload:
+def find(key: str, device: str) -> Either:
     """The workload of that key.
 
     Raises:
@@ -83,153 +110,118 @@ def find(key: str, device: str) -> Workload | TrainingWorkload:
     return {workload.key: workload for workload in _candidates(device)}[key]
 
 
-def _candidates(device: str) -> tuple[Workload | TrainingWorkload, ...]:
-    if device == "cuda":
-        everything = (*workloads.GPU_WORKLOADS, *workloads.GPU_TRAINING)
-    else:
-        everything = (*workloads.CPU_WORKLOADS, *workloads.CPU_TRAINING)
-    return tuple(sorted(everything, key=_rank))
+def _candidates(device: str) -> list[Either]:
+    """All workloads, in the order of a run that may end early: what stands for the rest, large ones, the others."""
+    kind = device.replace("cuda", "gpu").upper()
+    everything = [*getattr(workloads, f"{kind}_WORKLOADS"), *getattr(workloads, f"{kind}_TRAINING")]
+    return sorted(everything, key=lambda w: 0 if w.quick else 1 if _is_large(w) else 2)
 
 
-def _rank(workload: Workload | TrainingWorkload) -> int:
-    """Place in a run that may end early: what stands for the rest, then what the targets speak of, then the others."""
-    if workload.quick:
-        return 0
-    return 1 if isinstance(workload, TrainingWorkload) or workload.pass_bytes >= LARGE_BYTES else 2
+def _is_large(workload: Either) -> bool:
+    return isinstance(workload, TrainingWorkload) or workload.pass_bytes >= LARGE_BYTES
 
 
-def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str, ...]:
+def _modes(workload: Either, options: Options) -> tuple[str, ...]:
     if isinstance(workload, TrainingWorkload):
-        return () if options.modes and "training_step" not in options.modes else ("training_step",)
+        return (TRAINING,) if TRAINING in (options.modes or (TRAINING,)) else ()
     wanted = options.modes or (CPU_MODES if options.device == "cpu" else _gpu_modes(workload, options))
-    return tuple(mode for mode in dict.fromkeys(wanted) if mode != "training_step")
+    return tuple(mode for mode in dict.fromkeys(wanted) if mode != TRAINING)
 
 
 def _gpu_modes(workload: Workload, options: Options) -> tuple[str, ...]:
-    """What a run measures of a workload if it is not asked for certain modes; one that is asked for itself, whole."""
-    full = not options.quick and (workload.quick or workload.whole or options.only)
-    if workload.telling or full:
+    """The modes of a run that is not asked for certain ones; a workload that is asked for itself has all of its."""
+    whole = not options.quick and (workload.quick or workload.whole or options.only)
+    if workload.telling or whole:
         return workload.modes
     return tuple(mode for mode in workload.modes if mode in BASIC_MODES)
 
 
-def suite(device: str) -> list[tuple[Workload | TrainingWorkload, str]]:
+def suite(device: str) -> list[tuple[Either, str]]:
     """Every workload and mode that a full run on a device measures."""
     options = Options(device)
     return [(workload, mode) for workload in _candidates(device) for mode in _modes(workload, options)]
 
 
-def compile_items(plan: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Units and providers to compile, in order: whoever tunes for long comes when the others are done."""
-    return [
-        (unit, name)
-        for slow in (False, True)
-        for unit in plan["units"]
-        for name in unit["compiling"]
-        if (name in TUNED) == slow
-    ]
-
-
-def make_plan(options: Options, available: dict[str, str | None]) -> dict[str, Any]:
-    """The units of a run with their budgets, as it is written for the workers.
+def make_plan(options: Options, available: Mapping[str, str | None]) -> dict[str, Any]:
+    """The units of a run, as it is written for the workers.
 
     Args:
-        options: What was asked for.
+        options: The options of the run.
         available: Providers, and why some cannot be used.
 
     Raises:
         OptionError: If an option means nothing, or nothing is left to measure.
     """
-    check(options)
-    chosen = [w for w in _candidates(options.device) if (w.quick or not options.quick) and _wanted(w.key, options.only)]
-    if options.only and options.quick and not chosen:
-        chosen = [w for w in _candidates(options.device) if _wanted(w.key, options.only)]
-    units = [_record(workload, mode, options) for workload in chosen for mode in _modes(workload, options)]
+    options.check()
+    asked = [w for w in _candidates(options.device) if _wanted(w.key, options.only)]
+    chosen = [w for w in asked if w.quick or not options.quick] or (asked if options.only else [])
+    names = [name for name in options.names if available[name] is None]
+    units = [_unit(workload, mode, names, options) for workload in chosen for mode in _modes(workload, options)]
+    for number, unit in enumerate(units):
+        unit["number"] = number
     if not units:
         raise OptionError(f"no workload is left: --only {' '.join(options.only)} --modes {' '.join(options.modes)}.")
-    names = [name for name in providers(options) if available[name] is None]
     if not names:
         raise OptionError(f"no provider is left: {available}.")
-    for unit in units:
-        unit["left_out"] = _left_out(unit, names, options)
-        unit["compiling"] = _compiling(unit, names, options.device)
-    compile_seconds = COMPILE_SHARE * total_seconds(options) if any(unit["compiling"] for unit in units) else 0.0
-    # The bench of overheads measures no workload: it belongs to runs that measure all of them.
-    overhead_seconds = 0.0
-    if options.device == "cpu" and not options.only:
-        overhead_seconds = min(OVERHEAD_SECONDS[options.quick], OVERHEAD_SHARE * total_seconds(options))
-    per_unit = (total_seconds(options) - compile_seconds - overhead_seconds) / len(units)
-    for number, unit in enumerate(units):
-        unit["id"] = f"{number:04d}"
-        unit["seconds"] = min(per_unit * SAMPLING_SHARE[options.device], MAX_SAMPLING_SECONDS)
     return {
-        "options": asdict(options) | {"seconds": total_seconds(options)},
+        "options": asdict(options) | {"seconds": options.total_seconds},
         "device": options.device,
         "providers": names,
-        "available": available,
-        "compile_seconds": compile_seconds,
-        "overhead_seconds": overhead_seconds,
+        "available": dict(available),
+        # The bench of overheads measures no workload: it belongs to runs that measure all of them.
+        "overhead": options.device == "cpu" and not options.only,
         "units": units,
     }
 
 
-def _left_out(unit: dict[str, Any], names: list[str], options: Options) -> dict[str, str]:
-    """Providers that take no part in a unit by design, and why."""
-    if options.providers:
-        return {}
-    telling = getattr(find(unit["workload"], options.device), "telling", False) and unit["mode"] in BASIC_MODES
-    return {name: NOT_TUNED for name in names if name in TUNED and not telling}
-
-
-def _compiling(unit: dict[str, Any], names: list[str], device: str) -> list[str]:
-    """Providers whose first calls in a unit are worth a phase of their own."""
-    eager = NOT_COMPILED if device == "cuda" else CPU_PROVIDERS
-    return [name for name in taking_part(unit, names) if name not in eager]
-
-
-def taking_part(unit: dict[str, Any], names: list[str]) -> list[str]:
-    """Providers that have the op of a unit and are not left out of it."""
-    without = set(unit["left_out"]) | (set() if unit["op"] in LIBRARY_OPS else set(LIBRARIES))
-    return [name for name in names if name not in without]
-
-
-def _wanted(key: str, only: tuple[str, ...]) -> bool:
+def _wanted(key: str, only: Sequence[str]) -> bool:
     return not only or any(words.lower() in key.lower() for words in only)
 
 
-def check(options: Options) -> None:
-    """See to it that options mean something.
-
-    Raises:
-        OptionError: If a mode or provider is unknown, or a number is none of its kind.
-    """
-    unknown = [mode for mode in options.modes if mode not in workloads.MODES]
-    if unknown:
-        raise OptionError(f"--modes must be among {', '.join(workloads.MODES)}, got {', '.join(unknown)}.")
-    unknown = [name for name in options.providers if name not in GPU_PROVIDERS]
-    if unknown:
-        raise OptionError(f"--providers must be among {', '.join(GPU_PROVIDERS)}, got {', '.join(unknown)}.")
-    if options.seconds is not None and not 0 < options.seconds < math.inf:
-        raise OptionError(f"--seconds must be a finite number above 0, got {options.seconds:g}.")
-    if options.workers is not None and options.workers < 1:
-        raise OptionError(f"--workers must be at least 1, got {options.workers}.")
-
-
-def _record(workload: Workload | TrainingWorkload, mode: str, options: Options) -> dict[str, Any]:
-    record: dict[str, Any] = {"workload": workload.key, "name": workload.name, "mode": mode}
+def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -> Unit:
+    """The record of a unit, which becomes part of its rows, and whose first calls are worth a phase of their own."""
+    telling = getattr(workload, "telling", False) and mode in BASIC_MODES
+    left_out = [name for name in names if name == TUNED and not telling and not options.providers]
+    unit: Unit = {"id": f"{workload.key}: {mode}", "workload": workload.key, "name": workload.name, "mode": mode}
     if isinstance(workload, TrainingWorkload):
         dtype = "bfloat16 autocast" if options.device == "cuda" else "float32"
-        return record | {
-            "op": workload.model,
-            "shape": [workload.batch],
-            "dtype": dtype,
-            "layout": "",
-            "columns": None,
-        }
-    return record | {
-        "op": workload.op,
-        "shape": list(workload.shape),
-        "dtype": workload.dtype,
-        "layout": "channels_last" if workload.channels_last else "",
-        "columns": workload.num_cols,
-    }
+        unit |= {"op": workload.model, "shape": [workload.batch], "dtype": dtype, "layout": "", "columns": None}
+    else:
+        layout = "channels_last" if workload.channels_last else ""
+        unit |= {"op": workload.op, "shape": list(workload.shape), "dtype": workload.dtype, "layout": layout}
+        unit["columns"] = workload.num_cols
+    taking_part = [n for n in names if n not in left_out and (unit["op"] == "layer_norm" or n not in LIBRARIES)]
+    slow = taking_part if options.device == "cuda" else [name for name in taking_part if name in {COMPILED, TUNED}]
+    unit["left_out"] = dict.fromkeys(left_out, NOT_TUNED)
+    unit["taking_part"] = taking_part
+    unit["compiling"] = [name for name in slow if name not in {EAGER, "apex"}]
+    return unit
+
+
+def compile_items(plan: dict[str, Any]) -> list[tuple[Unit, str]]:
+    """Units and providers to compile, in order: whoever tunes for long comes when the others are done."""
+    items = [(unit, name) for unit in plan["units"] for name in unit["compiling"]]
+    return sorted(items, key=lambda item: item[1] == TUNED)
+
+
+def summary(plan: dict[str, Any]) -> str:
+    """How many units and first calls a plan has, and which workloads have more than the basic modes, in lines."""
+    units = plan["units"]
+
+    def counted(values: Sequence[str]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in Counter(values).items())
+
+    modes: dict[str, list[str]] = {}
+    for unit in units:
+        modes.setdefault(unit["workload"], []).append(unit["mode"])
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for key, found in modes.items():
+        keys.setdefault(tuple(found), []).append(key)
+    lines = [
+        f"{len(units)} units of {len(modes)} workloads: {counted([unit['mode'] for unit in units])}",
+        f"providers, with their units: {counted([name for unit in units for name in unit['taking_part']])}",
+        f"first calls to compile: {counted([name for _, name in compile_items(plan)]) or 'none'}",
+    ]
+    for found in sorted(keys, key=lambda found: (-len(found), found)):
+        lines += [f"{', '.join(found)}:", *(f"  {key}" for key in keys[found])]
+    return "\n".join(lines)

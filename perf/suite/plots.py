@@ -10,8 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from perf.suite.results import OK, geometric_mean
-from perf.suite.tables import AGAINST, EAGER, OURS, by_case, speedup
-from perf.workloads import CHANNEL_OPS
+from perf.suite.tables import FASTEST, speedups
+from perf.workloads import CHANNEL_OPS, COMPILED, EAGER, OURS, PROVIDERS, TUNED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,25 +21,11 @@ if TYPE_CHECKING:
 DPI = 150
 PANELS_ACROSS = 3
 # Readable with every common kind of color blindness, and apart in gray.
-COLORS = {
-    OURS: "#0b3c6f",
-    EAGER: "#e8a33d",
-    "torch.compile": "#2a9d6f",
-    "torch.compile max-autotune": "#8fd0b0",
-    "liger": "#c0392b",
-    "quack": "#7d4fa3",
-    "flash-attn": "#8c6d46",
-    "apex": "#777777",
-}
+_SHADES = ("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#c0392b", "#7d4fa3", "#8c6d46", "#777777")
+COLORS: dict[str, str] = dict(zip(PROVIDERS, _SHADES, strict=True))
 MARKERS = {"": "o", "channels_last": "s"}
 COPY_COLOR = "#999999"
-SPEEDUP_COLORS = {
-    EAGER: "#e8a33d",
-    "torch.compile": "#2a9d6f",
-    "torch.compile max-autotune": "#8fd0b0",
-    "fastest": "#c0392b",
-}
-SPEEDUP_LABELS = {"fastest": "fastest of all others"}
+SPEEDUP_COLORS = {name: COLORS[name] for name in (EAGER, COMPILED, TUNED)} | {FASTEST: "#c0392b"}
 
 
 def bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
@@ -129,19 +115,9 @@ def _short(columns: int) -> str:
 
 def speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
     """Bars of geometric means for each mode, and a dot for each case; None where there is nothing to compare with."""
-    cases = by_case(result["rows"])
-    modes = list(dict.fromkeys(mode for _, mode in cases))
-    values = {
-        (mode, against): [
-            value for (_, m), case in cases.items() if m == mode and (value := speedup(case, against)) is not None
-        ]
-        for mode in modes
-        for against in AGAINST
-    }
-    sides = [against for against in AGAINST if any(values[mode, against] for mode in modes)]
-    # With a single other side the fastest is that one.
-    if len(sides) == 2 and "fastest" in sides:
-        sides.remove("fastest")
+    values = {(mode, against): found for mode, against, found in speedups(result)}
+    modes = list(dict.fromkeys(mode for mode, _ in values))
+    sides = [against for against in SPEEDUP_COLORS if any(values.get((mode, against)) for mode in modes)]
     if not sides:
         return None
     figure = Figure(
@@ -180,7 +156,7 @@ def _bars(axes: Axes, values: list[list[float]], shift: float, width: float, aga
         bottom=1.0,
         color=color,
         alpha=0.85,
-        label=f"against {SPEEDUP_LABELS.get(against, against)}",
+        label="against " + ("fastest of all others" if against == FASTEST else against),
     )
     # In one line at the foot, where no dot hides them.
     for position, mean in zip(positions, heights, strict=True):

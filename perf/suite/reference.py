@@ -21,7 +21,7 @@ from perf.suite.modes import Sample, leaves, make_steps
 from perf.workloads import CHANNEL_OPS, DROPOUT_P
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -31,7 +31,7 @@ EPS = 1e-5
 # Largest error over the largest value of a result. A dozen roundings to the input's dtype pass: torch composes
 # derivatives of kernels that round in between. A formula that is wrong misses by tens of percent.
 TOLERANCES = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
-# A chunk and the dozens of float64 intermediates of its second derivatives take about a GB, in several workers at once.
+# A chunk and the dozens of float64 intermediates of its second derivatives take about a GB.
 CHUNK_ELEMENTS = 2**22
 # Standard deviations by which the number of dropped elements may differ from its mean.
 DROPOUT_DEVIATIONS = 6.0
@@ -41,27 +41,20 @@ def formula(workload: Workload) -> Callable[..., Tensor]:
     """The op of `workload` in elementary operations."""
     if workload.op == "log_softmax":
         return lambda x: x - torch.logsumexp(x, workload.dim, keepdim=True)
-    if workload.op == "batch_norm_eval":
-        return _evaluation(workload)
-    dims = (-1,) if workload.op == "layer_norm" else tuple(d for d in range(len(workload.shape)) if d != 1)
-    shape = (1, -1, *[1] * (len(workload.shape) - 2)) if workload.op == "batch_norm" else (-1,)
-
-    def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        centered = x - x.mean(dims, keepdim=True)
-        y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + EPS)
-        if weight is None or bias is None:
-            return y
-        return y * weight.view(shape) + bias.view(shape)
-
-    return norm
-
-
-def _evaluation(workload: Workload) -> Callable[..., Tensor]:
-    shape = (1, -1, *[1] * (len(workload.shape) - 2))
+    by_channel = workload.op in CHANNEL_OPS
+    num_dims = len(workload.shape)
+    dims = tuple(d for d in range(num_dims) if d != 1) if by_channel else (-1,)
+    shape = (1, -1, *[1] * (num_dims - 2)) if by_channel else (-1,)
 
     def norm(x: Tensor, *rest: Tensor) -> Tensor:
-        *params, mean, variance = (value.view(shape) for value in rest)
-        y = (x - mean) * torch.rsqrt(variance + EPS)
+        params = [value.view(shape) for value in rest]
+        if workload.op == "batch_norm_eval":
+            *params, mean, variance = params
+            centered = x - mean
+        else:
+            centered = x - x.mean(dims, keepdim=True)
+            variance = centered.square().mean(dims, keepdim=True)
+        y = centered * torch.rsqrt(variance + EPS)
         return y * params[0] + params[1] if params else y
 
     return norm
@@ -86,28 +79,22 @@ def errors(
     if workload.op == "dropout":
         return {name: _dropout_error(mode, sample, tensors, chunk_elements) for name, tensors in found.items()}
     meters = {name: [_Meter() for _ in tensors] for name, tensors in found.items()}
-    sums: list[Tensor | None] = []
+    sums: dict[int, Tensor] = {}
     broken: set[str] = set()
     for where, chunk in _chunks(workload, sample, chunk_elements):
         truth = leaves(make_steps(mode, formula(workload), lambda function: function)(chunk)())
-        sums = sums or [None] * len(truth)
+        broken |= {name for name, tensors in found.items() if [t.dim() for t in tensors] != [t.dim() for t in truth]}
         for i, exact in enumerate(truth):
             if exact.dim() < len(workload.shape) and workload.op not in CHANNEL_OPS:
                 # A derivative of a parameter: every chunk has its share of it.
-                so_far = sums[i]
-                sums[i] = exact if so_far is None else so_far + exact
+                sums[i] = sums[i] + exact if i in sums else exact
                 continue
-            index = where if exact.dim() > 1 else where[1:]
-            for name, tensors in found.items():
-                if len(tensors) != len(truth) or tensors[i].dim() != exact.dim():
-                    broken.add(name)
-                else:
-                    meters[name][i].compare(tensors[i][index], exact)
-    for i, exact in enumerate(sums):
+            for name in found.keys() - broken:
+                meters[name][i].compare(found[name][i][where if exact.dim() > 1 else where[1:]], exact)
+    for i, exact in sums.items():
         for name in found.keys() - broken:
-            if exact is not None:
-                meters[name][i].compare(found[name][i], exact)
-    return {name: math.inf if name in broken else max(m.error() for m in meters[name]) for name in found}
+            meters[name][i].compare(found[name][i], exact)
+    return {name: math.inf if name in broken else _error(meters[name]) for name in found}
 
 
 def _chunks(workload: Workload, sample: Sample, chunk_elements: int) -> Iterator[tuple[tuple[slice, ...], Sample]]:
@@ -119,22 +106,22 @@ def _chunks(workload: Workload, sample: Sample, chunk_elements: int) -> Iterator
 
         def cut(value: Tensor, index: tuple[slice, ...] = index) -> Tensor:
             # Parameters belong to channels, and to no rows.
-            own = index if value.dim() > 1 else index[1:]
-            return value[own].detach().double()
+            return value[index if value.dim() > 1 else index[1:]].detach().double()
 
         yield index, sample.map(cut)
 
 
-def _dropout_error(mode: str, sample: Sample, tensors: list[Tensor], chunk_elements: int) -> float:
-    operands = {"forward": (sample.x,), "jvp": (sample.x, sample.x_dot)}.get(mode, (sample.y_bar,))
-    if [tensor.shape for tensor in tensors] != [operand.shape for operand in operands if operand is not None]:
+def _dropout_error(mode: str, sample: Sample, tensors: Sequence[Tensor], chunk_elements: int) -> float:
+    named = {"forward": (sample.x,), "jvp": (sample.x, sample.x_dot)}.get(mode, (sample.y_bar,))
+    operands = [operand for operand in named if operand is not None]
+    if [tensor.shape for tensor in tensors] != [operand.shape for operand in operands]:
         return math.inf
     meters = [_Meter() for _ in tensors]
     rows = max(chunk_elements * len(sample.x) // sample.x.numel(), 1)
     num_kept = num_drawn = 0
     for start in range(0, len(sample.x), rows):
         chunk = slice(start, start + rows)
-        values = [operand[chunk].double() for operand in operands if operand is not None]
+        values = [operand[chunk].double() for operand in operands]
         # Where the operand is zero, nothing tells what was drawn.
         told, kept = values[0] != 0, tensors[0][chunk] != 0
         num_drawn, num_kept = num_drawn + told.sum().item(), num_kept + (kept & told).sum().item()
@@ -143,29 +130,27 @@ def _dropout_error(mode: str, sample: Sample, tensors: list[Tensor], chunk_eleme
     deviation = math.sqrt(num_drawn * DROPOUT_P * (1 - DROPOUT_P))
     if abs(num_kept - num_drawn * (1 - DROPOUT_P)) > DROPOUT_DEVIATIONS * deviation:
         return math.inf
-    return max(meter.error() for meter in meters)
+    return _error(meters)
 
 
 class _Meter:
     """Largest difference and largest value so far, left on the device until the end."""
 
     def __init__(self) -> None:
-        self.difference: Tensor | None = None
-        self.scale: Tensor | None = None
+        self.pairs: list[Tensor] = []
 
     def compare(self, value: Tensor, exact: Tensor) -> None:
         if value.shape != exact.shape:
-            self.difference = self.scale = exact.new_tensor(math.inf)
-            return
-        difference = (value.detach().double() - exact).abs().amax()
-        scale = exact.abs().amax()
-        self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
-        self.scale = scale if self.scale is None else torch.maximum(self.scale, scale)
+            exact = exact.new_tensor([math.nan])
+        self.pairs.append(torch.stack([(value.detach().double() - exact).abs().amax(), exact.abs().amax()]))
 
     def error(self) -> float:
-        if self.difference is None or self.scale is None:
-            return math.inf
-        difference, scale = self.difference.item(), self.scale.item()
+        # A NaN is the largest of all.
+        difference, scale = torch.stack(self.pairs).amax(0).tolist() if self.pairs else (math.nan, 1.0)
         # Results that are zero throughout, as the tangent of bias_bar, are measured in units of one.
-        error = difference / (scale or 1.0)
-        return error if math.isfinite(error) else math.inf
+        return difference / (scale or 1.0)
+
+
+def _error(meters: Sequence[_Meter]) -> float:
+    found = [meter.error() for meter in meters]
+    return max(found) if all(map(math.isfinite, found)) else math.inf

@@ -3,8 +3,7 @@
 A target speaks of the suite: of the shapes and modes that a full run plans to measure (`perf.suite.plan.suite`), and of
 those beyond it that a run was asked for and has. It is met if every one of them was measured and reaches it; it is not
 met if one of them does not, or if this package is wrong or fails in one. In between, with rows that were skipped for
-lack of time, left out by the options of the run or not there, it is not measured. A peer that the plan leaves out of a
-case by design is nothing to be faster than there.
+lack of time, left out by the options of the run or not there, it is not measured.
 """
 
 from __future__ import annotations
@@ -14,27 +13,26 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perf.suite.bytes import is_multi_pass
-from perf.suite.plan import GPU_PROVIDERS, LARGE_BYTES, find, suite
+from perf.suite.plan import LARGE_BYTES, find, suite
 from perf.suite.results import OK, SKIPPED, geometric_mean, out_of_time
-from perf.suite.tables import COMPILED, EAGER, OURS, by_case, speedup
-from perf.workloads import Workload
+from perf.suite.tables import FASTEST, by_case, speedup
+from perf.workloads import COMPILED, EAGER, OURS, PROVIDERS, TRAINING, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from perf.suite.plan import Either
     from perf.suite.results import Row
-    from perf.workloads import TrainingWorkload
 
     Case = dict[str, Row]
     Key = tuple[str, str]
 
 COPY_FRACTIONS = {"forward": 0.92, "jvp": 0.92, "hvp": 0.92, "double_backward": 0.92, "backward": 0.90}
-MIN_OVER_FASTEST = 1.0
 MIN_OVER_COMPILED = 1.15
 # Of a CPU: time over that of torch.nn. A training step is a forward and a backward pass beside other work.
-MAX_OVER_TORCH = {"forward": 1.15, "forward_backward": 1.15, "jvp": 1.0, "hvp": 1.0, "training_step": 1.15}
-TRAINING = "training_step"
-# Of a case that a peer cannot do, or does wrong: no failure of this package, and nothing that it could be faster than.
+MAX_OVER_TORCH = {"forward": 1.15, "forward_backward": 1.15, "jvp": 1.0, "hvp": 1.0, TRAINING: 1.15}
+# Of a case that a peer cannot do, does wrong or is left out of by design: no failure of this package, and nothing that
+# it could be faster than.
 NO_PEER = math.nan
 
 
@@ -80,12 +78,11 @@ class _Tally:
         self.missing = 0
         for key in keys:
             case = cases.get(key, {})
-            ours = case.get(OURS)
-            if ours is None or ours["status"] == SKIPPED:
-                self.missing += 1
-            elif ours["status"] != OK:
+            status = case[OURS]["status"] if OURS in case else SKIPPED
+            found = value(case) if status == OK else None
+            if status not in {OK, SKIPPED}:
                 self.failed.append(key)
-            elif (found := value(case)) is None:
+            elif found is None:
                 self.missing += 1
             elif math.isnan(found):
                 self.without_peer.append(key[0])
@@ -103,34 +100,39 @@ class _Tally:
             met = True
         return Verdict(target, "; ".join(parts), met, measured, measured + self.missing)
 
+    @property
+    def least(self) -> str:
+        """The least value, and where."""
+        key = min(self.values, key=lambda key: self.values[key])
+        return f"least {self.values[key]:.2f} ({key[0]})"
+
 
 def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     """Every target of the kind of device that `result` is of."""
-    if result["device"] and result["device"]["type"] == "cuda":
-        yield from _gpu(result)
-    else:
-        yield from _cpu(result)
-
-
-def _gpu(result: dict[str, Any]) -> Iterator[Verdict]:
+    device = "cuda" if result["device"] and result["device"]["type"] == "cuda" else "cpu"
     cases = by_case(result["rows"])
-    pairs = _pairs("cuda", cases)
+    pairs = suite(device)
+    known = {(workload.key, mode) for workload, mode in pairs}
+    for key, mode in cases:
+        # A workload that the suite has no more is nobody's.
+        with contextlib.suppress(KeyError):
+            pairs += [(find(key, device), mode)] if (key, mode) not in known else []
+    if device == "cuda":
+        # Peers that could not be imported are known not to be there; those that were not asked for are not known.
+        yield from _gpu(pairs, cases, set(PROVIDERS) <= set(result["providers"]))
+    else:
+        yield from _cpu(pairs, cases, (result["overhead"] or {}).get("modes", {}))
+
+
+def _gpu(pairs: list[tuple[Either, str]], cases: dict[Key, Case], everybody: bool) -> Iterator[Verdict]:
     for mode, least in COPY_FRACTIONS.items():
+        large = [w for w, other in pairs if other == mode and isinstance(w, Workload) and w.pass_bytes >= LARGE_BYTES]
         for multi_pass in (False, True):
-            keys = [
-                (workload.key, mode)
-                for workload, other in pairs
-                if other == mode
-                and isinstance(workload, Workload)
-                and workload.pass_bytes >= LARGE_BYTES
-                and is_multi_pass(workload.op, mode) == multi_pass
-            ]
+            keys = [(w.key, mode) for w in large if is_multi_pass(w.op, mode) == multi_pass]
             if keys:
                 yield _copy_speed(mode, least, multi_pass, keys, cases)
     operations = [(workload.key, mode) for workload, mode in pairs if mode != TRAINING]
     training = [(workload.key, mode) for workload, mode in pairs if mode == TRAINING]
-    # Peers that could not be imported are known not to be there; those that were not asked for are not known at all.
-    everybody = set(GPU_PROVIDERS) <= set(result["providers"])
     yield _over_fastest("as fast as the fastest peer at each shape", operations, cases, everybody)
     tally = _Tally(operations, cases, lambda case: _over(case, COMPILED))
     mean = geometric_mean(list(tally.values.values()))
@@ -138,18 +140,6 @@ def _gpu(result: dict[str, Any]) -> Iterator[Verdict]:
     target = f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean"
     yield tally.verdict(target, figure, mean is not None and mean >= MIN_OVER_COMPILED)
     yield _over_fastest("training_step: as fast as the fastest peer", training, cases, everybody)
-
-
-def _pairs(device: str, cases: dict[Key, Case]) -> list[tuple[Workload | TrainingWorkload, str]]:
-    """Workloads and modes of the suite, and what the run has beyond it."""
-    planned = suite(device)
-    known = {(workload.key, mode) for workload, mode in planned}
-    for key, mode in cases:
-        if (key, mode) not in known:
-            # A workload that the suite has no more is nobody's.
-            with contextlib.suppress(KeyError):
-                planned.append((find(key, device), mode))
-    return planned
 
 
 def _over(case: Case, peer: str) -> float | None:
@@ -161,55 +151,40 @@ def _over(case: Case, peer: str) -> float | None:
 
 
 def _copy_speed(mode: str, least: float, multi_pass: bool, keys: list[Key], cases: dict[Key, Case]) -> Verdict:
-    credit, other = ("kernel_fraction", "fraction_of_copy") if multi_pass else ("fraction_of_copy", "kernel_fraction")
-    names = {"kernel_fraction": "its own passes", "fraction_of_copy": "minimum bytes"}
+    names = {"fraction_of_copy": "minimum bytes", "kernel_fraction": "its own passes"}
+    credit, other = reversed(names) if multi_pass else names
     tally = _Tally(keys, cases, lambda case: case[OURS][credit])
     target = f"{mode}: at least {least} of copy speed at every shape of 32 MB and more, by {names[credit]}"
-    if multi_pass:
-        target += " (kernels of several passes)"
+    target += " (kernels of several passes)" if multi_pass else ""
     if not tally.values:
         return tally.verdict(target, "", False)
     reached = sum(value >= least for value in tally.values.values())
-    others = [cases[key][OURS][other] for key in tally.values]
-    figure = (
-        f"{reached} of {len(keys)} shapes, {_least(tally.values)}; by {names[other]} least "
-        f"{min(value for value in others if value is not None):.2f}"
-    )
+    others = [value for key in tally.values if (value := cases[key][OURS][other]) is not None]
+    figure = f"{reached} of {len(keys)} shapes, {tally.least}"
+    figure += f"; by {names[other]} least {min(others):.2f}" if others else ""
     return tally.verdict(target, figure, reached == len(tally.values))
 
 
 def _over_fastest(target: str, keys: list[Key], cases: dict[Key, Case], everybody: bool) -> Verdict:
     def value(case: Case) -> float | None:
-        found = speedup(case, "fastest")
+        found = speedup(case, FASTEST)
         # A peer that was not measured may be the fastest; one that is faster decides without it.
-        if found is not None and found < MIN_OVER_FASTEST:
+        if found is not None and found < 1:
             return found
         if not everybody or len(case) == 1 or any(map(out_of_time, case.values())):
             return None
         return NO_PEER if found is None else found
 
     tally = _Tally(keys, cases, value)
-    values = tally.values
-    reached = sum(value >= MIN_OVER_FASTEST for value in values.values())
-    figure = f"{reached} of {len(keys) - len(tally.without_peer)} cases, {_least(values)}" if values else ""
-    return tally.verdict(target, figure, reached == len(values))
+    reached = sum(value >= 1 for value in tally.values.values())
+    figure = f"{reached} of {len(keys) - len(tally.without_peer)} cases, {tally.least}" if tally.values else ""
+    return tally.verdict(target, figure, reached == len(tally.values))
 
 
-def _least(values: dict[Key, float]) -> str:
-    key = min(values, key=lambda key: values[key])
-    return f"least {values[key]:.2f} ({key[0]})"
-
-
-def _time_over_torch(case: Case) -> float | None:
-    found = _over(case, EAGER)
-    return found and 1 / found
-
-
-def _cpu(result: dict[str, Any]) -> Iterator[Verdict]:
-    cases = by_case(result["rows"])
+def _cpu(pairs: list[tuple[Either, str]], cases: dict[Key, Case], overheads: dict[str, Any]) -> Iterator[Verdict]:
     for mode, most in MAX_OVER_TORCH.items():
-        keys = [(workload.key, other) for workload, other in _pairs("cpu", cases) if other == mode]
-        tally = _Tally(keys, cases, _time_over_torch)
+        keys = [(workload.key, other) for workload, other in pairs if other == mode]
+        tally = _Tally(keys, cases, lambda case: (found := _over(case, EAGER)) and 1 / found)
         values = tally.values
         target = f"{mode}: at most {most} of the time of torch.nn" if most != 1 else f"{mode}: faster than torch's"
         figures = []
@@ -222,9 +197,7 @@ def _cpu(result: dict[str, Any]) -> Iterator[Verdict]:
             error = f" ({row['error']:.0e})" if row["error"] is not None else ""
             figures.append(f"torch is {row['status']}{error} at {workload}")
         yield tally.verdict(target, "; ".join(figures), all(value <= most for value in values.values()))
-    modes = (result["overhead"] or {}).get("modes", {})
-    missed = [f"{name} ({found['ratio']:.2f})" for name, found in modes.items() if found["ratio"] > found["limit"]]
-    figure = f"{len(modes) - len(missed)} of {len(modes)} comparisons" if modes else ""
-    if missed:
-        figure += f"; missed: {', '.join(missed)}"
-    yield Verdict("front-end overhead within its limits", figure, None if not modes else not missed, len(modes), 0)
+    missed = [f"{name} ({found['ratio']:.2f})" for name, found in overheads.items() if found["ratio"] > found["limit"]]
+    figure = f"{len(overheads) - len(missed)} of {len(overheads)} comparisons" if overheads else ""
+    figure += f"; missed: {', '.join(missed)}" if missed else ""
+    yield Verdict("front-end overhead within its limits", figure, not missed if overheads else None, len(overheads), 0)

@@ -2,206 +2,266 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import math
+import os
 import sys
-import traceback
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perf.suite import modes, reference
-from perf.suite.budget import OUT_OF_TIME, UnitTimeoutError
-from perf.suite.bytes import kernel_bytes, minimum_bytes
-from perf.suite.calibration import calibrate
-from perf.suite.contenders import Contender, DeviceLostError, describe
-from perf.suite.plan import SAMPLING_SHARE
-from perf.suite.providers import OURS, provider
-from perf.suite.results import ERROR, OK, SKIPPED, WRONG, Row, finite, row_for
-from perf.suite.sampling import forget_times, prepare_all, time_prepared
+import torch
+
+from perf.suite.bytes import kernel_bytes
+from perf.suite.providers import LeftOutError
+from perf.suite.results import CANNOT, ERROR, OK, OUT_OF_TIME, SKIPPED, WRONG, Row, row_for
+from perf.suite.tasks import Operation, make_task
+from perf.suite.timing import WARM_UP_SECONDS, calibrate, calls_per_sample, describe, interleave, spread, warm_up
+from perf.workloads import EAGER, OURS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
-    from perf.suite.bench import Bench
-    from perf.suite.modes import Sample
-    from perf.suite.timers import Step, Timer
-    from perf.workloads import Workload
+    from perf.suite.plan import Unit
+    from perf.suite.tasks import Task
+    from perf.suite.timing import CpuTimer, Prepared, Step
 
-# A first call is from the caches on disk by the time that a unit is measured; one that is not holds everybody up.
-FIRST_CALL_SECONDS = 20.0
+    Samplers = dict[str, Callable[[], float]]
+
+MICROSECONDS = 1e6
+# Share of the sampling time that device times get; the calls of large workloads take longer than their replays.
+DEVICE_SHARE = 0.5
+# How a process ends that can measure nothing more; xdist goes on with another one.
+UNFIT = 70
 
 
-def measure(unit: Mapping[str, Any], workload: Workload, names: list[str], bench: Bench) -> list[Row]:
-    """The rows of a unit.
+class CaptureError(RuntimeError):
+    """A step of this package cannot be captured in a CUDA graph."""
 
-    Args:
-        unit: Its record in the plan, with `seconds`, the sampling time.
-        workload: What it measures.
-        names: Providers.
-        bench: What it is measured with.
+
+@dataclass
+class Contender:
+    """A provider in a unit: how it makes steps for so many sets of tensors, and what has come of it."""
+
+    name: str
+    make_steps: Callable[[int], list[Step]] | None = None
+    result: Any = None
+    status: str = OK
+    message: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def leave(self, status: str, message: str) -> None:
+        """Take it out, if it is still in."""
+        if self.status == OK:
+            self.status, self.message, self.make_steps, self.result = status, message, None, None
+
+    def fail(self, error: Exception) -> None:
+        """Take it out, with what it said.
+
+        Of this package an error is one; a peer just cannot do it, unless the machine was too small.
+        """
+        if isinstance(error, (LeftOutError, ImportError)):
+            self.leave(SKIPPED, f"left out: {error}")
+        elif self.name == OURS or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            self.leave(ERROR, describe(error))
+        else:
+            self.leave(CANNOT, describe(error))
+
+
+@dataclass
+class Bench:
+    """What a unit is measured with.
+
+    Attributes:
+        timer: Of the device.
+        seconds: For all samples of the unit.
+        deadline: Of the run, in seconds of `time.time`.
+        doing: File that says who is under way, for whoever finds that this process died.
+        against: Status and message of providers that must not be tried.
+        calibrations: Copy speeds by bytes, of this device in this run.
     """
-    mode, timer = unit["mode"], bench.timer
-    tolerance = reference.TOLERANCES[workload.dtype]
-    with bench.lock.shared():
-        sample = modes.make_sample(workload, mode, timer.device)
-        contenders = [_enter(name, workload, mode, sample, bench) for name in names]
-        check(contenders, workload, mode, sample, tolerance)
-        # What still runs would run beside what another worker times.
-        timer.wait()
-    total_bytes = minimum_bytes(workload, mode)
-    for contender in contenders:
-        contender.values.update(minimum_bytes=total_bytes, tolerance=tolerance)
-        if contender.name == OURS and timer.has_device_time:
-            # Outside of the limit: an import that it ends would leave half a module behind.
-            contender.values["kernel_bytes"] = kernel_bytes(workload, mode, timer.device)
-    with all_out_of_time(contenders, bench), bench.alone():
-        if not skip_if_spent(contenders, bench):
-            copy_gbps = calibrate(timer, total_bytes, bench.calibrations)["copy_gbps"]
-            for contender in contenders:
-                contender.values["copy_gbps"] = copy_gbps
-            _time(contenders, sample, unit, bench, total_bytes, copy_gbps)
-            for contender in contenders:
-                _rate(contender, timer)
-        timer.release()
-    return [row_for(dict(unit), c.name, c.status, c.message, **c.values) for c in contenders]
 
+    timer: CpuTimer
+    seconds: float
+    deadline: float
+    doing: Path
+    against: Mapping[str, Sequence[str]]
+    calibrations: dict[str, dict[str, float]]
 
-def _cloned(tensor: Any) -> Any:
-    return tensor.clone()
+    def attempt(self, contender: Contender, function: Callable[[], Any], note: bool = True) -> Any:
+        """What `function` returns; None if it raises, which is the answer of this provider.
 
+        A process whose device answers nothing but errors ends here, so that a new one can go on without the provider.
 
-def _enter(name: str, workload: Workload, mode: str, sample: Sample, bench: Bench) -> Contender:
-    """A provider's first call, which may compile for a while, and its result."""
-    contender = Contender(name)
-    verdict = bench.compiled(name)
-    if verdict is not None:
-        contender.status, contender.message = verdict.split(": ", 1)
+        Args:
+            contender: The provider.
+            function: Does what it is asked for.
+            note: Whether to say who is under way. A file is written for it, which no sample should come after.
+        """
+        if note:
+            self.doing.write_text(contender.name, encoding="utf-8")
+        found = None
+        try:
+            found = function()
+            # What goes wrong on the device is laid at the right door.
+            self.timer.wait()
+        except Exception as error:
+            contender.fail(error)
+            found = None
+            try:
+                self.timer.wait()
+            # Errors of kernels stay with the process: every further call reports them.
+            except Exception:
+                self.doing.write_text(contender.name, encoding="utf-8")
+                os._exit(UNFIT)
+        if note:
+            self.doing.write_text("", encoding="utf-8")
+        return found
+
+    def enter(self, task: Task, name: str) -> Contender:
+        """A provider's first call, which may compile for a while, and its result."""
+        contender = Contender(name)
+        if name in self.against:
+            contender.leave(*self.against[name])
+        elif time.time() >= self.deadline:
+            contender.leave(SKIPPED, f"{OUT_OF_TIME}; see --seconds")
+        elif (found := self.attempt(contender, lambda: task.enter(name))) is not None:
+            contender.make_steps, contender.result = found
         return contender
-    if bench.budget.spent:
-        contender.skip(f"{OUT_OF_TIME}; see --seconds")
-        return contender
-    bench.doing(name)
-    contender.attempt(lambda: _first_call(contender, workload, mode, sample), bench.timer, FIRST_CALL_SECONDS)
-    bench.doing("")
-    return contender
+
+    def copy_speed(self, total_bytes: int) -> float:
+        """GB/s of a copy of as many bytes, measured once for each size."""
+        size = str(total_bytes)
+        if size not in self.calibrations:
+            self.calibrations[size] = calibrate(self.timer, total_bytes)
+        return self.calibrations[size]["copy_gbps"]
 
 
-def _first_call(contender: Contender, workload: Workload, mode: str, sample: Sample) -> None:
-    contender.make_step = step_maker(contender.name, workload, mode)
-    contender.result = contender.make_step(sample)()
+def measure(unit: Unit, names: Sequence[str], bench: Bench) -> list[Row]:
+    """The rows of a unit, one for each of the providers `names`."""
+    task, timer = make_task(unit, bench.timer.device), bench.timer
+    contenders = [bench.enter(task, name) for name in names]
+    check(contenders, task)
+    # Only the order of magnitude matters: samples follow from what the warm-up takes.
+    sets, seconds = 1, 1e-2
+    if isinstance(task, Operation):
+        copy_gbps = bench.copy_speed(task.bytes)
+        sets, seconds = timer.num_sets(task.bytes), task.bytes / copy_gbps * 1e-9
+        for contender in contenders:
+            contender.values.update(minimum_bytes=task.bytes, copy_gbps=copy_gbps)
+            if contender.name == OURS and timer.has_device_time:
+                contender.values["kernel_bytes"] = kernel_bytes(task.workload, task.mode, timer.device)
+    _time(contenders, _prepare(contenders, sets, seconds, bench), bench)
+    return [row_for(unit, c.name, c.status, c.message, **_rated(c, timer)) for c in contenders]
 
 
-def step_maker(name: str, workload: Workload, mode: str) -> Callable[[Sample], Step]:
-    """What makes a provider's steps of samples.
-
-    Raises:
-        CannotError: If the provider lacks the op.
-    """
-    side = provider(name)
-    make = modes.make_steps(mode, side.function(workload), side.wrap)
-    dtype = side.param_dtype
-    return make if dtype is None else lambda sample: make(sample.with_params(dtype))
-
-
-def check(contenders: list[Contender], workload: Workload, mode: str, sample: Sample, tolerance: float) -> None:
+def check(contenders: Sequence[Contender], task: Task) -> None:
     """Take out every contender whose result is wrong, and drop the results."""
-    results = {contender.name: contender.result for contender in contenders if contender.status == OK}
-    errors = reference.errors(workload, mode, sample, results) if results else {}
+    results = {c.name: c.result for c in contenders if c.status == OK}
+    errors = task.errors(results) if results else {}
     for contender in contenders:
         contender.result = None
+        contender.values["tolerance"] = task.tolerance
         if contender.name in errors:
-            judge(contender, errors[contender.name], tolerance)
+            error = errors[contender.name]
+            contender.values["error"] = error if math.isfinite(error) else None
+            if not error <= task.tolerance:
+                contender.leave(WRONG, f"error {error:.1e}, at most {task.tolerance:.0e} is right")
 
 
-def judge(contender: Contender, error: float, tolerance: float) -> None:
-    """Note the error of a contender, and take it out if that is too large."""
-    contender.values["error"] = finite(error)
-    if not error <= tolerance:
-        contender.status = WRONG
-        contender.message = f"error {error:.1e}, at most {tolerance:.0e} is right"
-        contender.make_step = None
+def _prepare(contenders: Sequence[Contender], sets: int, seconds: float, bench: Bench) -> dict[str, Prepared]:
+    """What can be timed, by name of the contender; the others say why not.
+
+    A peer that cannot be captured still has its call time, and says why it has no device time. This package must be.
+    """
+    prepared: dict[str, Prepared] = {}
+    for contender in contenders:
+        make_steps = contender.make_steps
+        if make_steps is None:
+            continue
+        if time.time() >= bench.deadline:
+            contender.leave(SKIPPED, f"{OUT_OF_TIME}; see --seconds")
+            continue
+        ready = bench.attempt(contender, lambda make=make_steps: bench.timer.prepare(make(sets), seconds))
+        if ready is not None and ready.obstacle is not None:
+            contender.message = f"no device time: {ready.obstacle}"
+            if contender.name == OURS:
+                contender.fail(CaptureError(ready.obstacle))
+        if ready is not None and contender.status == OK:
+            prepared[contender.name] = ready
+    return prepared
 
 
-@contextlib.contextmanager
-def all_out_of_time(contenders: list[Contender], bench: Bench) -> Iterator[None]:
-    """Skip every contender that is still in the run if the block has had the device for too long."""
-    try:
-        yield
-    except UnitTimeoutError as error:
-        bench.doing("")
-        for contender in contenders:
-            contender.skip(f"{OUT_OF_TIME}: {error}")
-        forget_times(contenders)
+def _time(contenders: Sequence[Contender], prepared: Mapping[str, Prepared], bench: Bench) -> None:
+    """Write device and call times, ratios to torch, memory and launches into the contenders' values."""
+    timer, seconds = bench.timer, bench.seconds
+    running = [contender for contender in contenders if contender.name in prepared]
+    if timer.has_device_time:
+        on_device = [c for c in running if prepared[c.name].obstacle is None]
+        device = _samplers(on_device, lambda name: timer.device_seconds(prepared[name]), bench)
+        warm_up(device, WARM_UP_SECONDS)
+        _note(on_device, interleave(device, seconds * DEVICE_SHARE, timer.max_rounds), "device")
+        seconds *= 1 - DEVICE_SHARE
+    # A device is warm by then.
+    single = _samplers(running, lambda name: timer.call_seconds(prepared[name], 1), bench)
+    once = warm_up(single, 0.0 if timer.has_device_time else WARM_UP_SECONDS)
+    # As many calls of one provider in every round, so that a round is one stretch of time for each.
+    running = [c for c in running if c.status == OK]
+    calls = {c.name: calls_per_sample(once[c.name], timer.sample_seconds) for c in running}
+    call = _samplers(running, lambda name: timer.call_seconds(prepared[name], calls[name]), bench)
+    _note(running, interleave(call, seconds, timer.max_rounds), "call")
+    for contender in running:
+        peak = bench.attempt(contender, lambda name=contender.name: timer.peak_bytes(prepared[name]))
+        contender.values.update(peak_bytes=peak, launches=prepared[contender.name].launches)
 
 
-def skip_if_spent(contenders: list[Contender], bench: Bench) -> bool:
-    """Skip every contender that is still in the run if the run has no time left, and say whether it has none."""
-    if bench.budget.spent:
-        for contender in contenders:
-            contender.skip(f"{OUT_OF_TIME}; see --seconds")
-    return bench.budget.spent
+def _samplers(contenders: Sequence[Contender], take: Callable[[str], float], bench: Bench) -> Samplers:
+    """Samplers that take their contender out if they raise; the others go on."""
+
+    def sampler(contender: Contender) -> Callable[[], float]:
+        def sample() -> float:
+            if contender.status != OK:
+                return math.nan
+            found = bench.attempt(contender, lambda: take(contender.name), note=False)
+            return math.nan if found is None else found
+
+        return sample
+
+    return {contender.name: sampler(contender) for contender in contenders}
 
 
-def _time(
-    contenders: list[Contender],
-    sample: Sample,
-    unit: Mapping[str, Any],
-    bench: Bench,
-    total_bytes: int,
-    copy_gbps: float,
-) -> None:
-    """Time what is right over a rotation of samples, which live no longer than this call."""
-    samples = [sample, *(sample.map(_cloned) for _ in range(bench.timer.num_sets(total_bytes) - 1))]
-
-    def steps(contender: Contender) -> list[Step]:
-        make_step = contender.make_step
-        return [] if make_step is None else [make_step(sample) for sample in samples]
-
-    prepared = prepare_all(contenders, steps, total_bytes / copy_gbps * 1e-9, bench)
-    share = SAMPLING_SHARE["cuda" if bench.timer.has_device_time else "cpu"]
-    time_prepared(contenders, prepared, bench, bench.budget.sampling_seconds(unit["seconds"], share))
+def _note(contenders: Sequence[Contender], samples: Mapping[str, list[float]], kind: str) -> None:
+    right = {c.name: samples[c.name] for c in contenders if c.status == OK}
+    for contender in contenders:
+        if (taken := right.get(contender.name)) is None:
+            continue
+        contender.values[f"{kind}_us"] = spread(taken, MICROSECONDS)
+        if contender.name != EAGER and EAGER in right:
+            # Round by round, which a drifting clock does not touch.
+            ratios = [a / b for a, b in zip(taken, right[EAGER], strict=True)]
+            contender.values[f"vs_torch_{kind}"] = spread(ratios)
 
 
-def _rate(contender: Contender, timer: Timer) -> None:
-    """Bandwidth and its parts of a copy's, from the time that memory traffic shows in."""
+def _rated(contender: Contender, timer: CpuTimer) -> dict[str, Any]:
+    """The values of a row, with bandwidths from the time that memory traffic shows in; without times if it is out."""
     values = contender.values
+    if contender.status != OK:
+        kept = ("error", "tolerance", "minimum_bytes", "copy_gbps", "kernel_bytes")
+        return {name: value for name, value in values.items() if name in kept}
     times = values.get("device_us" if timer.has_device_time else "call_us")
-    if contender.status == OK and times:
+    if times and "minimum_bytes" in values:
         values["gbps"] = values["minimum_bytes"] / times["median"] * 1e-3
         values["fraction_of_copy"] = values["gbps"] / values["copy_gbps"]
         if "kernel_bytes" in values:
             values["kernel_fraction"] = values["fraction_of_copy"] * values["kernel_bytes"] / values["minimum_bytes"]
+    return values
 
 
-@contextlib.contextmanager
-def cleaned() -> Iterator[None]:
-    """Leave no compiled function behind for the next unit."""
-    try:
-        yield
-    finally:
-        # Each unit compiles the same functions anew, of which Dynamo keeps only so many versions.
-        if dynamo := sys.modules.get("torch._dynamo"):
-            dynamo.reset()
-        gc.collect()
-
-
-def guarded(unit: Mapping[str, Any], names: list[str], run: Callable[[], list[Row]]) -> list[Row]:
-    """The rows that `run` makes; if it fails, a row for each provider that says how.
-
-    Raises:
-        DeviceLostError: If the process cannot measure anything any more; another one may.
-    """
-    try:
-        return run()
-    except DeviceLostError:
-        raise
-    # The unit is lost, the run is not.
-    except Exception as error:
-        traceback.print_exc()
-        status = SKIPPED if isinstance(error, TimeoutError) else ERROR
-        message = f"{OUT_OF_TIME}: {error}" if status == SKIPPED else describe(error)
-        return [row_for(dict(unit), name, status, message) for name in names]
-
-
-def skipped(unit: Mapping[str, Any], names: list[str]) -> list[Row]:
-    """Rows for a unit whose turn comes after the deadline."""
-    return [row_for(dict(unit), name, SKIPPED, f"{OUT_OF_TIME}; see --seconds") for name in names]
+def clean(timer: CpuTimer) -> None:
+    """Leave no compiled function and no graph behind for the next unit."""
+    # Each unit compiles the same functions anew, of which Dynamo keeps only so many versions.
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    gc.collect()
+    timer.release()

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.anomaly_mode import set_detect_anomaly
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives.tracing.lines import current_stack
 
@@ -42,9 +44,10 @@ __all__ = [
 ]
 
 
-def is_tracing() -> bool:
-    """Whether `make_fx` is recording."""
-    return get_proxy_mode() is not None
+def is_tracing(*, pre_dispatch: bool = False) -> bool:
+    """Whether `make_fx` is recording; with `pre_dispatch`, whether it records what autograd is given."""
+    mode = get_proxy_mode()
+    return mode is not None and (not pre_dispatch or bool(getattr(mode, "pre_dispatch", False)))
 
 
 def recorded_nodes() -> list[fx.Node]:
@@ -111,16 +114,17 @@ def fake_of(mode: FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device
 
 
 def wrapped(x: Any) -> Any:
-    """`x` as functionalization wants it."""
-    return FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x
+    """`x` as functionalization wants it; of a wrapper subclass, what is inside."""
+    from torch._functorch._aot_autograd import functional_utils
+
+    return functional_utils.to_fun(x)
 
 
 def plain(x: Any) -> Any:
     """What functionalization has wrapped, with all writes to it done."""
-    if not isinstance(x, FunctionalTensor):
-        return x
-    torch._sync(x)
-    return torch._from_functional_tensor(x.elem)
+    from torch._functorch._aot_autograd import functional_utils
+
+    return functional_utils.from_fun(x)
 
 
 @contextlib.contextmanager
@@ -283,3 +287,32 @@ def num_bytes(x: Any) -> tuple[int, int]:
     """Identity and bytes of the memory behind a value without memory."""
     storage = x.untyped_storage()
     return storage._cdata, hinted_size(storage.nbytes())
+
+
+def is_functional(x: Any) -> bool:
+    """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
+    if is_traceable_wrapper_subclass(x):
+        return any(is_functional(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return isinstance(x, FunctionalTensor)
+
+
+def has_data_mutation(x: Any) -> bool:
+    """Whether the values of a functional tensor were written to."""
+    from torch._functorch._aot_autograd import functional_utils
+
+    return functional_utils.has_data_mutation(x)
+
+
+def has_other_storage(x: Any) -> bool:
+    """Whether a functional tensor was given other memory, by `set_` or `.data`."""
+    return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
+
+
+def is_in_a_transform(x: Tensor) -> bool:
+    """Whether a transform of `torch.func` has wrapped `x`."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def unrecorded() -> contextlib.AbstractContextManager:
+    """Context in which `make_fx` records nothing."""
+    return disable_proxy_modes_tracing()

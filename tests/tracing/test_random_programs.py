@@ -38,7 +38,7 @@ VIEWS = (
 RANDOM = ("bernoulli_", "dropout", "rand_like")
 NUM_EXAMPLES = {"eager": 70, "in_place": 50, "traced": 16, "joint": 13}
 # How the second input lies in the memory of the first; `apart` is memory of its own.
-OVERLAPS = ("apart", "same", "row", "transposed", "tail", "disjoint")
+OVERLAPS = ("apart", "same", "disjoint")
 
 
 @st.composite
@@ -178,8 +178,9 @@ def eager(instructions, overlap):
 def test_random_programs(kind):
     num_compared = 0
 
+    # Beside live views, torch's functionalization cannot always follow a change of shape in place: it raises.
     @settings(EXAMPLES, max_examples=NUM_EXAMPLES[kind])
-    @given(programs())
+    @given(programs(metadata=kind != "traced"))
     def check(program):
         nonlocal num_compared
         overlap, instructions = program

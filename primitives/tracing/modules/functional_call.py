@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 import optree
 import torch
 
-from primitives.core.errors import LeafError, TreeError
-from primitives.tracing.modules.later import adopt, pure_region, require_finished
-from primitives.tracing.modules.state import ModuleState
+from primitives.core.errors import LeafError, MutationError, TreeError
+from primitives.tracing.modules.lending import attributes_kept, running
+from primitives.tracing.modules.tensors import Given, require_names
 from primitives.tracing.trace_errors import errors_in_trace
 
 if TYPE_CHECKING:
@@ -76,23 +77,37 @@ class PureModule:
             TreeError: If names are missing, unknown, or tied and given different tensors.
             ShapeError: If a tensor has another shape than in the module.
             DtypeError: If it has another dtype, or is no tensor.
-            LeafError: If the module uses a parameter or buffer of its own that it holds besides where it is registered,
-                or returns a generator, or a method of its own, which would run after the call.
-            MutationError: If the module writes a parameter, or one of two buffers that share memory; if it uses a
-                buffer that it read before a batch norm gave it a new value; or if, under `vmap`, it writes something
-                batched into a buffer that is not.
+            LeafError: If a value is no tensor, or the module returns a generator or a coroutine, which would run after
+                the call.
+            MutationError: If the module has written a parameter in place.
             TraceError: In a trace of `make_fx`, if the module branches on a value that the graph does not have.
         """
-        state = ModuleState(self.module, params, buffers, strict=self.strict)
+        given, state = Given("params", self.module, params), Given("buffers", self.module, buffers)
+        if self.strict:
+            require_names(self.module, given, state)
+        given.check(strict=self.strict)
+        state.check(strict=self.strict)
         is_compiling = torch.compiler.is_compiling()
-        start = 0 if is_compiling else torch.autograd._get_sequence_nr()
-        with state:
-            with pure_region(state), contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call"):
+        owners = list(self.module.modules())
+        # A compiler knows no versions.
+        versions = {} if is_compiling else given.versions()
+        with attributes_kept(owners):
+            given.put(copied=False)
+            state.put(copied=True)
+            with running(owners), contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call"):
                 output = self.module(*args, **kwargs)
-            new_buffers = state.buffers()
-            if not is_compiling:
-                require_finished(state, output)
-                adopt(state, start, output, new_buffers, args, kwargs)
+            new_buffers = state.current()
+        for name, (value, version) in versions.items():
+            if value._version != version:
+                raise MutationError(
+                    f"functional_call: the module writes its parameter {name!r} in place, which the pure function "
+                    "cannot return. Make it a buffer, or write it outside the module."
+                )
+        if isinstance(output, (Iterator, Awaitable, AsyncGenerator)):
+            raise LeafError(
+                f"functional_call: the module must return what it has computed, got {type(output).__name__}, which "
+                "would run after the call, with the module's own parameters. Return a list, or the values."
+            )
         return output, new_buffers
 
     def __repr__(self) -> str:

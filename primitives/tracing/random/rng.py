@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
 from primitives.ops._philox import WORDS_PER_BLOCK
 from primitives.ops.philox import philox_p
-from primitives.tracing.mutations.vmap_levels import check_levels, drawing_by_state, unwrapped
 from primitives.tracing.random.operations import (
     FILLING,
     NEVER_DRAWING,
@@ -25,6 +24,7 @@ from primitives.tracing.random.operations import (
     device_of,
     draws_nothing,
 )
+from primitives.tracing.random.vmap_levels import check_levels, drawing_by_state, unwrapped
 from primitives.tracing.recompute import replaying_checkpoints
 from primitives.tracing.trace_errors import errors_in_trace
 

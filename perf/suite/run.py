@@ -1,0 +1,251 @@
+"""A run: a session of pytest over the units of a plan, whose reports bring the rows, with one xdist worker per GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from filelock import FileLock
+
+from perf.suite import machine
+from perf.suite.plan import COMPILE_SHARE, OVERHEAD_SECONDS, OVERHEAD_SHARE, Options, compile_items, make_plan
+from perf.suite.providers import reason_against
+from perf.suite.results import ERROR, OUT_OF_TIME, SCHEMA, SKIPPED, out_of_time, row_for, write_json
+from perf.workloads import OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from perf.suite.plan import Unit
+    from perf.suite.results import Row
+
+# One core stays for the controller.
+MAX_COMPILERS = 16
+# A unit that takes longer hangs, or had better: pytest-timeout ends its process.
+LIMIT_SECONDS = 90
+# What all users of the machine open, so that runs of several people take turns.
+LOCKS = Path("/tmp" if os.name == "posix" else tempfile.gettempdir())
+
+
+def doing_file(directory: Path, unit: Unit) -> Path:
+    """File that says which provider is under way in a unit."""
+    return directory / f"{unit['number']}.doing"
+
+
+def _against_file(directory: Path, unit: Unit) -> Path:
+    return directory / f"{unit['number']}.against"
+
+
+def read_against(directory: Path, unit: Unit) -> dict[str, tuple[str, str]]:
+    """Status and message of the providers that must not be tried in a unit, from what happened before."""
+    path = _against_file(directory, unit)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+class Collector:
+    """Plug-in of the controller: gives workers their GPUs, and collects what they report.
+
+    xdist replaces a worker that dies. The unit that it was at is measured again without the provider that was under
+    way, and rows of other units are not touched.
+
+    Args:
+        plan: As `perf.suite.plan.make_plan` makes it, with the GPUs of the run.
+        directory: Of the run.
+    """
+
+    def __init__(self, plan: dict[str, Any], directory: Path) -> None:
+        self.plan, self.directory = plan, directory
+        self.rows: dict[str, list[Row]] = {}
+        self.reported: dict[str, dict] = {"calibration": {}, "clocks": {}}
+        self.overhead: dict[str, Any] | None = None
+        self.compiled: set[str] = set()
+        self._owned: list[str] = []
+        self._failed: dict[str, str] = {}
+
+    def pytest_configure_node(self, node: Any) -> None:
+        """Give a new worker the GPU that has the fewest."""
+        if self.plan["gpus"]:
+            gpu = node.workerinput["gpu"] = min(self.plan["gpus"], key=self._owned.count)
+            self._owned.append(gpu)
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take back the GPU of a worker that has ended."""
+        if (gpu := node.workerinput.pop("gpu", None)) is not None:
+            self._owned.remove(gpu)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what a test reports."""
+        if report.when != "call":
+            return
+        found: dict[str, Any] = dict(report.user_properties)
+        item = _item(report.nodeid)
+        if "test_compile[" in report.nodeid:
+            if not report.skipped:
+                self.compiled.add(item)
+        elif "overhead" in found:
+            self.overhead = found["overhead"]
+        elif "rows" in found:
+            self.rows[item] = found["rows"]
+            gpu, calibrations = found.get("calibration", ("cpu", {}))
+            self.reported["calibration"].setdefault(gpu, {}).update(calibrations)
+            gpu, clocks = found.get("clocks", (None, None))
+            if clocks:
+                self.reported["clocks"].setdefault(gpu, []).append(clocks)
+        elif report.failed:
+            self._failed[item] = report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, sched: Any) -> None:
+        """Note who was under way where a worker died, and have the unit measured again without it."""
+        item = _item(crashitem)
+        died = f"the process died in it, or it took more than {LIMIT_SECONDS} s"
+        for unit, name in compile_items(self.plan):
+            if "test_compile[" in crashitem and item == f"{unit['id']}: {name}":
+                self._exclude(unit, name, ERROR, f"first call: {died}")
+        for unit in self.plan["units"]:
+            if "test_unit[" in crashitem and item == unit["id"]:
+                doing = doing_file(self.directory, unit)
+                name = doing.read_text(encoding="utf-8") if doing.exists() else ""
+                self._failed[item] = died
+                # Whoever dies without a name may do so once.
+                if name not in read_against(self.directory, unit):
+                    self._exclude(unit, name, ERROR, died)
+                    sched.mark_test_pending(crashitem)
+
+    def _exclude(self, unit: Unit, name: str, status: str, message: str) -> None:
+        against = read_against(self.directory, unit) | {name: (status, message)}
+        write_json(_against_file(self.directory, unit), against)
+
+    def exclude_what_is_not_compiled(self) -> None:
+        """Have the measurements go without first calls that would take long. Those of this package do not."""
+        for unit, name in compile_items(self.plan):
+            known = name == OURS or name in read_against(self.directory, unit)
+            if not known and f"{unit['id']}: {name}" not in self.compiled:
+                self._exclude(unit, name, SKIPPED, f"{OUT_OF_TIME}: not compiled in time; see --seconds")
+
+    def all_rows(self) -> Iterator[Row]:
+        """Every row of the plan; who did not report one is in a row that says why."""
+        for unit in self.plan["units"]:
+            if unit["id"] in self.rows:
+                yield from self.rows[unit["id"]]
+                continue
+            failed = self._failed.get(unit["id"])
+            early = f"{OUT_OF_TIME}: the run ended before this unit did"
+            for name in self.plan["providers"]:
+                yield row_for(unit, name, *((ERROR, failed) if failed else (SKIPPED, early)))
+
+
+def _item(nodeid: str) -> str:
+    """Id of the parameters of a test."""
+    return nodeid.partition("[")[2].removesuffix("]")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure, and return the result; after Ctrl-C, or another request to end, what there is of it.
+
+    Raises:
+        OptionError: If the options mean nothing, or leave nothing to measure.
+        RuntimeError: If there is no GPU where one is asked for, or if there are several kinds.
+    """
+    start = time.time()
+    options.check()
+    # pytest could only say so once it runs.
+    for name in ("xdist", "pytest_timeout"):
+        importlib.import_module(name)
+    device = machine.describe(options.device)
+    package = machine.package()
+    plan = make_plan(options, {name: reason_against(name) for name in options.names})
+    plan["gpus"] = device.get("gpus", [])
+    reserved = min(OVERHEAD_SECONDS, OVERHEAD_SHARE * options.total_seconds) if plan["overhead"] else 0.0
+    plan["deadline"] = start + options.total_seconds - reserved
+    plan["compile_deadline"] = start + COMPILE_SHARE * options.total_seconds
+    compiled, interrupted = start, False
+    with contextlib.ExitStack() as stack:
+        for gpu in sorted(plan["gpus"]):
+            stack.enter_context(_locked(gpu))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perf-run-")))
+        write_json(directory / "plan.json", plan)
+        collector = Collector(plan, directory)
+        stack.enter_context(_environment())
+        with contextlib.suppress(KeyboardInterrupt):
+            status = pytest.ExitCode.OK
+            if plan["gpus"] and (items := len(compile_items(plan))):
+                workers = options.workers or max(1, min(machine.usable_cores() - 1, MAX_COMPILERS))
+                status = _pytest(collector, min(workers, items), "test_compile")
+                compiled = time.time()
+            collector.exclude_what_is_not_compiled()
+            if status != pytest.ExitCode.INTERRUPTED:
+                tests = ["test_unit", "test_overhead"] if plan["overhead"] else ["test_unit"]
+                status = _pytest(collector, max(len(plan["gpus"]), 1), *tests)
+            interrupted = status == pytest.ExitCode.INTERRUPTED
+    if interrupted:
+        print("Stopped: what was measured is kept.", file=sys.stderr)
+    rows = list(collector.all_rows())
+    return {
+        "schema": SCHEMA,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "options": plan["options"],
+        "complete": not interrupted and not any(map(out_of_time, rows)),
+        "package": package,
+        "device": device,
+        "environment": machine.environment(),
+        **collector.reported,
+        "providers": plan["available"],
+        "overhead": collector.overhead,
+        "rows": rows,
+        "seconds": {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)},
+    }
+
+
+@contextlib.contextmanager
+def _locked(gpu: str) -> Iterator[None]:
+    """Hold a GPU alone among the runs on this machine; containers with a directory of their own do not see it."""
+    lock = FileLock(LOCKS / f"torch-training-primitives-perf-{gpu}.lock", mode=0o666)
+    try:
+        lock.acquire()
+    except OSError as error:
+        print(f"{lock.lock_file} cannot be locked ({error}): another run may measure beside this one.", file=sys.stderr)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Context of the sessions: every request to end counts as Ctrl-C, and workers load what they need alone."""
+    # Inductor's own pools of compilers would multiply with the workers.
+    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    os.environ.update({name: value for name, value in own.items() if name not in os.environ})
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {name: signal.signal(getattr(signal, name), signal.default_int_handler) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def _pytest(collector: Collector, workers: int, *tests: str) -> int | pytest.ExitCode:
+    """A session over some of the tests; settings and plug-ins of the project's own tests stay out of it."""
+    here = Path(__file__).parent
+    arguments = [
+        *(f"{here / 'test_suite.py'}::{test}" for test in tests),
+        *("-c", os.devnull, "--rootdir", str(here), "-p", "no:cacheprovider", "-p", "no:warnings", "-v", "--tb=short"),
+        *("--plan", str(collector.directory / "plan.json")),
+        # One unit at a time goes to a worker, in the order of the plan; one that dies is replaced.
+        *("-p", "xdist", "-n", str(workers), "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", "1000"),
+        # A process that hangs in a driver hears of nothing else than its end.
+        *("-p", "timeout", "--timeout", str(LIMIT_SECONDS), "--timeout-method", "thread"),
+    ]
+    return pytest.main(arguments, plugins=[collector])

@@ -1,0 +1,546 @@
+"""The perf suite without a GPU: a run from end to end, the red check, comparisons, reports, a made-up torch.cuda."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from perf.__main__ import main
+from perf.suite import modes, plots, reference, results, timing
+from perf.suite.bytes import is_multi_pass, kernel_bytes, minimum_bytes, passes_of
+from perf.suite.compare import compare
+from perf.suite.plan import Options, make_plan, suite, summary
+from perf.suite.providers import provider
+from perf.suite.results import row_for
+from perf.suite.targets import verdicts
+from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, PROVIDERS, Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# One run.
+
+
+def test_a_run_keeps_what_is_right_beside_a_wrong_peer_a_dead_worker_and_ctrl_c(tmp_path):
+    out = tmp_path / "result.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p tests.perf_faults"}
+    command = ["-m", "tests.perf_faults", "run", "--device", "cpu", "--only", "tiny", "--modes", "forward"]
+    done = subprocess.run(
+        [sys.executable, *command, "--seconds", "120", "--out", str(out)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Stopped: what was measured is kept." in done.stderr
+    result = results.load(out)
+    found = {(row["shape"][0], row["provider"]): row for row in result["rows"]}
+    statuses = [[found[rows, name]["status"] for rows in (2, 3, 5, 4)] for name in ("primitives", "torch")]
+    assert statuses == [["ok", "ok", "ok", "skipped"], ["wrong", "error", "ok", "skipped"]]
+    assert not result["complete"]
+    # A provider that is wrong is not timed.
+    assert found[2, "torch"]["call_us"] is None
+    assert found[2, "torch"]["error"] == pytest.approx(1e-2, rel=0.1)
+    assert "the process died" in found[3, "torch"]["message"]
+    ours = found[5, "primitives"]
+    assert ours["call_us"]["samples"] >= timing.MIN_ROUNDS
+    assert ours["device_us"] is ours["kernel_bytes"] is None
+    assert ours["fraction_of_copy"] > 0
+    assert ours["vs_torch_call"]["samples"] == ours["call_us"]["samples"]
+    assert result["package"]["version"]
+
+
+def test_options_that_mean_nothing_are_refused_before_anything_is_measured(tmp_path, capsys):
+    folder = ["--out", str(tmp_path)]
+    refused = {
+        "--modes": ["--modes", "sideways"],
+        "--providers": ["--providers", "nobody"],
+        "--seconds": ["--seconds", "nan"],
+        "--workers": ["--workers", "0"],
+        "--out": [*folder, "--only", "GPT-2"],
+        "no workload is left": ["--only", "nothing like it"],
+    }
+    for word, options in refused.items():
+        assert (
+            main(
+                [
+                    "run",
+                    "--device",
+                    "cpu",
+                    *(options if "--out" in options else [*folder[:1], str(tmp_path / "a"), *options]),
+                ]
+            )
+            == 2
+        )
+        assert word in capsys.readouterr().err
+
+
+def test_the_page_has_the_plan():
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    everybody = dict.fromkeys(PROVIDERS) | dict.fromkeys(("liger", "quack", "flash-attn", "apex"), "not here")
+    plan, _, rest = summary(make_plan(Options("cuda"), everybody)).partition("\nforward, backward:\n")
+    assert plan in page
+    assert rest
+    for options in (Options("cuda", quick=True), Options("cpu"), Options("cpu", quick=True)):
+        assert summary(make_plan(options, everybody)).splitlines()[0] in page
+
+
+def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
+    from perf.suite.run import Collector
+
+    collector = Collector({"gpus": ["a", "b"], "units": []}, tmp_path)
+    first, second, third = nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
+    for node in nodes[:2]:
+        collector.pytest_configure_node(node)
+    assert [node.workerinput["gpu"] for node in (first, second)] == ["a", "b"]
+    collector.pytest_testnodedown(second)
+    collector.pytest_configure_node(third)
+    assert third.workerinput["gpu"] == "b"
+
+
+# Workloads and bytes.
+
+
+def test_workloads_cover_the_ops_and_have_names_of_their_own():
+    keys = [workload.key for workload in (*GPU_WORKLOADS, *CPU_WORKLOADS)]
+    assert len(set(keys)) == len(keys)
+    assert {workload.op for workload in GPU_WORKLOADS if workload.quick} == set(OPS)
+
+
+def test_bytes_are_those_that_the_launchers_declare():
+    model = pytest.importorskip("perf.model", reason="costs of kernels need triton")
+    chip = model.launch.CHIPS["sm_90"]
+    for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
+        least, full = minimum_bytes(workload, mode), passes_of(workload.op, mode).full * workload.pass_bytes
+        assert full <= least <= 1.02 * full
+        with model.launch.use_chip(chip):
+            calls = model.calls_of(workload, mode)
+        made = kernel_bytes(workload, mode, chip)
+        if is_multi_pass(workload.op, mode):
+            assert made >= 0.999 * least
+        elif len(calls) == 1:
+            # One operator, whose minimum is that of the mode.
+            assert made == pytest.approx(least, rel=0.005)
+        if workload.op == "batch_norm" and mode in {"forward", "backward"}:
+            # All of it is read for the sums, and again for the transform.
+            assert made == pytest.approx({"forward": 3, "backward": 5}[mode] * workload.pass_bytes, rel=0.02)
+
+
+# The red check.
+
+TINY = {
+    "layer_norm": Workload("tiny", "layer_norm", (6, 5), dtype="float32"),
+    "plain layer_norm": Workload("tiny", "layer_norm", (6, 5), dtype="float32", affine=False),
+    "log_softmax": Workload("tiny", "log_softmax", (4, 3, 5), dtype="float32", dim=1),
+    "batch_norm": Workload("tiny", "batch_norm", (4, 3, 2, 2), dtype="float32", channels_last=True),
+    "batch_norm_eval": Workload("tiny", "batch_norm_eval", (4, 3, 2, 2), dtype="float32"),
+    "dropout": Workload("tiny", "dropout", (40, 50), dtype="float32"),
+}
+LINEAR = ("batch_norm_eval", "dropout")
+
+
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        (n, m)
+        for n, m in itertools.product(TINY, (*KERNEL_MODES, "forward_backward"))
+        if n not in LINEAR or m in {"forward", "backward", "jvp"}
+    ],
+)
+def test_the_check_passes_what_is_right_and_nothing_else(name, mode):
+    workload = TINY[name]
+    sample = modes.make_sample(workload, mode, torch.device("cpu"))
+    right = provider("primitives")
+    leaves = modes.leaves(modes.make_steps(mode, right.function(workload), right.wrap)(sample)())
+    one_value = [leaf.detach().clone() for leaf in leaves]
+    one_value[-1][(-1,) * one_value[-1].dim()] += 1e-2 * one_value[-1].abs().max() + 1e-2
+    wrong = {"one value": one_value, "missing": leaves[:-1], "nan": [leaf * torch.nan for leaf in leaves]}
+    # Chunks of one row or channel: sums over rows come from all of them.
+    found = reference.errors(workload, mode, sample, {"right": leaves, **wrong}, chunk_elements=6)
+    assert {name for name, error in found.items() if error <= reference.TOLERANCES["float32"]} == {"right"}
+
+
+def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same():
+    sample = modes.make_sample(TINY["dropout"], "jvp", torch.device("cpu"))
+
+    def noise(p, seed):
+        return (torch.rand(sample.x.shape, generator=torch.Generator().manual_seed(seed)) >= p) / (1 - p)
+
+    def error(first, second):
+        made = {"it": (sample.x * first, sample.x_dot * second)}
+        return reference.errors(TINY["dropout"], "jvp", sample, made, chunk_elements=500)["it"]
+
+    one = noise(0.1, 0)
+    assert error(one, one) < 1e-6
+    assert error(one, noise(0.1, 1)) > 0.1
+    assert error(noise(0.2, 0) * 0.8 / 0.9, noise(0.2, 0) * 0.8 / 0.9) == math.inf
+    assert error(one * 0.9, one * 0.9) > 0.05
+
+
+# Samples, and graphs on a made-up GPU.
+
+
+def test_providers_take_turns_and_the_first_one_changes():
+    now, order = [0.0], []
+
+    def sampler(name):
+        def sample():
+            order.append(name)
+            now[0] += 1.0
+            return now[0]
+
+        return sample
+
+    samplers = {name: sampler(name) for name in "abc"}
+    samples = timing.interleave(samplers, 12.0, 60, min_rounds=2, clock=lambda: now[0])
+    assert order == list("abcbcacababc")
+    assert samples["b"] == [2.0, 4.0, 9.0, 11.0]
+    # The least number of rounds is run whatever the budget.
+    assert len(timing.interleave({"a": sampler("a")}, 0.0, 60, min_rounds=3, clock=lambda: now[0])["a"]) == 3
+    assert timing.spread([5.0, 1.0, 2.0, 3.0, 4.0, 100.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0, "samples": 6}
+    assert timing.spread([2.0]) == {"median": 2.0, "p20": 2.0, "p80": 2.0, "samples": 1}
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """torch.cuda as far as the timer calls it; `capturing` says whether a capture is under way."""
+    state = types.SimpleNamespace(capturing=False, replays=0, sync_mode="default")
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.elapsed_time = lambda end: 6.0
+            self.record = lambda: None
+
+        def synchronize(self):
+            assert not state.capturing
+
+    class Graph:
+        def __init__(self, keep_graph):
+            self.instantiate = Event(True).synchronize
+
+        def replay(self):
+            state.replays += 1
+
+    @contextlib.contextmanager
+    def capture(graph, stream):
+        state.capturing = True
+        try:
+            yield
+        # As torch does it: the end of a capture that failed raises over the reason.
+        except ValueError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+        finally:
+            state.capturing = False
+
+    fakes = {
+        "current_device": lambda: 0,
+        "Stream": object,
+        "set_stream": lambda stream: None,
+        "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=60 * 2**20),
+        "synchronize": lambda device: Event(True).synchronize(),
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "Event": Event,
+        "_sleep": lambda cycles: None,
+        "set_sync_debug_mode": lambda mode: setattr(state, "sync_mode", mode),
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: 100,
+        "max_memory_allocated": lambda device: 350,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return state
+
+
+def test_a_graph_goes_round_over_all_sets_and_keeps_their_results(fake_cuda):
+    timer = timing.CudaTimer()
+    # Three times the cache is touched before a set comes round again.
+    assert [timer.num_sets(size) for size in (2**20, 59 * 2**20, 10**9)] == [180, 4, 1]
+    order, made = [], []
+
+    class Result:
+        pass
+
+    def make_step(index):
+        def step():
+            # The memory of the last result of this set may be had again, that of the sets since then may not.
+            assert not fake_cuda.capturing or all(earlier() is not None for earlier in made[-4:])
+            order.append((fake_cuda.capturing, index))
+            result = Result()
+            if fake_cuda.capturing:
+                made.append(weakref.ref(result))
+            return result
+
+        return step
+
+    prepared = timer.prepare([make_step(i) for i in range(5)], seconds=3e-6)
+    assert [index for capturing, index in order if capturing] == [i % 5 for i in range(timing.MAX_GRAPH_CALLS)]
+    assert {index for capturing, index in order if not capturing} == set(range(5))
+    assert timer.device_seconds(prepared) == pytest.approx(6e-3 / timing.MAX_GRAPH_CALLS)
+    assert fake_cuda.replays == 1
+    assert timer.call_seconds(prepared, 7) > 0
+    # Calls go round too.
+    assert [index for _, index in order[-7:]] == [0, 1, 2, 3, 4, 0, 1]
+    assert timer.peak_bytes(prepared) == 250
+
+
+def test_what_waits_for_the_device_or_cannot_be_captured_says_so(fake_cuda):
+    timer = timing.CudaTimer()
+
+    def waits():
+        if fake_cuda.sync_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    def refuses():
+        if fake_cuda.capturing:
+            raise ValueError("not in a capture")
+
+    prepared = timer.prepare([waits], seconds=1e-3)
+    assert (prepared.graph, prepared.obstacle) == (None, "RuntimeError: called a synchronizing CUDA operation")
+    # Nothing was captured, so nothing is broken.
+    assert (timer.unfit, fake_cuda.sync_mode) == (False, "default")
+    assert timer.prepare([lambda: None], seconds=1e-3).obstacle is None
+    prepared = timer.prepare([refuses], seconds=1e-3)
+    assert (prepared.graph, prepared.obstacle) == (None, "ValueError: not in a capture")
+    # A process in which a capture failed captures nothing more.
+    assert timer.unfit
+    assert "earlier capture failed" in timer.prepare([lambda: None], seconds=1e-3).obstacle
+    # What a step raises by itself is not about captures.
+    with pytest.raises(ZeroDivisionError):
+        timer.prepare([lambda: 1 // 0], seconds=1e-3)
+
+
+# Made-up results of a GPU: times in units of that of a copy of the minimum of bytes.
+
+COPIES = {"primitives": 1.06, "torch": 1.9, "torch.compile": 1.2, "liger": 1.1}
+COPY_GBPS = 4000.0
+MINIMUM_BYTES = 134_000_000
+
+
+def spread(median):
+    return {"median": median, "p20": median * 0.99, "p80": median * 1.01, "samples": 20}
+
+
+def make_row(unit, name, copies):
+    copy_us = MINIMUM_BYTES / COPY_GBPS * 1e-3
+    timed = {"device_us": spread(copies * copy_us), "call_us": spread(copies * copy_us + 10), "gpu": "0"}
+    timed |= {"error": 1e-3, "tolerance": 4e-2, "peak_bytes": 67_000_000, "launches": 1}
+    if name != "torch":
+        timed["vs_torch_device"] = spread(copies / COPIES["torch"])
+    if unit["mode"] != "training_step":
+        timed |= {"minimum_bytes": MINIMUM_BYTES, "copy_gbps": COPY_GBPS, "gbps": COPY_GBPS / copies}
+        timed["fraction_of_copy"] = 1 / copies
+        # Batch norm makes one pass more here, as its forward does.
+        more = 1 / passes_of(unit["op"], unit["mode"]).full if unit["op"] == "batch_norm" else 0
+        if name == "primitives":
+            timed |= {"kernel_bytes": MINIMUM_BYTES * (1 + more), "kernel_fraction": (1 + more) / copies}
+    return row_for(unit, name, "ok", **timed)
+
+
+def gpu_result(slower=1.0, quick=True, **options):
+    """A run on a GPU; `slower` multiplies the times of this package."""
+    plan = make_plan(Options("cuda", quick=quick, **options), dict.fromkeys(PROVIDERS))
+    rows = []
+    for unit, (name, copies) in itertools.product(plan["units"], COPIES.items()):
+        if name == "liger" and unit["mode"] == "jvp":
+            rows.append(row_for(unit, name, "cannot", "RuntimeError: liger | has no JVP"))
+        elif name == "torch" and unit["mode"] == "jvp" and unit["op"] == "log_softmax":
+            rows.append(row_for(unit, name, "wrong", "error 9.0e-01", error=0.9, tolerance=4e-2))
+        else:
+            rows.append(make_row(unit, name, copies * (slower if name == "primitives" else 1.0)))
+    device = {"type": "cuda", "name": "Imaginary GPU", "capability": "9.0", "processors": 132}
+    asked = [{"driver_version": "1", "clocks.sm": sm, "clocks.mem": "3201 MHz"} for sm in ("345 MHz", "1980 MHz")]
+    return {
+        "schema": results.SCHEMA,
+        "created": "2026-01-01T00:00:00+00:00",
+        "options": plan["options"],
+        "complete": True,
+        "package": {"version": "1.0", "revision": "0123456789abcdef", "dirty": True},
+        "seconds": {"total": 100.0, "compile": 40.0},
+        "device": {**device, "l2_bytes": 60 * 2**20, "gpus": ["0"]},
+        "environment": {"python": "3.12", "packages": {"torch": "2.11"}, "threads": 1, "cores": 16, "processor": "CPU"},
+        "clocks": {"0": asked},
+        "providers": {name: None if name in COPIES else "ModuleNotFoundError" for name in PROVIDERS},
+        "calibration": {"0": {"512000000": {"copy_gbps": COPY_GBPS}}},
+        "overhead": None,
+        "rows": rows,
+    }
+
+
+def save(path, result):
+    results.write_json(path, result)
+    return str(path)
+
+
+@pytest.mark.parametrize("slower, status", [(1.0, 0), (1.052, 0), (1.053, 1), (1.3, 1), (0.8, 0)])
+def test_compare_flags_a_fall_of_more_than_five_percent(tmp_path, capsys, slower, status):
+    before, after = save(tmp_path / "a.json", gpu_result()), save(tmp_path / "b.json", gpu_result(slower))
+    assert main(["compare", before, after]) == status
+    text = capsys.readouterr().out
+    assert "device time over a copy" in text
+    assert (("FELL" in text), ("rose" in text), ("WARNING" in text)) == (status == 1, slower < 0.9, False)
+
+
+@pytest.mark.parametrize("slower", [1.07, 1.13])
+def test_a_fall_within_the_spread_fails_too_unless_it_is_allowed(slower):
+    noisy = gpu_result(slower)
+    for row in noisy["rows"]:
+        if row["device_us"]:
+            row["device_us"]["p20"] /= 2 * slower
+    comparison = compare(gpu_result(), noisy)
+    assert comparison.failed
+    assert "measure again" in comparison.text()
+    # Of what is allowed then, a fall of more than twice as much is none, nor one beyond the spread.
+    assert compare(gpu_result(), noisy, allow_spread=True).failed == (slower > 1.12)
+    assert compare(gpu_result(), gpu_result(1.07), allow_spread=True).failed
+
+
+@pytest.mark.parametrize("status", ["wrong", "error", "skipped", None])
+def test_what_broke_or_is_gone_fails(tmp_path, capsys, status):
+    before, after = gpu_result(), gpu_result()
+    if status is None:
+        del after["rows"][0]
+    else:
+        after["rows"][0].update(status=status, message="for a reason")
+    paths = [save(tmp_path / "a.json", before), save(tmp_path / "b.json", after)]
+    assert main(["compare", *paths]) == 1
+    text = capsys.readouterr().out
+    what = f"{before['rows'][0]['workload']}: {before['rows'][0]['mode']}"
+    assert f"{'BROKEN' if status in {'wrong', 'error'} else 'GONE':<8}{what}" in text
+    # The other way round something was mended, or is new, and nothing is held against it.
+    assert main(["compare", *reversed(paths)]) == 0
+    assert (f"new     {what}" if status is None else f"fixed   {what}: was {status}") in capsys.readouterr().out
+    # A row that is right in neither is said; a run that shares nothing with the first proves nothing.
+    assert ("STILL" in compare(after, after).text()) == (status in {"wrong", "error"})
+    assert compare({**before, "rows": []}, before).failed
+
+
+def test_compare_says_what_differs():
+    other = gpu_result()
+    other["device"] = {"type": "cuda", "name": "half as fast"}
+    for row in other["rows"]:
+        if row["device_us"]:
+            row["device_us"] = {name: 2 * value for name, value in row["device_us"].items()}
+            row["copy_gbps"] = row["copy_gbps"] and row["copy_gbps"] / 2
+    comparison = compare(gpu_result(), other)
+    assert not comparison.failed
+    assert "WARNING: device differs: Imaginary GPU and then half as fast." in comparison.text()
+
+
+def test_files_that_are_damaged_or_of_another_schema_are_refused(tmp_path, capsys):
+    other = save(tmp_path / "a.json", {**gpu_result(), "schema": 0})
+    damaged = gpu_result()
+    del damaged["rows"][3]["call_us"]
+    for path, words in ((other, "schema must be"), (save(tmp_path / "b.json", damaged), "rows[3].call_us")):
+        assert main(["compare", path, path]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none.json"), "--out", str(tmp_path)]) == 2
+
+
+# Targets and reports.
+
+COPY_TARGET = "forward: at least 0.92 of copy speed at every shape of 32 MB and more, by minimum bytes"
+OWN_TARGET = COPY_TARGET.replace("minimum bytes", "its own passes (kernels of several passes)")
+FASTEST = "as fast as the fastest peer at each shape"
+COMPILED = "1.15 times as fast as torch.compile in the geometric mean"
+
+
+def judged(result):
+    return {verdict.target: verdict.text for verdict in verdicts(result)}
+
+
+def large_row(result, name="primitives", op="layer_norm"):
+    large = {w.key for w, _ in suite("cuda") if isinstance(w, Workload) and w.op == op and w.pass_bytes >= 32e6}
+    return next(r for r in result["rows"] if (r["provider"], r["mode"]) == (name, "forward") and r["workload"] in large)
+
+
+def test_targets_are_met_by_every_shape_that_they_speak_of():
+    whole = judged(gpu_result(quick=False))
+    assert (whole[COPY_TARGET], whole[OWN_TARGET], whole[FASTEST], whole[COMPILED]) == ("met", "met", "met", "NOT MET")
+    assert judged(gpu_result(0.9, quick=False))[COMPILED] == "met"
+    slow = judged(gpu_result(1.1, quick=False))
+    assert (slow[COPY_TARGET], slow[FASTEST]) == ("NOT MET", "NOT MET")
+    # A quick run has a few of the shapes, all of them good: that says nothing of the others.
+    assert judged(gpu_result())[COPY_TARGET].startswith("not measured (")
+
+
+@pytest.mark.parametrize(
+    "status, text",
+    [("wrong", "NOT MET"), ("error", "NOT MET"), ("skipped", "not measured ("), (None, "not measured (")],
+)
+def test_one_row_of_ours_decides_whatever_the_others_are(status, text):
+    result = gpu_result(quick=False)
+    row = large_row(result)
+    if status is None:
+        result["rows"].remove(row)
+    else:
+        row.update(row_for(row, "primitives", status, "out of time"))
+    found = judged(result)
+    assert found[COPY_TARGET].startswith(text)
+    assert found[FASTEST].startswith(text)
+    # Batch norm is judged by shapes of its own, and by its own passes.
+    assert found[OWN_TARGET] == "met"
+    large_row(result, op="batch_norm")["kernel_fraction"] = 0.9
+    assert judged(result)[OWN_TARGET] == "NOT MET"
+
+
+@pytest.mark.parametrize(
+    "status, message, text",
+    [("wrong", "error 1.0", "met"), ("skipped", "out of time: x", "not measured ("), ("skipped", "left out: x", "met")],
+)
+def test_a_peer_that_fails_is_no_failure_of_ours_and_one_that_was_not_measured_is_unknown(status, message, text):
+    result = gpu_result(quick=False)
+    row = large_row(result, "liger")
+    row.update(row_for(row, "liger", status, message))
+    assert judged(result)[FASTEST].startswith(text)
+    # Who was not asked may be faster than all who were; one that is faster decides.
+    del result["providers"]["apex"]
+    assert judged(result)[FASTEST].startswith("not measured (")
+    large_row(result)["vs_torch_device"]["median"] = 50.0
+    assert judged(result)[FASTEST] == "NOT MET"
+
+
+def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "DPI", 50)
+    result = gpu_result()
+    # A peer that could not be captured has a call time alone, which no device time is measured against.
+    result["rows"][2]["device_us"] = None
+    assert main(["report", save(tmp_path / "a.json", result), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "imaginary-gpu.md").read_text()
+    for words in (
+        "RuntimeError: liger \\| has no JVP",
+        "torch is wrong here (9e-01)",
+        "SM clock 345 to 1980 MHz",
+        "revision 0123456789ab with changes that are not committed",
+        "| batch norm | forward | 2 | 3 | its own passes |",
+        "| layer norm | jvp | 4 | 4 | minimum bytes |",
+        "1.79 (63.6 us)",
+        "by call (",
+        # 8192 x 768 bf16, read and written at the bandwidth of the run, and a launch.
+        "| 8.8 | 1 | 67.0 |",
+    ):
+        assert words in page
+    assert json.loads((tmp_path / "out" / "imaginary-gpu-device.json").read_text())["chip"] == "sm_90"
+    for name in ("speedup", "forward", "jvp"):
+        assert f"![imaginary-gpu-{name}](imaginary-gpu-{name}.png)" in page
+        assert (tmp_path / "out" / f"imaginary-gpu-{name}.png").stat().st_size > 5_000
+
+
+def test_the_committed_page_of_the_cpu_is_the_report_of_its_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "DPI", 50)
+    folder = ROOT / "docs" / "perf"
+    assert main(["report", str(folder / "cpu.json"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "cpu.md").read_text() == (folder / "cpu.md").read_text()
+    assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in folder.glob("cpu*.png")}

@@ -1,0 +1,128 @@
+"""Checkpointed regions of a module in a pure call: they are computed again in the state of their beginning."""
+
+import threading
+
+import pytest
+import torch
+from pure_modules import assert_untouched, data, snapshot
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from primitives.tracing import PhiloxState, functional_call, functionalize_rng, trace_joint
+
+
+class Block(nn.Module):
+    """Buffers of every kind, read and written in a region that may be checkpointed."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
+        for name in ("in_place", "assigned"):
+            self.register_buffer(name, torch.zeros(4))
+
+    def body(self, x):
+        self.in_place.add_(1)
+        self.assigned = self.assigned + 1
+        return self.dropout(self.norm(self.linear(x)).tanh()) * self.in_place.clone() * self.assigned
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.kind else self.body(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.first, self.second = kind, Block(kind), Block(kind)
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+
+        def again(x):
+            return self.first(self.second(x))
+
+        return checkpoint(again, x, use_reentrant=False) if self.kind == "nested" else again(x)
+
+
+def eager(pure, params, buffers, x):
+    torch.manual_seed(3)
+    output, buffers = pure(params, buffers, x)
+    return output, buffers, torch.autograd.grad(output.sum(), list(params.values()))
+
+
+def stated(pure, params, buffers, x):
+    (output, buffers), _ = functionalize_rng(pure)(PhiloxState.from_seed(3), params, buffers, x)
+    return output, buffers, torch.autograd.grad(output.sum(), list(params.values()))
+
+
+def joint(pure, params, buffers, x):
+    def loss(params, buffers, x):
+        output, buffers = pure(params, buffers, x)
+        return output.sum(), (output.detach(), buffers)
+
+    graph = trace_joint(loss, params, buffers, x, no_tangents=True, functionalize_rng=True)
+    rng = PhiloxState.from_seed(3), PhiloxState.from_seed(4)
+    (_, (output, buffers)), grads, _ = graph((params, buffers, x), rng=rng)
+    return output, buffers, list(grads[0].values())
+
+
+@pytest.mark.parametrize("kind", ["flat", "nested"])
+@pytest.mark.parametrize("run", [eager, stated, joint])
+def test_checkpoints_inside_give_the_same_bits(run, kind):
+    results = []
+    for each in ("", kind):
+        torch.manual_seed(0)
+        model = Blocks(each).double()
+        pure, before = functional_call(model), snapshot(model)
+        params, buffers = pure.init()
+        params = {name: (p + 1).requires_grad_() for name, p in params.items()}
+        results.append(run(pure, params, buffers, data(0, 5, 4)))
+        assert_untouched(model, before)
+    (output, buffers, grads), (*actual, actual_grads) = results
+    assert torch.equal(actual[0], output)
+    assert actual[1].keys() == buffers.keys()
+    assert all(torch.equal(actual[1][name], value) for name, value in buffers.items())
+    assert all(torch.equal(a, e) for a, e in zip(actual_grads, grads, strict=True))
+
+
+def test_a_region_sees_attributes_of_its_beginning_and_writes_of_the_end_are_refused():
+    class Scaled(nn.Module):
+        def __init__(self, write):
+            super().__init__()
+            self.weight, self.factor, self._write = nn.Parameter(torch.ones(3).double()), 1.0, write
+            self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
+
+        def forward(self, x):
+            self.factor = 3.0
+            y = checkpoint(lambda x: (x * self.mask * self.factor * self.weight).sin(), x, use_reentrant=False)
+            self.factor = 5.0
+            self._write(self)
+            return y
+
+    x, weight = data(0, 3).requires_grad_(), {"weight": data(1, 3)}
+    for write in (lambda m: m.mask.zero_(), lambda m: m.__setattr__("mask", torch.zeros(3)), lambda m: None):
+        model = Scaled(write)
+        pure, before = functional_call(model), snapshot(model)
+        (x_bar,) = torch.autograd.grad(pure(weight, pure.init()[1], x)[0].sum(), x)
+        torch.testing.assert_close(x_bar, (3 * x * weight["weight"]).cos() * 3 * weight["weight"])
+        assert_untouched(model, before)
+    pure = functional_call(Scaled(lambda m: m.mask[:2].zero_()))
+    output, _ = pure(*pure.init(), x)
+    with pytest.raises(pr.MutationError, match="written through a view after a checkpointed region had begun"):
+        output.sum().backward()
+
+
+def test_a_region_of_another_thread_is_left_alone():
+    x, other, found = data(0, 2, 3).requires_grad_(), nn.Linear(3, 3).double(), []
+
+    class Waiting(nn.Module):
+        def forward(self, x):
+            run = threading.Thread(target=lambda: found.append(checkpoint(other, x, use_reentrant=False)))
+            run.start()
+            run.join()
+            return x
+
+    functional_call(Waiting())({}, {}, x)
+    (x_bar,) = torch.autograd.grad(found[0].sum(), x)
+    assert torch.equal(x_bar, torch.autograd.grad(other(x).sum(), x)[0])
