@@ -300,3 +300,12 @@ def test_other_kinds_of_foreign_packages(monkeypatch, kind):
 def test_a_missing_module_of_our_own_is_no_missing_triton():
     with pytest.raises(ModuleNotFoundError, match="no_such_family"):
         backend.triton_kernels_module("no_such_family")
+
+
+def test_the_backend_does_not_change_inside_a_compiled_function():
+    def inside(x):
+        with pr.use_backend("reference"):
+            return pr.functional.log_softmax(x, 0)
+
+    with pytest.raises(Exception, match="the backend cannot change inside a compiled function"):
+        torch.compile(inside, backend="eager", fullgraph=True)(torch.zeros(3))

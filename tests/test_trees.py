@@ -69,32 +69,19 @@ def assert_trees_equal(ours, theirs):
         assert mine is their is None or torch.equal(mine, their)
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call, tree", [("layer_norm", t) for t in TREES] + [(c, "dict") for c in CALLS])
 def test_a_tree_is_mapped_leaf_by_leaf(call, tree):
-    leaves = [leaf(0), leaf(1, rows=2), leaf(2, rows=7)]
+    """`None` leaves stay as they are."""
+    leaves = [leaf(0), None, leaf(2, rows=7)]
     ours = CALLS[call](TREES[tree](*leaves), namespace=NAMESPACE)
     assert type(ours) is type(TREES[tree](*leaves))
-    assert_trees_equal(ours, TREES[tree](*map(CALLS[call], leaves)))
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("call", CALLS)
-def test_none_leaves_stay_none(call, tree):
-    ours = CALLS[call](TREES[tree](None, leaf(1), None), namespace=NAMESPACE)
-    assert_trees_equal(ours, TREES[tree](None, CALLS[call](leaf(1)), None))
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_an_empty_tree_is_its_own_result(call):
-    assert CALLS[call]({}) == {}
+    assert_trees_equal(ours, TREES[tree](*[x if x is None else CALLS[call](x) for x in leaves]))
     assert CALLS[call]([{}, ()]) == [{}, ()]
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_custom_nodes_need_their_namespace(call):
-    with pytest.raises(pr.DtypeError, match=f"^{call}: input must be a tensor, got Bag.$"):
-        CALLS[call](Bag(leaf(0)))
+def test_custom_nodes_need_their_namespace():
+    with pytest.raises(pr.DtypeError, match="^layer_norm: input must be a tensor, got Bag"):
+        CALLS["layer_norm"](Bag(leaf(0)))
 
 
 def test_prefix_trees_of_parameters():
@@ -117,52 +104,41 @@ def test_prefix_trees_of_parameters():
 
 
 def test_gradients_reach_a_parameter_shared_by_all_leaves():
-    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    out = pr.functional.layer_norm({"a": leaf(0), "b": leaf(1)}, (3,), weight)
-    (out["a"].square().sum() + out["b"].square().sum()).backward()
-    shared = weight.grad.clone()
-    weight.grad = None
-    for x in (leaf(0), leaf(1)):
-        pr.functional.layer_norm(x, (3,), weight).square().sum().backward()
-    assert_close(shared, weight.grad)
+    weight, leaves = torch.ones(3, dtype=torch.float64, requires_grad=True), [leaf(0), leaf(1)]
+    results = [
+        pr.functional.layer_norm(leaves, (3,), weight),
+        [pr.functional.layer_norm(x, (3,), weight) for x in leaves],
+    ]
+    assert_close(*[torch.autograd.grad(sum(y.square().sum() for y in ys), weight) for ys in results])
 
 
 @pytest.mark.parametrize(
-    "weight, path, detail",
+    "weight, path",
     [
-        (lambda w: {"a": w}, "weight tree root", "extra key(s):\n    ['b']"),
-        (lambda w: {"a": w, "b": w, "c": w}, "weight tree root", "missing key(s):\n    ['c']"),
-        (lambda w: {"a": w, "b": {"c": w}}, "weight['b']", "extra key(s):\n    ['d']"),
-        (lambda w: {"a": w, "b": {"c": w, "d": [w]}}, "weight['b']['d']", "different numbers of pytree children"),
-        (lambda w: {"a": {"x": w}, "b": w}, "weight['a']", "different types"),
-        (lambda w: (w, w), "weight tree root", "different types"),
+        (lambda w: {"a": w}, "weight tree root"),
+        (lambda w: {"a": w, "b": {"c": w}}, "weight['b']"),
+        (lambda w: {"a": w, "b": {"c": w, "d": [w]}}, "weight['b']['d']"),
+        (lambda w: {"a": {"x": w}, "b": w}, "weight['a']"),
+        (lambda w: (w, w), "weight tree root"),
     ],
-    ids=["missing", "extra", "nested", "children", "leaf", "type"],
+    ids=["missing", "nested", "children", "leaf", "type"],
 )
-def test_a_wrong_prefix_is_named_with_its_key_path(weight, path, detail):
+def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
     x = {"a": leaf(0), "b": {"c": leaf(1), "d": [leaf(2), leaf(3)]}}
     weight = weight(leaf(4)[0])
-    with pytest.raises(pr.TreeError) as caught:
+    with pytest.raises(pr.TreeError, match="^layer_norm: weight must be a tensor or a tree prefix of input") as caught:
         pr.functional.layer_norm(x, (3,), weight)
-    text = str(caught.value)
-    assert text.startswith("layer_norm: weight must be a tensor or a tree prefix of input. ")
-    assert f"at key path\n    {path}\n" in text
-    assert detail in text
-    trees = [optree.tree_structure(tree, none_is_leaf=True) for tree in (weight, x)]
-    assert text.endswith(f"\nweight: {trees[0]}\ninput: {trees[1]}")
+    # Where, and both structures.
+    for part in (path, *[str(optree.tree_structure(tree, none_is_leaf=True)) for tree in (weight, x)]):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
-def test_every_parameter_of_batch_norm_may_be_a_prefix_and_is_named_when_it_is_none(name):
-    x = [leaf(0), leaf(1)]
-    parameters = {"running_mean": torch.zeros(3).double(), "running_var": torch.ones(3).double()}
-    with pytest.raises(pr.TreeError, match=rf"^batch_norm: {name} must be a tensor or a tree prefix of input\. "):
-        pr.functional.batch_norm(x, **{**parameters, name: [torch.ones(3).double()]})
-
-
-def test_a_tree_of_parameters_for_a_tensor_is_an_error():
-    with pytest.raises(pr.TreeError, match=r"^layer_norm: weight must be a tensor or a tree prefix of input\. "):
-        pr.functional.layer_norm(leaf(0), (3,), {"a": leaf(1)[0]})
+def test_a_wrong_prefix_for_batch_norm_is_named(name):
+    state = {"running_mean": torch.zeros(3).double(), "running_var": torch.ones(3).double()}
+    for x, wrong in (([leaf(0), leaf(1)], [torch.ones(3).double()]), (leaf(0), {"a": torch.ones(3).double()})):
+        with pytest.raises(pr.TreeError, match=f"^batch_norm: {name} must be a tensor or a tree prefix of input"):
+            pr.functional.batch_norm(x, **{**state, name: wrong})
 
 
 @pytest.mark.parametrize(
@@ -176,12 +152,9 @@ def test_a_tree_of_parameters_for_a_tensor_is_an_error():
     ids=["dict", "namedtuple", "dataclass", "registered"],
 )
 def test_errors_of_a_leaf_name_its_key_path(tree, label):
-    with pytest.raises(
-        pr.ShapeError, match=rf"^layer_norm: {re.escape(label)} must have shape \[\*, 3\] .*, got \[5, 4\]"
-    ):
-        pr.functional.layer_norm(tree(leaf(0), leaf(1, channels=4)), (3,), namespace=NAMESPACE)
-    with pytest.raises(pr.DtypeError, match=f"^layer_norm: {re.escape(label)} must be a tensor, got float.$"):
-        pr.functional.layer_norm(tree(leaf(0), 1.0), (3,), namespace=NAMESPACE)
+    for error, bad in ((pr.ShapeError, leaf(1, channels=4)), (pr.DtypeError, 1.0)):
+        with pytest.raises(error, match=f"^layer_norm: {re.escape(label)} must"):
+            pr.functional.layer_norm(tree(leaf(0), bad), (3,), namespace=NAMESPACE)
 
 
 # Running statistics.
