@@ -93,8 +93,6 @@ def _custom(function: Callable[..., Any], save: Callable[..., Any], **options: A
 
 
 def _library(function: Callable[..., Any], save: Callable[..., Any]) -> Callable[..., Any]:
-    # torch reads the annotations themselves, which a postponed evaluation leaves as text.
-    function.__annotations__ = {name: eval(text) for name, text in function.__annotations__.items()}  # noqa: S307 - ours
     op = torch.library.custom_op(f"{NAMESPACE}::library_{function.__name__}", function, mutates_args=())
     op.register_autograd(_library_backward, setup_context=save)
     return op

@@ -13,8 +13,8 @@ import optree
 import torch
 
 import perf.custom_ops
-from perf.custom_ops import transforms, trees, updates
 from perf.custom_ops.case import Names
+from perf.custom_ops.cases import CASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,7 +115,7 @@ def measure(compiled: bool = True) -> list[Row]:
     """Run every case; those under a compiler only if asked."""
     return [
         Row(case.name, outcome(case.library, case.truth), outcome(case.here, case.truth))
-        for case in (*transforms.CASES, *trees.CASES, *updates.CASES)
+        for case in CASES
         if compiled or not case.compiled
     ]
 

@@ -1,10 +1,13 @@
-"""What a case is, and the values that all take."""
+"""What a case is, and what all are made of."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+import primitives as pr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +21,8 @@ class Names(NamedTuple):
     """What the error of a mistake has to name."""
 
     operator: str
-    argument: str
-    file: str = "updates.py"
+    argument: str = "weight"
+    file: str = "cases.py"
 
 
 class Case(NamedTuple):
@@ -40,6 +43,21 @@ class Case(NamedTuple):
     compiled: bool = False
 
 
+def of_probe(name: str, probe: Callable, library: Callable, here: Callable, plain: Callable, *flags: bool) -> Case:
+    """The case of a probe, which does the same with each of three operators."""
+    return Case(name, partial(probe, library), partial(probe, here), partial(probe, plain), *flags)
+
+
+def library_op(name: str, function: Callable, mutates: tuple[str, ...] = ()) -> Any:
+    """The operator in torch.library; an error where it does not take the signature."""
+    return torch.library.custom_op(f"{NAMESPACE}::library_{name}", function, mutates_args=mutates)
+
+
+def own_op(name: str, function: Callable, **options: Any) -> Any:
+    """The operator in this package."""
+    return pr.custom_op(f"{NAMESPACE}::{name}", **options)(function)
+
+
 def point() -> Tensor:
     """Where operators are called."""
     return torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -50,8 +68,13 @@ def direction() -> Tensor:
     return torch.tensor([1.5, 0.3, -0.7], dtype=torch.float64)
 
 
+def points() -> Tensor:
+    """A batch of points."""
+    return torch.stack([point(), 2 * point()])
+
+
 def tracked() -> tuple[Tensor, Tensor]:
-    """Both, with gradients."""
+    """A point and a weight, with gradients."""
     return point().requires_grad_(), direction().requires_grad_()
 
 
