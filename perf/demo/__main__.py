@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,17 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import primitives as pr
 from perf.demo import data, derivatives, report
 from perf.demo.models import ConvNet, VisionTransformer
-from perf.demo.train import Contest, num_steps, run_duel
+from perf.demo.train import Contest, run_duel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from perf.demo.data import Digits
-    from perf.demo.derivatives import Errors
     from perf.demo.train import Duel
 
-CONV_EPOCHS, TRANSFORMER_EPOCHS = 8, 20
-QUICK_CONV_EPOCHS, QUICK_TRANSFORMER_EPOCHS = 2, 2
+# Name, model, learning rate, epochs of a whole and of a quick run, and the accuracy that a whole one must reach.
+MODELS = (
+    ("conv net", ConvNet, 5e-3, 8, 2, 0.97),
+    ("transformer", VisionTransformer, 3e-3, 20, 2, 0.95),
+)
+# A quick run must still have learned something: guessing is right once in ten.
+QUICK_ACCURACY = 0.5
 FLOAT64_STEPS, QUICK_FLOAT64_STEPS = 50, 10
 # Images whose features the derivatives are taken at.
 DERIVATIVE_IMAGES = 16
@@ -46,41 +51,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _contests(quick: bool, epochs: int | None) -> tuple[Contest, Contest]:
-    conv_epochs = epochs or (QUICK_CONV_EPOCHS if quick else CONV_EPOCHS)
-    transformer_epochs = epochs or (QUICK_TRANSFORMER_EPOCHS if quick else TRANSFORMER_EPOCHS)
-    # A quick run must still have learned something: guessing is right once in ten.
-    return (
-        Contest("conv net", ConvNet, 5e-3, conv_epochs, 0.5 if quick else 0.97),
-        Contest("transformer", VisionTransformer, 3e-3, transformer_epochs, 0.5 if quick else 0.95),
-    )
-
-
 def _train_all(
     contests: Sequence[Contest], digits: Digits, device: torch.device, seed: int, float64_steps: int, console: Console
 ) -> list[Duel]:
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    duels = []
     with Progress(*columns, console=console) as progress:
         # Each model trains twice in either dtype.
-        tasks = [
-            progress.add_task(contest.name, total=2 * (num_steps(contest, digits) + float64_steps))
-            for contest in contests
+        tasks = [progress.add_task(c.name, total=2 * (c.num_steps(digits) + float64_steps)) for c in contests]
+        return [
+            run_duel(contest, digits, device, seed, float64_steps, partial(progress.advance, task))
+            for contest, task in zip(contests, tasks, strict=True)
         ]
-        for contest, task in zip(contests, tasks, strict=True):
-            duels.append(
-                run_duel(contest, digits, device, seed, float64_steps, lambda task=task: progress.advance(task))
-            )
-    return duels
-
-
-def _compare_derivatives(duels: Sequence[Duel], digits: Digits, seed: int) -> dict[str, dict[str, Errors]]:
-    images = digits.test_images[:DERIVATIVE_IMAGES]
-    return {
-        f"{duel.contest.name} block": derivatives.compare(model.blocks[0], model.block_input(images), seed)
-        for duel in duels
-        for model in (duel.our_run.model,)
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,18 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The tensors are so small that handing them to more threads costs more than it gains.
     torch.set_num_threads(1)
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
-    console.print(
-        f"torch {torch.__version__}, primitives {pr.__version__}, "
-        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'}, seed {arguments.seed}"
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    console.print(f"torch {torch.__version__}, primitives {pr.__version__}, {name}, seed {arguments.seed}")
 
     digits = data.load(arguments.seed)
-    contests = _contests(arguments.quick, arguments.epochs)
-    shortest = min(num_steps(contest, digits) for contest in contests)
+    contests = [
+        Contest(name, make, rate, arguments.epochs or (quick if arguments.quick else epochs), least)
+        for name, make, rate, epochs, quick, least in MODELS
+    ]
+    if arguments.quick:
+        contests = [contest._replace(min_accuracy=QUICK_ACCURACY) for contest in contests]
+    shortest = min(contest.num_steps(digits) for contest in contests)
     float64_steps = min(QUICK_FLOAT64_STEPS if arguments.quick else FLOAT64_STEPS, shortest)
     duels = _train_all(contests, digits, device, arguments.seed, float64_steps, console)
     moved = digits.to(device, torch.float32)
-    errors = _compare_derivatives(duels, moved, arguments.seed)
+    errors = {}
+    for duel in duels:
+        model = duel.our_run.model
+        x = model.block_input(moved.test_images[:DERIVATIVE_IMAGES])
+        errors[f"{duel.contest.name} block"] = derivatives.compare(model.blocks[0], x, arguments.seed)
 
     console.print(report.training_table(duels))
     console.print(report.derivative_table(errors))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
 HELD_OUT = 0.2
 IMAGE_SIZE = 8
 NUM_CLASSES = 10
+BATCH_SIZE = 64
 # Pixels count the dark points of a 4 x 4 field.
 MAX_PIXEL = 16.0
 
 
-@dataclass(frozen=True)
-class Digits:
+class Digits(NamedTuple):
     """Images `[number, 1, 8, 8]` between 0 and 1 and their labels `[number]`, split into training and held-out ones."""
 
     train_images: Tensor
@@ -28,14 +26,25 @@ class Digits:
     test_images: Tensor
     test_labels: Tensor
 
+    @property
+    def num_batches(self) -> int:
+        """Batches in one pass over the training images; a last incomplete batch is left out."""
+        return len(self.train_labels) // BATCH_SIZE
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Digits:
         """The same digits on `device`, images in `dtype`."""
-        return Digits(
-            self.train_images.to(device, dtype),
-            self.train_labels.to(device),
-            self.test_images.to(device, dtype),
-            self.test_labels.to(device),
-        )
+        return Digits(*(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in self))
+
+    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless training batches, shuffled anew for each pass.
+
+        The order comes from a CPU generator, so that runs on any device and in any dtype see the same batches.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(self.train_labels), generator=generator).to(self.train_labels.device)
+            for indices in order[: self.num_batches * BATCH_SIZE].split(BATCH_SIZE):
+                yield self.train_images[indices], self.train_labels[indices]
 
 
 def load(seed: int) -> Digits:
@@ -49,21 +58,3 @@ def load(seed: int) -> Digits:
     labels = torch.as_tensor(classes)
     train, test = train_test_split(range(len(labels)), test_size=HELD_OUT, random_state=seed, stratify=classes)
     return Digits(images[train], labels[train], images[test], labels[test])
-
-
-def num_batches(digits: Digits, batch_size: int) -> int:
-    """Batches in one pass over the training images; a last incomplete batch is left out."""
-    return len(digits.train_labels) // batch_size
-
-
-def batches(digits: Digits, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless training batches, shuffled anew for each pass.
-
-    The order comes from a CPU generator, so that runs on any device and in any dtype see the same batches.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    used = num_batches(digits, batch_size) * batch_size
-    while True:
-        order = torch.randperm(len(digits.train_labels), generator=generator).to(digits.train_labels.device)
-        for indices in order[:used].split(batch_size):
-            yield digits.train_images[indices], digits.train_labels[indices]

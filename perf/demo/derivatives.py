@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -20,62 +19,41 @@ if TYPE_CHECKING:
     Map = Callable[[Tensor], Tensor]
 
 
-class _Norm(Protocol):
-    """What layer norm and batch norm modules have in common."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-
 class FormulaNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias in elementary operations, whose derivatives are torch's own.
 
     Args:
         norm: The layer norm, or batch norm in training, that this stands in for; its parameters are shared.
-        axes: Axes that the mean and the variance run over.
-        param_axis: First axis of the input that `weight` and `bias` lie on.
     """
 
-    def __init__(self, norm: _Norm, axes: tuple[int, ...], param_axis: int) -> None:
+    def __init__(self, norm: nn.LayerNorm | nn.BatchNorm2d) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self.axes, self.param_axis = axes, param_axis
+        self.axes = (-1,) if isinstance(norm, nn.LayerNorm) else (0, 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`."""
         centered = x - x.mean(self.axes, keepdim=True)
         variance = (centered * centered).mean(self.axes, keepdim=True)
-        trailing = [1] * (x.dim() - self.param_axis - self.weight.dim())
-        weight, bias = (param.view(*param.shape, *trailing) for param in (self.weight, self.bias))
-        return centered / torch.sqrt(variance + self.eps) * weight + bias
-
-
-def _formula(norm: nn.Module) -> FormulaNorm:
-    if isinstance(norm, nn.LayerNorm):
-        return FormulaNorm(cast("_Norm", norm), (-1,), 2)
-    return FormulaNorm(cast("_Norm", norm), (0, 2, 3), 1)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm | nn.BatchNorm2d)
+        shape = (-1,) if self.axes == (-1,) else (-1, 1, 1)
+        return centered / torch.sqrt(variance + self.eps) * self.weight.view(shape) + self.bias.view(shape)
 
 
 def variants(block: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     """Float64 copies of `block` in training mode: its norms by torch.nn, by this package, and written out."""
-    base = copy.deepcopy(block).double().train().requires_grad_(False)
-    for module in base.modules():
+    plain = copy.deepcopy(block).double().train().requires_grad_(False)
+    for module in plain.modules():
         if isinstance(module, nn.BatchNorm2d):
             # A derivative is of the output alone: without this, each evaluation would move the statistics on.
             module.running_mean = module.running_var = module.num_batches_tracked = None
             module.track_running_stats = False
-    plain, converted, formula = base, copy.deepcopy(base), copy.deepcopy(base)
+    converted, formula = copy.deepcopy(plain), copy.deepcopy(plain)
     pr.nn.revert(plain)
     pr.nn.convert(converted)
     for parent in list(formula.modules()):
         for name, child in list(parent.named_children()):
-            if _is_norm(child):
-                setattr(parent, name, _formula(child))
+            if isinstance(child, nn.LayerNorm | nn.BatchNorm2d):
+                setattr(parent, name, FormulaNorm(child))
     return plain, converted, formula
 
 
@@ -101,8 +79,7 @@ CASES: dict[str, Callable[[Map, Tensor, Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Errors:
+class Errors(NamedTuple):
     """Relative errors of one derivative of one block."""
 
     torch_nn: float
@@ -119,15 +96,10 @@ def compare(block: nn.Module, x: Tensor, seed: int) -> dict[str, Errors]:
     """
     x = x.detach().double()
     v = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).to(x.device)
-    plain, converted, formula = variants(block)
-    return {
-        name: Errors(_error(derivative, plain, formula, x, v), _error(derivative, converted, formula, x, v))
-        for name, derivative in CASES.items()
-    }
-
-
-def _error(
-    derivative: Callable[[Map, Tensor, Tensor], Tensor], block: nn.Module, formula: nn.Module, x: Tensor, v: Tensor
-) -> float:
-    expected = derivative(formula, x, v)
-    return ((derivative(block, x, v) - expected).norm() / expected.norm()).item()
+    *sides, formula = variants(block)
+    found = {}
+    for name, derivative in CASES.items():
+        expected = derivative(formula, x, v)
+        errors = (((derivative(side, x, v) - expected).norm() / expected.norm()).item() for side in sides)
+        found[name] = Errors(*errors)
+    return found

@@ -45,9 +45,7 @@ def _mark(text: str, good: bool) -> str:
 def training_table(duels: Sequence[Duel]) -> Table:
     """One row per model: accuracies, largest differences of the loss curves, times."""
     steps = len(duels[0].torch_run_float64.losses)
-    table = Table(title="torch.nn and the same model after primitives.nn.convert", box=box.SIMPLE_HEAD)
-    table.add_column("\nmodel")
-    for heading in (
+    headings = (
         "accuracy\nrequired",
         "accuracy\ntorch.nn",
         "accuracy\nconverted",
@@ -55,21 +53,18 @@ def training_table(duels: Sequence[Duel]) -> Table:
         "loss difference\nfloat32, all steps",
         "ms/step\ntorch.nn",
         "ms/step\nconverted",
-    ):
-        table.add_column(heading, justify="right")
+    )
+    table = _table("torch.nn and the same model after primitives.nn.convert", "model", headings)
     for duel in duels:
         bound = duel.contest.min_accuracy
-        difference, step = duel.largest_difference()
-        difference_float64 = duel.largest_difference_float64()
+        difference, step = duel.largest_difference
         table.add_row(
             duel.contest.name,
             f"{bound:.2f}",
-            _mark(f"{duel.torch_accuracy:.4f}", duel.torch_accuracy >= bound),
-            _mark(f"{duel.our_accuracy:.4f}", duel.our_accuracy >= bound),
-            _mark(f"{difference_float64:.1e}", difference_float64 <= FLOAT64_BOUND),
+            *(_mark(f"{value:.4f}", value >= bound) for value in (duel.torch_accuracy, duel.our_accuracy)),
+            _mark(f"{duel.largest_difference_float64:.1e}", duel.largest_difference_float64 <= FLOAT64_BOUND),
             f"{difference:.1e} at step {step}",
-            f"{1e3 * duel.torch_run.step_seconds:.2f}",
-            f"{1e3 * duel.our_run.step_seconds:.2f}",
+            *(f"{1e3 * run.step_seconds:.2f}" for run in (duel.torch_run, duel.our_run)),
         )
     return table
 
@@ -80,17 +75,19 @@ def derivative_table(errors: Mapping[str, Mapping[str, Errors]]) -> Table:
     Args:
         errors: Name of a block -> name of a derivative -> its errors.
     """
-    table = Table(title="relative error of derivatives, against the norms written out in float64", box=box.SIMPLE_HEAD)
-    table.add_column("\nderivative")
-    for block in errors:
-        table.add_column(f"{block}\ntorch.nn", justify="right")
-        table.add_column(f"{block}\nconverted", justify="right")
+    title = "relative error of derivatives, against the norms written out in float64"
+    table = _table(title, "derivative", [f"{block}\n{who}" for block in errors for who in ("torch.nn", "converted")])
     for case in next(iter(errors.values())):
-        cells = []
-        for by_case in errors.values():
-            error = by_case[case]
-            cells += [_mark(f"{value:.1e}", value <= DERIVATIVE_BOUND) for value in (error.torch_nn, error.ours)]
-        table.add_row(case, *cells)
+        found = [value for by_case in errors.values() for value in by_case[case]]
+        table.add_row(case, *(_mark(f"{value:.1e}", value <= DERIVATIVE_BOUND) for value in found))
+    return table
+
+
+def _table(title: str, first: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column(f"\n{first}")
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 
@@ -103,8 +100,8 @@ def failures(duels: Sequence[Duel], errors: Mapping[str, Mapping[str, Errors]]) 
             if accuracy < bound:
                 missed.append(f"{name}, {who}: accuracy {accuracy:.4f} is below {bound}.")
         # Written so that a NaN counts as missed.
-        if not duel.largest_difference_float64() <= FLOAT64_BOUND:
-            missed.append(f"{name}: float64 loss curves differ by {duel.largest_difference_float64():.1e}.")
+        if not duel.largest_difference_float64 <= FLOAT64_BOUND:
+            missed.append(f"{name}: float64 loss curves differ by {duel.largest_difference_float64:.1e}.")
     for block, by_case in errors.items():
         for case, error in by_case.items():
             if not error.ours <= DERIVATIVE_BOUND:

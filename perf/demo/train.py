@@ -5,30 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 import primitives as pr
-from perf.demo.data import Digits, batches, num_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
+    from perf.demo.data import Digits
     from perf.demo.models import DigitModel
 
-BATCH_SIZE = 64
 WEIGHT_DECAY = 0.1
 # The first steps pay for allocations and, on a GPU, for compiling kernels.
 WARMUP_STEPS = 5
 
 
-@dataclass(frozen=True)
-class Contest:
+class Contest(NamedTuple):
     """One model of the demo: how to make it, how long it trains, and what it has to reach."""
 
     name: str
@@ -37,9 +34,12 @@ class Contest:
     epochs: int
     min_accuracy: float
 
+    def num_steps(self, digits: Digits) -> int:
+        """Training steps of a whole run."""
+        return self.epochs * digits.num_batches
 
-@dataclass(frozen=True)
-class Run:
+
+class Run(NamedTuple):
     """What one training run leaves: the model, its loss at each step, and how long a step took (median, seconds)."""
 
     model: DigitModel
@@ -47,8 +47,7 @@ class Run:
     step_seconds: float
 
 
-@dataclass(frozen=True)
-class Duel:
+class Duel(NamedTuple):
     """The four runs of one model: float32 to the end and float64 for the first steps, torch.nn and converted."""
 
     contest: Contest
@@ -59,10 +58,12 @@ class Duel:
     torch_accuracy: float
     our_accuracy: float
 
+    @property
     def largest_difference(self) -> tuple[float, int]:
         """Largest difference between the float32 loss curves and the step (from 1) where it occurs."""
         return _largest_difference(self.torch_run.losses, self.our_run.losses)
 
+    @property
     def largest_difference_float64(self) -> float:
         """Largest difference between the float64 loss curves."""
         return _largest_difference(self.torch_run_float64.losses, self.our_run_float64.losses)[0]
@@ -72,21 +73,11 @@ def _largest_difference(first: list[float], second: list[float]) -> tuple[float,
     return max((abs(a - b), step) for step, (a, b) in enumerate(zip(first, second, strict=True), start=1))
 
 
-def num_steps(contest: Contest, digits: Digits) -> int:
-    """Training steps of a whole run."""
-    return contest.epochs * num_batches(digits, BATCH_SIZE)
-
-
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Convolutions that give the same bits each time, so that two runs differ only by what is compared."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
-    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
-    try:
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
         yield
-    finally:
-        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = before
 
 
 def run_duel(
@@ -102,34 +93,20 @@ def run_duel(
         float64_steps: Length of the float64 runs. Their learning rate follows the schedule of a whole run.
         on_step: Called after each training step.
     """
-    total = num_steps(contest, digits)
+    total = contest.num_steps(digits)
 
-    def train_twice(dtype: torch.dtype, steps: int) -> tuple[Run, Run]:
-        moved = digits.to(device, dtype)
+    def train(dtype: torch.dtype, steps: int, converted: bool) -> Run:
         torch.manual_seed(seed)
-        plain = contest.make_model().to(device, dtype)
-        torch.manual_seed(seed)
-        converted = contest.make_model().to(device, dtype)
-        if not pr.nn.converted(pr.nn.convert(converted)):
+        model = contest.make_model().to(device, dtype)
+        if converted and not pr.nn.converted(pr.nn.convert(model)):
             raise RuntimeError(f"{contest.name}: primitives.nn.convert changed no module.")
-        first, second = (
-            _train(model, moved, contest.learning_rate, seed, steps, total, on_step) for model in (plain, converted)
-        )
-        return first, second
+        return _train(model, digits.to(device, dtype), contest.learning_rate, seed, steps, total, on_step)
 
     with reproducible():
-        torch_run_float64, our_run_float64 = train_twice(torch.float64, float64_steps)
-        torch_run, our_run = train_twice(torch.float32, total)
+        first, second = (train(torch.float64, float64_steps, converted) for converted in (False, True))
+        plain, ours = (train(torch.float32, total, converted) for converted in (False, True))
     moved = digits.to(device, torch.float32)
-    return Duel(
-        contest,
-        torch_run,
-        our_run,
-        torch_run_float64,
-        our_run_float64,
-        accuracy(torch_run.model, moved),
-        accuracy(our_run.model, moved),
-    )
+    return Duel(contest, plain, ours, first, second, accuracy(plain.model, moved), accuracy(ours.model, moved))
 
 
 def _train(
@@ -146,7 +123,7 @@ def _train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=schedule_steps)
     losses: list[float] = []
     durations: list[float] = []
-    for (images, labels), _ in zip(batches(digits, BATCH_SIZE, seed), range(steps), strict=False):
+    for (images, labels), _ in zip(digits.batches(seed), range(steps), strict=False):
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.nll_loss(model(images), labels)
