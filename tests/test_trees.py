@@ -80,7 +80,7 @@ def test_a_tree_is_mapped_leaf_by_leaf(call, tree):
 
 
 def test_custom_nodes_need_their_namespace():
-    with pytest.raises(pr.DtypeError, match="^layer_norm: input must be a tensor, got Bag"):
+    with pytest.raises(pr.DtypeError, match=r"^layer_norm: input must be a tensor, got Bag"):
         CALLS["layer_norm"](Bag(leaf(0)))
 
 
@@ -126,7 +126,7 @@ def test_gradients_reach_a_parameter_shared_by_all_leaves():
 def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
     x = {"a": leaf(0), "b": {"c": leaf(1), "d": [leaf(2), leaf(3)]}}
     weight = weight(leaf(4)[0])
-    with pytest.raises(pr.TreeError, match="^layer_norm: weight must be a tensor or a tree prefix of input") as caught:
+    with pytest.raises(pr.TreeError, match=r"^layer_norm: weight must be a tensor or a tree prefix of input") as caught:
         pr.functional.layer_norm(x, (3,), weight)
     # Where, and both structures.
     for part in (path, *[str(optree.tree_structure(tree, none_is_leaf=True)) for tree in (weight, x)]):
