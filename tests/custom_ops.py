@@ -1,15 +1,33 @@
-"""Custom operators that the tests share: all rules on trees, the reference alone, and one that updates its state."""
+"""Operators that the tests share, and makers of fresh ones: all rules on trees, the reference alone, updated state."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import optree
 import torch
 
 import primitives as pr
+from primitives.core import Primitive
+from tests.support import assert_close, normal
 
 NAMESPACE = "tests.custom_ops"
+PRIMITIVES = "primitives_test"
+_numbers = itertools.count()
+
+
+def define(schema="(Tensor x) -> Tensor y", *, rules=None, name=None, **options):
+    """A fresh operator; `rules` are passed to the `def_*` methods of the same names."""
+    op = Primitive(name or f"op{next(_numbers)}", schema, namespace=PRIMITIVES, **options)
+    for kind, rule in (rules or {}).items():
+        getattr(op, f"def_{kind}")(rule)
+    return op
+
+
+def operator(function, **options):
+    """A fresh custom operator."""
+    return pr.custom_op(f"tests::fresh_{next(_numbers)}", **options)(function)
 
 
 @dataclasses.dataclass
@@ -106,3 +124,23 @@ def moving_average(state, x, *, decay=0.5):
     """Update `state["mean"]` in place; the count is a number that is no tensor."""
     state["mean"].mul_(decay).add_(x.mean(0), alpha=1 - decay)
     return x - state["mean"]
+
+
+def arguments(dtype=torch.float64):
+    return [normal(shape, seed).to(dtype) for seed, shape in enumerate([(3,), (3,), (2, 3)])]
+
+
+def scalar(function, kind=dict):
+    """A scalar function of weight, bias and x through `function`, with a tree of the given kind."""
+
+    def loss(weight, bias, x):
+        params = {"weight": weight, "bias": bias} if kind is dict else Affine(weight, bias)
+        y, rest = function(params, x)
+        return (y.sin() * torch.linspace(0.5, 1, 6, dtype=y.dtype).reshape(2, 3)).sum() + rest["mean"].exp().sum()
+
+    return loss
+
+
+def trees_close(actual, expected, order=1):
+    for got, want in zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True):
+        assert_close(got, want, order=order)

@@ -1,9 +1,6 @@
-"""The front end, on small operators defined here: rules, missing rules, statistics, masks."""
+"""The front end, on small operators defined here: rules, missing rules, statistics, masks, and what is refused."""
 
 from __future__ import annotations
-
-import itertools
-import re
 
 import pytest
 import torch
@@ -14,19 +11,11 @@ from torch.testing import assert_close
 
 import primitives as pr
 from primitives.core import Primitive, registered_primitives
+from tests.custom_ops import PRIMITIVES as NAMESPACE
+from tests.custom_ops import define
 
-NAMESPACE = "primitives_test"
 SCHEMA = "(Tensor x, Tensor? weight, float power) -> (Tensor y, Tensor mean, Tensor count)"
-OPTIONS = {"residuals": ("x", "weight", "mean"), "statistics": ("mean",), "state": ("count",)}
-numbers = itertools.count()
-
-
-def define(schema="(Tensor x) -> Tensor y", *, rules=None, name=None, **options):
-    """A fresh operator; `rules` are passed to the `def_*` methods of the same names."""
-    op = Primitive(name or f"op{next(numbers)}", schema, namespace=NAMESPACE, **options)
-    for kind, rule in (rules or {}).items():
-        getattr(op, f"def_{kind}")(rule)
-    return op
+OPTIONS = {"residuals": ("x", "weight"), "statistics": ("mean",), "state": ("count",)}
 
 
 # y = weight * x ** power, with a statistic and a state output, and all rules.
@@ -63,13 +52,20 @@ def power(x, weight=None, exponent=3.0):
     return power_p(x, weight, exponent)[0]
 
 
+def mean(x):
+    return power_p(x, None, 3.0)[1]
+
+
 def data(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).abs() + 0.5
 
 
-def test_the_primitive_is_registered_and_callable():
+def double(x):
+    return x * 2.0
+
+
+def test_the_primitive_is_registered_once():
     assert registered_primitives()[f"{NAMESPACE}::power"] is power_p
-    assert repr(power_p) == f"Primitive({NAMESPACE}::power)"
     assert power_p.overload is torch.ops.primitives_test.power.default
     assert power_p.spec.differentiable_outputs == ["y"]
     with pytest.raises(RuntimeError, match="power"):
@@ -89,16 +85,18 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_rules_nest(transform):
+def test_rules_and_decompositions_nest(transform):
     x, weight = data(3), data(3, seed=1)
     if transform.startswith("vmap"):
         ours, plain = (lambda x: power(x, x)), (lambda x: x.pow(4.0))
     else:
         ours, plain = (lambda x: power(x.sin(), weight).exp()), (lambda x: (weight * x.sin().pow(3.0)).exp())
     assert_close(TRANSFORMS[transform](ours)(x), TRANSFORMS[transform](plain)(x))
+    op = define(decomposable=True, rules={"reference": lambda x: x.pow(3.0).sin()})
+    assert_close(TRANSFORMS[transform](op)(x), TRANSFORMS[transform](lambda x: x.pow(3.0).sin())(x))
 
 
-def test_compiled_with_the_fake_of_the_reference():
+def test_compiled():
     x, weight = data(3).requires_grad_(), data(3, seed=1)
     ours = torch.compile(lambda x: power(x, weight).sin(), fullgraph=True, backend="aot_eager")(x)
     expected = (weight * x.pow(3.0)).sin()
@@ -106,59 +104,40 @@ def test_compiled_with_the_fake_of_the_reference():
     assert_close(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(expected.sum(), x))
 
 
-def test_default_fake_runs_the_reference_without_data():
-    calls = []
-
-    def reference(x):
-        calls.append(type(x).__name__)
-        return x.new_empty(x.shape[1], x.shape[0]), x.sum(0).int()
-
-    op = define("(Tensor x) -> (Tensor a, Tensor b)", rules={"reference": reference})
+def test_fakes():
+    """By default the reference, on tensors without data."""
+    op = define(
+        "(Tensor x) -> (Tensor a, Tensor b)",
+        rules={"reference": lambda x: (x.new_empty(x.shape[1], x.shape[0]), x.sum(0).int())},
+    )
+    own = define(rules={"reference": double, "fake": lambda x: x.new_empty(7)})
     with FakeTensorMode() as mode:
         a, b = op(mode.from_tensor(data(2, 5)))
-    assert (a.shape, b.shape, b.dtype) == ((5, 2), (5,), torch.int32)
-    assert calls == ["FakeTensor"]
-
-
-def test_own_fake_is_used_instead():
-    op = define(rules={"reference": lambda x: x * 2, "fake": lambda x: x.new_empty(7)})
-    with FakeTensorMode() as mode:
-        assert op(mode.from_tensor(data(2))).shape == (7,)
-    assert op(data(2)).shape == (2,)
+        assert (a.shape, b.shape, b.dtype) == ((5, 2), (5,), torch.int32)
+        assert own(mode.from_tensor(data(2))).shape == (7,)
+    assert own(data(2)).shape == (2,)
 
 
 # Missing rules.
 
-NO_RULE = (
-    "{}: {} differentiation was asked for, but there is no {} rule and no decomposition. Register a rule with def_{}, "
-)
-NO_RULE += "declare the primitive decomposable, or use register_decomposition."
-
-
-def double(x):
-    return x * 2.0
-
 
 @pytest.mark.parametrize(
-    "mode, kind, call",
+    "kind, call",
     [
-        ("reverse-mode", "vjp", lambda op, x: op(x.requires_grad_())),
-        ("reverse-mode", "vjp", lambda op, x: grad(lambda x: op(x).sum())(x)),
-        ("reverse-mode", "vjp", lambda op, x: vmap(grad(op))(x)),
-        ("reverse-mode", "vjp", lambda op, x: jacrev(op)(x)),
-        ("forward-mode", "jvp", lambda op, x: jvp(op, (x,), (x,))),
-        ("forward-mode", "jvp", lambda op, x: jacfwd(op)(x)),
-        ("forward-mode", "jvp", lambda op, x: vmap(lambda x: jvp(op, (x,), (x,)))(x)),
+        ("vjp", lambda op, x: op(x.requires_grad_())),
+        ("vjp", lambda op, x: vmap(grad(op))(x)),
+        ("vjp", lambda op, x: jacrev(op)(x)),
+        ("jvp", lambda op, x: jvp(op, (x,), (x,))),
+        ("jvp", lambda op, x: vmap(lambda x: jvp(op, (x,), (x,)))(x)),
     ],
-    ids=["requires_grad", "grad", "vmap grad", "jacrev", "jvp", "jacfwd", "vmap jvp"],
+    ids=["requires_grad", "vmap grad", "jacrev", "jvp", "vmap jvp"],
 )
-def test_a_missing_rule_raises_at_the_call(mode, kind, call):
+def test_a_missing_rule_raises_at_the_call(kind, call):
     op = define(rules={"reference": double})
-    with pytest.raises(pr.MissingRuleError) as caught:
+    with pytest.raises(pr.MissingRuleError, match=rf"^{op.name}: .*def_{kind}, .*decomposable"):
         call(op, data(3))
-    assert str(caught.value) == NO_RULE.format(op.name, mode, kind, kind)
-    with pytest.raises(NotImplementedError), fwad.dual_level():
-        op(fwad.make_dual(data(3), data(3)) if kind == "jvp" else data(3).requires_grad_())
+    with torch.no_grad():
+        assert torch.equal(op(data(3).requires_grad_()), 2 * data(3))
 
 
 def test_one_missing_rule_leaves_the_other_mode_working():
@@ -172,54 +151,11 @@ def test_one_missing_rule_leaves_the_other_mode_working():
         grad(lambda x: jvp(reverse, (x,), (x,))[1].sum())(data(3))
     with pytest.raises(pr.MissingRuleError, match="reverse-mode"):
         grad(lambda x: jvp(forward, (x,), (x,))[1].sum())(data(3))
-
-
-def test_without_gradients_no_rule_is_needed():
-    op = define(rules={"reference": double})
-    with torch.no_grad():
-        assert not op(data(3).requires_grad_()).requires_grad
-    assert torch.equal(op(data(3)), 2 * data(3))
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_decomposable_primitive_is_differentiated_through_its_reference(transform):
-    op = define(decomposable=True, rules={"reference": lambda x: x.pow(3.0).sin()})
-    assert_close(TRANSFORMS[transform](op)(data(3)), TRANSFORMS[transform](lambda x: x.pow(3.0).sin())(data(3)))
-
-
-def test_a_primitive_without_reference_says_so():
-    op = define()
-    with pytest.raises(pr.MissingRuleError, match=rf"^{op.name}: no reference rule is defined\. Register one with"):
-        op(data(3))
+    with pytest.raises(pr.MissingRuleError, match="no reference rule"):
+        define()(data(3))
 
 
 # Statistics and state.
-
-REFUSED = (
-    "power: output 'mean' is a statistic cached for the derivative rules and has no {} of its own. Compute it from the "
-    "input with torch operations if its derivative is needed, or detach it if it is not."
-)
-
-
-def mean(x):
-    return power_p(x, None, 3.0)[1]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: mean(x.requires_grad_()).backward(),
-        lambda x: power_p(x.requires_grad_(), None, 3.0)[0].sum().add(mean(x)).backward(),
-        grad(mean),
-        jacrev(mean),
-        lambda x: vmap(grad(mean))(x.expand(2, 3)),
-        lambda x: vjp(mean, x)[1](torch.ones(()).double()),
-    ],
-    ids=["backward", "sum", "grad", "jacrev", "vmap", "vjp"],
-)
-def test_the_cotangent_of_a_statistic_is_refused(call):
-    with pytest.raises(pr.MissingRuleError, match=f"^{re.escape(REFUSED.format('cotangent'))}$"):
-        call(data(3))
 
 
 def first_use(x):
@@ -230,22 +166,23 @@ def first_use(x):
 @pytest.mark.parametrize(
     "call",
     [
+        lambda x: mean(x.requires_grad_()).backward(),
+        lambda x: power_p(x.requires_grad_(), None, 3.0)[0].sum().add(mean(x)).backward(),
+        lambda x: vmap(grad(mean))(x.expand(2, 3)),
+        lambda x: vjp(mean, x)[1](torch.ones(()).double()),
         first_use,
-        lambda x: jvp(lambda x: mean(x) * 2.0, (x,), (x,)),
         lambda x: jvp(mean, (x,), (x,))[1] + 1.0,
         lambda x: jvp(lambda x: x - mean(x), (x,), (x,)),
-        jacfwd(lambda x: mean(x) * 2.0),
         jacfwd(mean),
         lambda x: vmap(lambda x: jvp(lambda x: mean(x).exp(), (x,), (x,)))(x.expand(2, 3)),
         hessian(lambda x: x.sum() * mean(x)),
         lambda x: jvp(lambda x: jvp(lambda x: mean(x) * 2.0, (x,), (x,))[1], (x,), (x,)),
     ],
-    ids=["forward_ad", "jvp", "after", "mixed", "jacfwd", "bare jacfwd", "vmap", "hessian", "jvp jvp"],
+    ids=["backward", "sum", "grad", "vjp", "forward_ad", "after", "mixed", "jacfwd", "vmap", "hessian", "jvp jvp"],
 )
-def test_the_tangent_of_a_statistic_is_refused_at_its_first_use(call):
-    with pytest.raises(
-        pr.MissingRuleError, match=f"^{re.escape(REFUSED.format('tangent'))}$|{re.escape(REFUSED.format('cotangent'))}"
-    ):
+def test_the_derivative_of_a_statistic_is_refused(call):
+    """Its tangent at the first use of it, its cotangent in the backward pass."""
+    with pytest.raises(pr.MissingRuleError, match=r"^power: output 'mean' is a statistic"):
         call(data(3))
 
 
@@ -256,15 +193,6 @@ def test_a_statistic_may_be_used_as_a_constant():
     assert_close(vmap(mean)(data(4, 3)), data(4, 3).mean(1))
 
 
-def test_a_statistic_is_never_a_silent_zero():
-    def call():
-        op = define(SCHEMA, rules=RULES, **{**OPTIONS, "residuals": ("x", "weight")})
-        return jvp(lambda x: op(x, None, 3.0)[1] * 2.0, (data(3),), (data(3),))
-
-    with pytest.raises((pr.MissingRuleError, ValueError), match="mean"):
-        call()
-
-
 def test_state_outputs_are_constants():
     y, statistic, count = power_p(data(3).requires_grad_(), None, 3.0)
     assert (y.requires_grad, statistic.requires_grad, count.requires_grad) == (True, True, False)
@@ -272,7 +200,7 @@ def test_state_outputs_are_constants():
     assert_close(grad(lambda x: power(x).sum() * power_p(x, None, 3.0)[2])(data(3)), 9 * data(3).square())
 
 
-# What rules are told.
+# What rules are told, and what they return.
 
 
 @pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True)])
@@ -280,7 +208,7 @@ def test_rules_are_told_what_is_wanted_and_what_is_perturbed(wants):
     seen = []
 
     def spying_vjp(residuals, cotangents, wanted):
-        seen.append((wanted._asdict(), type(residuals).__name__, residuals._fields, cotangents._fields))
+        seen.append((wanted._asdict(), residuals._fields, cotangents._fields))
         return power_vjp(residuals, cotangents, wanted)
 
     def spying_jvp(residuals, tangents):
@@ -291,16 +219,12 @@ def test_rules_are_told_what_is_wanted_and_what_is_perturbed(wants):
     x, weight = (t.requires_grad_(want) for t, want in zip((data(3), data(3, seed=1)), wants, strict=True))
     op(x, weight, 3.0)[0].sum().backward()
     expected = {"x": wants[0], "weight": wants[1]}
-    assert seen == [(expected, "Residuals", ("x", "weight", "mean", "power"), ("y",))]
+    assert seen == [(expected, ("x", "weight", "mean", "power"), ("y",))]
     assert [t.grad is not None for t in (x, weight)] == list(wants)
-    seen.clear()
     with fwad.dual_level():
-        primals = [
-            fwad.make_dual(t.detach(), t.detach()) if want else t.detach()
-            for t, want in zip((x, weight), wants, strict=True)
-        ]
-        op(*primals, 3.0)
-    assert seen == [expected]
+        values = x.detach(), weight.detach()
+        op(*[fwad.make_dual(t, t) if want else t for t, want in zip(values, wants, strict=True)], 3.0)
+    assert seen[1:] == [expected]
 
 
 def test_an_unused_output_has_the_cotangent_none():
@@ -310,11 +234,8 @@ def test_an_unused_output_has_the_cotangent_none():
         seen.append(tuple(c is not None for c in cotangents))
         return {"x": sum(c for c in cotangents if c is not None)}
 
-    op = define(
-        "(Tensor x) -> (Tensor a, Tensor b)",
-        rules={"reference": lambda x: (x * 1, x * 1), "vjp": rule},
-        residuals=("x",),
-    )
+    rules = {"reference": lambda x: (x * 1, x * 1), "vjp": rule}
+    op = define("(Tensor x) -> (Tensor a, Tensor b)", rules=rules, residuals=("x",))
     for used in ([0], [1], [0, 1]):
         x = data(3).requires_grad_()
         outputs = op(x)
@@ -323,29 +244,11 @@ def test_an_unused_output_has_the_cotangent_none():
     assert seen == [(True, False), (False, True), (True, True)]
 
 
-@pytest.mark.parametrize(
-    "result, error, text",
-    [
-        ((1,), TypeError, "{}: the vjp rule must return a dict, got tuple."),
-        (None, TypeError, "{}: the vjp rule must return a dict, got NoneType."),
-        (
-            {"z": None},
-            ValueError,
-            "{}: the vjp rule returned cotangents for ['z'], but the tensor arguments are ['x'].",
-        ),
-        (
-            {"eps": None},
-            ValueError,
-            "{}: the vjp rule returned cotangents for ['eps'], but the tensor arguments are ['x'].",
-        ),
-    ],
-    ids=str,
-)
-def test_what_a_vjp_rule_returns_is_checked(result, error, text):
-    op = define(
-        "(Tensor x, float eps) -> Tensor y", rules={"reference": lambda x, eps: x * 1, "vjp": lambda *_: result}
-    )
-    with pytest.raises(error, match=f"^{re.escape(text.format(op.name))}$"):
+@pytest.mark.parametrize("result, error", [((1,), TypeError), ({"eps": None}, ValueError)], ids=str)
+def test_what_a_vjp_rule_returns_is_checked(result, error):
+    rules = {"reference": lambda x, eps: x * 1, "vjp": lambda *_: result}
+    op = define("(Tensor x, float eps) -> Tensor y", rules=rules)
+    with pytest.raises(error, match=rf"^{op.name}: the vjp rule .*(got tuple|'eps'.*'x')"):
         grad(lambda x: op(x, 1.0).sum())(data(3))
 
 
@@ -353,33 +256,29 @@ def test_what_a_vjp_rule_returns_is_checked(result, error, text):
 def test_the_number_of_tangents_a_jvp_rule_returns_is_checked(count):
     rules = {"reference": lambda x: (x * 1, x * 2), "jvp": lambda r, t: (t.x,) * count}
     op = define("(Tensor x) -> (Tensor a, Tensor b)", rules=rules)
-    text = f"{op.name}: the jvp rule must return one tangent for each of a, b, got {count}."
-    with pytest.raises(pr.ShapeError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(pr.ShapeError, match=rf"^{op.name}: the jvp rule .* a, b, got {count}"):
         jvp(op, (data(3),), (data(3),))
 
 
 def test_names_are_checked_when_a_primitive_is_defined():
-    for option in ("statistics", "state"):
-        with pytest.raises(ValueError, match=rf"^bad: {option} names 'z', which is none of the outputs \(y\)\.$"):
-            define(name="bad", **{option: ("z",)})
-    text = "bad: residual 'z' is neither a tensor argument (x) nor an output (y)."
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        define("(Tensor x, int n) -> Tensor y", name="bad", residuals=("z",))
-    for residual in ("n", "n.dtype"):
-        with pytest.raises(ValueError, match=r"^bad: residual"):
+    for option, names in (("statistics", ("z",)), ("state", ("z",)), ("cached", ("n",))):
+        with pytest.raises(ValueError, match=rf"^bad: {option} names '{names[0]}'"):
+            define("(Tensor x, int n) -> Tensor y", name="bad", **{option: names})
+    for residual in ("z", "n", "n.dtype", "y.dtype"):
+        with pytest.raises(ValueError, match=r"^bad: residual .*\(x\) nor an output \(y\)"):
             define("(Tensor x, int n) -> Tensor y", name="bad", residuals=(residual,))
-    with pytest.raises(ValueError, match=r"^xs: a list of tensors must not be optional; pass an empty list, got "):
+    with pytest.raises(ValueError, match=r"^xs: a list of tensors must not be optional"):
         define("(Tensor x, Tensor[]? xs) -> Tensor y", name="bad")
-    with pytest.raises(ValueError, match=r'^power: def_kernel takes "cuda" or "cpu", got \'tpu\'\.$'):
+    with pytest.raises(ValueError, match="must be the only output"):
+        define("(Tensor x) -> (Tensor[] ys, Tensor z)", name="bad")
+    with pytest.raises(ValueError, match=r'^power: def_kernel takes "cuda" or "cpu", got \'tpu\''):
         power_p.def_kernel("tpu")
 
 
 def test_a_tangent_of_another_dtype_is_refused():
+    """torch computes on: a float64 tangent comes out of a float32 function."""
     x, x_dot = data(3).float(), data(3)
-    # torch computes on: a float64 tangent comes out of a float32 function.
-    assert jvp(torch.nn.functional.softplus, (x,), (x_dot,))[1].dtype == torch.float64
-    text = "power: the tangent of x must have the dtype of its primal, torch.float32, got torch.float64."
-    with pytest.raises(pr.DtypeError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(pr.DtypeError, match=r"^power: the tangent of x .* torch\.float32, got torch\.float64"):
         jvp(power, (x,), (x_dot,))
-    with pytest.raises(pr.DtypeError, match="the tangent of weight must have"), fwad.dual_level():
+    with pytest.raises(pr.DtypeError, match="the tangent of weight"), fwad.dual_level():
         power(x, fwad.make_dual(x, x_dot))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+from typing import NamedTuple
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import grad, jvp, vmap
 
-from tests.custom_ops import Affine, affine, cube, plain_affine
+from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine
 from tests.support import assert_close, normal
 
 OVERLOAD = torch.ops.tests.affine.default
-
-
-def arguments():
-    return [normal(shape, seed) for seed, shape in enumerate([(3,), (3,), (2, 3)])]
 
 
 def with_dict(function, weight, bias, x):
@@ -36,25 +35,17 @@ FUNCTIONS = [with_dict, with_dataclass, without_bias]
 every_function = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 
 
-class Recorder:
-    """A backend that notes the operators which the graphs that reach it hold."""
-
-    def __init__(self):
-        self.targets = set()
-
-    def __call__(self, graph, inputs):
-        def note(graph, inputs):
-            self.targets.update(node.target for node in graph.graph.nodes)
-            return make_boxed_func(graph)
-
-        return aot_autograd(fw_compiler=note, bw_compiler=note)(graph, inputs)
-
-
 def compiled(function, *args):
+    """The result, and the operators that the graphs hold."""
+    targets = set()
+
+    def note(graph, inputs):
+        targets.update(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
     torch._dynamo.reset()
-    recorder = Recorder()
-    result = torch.compile(function, fullgraph=True, backend=recorder)(*args)
-    return result, recorder.targets
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    return torch.compile(function, fullgraph=True, backend=backend)(*args), targets
 
 
 @every_function
@@ -97,6 +88,29 @@ def test_static_arguments_and_trees_are_told_apart():
     for params in ({"weight": weight, "bias": bias}, {"weight": weight, "bias": None}, Affine(weight, bias)):
         for eps in (0.0, 1.0):
             assert_close(fast(params, x, eps), plain_affine(params, x, eps)[0])
+    shaped = operator(lambda x, *, shape: x.reshape(shape) * 1, differentiate="reference")
+    for rows in (2, 4, 5):
+        x = torch.ones(rows, 3)
+        assert compiled(lambda x: shaped(x, shape=x.shape), x)[0].shape == (rows, 3)
+    scaled = operator(lambda d: d["x"] * d["n"], differentiate="reference")
+    fast = torch.compile(lambda x, n: scaled({"x": x, "n": n}), fullgraph=True, backend="aot_eager")
+    for number in (2, 3, 4, 2.0, 3.0, 0.5):
+        assert_close(fast(x, number), x * number)
+
+
+class Result(NamedTuple):
+    """A result."""
+
+    y: torch.Tensor
+    z: torch.Tensor | None
+
+
+def test_namedtuples_and_none_in_containers_are_compiled():
+    op, x = operator(lambda pair: Result(pair[0] * 2, pair[0].sum()), differentiate="reference"), arguments()[2]
+    assert_close(compiled(lambda x: op(Result(x, None)).y * op((x, x)).z, x)[0], x * 2 * x.sum())
+    op = operator(lambda tree: tree["a"] * (1 if tree["b"] is None else tree["b"]), differentiate="reference")
+    assert_close(compiled(lambda x: op(collections.OrderedDict(a=x, b=None)), x)[0], x)
+    assert_close(compiled(lambda x: op(collections.defaultdict(int, a=x, b=None)), x)[0], x)
 
 
 def test_dynamic_batch_sizes_share_a_graph():

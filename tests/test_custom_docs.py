@@ -25,12 +25,6 @@ def rows():
     return measure()
 
 
-def test_the_operator_of_the_example_has_fewer_than_120_lines():
-    operator, script = EXAMPLE.read_text(encoding="utf-8").split("def example(")
-    assert len(operator.rstrip().splitlines()) < 120
-    assert "def main" in script
-
-
 def test_the_example_runs(capsys):
     pytest.importorskip("triton")
     runpy.run_path(str(EXAMPLE))["main"]()
@@ -39,7 +33,6 @@ def test_the_example_runs(capsys):
     losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 3
-    assert "curvature" in printed
 
 
 def test_this_package_is_right_in_every_row(rows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import re
 
@@ -11,8 +10,9 @@ import torch
 from torch.func import grad, jvp, vmap
 
 import primitives as pr
+from primitives.core.errors import LeafError
+from tests import custom_ops
 
-_numbers = itertools.count()
 HERE = re.escape(str(pathlib.Path(__file__)))
 X, Y = torch.ones(2, 3), torch.ones(3)
 
@@ -20,20 +20,18 @@ X, Y = torch.ones(2, 3), torch.ones(3)
 def operator(*, backward=None, jvp=None, vmap=None, save=lambda inputs, output: None, reference=None, **options):
     """An operator over `{"w": Y, "n": 3}` and `X` with the given rules."""
 
-    @pr.custom_op(f"tests::mistaken_{next(_numbers)}", **options)
-    def op(params, x):
+    def function(params, x):
         return reference(params, x) if reference else {"y": params["w"] * x, "z": (x.sum(),)}
 
-    for decorator, rule in ((op.def_save_for_backward, save), (op.def_backward, backward), (op.def_jvp, jvp)):
-        if rule is not None and (backward is not None or rule is jvp):
-            decorator(rule)
+    op = custom_ops.operator(function, **options)
+    if backward is not None:
+        op.def_save_for_backward(save)
+        op.def_backward(backward)
+    if jvp is not None:
+        op.def_jvp(jvp)
     if vmap is not None:
         op.def_vmap(vmap)
     return op
-
-
-def gradient(op):
-    return grad(lambda x: op({"w": Y, "n": 3}, x)["y"].sum())(X)
 
 
 def good(**changes):
@@ -41,176 +39,121 @@ def good(**changes):
 
 
 BACKWARD_MISTAKES = {
-    "no dict": (
-        lambda ctx, saved, y: [None, None],
-        pr.TreeError,
-        "must return a dict from argument name to cotangent, got list",
-    ),
-    "missing key": (lambda ctx, saved, y: {"x": None}, pr.TreeError, r"keys \['params', 'x'\], .* lacks \['params'\]"),
-    "extra key": (lambda ctx, saved, y: good(bias=None), pr.TreeError, r"has \['bias'\]"),
-    "wrong tree": (
-        lambda ctx, saved, y: good(params=[None, None]),
-        pr.TreeError,
-        "the cotangent of params is a list of 2 where params has a dict",
-    ),
-    "list too long": (
-        lambda ctx, saved, y: good(x=[X, X]),
-        pr.core.errors.LeafError,
-        "cotangent of x must be a tensor or None, got list",
-    ),
-    "no tensor": (
-        lambda ctx, saved, y: good(x=3.0),
-        pr.core.errors.LeafError,
-        "the cotangent of x must be a tensor or None, got float",
-    ),
-    "for no tensor": (
-        lambda ctx, saved, y: good(params={"w": None, "n": Y}),
-        pr.core.errors.LeafError,
-        r"the cotangent of params\['n'\] must be None, because that is no tensor, got a tensor of shape \[3\]",
-    ),
-    "shape": (
-        lambda ctx, saved, y: good(params={"w": X, "n": None}),
-        pr.ShapeError,
-        r"the cotangent of params\['w'\] must have shape \[3\], got \[2, 3\]",
-    ),
-    "dtype": (
-        lambda ctx, saved, y: good(x=X.double()),
-        pr.DtypeError,
-        r"x must have dtype torch\.float32, got torch\.float64",
-    ),
-    "device": (lambda ctx, saved, y: good(x=X.to("meta")), pr.DeviceError, "x must be on cpu, got meta"),
+    "not a dict": ([None, None], pr.TreeError, "a dict from argument name to cotangent, got list"),
+    "missing key": ({"x": None}, pr.TreeError, r"keys \['params', 'x'\], .* lacks \['params'\]"),
+    "extra key": (good(bias=None), pr.TreeError, r"has \['bias'\]"),
+    "wrong tree": (good(params=[None, None]), pr.TreeError, "params is a list of 2 where params has a dict"),
+    "not a tensor": (good(x=[X, X]), LeafError, "the cotangent of x must be a tensor or None, got list"),
+    "for no tensor": (good(params={"w": None, "n": Y}), LeafError, r"params\['n'\] must be None, .*of shape \[3\]"),
+    "shape": (good(params={"w": X, "n": None}), pr.ShapeError, r"params\['w'\] must have shape \[3\], got \[2, 3\]"),
+    "dtype": (good(x=X.double()), pr.DtypeError, r"x must have dtype torch\.float32, got torch\.float64"),
+    "device": (good(x=X.to("meta")), pr.DeviceError, "x must be on cpu, got meta"),
 }
 
 
 @pytest.mark.parametrize("mistake", BACKWARD_MISTAKES)
 def test_mistakes_of_def_backward(mistake):
-    rule, error, text = BACKWARD_MISTAKES[mistake]
-    place = f"{HERE}:{rule.__code__.co_firstlineno}"
-    with pytest.raises(error, match=rf"^tests::mistaken_\d+: def_backward \({place}\).*{text}"):
-        gradient(operator(backward=rule))
-    leaf = X.clone().requires_grad_()
+    result, error, text = BACKWARD_MISTAKES[mistake]
+    op = operator(backward=lambda ctx, saved, y: result)
+    with pytest.raises(error, match=rf"^tests::fresh_\d+: def_backward \({HERE}:\d+\).*{text}"):
+        grad(lambda x: op({"w": Y, "n": 3}, x)["y"].sum())(X)
     with pytest.raises(error, match=text):
-        operator(backward=rule)({"w": Y, "n": 3}, leaf)["y"].sum().backward()
+        op({"w": Y, "n": 3}, X.clone().requires_grad_())["y"].sum().backward()
 
 
 JVP_MISTAKES = {
-    "wrong tree": (
-        lambda inputs, output, tangents: {"y": X},
-        pr.TreeError,
-        "must have the structure of output, but the tangent of output is a dict",
-    ),
-    "shape": (
-        lambda inputs, output, tangents: {"y": Y, "z": (None,)},
-        pr.ShapeError,
-        r"output\['y'\] must have shape \[2, 3\], got \[3\]",
-    ),
-    "dtype": (
-        lambda inputs, output, tangents: {"y": X.double(), "z": None},
-        pr.DtypeError,
-        r"output\['y'\] must have dtype",
-    ),
-    "no tensor": (
-        lambda inputs, output, tangents: {"y": X, "z": (1,)},
-        pr.core.errors.LeafError,
-        r"output\['z'\]\[0\] must be a tensor",
-    ),
+    "wrong tree": ({"y": X}, pr.TreeError, "the structure of output, but the tangent of output is a dict"),
+    "shape": ({"y": Y, "z": (None,)}, pr.ShapeError, r"output\['y'\] must have shape \[2, 3\], got \[3\]"),
+    "dtype": ({"y": X.double(), "z": None}, pr.DtypeError, r"output\['y'\] must have dtype"),
+    "not a tensor": ({"y": X, "z": (1,)}, LeafError, r"output\['z'\]\[0\] must be a tensor"),
 }
 
 
 @pytest.mark.parametrize("mistake", JVP_MISTAKES)
 def test_mistakes_of_def_jvp(mistake):
-    rule, error, text = JVP_MISTAKES[mistake]
-    op = operator(jvp=rule)
+    result, error, text = JVP_MISTAKES[mistake]
+    op = operator(jvp=lambda inputs, output, tangents: result)
     with pytest.raises(error, match=rf"def_jvp \({HERE}:\d+\).*{text}"):
         jvp(lambda x: op({"w": Y, "n": 3}, x), (X,), (X,))
 
 
+def test_the_dtype_of_a_tangent_is_checked():
+    """Torch lets it pass."""
+    op = operator(jvp=lambda inputs, output, tangents: {"y": tangents.x, "z": None})
+    with pytest.raises(pr.DtypeError, match=r"the tangent of params\['w'\] must have the dtype of its primal"):
+        jvp(lambda w: op({"w": w, "n": 3}, X), (Y,), (Y.double(),))
+
+
 VMAP_MISTAKES = {
-    "no pair": (lambda info, in_dims, inputs: {"y": X}, r"must return \(output, out_dims\), got dict"),
-    "axis": (
-        lambda info, in_dims, inputs: ({"y": X, "z": (Y,)}, 4),
-        "out_dims must be axes of the output or None, got 4",
-    ),
-    "tree of axes": (
-        lambda info, in_dims, inputs: ({"y": X, "z": (Y,)}, (0, 0, 0)),
-        "out_dims must be an int, None or a tree prefix",
-    ),
-    "tree": (lambda info, in_dims, inputs: (X, 0), "must return a result with the tree of the reference's"),
+    "not a pair": ({"y": X}, pr.TreeError, r"must return \(output, out_dims\), got dict"),
+    "axis": (({"y": X, "z": (Y,)}, 4), pr.TreeError, "axes of the output or None, got 4"),
+    "axes": (({"y": X, "z": (Y,)}, (0, 0, 0)), pr.TreeError, "out_dims must be an int, None or a tree prefix"),
+    "tree": ((X, 0), pr.TreeError, "a result with the tree of the reference's"),
+    "samples": (({"y": X[:1], "z": (Y,)}, 0), pr.ShapeError, r"output\['y'\] must have 2 samples .*got shape \[1, 3\]"),
 }
 
 
+@pytest.mark.parametrize("called_before", [True, False])
 @pytest.mark.parametrize("mistake", VMAP_MISTAKES)
-def test_mistakes_of_def_vmap(mistake):
-    rule, text = VMAP_MISTAKES[mistake]
-    op = operator(vmap=rule)
-    op({"w": Y, "n": 3}, X)
-    with pytest.raises(pr.TreeError, match=rf"def_vmap \({HERE}:\d+\).*{text}"):
+def test_mistakes_of_def_vmap(mistake, called_before):
+    result, error, text = VMAP_MISTAKES[mistake]
+    op = operator(vmap=lambda info, in_dims, inputs: result)
+    if called_before:
+        op({"w": Y, "n": 3}, X)
+    with pytest.raises(error, match=rf"def_vmap \({HERE}:\d+\).*{text}"):
         vmap(lambda x: op({"w": Y, "n": 3}, x))(torch.stack([X, X]))
 
 
 def test_mistakes_of_kernels_and_references():
     params = {"w": Y, "n": 3}
-    op = operator()
-    kernel = op.def_kernel("cpu")(lambda params, x: [params["w"] * x, x.sum()])
-    place = f"{HERE}:{kernel.__code__.co_firstlineno}"
-    with pytest.raises(
-        pr.TreeError, match=rf"def_kernel\('cpu'\) \({place}\) must return a result with the tree of the ref"
-    ):
-        op(params, X)
-    with pytest.raises(pr.core.errors.LeafError, match=r"reference .* but output\['y'\] is int"):
+    # One of these needs data to know its tree.
+    for reference in (None, lambda params, x: {"y": params["w"] * x.sum().item(), "z": (x.sum(),)}):
+        op = operator(reference=reference)
+        kernel = op.def_kernel("cpu")(lambda params, x: [params["w"] * x, x.sum()])
+        place = rf"def_kernel\('cpu'\) \({HERE}:{kernel.__code__.co_firstlineno}\)"
+        with pytest.raises(pr.TreeError, match=rf"{place} must return a result with the tree of the reference's"):
+            op(params, X)
+    with pytest.raises(LeafError, match=r"reference .* but output\['y'\] is int"):
         operator(reference=lambda params, x: {"y": 3})(params, X)
     for view in (lambda params, x: [x.clone(), params["w"]], lambda params, x: [x.clone(), params["w"][1:]]):
-        with pytest.raises(
-            pr.core.errors.LeafError, match=r"output\[1\] shares its memory with the argument params\['w'\]; return a"
-        ):
+        with pytest.raises(LeafError, match=r"output\[1\] shares its memory with the argument params\['w'\]; return a"):
             operator(reference=view)(params, X)
+    with pytest.raises(LeafError, match=r"output\[1\]\['again'\] shares its memory with output\[0\]; return a clone"):
+        operator(reference=lambda params, x: ((y := x * 2), {"again": y[:1]}))(params, X)
 
 
 def test_rules_that_are_missing():
     op = operator()
-    leaf = X.clone().requires_grad_()
-    op({"w": Y, "n": 3}, leaf.detach())
-    with pytest.raises(
-        pr.MissingRuleError, match=r'def_save_for_backward and def_backward, or .*differentiate="reference"'
-    ):
-        op({"w": Y, "n": 3}, leaf)
-    with pytest.raises(pr.MissingRuleError, match=r'forward-mode.*def_jvp, or .*differentiate="reference"'):
+    op({"w": Y, "n": 3}, X)
+    with pytest.raises(pr.MissingRuleError, match=r'def_save_for_backward and def_backward, or .*"reference"'):
+        op({"w": Y, "n": 3}, X.clone().requires_grad_())
+    with pytest.raises(pr.MissingRuleError, match=r'forward-mode.*def_jvp, or .*"reference"'):
         jvp(lambda x: op({"w": Y, "n": 3}, x), (X,), (X,))
 
 
-@pytest.mark.parametrize(
-    "found, missing", [("def_backward", "def_save_for_backward"), ("def_save_for_backward", "def_backward")]
-)
+@pytest.mark.parametrize("found", ["def_backward", "def_save_for_backward"])
 @pytest.mark.parametrize("options", [{}, {"differentiate": "reference"}], ids=["no_reference", "reference"])
-def test_one_of_two_rules(found, missing, options):
+def test_one_of_two_rules(found, options):
     op = operator(**options)
     rule = getattr(op, found)(lambda *args: None)
     place = f"{HERE}:{rule.__code__.co_firstlineno}"
-    with pytest.raises(pr.MissingRuleError, match=rf"there is only {found} \({place}\); add {missing}"):
+    with pytest.raises(pr.MissingRuleError, match=rf"there is only {found} \({place}\); add def_(backward|save)"):
         op({"w": Y, "n": 3}, X.clone().requires_grad_())
 
 
 def test_calls_that_are_wrong():
     op = operator()
-    with pytest.raises(pr.core.errors.LeafError, match="positional arguments must hold a tensor, got none"):
+    with pytest.raises(LeafError, match="positional arguments must hold a tensor, got none"):
         op({"w": 1, "n": 3}, None)
-    with pytest.raises(pr.core.errors.LeafError, match=r"params\['n'\] must be hashable, .* got set"):
+    with pytest.raises(LeafError, match=r"params\['n'\] must be hashable, .* got set"):
         op({"w": Y, "n": {3}}, X)
-
-    @pr.custom_op("tests::static_only")
-    def static_only(x, *, options):
-        return x.clone()
-
-    with pytest.raises(
-        pr.core.errors.LeafError, match=r"static argument options must be hashable, .* got list; pass a tuple"
-    ):
+    static_only = custom_ops.operator(lambda x, *, options: x.clone())
+    with pytest.raises(LeafError, match=r"static argument options must be hashable, .* got list; pass a tuple"):
         static_only(X, options=[1])
-    with pytest.raises(
-        pr.core.errors.LeafError, match="options is keyword-only, hence static, and must hold no tensor"
-    ):
+    with pytest.raises(LeafError, match="options is keyword-only, hence static, and must hold no tensor"):
         static_only(X, options=Y)
     with pytest.raises(pr.TreeError, match="structure 12 is unknown in this process"):
-        torch.ops.tests.static_only([X], 12)
+        static_only.primitive.overload([X], 12)
 
 
 def test_definitions_that_are_wrong():
@@ -222,7 +165,7 @@ def test_definitions_that_are_wrong():
     with pytest.raises(TypeError, match=r"takes \*xs, but an operator has a fixed number"):
         pr.custom_op("tests::variadic")(lambda *xs: xs)
     with pytest.raises(ValueError, match='differentiate must be None or "reference", got True'):
-        pr.custom_op("tests::differentiated", differentiate=True)(lambda x: x)
+        operator(differentiate=True)
     with pytest.raises(TypeError, match="def_jvp takes a function, got int"):
         operator().def_jvp(3)
     with pytest.raises(ValueError, match='def_kernel takes "cuda" or "cpu", got \'tpu\''):
@@ -236,10 +179,3 @@ def test_outputs_that_are_marked_wrongly():
     marked = operator(reference=lambda params, x: (x * 2, None), output_differentiability=[True, True])
     with pytest.raises(pr.TreeError, match="marks output 1 as differentiable, but it holds no tensor"):
         marked(params, X)
-
-
-def test_the_dtype_of_a_tangent_is_checked():
-    """Torch lets it pass."""
-    op = operator(jvp=lambda inputs, output, tangents: {"y": tangents.x, "z": None})
-    with pytest.raises(pr.DtypeError, match=r"the tangent of params\['w'\] must have the dtype of its primal"):
-        jvp(lambda w: op({"w": w, "n": 3}, X), (Y,), (Y.double(),))

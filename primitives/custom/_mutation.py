@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.errors import MutationError
 from primitives.core.statistics import refuse_cotangent, refused_tangent
@@ -36,11 +37,18 @@ def without_written(structure: Structure, leaves: Sequence[Tensor], tensors: lis
     """`tensors` to be saved, with copies of what the call will write: the backward pass must find it unchanged."""
     # What requires grad is not written: this is the pure form.
     written = [leaves[i] for i in structure.mutated if not leaves[i].requires_grad]
-    return [x.clone() if any(_shares_memory(x, y) for y in written) else x for x in tensors]
+    return [x.clone() if any(shares_memory(x, y) for y in written) else x for x in tensors]
 
 
-def _shares_memory(x: Tensor, y: Tensor) -> bool:
-    return x is y or torch._C._is_alias_of(x, y)  # type: ignore[attr-defined] - no stub
+def shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one storage, below all transforms."""
+    return x is y or torch._C._is_alias_of(_unwrapped(x), _unwrapped(y))  # type: ignore[attr-defined] - no stub
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def _extent(x: Tensor) -> tuple[Any, Any]:
@@ -54,7 +62,7 @@ def _overlaps(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors may have bytes in common; what is interleaved counts as overlapping."""
     if x is y:
         return True
-    if not _shares_memory(x, y):
+    if not shares_memory(x, y):
         return False
     (x_first, x_end), (y_first, y_end) = _extent(x), _extent(y)
     return x_first < y_end and y_first < x_end

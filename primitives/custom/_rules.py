@@ -10,7 +10,7 @@ import torch
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError, TreeError
 from primitives.custom._mistakes import Meta, RuleErrors, is_like, place_of
-from primitives.custom._mutation import refuse_cotangents, refused_tangents, with_copies
+from primitives.custom._mutation import refuse_cotangents, refused_tangents, shares_memory, with_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -302,7 +302,7 @@ class Rules:
             if axis is not None and x.shape[axis] != batch.size:
                 errors.refuse_batch(structure, i, axis, batch.size, x.shape)
         # What shares memory with an input would be written by whoever writes to the result.
-        return [x.clone() if any(x is leaf for leaf in primals.leaves) else x for x in outputs], axes
+        return [x.clone() if any(shares_memory(x, leaf) for leaf in primals.leaves) else x for x in outputs], axes
 
     def _flat_axes(self, errors: RuleErrors, out_dims: Any, output: Any, outputs: Sequence[Tensor]) -> list:
         options: dict[str, Any] = {"none_is_leaf": True, "namespace": self.namespace}

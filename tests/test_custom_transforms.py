@@ -1,0 +1,285 @@
+"""Custom operators under every transform: derivatives in any nesting, and batches."""
+
+from __future__ import annotations
+
+import warnings
+
+import optree
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+
+from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, scalar, trees_close
+from tests.support import assert_close, like, normal
+from tests.test_nestings import nested, nestings
+
+X = torch.linspace(-1.5, 2, 6).reshape(2, 3)
+
+
+# Derivatives.
+
+
+@pytest.mark.parametrize("kind", [dict, Affine], ids=["dict", "dataclass"])
+@pytest.mark.parametrize("word", nestings(1, 2, 3, 4))
+def test_every_nesting_in_x(word, kind):
+    weight, bias, x = arguments()
+    actual, expected = (
+        nested(lambda x, f=function: scalar(f, kind)(weight, bias, x), letters)(x)
+        for function, letters in ((affine, word), (plain_affine, "f" * len(word)))
+    )
+    assert_close(actual, expected, order=len(word))
+
+
+@pytest.mark.parametrize("word", nestings(1, 2, 3))
+def test_every_nesting_of_the_reference(word):
+    x = arguments()[0]
+    actual, expected = (nested(f, word)(x) for f in (lambda x: cube(x).sum(), lambda x: (x**3).sum()))
+    assert_close(actual, expected, order=len(word))
+
+
+@pytest.mark.parametrize("modes", [(jacfwd,), (jacrev, jacfwd), (jacrev, jacrev)])
+def test_all_arguments_at_once(modes):
+    def derivative(function):
+        for mode in modes:
+            function = mode(function, argnums=(0, 1, 2))
+        return function(*arguments())
+
+    trees_close(derivative(scalar(affine)), derivative(scalar(plain_affine)), order=2)
+
+
+def test_eager_autograd():
+    inputs = [value.requires_grad_() for value in arguments()]
+    assert gradcheck(scalar(affine), inputs, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(scalar(affine, Affine), inputs, check_fwd_over_rev=True)
+
+
+def test_forward_mode_over_a_backward_pass_without_create_graph():
+    """What def_save_for_backward computed depends on the dual numbers too."""
+    weight, bias, x = arguments()
+    x_dot = like(x, seed=5)
+
+    def x_bar(function, x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.clone().requires_grad_(), x_dot)
+            (x_bar,) = torch.autograd.grad(function(weight, bias, dual), dual)
+            return forward_ad.unpack_dual(x_bar).tangent
+
+    assert_close(x_bar(scalar(affine), x), x_bar(scalar(plain_affine), x), order=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
+def test_batches_of_cotangents_reach_operators_that_a_rule_calls():
+    """Torch's older vmap has no kernel of its own for lists of tensors."""
+    inner = operator(lambda tree, x: {"product": tree["y_bar"] * x.cos()}, differentiate="reference")
+    outer = operator(lambda x: x.sin())
+    outer.def_save_for_backward(lambda inputs, output: inputs.x)
+    outer.def_backward(lambda ctx, x, y_bar: {"x": inner({"y_bar": y_bar}, x)["product"]})
+    x, eye = normal((3,), 0), torch.eye(3, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    (x_bar,) = torch.autograd.grad(outer(leaf), leaf, eye, is_grads_batched=True)
+    assert_close(x_bar, x.cos().diag())
+    assert gradcheck(outer, (leaf,), check_batched_grad=True)
+    hessian = torch.autograd.functional.hessian(lambda x: outer(x).sum(), x, vectorize=True)
+    assert_close(hessian, -x.sin().diag(), order=2)
+
+
+def test_a_pullback_is_used_after_its_level_has_ended():
+    """What a decomposition is differentiated with is wrapped for a level that the next transform takes."""
+    x, y_bar, dot = (normal((2, 3), seed) for seed in range(3))
+
+    def pulled(function):
+        return lambda x: vjp(function, x)[1](y_bar)[0]
+
+    for transform in (
+        lambda f: jvp(f, (x,), (dot,))[1],
+        lambda f: vjp(f, x)[1](dot)[0],
+        lambda f: jvp(lambda x: vjp(f, x)[1](dot)[0], (x,), (dot,))[1],
+    ):
+        assert_close(transform(pulled(cube)), transform(pulled(lambda x: x**3)), order=2)
+
+
+def test_absent_cotangents_and_tangents_are_zeros_or_none():
+    """But those of an output that has no derivative are always `None`."""
+    seen = {}
+
+    def build(name, **options):
+        def function(a, b):
+            return a * 2, (b * 3, torch.zeros(2, dtype=torch.int64) + a.long()), a + b, a * b
+
+        op = operator(function, output_differentiability=[True, True, True, False], **options)
+        op.def_save_for_backward(lambda inputs, output: ())
+
+        @op.def_backward
+        def _(ctx, saved, first, pair, last, masked):
+            seen[name] = (first, *pair, last, masked)
+            return {"a": None, "b": None}
+
+        @op.def_jvp
+        def _(inputs, output, tangents):
+            seen[name] = tuple(tangents)
+            return None, (None, None), tangents.a, None
+
+        return op
+
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    build("zeros")(a, b)[0].sum().backward()
+    first, second, integers, last, masked = seen["zeros"]
+    assert (first.tolist(), second.tolist(), integers, last.tolist(), masked) == ([1, 1], [0, 0], None, [0, 0], None)
+    op = build("nones", materialize=False)
+    op(a, b)[0].sum().backward()
+    assert [x is None for x in seen["nones"]] == [False, True, True, True, True]
+    assert a.grad is None
+    _, dots = jvp(lambda a: op(a, b.detach()), (a.detach(),), (a.detach(),))
+    assert seen["nones"][1] is None
+    assert [x.tolist() for x in optree.tree_leaves(dots)] == [[0, 0], [0, 0], [0, 0], [1, 1], [0, 0]]
+
+
+def test_output_differentiability():
+    marked = operator(
+        lambda x: (x.sin(), [x.cos(), {"square": x * x}]),
+        differentiate="reference",
+        output_differentiability=[True, False],
+    )
+    x = torch.ones(2, requires_grad=True)
+    y, (cosine, rest) = marked(x)
+    assert (y.requires_grad, cosine.requires_grad, rest["square"].requires_grad) == (True, False, False)
+    _, (_, dots) = jvp(marked, (x.detach(),), (x.detach(),))
+    assert dots[0].tolist() == [0, 0]
+    assert grad(lambda x: marked(x)[1][0].sum() + marked(x)[0].sum())(x.detach()).tolist() == x.cos().tolist()
+
+
+class Cube(torch.autograd.Function):
+    """For def_autograd."""
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, y_bar):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * y_bar
+
+
+def test_def_autograd_wins():
+    taken = operator(lambda x: x * x, differentiate="reference")
+    taken.def_jvp(lambda inputs, output, tangents: tangents.x * 0)
+
+    @taken.def_autograd
+    def _(x):
+        # Twice the derivative of the reference, and the same value.
+        value = taken.below_autograd(x.detach())
+        return value + 2 * (x * x - (x * x).detach())
+
+    x = torch.tensor(3.0)
+    assert taken(x) == 9
+    assert grad(taken)(x) == 12
+    assert jvp(taken, (x,), (x,))[1] == 36
+    op, leaf = operator(lambda x: x**3), x.clone().requires_grad_()
+    op.def_autograd(Cube.apply)
+    assert torch.autograd.grad(op(leaf), leaf)[0] == 27
+
+
+@pytest.mark.parametrize("differentiate", ["eager", "grad", "compiled"])
+def test_a_random_reference_is_differentiated_with_the_numbers_that_it_drew(differentiate):
+    drop = operator(lambda x: x * (torch.rand_like(x) < 0.5), differentiate="reference")
+    x = torch.ones(64, requires_grad=True)
+    if differentiate == "grad":
+
+        def value_twice(x):
+            y = drop(x)
+            return y.sum(), y
+
+        x_bar, y = grad(value_twice, has_aux=True)(x.detach())
+    else:
+        torch._dynamo.reset()
+        y = (drop if differentiate == "eager" else torch.compile(drop, fullgraph=True, backend="aot_eager"))(x)
+        (x_bar,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(x_bar, y.detach())
+
+
+def test_a_computed_residual_does_not_keep_the_output():
+    op = operator(lambda x: x.sin())
+    op.def_save_for_backward(lambda inputs, output: inputs.x.cos())
+    op.def_backward(lambda ctx, cosine, y_bar: {"x": y_bar * cosine})
+    x = X.clone().requires_grad_()
+    y = op(x)
+    y.mul_(2)
+    y.sum().backward()
+    assert_close(x.grad, 2 * X.cos())
+    assert_close(grad(lambda x: grad(lambda x: op(x).sum())(x).sum())(X), -X.sin())
+
+
+# Batching.
+
+
+@pytest.mark.parametrize(
+    "in_dims", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0), (None, None, 1), (1, 1, -1)]
+)
+@pytest.mark.parametrize(
+    "function",
+    [lambda f: f, lambda f: grad(f, (0, 1, 2)), lambda f: jacfwd(grad(f, 2), 2)],
+    ids=["value", "grad", "hessian"],
+)
+@pytest.mark.filterwarnings("error:.*vmap runs a loop")
+def test_vmap_rule(function, in_dims):
+    samples = [arguments(), [value * 1.5 for value in arguments()]]
+    stacked = [
+        first if dim is None else torch.stack([first, second], dim)
+        for first, second, dim in zip(*samples, in_dims, strict=True)
+    ]
+    actual = vmap(function(scalar(affine)), in_dims)(*stacked)
+    trees_close(actual, vmap(function(scalar(plain_affine)), in_dims)(*stacked), order=2)
+
+
+def test_vmap_without_a_rule_is_a_correct_loop_with_one_warning():
+    def plain(a, b, x):
+        return {"sum": a * x, "other": (b.sum() + x,)}
+
+    op = operator(lambda pair, x: plain(*pair, x), differentiate="reference")
+
+    def looped(a, b, x):
+        return op((a, b), x)
+
+    a, b, x = normal((3, 4), 0), normal((4,), 1), normal((4, 3), 2)
+    with pytest.warns(UserWarning, match="vmap runs a loop over the batch.*def_vmap") as caught:
+        actual = vmap(looped, (0, None, 1))(a, b, x)
+    assert len(caught) == 1
+    trees_close(actual, vmap(plain, (0, None, 1))(a, b, x))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*vmap runs a loop")
+        twice = vmap(vmap(looped, (0, None, 0)), (None, None, 1))(a, b, x.T[:, None].expand(3, 2, 4))
+        assert vmap(looped, (0, None, 1))(a[:0], b, x[:, :0])["sum"].shape == (0, 4)
+    assert twice["sum"].shape == (2, 3, 4)
+
+
+def test_vmap_rules_are_told_the_mode_and_return_memory_of_their_own():
+    seen = []
+    told = operator(lambda x: x.reshape(-1) + 0)
+
+    @told.def_vmap
+    def _(info, in_dims, inputs):
+        seen.append((info.batch_size, info.randomness, tuple(in_dims)))
+        return inputs.x.flatten(1), 0
+
+    x = torch.zeros(3, 2, 1)
+    vmap(told, randomness="different")(x).add_(1)
+    assert seen == [(3, "different", (0,))]
+    assert torch.equal(x, torch.zeros(3, 2, 1))
+    assert grad(lambda x: vmap(told)(x).add_(1).square().sum())(x).tolist() == torch.full_like(x, 2).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap runs a loop")
+def test_the_loop_of_vmap_respects_randomness():
+    noise = operator(lambda x: x + torch.rand_like(x))
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(noise)(X)
+    first, second = vmap(noise, randomness="same")(X * 0)
+    assert torch.equal(first, second)
+    first, second = vmap(noise, randomness="different")(X * 0)
+    assert not torch.equal(first, second)
