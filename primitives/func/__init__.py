@@ -4,6 +4,7 @@ The transforms are torch's own, run on flat tensors: they nest with each other, 
 `torch.compile(fullgraph=True)`. Trees, shapes and dtypes are checked first, and errors name the leaf by its key path.
 """
 
+from primitives.func._checkpoint import checkpoint
 from primitives.func._forward import hvp, jvp
 from primitives.func._jacobian import hessian, jacfwd, jacrev
 from primitives.func._linearize import linearize
@@ -12,6 +13,7 @@ from primitives.func._vmap import chunk_vmap, vmap
 from primitives.tracing.modules.functional_call import functional_call
 
 __all__ = [
+    "checkpoint",
     "chunk_vmap",
     "functional_call",
     "grad",

@@ -1,0 +1,246 @@
+"""A checkpointed function as a function of all tensors that it uses: arguments, captured ones, parameters, buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import _C
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import arg_tree_leaves
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from primitives.core.errors import LeafError
+from primitives.core.overrides import OverrideMode
+from primitives.tracing.memory import bottom
+from primitives.tracing.modules.lending import attributes_kept, running
+from primitives.tracing.recompute import replays
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    Context = Callable[[], contextlib.AbstractContextManager]
+
+__all__ = ["Region"]
+
+_write_back = torch.ops.primitives.write_back.default
+
+
+class Region:
+    """A function with its arguments, as a function `(*tensors) -> tensors`; every run but the first is a repetition.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        tensors: Those of the arguments, then what `fn` captures, then parameters and buffers of the modules it reaches.
+        changed: Places among them of buffers that `fn` changes, whose new values come last in the result.
+        region: The region itself, as every function made of it has one.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self._fn, self.region = fn, self
+        self._leaves, self._treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
+        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]
+        modules, self._cells = _reached(fn)
+        self._owners = list(dict.fromkeys(owner for each in modules for owner in each.modules()))
+        # Each parameter and buffer once, with all places where it is registered.
+        self._registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
+        for owner in self._owners:
+            for registry in ("_parameters", "_buffers"):
+                for name, value in getattr(owner, registry).items():
+                    if value is not None:
+                        self._registered.setdefault(value, []).append((owner, registry, name))
+        captured = [cell.cell_contents for cell in self._cells]
+        self.tensors = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
+        self.changed: list[int] = []
+        self._again: list[Context] | None = None
+        self._is_overriding = any(isinstance(mode, OverrideMode) for mode in _get_current_function_mode_stack())
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of the output of `fn`, then new values of the buffers that it changes."""
+        with contextlib.ExitStack() as stack:
+            is_first = self._again is None
+            for make in self._again or ():
+                stack.enter_context(make())
+            if is_first:
+                self._again = [*replays(), *_surroundings(tensors)]
+            stack.enter_context(attributes_kept(self._owners))
+            start = len(self._places) + len(self._cells)
+            stack.enter_context(_cells_hold(self._cells, tensors[len(self._places) : start]))
+            used = self._put(tensors[start:])
+            if self._is_overriding:
+                stack.enter_context(running(self._owners))
+            if is_first:
+                stack.enter_context(_Guard([*tensors, *used]))
+            leaves = list(self._leaves)
+            for i, x in zip(self._places, tensors, strict=False):
+                leaves[i] = x
+            inner: Any = self._treespec.unflatten(leaves)
+            results, out_treespec = optree.tree_flatten(self._fn(*inner[0], **inner[1]))
+            current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
+            if is_first:
+                self._out_treespec = out_treespec
+                self._out_places = [i for i, y in enumerate(results) if isinstance(y, torch.Tensor)]
+                self._out_leaves = [None if isinstance(y, torch.Tensor) else y for y in results]
+                for i, (x, y) in enumerate(zip(used, current, strict=True)):
+                    if y is not None and (y is not x or bottom(y)._version > self._versions[i]):
+                        self.changed.append(start + i)
+            return *(results[i] for i in self._out_places), *(current[i - start] for i in self.changed)
+
+    def _put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Put parameters, and copies of buffers, into their places."""
+        used = []
+        for x, places in zip(tensors, self._registered.values(), strict=True):
+            used.append(x.clone() if places[0][1] == "_buffers" else x)
+            for owner, registry, name in places:
+                getattr(owner, registry)[name] = used[-1]
+        self._versions = [0 if x.is_inference() else bottom(x)._version for x in used]
+        return used
+
+    def output(self, results: tuple[Tensor, ...]) -> Any:
+        """The output of `fn`, out of what a run has returned; buffers get their new values."""
+        leaves, count = list(self._out_leaves), len(self._out_places)
+        for i, y in zip(self._out_places, results, strict=False):
+            leaves[i] = y
+        for i, new in zip(self.changed, results[count:], strict=True):
+            old = self.tensors[i]
+            if new.requires_grad or new.shape != old.shape or new.dtype != old.dtype:
+                for owner, registry, name in self._registered[old]:
+                    getattr(owner, registry)[name] = new
+            else:
+                _write_back([old], [new])
+        return self._out_treespec.unflatten(leaves)
+
+
+def _reached(fn: Any) -> tuple[list[nn.Module], list[types.CellType]]:
+    """The modules that a function reaches, and the cells of its closure with tensors that may be differentiated in."""
+    modules: list[nn.Module] = []
+    cells: list[types.CellType] = []
+    stack, seen = [fn], set()
+    while stack:
+        x = stack.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.nn.Module):
+            modules.append(x)
+        elif isinstance(x, types.CellType):
+            # An empty one is of a name that is not assigned yet.
+            with contextlib.suppress(ValueError):
+                stack.append(x.cell_contents)
+                if isinstance(x.cell_contents, torch.Tensor) and _may_be_differentiated(x.cell_contents):
+                    cells.append(x)
+        else:
+            stack += _next(x)
+    return modules, cells
+
+
+def _next(x: Any) -> list[Any]:
+    """Where a function, or a container that it reaches, leads."""
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, types.MethodType):
+        return [x.__self__, x.__func__]
+    if isinstance(x, (list, tuple)):
+        return list(x)
+    if isinstance(x, dict):
+        return list(x.values())
+    if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
+        return [*(x.__globals__.get(name) for name in x.__code__.co_names), *(x.__closure__ or ())]
+    return []
+
+
+def _may_be_differentiated(x: Tensor) -> bool:
+    return x.requires_grad or _functorch.is_functorch_wrapped_tensor(x)
+
+
+@contextlib.contextmanager
+def _cells_hold(cells: Sequence[types.CellType], values: Sequence[Tensor]) -> Iterator[None]:
+    originals = [cell.cell_contents for cell in cells]
+    try:
+        for cell, value in zip(cells, values, strict=True):
+            cell.cell_contents = value
+        yield
+    finally:
+        for cell, original in zip(cells, originals, strict=True):
+            cell.cell_contents = original
+
+
+def _surroundings(tensors: Sequence[Tensor]) -> list[Context]:
+    """Contexts with what torch remembers outside of tensors: autocast, and the states of its generators."""
+    kinds = [kind for kind in {"cpu", *(x.device.type for x in tensors)} if torch.amp.is_autocast_available(kind)]
+    contexts: list[Context] = [
+        functools.partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in kinds
+    ]
+    if _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None:  # type: ignore[attr-defined] - no stub
+        # A graph has no generators.
+        return contexts
+    state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
+
+    @contextlib.contextmanager
+    def drawing_again() -> Iterator[None]:
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(state)
+            set_device_states(devices, states)
+            yield
+
+    return [*contexts, drawing_again]
+
+
+def _depth() -> int:
+    interpreter = _functorch.peek_interpreter_stack()
+    return 0 if interpreter is None else interpreter.level()
+
+
+class _Guard(TorchFunctionMode):
+    """Context in which no tensor is used whose derivative would get lost, since the region does not know it."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._known = {id(x): x for x in known}
+        self._level = _depth()
+        self._refusal: LeafError | None = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """End. Python takes a `TypeError` inside an operator for one of its own, and raises another."""
+        super().__exit__(kind, error, trace)
+        if self._refusal is not None and isinstance(error, TypeError):
+            raise self._refusal from None
+
+    def _is_foreign(self, x: Tensor) -> bool:
+        if _functorch.is_functorch_wrapped_tensor(x):
+            return _depth() == self._level < _functorch.maybe_get_level(x)
+        return x.requires_grad and id(x) not in self._known
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Look at the arguments, and make the call."""
+        kwargs = kwargs or {}
+        for x in arg_tree_leaves(*args, **kwargs):
+            if isinstance(x, torch.Tensor) and self._is_foreign(x):
+                self._refusal = LeafError(
+                    f"checkpoint: the function uses a tensor {list(x.shape)} of {x.dtype} that is differentiated and "
+                    "neither an argument, nor in its closure, nor of a module that it reaches. Pass it as an argument."
+                )
+                raise self._refusal
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            # A leaf of its own: nothing else requires grad in a first run.
+            self._known[id(result)] = result
+        return result
