@@ -136,7 +136,7 @@ def _compare(options: argparse.Namespace) -> int:
     from perf.suite.results import load
 
     comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)
-    print(comparison.text())
+    print(comparison.text)
     return 1 if comparison.failed else 0
 
 

@@ -5,21 +5,19 @@ smaller and smaller chunks. On the CPU the peak is that of the bytes allocated b
 which is exact and the same in every run; on CUDA it is `torch.cuda.max_memory_allocated`. Times are beside it as
 ratios: smaller chunks trade time for memory.
 
-Run: `python -m perf.chunking [--width N] [--device cuda] [--json FILE]`. The exit status is 1 if a peak does not fall
-in proportion to its chunk.
+Run: `python -m perf.chunking [--width N] [--device cuda]`. The exit status is 1 if a peak does not fall in proportion
+to its chunk.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils import benchmark
 
 from primitives import func
 
@@ -48,7 +46,13 @@ class Row(NamedTuple):
     time_ratio: float
 
 
-def _peak_on_cpu(run: Callable[[], Any]) -> int:
+def _peak(run: Callable[[], Any], device: torch.device) -> int:
+    """Bytes in use at most during `run`, beyond those before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
@@ -58,31 +62,14 @@ def _peak_on_cpu(run: Callable[[], Any]) -> int:
     return max(accumulate(change for *_, change in changes), default=0)
 
 
-def _peak_on_cuda(run: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def _transforms(width: int, device: torch.device) -> dict[str, Callable[[int | None], Callable[[], Any]]]:
     """For each transform, the run in chunks of a size."""
     weight = torch.randn(width, FEATURES, device=device)
     out_weight = torch.randn(ENTRIES, width, device=device)
-    batch = {"x": torch.randn(ENTRIES, FEATURES, device=device)}
     direction = torch.randn(width, device=device)
-    inputs = {"x": torch.randn(ENTRIES, device=device)}
-    narrow = {"x": torch.randn(FEATURES, device=device)}
+    batch, inputs, narrow = (
+        {"x": torch.randn(shape, device=device)} for shape in ((ENTRIES, FEATURES), (ENTRIES,), (FEATURES,))
+    )
 
     def scalar(tree: dict[str, Tensor]) -> Tensor:
         return (weight @ tree["x"]).tanh().square().sum()
@@ -109,16 +96,14 @@ def measure(width: int, device: torch.device) -> Iterator[Row]:
         width: Number of intermediate values for each entry of the mapped axis.
         device: Where to run.
     """
-    peak = _peak_on_cuda if device.type == "cuda" else _peak_on_cpu
     for name, in_chunks_of in _transforms(width, device).items():
-        whole_peak, whole_seconds = 0, 0.0
+        whole: tuple[float, int] | None = None
         for size in CHUNK_SIZES:
             run = in_chunks_of(size)
-            run()
-            seconds, peak_bytes = _seconds(run, device), peak(run)
-            if size is None:
-                whole_peak, whole_seconds = peak_bytes, seconds
-            yield Row(name, size, peak_bytes, peak_bytes / whole_peak, seconds / whole_seconds)
+            seconds = benchmark.Timer("run()", globals={"run": run}).timeit(1).median
+            peak_bytes = _peak(run, device)
+            whole = whole or (seconds, peak_bytes)
+            yield Row(name, size, peak_bytes, peak_bytes / whole[1], seconds / whole[0])
 
 
 def failures(rows: list[Row]) -> list[Row]:
@@ -131,22 +116,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     print(f"{ENTRIES} entries of {options.width} float32 values each, on {options.device}")
     print(f"{'transform':<14}{'chunk':>8}{'peak, KiB':>12}{'of all':>9}{'time, of all':>14}")
     rows = []
     for row in measure(options.width, torch.device(options.device)):
         rows.append(row)
-        chunk = "all" if row.chunk is None else str(row.chunk)
-        print(
-            f"{row.transform:<14}{chunk:>8}{row.peak_bytes / 1024:>12.0f}{row.peak_ratio:>9.2f}{row.time_ratio:>14.2f}"
-        )
+        name, chunk, peak, of_all, time = row
+        print(f"{name:<14}{chunk or 'all':>8}{peak / 1024:>12.0f}{of_all:>9.2f}{time:>14.2f}")
     missed = failures(rows)
     for row in missed:
         print(f"missed: {row.transform} in chunks of {row.chunk} peaks at {row.peak_ratio:.2f} of all at once")
-    if options.json:
-        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n", encoding="utf-8")
     return 1 if missed else 0
 
 

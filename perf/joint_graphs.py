@@ -26,7 +26,7 @@ from perf.demo.models import ConvNet, VisionTransformer
 from primitives.tracing import functional_call, trace_joint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -75,26 +75,17 @@ def eager_step(loss: Callable[..., Any], primals: tuple) -> tuple:
 
 def same_bits(actual: Any, expected: Any) -> bool:
     """Whether two trees of tensors agree in structure and in every bit."""
-    if optree.tree_structure(actual) != optree.tree_structure(expected):
-        return False
-    return all(map(torch.equal, optree.tree_leaves(actual), optree.tree_leaves(expected)))
+    first, second = optree.tree_flatten(actual), optree.tree_flatten(expected)
+    return first[1] == second[1] and all(map(torch.equal, first[0], second[0]))
 
 
 def agrees_with_eager(loss: Callable[..., Any], graph: JointGraph, primals: tuple) -> bool:
     """Whether the joint graph, and its two parts one after the other, give what eager autograd gives."""
-    outs, grads = eager_step(loss, primals)
-    joint_outs, joint_grads = graph(primals)
+    outs, (grads, *_) = graph(primals)
     parts_outs, saved = graph.forward_graph()(primals)
-    parts_grads = graph.backward_graph()(saved)
-    return all(
-        same_bits(actual, expected)
-        for actual, expected in (
-            (joint_outs, outs),
-            (joint_grads[0], grads),
-            (parts_outs, outs),
-            (parts_grads[0], grads),
-        )
-    )
+    parts_grads, *_ = graph.backward_graph()(saved)
+    expected = eager_step(loss, primals)
+    return same_bits((outs, grads), expected) and same_bits((parts_outs, parts_grads), expected)
 
 
 def eager_saved_bytes(loss: Callable[..., Any], primals: tuple) -> int:
@@ -114,22 +105,17 @@ def eager_saved_bytes(loss: Callable[..., Any], primals: tuple) -> int:
 
 
 def graph_saved_bytes(graph: JointGraph, *, min_cut: bool) -> int:
-    """The same for a joint graph: what it saves, parameters excluded."""
-    saved = graph.forward_graph(min_cut=min_cut).saved
-    parameters = {node.name for node in graph.graph.find_nodes(op="placeholder") if node.name.startswith("params")}
-    return sum(entry.num_bytes for entry in saved if not is_parameter(graph, entry.name, parameters))
+    """The same for a joint graph: what it saves, parameters and their views excluded."""
 
+    def storage(node: torch.fx.Node) -> Any:
+        value = node.meta.get("val")
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
-def is_parameter(graph: JointGraph, name: str, parameters: set[str]) -> bool:
-    """Whether a saved value is a parameter, or a view of one."""
     nodes = {node.name: node for node in graph.graph.nodes}
-    if name in parameters or name not in nodes:
-        return name in parameters
-    value = nodes[name].meta["val"]
-    if not isinstance(value, torch.Tensor):
-        return False
-    storages = {nodes[p].meta["val"].untyped_storage()._cdata for p in parameters}
-    return value.untyped_storage()._cdata in storages
+    inputs = graph.graph.find_nodes(op="placeholder")
+    parameters = {storage(node) for node in inputs if node.name.startswith("params")}
+    saved = graph.forward_graph(min_cut=min_cut).saved
+    return sum(e.num_bytes for e in saved if e.name not in nodes or storage(nodes[e.name]) not in parameters)
 
 
 def timed_trace(loss: Callable[..., Any], primals: tuple) -> tuple[JointGraph, float]:
@@ -140,19 +126,12 @@ def timed_trace(loss: Callable[..., Any], primals: tuple) -> tuple[JointGraph, f
 
 
 class Figures(NamedTuple):
-    """What is found out about one model.
-
-    Attributes:
-        name: Its name.
-        same: Whether every bit agrees with eager autograd, in float64.
-        eager: Bytes that eager autograd saves, in float32.
-        everything: Bytes that the graph saves if nothing is computed again.
-        min_cut: Bytes that the min-cut partition saves.
-        seconds: Time to trace.
-    """
+    """The figures of one model: bits in float64, bytes in float32, and the seconds that tracing takes."""
 
     name: str
+    # Whether every bit agrees with eager autograd.
     same: bool
+    # Bytes that eager autograd saves, the graph if nothing is computed again, and the min-cut partition.
     eager: int
     everything: int
     min_cut: int
@@ -170,28 +149,22 @@ def saved(model: nn.Module, batch: int, *, primitives: bool) -> tuple[int, int, 
     primals = example(single, batch, torch.float32)
     loss = training_loss(single, primitives=primitives)
     graph, seconds = timed_trace(loss, primals)
-    counted = [graph_saved_bytes(graph, min_cut=flag) for flag in (False, True)]
-    return eager_saved_bytes(loss, primals), counted[0], counted[1], seconds
+    everything, min_cut = (graph_saved_bytes(graph, min_cut=flag) for flag in (False, True))
+    return eager_saved_bytes(loss, primals), everything, min_cut, seconds
 
 
-def figures(name: str, model: nn.Module, batch: int, *, primitives: bool) -> Figures:
-    """The figures of one model."""
-    double = model.double()
-    loss = training_loss(double, primitives=primitives)
-    primals = example(double, batch, torch.float64)
-    same = agrees_with_eager(loss, timed_trace(loss, primals)[0], primals)
-    return Figures(name, same, *saved(model, batch, primitives=primitives))
-
-
-def all_figures(batch: int) -> list[Figures]:
-    """Those of every model, with `torch.nn` and with the primitives."""
-    found = []
+def all_figures(batch: int) -> Iterator[Figures]:
+    """The figures of every model, with `torch.nn` and with the primitives."""
     for make in (ConvNet, VisionTransformer):
         model = make()
-        found.append(figures(f"{make.__name__}, torch.nn", model, batch, primitives=False))
-        pr.nn.convert(model)
-        found.append(figures(f"{make.__name__}, primitives", model, batch, primitives=True))
-    return found
+        for side in ("torch.nn", "primitives"):
+            own = side == "primitives"
+            if own:
+                pr.nn.convert(model)
+            loss = training_loss(model.double(), primitives=own)
+            primals = example(model, batch, torch.float64)
+            same = agrees_with_eager(loss, timed_trace(loss, primals)[0], primals)
+            yield Figures(f"{make.__name__}, {side}", same, *saved(model, batch, primitives=own))
 
 
 def traced_blocks(num_blocks: int, batch: int = 2, width: int | None = None) -> tuple[int, float]:
@@ -232,21 +205,14 @@ memory: normalizations, activations, dropout, sums of branches.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report.
-
-    Args:
-        arguments: Command line, without the name of the program.
-
-    Returns:
-        Exit status.
-    """
+    """Print the report, and return the exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=12, help="of the transformer whose tracing is timed")
     parser.add_argument("--write", type=pathlib.Path, help="file to write as a page, besides printing")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    found = all_figures(options.batch)
+    found = list(all_figures(options.batch))
     nodes, seconds = traced_blocks(options.blocks, options.batch)
     blocks = (
         f"VisionTransformer with {options.blocks} blocks: {nodes} nodes, traced in {seconds:.1f} s of "

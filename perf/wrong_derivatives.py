@@ -10,7 +10,7 @@ import argparse
 import itertools
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.func import jacfwd, jacrev
@@ -58,31 +58,22 @@ class Operation(NamedTuple):
     truth: Callable[[Tensor], Tensor]
 
 
+def _operation(name: str, truth: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> Operation:
+    first, second = getattr(torch.nn.functional, name), getattr(pr.functional, name)
+    return Operation(lambda x: first(x, *args, **options), lambda x: second(x, *args, **options), truth)
+
+
 def _standardized(x: Tensor, axis: int) -> Tensor:
     centered = x - x.mean(axis, keepdim=True)
     return centered / (centered.square().mean(axis, keepdim=True) + 1e-5).sqrt()
 
 
-def operations() -> dict[str, Operation]:
-    """The operations, as functions of a matrix `[4, 3]`."""
-    functional = torch.nn.functional
-    return {
-        "layer norm": Operation(
-            lambda x: functional.layer_norm(x, (3,)),
-            lambda x: pr.functional.layer_norm(x, (3,)),
-            lambda x: _standardized(x, 1),
-        ),
-        "batch norm (training)": Operation(
-            lambda x: functional.batch_norm(x, None, None, training=True),
-            lambda x: pr.functional.batch_norm(x, None, None, training=True),
-            lambda x: _standardized(x, 0),
-        ),
-        "log-softmax": Operation(
-            lambda x: functional.log_softmax(x, 1),
-            lambda x: pr.functional.log_softmax(x, 1),
-            lambda x: x - x.exp().sum(1, keepdim=True).log(),
-        ),
-    }
+# As functions of a matrix `[4, 3]`.
+OPERATIONS = {
+    "layer norm": _operation("layer_norm", lambda x: _standardized(x, 1), (3,)),
+    "batch norm (training)": _operation("batch_norm", lambda x: _standardized(x, 0), None, None, training=True),
+    "log-softmax": _operation("log_softmax", lambda x: x - x.exp().sum(1, keepdim=True).log(), 1),
+}
 
 
 def nestings(max_order: int) -> Iterator[tuple[str, ...]]:
@@ -116,10 +107,7 @@ def measure(operation: Operation, max_order: int) -> dict[tuple[str, ...], dict[
     results = {}
     for nesting in nestings(max_order):
         truth = _nested(operation.truth, weights, nesting)(x)
-        row = {
-            "torch": _error(operation.torch, x, weights, nesting, truth),
-            "here": _error(operation.here, x, weights, nesting, truth),
-        }
+        row = {name: _error(getattr(operation, name), x, weights, nesting, truth) for name in ("torch", "here")}
         with differentiate_through():
             row["decomposed"] = _error(operation.torch, x, weights, nesting, truth)
         results[nesting] = row
@@ -136,22 +124,27 @@ def _cell(error: float | str) -> str:
     return text if is_right(error) else f"**{text}**"
 
 
+def _line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def page(max_order: int) -> str:
     """The page, in Markdown."""
     summary = ["| | nestings | torch right | here right | decomposed right |", "|---|---|---|---|---|"]
     tables = []
-    for name, operation in operations().items():
+    for name, operation in OPERATIONS.items():
         results = measure(operation, max_order)
-        counts = [sum(is_right(row[key]) for row in results.values()) for key in ("torch", "here", "decomposed")]
-        summary.append(f"| {name} | {len(results)} | " + " | ".join(map(str, counts)) + " |")
-        rows = [
-            f"| `{'('.join(nesting)}{')' * (len(nesting) - 1)}` | "
-            + " | ".join(_cell(row[key]) for key in ("torch", "here", "decomposed"))
-            + " |"
-            for nesting, row in results.items()
+        columns = zip(*(row.values() for row in results.values()), strict=True)
+        summary.append(_line(name, len(results), *(sum(map(is_right, column)) for column in columns)))
+        tables += [
+            f"## {name[0].upper()}{name[1:]}",
+            "",
+            "| nesting | torch | here | decomposed |",
+            "|---|---|---|---|",
         ]
-        heading = f"## {name[0].upper()}{name[1:]}"
-        tables += [heading, "", "| nesting | torch | here | decomposed |", "|---|---|---|---|", *rows, ""]
+        for nesting, row in results.items():
+            tables.append(_line(f"`{'('.join(nesting)}{')' * (len(nesting) - 1)}`", *map(_cell, row.values())))
+        tables.append("")
     return PAGE.format(
         order=max_order,
         tolerance=TOLERANCE,

@@ -401,7 +401,7 @@ def test_a_fall_within_the_spread_fails_too_unless_it_is_allowed(slower):
             row["device_us"]["p20"] /= 2 * slower
     comparison = compare(gpu_result(), noisy)
     assert comparison.failed
-    assert "measure again" in comparison.text()
+    assert "measure again" in comparison.text
     # Of what is allowed then, a fall of more than twice as much is none, nor one beyond the spread.
     assert compare(gpu_result(), noisy, allow_spread=True).failed == (slower > 1.12)
     assert compare(gpu_result(), gpu_result(1.07), allow_spread=True).failed
@@ -423,7 +423,7 @@ def test_what_broke_or_is_gone_fails(tmp_path, capsys, status):
     assert main(["compare", *reversed(paths)]) == 0
     assert (f"new     {what}" if status is None else f"fixed   {what}: was {status}") in capsys.readouterr().out
     # A row that is right in neither is said; a run that shares nothing with the first proves nothing.
-    assert ("STILL" in compare(after, after).text()) == (status in {"wrong", "error"})
+    assert ("STILL" in compare(after, after).text) == (status in {"wrong", "error"})
     assert compare({**before, "rows": []}, before).failed
 
 
@@ -436,7 +436,7 @@ def test_compare_says_what_differs():
             row["copy_gbps"] = row["copy_gbps"] and row["copy_gbps"] / 2
     comparison = compare(gpu_result(), other)
     assert not comparison.failed
-    assert "WARNING: device differs: Imaginary GPU and then half as fast." in comparison.text()
+    assert "WARNING: device differs: Imaginary GPU and then half as fast." in comparison.text
 
 
 def test_files_that_are_damaged_or_of_another_schema_are_refused(tmp_path, capsys):

@@ -7,92 +7,20 @@ run measured beside it: as a fraction of the speed of a copy of as many bytes, o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from perf.suite.results import OK, SKIPPED, Row, key
 from perf.workloads import OURS
 
-# Where falls within the spread are allowed: one of more than this many times what is flagged is held against all the
-# same.
+# Where falls within the spread are allowed: one of more than this many times what is flagged fails all the same.
 CERTAIN = 2.0
-WITHIN_SPREAD = "within the spread of both runs: measure again"
 
 
-@dataclass(frozen=True)
-class Change:
-    """How one row changed.
+class Comparison(NamedTuple):
+    """What came out, in words, and whether the second run is not acceptable."""
 
-    Attributes:
-        what: Workload and mode.
-        by: What was compared.
-        change: Speed of the second run over that of the first, minus one.
-        apart: Whether the ranges between the 20 % and 80 % quantiles of the two have no value in common.
-    """
-
-    what: str
-    by: str
-    change: float
-    apart: bool
-
-
-@dataclass
-class Comparison:
-    """What came out.
-
-    Attributes:
-        fall: Part of its speed that a row may lose.
-        allow_spread: Whether a row may lose up to `CERTAIN` times that within the spread of the samples.
-        lines: Warnings, and what became of rows that cannot be compared, in words.
-        changes: Rows that are right in both.
-        failures: Numbers of rows that broke, and that are gone.
-    """
-
-    fall: float
-    allow_spread: bool = False
-    lines: list[str] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    failures: Counter = field(default_factory=Counter)
-
-    def allowed(self, change: Change) -> bool:
-        """Whether a fall is let pass, as one within the spread of the samples, because that was asked for."""
-        return self.allow_spread and not change.apart and change.change >= -CERTAIN * self.fall
-
-    @property
-    def fallen(self) -> list[Change]:
-        """Rows that are slower by more than `fall`."""
-        return [change for change in self.changes if change.change < -self.fall]
-
-    @property
-    def failed(self) -> bool:
-        """Whether the second run is not acceptable."""
-        return bool(self.failures) or not self.changes or not all(map(self.allowed, self.fallen))
-
-    def text(self) -> str:
-        """Everything, in lines."""
-        kinds = Counter(change.by for change in self.changes)
-        found = [f"{len(self.changes)} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + "."]
-        for change in sorted(self.changes, key=lambda change: change.change):
-            if abs(change.change) > self.fall:
-                word = ("allowed" if self.allowed(change) else "FELL") if change.change < 0 else "rose"
-                spread = "" if change.apart else f"; {WITHIN_SPREAD}"
-                found.append(f"{word:<8}{change.change:+.1%}  {change.what}  ({change.by}{spread})")
-        return "\n".join([*self.lines, *found, self._conclusion()])
-
-    def _conclusion(self) -> str:
-        allowed = sum(map(self.allowed, self.fallen))
-        if not self.failed:
-            beyond = f" but {allowed} within the spread of both runs, which --allow-spread lets pass" if allowed else ""
-            return f"Nothing fell by more than {self.fall:.0%}{beyond}."
-        counts = {f"fell by more than {self.fall:.0%}": len(self.fallen) - allowed, **self.failures}
-        said = ", ".join(f"{count} {verb}" for verb, count in counts.items() if count)
-        return f"Failed: of the rows, {said}." if said else "Failed: no row is right in both runs."
-
-    def note(self, word: str, text: str, failure: str | None = None) -> None:
-        """Add a line about a row, which fails the comparison if `failure` says how."""
-        self.lines.append(f"{word:<8}{text}")
-        if failure is not None:
-            self.failures[failure] += 1
+    text: str
+    failed: bool
 
 
 def compare(
@@ -104,37 +32,54 @@ def compare(
         before: The result to hold on to.
         after: The result in question.
         fall: Part of its speed that a row may lose, by the medians.
-        allow_spread: Whether a row may lose up to `CERTAIN` times that if the ranges between the quantiles of the two
-            runs overlap.
+        allow_spread: Whether a row may lose up to `CERTAIN` times that if the 20 % to 80 % ranges of both runs
+            overlap.
     """
-    comparison = Comparison(fall, allow_spread, _differences(before, after))
+    lines = [f"WARNING: {text}" for text in _differences(before, after)]
+    failures, kinds = Counter(), Counter()
+    changes: list[tuple[float, str]] = []
     older, newer = ({key(row): row for row in run["rows"] if row["provider"] == OURS} for run in (before, after))
     for where in dict.fromkeys([*older, *newer]):
-        _compare_row(comparison, f"{where[0]}: {where[1]}", older.get(where), newer.get(where))
-    return comparison
+        what, old, new = f"{where[0]}: {where[1]}", older.get(where), newer.get(where)
+        if old is None or new is None or not old["status"] == new["status"] == OK:
+            word, said, failure = _fate(old, new)
+            lines += [f"{word:<8}{what}: {said}"] if word else []
+            failures.update([failure] if failure else [])
+            continue
+        by, change, apart = _change(old, new)
+        kinds[by] += 1
+        allowed = allow_spread and not apart and -CERTAIN * fall <= change < 0
+        if abs(change) > fall:
+            word = "rose" if change > 0 else "allowed" if allowed else "FELL"
+            spread = "" if apart else "; within the spread of both runs: measure again"
+            changes.append((change, f"{word:<8}{change:+.1%}  {what}  ({by}{spread})"))
+            failures.update([f"fell by more than {fall:.0%}"] if word == "FELL" else [])
+    lines.append(f"{sum(kinds.values())} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + ".")
+    lines += [line for _, line in sorted(changes)]
+    if failures:
+        conclusion = f"Failed: of the rows, {', '.join(f'{count} {verb}' for verb, count in failures.items())}."
+    elif not kinds:
+        conclusion = "Failed: no row is right in both runs."
+    else:
+        allowed = sum(line.startswith("allowed") for _, line in changes)
+        beyond = f" but {allowed} within the spread of both runs, which --allow-spread lets pass" if allowed else ""
+        conclusion = f"Nothing fell by more than {fall:.0%}{beyond}."
+    return Comparison("\n".join([*lines, conclusion]), bool(failures) or not kinds)
 
 
-def _compare_row(comparison: Comparison, what: str, old: Row | None, new: Row | None) -> None:
-    """Note what became of a row."""
+def _fate(old: Row | None, new: Row | None) -> tuple[str, str, str]:
+    """What became of a row that is not right in both runs, what it says, and how it fails the comparison."""
     was = None if old is None else old["status"]
     now = SKIPPED if new is None else new["status"]
-    said = f"{what}: no row" if new is None else f"{what}: {now}" + (f": {new['message']}" if new["message"] else "")
-    if old is not None and new is not None and was == now == OK:
-        change = _change(what, old, new)
-        if change is None:
-            comparison.note("GONE", f"{what}: no time that both runs have", "are gone")
-        else:
-            comparison.changes.append(change)
-    elif was == OK and now == SKIPPED:
-        comparison.note("GONE", said, "are gone")
-    elif now not in {OK, SKIPPED}:
+    said = "no row" if new is None else now + (f": {new['message']}" if new["message"] else "")
+    if now not in {OK, SKIPPED}:
         # A row that nobody had measured before is no reason to put up with what it is.
-        known = was not in {OK, SKIPPED, None}
-        comparison.note(*(("STILL", said) if known else ("BROKEN", said, "broke")))
-    elif was is None:
-        comparison.note("new", said)
-    elif now == OK:
-        comparison.note("fixed", f"{what}: was {was}")
+        return ("BROKEN", said, "broke") if was in {OK, SKIPPED, None} else ("STILL", said, "")
+    if was == OK:
+        return "GONE", said, "are gone"
+    if was is None:
+        return "new", said, ""
+    return ("fixed", f"was {was}", "") if now == OK else ("", "", "")
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -148,8 +93,7 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     if first["device"] != second["device"]:
         found.append("the DEVICES differ: only what is relative to the same run means something.")
     runs = {"first": before, "second": after}
-    found += [f"the {name} run is not complete." for name, run in runs.items() if not run["complete"]]
-    return [f"WARNING: {text}" for text in found]
+    return found + [f"the {name} run is not complete." for name, run in runs.items() if not run["complete"]]
 
 
 def _facts(result: dict[str, Any]) -> dict[str, Any]:
@@ -163,28 +107,23 @@ def _facts(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _change(what: str, old: Row, new: Row) -> Change | None:
-    for by, costs in _COSTS.items():
-        first, second = costs(old), costs(new)
-        if first and second:
-            apart = first["p80"] < second["p20"] or second["p80"] < first["p20"]
-            return Change(what, by, first["median"] / second["median"] - 1, apart)
-    return None
+def _change(old: Row, new: Row) -> tuple[str, float, bool]:
+    """What is compared, speed of the second run over the first minus one, and whether their ranges are apart."""
+    kinds = [(_costs(old)[by], _costs(new)[by], by) for by in _costs(old)]
+    first, second, by = next(kind for kind in kinds if kind[0] and kind[1])
+    return by, first["median"] / second["median"] - 1, first["p80"] < second["p20"] or second["p80"] < first["p20"]
 
 
-def _copies(row: Row) -> dict[str, float] | None:
-    """Device time in units of the time of a copy of the minimum of bytes."""
-    if not row["device_us"] or not row["copy_gbps"] or not row["minimum_bytes"]:
-        return None
-    copy_us = row["minimum_bytes"] / row["copy_gbps"] * 1e-3
-    return {name: row["device_us"][name] / copy_us for name in ("median", "p20", "p80")}
-
-
-# The cost of a row, lower is better; the first that both rows have decides.
-_COSTS = {
-    "device time over a copy": _copies,
-    "device time over torch": lambda row: row["vs_torch_device"],
-    "call time over torch": lambda row: row["vs_torch_call"],
-    "device time": lambda row: row["device_us"],
-    "call time": lambda row: row["call_us"],
-}
+def _costs(row: Row) -> dict[str, Any]:
+    """The costs of a row, lower is better; the first that both rows have decides."""
+    copies = None
+    if row["device_us"] and row["copy_gbps"] and row["minimum_bytes"]:
+        copy_us = row["minimum_bytes"] / row["copy_gbps"] * 1e-3
+        copies = {name: row["device_us"][name] / copy_us for name in ("median", "p20", "p80")}
+    return {
+        "device time over a copy": copies,
+        "device time over torch": row["vs_torch_device"],
+        "call time over torch": row["vs_torch_call"],
+        "device time": row["device_us"],
+        "call time": row["call_us"],
+    }

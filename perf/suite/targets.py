@@ -37,14 +37,9 @@ NO_PEER = math.nan
 
 
 class Verdict(NamedTuple):
-    """What became of a target.
+    """A target and what was measured, in words, and the verdict; None if it was not measured.
 
-    Attributes:
-        target: The target in words.
-        figure: What was measured.
-        met: True or false; None if it was not measured.
-        measured: Of how many cases it is known what they are like.
-        expected: Of how many it speaks.
+    It is known of `measured` of the `expected` cases what they are like.
     """
 
     target: str
@@ -67,27 +62,17 @@ class _Tally:
     Args:
         keys: Workload and mode of each.
         cases: Those that the run has.
-        value: What a case in which this package is right is judged by; None if that was not measured, `NO_PEER` if
-            there is nothing to compare with.
+        value: The figure by which a case is judged in which this package is right; None if that was not measured,
+            `NO_PEER` if there is nothing to compare with.
     """
 
     def __init__(self, keys: list[Key], cases: dict[Key, Case], value: Callable[[Case], float | None]) -> None:
-        self.values: dict[Key, float] = {}
-        self.failed: list[Key] = []
-        self.without_peer: list[str] = []
-        self.missing = 0
-        for key in keys:
-            case = cases.get(key, {})
-            status = case[OURS]["status"] if OURS in case else SKIPPED
-            found = value(case) if status == OK else None
-            if status not in {OK, SKIPPED}:
-                self.failed.append(key)
-            elif found is None:
-                self.missing += 1
-            elif math.isnan(found):
-                self.without_peer.append(key[0])
-            else:
-                self.values[key] = found
+        rows = {key: cases.get(key, {}).get(OURS, {"status": SKIPPED}) for key in keys}
+        found = {key: value(cases[key]) for key in keys if rows[key]["status"] == OK}
+        self.failed = [key for key in keys if rows[key]["status"] not in {OK, SKIPPED}]
+        self.values = {key: v for key, v in found.items() if v is not None and not math.isnan(v)}
+        self.without_peer = [key[0] for key, v in found.items() if v is not None and math.isnan(v)]
+        self.missing = len(keys) - len(self.failed) - len(self.values) - len(self.without_peer)
 
     def verdict(self, target: str, figure: str, reached: bool) -> Verdict:
         """The verdict, given whether what was measured reaches the target."""
@@ -95,16 +80,17 @@ class _Tally:
         if self.failed:
             parts.append(f"wrong or failed in {len(self.failed)}, first {': '.join(self.failed[0])}")
         measured = len(self.values) + len(self.failed)
-        met = False if self.failed or (self.values and not reached) else None
-        if met is None and not self.missing and self.values:
+        met = None
+        if self.failed or (self.values and not reached):
+            met = False
+        elif self.values and not self.missing:
             met = True
         return Verdict(target, "; ".join(parts), met, measured, measured + self.missing)
 
-    @property
-    def least(self) -> str:
-        """The least value, and where."""
-        key = min(self.values, key=lambda key: self.values[key])
-        return f"least {self.values[key]:.2f} ({key[0]})"
+    def extreme(self, best: Callable[..., Key]) -> tuple[float, str]:
+        """The least or largest value, and its workload."""
+        key = best(self.values, key=lambda key: self.values[key])
+        return self.values[key], key[0]
 
 
 def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
@@ -160,7 +146,7 @@ def _copy_speed(mode: str, least: float, multi_pass: bool, keys: list[Key], case
         return tally.verdict(target, "", False)
     reached = sum(value >= least for value in tally.values.values())
     others = [value for key in tally.values if (value := cases[key][OURS][other]) is not None]
-    figure = f"{reached} of {len(keys)} shapes, {tally.least}"
+    figure = f"{reached} of {len(keys)} shapes, least {{:.2f}} ({{}})".format(*tally.extreme(min))
     figure += f"; by {names[other]} least {min(others):.2f}" if others else ""
     return tally.verdict(target, figure, reached == len(tally.values))
 
@@ -177,7 +163,11 @@ def _over_fastest(target: str, keys: list[Key], cases: dict[Key, Case], everybod
 
     tally = _Tally(keys, cases, value)
     reached = sum(value >= 1 for value in tally.values.values())
-    figure = f"{reached} of {len(keys) - len(tally.without_peer)} cases, {tally.least}" if tally.values else ""
+    figure = ""
+    if tally.values:
+        figure = f"{reached} of {len(keys) - len(tally.without_peer)} cases, least {{:.2f}} ({{}})".format(
+            *tally.extreme(min)
+        )
     return tally.verdict(target, figure, reached == len(tally.values))
 
 
@@ -189,9 +179,8 @@ def _cpu(pairs: list[tuple[Either, str]], cases: dict[Key, Case], overheads: dic
         target = f"{mode}: at most {most} of the time of torch.nn" if most != 1 else f"{mode}: faster than torch's"
         figures = []
         if values:
-            worst = max(values, key=lambda key: values[key])
             mean = geometric_mean(list(values.values()))
-            figures.append(f"{mean:.2f} in the mean, at most {values[worst]:.2f} ({worst[0]})")
+            figures.append(f"{mean:.2f} in the mean, at most {{:.2f}} ({{}})".format(*tally.extreme(max)))
         for workload in tally.without_peer:
             row = cases[workload, mode][EAGER]
             error = f" ({row['error']:.0e})" if row["error"] is not None else ""

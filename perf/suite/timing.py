@@ -17,6 +17,7 @@ import sys
 import time
 import timeit
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,20 +56,15 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 @dataclass(frozen=True)
 class Prepared:
-    """A provider's steps, ready to be timed.
-
-    Attributes:
-        steps: One for each set of tensors; they do the same.
-        graph: The graph that is replayed for the device time, or None.
-        graph_calls: Steps in the graph.
-        launches: Kernels, copies and memsets of a step, if the driver says.
-        obstacle: Why there is no graph where there should be one.
-    """
+    """A provider's steps, one for each set of tensors, ready to be timed."""
 
     steps: Sequence[Step]
+    # Replayed for the device time.
     graph: Any = None
     graph_calls: int = 0
+    # Kernels, copies and memsets of a step, if the driver says.
     launches: int | None = None
+    # Why there is no graph where there should be one.
     obstacle: str | None = None
 
 
@@ -324,35 +320,22 @@ def calibrate(timer: CpuTimer, total_bytes: int) -> dict[str, float]:
     def tensors(parts: int) -> list[torch.Tensor]:
         return [torch.ones(max(total_bytes // parts // 4, 1), device=timer.device) for _ in range(parts)]
 
-    def copy(source: torch.Tensor, target: torch.Tensor) -> Step:
-        return lambda: target.copy_(source)
-
-    def read(source: torch.Tensor) -> Step:
-        return source.sum
-
-    def add(first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Step:
-        return lambda: torch.add(first, second, out=target)
-
-    samplers = {}
-    kinds: dict[str, tuple[Callable[..., Step], int]] = {
-        "copy_gbps": (copy, 2),
-        "read_gbps": (read, 1),
-        "two_reads_one_write_gbps": (add, 3),
+    kinds: dict[str, tuple[int, Callable[..., Any]]] = {
+        "copy_gbps": (2, lambda source, target: target.copy_(source)),
+        "read_gbps": (1, torch.sum),
+        "two_reads_one_write_gbps": (3, lambda first, second, target: torch.add(first, second, out=target)),
     }
-    for name, (make, parts) in kinds.items():
-        steps = [make(*tensors(parts)) for _ in range(timer.num_sets(total_bytes))]
+    samplers: dict[str, Callable[[], float]] = {}
+    for name, (parts, operate) in kinds.items():
+        steps = [partial(operate, *tensors(parts)) for _ in range(timer.num_sets(total_bytes))]
         # Any bandwidth of this order sizes the samples well enough.
-        samplers[name] = _memory_sampler(timer, timer.prepare(steps, total_bytes / 4e12))
+        prepared = timer.prepare(steps, total_bytes / 4e12)
+        if prepared.obstacle is not None:
+            raise RuntimeError(f"calibration: no copy can be captured: {prepared.obstacle}.")
+        samplers[name] = partial(timer.device_seconds, prepared)
+        if not timer.has_device_time:
+            calls = calls_per_sample(timer.call_seconds(prepared, 1), timer.sample_seconds)
+            samplers[name] = partial(timer.call_seconds, prepared, calls)
     warm_up(samplers, CALIBRATION_SECONDS / 2)
     samples = interleave(samplers, CALIBRATION_SECONDS, timer.max_rounds)
     return {name: total_bytes / statistics.median(taken) / 1e9 for name, taken in samples.items()}
-
-
-def _memory_sampler(timer: CpuTimer, prepared: Prepared) -> Callable[[], float]:
-    """What takes a sample of the time that memory traffic shows in: of the device, or on a CPU of the call."""
-    if prepared.obstacle is not None:
-        raise RuntimeError(f"calibration: no copy can be captured: {prepared.obstacle}.")
-    if timer.has_device_time:
-        return lambda: timer.device_seconds(prepared)
-    calls = calls_per_sample(timer.call_seconds(prepared, 1), timer.sample_seconds)
-    return lambda: timer.call_seconds(prepared, calls)
