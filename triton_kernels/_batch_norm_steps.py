@@ -53,8 +53,8 @@ def statistics(
     shape = (view.num_channels, 3, plan.num_splits)
     partials = torch.empty(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
     with device_guard(x):
-        batch_norm_statistics_kernel[_channel_grid(view, plan)](
-            x, partials, *view.extents(), *view.kernel_strides(0), **_tile_options(view, plan)
+        batch_norm_statistics_kernel[channel_grid(view, plan)](
+            x, partials, *view.extents(), *view.kernel_strides(0), **tile_options(view, plan)
         )
         batch_norm_statistics_merge_kernel[(cdiv(view.num_channels, merge.block_channels),)](
             partials,
@@ -116,7 +116,7 @@ def product_sums(
     *scratch, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
     means = (scratch[0], scratch[1]) if means_wanted else (None, None)
     with device_guard(x):
-        batch_norm_product_sums_kernel[_channel_grid(view, plan)](
+        batch_norm_product_sums_kernel[channel_grid(view, plan)](
             tensors[0],
             tensors[1] if products_wanted else None,
             mean_view,
@@ -127,7 +127,7 @@ def product_sums(
             *view.kernel_strides(-1),
             U_READ_AGAIN=read_again[0],
             X_READ_AGAIN=read_again[1],
-            **_tile_options(view, plan),
+            **tile_options(view, plan),
         )
         batch_norm_product_sums_merge_kernel[(cdiv(view.num_channels, merge.block_channels),)](
             partials,
@@ -184,7 +184,7 @@ def transform(
     shift, shift_stride = param_view(shift, batch_ndim)
     plan = plan_channel_transform(view.sizes, view.spatial_inner, x.element_size(), x.device)
     with device_guard(x):
-        batch_norm_transform_kernel[_channel_grid(view, plan)](
+        batch_norm_transform_kernel[channel_grid(view, plan)](
             out,
             None if u is None else tensors[1],
             None if x_read is None else tensors[-1],
@@ -208,16 +208,16 @@ def transform(
             DEFAULT_SLOPE=default_slope,
             TILT_IS_VAR_DOT=eps is not None,
             ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
-            **_tile_options(view, plan),
+            **tile_options(view, plan),
         )
     return out
 
 
-def _channel_grid(view: ChannelView, plan: ChannelPlan) -> tuple[int, int]:
+def channel_grid(view: ChannelView, plan: ChannelPlan) -> tuple[int, int]:
     return view.sizes[0] * cdiv(view.sizes[2], plan.block_channels), plan.num_splits
 
 
-def _tile_options(view: ChannelView, plan: ChannelPlan) -> dict[str, int]:
+def tile_options(view: ChannelView, plan: ChannelPlan) -> dict[str, int]:
     return {
         "NUM_CHANNELS": view.sizes[2],
         "ALIGN": view.align,

@@ -31,7 +31,7 @@ from triton_kernels._batch_norm_second_kernels import (
     batch_norm_second_sums_kernel,
     batch_norm_second_transform_kernel,
 )
-from triton_kernels._batch_norm_steps import _channel_grid, _tile_options, new_channels
+from triton_kernels._batch_norm_steps import channel_grid, new_channels, tile_options
 from triton_kernels._channels import new_output, param_pair_view, readable, view_channels
 from triton_kernels._runtime import device_guard, param_view, split_scratch
 from triton_kernels.launch import cdiv, plan_channel_merge, plan_channel_second_reduction, plan_channel_second_transform
@@ -262,7 +262,7 @@ def _merge_sums(
     weight_dot, weight_dot_stride = param_view(params.weight_dot, batch_ndim)
     with device_guard(x):
         if operands.present():
-            batch_norm_second_sums_kernel[_channel_grid(view, plan)](
+            batch_norm_second_sums_kernel[channel_grid(view, plan)](
                 *operands,
                 mean,
                 partials,
@@ -270,7 +270,7 @@ def _merge_sums(
                 statistic_stride,
                 *_strides_of(operands, view, 0),
                 READ_AGAIN=coefficients_wanted,
-                **_tile_options(view, plan),
+                **tile_options(view, plan),
             )
         batch_norm_second_merge_kernel[(cdiv(num_rows, merge.block_channels),)](
             partials,
@@ -312,7 +312,7 @@ def _transform(
     mean, mean_stride = param_view(params.mean, batch_ndim)
     bias_dot, bias_dot_stride = param_view(params.bias_dot, batch_ndim)
     with device_guard(out):
-        batch_norm_second_transform_kernel[_channel_grid(view, plan)](
+        batch_norm_second_transform_kernel[channel_grid(view, plan)](
             *outputs,
             *operands,
             mean,
@@ -325,5 +325,5 @@ def _transform(
             *view.kernel_strides(0),
             *_strides_of(operands, view, 1),
             HAS_ALPHA=has_alpha,
-            **_tile_options(view, plan),
+            **tile_options(view, plan),
         )

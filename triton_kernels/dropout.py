@@ -9,11 +9,12 @@ a tangent or cotangent is the derivative. The kernel is in `_dropout_kernels`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from triton_kernels import launch
+from triton_kernels._dropout_axes import NUM_AXES, Axis, adjacent_axis, merged_axes
 from triton_kernels._dropout_kernels import dropout_kernel
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits
 from triton_kernels.philox import per_stream
@@ -28,48 +29,7 @@ __all__ = ["dropout_fwd"]
 
 # 16 bytes are 16 elements or fewer.
 _MAX_ALIGN = 16
-_NUM_AXES = 4
 _WORDS_PER_BLOCK = 4
-
-
-class _Axis(NamedTuple):
-    """Adjacent dims merged into one: its size, and its strides in x and in y."""
-
-    size: int
-    x_stride: int
-    y_stride: int
-
-
-def _merge(x: Tensor, y: Tensor, dims: range) -> list[_Axis]:
-    """The given dims of x and y as few axes as their strides allow, the last one first; dims of size 1 vanish."""
-    axes: list[_Axis] = []
-    for dim in reversed(dims):
-        axis = _Axis(x.shape[dim], x.stride(dim), y.stride(dim))
-        if axis.size == 1:
-            continue
-        if axes and (axis.x_stride, axis.y_stride) == (
-            axes[-1].size * axes[-1].x_stride,
-            axes[-1].size * axes[-1].y_stride,
-        ):
-            axes[-1] = axes[-1]._replace(size=axes[-1].size * axis.size)
-        else:
-            axes.append(axis)
-    return axes
-
-
-def _axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[_Axis], int]:
-    """Axes `[outer, inner, rows, columns]` of x and y, more where their strides need more, and the rows of a sample."""
-    rest = _merge(x, y, range(batch_ndim, x.dim())) or [_Axis(1, 1, 1)]
-    axes = [*rest, *_merge(x, y, range(batch_ndim))]
-    axes += [_Axis(1, 0, 0)] * (_NUM_AXES - len(axes))
-    return axes[::-1], math.prod(axis.size for axis in rest[1:])
-
-
-def _adjacent(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> str:
-    row_stride, col_stride = strides
-    if col_stride == 1 and cols.size > 1:
-        return "cols"
-    return "rows" if row_stride == 1 and rows.size > 1 else "none"
 
 
 def _signed(bits: int) -> int:
@@ -97,8 +57,8 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
         return y
     if num_dropped == 0:
         return y.copy_(x)
-    axes, sample_rows = _axes(x, y, batch_ndim)
-    if len(axes) > _NUM_AXES:
+    axes, sample_rows = merged_axes(x, y, batch_ndim)
+    if len(axes) > NUM_AXES:
         return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
     _launch(
         x, y, axes, sample_rows, per_stream(seed), (None, 0) if offset is None else per_stream(offset), num_dropped, p
@@ -109,7 +69,7 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
 def _launch(
     x: Tensor,
     y: Tensor,
-    axes: Sequence[_Axis],
+    axes: Sequence[Axis],
     sample_rows: int,
     seeds: tuple[Tensor, int],
     offsets: tuple[Tensor | None, int],
@@ -118,8 +78,8 @@ def _launch(
 ) -> None:
     outer, inner, rows, cols = axes
     num_rows = outer.size * inner.size * rows.size
-    x_adjacent = _adjacent(rows, cols, (rows.x_stride, cols.x_stride))
-    y_adjacent = _adjacent(rows, cols, (rows.y_stride, cols.y_stride))
+    x_adjacent = adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
+    y_adjacent = adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
     adjacent = {x_adjacent, y_adjacent}
     align = _MAX_ALIGN
     for kind, strides in ((x_adjacent, [a.x_stride for a in axes]), (y_adjacent, [a.y_stride for a in axes])):

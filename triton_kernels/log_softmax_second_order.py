@@ -22,8 +22,8 @@ from triton_kernels._log_softmax_second_kernels import (
     log_softmax_pairing_kernel,
     log_softmax_pairing_looped_kernel,
 )
+from triton_kernels._reduction_view import ReductionView, launch_reduction, reduction_view
 from triton_kernels._runtime import accumulation_dtype
-from triton_kernels.log_softmax import _launch, _reduction_view, _View
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ __all__ = ["log_softmax_bwd_jvp", "log_softmax_pairing"]
 _ABSENT_STRIDES = (0, 0, 0)
 
 
-def _partial_view(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None], dim: int) -> _View:
+def _partial_view(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None], dim: int) -> ReductionView:
     """View of inputs and contiguous outputs of one shape, some absent; the outputs share the last strides."""
     out = next(tensor for tensor in outputs if tensor is not None)
-    view = _reduction_view([tensor for tensor in inputs if tensor is not None], out, dim)
+    view = reduction_view([tensor for tensor in inputs if tensor is not None], out, dim)
     present = iter(zip(view.tensors, view.strides, strict=True))
     viewed, strides = zip(*((None, _ABSENT_STRIDES) if t is None else next(present) for t in inputs), strict=True)
     return view._replace(tensors=(*viewed, *outputs), strides=(*strides, view.strides[-1]))
@@ -82,7 +82,7 @@ def log_softmax_pairing(
             y,
             x_dot if want_y_bar_bar or want_output_bar else None,
         )
-        _launch(
+        launch_reduction(
             log_softmax_pairing_kernel,
             log_softmax_pairing_looped_kernel,
             2,
@@ -119,7 +119,7 @@ def log_softmax_bwd_jvp(
     x_bar_dot = torch.empty(y.shape, dtype=x_dtype, device=y.device)
     if y.numel() > 0:
         inputs = (None if y_dot is None else y_bar, y, y_bar_dot, y_dot)
-        _launch(
+        launch_reduction(
             log_softmax_bwd_jvp_kernel,
             log_softmax_bwd_jvp_looped_kernel,
             2,

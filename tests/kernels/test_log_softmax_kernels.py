@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from triton_kernels import launch
+from triton_kernels import _reduction_view, launch
 from triton_kernels import log_softmax as launchers
 from triton_kernels.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
 
@@ -252,18 +252,18 @@ def test_offsets_past_31_bits(strides, looped, big_memory, use_limits):
     x, y = (memory.as_strided(shape, strides) for memory in big_memory)
     x.copy_(random(shape, torch.float16))
     y.zero_()
-    view = launchers._View(3, 3, 3, (x, y), (strides, strides))
+    view = _reduction_view.ReductionView(3, 3, 3, (x, y), (strides, strides))
     kernels = (launchers.log_softmax_fwd_kernel, launchers.log_softmax_fwd_looped_kernel)
-    launchers._launch(*kernels, 2, ("X", "Y"), view, torch.float32)
+    _reduction_view.launch_reduction(*kernels, 2, ("X", "Y"), view, torch.float32)
     torch.testing.assert_close(y, torch.log_softmax(x.double(), 2).half())
 
     if not looped:
         v, out = x, y.clone()
         exact = exact_bwd(v, out, 2).half()
         # y is read where it was written, and the result lands on top of it.
-        view = launchers._View(3, 3, 3, (v, y, y), (strides,) * 3)
+        view = _reduction_view.ReductionView(3, 3, 3, (v, y, y), (strides,) * 3)
         kernels = (launchers.log_softmax_linear_kernel, launchers.log_softmax_linear_looped_kernel)
-        launchers._launch(*kernels, 1, ("V", "Y", "OUT"), view, torch.float32, TRANSPOSED=True)
+        _reduction_view.launch_reduction(*kernels, 1, ("V", "Y", "OUT"), view, torch.float32, TRANSPOSED=True)
         torch.testing.assert_close(y, exact)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kernels import launch
+from triton_kernels._dropout_axes import NUM_AXES, adjacent_axis, merged_axes
 from triton_kernels.costs._cost import Account, Cost
-from triton_kernels.dropout import _NUM_AXES, _adjacent, _axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,15 +32,15 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
 def _seed_loads(x: Tensor, batch_ndim: int) -> float:
     """How often the seed of a sample is loaded: by every tile where it is the only one, else for each row of a tile."""
     y = torch.empty_like(x, device="meta")
-    axes, _ = _axes(x, y, batch_ndim)
-    if len(axes) > _NUM_AXES:
+    axes, _ = merged_axes(x, y, batch_ndim)
+    if len(axes) > NUM_AXES:
         # x is copied first.
         y = torch.empty(x.shape, device="meta")
-        axes, _ = _axes(y, y, batch_ndim)
+        axes, _ = merged_axes(y, y, batch_ndim)
     outer, inner, rows, cols = axes
     adjacent = {
-        _adjacent(rows, cols, (rows.x_stride, cols.x_stride)),
-        _adjacent(rows, cols, (rows.y_stride, cols.y_stride)),
+        adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride)),
+        adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride)),
     }
     along_rows = "cols" not in adjacent and "rows" in adjacent
     plan = launch.plan_dropout(rows.size, cols.size, along_rows, x.element_size(), x.device)

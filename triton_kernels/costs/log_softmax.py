@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from triton_kernels import launch
+from triton_kernels._reduction_view import reduction_view
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.costs._cost import Account, Cost
 from triton_kernels.costs._rows import launch_sweeps
-from triton_kernels.log_softmax import _reduction_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ def _plan(
         return _Sweeps(False, 0, 1, 1, compute.itemsize)
     # Of strides alone, so that the launcher's view costs no copy here either.
     strided = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs]
-    view = _reduction_view(strided, torch.empty(like.shape, dtype=like.dtype, device="meta"), dim)
+    view = reduction_view(strided, torch.empty(like.shape, dtype=like.dtype, device="meta"), dim)
     sizes, rows_adjacent = (view.num_segments, view.num_rows, view.num_cols), "rows" in view.adjacent()
     plan = launch.plan_log_softmax(
         sizes, rows_adjacent, inputs[0].element_size(), compute.itemsize, len(inputs), like.device, num_outputs
