@@ -96,29 +96,19 @@ def test_vmap_over_states_and_gradients():
         assert torch.equal(outs[i], per_sample(PhiloxState(*[v[i] for v in seeds]), X[i]))
 
 
-def test_an_explicit_state_leaves_nothing_to_choose():
-    """By default, vmap does what a loop does: over states, over inputs with one state, and nested."""
-    states = PhiloxState(torch.arange(4), torch.arange(4))
-    for axes, each in (
-        ((0, 0), lambda i: (PhiloxState(*[v[i] for v in states]), X[i])),
-        ((None, 0), lambda i: (STATE, X[i])),
-    ):
-        given = (states if axes[0] == 0 else STATE, X)
-        outs, new_states = torch.vmap(sample, in_dims=axes)(*given)
-        for i in range(4):
-            expected, new_state = sample(*each(i))
-            assert torch.equal(outs[i], expected)
-            assert new_states.offset[i] == new_state.offset
-    pure = functionalize_rng(lambda x: F.dropout(x, 0.4) + torch.rand(6))
-    nested = torch.vmap(lambda s: torch.vmap(lambda x: pure(s, x)[0])(X))(states)
+def test_one_state_for_all_samples():
+    """With randomness="same", vmap does what a loop does: every sample has the numbers of the state."""
+    outs, new_state = torch.vmap(sample_alone, in_dims=(None, 0), out_dims=(0, None), randomness="same")(STATE, X)
     for i in range(4):
-        for j in range(4):
-            assert torch.equal(nested[i, j], pure(PhiloxState(*[v[i] for v in states]), X[j])[0])
-    # What is around the state alone is let draw, and is as it was afterwards.
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        torch.vmap(lambda x: sample(STATE, x)[0] + torch.rand_like(x))(X)
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        functionalize_rng(torch.vmap(torch.rand_like))(STATE, X)
+        expected, after = sample_alone(STATE, X[i])
+        assert torch.equal(outs[i], expected)
+        assert new_state.offset == after.offset
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(sample_alone, in_dims=(None, 0))(STATE, X)
+
+
+def sample_alone(state, x):
+    return functionalize_rng(lambda x: F.dropout(x, 0.4) + torch.rand(6))(state, x)
 
 
 @pytest.mark.parametrize("name", ["jacfwd", "jacrev", "hessian"])
@@ -128,13 +118,14 @@ def test_matrices_of_derivatives_of_what_a_state_draws(name):
 
     expected = getattr(torch.autograd.functional, "hessian" if name == "hessian" else "jacobian")(loss, X[0])
     assert expected.abs().sum() > 0
-    torch.testing.assert_close(getattr(pr.func, name)(loss)(X[0]), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(getattr(pr.func, name)(loss, randomness="same")(X[0]), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_vmap_over_states_cannot_draw_the_same():
+def test_vmap_over_states_must_draw_differently():
     states = PhiloxState(torch.arange(4), torch.arange(4))
-    with pytest.raises(RuntimeError, match='randomness="same"'):
-        torch.vmap(sample, randomness="same")(states, X)
+    for randomness in ("same", "error"):
+        with pytest.raises(RuntimeError, match='must have randomness="different"'):
+            torch.vmap(sample, randomness=randomness)(states, X)
     with pytest.raises(pr.MissingRuleError, match="randperm"):
         torch.vmap(functionalize_rng(lambda: torch.randperm(3)), randomness="different")(states)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -24,7 +25,6 @@ from primitives.tracing.random.operations import (
     device_of,
     draws_nothing,
 )
-from primitives.tracing.random.vmap_levels import check_levels, drawing_by_state, unwrapped
 from primitives.tracing.recompute import replaying_checkpoints
 from primitives.tracing.trace_errors import errors_in_trace
 
@@ -113,9 +113,8 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         if any(map(_functorch.is_functorch_wrapped_tensor, self._given)):
             # Either of the two may be batched without the other.
             seed, offset = seed + 0 * offset, offset + 0 * seed
-        (self._seed, self._levels), (self._offset, _) = unwrapped(seed), unwrapped(offset)
-        if self._levels:
-            check_levels(self._levels)
+        (self._seed, levels), (self._offset, _) = _unwrapped(seed), _unwrapped(offset)
+        _require_different(levels)
         self._batch = self._seed.shape
         self._num_blocks: Any = 0
         self._contexts: list[contextlib.ExitStack] = []
@@ -128,7 +127,6 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
     def __enter__(self) -> rng_mode:
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaying_checkpoints(self._innermost_replay))
-            stack.enter_context(drawing_by_state(self._levels))
             super().__enter__()
             self._contexts.append(stack.pop_all())
         return self
@@ -206,6 +204,34 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         stack = _get_current_dispatch_mode_stack()
         mode = next((mode for mode in reversed(stack) if isinstance(mode, rng_mode)), None)
         return None if mode is None else mode.replay()
+
+
+def _unwrapped(value: Tensor) -> tuple[Tensor, list[int]]:
+    """What the transforms of `torch.func` have wrapped, with batch axes first, and the levels of these axes.
+
+    Levels come outermost first. A random operation arrives below the transforms, with the batch axes of all samples
+    before its own.
+    """
+    levels: list[int] = []
+    while _functorch.is_functorch_wrapped_tensor(value):
+        axis = _functorch.maybe_get_bdim(value) if _functorch.is_batchedtensor(value) else None
+        if axis is not None:
+            levels.insert(0, _functorch.maybe_get_level(value))
+        value = _functorch.get_unwrapped(value)
+        if axis is not None:
+            value = value.movedim(axis, 0)
+    return value, levels
+
+
+def _require_different(levels: list[int]) -> None:
+    """Raise unless the batch axes of a state, which have these levels, are the first of a random operation."""
+    stack = retrieve_all_functorch_interpreters() if levels else ()
+    different = [i.level() for i in stack if isinstance(i, VmapInterpreter) and i.randomness() == "different"]
+    if sorted(different)[: len(levels)] != levels:
+        raise RuntimeError(
+            'functionalize_rng: vmap over states must have randomness="different", and the outermost vmap that has '
+            "it must be one over states."
+        )
 
 
 def _draws_inside(kind: Any) -> bool:
