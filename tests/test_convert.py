@@ -120,7 +120,7 @@ def test_copies_stay_converted(net, x, duplicate):
     assert list(pr.nn.converted(net)) == CHANGED
 
 
-def test_a_subclass_computes_with_this_package_and_keeps_its_own_methods(net, x):
+def test_a_subclass_computes_with_this_package_and_keeps_its_own_methods(net):
     pr.nn.convert(net)
     normal = torch.randn(3, 4, dtype=torch.float64)
     assert node(net.norms["b"](normal)) == node(pr.nn.LayerNorm(4).double()(normal))
