@@ -255,7 +255,7 @@ class JointGraph:
 
     def __str__(self) -> str:
         """One line for each input, operation and output."""
-        return table(self.module, dict(zip(self._placeholders, self._labels(), strict=True)), self._output_labels())
+        return table(self.module, dict(zip(self._placeholders, self._labels(), strict=True)), self.output_labels())
 
     def __repr__(self) -> str:
         """How much there is of what."""
@@ -271,7 +271,8 @@ class JointGraph:
         states = ["rng[0].seed", "rng[0].offset", "rng[1].seed", "rng[1].offset"] * self.signature.has_states
         return [*self.primal_names, *self.tangent_names, *states]
 
-    def _output_labels(self) -> list[str]:
+    def output_labels(self) -> list[str]:
+        """What the outputs of the graph are called, in order."""
         forward, backward = (
             [f"rng[{i}].{field}" for field in PhiloxState._fields] * self.signature.has_states for i in range(2)
         )
@@ -279,7 +280,7 @@ class JointGraph:
 
     def to_svg(self) -> str:
         """The graph as a picture: forward pass blue, backward pass orange, what is kept between them drawn thick."""
-        return svg_of(self.graph, self._labels(), self._output_labels())
+        return svg_of(self.graph, self._labels(), self.output_labels())
 
     def draw(self, path: str | pathlib.Path) -> None:
         """Write `to_svg()` to a file.

@@ -20,7 +20,6 @@ from primitives.tracing.random.rng import PhiloxState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from primitives.tracing.graph.joint_graph import JointGraph
 
 __all__ = ["BackwardGraph", "ForwardGraph", "Saved", "split"]
 
@@ -62,7 +61,7 @@ class _Part:
         input_names: Sequence[str],
         output_names: Sequence[str],
         saved: Sequence[Saved],
-        joint: JointGraph,
+        joint: Any,
         min_cut: bool,
     ) -> None:
         self.module = module
@@ -197,7 +196,7 @@ class BackwardGraph(_Part):
         return signature.join_gradients(results[:-2]), PhiloxState(*results[-2:])
 
 
-def _for_partitioner(joint: JointGraph) -> fx.GraphModule:
+def _for_partitioner(joint: Any) -> fx.GraphModule:
     """A copy whose placeholders tell torch's partitioner what they are."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -225,11 +224,11 @@ def _make_input(graph: fx.Graph, seed: fx.Node) -> None:
     graph.erase_node(seed)
 
 
-def _part_of(joint: JointGraph, min_cut: bool, backward: bool) -> ForwardGraph | BackwardGraph:
+def _part_of(joint: Any, min_cut: bool, backward: bool) -> ForwardGraph | BackwardGraph:
     return joint.backward_graph(min_cut=min_cut) if backward else joint.forward_graph(min_cut=min_cut)
 
 
-def split(joint: JointGraph, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
+def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     """Forward and backward graph of a joint graph."""
     num = joint.signature.num_forward_outputs
     forward, backward = internals.partition(_for_partitioner(joint), num, min_cut=min_cut)
@@ -238,7 +237,7 @@ def split(joint: JointGraph, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGr
     labels = dict(zip([n.name for n in joint.graph.find_nodes(op="placeholder")], joint._labels(), strict=True))
     saved = _described(forward, saved_nodes)
     names = [entry.name for entry in saved]
-    outputs = joint._output_labels()
+    outputs = joint.output_labels()
     # An output that is a primal goes by the primal's name.
     meanings = {**dict(zip(map(str, results[:num]), outputs, strict=False)), **labels}
     forward_inputs = [labels[n.name] for n in forward.graph.find_nodes(op="placeholder")]
