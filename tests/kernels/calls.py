@@ -1,12 +1,15 @@
-"""Calls of every launcher, each operand in memory of its own: what the gates of bytes and determinism go through."""
+"""Calls of every launcher: operands, each in memory of its own, and the modes of an op that can be called on them."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tests.kernels.layer_norm_truth import EPS, random
+from tests.kernels.truth import EPS, MOMENTUM, channel_dims, statistics
 from triton_kernels import (
     batch_norm,
     batch_norm_second_order,
@@ -17,36 +20,59 @@ from triton_kernels import (
     log_softmax_second_order,
     philox,
 )
-from triton_kernels._runtime import accumulation_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-MOMENTUM = 0.1
-ALL = (True, True, True)
-DOUBLE_BACKWARD = (True, True, True, False, False, False)
-BACKWARD_OF_JVP = (False, True, True, True, True, True)
+ALL = (True,) * 3
+ALL_SIX = (True,) * 6
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
-_ROW_LIMITS = {
-    "layer_norm": (
-        "two_row_cols",
-        "accumulated_cols",
-        "sweep_cols",
-        "second_cols",
-        "second_summed_cols",
-        "second_sweep_cols",
-    ),
-    "log_softmax": ("row_cols", "two_row_cols", "three_row_cols", "sweep_cols", "second_sweep_cols"),
-}
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Standard normal numbers, shifted so that the mean matters."""
+    generator = torch.Generator().manual_seed(seed + 31 * sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+
+
+def positive(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Numbers fit for a variance."""
+    return random(*shape, dtype=torch.float64, seed=seed).abs().add(0.1).to(dtype)
+
+
+def far_apart(values: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """`values` in memory of that many elements between them, of which only the pages that are used exist."""
+    span = sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)) + 1
+    # Pages that nothing touches take no memory, as long as the allocation is not filled.
+    fill, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        False,
+    )
+    memory = torch.empty(span, dtype=values.dtype)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    return memory.as_strided(values.shape, strides).copy_(values)
+
+
+def pairwise(count: int) -> list[tuple[bool, ...]]:
+    """Few choices of `count` flags in which any two flags meet in all four ways, and the choice of all.
+
+    Each flag is up in half of the choices but the first one, which has none, and no two flags in the same ones.
+    """
+    size = next(size for size in itertools.count(4, 2) if math.comb(size - 1, size // 2) >= count)
+    ups = list(itertools.islice(itertools.combinations(range(1, size), size // 2), count))
+    return [*(tuple(number in up for up in ups) for number in range(size)), (True,) * count]
 
 
 def short_rows(num_cols: int, max_splits: int) -> dict[str, int]:
     """Limits with which rows of more than `num_cols` columns take the plans of rows that do not fit in registers."""
-    limits = {f"{op}_{name}": num_cols for op, names in _ROW_LIMITS.items() for name in names}
-    tiles = {"log_softmax_tile": num_cols // 2, "log_softmax_two_tile": num_cols // 2}
-    return limits | tiles | {"layer_norm_fwd_bytes": num_cols * 4, "max_row_splits": max_splits}
+    names = ("two_row_cols", "accumulated_cols", "sweep_cols", "second_cols", "second_summed_cols", "second_sweep_cols")
+    limits = {f"layer_norm_{name}": num_cols for name in names}
+    names = ("row_cols", "two_row_cols", "three_row_cols", "sweep_cols", "second_sweep_cols")
+    limits |= {f"log_softmax_{name}": num_cols for name in names}
+    tiles = {"log_softmax_tile": 4 * num_cols, "log_softmax_two_tile": 4 * num_cols, "layer_norm_param_cols": num_cols}
+    return limits | tiles | {"layer_norm_fwd_bytes": num_cols * 2, "max_row_splits": max_splits, "double_divisor": 1}
 
 
 class Call(NamedTuple):
@@ -56,204 +82,230 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     copies: int = 0
 
-    def run(self) -> list[Tensor]:
-        """The results, without the empty ones that stand for what is not wanted."""
+    def results(self) -> tuple[Tensor, ...]:
+        """What it returns; empty tensors stand for what is not wanted."""
         results = self.launcher(*self.args)
-        results = [results] if isinstance(results, torch.Tensor) else results
-        return [result for result in results if result.numel()]
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
-    def operands(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
         return [arg for arg in self.args if isinstance(arg, torch.Tensor)]
 
 
-# Rows one after another; with parameters of their own for each of two groups; and two segments of rows with gaps
-# between them, or with rows that stand for several.
-ROW_LAYOUTS = ("contiguous", "groups", "strided", "expanded")
+class _Operands:
+    """What the operands of all ops have: modes, each a method that makes a call."""
+
+    MODES: tuple[str, ...]
+
+    def calls(self, *modes: str) -> list[Call]:
+        """A call of each of these modes, by default of all."""
+        return [getattr(self, mode)() for mode in modes or self.MODES]
+
+    def change(self, **fields: Any) -> Any:
+        """The same with other tensors; None for one that is absent."""
+        return dataclasses.replace(self, **fields)  # pyright: ignore[reportArgumentType]
 
 
-class _Rows(NamedTuple):
-    """Operands of layer norm in one of `ROW_LAYOUTS`."""
+@dataclasses.dataclass(frozen=True)
+class LayerNorm(_Operands):
+    """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
 
-    full_size: list[Tensor]
-    params: list[Tensor]
-    stats: list[Tensor]
-    batch_ndim: int
+    MODES = ("forward", "jvp", "backward", "pairing", "bwd_jvp")
 
+    x: Tensor
+    y_bar: Tensor
+    x_dot: Tensor | None
+    y_bar_dot: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_dot: Tensor | None
+    bias_dot: Tensor | None
+    norm_ndim: int = 1
+    batch_ndim: int = 0
 
-def _row_operands(num_cols: int, dtype: torch.dtype, num_rows: int, layout: str) -> _Rows:
-    def rows(*shape: int, seed: int) -> Tensor:
-        return random(*shape, num_cols, dtype=dtype, seed=seed)
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        **dims: int,
+    ) -> LayerNorm:
+        """Contiguous random operands."""
+        batch_ndim, norm_ndim = dims.get("batch_ndim", 0), dims.get("norm_ndim", 1)
+        param_shape = (*shape[:batch_ndim], *shape[len(shape) - norm_ndim :])
+        full_size = (random(*shape, dtype=dtype, seed=seed) for seed in range(4))
+        params = (random(*param_shape, dtype=param_dtype or dtype, seed=seed) for seed in range(4, 8))
+        return cls(*full_size, *params, **dims)
 
-    if layout == "contiguous":
-        full_size = [rows(num_rows, seed=seed) for seed in range(4)]
-    elif layout == "groups":
-        full_size = [rows(2, num_rows, seed=seed) for seed in range(4)]
-    elif layout == "strided":
-        full_size = [rows(2, num_rows + 1 + seed % 2, seed=seed)[:, :num_rows] for seed in range(4)]
-    else:
-        whole, of_segment, of_row, one = (
-            rows(*shape, seed=seed).expand(2, num_rows, -1)
-            for seed, shape in enumerate([(2, num_rows), (2, 1), (1, num_rows), (1, 1)])
-        )
-        full_size = [whole, of_segment, of_row, one]
-    wide = full_size[0].to(accumulation_dtype(dtype))
-    stats = [wide.mean(-1), (wide.var(-1, correction=0) + EPS) ** -0.5]
-    groups = (2,) if layout == "groups" else ()
-    return _Rows(full_size, [random(*groups, num_cols, seed=seed) for seed in range(3)], stats, len(groups))
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        x, dims = self.x, tuple(range(-self.norm_ndim, 0))
+        return x, self.weight, *statistics(x, dims)
 
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.norm_ndim, self.batch_ndim
 
-def layer_norm_backward(
-    num_cols: int, dtype: torch.dtype, num_rows: int, wanted: tuple[bool, ...], layout: str = "contiguous"
-) -> Call:
-    """The first-order backward for what is wanted."""
-    (x, y_bar, _, _), (weight, _, _), stats, batch_ndim = _row_operands(num_cols, dtype, num_rows, layout)
-    return Call(layer_norm.layer_norm_bwd, (y_bar, x, weight, *stats, 1, batch_ndim, wanted))
+    def forward(self) -> Call:
+        """y, mean, rstd."""
+        return Call(layer_norm.layer_norm_fwd, (self.x, self.weight, self.bias, *self._dims, EPS))
 
+    def jvp(self) -> Call:
+        """y_dot."""
+        dots = (self.x_dot, self.weight_dot, self.bias_dot)
+        return Call(layer_norm.layer_norm_jvp, (*self._given, *dots, *self._dims))
 
-def layer_norm_pairing(
-    num_cols: int, dtype: torch.dtype, num_rows: int, wanted: tuple[bool, ...], layout: str = "contiguous"
-) -> Call:
-    """The gradient of the pairing for what is wanted."""
-    rows = _row_operands(num_cols, dtype, num_rows, layout)
-    (x, y_bar, x_dot, _), (weight, weight_dot, bias_dot), stats, batch_ndim = rows
-    args = (y_bar, x, weight, *stats, x_dot, weight_dot, bias_dot, 1, batch_ndim, wanted)
-    return Call(layer_norm_second_order.layer_norm_pairing, args)
+    def backward(self, wanted: Sequence[bool] = ALL) -> Call:
+        """x_bar, weight_bar, bias_bar."""
+        return Call(layer_norm.layer_norm_bwd, (self.y_bar, *self._given, *self._dims, wanted))
 
+    def pairing(self, wanted: Sequence[bool] = ALL_SIX) -> Call:
+        """The gradient of `<y_bar, y_dot>` with respect to y_bar, x, weight and the tangents."""
+        dots = (self.x_dot, self.weight_dot, self.bias_dot)
+        args = (self.y_bar, *self._given, *dots, *self._dims, wanted)
+        return Call(layer_norm_second_order.layer_norm_pairing, args)
 
-LAYER_NORM = ("forward", "jvp", "backward", "double_backward", "backward_of_jvp", "jvp_of_backward")
-
-
-def layer_norm_call(mode: str, num_cols: int, dtype: torch.dtype, num_rows: int, layout: str = "contiguous") -> Call:
-    """One of the modes of `LAYER_NORM`."""
-    rows = _row_operands(num_cols, dtype, num_rows, layout)
-    (x, y_bar, x_dot, y_bar_dot), (weight, weight_dot, bias), stats, batch_ndim = rows
-    if mode == "forward":
-        return Call(layer_norm.layer_norm_fwd, (x, weight, bias, 1, batch_ndim, EPS))
-    if mode == "jvp":
-        return Call(layer_norm.layer_norm_jvp, (x, weight, *stats, x_dot, weight_dot, bias, 1, batch_ndim))
-    if mode == "backward":
-        return layer_norm_backward(num_cols, dtype, num_rows, ALL, layout)
-    if mode == "jvp_of_backward":
-        args = (y_bar, x, weight, *stats, y_bar_dot, x_dot, weight_dot, 1, batch_ndim, ALL)
+    def bwd_jvp(self, wanted: Sequence[bool] = ALL) -> Call:
+        """The tangents of x_bar, weight_bar and bias_bar."""
+        dots = (self.y_bar_dot, self.x_dot, self.weight_dot)
+        args = (self.y_bar, *self._given, *dots, *self._dims, wanted)
         return Call(layer_norm_second_order.layer_norm_bwd_jvp, args)
-    wanted = DOUBLE_BACKWARD if mode == "double_backward" else BACKWARD_OF_JVP
-    return layer_norm_pairing(num_cols, dtype, num_rows, wanted, layout)
 
 
-# Channels and positions that fill no tile, so that lanes past the last one have to be masked off.
-CHANNEL_LAYOUTS = {
-    "channels first": ((3, 3, 17, 19), torch.contiguous_format),
-    "channels last": ((2, 9, 17, 19), torch.channels_last),
-    "features": ((521, 9), torch.contiguous_format),
-}
-# Parameters of their own for each of two groups; samples with gaps between them; a cotangent and tangents that are one
-# for all samples, or for all positions. Two have whole tiles.
-STRIDED_CHANNELS = {"groups": (2, 2, 2, 32, 32), "strided": (3, 3, 29, 31), "expanded": (4, 2, 32, 32)}
+@dataclasses.dataclass(frozen=True)
+class BatchNorm(_Operands):
+    """Operands of batch norm in training and evaluation; None for what is absent."""
 
-
-def _channel_operands(layout: str, samples: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """x, y_bar, x_dot and y_bar_dot."""
-    if layout in CHANNEL_LAYOUTS:
-        shape, memory_format = CHANNEL_LAYOUTS[layout]
-        shape = (samples or shape[0], *shape[1:])
-        return [random(*shape, dtype=dtype, seed=seed).contiguous(memory_format=memory_format) for seed in range(4)]
-    shape = STRIDED_CHANNELS[layout]
-    if layout == "groups":
-        return [random(*shape, dtype=dtype, seed=seed) for seed in range(4)]
-    num_samples, num_channels, *spatial = shape
-    if layout == "strided":
-        return [
-            random(num_samples, num_channels + 2, *spatial, dtype=dtype, seed=seed)[:, :num_channels]
-            for seed in range(4)
-        ]
-    parts = [shape, (1, num_channels, *spatial), (num_samples, num_channels, 1, 1), (1, 1, 1, 1)]
-    return [random(*part, dtype=dtype, seed=seed).expand(shape) for seed, part in enumerate(parts)]
-
-
-def batch_norm_calls(layout: str, samples: int | None = None, dtype: torch.dtype = torch.float32) -> list[Call]:
-    """Training, evaluation and second order in a layout.
-
-    Args:
-        layout: One of `CHANNEL_LAYOUTS` or `STRIDED_CHANNELS`.
-        samples: Number of samples instead of that of one of `CHANNEL_LAYOUTS`.
-        dtype: Of what has full size.
-    """
-    x, y_bar, x_dot, y_bar_dot = _channel_operands(layout, samples, dtype)
-    batch_ndim = int(layout == "groups")
-    channels = (*x.shape[:batch_ndim], x.shape[batch_ndim + 1])
-    weight, bias, mean, rstd, weight_dot, bias_dot, mean_dot, var_dot = (
-        random(*channels, seed=seed).abs() for seed in range(8)
+    MODES = (
+        *("train_fwd", "train_jvp", "train_bwd", "eval_fwd", "eval_jvp", "eval_bwd"),
+        *("pairing", "bwd_jvp"),
     )
-    operands, dots = (y_bar, x, weight, mean, rstd), (x_dot, weight_dot, bias_dot)
-    evaluated = (x, weight, mean, rstd, *dots, mean_dot, var_dot, batch_ndim, EPS)
-    return [
-        Call(batch_norm.batch_norm_train_fwd, (x, weight, bias, mean_dot, var_dot, batch_ndim, MOMENTUM, EPS)),
-        *(
-            Call(batch_norm.batch_norm_train_bwd, (*operands, batch_ndim, wanted))
-            for wanted in (ALL, (True, False, False), (False, False, True))
-        ),
-        Call(batch_norm.batch_norm_train_jvp, (x, weight, mean, rstd, *dots, batch_ndim)),
-        Call(batch_norm.batch_norm_eval_fwd, (x, weight, bias, mean, rstd, batch_ndim, EPS)),
-        *(
-            Call(batch_norm.batch_norm_eval_bwd, (*operands, batch_ndim, EPS, wanted))
-            for wanted in ((True,) * 5, (True, *(False,) * 4))
-        ),
-        Call(batch_norm.batch_norm_eval_jvp, evaluated),
-        *(
-            Call(batch_norm_second_order.batch_norm_pairing, (*operands, *dots, batch_ndim, wanted))
-            for wanted in (DOUBLE_BACKWARD, BACKWARD_OF_JVP)
-        ),
-        Call(batch_norm_second_order.batch_norm_bwd_jvp, (*operands, y_bar_dot, x_dot, weight_dot, batch_ndim, ALL)),
-    ]
+
+    x: Tensor
+    y_bar: Tensor
+    x_dot: Tensor | None
+    y_bar_dot: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight_dot: Tensor | None
+    bias_dot: Tensor | None
+    mean_dot: Tensor | None
+    var_dot: Tensor | None
+    batch_ndim: int = 0
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        batch_ndim: int = 0,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> BatchNorm:
+        """Random operands, those of full size in some layout."""
+        channels = (*shape[:batch_ndim], shape[batch_ndim + 1])
+        param_dtype = param_dtype or torch.promote_types(dtype, torch.float32)
+        full_size = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in range(4))
+        params = [random(*channels, dtype=param_dtype, seed=seed) for seed in range(8)]
+        params[3] = positive(*channels, dtype=param_dtype, seed=3)
+        return cls(*full_size, *params, batch_ndim=batch_ndim)
+
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        return self.x, self.weight, *statistics(self.x, channel_dims(self.x, self.batch_ndim))
+
+    @property
+    def _evaluated(self) -> tuple[Any, ...]:
+        return self.x, self.weight, self.running_mean, self.running_var
+
+    def train_fwd(self) -> Call:
+        """y, mean, rstd and the updated running statistics."""
+        args = (self.x, self.weight, self.bias, self.running_mean, self.running_var, self.batch_ndim, MOMENTUM, EPS)
+        return Call(batch_norm.batch_norm_train_fwd, args)
+
+    def train_jvp(self) -> Call:
+        """y_dot."""
+        args = (*self._given, self.x_dot, self.weight_dot, self.bias_dot, self.batch_ndim)
+        return Call(batch_norm.batch_norm_train_jvp, args)
+
+    def train_bwd(self, wanted: Sequence[bool] = ALL) -> Call:
+        """x_bar, weight_bar, bias_bar."""
+        return Call(batch_norm.batch_norm_train_bwd, (self.y_bar, *self._given, self.batch_ndim, wanted))
+
+    def eval_fwd(self) -> Call:
+        """y."""
+        args = (self.x, self.weight, self.bias, self.running_mean, self.running_var, self.batch_ndim, EPS)
+        return Call(batch_norm.batch_norm_eval_fwd, args)
+
+    def eval_jvp(self) -> Call:
+        """y_dot."""
+        dots = (self.x_dot, self.weight_dot, self.bias_dot, self.mean_dot, self.var_dot)
+        return Call(batch_norm.batch_norm_eval_jvp, (*self._evaluated, *dots, self.batch_ndim, EPS))
+
+    def eval_bwd(self, wanted: Sequence[bool] = (True,) * 5) -> Call:
+        """Cotangents of x, weight, bias and the running statistics."""
+        return Call(batch_norm.batch_norm_eval_bwd, (self.y_bar, *self._evaluated, self.batch_ndim, EPS, wanted))
+
+    def pairing(self, wanted: Sequence[bool] = ALL_SIX) -> Call:
+        """The gradient of `<y_bar, y_dot>` with respect to y_bar, x, weight and the tangents."""
+        args = (self.y_bar, *self._given, self.x_dot, self.weight_dot, self.bias_dot, self.batch_ndim, wanted)
+        return Call(batch_norm_second_order.batch_norm_pairing, args)
+
+    def bwd_jvp(self, wanted: Sequence[bool] = ALL) -> Call:
+        """The tangents of x_bar, weight_bar and bias_bar."""
+        args = (self.y_bar, *self._given, self.y_bar_dot, self.x_dot, self.weight_dot, self.batch_ndim, wanted)
+        return Call(batch_norm_second_order.batch_norm_bwd_jvp, args)
 
 
-# Rows one after another; with gaps between them; and operands that stand for several: one row, one number per row, and
-# one number for all, as the cotangent of a sum is.
-REDUCED_LAYOUTS = ("contiguous", "strided", "expanded")
+@dataclasses.dataclass(frozen=True)
+class LogSoftmax(_Operands):
+    """Operands of log-softmax over `dim`; its derivatives take its output `y`."""
 
+    MODES = ("forward", "jvp", "backward", "pairing", "bwd_jvp")
 
-def _reduced_operands(shape: tuple[int, ...], dim: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
-    """x, y_bar, x_dot, y_bar_dot, y_dot."""
-    if layout == "contiguous":
-        return [random(*shape, dtype=dtype, seed=seed) for seed in range(5)]
-    if layout == "strided":
-        # As many gaps for each, so that rows that several tensors share are seen with two levels at most.
-        return [
-            random(*shape[:-1], shape[-1] + 1 + seed % 2, dtype=dtype, seed=seed)[..., : shape[-1]] for seed in range(5)
-        ]
-    row = tuple(size if axis == dim else 1 for axis, size in enumerate(shape))
-    column = tuple(1 if axis == dim else size for axis, size in enumerate(shape))
-    parts = [row, column, (1,) * len(shape), shape, row]
-    return [random(*part, dtype=dtype, seed=seed).expand(shape) for seed, part in enumerate(parts)]
+    x: Tensor
+    y: Tensor
+    y_bar: Tensor
+    x_dot: Tensor
+    y_bar_dot: Tensor | None
+    y_dot: Tensor | None
+    dim: int
 
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> LogSoftmax:
+        """Random operands in some layout."""
+        x, y, *others = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(6))
+        return cls(*(arrange(tensor.to(dtype)) for tensor in (x, torch.log_softmax(y, dim), *others)), dim=dim)
 
-def log_softmax_calls(
-    shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.float32, layout: str = "contiguous"
-) -> list[Call]:
-    """First order, and second order for every choice of results and tangents.
+    def forward(self, dtype: torch.dtype | None = None) -> Call:
+        """y."""
+        return Call(log_softmax.log_softmax_fwd, (self.x, self.dim, dtype))
 
-    Args:
-        shape: Of the operands.
-        dim: That is reduced.
-        dtype: Of the operands.
-        layout: One of `REDUCED_LAYOUTS`.
-    """
-    x, y_bar, x_dot, y_bar_dot, y_dot = _reduced_operands(shape, dim, dtype, layout)
-    y = torch.log_softmax(random(*shape, dtype=dtype, seed=5), dim)
-    if layout == "strided":
-        y = torch.cat([y, y], -1)[..., : shape[-1]]
-    choices = [tuple(bool(number & bit) for bit in (1, 2, 4)) for number in range(8)]
-    return [
-        Call(log_softmax.log_softmax_fwd, (x, dim, None)),
-        Call(log_softmax.log_softmax_bwd, (y_bar, y, dim, x.dtype)),
-        Call(log_softmax.log_softmax_jvp, (x_dot, y, dim)),
-        *(Call(log_softmax_second_order.log_softmax_pairing, (y_bar, y, x_dot, dim, wanted)) for wanted in choices),
-        *(
-            Call(log_softmax_second_order.log_softmax_bwd_jvp, (y_bar, y, *dots, dim, y.dtype))
-            for dots in ((y_bar_dot, y_dot), (y_bar_dot, None), (None, y_dot))
-        ),
-    ]
+    def jvp(self) -> Call:
+        """y_dot."""
+        return Call(log_softmax.log_softmax_jvp, (self.x_dot, self.y, self.dim))
+
+    def backward(self) -> Call:
+        """x_bar."""
+        return Call(log_softmax.log_softmax_bwd, (self.y_bar, self.y, self.dim, self.x.dtype))
+
+    def pairing(self, wanted: Sequence[bool] = ALL) -> Call:
+        """The gradient of `<y_bar, y_dot>` with respect to y_bar, y and x_dot."""
+        return Call(log_softmax_second_order.log_softmax_pairing, (self.y_bar, self.y, self.x_dot, self.dim, wanted))
+
+    def bwd_jvp(self) -> Call:
+        """The tangent of x_bar."""
+        args = (self.y_bar, self.y, self.y_bar_dot, self.y_dot, self.dim, self.x.dtype)
+        return Call(log_softmax_second_order.log_softmax_bwd_jvp, args)
 
 
 def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:
@@ -276,16 +328,6 @@ def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:
     ]
 
 
-def calls_of_all_launchers() -> list[Call]:
-    """Each launcher at least once: whatever the gates go through is made by the functions that this one calls."""
-    return [
-        *(layer_norm_call(mode, 20, torch.float32, 3) for mode in LAYER_NORM),
-        *batch_norm_calls("channels first", samples=1),
-        *log_softmax_calls((2, 20), 1),
-        *dropout_calls(),
-    ]
-
-
 def copying_calls(dtype: torch.dtype) -> list[Call]:
     """Calls whose operands no view fits, so that they are copied first, and dropout that drops nothing: a copy itself.
 
@@ -293,16 +335,17 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
     of an image that is turned around, three levels of rows.
     """
     normalized = random(3, 8, 5, dtype=dtype).transpose(1, 2)
-    images, y_bar = random(2, 3, 8, 6, dtype=dtype).transpose(2, 3), random(2, 3, 6, 8, dtype=dtype)
+    rows = LayerNorm.draw(normalized.shape, dtype, norm_ndim=2).change(x=normalized, weight=None, bias=None)
+    turned = random(2, 3, 8, 6, dtype=dtype).transpose(2, 3)
+    images = BatchNorm.draw(turned.shape, dtype).change(x=turned)
     levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)
-    mean, var = random(3).abs(), random(3, seed=1).abs()
     seed = torch.tensor(3)
     return [
-        Call(layer_norm.layer_norm_fwd, (normalized, None, None, 2, 0, EPS), 1),
-        Call(batch_norm.batch_norm_train_fwd, (images, None, None, None, None, 0, MOMENTUM, EPS), 1),
-        Call(batch_norm.batch_norm_train_bwd, (y_bar, images, None, mean, var, 0, ALL), 1),
-        Call(batch_norm.batch_norm_train_bwd, (images, images, None, mean, var, 0, ALL), 2),
-        Call(batch_norm.batch_norm_eval_fwd, (images, None, None, mean, var, 0, EPS), 1),
+        rows.forward()._replace(copies=1),
+        images.train_fwd()._replace(copies=1),
+        images.train_bwd()._replace(copies=1),
+        images.change(y_bar=turned).train_bwd()._replace(copies=2),
+        images.eval_fwd()._replace(copies=1),
         Call(log_softmax.log_softmax_fwd, (levels, 4, None), 1),
         Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0), 1),
         Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0), 2),

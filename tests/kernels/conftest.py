@@ -16,19 +16,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 import primitives as pr
-from tests.kernels.bounds import bounds_checked
-from tests.kernels.interpreting import patch_once
+from tests.kernels import interpreting
 from triton_kernels import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
-# For less than two thirds of the time of most launches.
-interpreter._patch_lang = patch_once(interpreter._patch_lang)
+interpreting.install()
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +38,6 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill
-
-
-@pytest.fixture(autouse=True)
-def bounds_of_arguments() -> Iterator[None]:
-    """Fail where a kernel loads or stores outside of its arguments, whose values nobody may ever look at."""
-    with bounds_checked():
-        yield
 
 
 @pytest.fixture

@@ -1,20 +1,202 @@
-"""Triton's interpreter prepares its language once per launch.
+"""Triton's interpreter, made faster, held to the bounds of its tensors, and watched.
 
-To interpret a kernel, it replaces the functions of `triton.language`; it does so again for every call of a device
-function, which changes nothing any more and takes a third of the time of the launches here.
+An access that is not masked off goes unnoticed wherever the values that it reads are not used, or what it writes is
+memory of nobody. Here it fails, with the names of the kernel and of the argument that the address came from: while a
+kernel runs, the upper bits of each of its pointers, which no address uses, hold the number of that argument, and
+survive what a kernel adds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["patch_once"]
+    from torch import Tensor
+
+# Methods of the builder in which every load and store ends; their signatures differ between releases of Triton only
+# behind these: positions of the pointers and of the mask among their arguments, and what they count as.
+_METHODS = {
+    "create_masked_load": (0, 1, ("loads",)),
+    "create_masked_store": (0, 2, ("stores",)),
+    "create_atomic_cas": (0, None, ("loads", "stores")),
+    "create_atomic_rmw": (1, 3, ("loads", "stores")),
+}
+_TAG_SHIFT = 48
+_ADDRESS_BITS = np.uint64(2**48 - 1)
+
+# The kernel that runs; the interpreter runs one at a time.
+_running: list[Launch] = []
+# For each `watched` in force, the launches that it has seen.
+_watchers: list[list[Launch]] = []
+
+
+class OutOfBoundsError(AssertionError):
+    """A kernel loads or stores outside of the tensor that it was given."""
+
+
+class Accesses(NamedTuple):
+    """Addresses of the elements that one load or store touched, one entry per active lane.
+
+    Attributes:
+        addresses: The addresses.
+        itemsize: Bytes of an element.
+        program: Numbers of the program along the three axes of the grid.
+    """
+
+    addresses: np.ndarray
+    itemsize: int
+    program: tuple[int, ...]
+
+    def within(self, start: int, stop: int) -> Accesses:
+        """Those in a range of addresses."""
+        return self._replace(addresses=self.addresses[(self.addresses >= start) & (self.addresses < stop)])
+
+
+class _Extent:
+    """The memory of one argument of a launch, in pointers that hold its number.
+
+    Args:
+        tensor: The argument.
+        tag: Its number.
+    """
+
+    def __init__(self, tensor: Tensor, tag: int) -> None:
+        self._tensor, self._itemsize = tensor, tensor.element_size()
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self._span = span + 1 if tensor.numel() else 0
+        self._start = tensor.data_ptr() + (tag << _TAG_SHIFT)
+        self._stop = self._start + self._span * self._itemsize
+        own = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        self._has_gaps = self._span > own
+        self._elements: np.ndarray | None = None
+
+    def holds(self, pointers: np.ndarray, itemsize: int) -> bool:
+        """Whether all of some pointers are those of elements."""
+        if pointers.min() < self._start or pointers.max() >= self._stop or itemsize != self._itemsize:
+            return False
+        return not self._has_gaps or bool(self._is_element()[self._offsets(pointers)].all())
+
+    def misses(self, pointers: np.ndarray) -> np.ndarray:
+        """Offsets, in elements from the first one, of those that are not."""
+        offsets = self._offsets(pointers)
+        inside = (offsets >= 0) & (offsets < self._span)
+        return offsets[~inside] if not self._span else offsets[~(inside & self._is_element()[offsets * inside])]
+
+    def _offsets(self, pointers: np.ndarray) -> np.ndarray:
+        return (pointers - np.uint64(self._start)).view(np.int64) // self._itemsize
+
+    def _is_element(self) -> np.ndarray:
+        """For each place from the first element to the last one whether it is an element: views have gaps."""
+        if self._elements is None:
+            self._elements = np.zeros(self._span, dtype=bool)
+            strides = self._tensor.stride()
+            np.lib.stride_tricks.as_strided(self._elements, self._tensor.shape, strides)[...] = True
+        return self._elements
+
+
+class Launch:
+    """A kernel in flight: the tensors among its arguments, and its loads and stores as far as somebody watches.
+
+    Attributes:
+        num_programs: Programs of its grid.
+        loads: Each load; an atomic operation is a load and a store.
+        stores: Each store.
+    """
+
+    def __init__(self, executor: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._executor, self._args, self._kwargs = executor, args, kwargs
+        self._extents: list[_Extent] = []
+        self.error: OutOfBoundsError | None = None
+        self.num_programs = 0 if callable(executor.grid) else math.prod(executor.grid)
+        self.loads: list[Accesses] = []
+        self.stores: list[Accesses] = []
+
+    def add(self, tensor: Tensor) -> int:
+        """Number of one more tensor."""
+        self._extents.append(_Extent(tensor, len(self._extents)))
+        return len(self._extents) - 1
+
+    def check(self, pointers: np.ndarray, itemsize: int, kinds: tuple[str, ...]) -> None:
+        """Hold every pointer to the tensor whose number it has."""
+        if not pointers.size or self._extents[int(pointers[0]) >> _TAG_SHIFT].holds(pointers, itemsize):
+            return
+        tags = pointers >> np.uint64(_TAG_SHIFT)
+        for tag in np.unique(tags).tolist():
+            own = pointers[tags == tag]
+            if not self._extents[tag].holds(own, itemsize):
+                self.error = OutOfBoundsError(self._complaint(tag, own, kinds))
+                raise self.error
+
+    def _complaint(self, tag: int, pointers: np.ndarray, kinds: tuple[str, ...]) -> str:
+        function = self._executor.fn
+        kwargs = {name: value for name, value in self._kwargs.items() if name in self._executor.arg_names}
+        bound = inspect.getcallargs(function, *self._args, **kwargs)
+        name, tensor = [(name, value) for name, value in bound.items() if hasattr(value, "data_ptr")][tag]
+        misses = self._extents[tag].misses(pointers)
+        where = f"at {misses.min()} to {misses.max()}" if misses.size else "in elements of another size"
+        return (
+            f"{function.__name__} {' and '.join(kinds)} outside of {name}: of a tensor {tuple(tensor.shape)} with "
+            f"strides {tuple(tensor.stride())} {misses.size} elements {where}"
+        )
+
+
+def _converting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        converted = original(value)
+        if _running and hasattr(value, "data_ptr"):
+            converted.handle.data |= np.uint64(_running[-1].add(value) << _TAG_SHIFT)
+        return converted
+
+    return convert
+
+
+def _checking(name: str, original: Callable) -> Callable:
+    pointer_index, mask_index, kinds = _METHODS[name]
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return original(self, *args, **kwargs)
+        pointers, mask = args[pointer_index], None if mask_index is None else args[mask_index]
+        found, active = np.asarray(pointers.data), None if mask is None else np.asarray(mask.data)
+        plain = interpreter.TensorHandle(found & _ADDRESS_BITS, pointers.dtype)
+        if active is not None and not active.all():
+            found = found[np.broadcast_to(active, found.shape)]
+        found, itemsize = found.ravel(), max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        _running[-1].check(found, itemsize, kinds)
+        if _watchers:
+            for kind in kinds:
+                getattr(_running[-1], kind).append(Accesses(found & _ADDRESS_BITS, itemsize, self.grid_idx))
+        return original(self, *args[:pointer_index], plain, *args[pointer_index + 1 :], **kwargs)
+
+    return method
+
+
+def _running_kernels(original: Callable) -> Callable:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launch = Launch(self, args, kwargs)
+        _running.append(launch)
+        for seen in _watchers:
+            seen.append(launch)
+        try:
+            return original(self, *args, **kwargs)
+        except Exception:
+            # The interpreter reports what a kernel raises as an error of its own.
+            if launch.error is not None:
+                raise launch.error from None
+            raise
+        finally:
+            _running.pop()
+
+    return run
 
 
 class _NoChanges:
@@ -24,22 +206,24 @@ class _NoChanges:
         """Nothing."""
 
 
-def patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter's function that replaces the language for a kernel, without what is in force already.
+def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Replace the functions of the language for a kernel, and not again for each call of a device function in it.
 
-    Args:
-        patch: `triton.runtime.interpreter._patch_lang`. It returns an object with a method `restore`, which the
-            interpreter calls when a launch ends, and never for device functions.
+    That changes nothing any more, and takes two thirds of the time of most launches here.
     """
     in_force: set[int] = set()
+    named: dict[Any, set[int]] = {}
 
     def patched(function: Any) -> Any:
-        modules = {id(value) for value in function.__globals__.values() if inspect.ismodule(value)}
-        needed = modules & {id(tl), id(tl.core)}
+        if function not in named:
+            modules = {id(value) for value in function.__globals__.values() if inspect.ismodule(value)}
+            named[function] = modules & {id(tl), id(tl.core)}
+        needed = named[function]
         if in_force and needed <= in_force:
             return _NoChanges()
         changes = patch(function)
         if not in_force:
+            # The interpreter calls it when a launch ends, and never for device functions.
             restore = changes.restore
 
             def restore_all() -> None:
@@ -51,3 +235,51 @@ def patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return changes
 
     return patched
+
+
+def install() -> None:
+    """Hold every kernel that this process interprets to the elements of its arguments. Call it once.
+
+    Kernels raise `OutOfBoundsError` from a load or a store elsewhere.
+    """
+    for name in _METHODS:
+        setattr(interpreter.InterpreterBuilder, name, _checking(name, getattr(interpreter.InterpreterBuilder, name)))
+    interpreter._implicit_cvt = _converting(interpreter._implicit_cvt)
+    interpreter.GridExecutor.__call__ = _running_kernels(interpreter.GridExecutor.__call__)
+    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Launch]]:
+    """Record the launches inside, with all that they load and store."""
+    seen: list[Launch] = []
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers.remove(seen)
+
+
+@contextlib.contextmanager
+def reordered_programs() -> Iterator[list[int]]:
+    """Visit the programs of every launch inside from the last to the first, so that each two are exchanged.
+
+    Yields the numbers of programs of the launches.
+    """
+    builder = interpreter.interpreter_builder
+    sizes: list[int] = []
+
+    def set_grid_dim(*dims: int) -> None:
+        type(builder).set_grid_dim(builder, *dims)
+        sizes.append(math.prod(dims))
+
+    def set_grid_idx(*place: int) -> None:
+        turned = (size - 1 - number for size, number in zip(builder.grid_dim, place, strict=True))
+        type(builder).set_grid_idx(builder, *turned)
+
+    # Attributes of the one instance, in front of the methods of its class.
+    builder.set_grid_dim, builder.set_grid_idx = set_grid_dim, set_grid_idx
+    try:
+        yield sizes
+    finally:
+        del builder.set_grid_dim, builder.set_grid_idx

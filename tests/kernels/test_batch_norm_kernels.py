@@ -1,44 +1,33 @@
-"""The batch norm launchers, run in Triton's interpreter, against formulas in float64."""
+"""The batch norm launchers of first and second order, in Triton's interpreter, against float64 formulas.
+
+Each of their kernels and layouts of plans meets its truth in `test_every_launcher`; here is what it does not vary.
+"""
 
 from __future__ import annotations
 
-import itertools
+import collections
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels.batch_norm_truth import (
-    EPS,
-    MOMENTUM,
-    Truth,
-    assert_matches,
-    check_all,
-    check_eval,
-    check_train,
-    positive,
-    random,
-)
+from tests.kernels.calls import DTYPES, BatchNorm, far_apart, pairwise, positive, random
+from tests.kernels.interpreting import watched
+from tests.kernels.truth import EPS, MOMENTUM, Exact, assert_close, check_values, expected
 from triton_kernels import _batch_norm_steps, launch
 from triton_kernels._channels import MIN_SPATIAL_RUN, readable, view_channels
-from triton_kernels.batch_norm import (
-    batch_norm_eval_bwd,
-    batch_norm_eval_fwd,
-    batch_norm_eval_jvp,
-    batch_norm_train_bwd,
-    batch_norm_train_fwd,
-    batch_norm_train_jvp,
-)
+from triton_kernels.batch_norm import batch_norm_eval_fwd, batch_norm_train_fwd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.kernels.interpreting import Accesses, Launch
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
+FULL_SIZE = ("x", "y_bar", "x_dot", "y_bar_dot")
 # The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-def subsets_of(count: int) -> list[tuple[bool, ...]]:
-    return list(itertools.product([False, True], repeat=count))
 
 
 def channels_last(*shape: int, **options) -> torch.Tensor:
@@ -46,254 +35,202 @@ def channels_last(*shape: int, **options) -> torch.Tensor:
     return random(*shape, **options).contiguous(memory_format=memory_format)
 
 
-# Name, maker, whether the strides collapse to the channel view, so that no copy is made.
-LAYOUTS = [
-    ("features", lambda: random(19, 5), True),
-    ("features_transposed", lambda: random(5, 19).t(), True),
-    ("features_sliced", lambda: random(19, 11)[::2, 1:8:2], True),
-    ("one_feature", lambda: random(19, 1), True),
-    ("sequence", lambda: random(4, 3, 33), True),
-    ("sequence_short", lambda: random(9, 5, 3), True),
-    ("sequence_transposed", lambda: random(4, 33, 3).transpose(1, 2), True),
-    ("image", lambda: random(3, 3, 6, 7), True),
-    ("image_one_sample", lambda: random(1, 3, 8, 8), True),
-    ("image_one_channel", lambda: random(3, 1, 6, 7), True),
-    ("image_one_pixel", lambda: random(19, 5, 1, 1), True),
-    ("image_channels_last", lambda: channels_last(3, 3, 6, 7), True),
-    ("image_many_channels_last", lambda: channels_last(2, 37, 2, 3), True),
-    ("image_sliced_samples", lambda: random(6, 7, 6, 7)[::2, 1:4], True),
-    ("image_sliced_channels_last", lambda: channels_last(3, 10, 6, 7)[:, 2:5], True),
-    ("image_cropped", lambda: random(3, 3, 8, 9)[:, :, 1:7, 1:8], False),
-    ("image_expanded_samples", lambda: random(1, 3, 6, 7).expand(3, -1, -1, -1), True),
-    ("image_expanded_pixels", lambda: random(4, 3, 1, 1).expand(-1, -1, 6, 7), True),
-    ("image_expanded_channels", lambda: random(4, 1, 6, 7).expand(-1, 3, -1, -1), True),
-    ("image_channels_between", lambda: random(3, 6, 3, 7).transpose(1, 2), False),
-    ("volume", lambda: random(2, 3, 4, 3, 5), True),
-    ("volume_channels_last", lambda: channels_last(2, 3, 4, 3, 5), True),
-]
-LAYOUT_IDS = [name for name, _, _ in LAYOUTS]
+LAYOUTS = {
+    "features": lambda seed: random(19, 5, seed=seed),
+    "features_transposed": lambda seed: random(5, 19, seed=seed).t(),
+    "features_sliced": lambda seed: random(19, 11, seed=seed)[::2, 1:8:2],
+    "sequence": lambda seed: random(4, 3, 33, seed=seed),
+    "sequence_short": lambda seed: random(9, 5, 3, seed=seed),
+    "sequence_transposed": lambda seed: random(4, 33, 3, seed=seed).transpose(1, 2),
+    "image": lambda seed: random(3, 3, 6, 7, seed=seed),
+    "image_one_sample": lambda seed: random(1, 3, 8, 8, seed=seed),
+    "image_one_channel": lambda seed: random(3, 1, 6, 7, seed=seed),
+    "image_one_pixel": lambda seed: random(19, 5, 1, 1, seed=seed),
+    "image_channels_last": lambda seed: channels_last(3, 3, 6, 7, seed=seed),
+    "image_many_channels_last": lambda seed: channels_last(2, 37, 2, 3, seed=seed),
+    "image_sliced_samples": lambda seed: random(6, 7, 6, 7, seed=seed)[::2, 1:4],
+    "image_sliced_channels_last": lambda seed: channels_last(3, 10, 6, 7, seed=seed)[:, 2:5],
+    "image_cropped": lambda seed: random(3, 3, 8, 9, seed=seed)[:, :, 1:7, 1:8],
+    "image_expanded_samples": lambda seed: random(1, 3, 6, 7, seed=seed).expand(3, -1, -1, -1),
+    "image_expanded_pixels": lambda seed: random(4, 3, 1, 1, seed=seed).expand(-1, -1, 3, 4),
+    "image_channels_between": lambda seed: random(3, 6, 3, 7, seed=seed).transpose(1, 2),
+    "volume": lambda seed: random(2, 3, 4, 3, 5, seed=seed),
+    "volume_channels_last": lambda seed: channels_last(2, 3, 4, 3, 5, seed=seed),
+}
+# No channel view: the kernels get a copy.
+COPIED = {"image_cropped", "image_channels_between"}
 
 
-@pytest.mark.parametrize("make, collapses", [layout[1:] for layout in LAYOUTS], ids=LAYOUT_IDS)
-def test_layouts(make, collapses):
-    x = make()
-    assert (readable(x, 0) is x) == collapses
-    expected = torch.nn.functional.batch_norm(x, None, None, training=True).stride()
-    for output in check_all(x):
-        assert output.stride() == expected
+def in_layout(name: str) -> BatchNorm:
+    """All operands of full size in a layout."""
+    full_size = {operand: LAYOUTS[name](seed) for seed, operand in enumerate(FULL_SIZE)}
+    return BatchNorm.draw(full_size["x"].shape).change(**full_size)
 
 
-@pytest.mark.parametrize("make", [layout[1] for layout in LAYOUTS[3::5]], ids=LAYOUT_IDS[3::5])
-def test_many_tiles_and_splits(use_limits, use_processors, make):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    images = in_layout(layout)
+    assert (readable(images.x, 0) is images.x) == (layout not in COPIED)
+    strides = F.batch_norm(images.x, None, None, training=True).stride()
+    # Evaluation has the transforms of training.
+    modes = (
+        BatchNorm.MODES if list(LAYOUTS).index(layout) % 3 == 0 else ("train_fwd", "train_bwd", "pairing", "bwd_jvp")
+    )
+    for call in images.calls(*modes):
+        for result in check_values(call):
+            if result.shape == images.x.shape:
+                assert result.stride() == strides
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1::2])
+def test_directions_of_another_layout(layout: str) -> None:
+    images = in_layout(layout)
+    shape, is_last = images.x.shape, images.x.dim() == 4 and images.x.stride(1) != 1
+    images = images.change(x=channels_last(*shape, seed=9) if is_last else random(*shape, seed=9))
+    modes = ("train_jvp", "train_bwd", "eval_jvp", "eval_bwd", "pairing", "bwd_jvp")
+    for call in images.calls(*modes):
+        check_values(call)
+    # Of one operand alone.
+    for call in images.change(y_bar=images.x, y_bar_dot=images.x).calls("pairing", "bwd_jvp"):
+        check_values(call)
+
+
+@pytest.mark.parametrize("layout", ["features", "sequence", "image", "image_channels_last", "volume_channels_last"])
+def test_many_tiles_and_splits(layout: str, use_limits: Callable[..., None], use_processors: Callable) -> None:
     # Fewer programs than tiles, so that each loops; more than one, so that there is something to merge.
-    use_limits(channel_tile_bytes=512)
+    use_limits(channel_tile_bytes=512, channel_transform_programs=4)
     use_processors(2)
-    check_all(make())
+    for call in in_layout(layout).calls("train_fwd", "train_bwd", "pairing", "bwd_jvp"):
+        check_values(call)
 
 
-@pytest.mark.parametrize("shape", [(8, 2, 40, 40), (3000, 3), (500, 3, 7)])
-def test_more_than_one_tile(shape):
-    x = random(*shape)
-    view = view_channels([x], 0)
-    plan = launch.plan_channel_reduction(view.sizes, view.spatial_inner, view.align, 4, CPU)
-    assert plan.num_splits > 1
-    check_all(x)
+@pytest.mark.parametrize("shape", [(8, 2, 30, 30), (3000, 3), (500, 3, 7)])
+def test_more_than_one_tile(shape: tuple[int, ...]) -> None:
+    images = BatchNorm.draw(shape)
+    view = view_channels([images.x], 0)
+    assert launch.plan_channel_reduction(view.sizes, view.spatial_inner, view.align, 4, CPU).num_splits > 1
+    for call in images.calls("train_fwd", "train_bwd"):
+        check_values(call)
 
 
-@pytest.mark.parametrize("other", LAYOUT_IDS[1::2])
-def test_directions_of_other_layout(other):
-    other_x = next(make for name, make, _ in LAYOUTS if name == other)()
-    shape = other_x.shape
-    x = channels_last(*shape, seed=1) if len(shape) == 4 and other_x.stride(1) != 1 else random(*shape, seed=1)
-    check_all(x, y_bar=other_x, x_dot=other_x)
+# Parameters narrower and wider than the arithmetic.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype: torch.dtype, param_dtype: torch.dtype) -> None:
+    shape = (6, 2, 4, 5) if param_dtype == torch.bfloat16 else (11, 5)
+    for call in BatchNorm.draw(shape, dtype, param_dtype).calls():
+        check_values(call)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(6, 2, 4, 5), (11, 5)])
-def test_dtypes(dtype, shape):
-    for output in check_all(random(*shape, dtype=dtype)):
-        assert output.dtype == dtype
+def test_what_is_given_and_wanted() -> None:
+    """Any two of the operands that may be absent and the results meet in all four ways."""
+    images = BatchNorm.draw((3, 3, 9))
+
+    def with_given(given: tuple[bool, ...], *names: str) -> BatchNorm:
+        return images.change(**{name: None for name, there in zip(names, given, strict=True) if not there})
+
+    for choice in pairwise(10):
+        check_values(with_given(choice[:4], "weight", "x_dot", "weight_dot", "bias_dot").pairing(choice[4:]))
+    for choice in pairwise(7):
+        check_values(with_given(choice[:4], "weight", "y_bar_dot", "x_dot", "weight_dot").bwd_jvp(choice[4:]))
+    for choice in pairwise(6):
+        check_values(with_given(choice[:1], "weight").eval_bwd(choice[1:]))
+        names = ("weight", "x_dot", "weight_dot", "bias_dot", "mean_dot", "var_dot")
+        check_values(with_given(choice, *names).eval_jvp())
+    for choice in pairwise(4):
+        check_values(with_given(choice[:1], "weight").train_bwd(choice[1:]))
+        check_values(with_given(choice, "weight", "x_dot", "weight_dot", "bias_dot").train_jvp())
+        check_values(with_given(choice, "weight", "bias", "running_mean", "running_var").train_fwd())
+        check_values(with_given(choice[:2], "weight", "bias").eval_fwd())
 
 
-@pytest.mark.parametrize("param_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_mixed_dtypes(dtype, param_dtype):
-    x = random(6, 5, 7, dtype=dtype)
-    weight, bias, running_mean = (random(5, dtype=param_dtype, seed=seed) for seed in (1, 2, 3))
-    params = (weight, bias, running_mean, positive(5, dtype=torch.float32))
-    check_train(x, *params)
-    check_eval(x, *params)
+@pytest.mark.parametrize("batch, rest", [((3,), (6, 3)), ((2, 2), (3, 2, 3, 5))])
+@pytest.mark.parametrize("expanded", ["none", "params", "stats", "x"])
+def test_groups(batch: tuple[int, ...], rest: tuple[int, ...], expanded: str) -> None:
+    images = BatchNorm.draw((*batch, *rest), batch_ndim=len(batch))
+    # Of the parameters, some stay batched, so that their groups are strided where those of the others are not.
+    names = {"params": ("bias", "weight_dot", "running_var"), "stats": ("running_mean", "running_var"), "x": ("x",)}
+    first = (0,) * len(batch)
+    chosen = {name: getattr(images, name) for name in names.get(expanded, ())}
+    images = images.change(**{name: value[first].expand(value.shape) for name, value in chosen.items()})
+    for call in images.calls():
+        check_values(call)
 
 
-@pytest.mark.parametrize("present", subsets_of(4))
-def test_absent_parameters(present):
-    x = random(7, 5, 9)
-    params = (random(5, seed=1), random(5, seed=2), random(5, seed=3), positive(5, seed=4))
-    weight, bias, running_mean, running_var = (p if there else None for p, there in zip(params, present, strict=True))
-    check_train(x, weight, bias, running_mean, running_var)
-    check_eval(x, weight, bias, params[2], params[3])
-
-
-@pytest.mark.parametrize("wanted", subsets_of(3))
-def test_train_bwd_computes_what_is_wanted(wanted):
-    x, y_bar, weight = random(7, 5, 9), random(7, 5, 9, seed=1), random(5)
-    truth = Truth(x, weight)
-    bars = batch_norm_train_bwd(y_bar, x, weight, *truth.stats(), 0, wanted)
-    for bar, expected, is_wanted in zip(bars, truth.bars(y_bar), wanted, strict=True):
-        assert_matches(bar, expected if is_wanted else torch.empty(0), torch.float32)
-
-
-@pytest.mark.parametrize("wanted", subsets_of(5))
-def test_eval_bwd_computes_what_is_wanted(wanted):
-    x, y_bar, weight = random(7, 5, 9), random(7, 5, 9, seed=1), random(5)
-    stats = (random(5, seed=2), positive(5))
-    bars = batch_norm_eval_bwd(y_bar, x, weight, *stats, 0, EPS, wanted)
-    for bar, expected, is_wanted in zip(bars, Truth(x, weight, 0, *stats).bars(y_bar), wanted, strict=True):
-        assert_matches(bar, expected if is_wanted else torch.empty(0), torch.float32)
-
-
-@pytest.mark.parametrize("present", subsets_of(3))
-def test_train_jvp_of_absent_tangents(present):
-    x, weight = random(7, 5, 9), random(5)
-    truth = Truth(x, weight)
-    dots = (random(7, 5, 9, seed=1), random(5, seed=2), random(5, seed=3))
-    dots = [dot if there else None for dot, there in zip(dots, present, strict=True)]
-    assert_matches(batch_norm_train_jvp(x, weight, *truth.stats(), *dots, 0), truth.y_dot(*dots), x.dtype)
-
-
-@pytest.mark.parametrize("present", subsets_of(5))
-def test_eval_jvp_of_absent_tangents(present):
-    x, weight, stats = random(7, 5, 9), random(5), (random(5, seed=2), positive(5))
-    dots = (random(7, 5, 9, seed=1), *(random(5, seed=seed) for seed in (2, 3, 4, 5)))
-    dots = [dot if there else None for dot, there in zip(dots, present, strict=True)]
-    y_dot = batch_norm_eval_jvp(x, weight, *stats, *dots, 0, EPS)
-    assert_matches(y_dot, Truth(x, weight, 0, *stats).y_dot(*dots), x.dtype)
-
-
-@pytest.mark.parametrize("batch, rest", [((3,), (6, 3)), ((3,), (3, 3, 5)), ((2, 2), (3, 2, 4, 5))])
-@pytest.mark.parametrize("expanded", ["none", "params", "stats", "x", "first_dim"])
-def test_batch_dims(batch, rest, expanded):
-    batch_ndim, channels = len(batch), rest[1]
-
-    def params(kind, seed, make=random):
-        if expanded == kind:
-            return make(channels, seed=seed).expand(*batch, channels)
-        if expanded == "first_dim":
-            return make(*batch[1:], channels, seed=seed).expand(*batch, channels)
-        return make(*batch, channels, seed=seed)
-
-    x = random(*rest).expand(*batch, *rest) if expanded == "x" else random(*batch, *rest)
-    # The weight stays batched in one case: its groups are then strided where those of the bias are not.
-    weight, bias = params("none" if expanded == "stats" else "params", 1), params("params", 2)
-    running_mean, running_var = params("stats", 3), params("params", 4, positive)
-    check_train(x, weight, bias, running_mean, running_var, batch_ndim)
-    check_eval(x, weight, bias, running_mean, running_var, batch_ndim)
-
-
-def test_batch_of_channels_last_images():
-    x = torch.stack([channels_last(3, 5, 6, 7, seed=seed) for seed in range(2)])
-    assert x.stride(2) == 1 or x.is_contiguous()
-    check_all(x, 1)
-    check_all(channels_last(6, 5, 6, 7).unflatten(0, (2, 3)), 1)
+def test_groups_of_channels_last_images() -> None:
+    stacked = torch.stack([channels_last(3, 5, 6, 7, seed=seed) for seed in range(2)])
+    for x in (stacked, channels_last(6, 5, 6, 7).unflatten(0, (2, 3))):
+        for call in BatchNorm.draw(x.shape, batch_ndim=1).change(x=x).calls():
+            check_values(call)
 
 
 @NUMPY_WARNS
 @pytest.mark.parametrize("make", [lambda: random(8, 3, 12, 12), lambda: channels_last(8, 3, 12, 12)])
-def test_variance_survives_a_large_offset(make):
+def test_variance_survives_a_large_offset(make: Callable[[], torch.Tensor]) -> None:
     x = make() + 1e4
-    expected = x.double().var((0, 2, 3), correction=0)
+    var = x.double().var((0, 2, 3), correction=0)
     _, mean, rstd, _, new_running_var = batch_norm_train_fwd(x, None, None, None, torch.zeros(3), 0, 1.0, 0.0)
-    torch.testing.assert_close(rstd.double() ** -2, expected, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(new_running_var.double(), expected * 1152 / 1151, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(rstd.double() ** -2, var, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(new_running_var.double(), var * 1152 / 1151, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(mean.double(), x.double().mean((0, 2, 3)), rtol=2e-7, atol=0.0)
 
 
-def test_variance_of_values_that_drift(use_limits):
+def test_variance_of_values_that_drift(use_limits: Callable[..., None]) -> None:
     use_limits(channel_tile_bytes=256)
     x = random(64, 2, 20) + 100 * torch.arange(64).view(-1, 1, 1)
     _, _, rstd, *_ = batch_norm_train_fwd(x, None, None, None, None, 0, MOMENTUM, 0.0)
     torch.testing.assert_close(rstd.double() ** -2, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0.0)
 
 
-def test_runs_are_bitwise_equal():
-    x, y_bar, weight = random(30, 2, 16, 16), random(30, 2, 16, 16, seed=1), random(2)
-
-    def run():
-        y, mean, rstd, *_ = batch_norm_train_fwd(x, weight, None, None, None, 0, MOMENTUM, EPS)
-        return y, mean, rstd, *batch_norm_train_bwd(y_bar, x, weight, mean, rstd, 0, (True,) * 3)
-
-    for first, second in zip(run(), run(), strict=True):
-        assert torch.equal(first, second)
-
-
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom.*")
 @pytest.mark.parametrize("shape", [(0, 5), (0, 5, 4, 4), (3, 5, 0), (3, 0, 4)])
-def test_no_elements(shape):
-    x, channels = torch.empty(shape), shape[1]
-    weight, running = torch.ones(channels), (random(channels), positive(channels))
-    y, mean, rstd, *new_running = batch_norm_train_fwd(x, weight, weight, *running, 0, MOMENTUM, EPS)
-    assert y.shape == x.shape
-    assert torch.equal(mean, torch.zeros(channels))
-    assert torch.equal(rstd, torch.zeros(channels))
-    for new, old in zip(new_running, running, strict=True):
+def test_no_elements(shape: tuple[int, ...]) -> None:
+    images = BatchNorm.draw(shape)
+    y, mean, rstd, *new_running = images.train_fwd().results()
+    zeros = torch.zeros(shape[1])
+    assert y.shape == shape
+    assert torch.equal(mean, zeros)
+    assert torch.equal(rstd, zeros)
+    for new, old in zip(new_running, (images.running_mean, images.running_var), strict=True):
         assert torch.equal(new, old)
-        assert new.data_ptr() != old.data_ptr() or not channels
-    zeros = torch.zeros(channels)
-    for x_bar, *bars in (
-        batch_norm_train_bwd(x, x, weight, mean, rstd, 0, (True,) * 3),
-        batch_norm_eval_bwd(x, x, weight, *running, 0, EPS, (True,) * 5),
-    ):
-        assert x_bar.shape == x.shape
-        assert all(torch.equal(bar, zeros) for bar in bars)
-    assert batch_norm_train_jvp(x, weight, mean, rstd, x, weight, weight, 0).shape == x.shape
-    assert batch_norm_eval_fwd(x, weight, weight, *running, 0, EPS).shape == x.shape
-    assert batch_norm_eval_jvp(x, weight, *running, x, weight, weight, weight, weight, 0, EPS).shape == x.shape
+        assert new.data_ptr() != old.data_ptr() or not shape[1]
+    for call in images.calls(*BatchNorm.MODES[1:]):
+        for result in call.results():
+            assert result.shape == shape or torch.equal(result, zeros)
 
 
 @NUMPY_WARNS
-def test_one_element_per_channel():
-    x, bias = random(1, 5), random(5, seed=1)
-    y, mean, _, running_mean, running_var = batch_norm_train_fwd(
-        x, None, bias, torch.zeros(5), torch.ones(5), 0, MOMENTUM, EPS
-    )
-    assert torch.equal(y, bias[None])
-    assert torch.equal(mean, x[0])
-    assert_matches(running_mean, MOMENTUM * x[0].double(), torch.float32)
+def test_one_element_per_channel() -> None:
+    features = BatchNorm.draw((1, 5))
+    y, mean, _, running_mean, running_var = features.train_fwd().results()
+    assert torch.equal(y, features.bias[None])
+    assert torch.equal(mean, features.x[0])
+    exact = (1 - MOMENTUM) * features.running_mean.double() + MOMENTUM * features.x[0].double()
+    assert_close(running_mean, Exact(exact, torch.float32), torch.float32)
     # 0 / 0, as in torch below its check.
     assert running_var.isnan().all()
-    check_eval(random(1, 1), random(1), random(1), random(1), positive(1))
+    for call in BatchNorm.draw((1, 1)).calls(*BatchNorm.MODES[1:]):
+        check_values(call)
+
+
+def test_infinite_operands_without_a_factor_do_not_spread() -> None:
+    images = BatchNorm.draw((4, 3, 5)).change(x_dot=None, weight_dot=None, y_bar=torch.full((4, 3, 5), torch.inf))
+    y_bar_bar, x_bar, *_ = images.pairing((True, True, False, False, False, False)).results()
+    assert torch.equal(x_bar, torch.zeros(4, 3, 5))
+    assert torch.equal(y_bar_bar, images.bias_dot.view(3, 1).expand(4, 3, 5))
+    assert images.bwd_jvp().results()[1].isfinite().all()
 
 
 @NUMPY_WARNS
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [lambda: random(6, 4, 5, 5), lambda: random(30, 4)])
-def test_nan_and_inf_propagate_as_in_torch(make, training):
-    x = make()
+def test_nan_and_inf_propagate_as_in_torch(make: Callable[[], torch.Tensor]) -> None:
+    x, stats = make(), (random(4), positive(4))
     x[0, 0], x[1, 1], x[2, 2] = torch.inf, torch.nan, -torch.inf
-    stats = (random(4), positive(4))
     ours = batch_norm_train_fwd(x, None, None, *stats, 0, MOMENTUM, EPS)[0]
-    if not training:
-        ours = batch_norm_eval_fwd(x, None, None, *stats, 0, EPS)
-    theirs = F.batch_norm(x, *(stat.clone() for stat in stats), training=training, momentum=MOMENTUM, eps=EPS)
-    torch.testing.assert_close(ours, theirs, equal_nan=True)
-
-
-@pytest.mark.parametrize("make", [lambda: random(6, 4, 5, 5), lambda: channels_last(6, 4, 5, 5), lambda: random(30, 4)])
-def test_training_agrees_with_torch(make):
-    x, weight, bias = make(), random(4, seed=1), random(4, seed=2)
-    running_mean, running_var = random(4, seed=3), positive(4)
-    y, _, _, *ours = batch_norm_train_fwd(x, weight, bias, running_mean, running_var, 0, 0.3, 1e-5)
-    theirs = (running_mean.clone(), running_var.clone())
-    expected = F.batch_norm(x, *theirs, weight, bias, training=True, momentum=0.3, eps=1e-5)
-    torch.testing.assert_close(y, expected)
-    assert y.stride() == expected.stride()
-    torch.testing.assert_close(tuple(ours), theirs)
-
-
-@pytest.fixture
-def huge() -> torch.Tensor:
-    """More than 2**31 elements of which only those that are written take memory."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    return torch.empty(2**31 + 2**12, dtype=torch.float16)
+    evaluated = batch_norm_eval_fwd(x, None, None, *stats, 0, EPS)
+    for y, training in ((ours, True), (evaluated, False)):
+        theirs = F.batch_norm(x, *(stat.clone() for stat in stats), training=training, momentum=MOMENTUM, eps=EPS)
+        torch.testing.assert_close(y, theirs, equal_nan=True)
 
 
 FAR_STRIDES = {
@@ -305,23 +242,24 @@ FAR_STRIDES = {
 
 
 @pytest.mark.parametrize("far", FAR_STRIDES)
-def test_offsets_past_the_range_of_int32(monkeypatch, huge, far):
-    shape = (2, 4, 3, 20)
-    x = huge.as_strided(shape, FAR_STRIDES[far])
-    assert sum((size - 1) * stride for size, stride in zip(shape, x.stride(), strict=True)) >= 2**31
-    values = random(*shape, dtype=torch.float16)
-    x.copy_(values)
-    assert readable(x, 1) is x
-    check_all(x, 1, y_bar=x, x_dot=x)
-
-    # Outputs are dense and so cannot be far apart within the memory of a test; this one is made to be.
-    monkeypatch.setattr(_batch_norm_steps, "new_output", lambda like, batch_ndim: x)
-    stats = (random(2, 3), positive(2, 3))
-    expected = Truth(values, None, 1, *stats).y()
-    assert_matches(batch_norm_eval_fwd(values, None, None, *stats, 1, EPS), expected, torch.float16)
+def test_offsets_past_two_to_the_31(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = BatchNorm.draw((2, 4, 3, 20), torch.float16, batch_ndim=1)
+    images = images.change(**{name: far_apart(getattr(images, name), FAR_STRIDES[far]) for name in FULL_SIZE})
+    assert readable(images.x, 1) is images.x
+    for call in images.calls("train_bwd", "eval_jvp", "pairing", "bwd_jvp"):
+        check_values(call)
+    # Results are dense and so cannot be far apart within the memory of a test; these are made to be.
+    for mode in ("train_fwd", "eval_fwd"):
+        call = getattr(images, mode)()
+        exact, y = expected(call)[0], far_apart(torch.empty_like(images.x), FAR_STRIDES[far])
+        monkeypatch.setattr(_batch_norm_steps, "new_output", lambda like, batch_ndim, y=y: y)
+        assert_close(call.results()[0], exact, torch.float32)
 
 
-def test_plans_fill_the_processors(use_processors):
+# Plans.
+
+
+def test_plans_fill_the_processors(use_processors: Callable[[int], None]) -> None:
     use_processors(132)
     for sizes, inner, align in (((1, 64, 64, 56 * 56), True, 16), ((1, 1, 64, 64 * 56 * 56), False, 16)):
         plan = launch.plan_channel_reduction(sizes, inner, align, 2, CPU)
@@ -329,19 +267,95 @@ def test_plans_fill_the_processors(use_processors):
         # All of them run at once: four on a processor, or three that span channels.
         most = (4 if inner else 3) * 132
         assert 0.8 * most < programs <= most
-    few = launch.plan_channel_reduction((1, 2, 64, 49), True, 1, 4, CPU)
-    assert few.num_splits == 1
+    assert launch.plan_channel_reduction((1, 2, 64, 49), True, 1, 4, CPU).num_splits == 1
 
 
 @pytest.mark.parametrize("num_spatial", [1, 2, 7, 49, 196, 784, 3136, 12544, 1000003])
-@pytest.mark.parametrize("num_samples", [1, 3, 64])
-def test_tiles_are_mostly_filled(num_spatial, num_samples):
-    plan = launch.plan_channel_reduction((1, num_samples, 64, num_spatial), True, 1, 4, CPU)
-    samples = launch.cdiv(num_samples, plan.block_samples) * plan.block_samples
-    spatial = launch.cdiv(num_spatial, plan.block_spatial) * plan.block_spatial
-    assert samples * spatial < 2 * launch.next_power_of_2(num_samples) * num_spatial
+def test_tiles_are_mostly_filled(num_spatial: int) -> None:
+    for num_samples in (1, 3, 64):
+        plan = launch.plan_channel_reduction((1, num_samples, 64, num_spatial), True, 1, 4, CPU)
+        samples = launch.cdiv(num_samples, plan.block_samples) * plan.block_samples
+        spatial = launch.cdiv(num_spatial, plan.block_spatial) * plan.block_spatial
+        assert samples * spatial < 2 * launch.next_power_of_2(num_samples) * num_spatial
 
 
-def test_short_spatial_runs_take_tiles_across_channels():
+def test_short_spatial_runs_take_tiles_across_channels() -> None:
     assert not view_channels([random(9, 5, MIN_SPATIAL_RUN - 1)], 0).spatial_inner
     assert view_channels([random(9, 5, MIN_SPATIAL_RUN)], 0).spatial_inner
+
+
+# The transform reads first what the reduction before it read last, so that a cache can serve it. The order in which a
+# GPU reads is simulated: programs start in the order of their numbers, and as many as run at once take turns. A cache
+# that evicts what was used the longest time ago, of a third of the operands' size, then holds about a third of them
+# when the transform begins.
+LINE_BYTES = 128
+# How many programs of a transform run at once; all of a reduction do. Together they read less than the cache holds.
+RESIDENT = 4
+CACHE_SHARE = 1 / 3
+
+
+def loads_of_lines(launch: Launch, tensors: list[torch.Tensor]) -> dict[tuple[int, ...], list[set[int]]]:
+    """Of each program, by the order in which programs start, the lines of `tensors` that each of its loads touches."""
+    programs: dict[tuple[int, ...], list[set[int]]] = {}
+    for load in launch.loads:
+        # As if each tensor began where a line does, as it would on a GPU.
+        lines = {line for number, tensor in enumerate(tensors) for line in _lines(load, tensor, number << 32)}
+        # One element of each channel says where its sums begin; a load of a whole tile is longer.
+        if len(lines) > 1:
+            programs.setdefault(load.program[1::-1], []).append(lines)
+    return programs
+
+
+def _lines(load: Accesses, tensor: torch.Tensor, base: int) -> list[int]:
+    start = tensor.data_ptr()
+    addresses = load.within(start, start + tensor.nbytes).addresses
+    return ((addresses - start) // LINE_BYTES + base).tolist()
+
+
+def as_run(programs: dict[tuple[int, ...], list[set[int]]], resident: int) -> list[set[int]]:
+    """The loads of a launch in the order in which `resident` programs at a time make them."""
+    waiting = collections.deque(list(programs[number]) for number in sorted(programs))
+    running: list[list[set[int]]] = []
+    order = []
+    while waiting or running:
+        while waiting and len(running) < resident:
+            running.append(waiting.popleft())
+        order += [loads.pop(0) for loads in running]
+        running = [loads for loads in running if loads]
+    return order
+
+
+def hit_rate(before: list[set[int]], after: list[set[int]]) -> float:
+    """Share of the lines loaded `after` that the cache holds, which `before` went through first."""
+    capacity = int(len(set().union(*before)) * CACHE_SHARE)
+    cache: collections.OrderedDict[int, None] = collections.OrderedDict()
+    num_hits = num_lines = 0
+    for counted, loads in ((False, before), (True, after)):
+        for line in (line for load in loads for line in sorted(load)):
+            num_lines += counted
+            num_hits += counted and line in cache
+            cache[line] = None
+            cache.move_to_end(line)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+    return num_hits / num_lines
+
+
+@pytest.mark.parametrize("mode, is_last", [("train_fwd", False), ("train_bwd", True), ("pairing", False)])
+def test_transform_begins_in_the_cache(
+    mode: str, is_last: bool, use_limits: Callable[..., None], use_processors: Callable[[int], None]
+) -> None:
+    use_limits(channel_tile_bytes=1024, channel_transform_programs=1)
+    use_processors(2)
+    shape, memory_format = (
+        ((8, 16, 8, 8), torch.channels_last) if is_last else ((8, 4, 16, 16), torch.contiguous_format)
+    )
+    images = BatchNorm.draw(shape, arrange=lambda x: x.contiguous(memory_format=memory_format))
+    with watched() as launches:
+        getattr(images, mode)().results()
+    reduction, _, transform = (loads_of_lines(one, [images.x, images.y_bar, images.x_dot]) for one in launches)
+    before, after = as_run(reduction, len(reduction)), as_run(transform, RESIDENT)
+    assert len(transform) > RESIDENT, "everything runs at once, so that the order of programs is not tested"
+    assert hit_rate(before, after) > 0.75 * CACHE_SHARE
+    # From the beginning, every line would be evicted before its turn.
+    assert hit_rate(before, after[::-1]) < 0.25 * CACHE_SHARE

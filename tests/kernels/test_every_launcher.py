@@ -1,0 +1,317 @@
+"""Every launcher, under each of its plans and in each layout, once under all meters and once in another order.
+
+Its results are the truth; its bytes, launches, allocations and operations of torch are those that it declares; no
+kernel leaves its tensors (`interpreting`); and the results are bitwise the same whatever program runs first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+
+import triton_kernels
+from tests.kernels.calls import (
+    DTYPES,
+    BatchNorm,
+    LayerNorm,
+    LogSoftmax,
+    copying_calls,
+    dropout_calls,
+    pairwise,
+    random,
+    short_rows,
+)
+from tests.kernels.interpreting import reordered_programs
+from tests.kernels.meters import check_cost, cost_of, measured
+from tests.kernels.truth import check_values
+from triton_kernels import costs
+from triton_kernels._kernel import Kernel, intercept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from tests.kernels.calls import Call
+
+
+def check(call: Call) -> list[str]:
+    """Hold one call to everything; returns the names of its kernels. Scratch and outputs begin as NaN each time."""
+    with measured() as seen:
+        first = call.results()
+    check_cost(call, seen, first)
+    check_values(call, first)
+    check_order(call, first)
+    return seen.kernels
+
+
+def check_order(call: Call, first: Sequence[Tensor]) -> None:
+    """Hold a call to the results that it had when its programs ran in the order of their numbers."""
+    with reordered_programs():
+        again = call.results()
+    if not same_bits(first, again):
+        # What also differs in the same order does so from run to run.
+        repeats = same_bits(first, call.results())
+        why = "depends on the order of its programs" if repeats else "differs from run to run"
+        pytest.fail(f"{call.launcher.__name__} {why}")
+
+
+def same_bits(first: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    # As integers: NaN differs from itself.
+    return all(
+        torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+        for one, other in zip(first, again, strict=True)
+    )
+
+
+ROW_LAYOUTS = ("contiguous", "groups", "strided", "expanded")
+
+
+def layer_norm(layout: str, num_rows: int, num_cols: int, dtype: torch.dtype) -> LayerNorm:
+    """Rows one after another, or with parameters of their own for each of two groups.
+
+    Or two segments of rows with gaps between them, as many for no two operands, or of rows that stand for several.
+    """
+    if layout == "contiguous":
+        return LayerNorm.draw((num_rows, num_cols), dtype)
+    num_rows = (num_rows + 1) // 2
+    rows = LayerNorm.draw((2, num_rows, num_cols), dtype, batch_ndim=int(layout == "groups"))
+    if layout == "groups":
+        return rows
+    names = ("x", "y_bar", "x_dot", "y_bar_dot")
+    shapes = [(2, num_rows + 1 + seed % 2) for seed in range(4)]
+    if layout == "expanded":
+        shapes = [(2, num_rows), (2, 1), (1, num_rows), (1, 1)]
+    full_size = [random(*shape, num_cols, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+    if layout == "strided":
+        return rows.change(**{name: rows[:, :num_rows] for name, rows in zip(names, full_size, strict=True)})
+    return rows.change(**{name: rows.expand(2, num_rows, -1) for name, rows in zip(names, full_size, strict=True)})
+
+
+class RowPlan(NamedTuple):
+    """A plan of layer norm: rows to call it on, limits and processors that lead to it, and a kernel that shows it."""
+
+    num_rows: int
+    num_cols: int
+    limits: dict[str, int]
+    kernel: str
+    processors: int | None = None
+
+
+# Of several tiles, the last of which is partial.
+TILE, LONG_ROW = 256, 500
+ROW_PLANS = {
+    "in registers": RowPlan(13, 75, {}, "layer_norm_bwd_kernel"),
+    # Programs with several blocks of rows each.
+    "by turns": RowPlan(13, 75, {"resident_threads": 64}, "layer_norm_second_kernel", processors=1),
+    # Sums over rows that do not fit beside them.
+    "sums apart": RowPlan(
+        5,
+        75,
+        {"layer_norm_second_summed_cols": 32, "layer_norm_accumulated_cols": 32, "layer_norm_param_cols": 32},
+        "layer_norm_second_param_kernel",
+    ),
+    "swept": RowPlan(3, LONG_ROW, short_rows(TILE, 1), "layer_norm_fwd_looped_kernel"),
+    "shared": RowPlan(2, LONG_ROW, short_rows(TILE, 32), "layer_norm_fwd_looped_kernel"),
+}
+
+
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+@pytest.mark.parametrize("plan", ROW_PLANS)
+def test_layer_norm(
+    plan: str, layout: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]
+) -> None:
+    num_rows, num_cols, limits, kernel, processors = ROW_PLANS[plan]
+    use_limits(**limits)
+    if processors is not None:
+        use_processors(processors)
+    dtype = DTYPES[(list(ROW_PLANS).index(plan) + ROW_LAYOUTS.index(layout)) % len(DTYPES)]
+    launched = [check(call) for call in layer_norm(layout, num_rows, num_cols, dtype).calls()]
+    assert any(kernel in names for names in launched)
+    if "looped" in kernel:
+        # One launch makes both sweeps of a row, or each makes one.
+        assert len(launched[0]) == (2 if plan == "shared" else 1)
+
+
+# Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
+@pytest.mark.parametrize("num_cols, dtype", [(1024, torch.bfloat16), (1031, torch.float32)])
+def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None:
+    for mode, call in zip(LayerNorm.MODES, LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
+        check(call)
+        cost = cost_of(call)
+        assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"forward", "jvp"})
+
+
+def test_layer_norm_reads_what_is_wanted() -> None:
+    rows = LayerNorm.draw((2, 75))
+    for number in range(7):
+        check(rows.pairing(tuple(number == other for other in range(6))))
+    for number in range(4):
+        check(rows.backward(tuple(number == other for other in range(3))))
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """The same between other channels."""
+    return torch.cat([x, x.flip(1)], 1)[:, : x.shape[1]]
+
+
+def expanded_channels(dtype: torch.dtype) -> BatchNorm:
+    shape = (4, 2, 16, 24)
+    parts = {"y_bar": (1, 2, 16, 24), "x_dot": (4, 2, 1, 1), "y_bar_dot": (1, 1, 1, 1)}
+    full_size = {name: random(*part, dtype=dtype, seed=9).expand(shape) for name, part in parts.items()}
+    return BatchNorm.draw(shape, dtype).change(**full_size)
+
+
+# Channels and positions that fill no tile, so that lanes past the last one have to be masked off; parameters of their
+# own for each of two groups; samples with gaps between them; a cotangent and tangents that are one for all samples, or
+# for all positions.
+CHANNEL_LAYOUTS = {
+    "channels first": lambda dtype: BatchNorm.draw((3, 3, 17, 19), dtype),
+    "channels last": lambda dtype: BatchNorm.draw((2, 9, 11, 13), dtype, arrange=channels_last),
+    "features": lambda dtype: BatchNorm.draw((261, 9), dtype),
+    "groups": lambda dtype: BatchNorm.draw((2, 2, 2, 16, 24), dtype, batch_ndim=1),
+    "strided": lambda dtype: BatchNorm.draw((3, 3, 17, 19), dtype, arrange=with_gaps),
+    "expanded": expanded_channels,
+}
+
+
+@pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
+def test_batch_norm(layout: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]) -> None:
+    # Few programs, so that tensors of this size are to them what those of a GPU are to its programs.
+    use_processors(1)
+    turn = list(CHANNEL_LAYOUTS).index(layout)
+    # Tiles of another size, so that several programs share a channel.
+    use_limits(channel_transform_programs=4, **({"channel_tile_bytes": 4096} if turn % 2 else {}))
+    for call in CHANNEL_LAYOUTS[layout](DTYPES[turn % len(DTYPES)]).calls():
+        check(call)
+
+
+def test_batch_norm_reads_what_is_wanted(use_processors: Callable[[int], None]) -> None:
+    use_processors(1)
+    images = BatchNorm.draw((3, 3, 17, 19))
+    for number in range(6):
+        check(images.eval_bwd(tuple(number == other for other in range(5))))
+    for number in range(4):
+        check(images.train_bwd(tuple(number == other for other in range(3))))
+    for wanted in pairwise(6)[1:-1]:
+        check(images.pairing(wanted))
+
+
+# Rows one after another; with gaps between them; and operands that stand for several: one row, one number per row, and
+# one number for all, as the cotangent of a sum is.
+REDUCED_LAYOUTS = ("contiguous", "strided", "expanded")
+# Rows whose columns are adjacent, and two segments of rows that are adjacent themselves.
+DOTS = ("y_bar_dot", "y_dot")
+REDUCED_SHAPES = {"columns": ((21, 75), 1), "rows": ((2, 75, 5), 1)}
+
+
+def log_softmax(layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> LogSoftmax:
+    if layout == "expanded":
+        row = tuple(size if axis == dim else 1 for axis, size in enumerate(shape))
+        column = tuple(1 if axis == dim else size for axis, size in enumerate(shape))
+        parts = {"x": row, "y_bar": column, "x_dot": (1,) * len(shape), "y_dot": row}
+        full_size = {name: random(*part, dtype=dtype, seed=9).expand(shape) for name, part in parts.items()}
+        return LogSoftmax.draw(shape, dim, dtype).change(**full_size)
+
+    def with_gaps(x: Tensor) -> Tensor:
+        return torch.cat([x, x[..., :1]], -1)[..., :-1]
+
+    return LogSoftmax.draw(shape, dim, dtype, torch.Tensor.contiguous if layout == "contiguous" else with_gaps)
+
+
+@pytest.mark.parametrize("layout", REDUCED_LAYOUTS)
+@pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
+@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
+def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callable[..., None]) -> None:
+    (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
+    if splits:
+        use_limits(**short_rows(TILE, splits))
+        num_segments, shape[dim - 1] = 2, LONG_ROW
+    turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
+    rows = log_softmax(layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
+    launched = [check(call) for call in rows.calls()]
+    if layout != "expanded":
+        # Where one number stands for a row, it is the rows that are adjacent, and fewer of them fit.
+        assert all(("looped" in name) == bool(splits) for names in launched for name in names)
+        assert [len(names) for names in launched] == [1 + (splits > 1)] * len(launched)
+    # What is read, and how often, follows from the wanted results alike in every layout.
+    if layout == "strided" and splits < 2:
+        others = (*map(rows.pairing, pairwise(3)[1:-1]), *(rows.change(**{name: None}).bwd_jvp() for name in DOTS))
+        for call in others:
+            check(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_dropout(dtype: torch.dtype) -> None:
+    for call in dropout_calls(dtype):
+        check(call)
+    # With nothing to drop, x is copied without a kernel.
+    (x, seed, offset, _, batch_ndim) = dropout_calls(dtype)[0].args
+    assert costs.dropout_fwd(x, seed, offset, 0.0, batch_ndim).launches == 0
+
+
+def test_operands_that_no_view_fits_are_copied_once() -> None:
+    for number, call in enumerate(copying_calls(torch.float32)):
+        check(call if number % 2 else copying_calls(torch.float64)[number])
+
+
+# Public functions of the modules of launchers that launch nothing.
+HELPERS = {"per_stream"}
+# A public module without launchers.
+NO_LAUNCHERS = {"tuning"}
+
+
+def some_calls() -> list[Call]:
+    """Every launcher, in the modes that the gate above goes through."""
+    rows = LayerNorm.draw((9, 40))
+    return [
+        *rows.calls(),
+        rows.backward((False, True, False)),
+        *BatchNorm.draw((2, 3, 5, 5)).calls(),
+        *LogSoftmax.draw((2, 40), 1).calls(),
+        *dropout_calls(),
+    ]
+
+
+def modules(public: bool) -> list[ModuleType]:
+    names = (module.name for module in pkgutil.iter_modules(triton_kernels.__path__) if not module.ispkg)
+    chosen = [name for name in names if not (public and (name.startswith("_") or name in NO_LAUNCHERS))]
+    return [importlib.import_module(f"triton_kernels.{name}") for name in chosen]
+
+
+def test_every_launcher_has_costs_and_calls() -> None:
+    launchers = {name for module in modules(public=True) for name in module.__all__} - HELPERS
+    public = {
+        name
+        for module in modules(public=True)
+        for name, value in inspect.getmembers(module, inspect.isfunction)
+        if value.__module__ == module.__name__ and not name.startswith("_")
+    }
+    assert public == launchers | HELPERS, f"public and not in __all__, or the reverse: {public ^ (launchers | HELPERS)}"
+    declared = set(costs.__all__) - {"Cost"}
+    assert launchers == declared, f"launchers without costs, or the reverse: {launchers ^ declared}"
+    called = {call.launcher.__name__ for call in some_calls()}
+    assert launchers == called, f"launchers that no gate calls, or the reverse: {launchers ^ called}"
+
+
+def test_every_kernel_is_launched(use_limits: Callable[..., None]) -> None:
+    kernels = {
+        name for module in modules(public=False) for name, value in vars(module).items() if isinstance(value, Kernel)
+    }
+    launched: set[str] = set()
+    with intercept(lambda kernel, *launch: launched.add(kernel.__name__)):
+        for limits in ({}, short_rows(16, 1)):
+            use_limits(**limits)
+            for call in some_calls():
+                call.results()
+    assert kernels == launched, f"kernels that no gate launches: {kernels - launched}"

@@ -1,0 +1,139 @@
+"""What the gates of `test_every_launcher` must not let through, one fault for each thing that they hold."""
+
+# Compile-time constants are upper case, as in the kernels of the package.
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from tests.kernels import truth
+from tests.kernels.calls import Call, random
+from tests.kernels.interpreting import OutOfBoundsError
+from tests.kernels.test_every_launcher import check, check_order
+from tests.kernels.truth import Exact
+from triton_kernels import costs
+from triton_kernels._kernel import Kernel
+from triton_kernels.costs import Cost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+NUM_ROWS, NUM_COLS = 6, 1000
+NUM_BYTES = NUM_ROWS * NUM_COLS * 4
+
+
+def _center_rows(
+    x_ptr,
+    y_ptr,
+    num_cols,
+    shift,
+    SCALE: tl.constexpr,
+    READS: tl.constexpr,
+    STORES: tl.constexpr,
+    LANES: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """`x - mean(x)` of a row per program, with as many mistakes as its flags ask for."""
+    row, cols = tl.program_id(0) * num_cols, tl.arange(0, BLOCK_COLS)
+    mask = cols < num_cols
+    for _ in tl.static_range(READS):
+        # As a mask that was forgotten: the lanes past the end are read, and thrown away.
+        x = tl.where(mask, tl.load(x_ptr + row + cols, mask=cols < LANES, other=0.0), 0.0)
+    y = (x - tl.sum(x, axis=0) / num_cols) * SCALE
+    for _ in tl.static_range(STORES):
+        tl.store(y_ptr + row + shift + cols, y, mask=mask)
+    if ATOMIC:
+        tl.atomic_add(y_ptr + cols, y, mask=mask)
+
+
+def _overwrite_row(x_ptr, y_ptr, num_cols, BLOCK_COLS: tl.constexpr):
+    """Store a row where every other program stores its own."""
+    cols = tl.arange(0, BLOCK_COLS)
+    row = tl.load(x_ptr + tl.program_id(0) * num_cols + cols, mask=cols < num_cols)
+    tl.store(y_ptr + cols, row, mask=cols < num_cols)
+
+
+_center_kernel, _overwrite_kernel = Kernel(_center_rows), Kernel(_overwrite_row)
+
+
+def center(x: Tensor, y: Tensor | None = None, launches: int = 1, **flags: Any) -> Tensor:
+    y = torch.empty_like(x) if y is None else y
+    flags = {"SCALE": 1, "READS": 1, "STORES": 1, "LANES": NUM_COLS, "ATOMIC": False, **flags}
+    shift = flags.pop("shift", 0)
+    for _ in range(launches):
+        _center_kernel[(len(x),)](x, y, NUM_COLS, shift, BLOCK_COLS=1024, **flags)
+    return y
+
+
+def held(x: Tensor) -> Tensor:
+    """A launcher with a second scratch tensor."""
+    scratch = [x.new_empty(2, 8), x.new_empty(3)]
+    assert len(scratch) == 2
+    return center(x)
+
+
+# What a launcher does, and the complaint; none where it does what it declares.
+LAUNCHERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
+    "nothing wrong": (center, None),
+    "another value": (lambda x: center(x, SCALE=42), "result 0 .* is off by"),
+    "a load without a mask": (lambda x: center(x, LANES=1024), "loads outside of x_ptr: .* elements at 6000 to 6023"),
+    "a store past the end": (lambda x: center(x, shift=1), "stores outside of y_ptr"),
+    "an operand read twice": (lambda x: center(x, READS=2), "loads 48000 bytes of x, 24000 declared"),
+    "a result written twice": (lambda x: center(x, STORES=2), "writes a result twice"),
+    "a result left out": (lambda x: center(x, STORES=0), "writes 0"),
+    "an atomic operation": (lambda x: center(x, ATOMIC=True), "reads|writes|moves"),
+    "one launch too many": (lambda x: center(x, launches=2), "1 launches are declared"),
+    "a pass over a result": (lambda x: center(x).mul_(1.0), "runs mul_ beside"),
+    "a copy of a result": (lambda x: center(x).clone(), "1 copies, 0 declared"),
+    "a sum of partial results": (lambda x: (x.new_empty(4, 8).sum(0), center(x))[1], "runs sum beside"),
+    "a second scratch tensor": (held, r"2 scratch tensors, \[\(2, 8\), \(3,\)\], beside its results"),
+}
+
+
+@pytest.mark.parametrize("launcher, complaint", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(x: Tensor) -> Tensor:
+        return launcher(x)
+
+    cost = Cost(NUM_BYTES, NUM_BYTES, 2 * NUM_BYTES, 0, 1, loads=(("x", NUM_BYTES),))
+    monkeypatch.setattr(costs, "launch", lambda x: cost, raising=False)
+    formula = lambda x: [Exact(x.double() - x.double().mean(1, keepdim=True), x.dtype)]  # noqa: E731
+    monkeypatch.setitem(truth.FORMULAS, "launch", formula)
+    call = Call(launch, (random(NUM_ROWS, NUM_COLS),))
+    if complaint is None:
+        assert check(call) == ["_center_rows"]
+        return
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=complaint):
+        check(call)
+
+
+def test_a_race_is_caught() -> None:
+    def last_row(x: Tensor) -> Tensor:
+        y = torch.empty(NUM_COLS)
+        _overwrite_kernel[(len(x),)](x, y, NUM_COLS, BLOCK_COLS=1024)
+        return y
+
+    call = Call(last_row, (random(NUM_ROWS, NUM_COLS),))
+    with pytest.raises(pytest.fail.Exception, match="depends on the order"):
+        check_order(call, call.results())
+
+
+# Elements of a view are within bounds, the gaps between them and what lies beside them are not.
+@pytest.mark.parametrize(
+    "view, shift",
+    [(lambda x: x[:, ::2], 1), (lambda x: x[2:], -1), (lambda x: x[:2], 2 * NUM_COLS)],
+    ids=["gaps", "before", "behind"],
+)
+def test_neighbors_of_a_view_are_out_of_bounds(view: Callable[[Tensor], Tensor], shift: int) -> None:
+    whole = random(NUM_ROWS, NUM_COLS)
+    y = view(whole)
+    with pytest.raises(OutOfBoundsError, match="stores outside of y_ptr"):
+        center(random(1, NUM_COLS), y, shift=shift)
