@@ -26,11 +26,11 @@ import json
 import pathlib
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from perf.workloads import DROPOUT_P, GPU_WORKLOADS
+from perf.workloads import CHANNEL_OPS, DROPOUT_P, GPU_WORKLOADS
 from triton_kernels import costs, launch
 
 if TYPE_CHECKING:
@@ -41,9 +41,20 @@ if TYPE_CHECKING:
 
 DEVICES = pathlib.Path(__file__).parent / "devices"
 OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "perf"
-MODES = ("forward", "backward", "forward_backward", "jvp", "hvp", "double_backward")
 EPS = 1e-5
 MOMENTUM = 0.1
+
+# The launchers that a step of each mode calls: forward mode and Hessian-vector products compute the values beside the
+# tangents. The suite's Hessian-vector products are those of a loss that is linear in y, so y_bar has no tangent.
+_LAUNCHERS = {
+    "forward": ("fwd",),
+    "backward": ("bwd",),
+    "forward_backward": ("fwd", "bwd"),
+    "jvp": ("fwd", "jvp"),
+    "hvp": ("fwd", "jvp", "bwd", "bwd_jvp"),
+    "double_backward": ("pairing",),
+}
+MODES = tuple(_LAUNCHERS)
 
 # Programs of a sweep over long rows that run at once on a processor: the compiler reports 37 to 64 registers for most
 # sweeps of 512 threads, and the register file has room for two or three times that (docs/perf/machine_code). Kernels
@@ -117,8 +128,7 @@ def write_device(path: pathlib.Path, device: Device) -> None:
     path.write_text(json.dumps({"name": device.name, "chip": device.chip, "values": values}, indent=2) + "\n")
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Times in microseconds that a call should take on a device, and what they follow from."""
 
     floor_us: float
@@ -181,49 +191,33 @@ def calls_of(workload: Workload, mode: str) -> list[Cost]:
     return [calls[name] for name in names]
 
 
-# What a step of each mode calls: forward mode and Hessian-vector products compute the values beside the tangents. The
-# suite's Hessian-vector products are those of a loss that is linear in y, so y_bar has no tangent.
-_LAUNCHERS = {
-    "forward": ("fwd",),
-    "backward": ("bwd",),
-    "forward_backward": ("fwd", "bwd"),
-    "jvp": ("fwd", "jvp"),
-    "hvp": ("fwd", "jvp", "bwd", "bwd_jvp"),
-    "double_backward": ("pairing",),
-}
-_DOUBLE_BACKWARD = (True, True, True, False, False, False)
+def _operands(workload: Workload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """The input, its weight, and a vector of statistics."""
 
+    def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _operand(workload: Workload) -> torch.Tensor:
-    x = _meta(workload.shape, workload.torch_dtype)
-    return x.contiguous(memory_format=torch.channels_last) if workload.channels_last else x
-
-
-def _param(workload: Workload) -> torch.Tensor | None:
-    return _meta((workload.num_params,), getattr(torch, workload.param_dtype)) if workload.num_params else None
+    x = meta(workload.shape, workload.torch_dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if workload.channels_last else x
+    weight = meta((workload.num_params,), getattr(torch, workload.param_dtype)) if workload.num_params else None
+    return x, weight, meta(workload.shape[1:2] if workload.op in CHANNEL_OPS else workload.shape[:-1], torch.float32)
 
 
 def _layer_norm_calls(workload: Workload) -> dict[str, Cost]:
-    x, weight = _operand(workload), _param(workload)
-    stat = _meta(workload.shape[:-1], torch.float32)
-    params = (weight is not None,) * 2
+    x, weight, stat = _operands(workload)
+    wanted = (True, weight is not None, weight is not None)
     operands = (x, x, weight, stat, stat)
-    wanted = (True, True, weight is not None, False, False, False)
     return {
         "fwd": costs.layer_norm_fwd(x, weight, weight, 1, 0, EPS),
-        "bwd": costs.layer_norm_bwd(*operands, 1, 0, (True, *params)),
+        "bwd": costs.layer_norm_bwd(*operands, 1, 0, wanted),
         "jvp": costs.layer_norm_jvp(x, weight, stat, stat, x, weight, weight, 1, 0),
-        "bwd_jvp": costs.layer_norm_bwd_jvp(*operands, None, x, weight, 1, 0, (True, *params)),
-        "pairing": costs.layer_norm_pairing(*operands, x, None, None, 1, 0, wanted),
+        "bwd_jvp": costs.layer_norm_bwd_jvp(*operands, None, x, weight, 1, 0, wanted),
+        "pairing": costs.layer_norm_pairing(*operands, x, None, None, 1, 0, (True, *wanted[:2], False, False, False)),
     }
 
 
 def _log_softmax_calls(workload: Workload) -> dict[str, Cost]:
-    x = _operand(workload)
+    x, *_ = _operands(workload)
     dim = workload.dim % x.dim()
     return {
         "fwd": costs.log_softmax_fwd(x, dim, None),
@@ -235,33 +229,32 @@ def _log_softmax_calls(workload: Workload) -> dict[str, Cost]:
 
 
 def _batch_norm_calls(workload: Workload) -> dict[str, Cost]:
-    x, weight = _operand(workload), _param(workload)
-    stat = _meta((workload.shape[1],), torch.float32)
-    params = (weight is not None,) * 2
+    x, weight, stat = _operands(workload)
+    wanted = (True, weight is not None, weight is not None)
     operands = (x, x, weight, stat, stat)
     return {
         "fwd": costs.batch_norm_train_fwd(x, weight, weight, None, None, 0, MOMENTUM, EPS),
-        "bwd": costs.batch_norm_train_bwd(*operands, 0, (True, *params)),
+        "bwd": costs.batch_norm_train_bwd(*operands, 0, wanted),
         "jvp": costs.batch_norm_train_jvp(x, weight, stat, stat, x, weight, weight, 0),
-        "bwd_jvp": costs.batch_norm_bwd_jvp(*operands, None, x, weight, 0, (True, *params)),
-        "pairing": costs.batch_norm_pairing(*operands, x, None, None, 0, _DOUBLE_BACKWARD),
+        "bwd_jvp": costs.batch_norm_bwd_jvp(*operands, None, x, weight, 0, wanted),
+        "pairing": costs.batch_norm_pairing(*operands, x, None, None, 0, (True, True, True, False, False, False)),
     }
 
 
 def _batch_norm_eval_calls(workload: Workload) -> dict[str, Cost]:
-    x, weight = _operand(workload), _param(workload)
-    stat = _meta((workload.shape[1],), torch.float32)
-    params = (weight is not None,) * 2
+    x, weight, stat = _operands(workload)
+    wanted = (True, weight is not None, weight is not None, False, False)
     return {
         "fwd": costs.batch_norm_eval_fwd(x, weight, weight, stat, stat, 0, EPS),
-        "bwd": costs.batch_norm_eval_bwd(x, x, weight, stat, stat, 0, EPS, (True, *params, False, False)),
+        "bwd": costs.batch_norm_eval_bwd(x, x, weight, stat, stat, 0, EPS, wanted),
         "jvp": costs.batch_norm_eval_jvp(x, weight, stat, stat, x, weight, weight, None, None, 0, EPS),
     }
 
 
 def _dropout_calls(workload: Workload) -> dict[str, Cost]:
     # It is linear: each of its derivatives is itself.
-    call = costs.dropout_fwd(_operand(workload), _meta((), torch.int64), None, DROPOUT_P, 0)
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    call = costs.dropout_fwd(_operands(workload)[0], seed, None, DROPOUT_P, 0)
     return dict.fromkeys(("fwd", "bwd", "jvp"), call)
 
 
@@ -286,6 +279,7 @@ def predictions(workloads: Sequence[Workload], device: Device) -> Mapping[tuple[
 
 def format_table(found: Mapping[tuple[str, str], Prediction], device: Device) -> str:
     """Markdown page with the predictions and the values behind them."""
+    values = {name.replace("_", " "): getattr(device, name) for name in _VALUES}
     lines = [
         f"# Predicted times on {device.name}",
         "",
@@ -293,7 +287,7 @@ def format_table(found: Mapping[tuple[str, str], Prediction], device: Device) ->
         "",
         "| value of the device | | measured | source |",
         "|---|---:|---|---|",
-        *(f"| {name} | {v.value:g} | {'yes' if v.measured else 'no'} | {v.source} |" for name, v in _values(device)),
+        *(f"| {name} | {v.value:g} | {'yes' if v.measured else 'no'} | {v.source} |" for name, v in values.items()),
         "",
         "| workload | mode | launches | minimum MB | moved MB | floor us | cached us | memory us |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -305,10 +299,6 @@ def format_table(found: Mapping[tuple[str, str], Prediction], device: Device) ->
     return "\n".join(lines) + "\n"
 
 
-def _values(device: Device) -> list[tuple[str, Value]]:
-    return [(name.replace("_", " "), getattr(device, name)) for name in _VALUES]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table of predictions, or write it to a file."""
     parser = argparse.ArgumentParser(prog="python -m perf predict", description="Predict the times of the suite.")
@@ -318,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = read_device(options.device)
     page = format_table(predictions(GPU_WORKLOADS, device), device)
-    out: Any = options.out
+    out = options.out
     if options.write and out is None:
         out = OUTPUT / f"predictions_{pathlib.Path(options.device).stem}.md"
     if out is None:

@@ -45,14 +45,11 @@ class Workload:
 
     Attributes:
         name: Where the shape comes from, unique together with `op`, `shape`, `dtype` and `channels_last`.
-        op: One of `OPS`.
+        op: One of `OPS`; `batch_norm_eval` is batch norm with given statistics.
         shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
-            dim 1; `batch_norm_eval` is batch norm with given statistics.
-        dtype: Of the input: a key of `ITEMSIZES`.
-        dim: What log-softmax reduces.
+            dim 1, in either memory format.
         affine: Whether a norm has a weight and a bias.
-        channels_last: Memory format of batch norm's input.
-        modes: What its kernels are compiled, predicted and, if asked for, measured in on a GPU.
+        modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
         telling: Whether it stands for its family: a quick run measures all of its modes too, and peers that tune for
