@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import importlib
 import json
 import os
@@ -29,12 +30,9 @@ if TYPE_CHECKING:
     from perf.suite.plan import Unit
     from perf.suite.results import Row
 
-# One core stays for the controller.
 MAX_COMPILERS = 16
 # A unit that takes longer hangs, or had better: pytest-timeout ends its process.
 LIMIT_SECONDS = 90
-# What all users of the machine open, so that runs of several people take turns.
-LOCKS = Path("/tmp" if os.name == "posix" else tempfile.gettempdir())
 
 
 def doing_file(directory: Path, unit: Unit) -> Path:
@@ -66,9 +64,8 @@ class Collector:
     def __init__(self, plan: dict[str, Any], directory: Path) -> None:
         self.plan, self.directory = plan, directory
         self.rows: dict[str, list[Row]] = {}
-        self.reported: dict[str, dict] = {"calibration": {}, "clocks": {}}
-        self.overhead: dict[str, Any] | None = None
-        self.compiled: set[str] = set()
+        self.reported: dict[str, Any] = {"calibration": {}, "clocks": {}, "overhead": None}
+        self._compiled: set[str] = set()
         self._owned: list[str] = []
         self._failed: dict[str, str] = {}
 
@@ -85,20 +82,18 @@ class Collector:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what a test reports."""
+        item, found = _item(report.nodeid), dict[str, Any](report.user_properties)
         if report.when != "call":
             return
-        found: dict[str, Any] = dict(report.user_properties)
-        item = _item(report.nodeid)
         if "test_compile[" in report.nodeid:
-            if not report.skipped:
-                self.compiled.add(item)
+            self._compiled |= set() if report.skipped else {item}
         elif "overhead" in found:
-            self.overhead = found["overhead"]
+            self.reported["overhead"] = found["overhead"]
         elif "rows" in found:
             self.rows[item] = found["rows"]
-            gpu, calibrations = found.get("calibration", ("cpu", {}))
-            self.reported["calibration"].setdefault(gpu, {}).update(calibrations)
-            gpu, clocks = found.get("clocks", (None, None))
+            device, calibrations = found["calibration"]
+            self.reported["calibration"].setdefault(device, {}).update(calibrations)
+            gpu, clocks = found["clocks"]
             if clocks:
                 self.reported["clocks"].setdefault(gpu, []).append(clocks)
         elif report.failed:
@@ -130,19 +125,15 @@ class Collector:
         """Have the measurements go without first calls that would take long. Those of this package do not."""
         for unit, name in compile_items(self.plan):
             known = name == OURS or name in read_against(self.directory, unit)
-            if not known and f"{unit['id']}: {name}" not in self.compiled:
+            if not known and f"{unit['id']}: {name}" not in self._compiled:
                 self._exclude(unit, name, SKIPPED, f"{OUT_OF_TIME}: not compiled in time; see --seconds")
 
     def all_rows(self) -> Iterator[Row]:
         """Every row of the plan; who did not report one is in a row that says why."""
         for unit in self.plan["units"]:
-            if unit["id"] in self.rows:
-                yield from self.rows[unit["id"]]
-                continue
             failed = self._failed.get(unit["id"])
-            early = f"{OUT_OF_TIME}: the run ended before this unit did"
-            for name in self.plan["providers"]:
-                yield row_for(unit, name, *((ERROR, failed) if failed else (SKIPPED, early)))
+            why = (ERROR, failed) if failed else (SKIPPED, f"{OUT_OF_TIME}: the run ended before this unit did")
+            yield from self.rows.get(unit["id"]) or [row_for(unit, name, *why) for name in self.plan["providers"]]
 
 
 def _item(nodeid: str) -> str:
@@ -162,78 +153,57 @@ def run(options: Options) -> dict[str, Any]:
     # pytest could only say so once it runs.
     for name in ("xdist", "pytest_timeout"):
         importlib.import_module(name)
-    device = machine.describe(options.device)
-    package = machine.package()
+    device, package = machine.describe(options.device), machine.package()
     plan = make_plan(options, {name: reason_against(name) for name in options.names})
     plan["gpus"] = device.get("gpus", [])
     reserved = min(OVERHEAD_SECONDS, OVERHEAD_SHARE * options.total_seconds) if plan["overhead"] else 0.0
     plan["deadline"] = start + options.total_seconds - reserved
     plan["compile_deadline"] = start + COMPILE_SHARE * options.total_seconds
-    compiled, interrupted = start, False
+    compiled, status = start, pytest.ExitCode.INTERRUPTED
     with contextlib.ExitStack() as stack:
         for gpu in sorted(plan["gpus"]):
-            stack.enter_context(_locked(gpu))
+            # Other runs of this user wait.
+            name = f"torch-training-primitives-{getpass.getuser()}-{gpu}.lock"
+            stack.enter_context(FileLock(Path(tempfile.gettempdir()) / name))
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perf-run-")))
         write_json(directory / "plan.json", plan)
         collector = Collector(plan, directory)
-        stack.enter_context(_environment())
+        _prepare_environment()
         with contextlib.suppress(KeyboardInterrupt):
-            status = pytest.ExitCode.OK
             if plan["gpus"] and (items := len(compile_items(plan))):
                 workers = options.workers or max(1, min(machine.usable_cores() - 1, MAX_COMPILERS))
-                status = _pytest(collector, min(workers, items), "test_compile")
+                if _pytest(collector, min(workers, items), "test_compile") == pytest.ExitCode.INTERRUPTED:
+                    raise KeyboardInterrupt
                 compiled = time.time()
             collector.exclude_what_is_not_compiled()
-            if status != pytest.ExitCode.INTERRUPTED:
-                tests = ["test_unit", "test_overhead"] if plan["overhead"] else ["test_unit"]
-                status = _pytest(collector, max(len(plan["gpus"]), 1), *tests)
-            interrupted = status == pytest.ExitCode.INTERRUPTED
-    if interrupted:
+            tests = ["test_unit", "test_overhead"] if plan["overhead"] else ["test_unit"]
+            status = _pytest(collector, max(len(plan["gpus"]), 1), *tests)
+    if status == pytest.ExitCode.INTERRUPTED:
         print("Stopped: what was measured is kept.", file=sys.stderr)
     rows = list(collector.all_rows())
     return {
         "schema": SCHEMA,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "options": plan["options"],
-        "complete": not interrupted and not any(map(out_of_time, rows)),
+        "complete": status != pytest.ExitCode.INTERRUPTED and not any(map(out_of_time, rows)),
         "package": package,
         "device": device,
         "environment": machine.environment(),
-        **collector.reported,
         "providers": plan["available"],
-        "overhead": collector.overhead,
+        **collector.reported,
         "rows": rows,
         "seconds": {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)},
     }
 
 
-@contextlib.contextmanager
-def _locked(gpu: str) -> Iterator[None]:
-    """Hold a GPU alone among the runs on this machine; containers with a directory of their own do not see it."""
-    lock = FileLock(LOCKS / f"torch-training-primitives-perf-{gpu}.lock", mode=0o666)
-    try:
-        lock.acquire()
-    except OSError as error:
-        print(f"{lock.lock_file} cannot be locked ({error}): another run may measure beside this one.", file=sys.stderr)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Context of the sessions: every request to end counts as Ctrl-C, and workers load what they need alone."""
+def _prepare_environment() -> None:
+    """Have every request to end count as Ctrl-C, and workers load what they need alone."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     # Inductor's own pools of compilers would multiply with the workers.
-    own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    os.environ.update({name: value for name, value in own.items() if name not in os.environ})
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), signal.default_int_handler) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+    for name in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, "1")
 
 
 def _pytest(collector: Collector, workers: int, *tests: str) -> int | pytest.ExitCode:
