@@ -1,11 +1,15 @@
-"""One option for every test: the device that the records run on."""
+"""What every test shares: the device that the records run on, and the implementations that they run."""
 
 from __future__ import annotations
 
 import pathlib
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KERNEL_TESTS = pathlib.Path(__file__).parent / "kernels"
 
@@ -43,6 +47,30 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("--device cuda: torch sees no CUDA device.", returncode=pytest.ExitCode.USAGE_ERROR)
     return torch.device(name)
+
+
+BACKENDS = {"reference": "reference", "cpu": "auto", "triton": "triton", "cuda": "auto"}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of records run on every implementation that a process has, for each of their parameters in turn."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    if KERNEL_TESTS in metafunc.definition.path.parents:
+        names = ["triton"]
+    else:
+        names = ["cuda"] if metafunc.config.getoption("--device") == "cuda" else ["reference", "cpu"]
+    metafunc.parametrize("backend", names, indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which implementation every primitive runs: the reference, kernels for the CPU, or Triton's."""
+    from primitives import use_backend
+
+    with use_backend(BACKENDS[request.param]):
+        yield request.param
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,13 +38,18 @@ class Sample:
     layout: str = "contiguous"
     mixed: bool = False
 
+    @property
+    def numel(self) -> int:
+        """Elements of `x`."""
+        return math.prod(self.shape)
+
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.shape)), *[f"{k}={v}" for k, v in self.options], self.layout]
         parts += [f"no_{name}" for name in self.absent] + ["mixed"] * self.mixed
         return "-".join(parts)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OpCase:
     """An op and what its tests need to know.
 
@@ -61,6 +67,7 @@ class OpCase:
         samples: What reference and kernels are tested on.
         small: A few elements, for derivatives by differences, compilers and vmap.
         tiny: Fewer still, for derivatives of order four.
+        large: Past the sizes up to which kernels hold rows, tiles and sums at once, in float64 on every chip.
         not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
         positive: Arguments that must be positive.
         second_order: Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed.
@@ -80,10 +87,16 @@ class OpCase:
     samples: tuple[Sample, ...]
     small: Sample
     tiny: Sample
+    large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
     positive: tuple[str, ...] = ()
     second_order: tuple[pr.core.Primitive, ...] = ()
     dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    @property
+    def narrower(self) -> tuple[torch.dtype, ...]:
+        """Supported dtypes but float64."""
+        return tuple(dtype for dtype in self.dtypes if dtype is not torch.float64)
 
     @property
     def is_linear(self) -> bool:

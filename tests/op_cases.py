@@ -66,9 +66,9 @@ LAYER_NORM = OpCase(
     parameter_shape=lambda sample: sample.shape[-dict(sample.options)["norm_ndim"] :],
     samples=_samples(
         shapes=[
+            ((13, 31), _ONE_AXIS),
             ((0, 5), _ONE_AXIS),
             ((1, 1), _ONE_AXIS),
-            ((13, 31), _ONE_AXIS),
             ((3, 257), _ONE_AXIS),
             ((2, 3, 5, 4), _options(norm_ndim=2)),
             ((2, 7), _options(norm_ndim=2)),
@@ -80,6 +80,7 @@ LAYER_NORM = OpCase(
     ),
     small=Sample((2, 3, 4), _ONE_AXIS),
     tiny=Sample((1, 3), _ONE_AXIS),
+    large=(Sample((3, 8195), _ONE_AXIS), Sample((17_000, 9), _ONE_AXIS), Sample((5, 16_500), _ONE_AXIS)),
     not_kept=("bias", "y"),
 )
 
@@ -121,15 +122,21 @@ def _torch_batch_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, runn
 _CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]
 _CHANNEL_LAYOUTS = ["contiguous", "channels_last", "transposed", "sliced", "expanded"]
 _CHANNEL_SHAPES = [
+    ((3, 2, 3, 5), ()),
     ((0, 3, 2), ()),
     ((2, 1, 1, 2), ()),
-    ((3, 2, 3, 5), ()),
     ((13, 5), ()),
     ((2, 3, 131), ()),
     ((2, 3, 2, 2, 3), ()),
 ]
 
 
+# Of each channel more values than any kernel adds up at once, in each layout.
+_LARGE_CHANNELS = (
+    Sample((2, 3, 17_000)),
+    Sample((33_000, 5)),
+    Sample((3, 9, 64, 90), layout="channels_last"),
+)
 _NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM = OpCase(
     name="batch_norm",
@@ -151,6 +158,7 @@ BATCH_NORM = OpCase(
     ),
     small=Sample((3, 2, 2)),
     tiny=Sample((3, 1), absent=_NO_RUNNING),
+    large=_LARGE_CHANNELS,
     not_kept=("bias", "y", "running_mean", "running_var"),
     positive=("running_var",),
 )
@@ -183,6 +191,7 @@ BATCH_NORM_EVAL = OpCase(
     samples=_samples([*_CHANNEL_SHAPES, ((1, 1), ())], _CHANNEL_ABSENT, _CHANNEL_LAYOUTS),
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
+    large=_LARGE_CHANNELS,
     not_kept=("bias", "y"),
     positive=("running_var",),
 )
@@ -211,11 +220,11 @@ LOG_SOFTMAX = OpCase(
     parameter_shape=lambda sample: (),
     samples=_samples(
         shapes=[
+            ((13, 31), _options(dim=0)),
             ((0, 5), _options(dim=1)),
             ((5, 0), _options(dim=0)),
             ((), _options(dim=0)),
             ((1, 1), _options(dim=-1)),
-            ((13, 31), _options(dim=0)),
             ((3, 257), _options(dim=1)),
             ((2, 5, 3, 4), _options(dim=1)),
             ((2, 7), _options(dim=-1, dtype=torch.float32)),
@@ -228,6 +237,11 @@ LOG_SOFTMAX = OpCase(
     ),
     small=Sample((2, 3, 2), _options(dim=1)),
     tiny=Sample((1, 3), _options(dim=1)),
+    large=(
+        Sample((3, 8195), _options(dim=1)),
+        Sample((3, 66_000), _options(dim=1)),
+        Sample((8200, 17), _options(dim=0)),
+    ),
     not_kept=("x",),
 )
 
@@ -257,9 +271,9 @@ DROPOUT = OpCase(
     parameter_shape=lambda sample: (),
     samples=_samples(
         shapes=[
+            ((5, 13), _options(p=0.1)),
             ((0, 5), _options(p=0.5)),
             ((), _options(p=0.3)),
-            ((5, 13), _options(p=0.1)),
             ((2, 8, 3, 4), _options(p=0.9)),
             ((9,), _options(p=1.0)),
         ],
@@ -268,6 +282,7 @@ DROPOUT = OpCase(
     ),
     small=Sample((2, 3, 4), _options(p=0.4)),
     tiny=Sample((1, 3), _options(p=0.4)),
+    large=(Sample((3, 4099), _options(p=0.4)),),
     not_kept=("x", "y"),
 )
 

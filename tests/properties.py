@@ -1,24 +1,26 @@
-"""What every op has to satisfy, as functions of one record: the reference and the kernels are held to the same."""
+"""What every op has to satisfy, as functions of one record: every implementation is held to the same.
+
+Public functions are held to the definition in float64, to the second order. The calls of primitives that they make are
+each held to the reference in float64, which the former ties to the definition, and to what a compiler is told of them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import LAYOUTS, assert_close, coarsest, like, subsets
+from tests.call_properties import Call, CallRecorder, distinct
+from tests.support import LAYOUTS, assert_close, coarsest, like, nested, subsets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from tests.op_cases import OpCase, Sample
-
-BATCH = 2
 
 
 # Against the definition.
@@ -80,53 +82,70 @@ def _double(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.double()
 
 
+def second_derivatives(
+    function: Callable[..., Tensor], primals: Sequence[Tensor], dots: Sequence[Tensor], y_bar: Tensor, y_bar_dot: Tensor
+) -> Iterator[tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Name of each way to compose two modes, its results, and the inputs that these are the derivatives of."""
+    primals, dots = tuple(primals), tuple(dots)
+
+    def vjp_of(y_bar: Tensor, *primals: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(function, *primals)[1](y_bar)
+
+    def jvp_of(primals: tuple[Tensor, ...], dots: tuple[Tensor, ...]) -> Tensor:
+        return torch.func.jvp(function, primals, dots)[1]
+
+    yield "vjp of vjp", torch.func.vjp(vjp_of, y_bar, *primals)[1](dots), (y_bar, *primals)
+    yield "jvp of vjp", torch.func.jvp(vjp_of, (y_bar, *primals), (y_bar_dot, *dots))[1], primals
+    # Without a tangent of the cotangent: what a Hessian-vector product of a sum asks for.
+    yield "jvp of vjp, y_bar fixed", torch.func.jvp(lambda *p: vjp_of(y_bar, *p), primals, dots)[1], primals
+    primal_bars, dot_bars = torch.func.vjp(jvp_of, primals, dots)[1](y_bar)
+    yield "vjp of jvp", (*primal_bars, *dot_bars), (*primals, *dots)
+
+
+def directions(case: OpCase, sample: Sample, inputs: dict[str, Any], names: Sequence[str]) -> tuple:
+    """Primals, tangents of the layout of their primals (torch refuses others), cotangent and its tangent."""
+    primals = [inputs[name] for name in names]
+    dots = [like(inputs[name], seed=11 + i, layout=sample.layout) for i, name in enumerate(names)]
+    shaped = torch.empty_like(inputs["x"], dtype=output_dtype(case, sample, inputs["x"]))
+    layout = cotangent_layout(sample)
+    return primals, dots, like(shaped, seed=7, layout=layout), like(shaped, seed=8, layout=layout)
+
+
+@functools.lru_cache(maxsize=2)
+def true_second_derivatives(
+    case: OpCase, sample: Sample, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]
+) -> list:
+    """`second_derivatives` of the definition, in float64; each is asked for by one backend after the other."""
+    inputs = case.inputs(sample, dtype, device)
+    primals, dots, *bars = directions(case, sample, inputs, names)
+    wide = ([value.double() for value in values] for values in (primals, dots, bars))
+    wide_primals, wide_dots, wide_bars = wide
+    return list(second_derivatives(case.of(names, inputs, sample, true=True), wide_primals, wide_dots, *wide_bars))
+
+
+def check_second_order(
+    case: OpCase, sample: Sample, dtype: torch.dtype, device: torch.device, names: Sequence[str]
+) -> list[Call]:
+    """All second derivatives in the arguments `names` have the value of the definition's.
+
+    Returns:
+        The calls of primitives that these make, those of first order among them, none twice.
+    """
+    inputs = case.inputs(sample, dtype, device)
+    primals, dots, y_bar, y_bar_dot = directions(case, sample, inputs, names)
+    with CallRecorder() as recorder:
+        ours = list(second_derivatives(case.of(names, inputs, sample), primals, dots, y_bar, y_bar_dot))
+    theirs = true_second_derivatives(case, sample, dtype, device, tuple(names))
+    # Through dtype= derivatives pass the coarser of two dtypes.
+    narrow = [y_bar.dtype] if "dtype" in dict(sample.options) else []
+    for (what, actual, of), (_, expected, _) in zip(ours, theirs, strict=True):
+        for i, (got, want, value) in enumerate(zip(actual, expected, of, strict=True)):
+            precision = coarsest(value.dtype, *narrow)
+            assert_close(got, want, dtype=value.dtype, precision=precision, order=2, what=f"{what}, result {i}")
+    return distinct(recorder.calls)
+
+
 # Calls of the primitives that lie under a public function.
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of a primitive as the dispatcher saw it."""
-
-    overload: Any
-    args: tuple
-
-    def __str__(self) -> str:
-        return self.overload._schema.name.split("::")[1]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the arguments."""
-        return [argument.name for argument in self.overload._schema.arguments]
-
-    def argument(self, name: str) -> Any:
-        """Argument `name`."""
-        return self.args[self.names.index(name)]
-
-    @property
-    def tensors(self) -> list[int]:
-        """Positions of the arguments that are tensors in this call."""
-        return [i for i, value in enumerate(self.args) if isinstance(value, torch.Tensor)]
-
-    def outputs(self, args: Sequence[Any] | None = None) -> tuple[Tensor, ...]:
-        """Outputs of the primitive, for other arguments if some are given."""
-        out = self.overload(*(self.args if args is None else args))
-        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
-
-
-class CallRecorder(TorchDispatchMode):
-    """Collects the calls of this package's primitives that are made inside it, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Note the call and run it."""
-        if func.namespace == "primitives":
-            plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
-            padding = [a.default_value for a in func._schema.arguments[len(plain) :]]
-            self.calls.append(Call(func, (*plain, *padding)))
-        return func(*args, **(kwargs or {}))
 
 
 def vjp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> Call:
@@ -150,89 +169,49 @@ def jvp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], nam
     return call
 
 
-def recorded_calls(
-    case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], *, every_subset: bool = False
-) -> list[Call]:
-    """Forward, vjp and jvp calls, for each perturbable argument alone and all together, or for every subset of them."""
+def recorded_calls(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None]) -> list[Call]:
+    """Forward, vjp and jvp calls, for each perturbable argument alone and all together."""
     with CallRecorder() as recorder:
         case.outputs(inputs, sample)
     names = case.perturbable(sample)
-    chosen = [s for s in subsets(names) if every_subset or len(s) in (1, len(names))]
+    chosen = [s for s in subsets(names) if len(s) in (1, len(names))]
     vjps = [vjp_call(case, sample, inputs, subset) for subset in chosen]
     return [*recorder.calls, *vjps, *[jvp_call(case, sample, inputs, subset) for subset in chosen]]
 
 
-def layout_of(x: Tensor) -> tuple:
-    """Shape, dtype and the strides that mean something: axes of one element, and empty tensors, have any."""
-    strides = [s for size, s in zip(x.shape, x.stride(), strict=True) if size > 1] if x.numel() else []
-    return tuple(x.shape), x.dtype, strides
+# Derivatives of any order.
 
 
-def check_fake(call: Call) -> None:
-    """A call on tensors without data has the shapes, dtypes and strides of the real call."""
-    from torch._subclasses import FakeTensorMode
+def _problem(case: OpCase, device: torch.device, positions: tuple[int, ...] | None, *, true: bool) -> tuple:
+    """`y` of the tiny sample as a function of its arguments, or without `positions` of one vector that holds them."""
+    inputs = case.inputs(case.tiny, torch.float64, device)
+    names = case.perturbable(case.tiny)
+    function, args = case.of(names, inputs, case.tiny, true=true), [inputs[name] for name in names]
+    if positions is not None:
+        return function, args
 
-    with FakeTensorMode() as mode:
-        args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in call.args]
-        fakes = call.outputs(args)
-    for i, (fake, real) in enumerate(zip(fakes, call.outputs(), strict=True)):
-        assert layout_of(fake) == layout_of(real), f"{call}: output {i}"
+    def of_vector(vector: Tensor) -> Tensor:
+        parts = vector.split([arg.numel() for arg in args])
+        return function(*[part.reshape(arg.shape) for part, arg in zip(parts, args, strict=True)])
 
-
-# Batching.
-
-
-def batched(value: Tensor, axis: int) -> Tensor:
-    """`BATCH` different versions of `value` along a new axis; positive values stay positive, integers integers."""
-    if not value.is_floating_point():
-        return torch.stack([value + i for i in range(BATCH)], dim=axis)
-    return torch.stack([value * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)
+    return of_vector, [torch.cat([arg.flatten() for arg in args])]
 
 
-def check_vmap(
-    function: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], positions: Sequence[int], axis: int, what: str
+@functools.cache
+def true_derivative(case: OpCase, device: torch.device, positions: tuple[int, ...] | None, order: int) -> Tensor:
+    """Derivative of the plain formula in the arguments at `positions`, or in all of them."""
+    function, args = _problem(case, device, positions, true=True)
+    return nested(function, "f" * order, positions or 0)(*args)
+
+
+def check_nesting(
+    case: OpCase,
+    device: torch.device,
+    word: str,
+    positions: tuple[int, ...] | None,
+    compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda function: function,
 ) -> None:
-    """`vmap` over the arguments at `positions` equals the loop over samples; the axis lies at `axis` in all of them."""
-    in_dims = tuple(axis if i in positions else None for i in range(len(args)))
-    full = [batched(a, axis) if i in positions else a for i, a in enumerate(args)]
-    actual = torch.vmap(function, in_dims)(*full)
-    rows = [
-        function(*[a.select(axis, i) if dim is not None else a for a, dim in zip(full, in_dims, strict=True)])
-        for i in range(BATCH)
-    ]
-    for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
-        assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
-
-
-def with_its_statistics(call: Call, args: list) -> list:
-    """`args` of `call` with mean and rstd, where it takes them, those of x: implementations may recompute them."""
-    if "rstd" not in call.names:
-        return args
-    options = dict(zip(call.names, args, strict=True))
-    x, norm_ndim = options["x"], options.get("norm_ndim")
-    axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
-    variance, mean = torch.var_mean(x, axes, correction=0)
-    true = {"mean": mean, "rstd": (variance + options["eps"]).rsqrt()}
-    # What is given still counts as batched or not.
-    return [true[n] + 0 * arg if n in true else arg for n, arg in zip(call.names, args, strict=True)]
-
-
-def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -> None:
-    """`check_vmap` of a primitive for the tensors of `call`, batched over each of the chosen sets of them."""
-
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        args = list(call.args)
-        for position, tensor in zip(call.tensors, tensors, strict=True):
-            args[position] = tensor
-        return call.outputs(with_its_statistics(call, args))
-
-    tensors = [call.args[i] for i in call.tensors]
-    for positions in chosen:
-        names = [call.names[call.tensors[i]] for i in positions]
-        check_vmap(function, tensors, positions, axis, f"{call} over {names}")
-
-
-def alone_and_together(call: Call) -> list[tuple[int, ...]]:
-    """Each tensor of `call` by itself, and all of them."""
-    count = len(call.tensors)
-    return [*[(i,) for i in range(count)], tuple(range(count))]
+    """The derivative that `word` spells has the value of the formula's."""
+    function, args = _problem(case, device, positions, true=False)
+    actual = compiler(nested(function, word, positions or 0))(*args)
+    assert_close(actual, true_derivative(case, device, positions, len(word)), order=len(word), what=word)

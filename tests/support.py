@@ -23,11 +23,9 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 # rounded output. In float32 and float64 the sums themselves round: the longest sample has 257 terms, and rstd
 # multiplies what they lose by up to a few tens.
 ULPS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 64, torch.float64: 64}
-# Each further order of derivative multiplies sums by sums, and by another rstd.
+# Each further order of derivative multiplies sums by sums, and by another rstd. In low precision it also sees what came
+# before it rounded: there the calls of primitives are held to one rounding each (`assert_rounded`).
 ULPS_PER_ORDER = 8
-# A central difference of fourth order with step 1e-3 leaves 1e-12 times the fifth derivative, and 1e-16 / 1e-3 of
-# rounding.
-DIFFERENCE_TOLERANCE = 1e-9
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "channels_last")
 
@@ -72,6 +70,23 @@ def assert_close(
         equal_nan=True,
         msg=lambda text: f"{what}: {text}",
     )
+
+
+def assert_rounded(
+    actual: Tensor, expected: Tensor, via: torch.dtype, wide: torch.dtype, roundings: int = 1, what: str = "result"
+) -> None:
+    """`actual` is `expected`, in float64, to the accuracy of sums in `wide`, and rounded to `via` once, or as told."""
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    scale = expected.nan_to_num().abs().max().item() if expected.numel() else 0.0
+    before = (roundings - 1) * torch.finfo(via).eps / 2 * expected.abs()
+    slack = tolerance(wide) * max(scale, 1.0) + before
+    ends = torch.stack([expected - slack, expected + slack])
+    ends = torch.cat([ends, ends.to(via).double()])
+    got = actual.detach().double()
+    inside = ((ends.amin(0) <= got) & (got <= ends.amax(0))) | (expected.isnan() & got.isnan())
+    if not inside.all():
+        worst = (got - expected)[~inside].abs().max().item()
+        raise AssertionError(f"{what}: off by {worst:.2e} of at most {scale:.2e}, rounded to {via} more than that")
 
 
 def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
@@ -124,3 +139,19 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
         missing -= pairs(best)
         rows.append({name: axes[name][i] for name, i in zip(names, best, strict=True)})
     return rows
+
+
+MODES = {"f": torch.func.jacfwd, "r": torch.func.jacrev}
+
+
+def nestings(*orders: int) -> list[str]:
+    """All words over f (jacfwd) and r (jacrev) of the given lengths; the first letter is the outermost transform."""
+    return ["".join(word) for order in orders for word in itertools.product("fr", repeat=order)]
+
+
+def nested(function: Any, word: str, argnums: int | Sequence[int] = 0) -> Any:
+    """`function` differentiated once per letter of `word`; `argnums` may give an argument for each letter."""
+    positions = [argnums] * len(word) if isinstance(argnums, int) else argnums
+    for letter, position in zip(reversed(word), reversed(positions), strict=True):
+        function = MODES[letter](function, argnums=position)
+    return function

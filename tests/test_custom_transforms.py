@@ -11,8 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, scalar, trees_close
-from tests.support import assert_close, like, normal
-from tests.test_nestings import nested, nestings
+from tests.support import assert_close, like, nested, nestings, normal
 
 X = torch.linspace(-1.5, 2, 6).reshape(2, 3)
 

@@ -10,15 +10,12 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+from tests.call_properties import CallRecorder, fullest
 from tests.op_cases import CASES
-from tests.properties import CallRecorder, check_fake, leaves, recorded_calls
+from tests.properties import check_second_order, leaves
 from tests.support import assert_close, like
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-every_primitive = pytest.mark.parametrize(
-    "case, kind",
-    [pytest.param(case, kind, id=getattr(case, kind).name) for case in CASES for kind in ("forward", "bwd", "jvp")],
-)
 EVERYTHING = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -50,43 +47,36 @@ def test_gradgradcheck(case, device):
     )
 
 
-def recorded(case, kind, device, absent=()):
+def calls(case, device, absent=()):
+    """The fullest call of each primitive, without the arguments `absent`."""
     sample = dataclasses.replace(case.small, absent=(*case.small.absent, *absent))
-    calls = recorded_calls(case, sample, case.inputs(sample, torch.float32, device))
-    return [call for call in calls if call.overload is getattr(case, kind).overload]
+    made = check_second_order(case, sample, torch.float32, device, case.perturbable(sample))
+    primitives = dict.fromkeys((case.forward, case.bwd, case.jvp, *case.second_order))
+    return {primitive: fullest(made, primitive) for primitive in primitives}
 
 
-@every_primitive
-def test_opcheck_without_gradients(case, kind, device):
-    for call in recorded(case, kind, device)[-1:]:
-        torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING)
+@every_case
+def test_opcheck(case, device):
+    """All arguments of first order require grad, where the op has derivatives in them."""
+    # Statistics that a derivative receives are values of x, not variables: its own derivative has none for them.
+    frozen = {*case.arguments, "seed", "offset", *case.forward.spec.statistics} - set(case.differentiable)
+    for primitive, call in calls(case, device).items():
+        args = [
+            a.clone().requires_grad_() if isinstance(a, torch.Tensor) and name not in frozen else a
+            for name, a in zip(call.names, call.args, strict=True)
+        ]
+        # The last utility differentiates the sum of all outputs, which a primitive with statistics refuses.
+        plain = primitive.spec.statistics or primitive in case.second_order
+        torch.library.opcheck(call.overload, tuple(args), test_utils=EVERYTHING[:3] if plain else EVERYTHING)
+        if plain:
+            torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING[3:])
 
 
-@every_primitive
-def test_opcheck_with_gradients(case, kind, device):
-    """All arguments require grad, where the op has derivatives in them."""
-    (call,) = recorded(case, kind, device)[-1:]
-    frozen = {*case.arguments, "seed", "offset"} - set(case.differentiable)
-    args = [
-        a.clone().requires_grad_() if isinstance(a, torch.Tensor) and name not in frozen else a
-        for name, a in zip(call.names, call.args, strict=True)
-    ]
-    # The last utility differentiates the sum of all outputs, which a primitive with statistics refuses.
-    utilities = EVERYTHING[:3] if getattr(case, kind).spec.statistics else EVERYTHING
-    if kind == "forward" or not case.forward.spec.statistics:
-        torch.library.opcheck(call.overload, tuple(args), test_utils=utilities)
-    else:
-        # Statistics that a derivative receives are values of x, not variables: its own derivative has none for them.
-        args = [a.detach() if n in case.forward.spec.statistics else a for n, a in zip(call.names, args, strict=True)]
-        torch.library.opcheck(call.overload, tuple(args), test_utils=utilities)
-
-
-@every_primitive
-def test_opcheck_without_optional_arguments(case, kind, device):
+@pytest.mark.parametrize("case", [c for c in CASES if any(s.absent for s in c.samples)], ids=lambda case: case.name)
+def test_opcheck_without_optional_arguments(case, device):
     optional = tuple(name for name in case.arguments if any(name in sample.absent for sample in case.samples))
-    for call in recorded(case, kind, device, optional)[-1:]:
+    for call in calls(case, device, optional).values():
         torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING[:3])
-        check_fake(call)
 
 
 class Block(torch.nn.Module):
@@ -106,8 +96,9 @@ class Block(torch.nn.Module):
 
 # torch.export deprecates a spelling that it uses itself.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-@every_case
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non_strict"])
+@pytest.mark.parametrize(
+    "case, strict", [pytest.param(c, i % 2 > 0, id=f"{c.name}-strict={i % 2 > 0}") for i, c in enumerate(CASES)]
+)
 def test_export(case, strict, device):
     inputs = case.inputs(case.small, torch.float32, device)
     block, x = Block(case, inputs), inputs["x"]
@@ -120,7 +111,7 @@ def test_export(case, strict, device):
 
 
 @every_case
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
 def test_make_fx_of_a_derivative(case, tracing_mode, device):
     """The graph of a gradient holds the forward and the backward primitive, each as one node."""
     inputs = case.inputs(case.small, torch.float32, device)

@@ -50,7 +50,7 @@ ROWS_DIM = 2
 def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
     if running is None:
         return unwanted(x)
-    return (momentum * batch + (1 - momentum) * running).to(running.dtype)
+    return (momentum * batch + (1 - momentum) * running.to(batch.dtype)).to(running.dtype)
 
 
 def forward(

@@ -93,7 +93,7 @@ def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor)
         return unwanted(x)
     if x.numel() == 0:
         return running.clone()
-    return (momentum * batch + (1 - momentum) * running).to(running.dtype)
+    return (momentum * batch + (1 - momentum) * running.to(batch.dtype)).to(running.dtype)
 
 
 @batch_norm_p.def_reference

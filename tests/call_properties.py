@@ -1,0 +1,229 @@
+"""What every call of a primitive has to satisfy, whoever serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import primitives as pr
+from tests.support import assert_close, assert_rounded, coarsest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+BATCH = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a primitive as the dispatcher saw it."""
+
+    overload: Any
+    args: tuple
+
+    def __str__(self) -> str:
+        return self.overload._schema.name.split("::")[1]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the arguments."""
+        return [argument.name for argument in self.overload._schema.arguments]
+
+    def argument(self, name: str) -> Any:
+        """Argument `name`."""
+        return self.args[self.names.index(name)]
+
+    @property
+    def tensors(self) -> list[int]:
+        """Positions of the arguments that are tensors in this call."""
+        return [i for i, value in enumerate(self.args) if isinstance(value, torch.Tensor)]
+
+    def outputs(self, args: Sequence[Any] | None = None) -> tuple[Tensor, ...]:
+        """Outputs of the primitive, for other arguments if some are given."""
+        out = self.overload(*(self.args if args is None else args))
+        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+class CallRecorder(TorchDispatchMode):
+    """Collects the calls of this package's primitives that are made inside it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Note the call and run it."""
+        if func.namespace == "primitives":
+            plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+            padding = [a.default_value for a in func._schema.arguments[len(plain) :]]
+            self.calls.append(Call(func, (*plain, *padding)))
+        return func(*args, **(kwargs or {}))
+
+
+def layout_of(x: Tensor) -> tuple:
+    """Shape, dtype and the strides that mean something: axes of one element, and empty tensors, have any."""
+    strides = [s for size, s in zip(x.shape, x.stride(), strict=True) if size > 1] if x.numel() else []
+    return tuple(x.shape), x.dtype, strides
+
+
+def distinct(calls: Iterable[Call]) -> list[Call]:
+    """One call for each primitive, set of present arguments and set of wanted outputs."""
+    found: dict[tuple, Call] = {}
+    for call in calls:
+        wanted = tuple(call.argument("wanted")) if "wanted" in call.names else ()
+        found.setdefault((call.overload, tuple(call.tensors), wanted), call)
+    return list(found.values())
+
+
+def fullest(calls: Iterable[Call], primitive: Any) -> Call:
+    """Of the calls of `primitive`, the one with the most tensors and the most wanted outputs."""
+    candidates = [call for call in calls if call.overload is primitive.overload]
+    return max(
+        candidates, key=lambda call: (len(call.tensors), sum(call.argument("wanted")) if "wanted" in call.names else 0)
+    )
+
+
+def in_float64(call: Call) -> tuple[Tensor, ...]:
+    """Outputs of the reference in float64, for the same numbers."""
+    args = list(call.args)
+    for i, value in enumerate(call.args):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            # dtype= means a cast before the operation.
+            cast = call.argument("output_dtype") if "output_dtype" in call.names else None
+            args[i] = value.to(cast or value.dtype).double()
+        elif isinstance(value, torch.dtype):
+            args[i] = torch.float64
+    with pr.use_backend("reference"):
+        return call.outputs(args)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether all numbers are the same, NaN among them."""
+    return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def check_call(call: Call, *, again: bool = True, fake: bool = True, roundings: int = 1) -> None:
+    """What holds for every call of a primitive, whoever serves it.
+
+    Its outputs are sums in the accumulation dtype, rounded once; in memory of their own; the same bits again; laid out
+    as a compiler is told. No argument is written.
+
+    Args:
+        call: The call.
+        again: Whether to make it twice.
+        fake: Whether to make it without data too.
+        roundings: How often an output may be rounded.
+    """
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in call.args]
+    outputs, expected = call.outputs(), in_float64(call)
+    tensors = [call.args[i] for i in call.tensors]
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()} | {d for d in call.args if isinstance(d, torch.dtype)}
+    # Derivatives through dtype= are rounded to the coarser of two dtypes, and cast.
+    crosses = len(dtypes) > 1 and any(isinstance(a, torch.dtype) for a in call.args)
+    wide = torch.float64 if dtypes == {torch.float64} else torch.float32
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    if not tensors[0].numel():
+        # Statistics of nothing mean nothing.
+        expected = [want.where(~want.isnan(), got) for got, want in zip(outputs, expected, strict=True)]
+    for i, (got, want) in enumerate(zip(outputs, expected, strict=True)):
+        via = coarsest(got.dtype, *dtypes) if crosses else got.dtype
+        assert_rounded(got, want, via, wide, roundings + crosses, f"{call}, output {i}")
+        assert not got.numel() or got.untyped_storage().data_ptr() not in storages, f"{call}: output {i} is no copy"
+        storages.add(got.untyped_storage().data_ptr())
+    for a, b in zip(call.args, before, strict=True):
+        assert not isinstance(a, torch.Tensor) or same(a, b), f"{call} writes into an argument"
+    for i, (first, second) in enumerate(zip(outputs, call.outputs() if again else outputs, strict=True)):
+        assert same(first, second), f"{call}, output {i}: other bits the second time"
+    if fake:
+        check_fake(call, outputs)
+
+
+def check_fake(call: Call, outputs: Sequence[Tensor]) -> None:
+    """A call on tensors without data has the shapes, dtypes and strides of the real call."""
+    described = (_Empty(a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in call.args)
+    args = tuple(tuple(a) if isinstance(a, list) else a for a in described)
+    device = next(call.args[i].device for i in call.tensors)
+    assert [layout_of(real) for real in outputs] == _fake_layouts(call.overload, args, device), str(call)
+
+
+class _Empty(NamedTuple):
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _fake_layouts(overload: Any, described: tuple, device: torch.device) -> list[tuple]:
+    """Layouts of the outputs of a call that is described so; it is asked for by one backend after the other."""
+    with FakeTensorMode():
+        args = [
+            torch.empty_strided(a.shape, a.strides, dtype=a.dtype, device=device) if isinstance(a, _Empty) else a
+            for a in described
+        ]
+        return [layout_of(fake) for fake in Call(overload, tuple(args)).outputs()]
+
+
+# Batching.
+
+
+def batched(value: Tensor, axis: int) -> Tensor:
+    """`BATCH` different versions of `value` along a new axis; positive values stay positive, integers integers."""
+    if not value.is_floating_point():
+        return torch.stack([value + i for i in range(BATCH)], dim=axis)
+    return torch.stack([value * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)
+
+
+def check_vmap(
+    function: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], positions: Sequence[int], axis: int, what: str
+) -> None:
+    """`vmap` over the arguments at `positions` equals the loop over samples; the axis lies at `axis` in all of them."""
+    in_dims = tuple(axis if i in positions else None for i in range(len(args)))
+    full = [batched(a, axis) if i in positions else a for i, a in enumerate(args)]
+    actual = torch.vmap(function, in_dims)(*full)
+    rows = [
+        function(*[a.select(axis, i) if dim is not None else a for a, dim in zip(full, in_dims, strict=True)])
+        for i in range(BATCH)
+    ]
+    for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
+        assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
+
+
+def with_its_statistics(call: Call, args: list) -> list:
+    """`args` of `call` with mean and rstd, where it takes them, those of x: implementations may recompute them."""
+    if "rstd" not in call.names:
+        return args
+    options = dict(zip(call.names, args, strict=True))
+    x, norm_ndim = options["x"], options.get("norm_ndim")
+    axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
+    variance, mean = torch.var_mean(x, axes, correction=0)
+    true = {"mean": mean, "rstd": (variance + options["eps"]).rsqrt()}
+    # What is given still counts as batched or not.
+    return [true[n] + 0 * arg if n in true else arg for n, arg in zip(call.names, args, strict=True)]
+
+
+def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -> None:
+    """`check_vmap` of a primitive for the tensors of `call`, batched over each of the chosen sets of them."""
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        args = list(call.args)
+        for position, tensor in zip(call.tensors, tensors, strict=True):
+            args[position] = tensor
+        return call.outputs(with_its_statistics(call, args))
+
+    tensors = [call.args[i] for i in call.tensors]
+    for positions in chosen:
+        names = [call.names[call.tensors[i]] for i in positions]
+        check_vmap(function, tensors, positions, axis, f"{call} over {names}")
+
+
+def alone_and_together(call: Call) -> list[tuple[int, ...]]:
+    """Each tensor of `call` by itself, and all of them."""
+    count = len(call.tensors)
+    return [*[(i,) for i in range(count)], tuple(range(count))]

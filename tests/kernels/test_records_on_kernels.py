@@ -1,0 +1,122 @@
+"""The records on the Triton kernels: they are held to what the reference is.
+
+On a GPU the same records run on the kernels without this file: `pytest tests --device cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import primitives as pr
+import triton_kernels
+from tests.call_properties import alone_and_together, check_call, check_vmap_of_call, fullest
+from tests.op_cases import CASES
+from tests.properties import check_jvp, check_nesting, check_outputs, check_second_order, check_vjp
+from tests.support import dtype_id, nestings, subsets
+from triton_kernels import launch
+from triton_kernels._kernel import Kernel, intercept
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+# A chip that holds almost nothing: rows of more than 16 columns are swept and split, channels take several tiles.
+TINY = {
+    **{f.name: 16 for f in dataclasses.fields(launch.Limits) if f.name.endswith(("_cols", "_tile"))},
+    "layer_norm_fwd_bytes": 64,
+    "double_divisor": 1,
+    "channel_tile_bytes": 256,
+    "max_row_splits": 4,
+}
+CHIPS = {"usual": contextlib.nullcontext, "tiny": lambda: launch.use_limits(**TINY)}
+# The interpreter takes a thousand times as long for a tile as for its elements.
+MOST_ON_TINY = 500
+
+# Samples meet dtypes and chips in turns, out of step with each other and with the layouts, of which there are four too.
+SAMPLES = [
+    (case, sample, case.dtypes[(i + i // 4) % 4], "tiny" if i % 3 == 0 and sample.numel <= MOST_ON_TINY else "usual")
+    for case in CASES
+    for i, sample in enumerate(case.samples)
+]
+
+
+def recorded(case, sample, dtype, device):
+    """Calls of all orders, made by the reference, which is faster."""
+    with pr.use_backend("reference"):
+        return check_second_order(case, sample, dtype, device, case.perturbable(sample))
+
+
+@pytest.mark.parametrize(
+    "case, sample, dtype, chip",
+    [pytest.param(*each, id=f"{each[0].name}-{each[1]}-{dtype_id(each[2])}-{each[3]}") for each in SAMPLES],
+)
+def test_calls_of_all_orders(case, sample, dtype, chip, device):
+    calls = recorded(case, sample, dtype, device)
+    with pr.use_backend("triton"), CHIPS[chip]():
+        for call in calls:
+            # The interpreter cuts bfloat16 off instead of rounding it: half a unit in the last place more.
+            check_call(call, again=False, roundings=1 + (dtype is torch.bfloat16))
+
+
+def test_samples_reach_every_kernel(device):
+    """On both sides of each limit: kernels that hold rows, and kernels that sweep them."""
+    modules = [
+        importlib.import_module(m.name) for m in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels.")
+    ]
+    kernels = {v.__name__ for module in modules for v in vars(module).values() if isinstance(v, Kernel)}
+    launched = set()
+    with intercept(lambda kernel, *launch: launched.add(kernel.__name__)):
+        for case, sample, dtype, chip in SAMPLES[::2]:
+            calls = recorded(case, sample, dtype, device)
+            with pr.use_backend("triton"), CHIPS[chip]():
+                for call in calls:
+                    call.outputs()
+    # Words for random operations other than dropout belong to no record.
+    assert kernels - launched == {"philox_kernel"}
+
+
+@pytest.mark.usefixtures("backend")
+@every_case
+def test_values_and_subsets_of_perturbed_arguments(case, device):
+    """Each argument alone and all at once, from the public function down."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    check_outputs(case, case.small, inputs)
+    for names in subsets(case.differentiable):
+        if len(names) in (1, len(case.differentiable)):
+            check_vjp(case, case.small, inputs, names)
+            check_jvp(case, case.small, inputs, names)
+
+
+@pytest.mark.usefixtures("backend")
+@every_case
+def test_vmap_over_each_argument_and_all(case, device):
+    calls = recorded(case, case.small, torch.float64, device)
+    for primitive in {case.forward, case.bwd, case.jvp, *case.second_order}:
+        call = fullest(calls, primitive)
+        check_vmap_of_call(call, -1, alone_and_together(call))
+
+
+@pytest.mark.usefixtures("backend")
+@every_case
+@pytest.mark.parametrize("word", [*nestings(1, 2), "frf", "rfr", "rffr"])
+def test_nestings_in_the_input(case, word, device):
+    """Derivatives of order three and more launch no kernels of their own: of these some, mixed."""
+    check_nesting(case, device, word, (0,) * len(word))
+
+
+@pytest.mark.usefixtures("backend")
+@every_case
+@pytest.mark.parametrize("word", ["fr", "rr"])
+def test_nestings_in_all_arguments_at_once(case, word, device):
+    check_nesting(case, device, word, None)
+
+
+@pytest.mark.usefixtures("backend")
+@every_case
+def test_opcheck(case, device):
+    for call in recorded(case, case.small, torch.float32, device):
+        torch.library.opcheck(call.overload, call.args, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,49 @@
+"""Every record on every implementation: values and derivatives of two orders, and each call that these make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.call_properties import check_call
+from tests.op_cases import CASES, LOG_SOFTMAX
+from tests.properties import check_jvp, check_outputs, check_second_order, check_vjp
+from tests.support import dtype_id
+
+# Every sample in float64, which shows a wrong formula, and in another dtype in turns, which shows a wrong rounding.
+SAMPLES = [
+    pytest.param(case, sample, dtype, id=f"{case.name}-{sample}-{dtype_id(dtype)}")
+    for case in CASES
+    for i, sample in enumerate([*case.samples, *case.large])
+    for dtype in (torch.float64, case.narrower[i % len(case.narrower)])
+]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
+def test_values_and_derivatives_are_those_of_the_definition(case, sample, dtype, device):
+    inputs, names = case.inputs(sample, dtype, device), case.perturbable(sample)
+    check_outputs(case, sample, inputs)
+    check_vjp(case, sample, inputs, names)
+    check_jvp(case, sample, inputs, names)
+
+
+@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
+def test_second_derivatives_and_the_calls_that_they_make(case, sample, dtype, backend, device):
+    for call in check_second_order(case, sample, dtype, device, case.perturbable(sample)):
+        # ATen rounds the logarithm of the sum too.
+        twice = backend == "cpu" and call.overload is LOG_SOFTMAX.forward.overload
+        check_call(call, fake=dtype is not torch.float64, roundings=1 + twice)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_nan_and_infinity_propagate_as_in_torch(case, value, device):
+    """Torch's own op says where: the definition overflows in places where a stable formula does not."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    inputs["x"].view(-1)[1] = value
+    y = case.outputs(inputs, case.small)[0]
+    expected = case.torch_function(*inputs.values(), **dict(case.small.options))
+    assert not y.isfinite().all()
+    torch.testing.assert_close(y, expected, equal_nan=True)

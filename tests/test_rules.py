@@ -1,0 +1,197 @@
+"""Rules: what they are asked for, what they keep, and where they are not called at all."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import primitives as pr
+from tests.call_properties import CallRecorder, fullest
+from tests.op_cases import CASES
+from tests.properties import check_jvp, check_second_order, check_vjp, jvp_call, leaves, recorded_calls, vjp_call
+from tests.support import assert_close, like, subsets
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+with_primitives = pytest.mark.parametrize("case", [c for c in CASES if c.second_order], ids=lambda case: case.name)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    "case, names",
+    [
+        pytest.param(case, names, id=f"{case.name}-{'+'.join(names)}")
+        for case in CASES
+        for names in subsets(case.differentiable)
+    ],
+)
+def test_only_what_is_wanted_is_computed(case, names, device):
+    """Each combination of perturbed arguments has its derivatives, and asks for no others."""
+    inputs = case.inputs(case.small, torch.float64, device)
+    check_vjp(case, case.small, inputs, names)
+    check_jvp(case, case.small, inputs, names)
+    check_second_order(case, case.small, torch.float64, device, names)
+    call = vjp_call(case, case.small, inputs, names)
+    if "wanted" in call.names:
+        assert list(call.argument("wanted")) == [name in names for name in case.differentiable]
+    for name, output in zip(case.differentiable, call.outputs(), strict=True):
+        assert output.shape == (inputs[name].shape if name in names else (0,)), name
+    call = jvp_call(case, case.small, inputs, names)
+    # A linear operation is its own jvp: it takes the tangent as its argument, and there is none to leave out.
+    for name in [] if case.is_linear else case.differentiable:
+        assert (call.argument(f"{name}_dot") is not None) == (name in names), name
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if any(s.absent for s in c.samples)], ids=lambda case: case.name)
+def test_absent_arguments_get_no_cotangent(case, device):
+    for sample in {s.absent: s for s in case.samples if s.absent}.values():
+        inputs = case.inputs(sample, torch.float32, device)
+        call = vjp_call(case, sample, inputs, case.perturbable(sample))
+        for name, output in zip(case.differentiable, call.outputs(), strict=True):
+            assert name in case.perturbable(sample) or output.shape == (0,), name
+
+
+@with_primitives
+def test_unwanted_second_order_outputs_are_empty(case, device):
+    """What is not wanted takes no memory, and what is has the value that it has among all."""
+    calls = check_second_order(case, case.small, torch.float64, device, case.perturbable(case.small))
+    for primitive in case.second_order:
+        call = fullest(calls, primitive)
+        if "wanted" not in call.names:
+            continue
+        position = call.names.index("wanted")
+        masks = list(itertools.product([True, False], repeat=len(call.argument("wanted"))))
+        full, *others = ([*call.args[:position], list(mask), *call.args[position + 1 :]] for mask in masks)
+        everything = call.outputs(full)
+        for args, mask in zip(others, masks[1:], strict=True):
+            for i, (got, want) in enumerate(zip(call.outputs(args), everything, strict=True)):
+                if mask[i]:
+                    assert_close(got, want, what=f"{call}, wanted {mask}: output {i}")
+                else:
+                    assert got.numel() == 0, f"{call}, wanted {mask}: output {i}"
+
+
+@with_primitives
+def test_cotangents_of_unwanted_outputs_mean_nothing(case, device):
+    """A backward primitive's stand-in for an output that nobody asked for takes part in no derivative."""
+    inputs = case.inputs(case.small, torch.float64, device)
+    for call in recorded_calls(case, case.small, inputs):
+        if call.overload is not case.bwd.overload or "wanted" not in call.names or all(call.argument("wanted")):
+            continue
+        x = call.names.index("x")
+        args = [a.clone().requires_grad_() if i == x else a for i, a in enumerate(call.args)]
+        outputs = call.outputs(args)
+        bars = [torch.ones_like(out) for out in outputs]
+        chosen = [i for i, want in enumerate(call.argument("wanted")) if want]
+        (everything,) = torch.autograd.grad(outputs, args[x], bars, retain_graph=True, allow_unused=True)
+        alone, ones = [outputs[i] for i in chosen], [bars[i] for i in chosen]
+        (expected,) = torch.autograd.grad(alone, args[x], ones, allow_unused=True)
+        assert torch.equal(everything, expected) if expected is not None else not everything.any()
+
+
+@every_case
+def test_what_is_kept_for_the_backward_pass(case, device):
+    inputs = leaves(case.inputs(case.small, torch.float32, device), case.differentiable)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        y = case.outputs(inputs, case.small)[0]
+    storages = {x.data_ptr() for x in kept}
+    assert kept, "nothing was saved"
+    for name in case.not_kept:
+        value = y if name == "y" else inputs[name]
+        assert value.data_ptr() not in storages, f"{name} is kept"
+    full_size = sum(x.numel() == y.numel() for x in kept)
+    assert full_size == (0 if case.is_linear else 1), f"{full_size} tensors of the size of x are kept"
+
+
+# Which primitives run.
+
+
+def called(function, *args, **options):
+    """Operators of this package that a call runs, in order."""
+    with CallRecorder() as recorder:
+        function(*args, **options)
+    return [call.overload for call in recorder.calls]
+
+
+@every_case
+def test_no_derivative_runs_where_nothing_is_differentiated(case, device):
+    inputs = case.inputs(case.small, torch.float32, device)
+    expected = case.outputs(inputs, case.small)[0]
+    function = case.of(["x"], inputs, case.small)
+    once = [case.forward.overload]
+
+    def without(context, values):
+        with context:
+            y = case.outputs(values, case.small)[0]
+        assert torch.equal(y, expected)
+        assert not y.requires_grad
+
+    wanted = leaves(inputs, case.differentiable)
+    assert called(case.outputs, inputs, case.small) == once
+    assert called(without, torch.no_grad(), wanted) == once
+    assert called(without, torch.inference_mode(), inputs) == once
+    assert called(without, forward_ad.dual_level(), inputs) == once
+    assert called(without, torch.enable_grad(), {n: v.detach() for n, v in wanted.items()}) == once
+    assert called(torch.vmap(function), torch.stack([inputs["x"]] * 2)) == once
+    # A tensor that needs no gradient beside a transform that differentiates something else.
+    assert called(torch.func.grad(lambda z: (function(inputs["x"]) * z).sum()), torch.ones((), device=device)) == once
+
+
+@every_case
+def test_each_level_runs_one_primitive(case, device):
+    """A gradient is one forward and one backward primitive, a tangent one more: nothing runs twice.
+
+    torch.func.grad always asks for a graph that may be differentiated again; so may a backward pass.
+    """
+    inputs = leaves(case.inputs(case.small, torch.float32, device), ["x"])
+    function, x = case.of(["x"], inputs, case.small), inputs["x"]
+    reverse = [case.forward.overload, case.bwd.overload]
+    assert called(lambda: torch.autograd.grad(function(x).sum(), x)) == reverse
+    assert called(lambda: torch.autograd.grad(function(x).sum(), x, create_graph=True)) == reverse
+    assert called(torch.func.grad(lambda x: function(x).sin().sum()), x.detach()) == reverse
+    forward = [case.forward.overload, case.jvp.overload]
+    assert called(torch.func.jvp, function, (x.detach(),), (like(x, seed=1),)) == forward
+
+
+@with_primitives
+def test_second_derivatives_run_on_the_primitives(case, device):
+    """One operator for the reverse derivatives of both modes, one for forward over reverse."""
+    calls = check_second_order(case, case.small, torch.float64, device, case.perturbable(case.small))
+    first_order = [primitive.overload for primitive in (case.forward, case.bwd, case.jvp)]
+    second_order = {call.overload for call in calls if call.overload not in first_order}
+    assert second_order == {primitive.overload for primitive in case.second_order}
+
+
+@every_case
+def test_jvp_inside_no_grad(case, device):
+    """`no_grad` ends reverse mode and leaves forward mode alone."""
+    inputs = case.inputs(case.small, torch.float64, device)
+    x_dot = like(inputs["x"], seed=1)
+    function = case.of(["x"], inputs, case.small)
+    _, expected = torch.func.jvp(function, (inputs["x"],), (x_dot,))
+    with torch.no_grad():
+        _, actual = torch.func.jvp(function, (inputs["x"].clone().requires_grad_(),), (x_dot,))
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.forward.spec.statistics], ids=lambda case: case.name)
+def test_statistics_refuse_to_be_differentiated(case, device):
+    """Reverse and forward mode alike; a statistic that nobody differentiates does no harm."""
+    (call,) = recorded_calls(case, case.small, case.inputs(case.small, torch.float32, device))[:1]
+    args = [a.clone().requires_grad_() if name == "x" else a for name, a in zip(call.names, call.args, strict=True)]
+    outputs = dict(zip(case.forward.spec.outputs, call.outputs(args), strict=True))
+    torch.autograd.grad(outputs["y"].sum(), args[0], retain_graph=True)
+    for index, name in enumerate(case.forward.spec.outputs):
+        if name not in case.forward.spec.statistics:
+            continue
+        with pytest.raises(pr.MissingRuleError, match=name):
+            torch.autograd.grad(outputs[name].sum(), args[0], retain_graph=True)
+        with pytest.raises(pr.MissingRuleError, match=name):
+            torch.func.jvp(
+                lambda x, index=index: call.outputs([x, *call.args[1:]])[index] * 2,
+                (call.args[0],),
+                (like(call.args[0], seed=1),),
+            )
