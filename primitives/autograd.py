@@ -124,6 +124,8 @@ def grad(
         )
     roots = _leaves("grad", "outputs", outputs, namespace)
     targets = _leaves("grad", "inputs", inputs, namespace)
+    for leaves in (roots, targets) if is_grads_batched else ():
+        _refuse_nested("grad", leaves)
     cotangents = _cotangents("grad", roots, "grad_outputs", grad_outputs, batched=is_grads_batched)
     batch_size = cast("Tensor", cotangents[0]).shape[0] if is_grads_batched else None
     # torch cannot map over an empty axis: one gradient, of zeros, is computed and cut off.
@@ -143,7 +145,7 @@ def grad(
         gradients = [None if gradient is None else gradient[None][:0] for gradient in gradients]
     if any(gradient is None for gradient in gradients):
         batch = () if batch_size is None else (batch_size,)
-        gradients = _unused(targets, gradients, bool(allow_unused), materialize_grads, (batch, create_graph))
+        gradients = _unused(targets, gradients, bool(allow_unused), materialize_grads, batch, create_graph)
     return optree.tree_unflatten(targets.treespec, gradients)
 
 
@@ -195,16 +197,30 @@ def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
 
 
 class _Meta(NamedTuple):
-    """What a cotangent must look like."""
+    """What a cotangent must look like; a nested tensor has no shape of its own."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
 
 
 def _meta(leaf: Any) -> _Meta:
     source = leaf.node._input_metadata[leaf.output_nr] if _is_edge(leaf) else leaf
-    return _Meta(tuple(source.shape), source.dtype, source.device)
+    return _Meta(None if _is_nested(leaf) else tuple(source.shape), source.dtype, source.device)
+
+
+def _is_nested(leaf: Any) -> bool:
+    return leaf.node._input_metadata[leaf.output_nr].is_nested_tensor if _is_edge(leaf) else leaf.is_nested
+
+
+def _refuse_nested(function: str, leaves: _Leaves) -> None:
+    """Raise what torch would, as an internal error, for batches of cotangents of nested tensors or for them."""
+    for i, leaf in enumerate(leaves.values):
+        if _is_nested(leaf):
+            raise LeafError(
+                f"{function}: {leaves.label(i)} must not be a nested tensor with is_grads_batched=True, which torch "
+                "has no batches of. Call it once for each cotangent."
+            )
 
 
 def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batched: bool) -> list[Tensor | None]:
@@ -232,10 +248,11 @@ def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batche
 def _check_implicit(function: str, label: str, output_label: str, meta: _Meta, *, batched: bool) -> None:
     if batched:
         raise ShapeError(f"{function}: {label} must be given with is_grads_batched=True, got None.")
-    if torch.Size(meta.shape).numel() != 1:
+    if meta.shape is None or torch.Size(meta.shape).numel() != 1:
+        given = "is a nested tensor" if meta.shape is None else f"has shape {list(meta.shape)}"
         raise ShapeError(
             f"{function}: {label} must be given, got None: it is implicitly 1 only for an output of one element, and "
-            f"{output_label} has shape {list(meta.shape)}."
+            f"{output_label} {given}."
         )
     if not meta.dtype.is_floating_point:
         raise DtypeError(
@@ -247,8 +264,12 @@ def _check_implicit(function: str, label: str, output_label: str, meta: _Meta, *
 def _check_cotangent(function: str, label: str, output_label: str, value: Any, meta: _Meta, *, batched: bool) -> None:
     if not isinstance(value, torch.Tensor):
         raise LeafError(f"{function}: {label} must be a tensor or None, got {type(value).__name__}.")
-    own_shape = tuple(value.shape[1:] if batched else value.shape)
-    if own_shape != meta.shape or (batched and value.dim() == 0):
+    if value.is_nested != (meta.shape is None):
+        kinds = ("a nested", "a plain") if meta.shape is None else ("a plain", "a nested")
+        raise ShapeError(f"{function}: {label} must be {kinds[0]} tensor ({output_label}), got {kinds[1]} one.")
+    # Torch itself compares what is inside of nested tensors.
+    own_shape = None if value.is_nested else tuple(value.shape[1:] if batched else value.shape)
+    if meta.shape is not None and (own_shape != meta.shape or (batched and value.dim() == 0)):
         wanted = ["batch", *meta.shape] if batched else list(meta.shape)
         written = "[" + ", ".join(map(str, wanted)) + "]"
         raise ShapeError(f"{function}: {label} must have shape {written} ({output_label}), got {list(value.shape)}.")
@@ -263,7 +284,8 @@ def _unused(
     gradients: Sequence[Tensor | None],
     allow_unused: bool,
     materialize_grads: bool,
-    zeros: tuple[tuple[int, ...], bool],
+    batch: tuple[int, ...],
+    create_graph: bool,
 ) -> list[Tensor | None]:
     """The gradients with those of unused inputs as asked for.
 
@@ -278,7 +300,6 @@ def _unused(
         )
     if not materialize_grads:
         return list(gradients)
-    batch, create_graph = zeros
     edges = [inputs.label(i) for i in unused if _is_edge(inputs.values[i])]
     if edges:
         raise RuntimeError(
@@ -287,5 +308,7 @@ def _unused(
     result = list(gradients)
     for i in unused:
         leaf = inputs.values[i]
-        result[i] = torch.zeros_like(leaf).expand((*batch, *leaf.shape)).clone().requires_grad_(create_graph)
+        zeros = torch.zeros_like(leaf)
+        zeros = zeros.expand((*batch, *leaf.shape)).clone() if batch else zeros
+        result[i] = zeros.requires_grad_(create_graph)
     return result

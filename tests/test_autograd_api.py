@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import primitives as pr
 from primitives import autograd
+from tests.func.func_trees import nested_tensors
 from tests.support import TORCH_ERRORS
 
 NAMESPACE = "primitives_autograd_tests"
@@ -317,6 +318,26 @@ def test_every_gradient_error_is_of_the_type_that_torch_raises():
             call()
         with pytest.raises(torchs.type):
             ERRORS[name][0]()
+
+
+def test_nested_tensors():
+    for leaf in nested_tensors(torch.ones(2), torch.full((3,), 2.0)):
+        x = leaf.requires_grad_()
+        y = x * x
+        (gradient,) = autograd.grad({"y": y}, [x], {"y": torch.ones_like(y)}, retain_graph=True)
+        autograd.backward([y], [torch.ones_like(y)], retain_graph=True, inputs=x)
+        for found in (gradient, x.grad):
+            assert [row.tolist() for row in found.unbind()] == [[2.0] * 2, [4.0] * 3]
+        unused = autograd.grad(X.sum(), {"n": x}, materialize_grads=True)["n"]
+        assert [row.tolist() for row in unused.unbind()] == [[0.0] * 2, [0.0] * 3]
+        with pytest.raises(pr.ShapeError, match=r"outputs\[0\] is a nested tensor"):
+            autograd.grad([y], x)
+        with pytest.raises(pr.ShapeError, match=r"grad_outputs\[0\] must be a nested tensor"):
+            autograd.grad([y], x, [X])
+        with pytest.raises(pr.ShapeError, match="grad_outputs must be a plain tensor"):
+            autograd.grad(X * 2, X, x.detach())
+        with pytest.raises(ValueError, match=r"inputs\[0\] must not be a nested tensor with is_grads_batched=True"):
+            autograd.grad(X.sum(), [x], torch.ones(2), is_grads_batched=True)
 
 
 def test_errors_leave_the_graph_alone():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 
 from primitives.core.errors import AxisError, DtypeError, LeafError, ShapeError, TreeError
@@ -14,8 +15,23 @@ from primitives.core.trees.leaves import Partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FunctionType
 
     from torch import Tensor
+
+F = TypeVar("F", bound="FunctionType")
+
+
+def eager_after_break(function: F) -> F:
+    """Decorator of everything that a transform does: `torch.compile` traces through it, and never starts a graph in it.
+
+    After a graph break Dynamo goes on with the functions that were called around it. Between two levels of a transform
+    it fails on an assertion there, and what it makes of a treespec does not work outside of a graph. Marked, the code
+    and all that it calls run eagerly then. The root of `torch.compile` must not be marked, as it would never be traced.
+    """
+    skip = eval_frame._FrameAction.SKIP  # type: ignore[attr-defined] - an enumeration that the stub leaves out
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 class FlatCall:
@@ -28,10 +44,15 @@ class FlatCall:
         kwargs: Keyword arguments.
         options: `namespace` and `is_leaf`.
         root: Name of the positional arguments in errors.
+        has_aux: Whether `func` returns `(output, aux)`.
+        allowed: The leaves that the output may have: tensors of `"any"` dtype, only `"differentiable"` ones, only
+            `"real"` ones, or one real number, the `"scalar"` that is the root of a gradient.
 
     Attributes:
         num_args: Number of positional arguments.
         tensors: All tensors of the arguments, positional ones first.
+        output: Puts the output together from its tensors, after a call of `flat`.
+        aux: The same for the auxiliary output.
     """
 
     def __init__(
@@ -41,14 +62,17 @@ class FlatCall:
         args: tuple,
         kwargs: dict[str, Any],
         options: dict[str, Any],
+        *,
         root: str = "args",
+        has_aux: bool = False,
+        allowed: str = "any",
     ) -> None:
         self.function = function
         self.root = root
         self.num_args = len(args)
-        self.options = options
-        self._func = func
+        self._func, self._has_aux, self._allowed = func, has_aux, allowed
         self.parts = [Partition(**options) for _ in (*args, kwargs)]
+        self.output, self.aux = Partition(**options), Partition(**options)
         split = [part.split(tree) for part, tree in zip(self.parts, (*args, kwargs), strict=True)]
         self.tensors: list[Tensor] = [tensor for tensors in split for tensor in tensors]
         stops = list(accumulate(len(tensors) for tensors in split))
@@ -58,6 +82,55 @@ class FlatCall:
         """The user's function of the arguments, with `tensors` in place of theirs."""
         *args, kwargs = (part.join(self.own(i, tensors)) for i, part in enumerate(self.parts))
         return self._func(*args, **kwargs)
+
+    def flat(self, *tensors: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        """The tensors of the output, checked, and those of aux; of a `"scalar"` the output itself.
+
+        Raises:
+            TreeError: If `has_aux` and the user's function returned no pair, or there is no tensor in the output.
+            LeafError: If a leaf of the output is not a tensor.
+            ShapeError: If a scalar is required and the output has axes.
+            DtypeError: If a dtype is not allowed.
+        """
+        output: Any = self(*tensors)
+        aux: Any = ()
+        if self._has_aux:
+            if not isinstance(output, tuple) or len(output) != 2:
+                given = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+                raise TreeError(
+                    f"{self.function}: with has_aux=True, func must return a tuple (output, aux), got {given}."
+                )
+            output, aux = output
+        checked = self._scalar(output) if self._allowed == "scalar" else self._split(output)
+        return checked, tuple(self.aux.split(aux))
+
+    def _scalar(self, output: Any) -> Tensor:
+        if not isinstance(output, torch.Tensor):
+            raise LeafError(f"{self.function}: func must return a tensor, got {type(output).__name__}.")
+        if output.dim() != 0:
+            raise ShapeError(
+                f"{self.function}: func must return a tensor of shape [], got {list(output.shape)}. "
+                "Reduce it, or use vjp or jacrev."
+            )
+        if not output.is_floating_point():
+            raise DtypeError(f"{self.function}: func must return a real floating point tensor, got {output.dtype}.")
+        return output
+
+    def _split(self, output: Any) -> tuple[Tensor, ...]:
+        tensors = tuple(self.output.split(output))
+        self.output.require_tensors(self.function, "output")
+        if not tensors:
+            raise TreeError(f"{self.function}: func must return at least one tensor, got {output}.")
+        for i, tensor in enumerate(tensors):
+            if self._allowed != "any" and not _is_differentiable(tensor, real=self._allowed == "real"):
+                label, wanted = self.output.label(i, "output"), _wanted(real=self._allowed == "real")
+                raise DtypeError(f"{self.function}: {label} must be {wanted}, got {tensor.dtype}.")
+        return tensors
+
+    def with_aux(self, result: tuple[Any, ...], aux: Sequence[Any]) -> Any:
+        """What a transform returns: `result`, with the tree of aux as one entry more if there is one."""
+        result = (*result, self.aux.join(aux)) if self._has_aux else result
+        return result[0] if len(result) == 1 else result
 
     def own(self, argnum: int, values: Sequence[Any]) -> Sequence[Any]:
         """Those of `values`, one for each tensor of the call, that belong to one argument."""
@@ -71,34 +144,41 @@ class FlatCall:
         pairs = zip(self.parts, roots, counts, strict=True)
         return [part.label(i, root) for part, root, count in pairs for i in range(count)]
 
-    def partition(self) -> Partition:
-        """A partition with the options of this call, for its output."""
-        return Partition(**self.options)
-
-    def differentiated(self, argnums: Sequence[int], *, real: bool = False) -> tuple[int, ...]:
+    def differentiated(self, argnums: Sequence[int], *, some: bool = True) -> tuple[int, ...]:
         """Positions of the tensors of some arguments, all of whose leaves must be differentiable.
 
+        Args:
+            argnums: Positions of the arguments.
+            some: Whether there must be a tensor among them.
+
         Raises:
-            LeafError: If a leaf is no floating-point tensor (nor a complex one, unless `real`), naming its key path.
+            LeafError: If a leaf is not a floating-point tensor (nor a complex one, unless the output has to be real),
+                or is a nested one, naming its key path.
+            TreeError: If there is none.
         """
         positions: list[int] = []
         for argnum in argnums:
             part, label = self.parts[argnum], f"{self.root}[{argnum}]"
             part.require_tensors(self.function, label, " to be differentiated")
             for i, tensor in enumerate(self.own(argnum, self.tensors)):
-                if not (tensor.is_floating_point() or (tensor.is_complex() and not real)):
-                    allowed = "real floating point" if real else "floating point or complex"
+                if not _is_differentiable(tensor, real=self._allowed == "real"):
                     raise LeafError(
-                        f"{self.function}: {part.label(i, label)} must be {allowed} to be differentiated, "
-                        f"got {tensor.dtype}."
+                        f"{self.function}: {part.label(i, label)} must be {_wanted(real=self._allowed == 'real')} to "
+                        f"be differentiated, got {tensor.dtype}."
                     )
+                self._refuse_nested(tensor, part, i, label)
             positions += range(*self._spans[argnum])
+        if some and not positions:
+            raise TreeError(f"{self.function}: {self.root} must hold a tensor to differentiate, got none.")
         return tuple(positions)
 
-    def require_some(self, positions: Sequence[int]) -> None:
-        """Raise unless there is something to differentiate."""
-        if not positions:
-            raise TreeError(f"{self.function}: {self.root} must hold a tensor to differentiate, got none.")
+    def _refuse_nested(self, tensor: Tensor, part: Partition, index: int, root: str) -> None:
+        if tensor.is_nested:
+            raise LeafError(
+                f"{self.function}: {part.label(index, root)} must not be a nested tensor to be differentiated: the "
+                "transforms of torch have no derivatives of those. Use primitives.autograd.grad, or pad it with "
+                "torch.nested.to_padded_tensor."
+            )
 
     def match_primals(self, name: str, tangents: Any) -> list[Tensor]:
         """The leaves of `tangents`, checked to be trees like the positional arguments, in shapes and dtypes too."""
@@ -119,8 +199,11 @@ class FlatCall:
         for i, tangent in enumerate(tangents):
             if tangent is None:
                 continue
-            names = f"{name}[{i}]", tangent, f"{self.root}[{i}]"
-            matched = self.parts[i].match_some(self.function, *names, self.own(i, self.tensors))
+            part, label = self.parts[i], f"{self.root}[{i}]"
+            for j, tensor in enumerate(self.own(i, self.tensors)):
+                self._refuse_nested(tensor, part, j, label)
+            names = f"{name}[{i}]", tangent, label
+            matched = part.match_some(self.function, *names, self.own(i, self.tensors))
             start, _ = self._spans[i]
             found.update({start + j: value for j, value in enumerate(matched) if value is not None})
         return found
@@ -143,32 +226,29 @@ class FlatCall:
         return tuple(trees) if isinstance(argnums, tuple) else trees[0]
 
 
+def _is_differentiable(tensor: Tensor, *, real: bool) -> bool:
+    return tensor.is_floating_point() or (tensor.is_complex() and not real)
+
+
+def _wanted(*, real: bool) -> str:
+    return "real floating point" if real else "floating point or complex"
+
+
 def primals_call(
-    function: str,
-    func: Callable[..., Any],
-    primals: Any,
-    namespace: str,
-    is_leaf: Callable[[Any], bool] | None,
+    function: str, func: Callable[..., Any], primals: Any, options: dict[str, Any], *, has_aux: bool = False
 ) -> FlatCall:
-    """`func(*primals)` as a function of flat tensors, all of which must be differentiable, and at least one.
+    """`func(*primals)` as a function of flat tensors.
 
     Raises:
-        TreeError: If `primals` is no tuple, or holds no tensor.
-        LeafError: If a leaf is no floating-point or complex tensor.
+        TreeError: If `primals` is not a tuple.
     """
-    check_primals(function, primals)
-    call = FlatCall(function, func, primals, {}, {"namespace": namespace, "is_leaf": is_leaf}, root="primals")
-    call.require_some(call.differentiated(tuple(range(len(primals)))))
-    return call
-
-
-def check_primals(function: str, primals: Any) -> None:
-    """Raise unless `primals` is a tuple."""
     if not isinstance(primals, tuple):
         raise TreeError(
             f"{function}: primals must be a tuple of the arguments of func, got {type(primals).__name__}. "
             "Write (x,) for a single argument."
         )
+    allowed = {"vjp": "differentiable", "hvp": "scalar"}.get(function, "any")
+    return FlatCall(function, func, primals, {}, options, root="primals", has_aux=has_aux, allowed=allowed)
 
 
 def vjp_of(flat: Callable[..., Any], tensors: Sequence[Tensor], positions: tuple[int, ...]) -> tuple[Any, Any, Any]:
@@ -220,71 +300,22 @@ def wrap_argnums(function: str, argnums: Any, num_args: int) -> tuple[int, ...]:
     return wrapped
 
 
-def unpack_aux(function: str, output: Any, *, has_aux: bool) -> tuple[Any, Any]:
-    """Output and auxiliary output of a function.
+def check_vmap_options(function: str, randomness: str, name: str, number: Any) -> None:
+    """Raise unless `randomness` is one that vmap knows and `number`, of chunks or of their size, is positive or `None`.
 
     Raises:
-        TreeError: If `has_aux` and `output` is no pair.
+        RuntimeError: What torch raises, if `randomness` is none of the three.
+        DtypeError: If `number` is not an int.
+        ShapeError: If it is less than 1.
     """
-    if not has_aux:
-        return output, ()
-    if not isinstance(output, tuple) or len(output) != 2:
-        given = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
-        raise TreeError(f"{function}: with has_aux=True, func must return a tuple (output, aux), got {given}.")
-    return output
-
-
-def check_scalar(function: str, output: Any) -> None:
-    """Raise unless `output` can be the root of a gradient: one real number, in a tensor without axes."""
-    if not isinstance(output, torch.Tensor):
-        raise LeafError(f"{function}: func must return a tensor, got {type(output).__name__}.")
-    if output.dim() != 0:
-        raise ShapeError(
-            f"{function}: func must return a tensor of shape [], got {list(output.shape)}. "
-            "Reduce it, or use vjp or jacrev."
-        )
-    if not output.is_floating_point():
-        raise DtypeError(f"{function}: func must return a real floating point tensor, got {output.dtype}.")
-
-
-def split_output(function: str, partition: Partition, output: Any, *, allowed: str = "any") -> tuple[Tensor, ...]:
-    """The tensors of a function's output, split by `partition`.
-
-    Args:
-        function: Name of the public function, for errors.
-        partition: Remembers the structure.
-        output: Pytree of tensors.
-        allowed: `"any"` dtype, only `"differentiable"` ones, or only `"real"` ones.
-
-    Raises:
-        LeafError: If a leaf is no tensor.
-        DtypeError: If a dtype is not allowed.
-        TreeError: If there is no leaf.
-    """
-    tensors = tuple(partition.split(output))
-    partition.require_tensors(function, "output")
-    if not tensors:
-        raise TreeError(f"{function}: func must return at least one tensor, got {output}.")
-    for i, tensor in enumerate(tensors):
-        fits = tensor.is_floating_point() or (allowed == "differentiable" and tensor.is_complex())
-        if allowed != "any" and not fits:
-            wanted = "real floating point" if allowed == "real" else "floating point or complex"
-            raise DtypeError(f"{function}: {partition.label(i, 'output')} must be {wanted}, got {tensor.dtype}.")
-    return tensors
-
-
-def check_randomness(function: str, randomness: str) -> None:
-    """Raise unless `randomness` is one of the three that vmap knows; what torch raises."""
     if randomness not in ("error", "same", "different"):
         raise RuntimeError(f"{function}: randomness must be 'error', 'same' or 'different', got {randomness!r}.")
-
-
-def check_positive(function: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a positive int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DtypeError(f"{function}: {name} must be an int, got {type(value).__name__}.")
-    if value < 1:
-        raise ShapeError(f"{function}: {name} must be at least 1, got {value}.")
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise DtypeError(f"{function}: {name} must be an int, got {type(number).__name__}.")
+    if number < 1:
+        raise ShapeError(f"{function}: {name} must be at least 1, got {number}.")
 
 
 class Generators:

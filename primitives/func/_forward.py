@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core.errors import TreeError
-from primitives.func._calls import FlatCall, check_primals, check_scalar, jvp_of, primals_call, split_output, unpack_aux
+from primitives.func._calls import eager_after_break, jvp_of, primals_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["hvp", "jvp"]
 
@@ -54,19 +52,18 @@ def jvp(
         >>> jvp(lambda tree: {"y": tree["x"] ** 3}, ({"x": torch.tensor(2.0)},), ({"x": torch.tensor(1.0)},))
         ({'y': tensor(8.)}, {'y': tensor(12.)})
     """
-    call = primals_call("jvp", func, primals, namespace, is_leaf)
+    return _jvp(func, primals, tangents, strict, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
+
+
+@eager_after_break
+def _jvp(func: Callable, primals: tuple, tangents: tuple, strict: bool, has_aux: bool, options: dict[str, Any]) -> Any:
+    call = primals_call("jvp", func, primals, options, has_aux=has_aux)
+    call.differentiated(range(call.num_args))
     flat_tangents = call.match_primals("tangents", tangents)
-    output_partition, aux_partition = call.partition(), call.partition()
-
-    def flat(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        output, aux = unpack_aux("jvp", call(*tensors), has_aux=has_aux)
-        return split_output("jvp", output_partition, output), tuple(aux_partition.split(aux))
-
     outputs, output_tangents, aux = torch.func.jvp(  # type: ignore[misc] - as long as has_aux says
-        flat, tuple(call.tensors), tuple(flat_tangents), strict=strict, has_aux=True
+        call.flat, tuple(call.tensors), tuple(flat_tangents), strict=strict, has_aux=True
     )
-    result = output_partition.join(outputs), output_partition.join(output_tangents)
-    return (*result, aux_partition.join(aux)) if has_aux else result
+    return call.with_aux((call.output.join(outputs), call.output.join(output_tangents)), aux)
 
 
 def hvp(
@@ -112,24 +109,21 @@ def hvp(
         >>> hvp(lambda a, tree: a**2 * tree["b"], primals, (torch.tensor(1.0), None))
         (tensor(10.), None)
     """
-    check_primals("hvp", primals)
-    call = FlatCall("hvp", func, primals, {}, {"namespace": namespace, "is_leaf": is_leaf}, root="primals")
+    return _hvp(func, primals, tangents, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
+
+
+@eager_after_break
+def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options: dict[str, Any]) -> Any:
+    call = primals_call("hvp", func, primals, options, has_aux=has_aux)
     by_position = call.match_variables("tangents", tangents)
     if not by_position:
         raise TreeError("hvp: tangents must hold a tensor, got none.")
     positions = tuple(by_position)
-    aux_partition = call.partition()
-
-    def scalar(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output, aux = unpack_aux("hvp", call(*tensors), has_aux=has_aux)
-        check_scalar("hvp", output)
-        return output, tuple(aux_partition.split(aux))
-
-    gradient = torch.func.grad(scalar, positions, has_aux=True)
+    gradient = torch.func.grad(call.flat, positions, has_aux=True)
     _, products, aux = jvp_of(gradient, call.tensors, tuple(by_position.values()), positions)
     found = dict(zip(positions, products, strict=True))
     values = [found.get(i) for i in range(len(call.tensors))]
     product = tuple(
         [None if tangent is None else call.parts[i].join(call.own(i, values)) for i, tangent in enumerate(tangents)]
     )
-    return (product, aux_partition.join(aux)) if has_aux else product
+    return call.with_aux((product,), aux)

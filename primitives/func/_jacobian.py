@@ -9,12 +9,10 @@ import torch
 from primitives.func._calls import (
     FlatCall,
     Generators,
-    check_positive,
-    check_randomness,
+    check_vmap_options,
+    eager_after_break,
     jvp_of,
     named_like,
-    split_output,
-    unpack_aux,
     vjp_of,
     wrap_argnums,
 )
@@ -71,15 +69,12 @@ def jacrev(
         {'square': {'a': tensor([[2., 0.],
                 [0., 4.]])}}
     """
-    check_randomness("jacrev", randomness)
-    if chunk_size is not None:
-        check_positive("jacrev", "chunk_size", chunk_size)
+    check_vmap_options("jacrev", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
     @named_like(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
-        call = FlatCall("jacrev", func, args, kwargs, options)
-        return _by_rows(_Problem(call, argnums, has_aux, chunk_size), randomness, one_by_one=chunk_size == 1)
+        return _jacobian("jacrev", func, args, kwargs, options, argnums, has_aux, randomness, chunk_size)
 
     return jacobian
 
@@ -123,15 +118,12 @@ def jacfwd(
         (tensor([[3., 0.],
                 [0., 3.]]), tensor([1., 2.]))
     """
-    check_randomness("jacfwd", randomness)
-    if chunk_size is not None:
-        check_positive("jacfwd", "chunk_size", chunk_size)
+    check_vmap_options("jacfwd", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
     @named_like(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
-        call = FlatCall("jacfwd", func, args, kwargs, options)
-        return _by_columns(_Problem(call, argnums, has_aux, chunk_size), randomness)
+        return _jacobian("jacfwd", func, args, kwargs, options, argnums, has_aux, randomness, chunk_size)
 
     return jacobian
 
@@ -175,9 +167,28 @@ def hessian(
         >>> hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
         {'a': {'a': tensor(10.), 'b': tensor(6.)}, 'b': {'a': tensor(6.), 'b': tensor(0.)}}
     """
-    check_randomness("hessian", randomness)
+    check_vmap_options("hessian", randomness, "chunk_size", chunk_size)
     keywords: dict[str, Any] = {"randomness": randomness, "namespace": namespace, "is_leaf": is_leaf}
     return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
+
+
+@eager_after_break
+def _jacobian(
+    function: str,
+    func: Callable,
+    args: tuple,
+    kwargs: dict,
+    options: dict[str, Any],
+    argnums: Any,
+    has_aux: bool,
+    randomness: str,
+    chunk_size: int | None,
+) -> Any:
+    call = FlatCall(function, func, args, kwargs, options, has_aux=has_aux, allowed="real")
+    problem = _Problem(call, argnums, chunk_size)
+    if function == "jacfwd":
+        return _by_columns(problem, randomness)
+    return _by_rows(problem, randomness, one_by_one=chunk_size == 1)
 
 
 class _Problem:
@@ -186,30 +197,22 @@ class _Problem:
     Args:
         call: The call to differentiate.
         argnums: What to differentiate with respect to, as the user gave it.
-        has_aux: Whether the function returns `(output, aux)`.
         chunk_size: Number of rows or columns at a time, `None` for all.
     """
 
-    def __init__(self, call: FlatCall, argnums: Any, has_aux: bool, chunk_size: int | None) -> None:
-        self._call, self._argnums, self._has_aux, self._chunk_size = call, argnums, has_aux, chunk_size
-        self._positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args), real=True)
-        call.require_some(self._positions)
+    def __init__(self, call: FlatCall, argnums: Any, chunk_size: int | None) -> None:
+        self._call, self._argnums, self._chunk_size = call, argnums, chunk_size
+        self._positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args))
         self.inputs = [call.tensors[i] for i in self._positions]
-        self._output, self._aux = call.partition(), call.partition()
 
     def pullback(self) -> tuple[Any, Any, Any]:
         """Tensors of the output, their pullback, and tensors of aux."""
-        return vjp_of(self._flat, self._call.tensors, self._positions)
+        return vjp_of(self._call.flat, self._call.tensors, self._positions)
 
     def pushforward(self, *tangents: Tensor) -> tuple[Any, Any]:
         """Tangents of the tensors of the output, and tensors of aux."""
-        _, pushed, aux = jvp_of(self._flat, self._call.tensors, tangents, self._positions)
+        _, pushed, aux = jvp_of(self._call.flat, self._call.tensors, tangents, self._positions)
         return pushed, aux
-
-    def _flat(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        function = self._call.function
-        output, aux = unpack_aux(function, self._call(*tensors), has_aux=self._has_aux)
-        return split_output(function, self._output, output, allowed="real"), tuple(self._aux.split(aux))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the standard basis of `tensors` is one chunk."""
@@ -224,8 +227,8 @@ class _Problem:
 
     def result(self, blocks: Sequence[Sequence[Tensor]], aux: Sequence[Tensor]) -> Any:
         """The tree of the Jacobian, from one tensor for each pair of output and input."""
-        jacobian = self._output.join([self._call.in_structure(self._argnums, row) for row in blocks])
-        return (jacobian, self._aux.join(aux)) if self._has_aux else jacobian
+        jacobian = self._call.output.join([self._call.in_structure(self._argnums, row) for row in blocks])
+        return self._call.with_aux((jacobian,), aux)
 
 
 def _by_rows(problem: _Problem, randomness: str, *, one_by_one: bool) -> Any:

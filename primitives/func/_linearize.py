@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
-from primitives.func._calls import primals_call, split_output
+from primitives.func._calls import eager_after_break, primals_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,11 +62,16 @@ def linearize(
         >>> output, jvp_fn({"x": torch.tensor(1.0)}), jvp_fn({"x": torch.tensor(2.0)})
         (tensor(8.), tensor(12.), tensor(24.))
     """
-    call = primals_call("linearize", func, primals, namespace, is_leaf)
-    output_partition = call.partition()
+    return _linearize(func, primals, {"namespace": namespace, "is_leaf": is_leaf})
+
+
+@eager_after_break
+def _linearize(func: Callable, primals: tuple, options: dict[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    call = primals_call("linearize", func, primals, options)
+    call.differentiated(range(call.num_args))
 
     def differentiable(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        outputs = split_output("linearize", output_partition, call(*tensors))
+        outputs, _ = call.flat(*tensors)
         # vjp wants an output: an argument stands in where there is none to differentiate.
         return tuple(filter(_is_differentiable, outputs)) or tensors[:1], outputs
 
@@ -86,9 +91,9 @@ def linearize(
         kept.check()
         pushed = iter(push(tuple(matched)))
         found = [next(pushed) if _is_differentiable(output) else torch.zeros_like(output) for output in outputs]
-        return output_partition.join(found)
+        return call.output.join(found)
 
-    return output_partition.join(outputs), jvp_fn
+    return call.output.join(outputs), jvp_fn
 
 
 def _is_differentiable(tensor: Tensor) -> bool:

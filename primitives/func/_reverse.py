@@ -6,19 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.func._calls import (
-    FlatCall,
-    check_scalar,
-    named_like,
-    split_output,
-    unpack_aux,
-    wrap_argnums,
-)
+from primitives.func._calls import FlatCall, eager_after_break, named_like, primals_call, wrap_argnums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["grad", "grad_and_value", "vjp"]
 
@@ -62,8 +53,8 @@ def grad(
 
     @named_like(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        gradients, _, aux = _grad("grad", func, argnums, has_aux, (args, kwargs), options)
-        return (gradients, aux) if has_aux else gradients
+        gradients, (_, *aux) = _grad("grad", func, argnums, has_aux, args, kwargs, options)
+        return (gradients, *aux) if has_aux else gradients
 
     return gradient
 
@@ -104,30 +95,24 @@ def grad_and_value(
 
     @named_like(func)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        gradients, value, aux = _grad("grad_and_value", func, argnums, has_aux, (args, kwargs), options)
-        return gradients, ((value, aux) if has_aux else value)
+        gradients, value = _grad("grad_and_value", func, argnums, has_aux, args, kwargs, options)
+        return gradients, value if has_aux else value[0]
 
     return gradient_and_value
 
 
+@eager_after_break
 def _grad(
-    function: str, func: Callable, argnums: Any, has_aux: bool, arguments: tuple[tuple, dict], options: dict[str, Any]
-) -> tuple[Any, Tensor, Any]:
-    """Gradient tree, value and aux of a call."""
-    call = FlatCall(function, func, *arguments, options)
-    positions = call.differentiated(wrap_argnums(function, argnums, call.num_args))
-    aux_partition = call.partition()
-
-    def scalar(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output, aux = unpack_aux(function, call(*tensors), has_aux=has_aux)
-        check_scalar(function, output)
-        return output, tuple(aux_partition.split(aux))
-
+    function: str, func: Callable, argnums: Any, has_aux: bool, args: tuple, kwargs: dict, options: dict[str, Any]
+) -> tuple[Any, tuple]:
+    """Gradient tree, and a tuple of the value and, if there is one, aux."""
+    call = FlatCall(function, func, args, kwargs, options, has_aux=has_aux, allowed="scalar")
+    positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args), some=False)
     if positions:
-        gradients, (value, aux) = torch.func.grad_and_value(scalar, positions, has_aux=True)(*call.tensors)
+        gradients, (value, aux) = torch.func.grad_and_value(call.flat, positions, has_aux=True)(*call.tensors)
     else:
-        gradients, (value, aux) = (), scalar(*call.tensors)
-    return call.in_structure(argnums, gradients), value, aux_partition.join(aux)
+        gradients, (value, aux) = (), call.flat(*call.tensors)
+    return call.in_structure(argnums, gradients), (value, call.aux.join(aux)) if has_aux else (value,)
 
 
 def vjp(
@@ -167,23 +152,19 @@ def vjp(
         >>> vjp_fn({"product": torch.tensor(1.0)})
         (tensor(3.), tensor(2.))
     """
-    options = {"namespace": namespace, "is_leaf": is_leaf}
-    call = FlatCall("vjp", func, primals, {}, options, root="primals")
+    return _vjp(func, primals, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
+
+
+@eager_after_break
+def _vjp(func: Callable, primals: tuple, has_aux: bool, options: dict[str, Any]) -> Any:
+    call = primals_call("vjp", func, primals, options, has_aux=has_aux)
     argnums = tuple(range(len(primals)))
-    call.differentiated(argnums)
-    output_partition, aux_partition = call.partition(), call.partition()
-
-    def flat(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        output, aux = unpack_aux("vjp", call(*tensors), has_aux=has_aux)
-        outputs = split_output("vjp", output_partition, output, allowed="differentiable")
-        return outputs, tuple(aux_partition.split(aux))
-
-    outputs, flat_vjp_fn, aux = torch.func.vjp(flat, *call.tensors, has_aux=True)  # type: ignore[misc] - as long as has_aux says
+    call.differentiated(argnums, some=False)
+    outputs, flat_vjp_fn, aux = torch.func.vjp(call.flat, *call.tensors, has_aux=True)  # type: ignore[misc] - as long as has_aux says
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> tuple:
-        matched = output_partition.match("vjp", "cotangents", cotangents, "output", outputs)
+        matched = call.output.match("vjp", "cotangents", cotangents, "output", outputs)
         pulled = flat_vjp_fn(tuple(matched), retain_graph=retain_graph, create_graph=create_graph)
         return call.in_structure(argnums, pulled)
 
-    result = output_partition.join(outputs), vjp_fn
-    return (*result, aux_partition.join(aux)) if has_aux else result
+    return call.with_aux((call.output.join(outputs), vjp_fn), aux)

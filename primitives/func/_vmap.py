@@ -9,7 +9,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.errors import AxisError, LeafError, ShapeError, TreeError
 from primitives.core.trees.overlay import spread
-from primitives.func._calls import FlatCall, Generators, check_positive, check_randomness, named_like
+from primitives.func._calls import FlatCall, Generators, check_vmap_options, eager_after_break, named_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,16 +63,13 @@ def vmap(
         >>> vmap(lambda batch: batch["x"].sum() * batch["scale"], in_dims=({"x": 0, "scale": None},))(batch)
         tensor([30., 70.])
     """
-    check_randomness("vmap", randomness)
-    if chunk_size is not None:
-        check_positive("vmap", "chunk_size", chunk_size)
+    check_vmap_options("vmap", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
     @named_like(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        call = FlatCall("vmap", func, args, kwargs, options)
-        mapped_call = _MappedCall(call, args, in_dims, out_dims)
-        return mapped_call.run(chunk_size or mapped_call.batch_size, randomness)
+        call = "vmap", func, args, kwargs, options
+        return _run(call, in_dims, out_dims, randomness, lambda batch_size: chunk_size or batch_size)
 
     return mapped
 
@@ -113,17 +110,22 @@ def chunk_vmap(
         >>> chunk_vmap(lambda x: x.sum(), chunks=3)(torch.ones(5, 2))
         tensor([2., 2., 2., 2., 2.])
     """
-    check_randomness("chunk_vmap", randomness)
-    check_positive("chunk_vmap", "chunks", chunks)
+    check_vmap_options("chunk_vmap", randomness, "chunks", chunks)
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
     @named_like(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        call = FlatCall("chunk_vmap", func, args, kwargs, options)
-        mapped_call = _MappedCall(call, args, in_dims, out_dims)
-        return mapped_call.run(-(-mapped_call.batch_size // chunks), randomness)
+        call = "chunk_vmap", func, args, kwargs, options
+        return _run(call, in_dims, out_dims, randomness, lambda batch_size: -(-batch_size // chunks))
 
     return mapped
+
+
+@eager_after_break
+def _run(call: tuple, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Callable[[int], int]) -> Any:
+    """Call a mapped function, a chunk at a time, of a size that depends on the length of the mapped axes."""
+    mapped_call = _MappedCall(FlatCall(*call), call[2], in_dims, out_dims)
+    return mapped_call.run(chunk_size(mapped_call.batch_size), randomness)
 
 
 class _MappedCall:
@@ -143,28 +145,41 @@ class _MappedCall:
         self._call, self._out_dims = call, out_dims
         self._in_dims = _argument_dims(call, args, in_dims)
         self.batch_size = _common_size(call, self._in_dims)
-        self._output = call.partition()
         self._output_dims: list[int | None] = []
+        # Filled while the function runs; torch looks at `out_dims` after that.
+        self._mapped_dims: list[int] = []
         self._whole: list[Tensor] = []
 
     def run(self, chunk_size: int, randomness: str) -> Any:
         """Call the function on `chunk_size` entries of the mapped axes at a time."""
-        split = [
-            None if dim is None else tensor.split(max(chunk_size, 1), dim)
-            for tensor, dim in zip(self._call.tensors, self._in_dims, strict=True)
-        ]
-        num_chunks = next(len(pieces) for pieces in split if pieces is not None)
-        vectorized = torch.func.vmap(self._flat, tuple(self._in_dims), 0, randomness)
-        generators = Generators(self._call.tensors) if num_chunks > 1 and randomness == "same" else None
+        out_dims: Any = self._mapped_dims
+        vectorized = torch.func.vmap(self._flat, tuple(self._in_dims), out_dims, randomness)
+        tensors = self._call.tensors
+        if chunk_size >= self.batch_size:
+            # The tensors as they are, not views of them: what the function writes to, or returns, is the argument.
+            return self._joined([vectorized(*tensors)])
+        split = [None if dim is None else self._split(i, chunk_size, dim) for i, dim in enumerate(self._in_dims)]
+        generators = Generators(tensors) if randomness == "same" else None
         chunks = []
-        for i in range(num_chunks):
+        for i in range(-(-self.batch_size // chunk_size)):
             if generators is not None:
                 generators.rewind()
-            pairs = zip(self._call.tensors, split, strict=True)
+            pairs = zip(tensors, split, strict=True)
             chunks.append(vectorized(*[tensor if pieces is None else pieces[i] for tensor, pieces in pairs]))
         return self._joined(chunks)
 
-    def _joined(self, chunks: list[tuple[Tensor, ...]]) -> Any:
+    def _split(self, index: int, chunk_size: int, dim: int) -> Sequence[Tensor]:
+        tensor = self._call.tensors[index]
+        if tensor.is_nested:
+            raise LeafError(
+                f"{self._call.function}: {self._call.labels()[index]} must not be a nested tensor to be mapped in "
+                "chunks, as torch cannot split it. Map it in one."
+            )
+        # One by one, unlike those of `split`, the pieces may be written to where they are differentiated.
+        starts = range(0, self.batch_size, chunk_size)
+        return [tensor.narrow(dim, start, min(chunk_size, self.batch_size - start)) for start in starts]
+
+    def _joined(self, chunks: list[list[Tensor]]) -> Any:
         """The output tree of all chunks."""
         columns = [list(column) for column in zip(*chunks, strict=True)]
         # Chunks are let go of column by column, so that one leaf is in memory twice, and not all of them.
@@ -175,27 +190,28 @@ class _MappedCall:
             if dim is None:
                 leaves.append(whole.pop(0))
                 continue
-            pieces = [piece.movedim(0, dim) for piece in columns.pop(0)]
+            pieces = columns.pop(0)
             leaves.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim))
-        return self._output.join(leaves)
+        return self._call.output.join(leaves)
 
-    def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _flat(self, *tensors: Tensor) -> list[Tensor]:
         """The function on one entry. What it returns unmapped is set aside: it needs no unwrapping."""
-        output = self._call(*tensors)
-        leaves = self._output.split(output)
+        output, partition = self._call(*tensors), self._call.output
+        leaves = partition.split(output)
         # torch takes a 1-tuple for the axis of a single tensor too.
         single = isinstance(output, torch.Tensor) and isinstance(self._out_dims, tuple) and len(self._out_dims) == 1
         out_dims = self._out_dims[0] if single else self._out_dims
         names = "out_dims", "output"
-        self._output_dims = _leaf_dims(self._call.function, names, out_dims, output, self._output, leaves, 1)
+        self._output_dims = _leaf_dims(self._call.function, names, out_dims, output, partition, leaves, 1)
+        self._mapped_dims[:] = [dim for dim in self._output_dims if dim is not None]
         self._whole = [leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is None]
         for i, (leaf, dim) in enumerate(zip(leaves, self._output_dims, strict=True)):
             if dim is None and _is_mapped(leaf):
-                label = self._output.label(i, "output")
                 raise TreeError(
-                    f"{self._call.function}: out_dims of {label} must be an int, as it is mapped, got None."
+                    f"{self._call.function}: out_dims of {partition.label(i, 'output')} must be an int, as it is "
+                    "mapped, got None."
                 )
-        return tuple(leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is not None)
+        return [leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is not None]
 
 
 def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None]:
@@ -276,7 +292,7 @@ def _common_size(call: FlatCall, dims: Sequence[int | None]) -> int:
         TreeError: If there are none.
         ShapeError: If they differ.
     """
-    sizes = [None if dim is None else tensor.shape[dim] for tensor, dim in zip(call.tensors, dims, strict=True)]
+    sizes = [None if dim is None else tensor.size(dim) for tensor, dim in zip(call.tensors, dims, strict=True)]
     found = [size for size in sizes if size is not None]
     if not found:
         raise TreeError(f"{call.function}: in_dims must map at least one tensor, got none.")

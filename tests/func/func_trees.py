@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import optree
@@ -101,3 +102,11 @@ def assert_leaves(actual: Any, expected: Any, **options: Any) -> None:
             torch.testing.assert_close(value, wanted, **options)
         else:
             assert value == wanted
+
+
+def nested_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """One nested tensor of each of torch's layouts."""
+    with warnings.catch_warnings():
+        # That the layout of strides is a prototype; it is in use.
+        warnings.simplefilter("ignore", UserWarning)
+        return [torch.nested.nested_tensor(list(tensors), layout=layout) for layout in (torch.strided, torch.jagged)]

@@ -83,6 +83,31 @@ def test_transform(case):
     check(CASES[case], *small())
 
 
+def broken(tree):
+    y = tree["x"].sin()
+    print()  # noqa: T201 - a graph break
+    return (y * tree["x"]).sum()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        func.grad,
+        func.jacrev,
+        func.jacfwd,
+        func.vmap,
+        lambda f: lambda t: func.jvp(f, (t,), (t,)),
+        lambda f: lambda t: func.hvp(f, (t,), (t,)),
+        lambda f: lambda t: pulled_back(*func.vjp(f, t)),
+        lambda f: lambda t: func.linearize(f, t)[1](t),
+    ],
+)
+def test_a_graph_break_inside_runs_the_transform_eagerly(transform):
+    """Dynamo cannot go on between two levels of a transform, and fails on an assertion when it tries."""
+    function, tree = transform(broken), {"x": randn(2)}
+    assert_tree(torch.compile(function, backend="eager")(tree), function(tree))
+
+
 def test_vmap_over_a_prefix_tree():
     params, xs = make_params(), randn(2, 2)
     check(mapped, params, xs)

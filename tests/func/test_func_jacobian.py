@@ -275,10 +275,3 @@ def test_jacrev_randomness(chunk_size):
     assert torch.equal(same, same[:1].expand(6))
     different = func.jacrev(NoisyBackward.apply, randomness="different", chunk_size=chunk_size)(x).diagonal()
     assert len(different.unique()) == 6
-
-
-@pytest.mark.parametrize("name", ["jacrev", "jacfwd", "hessian"])
-def test_randomness_is_one_of_three(name):
-    message = f"{name}: randomness must be 'error', 'same' or 'different', got 'some'."
-    with pytest.raises(RuntimeError, match=message):
-        getattr(func, name)(torch.sin, randomness="some")
