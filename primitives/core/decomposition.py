@@ -209,19 +209,7 @@ def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> C
 
 
 def register_decomposition_for_jvp(op_or_ops: Any, *, allow_existing: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator that enters a function into `decomposition_table_for_jvp`; otherwise as `register_decomposition`.
-
-    Args:
-        op_or_ops: As for `register_decomposition`.
-        allow_existing: As for `register_decomposition`.
-
-    Returns:
-        The decorator; it returns the function unchanged.
-
-    Raises:
-        ValueError: As for `register_decomposition`.
-        TypeError: As for `register_decomposition`.
-    """
+    """Decorator that enters a function into `decomposition_table_for_jvp`; see `register_decomposition`."""
     return _register(decomposition_table_for_jvp, "register_decomposition_for_jvp", op_or_ops, allow_existing)
 
 

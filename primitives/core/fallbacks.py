@@ -10,7 +10,7 @@ from torch._guards import detect_fake_mode
 from primitives.core.sequences import flatten, regroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -53,33 +53,27 @@ def _alive(value: Any) -> Any:
     return torch._C._functorch.unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value  # type: ignore[attr-defined] - no stub
 
 
-class _Generators:
-    """What vmap's `randomness` means for the random numbers that the samples of a loop draw."""
+def _random_states(on_cuda: bool) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
 
-    def __init__(self, name: str, randomness: str, tensors: Sequence[Any]) -> None:
-        self._name, self._randomness = name, randomness
-        # A tracer's tensors draw no numbers.
-        self._active = randomness != "different" and detect_fake_mode(list(tensors)) is None
-        self._on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
-        self._first = self._states() if self._active else None
 
-    def _states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_cuda else [])]
-
-    def before_sample(self) -> None:
-        """Every sample draws the same numbers where `randomness` is `"same"`."""
-        if self._first is not None and self._randomness == "same":
-            torch.set_rng_state(self._first[0])
-            if self._on_cuda:
-                torch.cuda.set_rng_state(self._first[1])
-
-    def after_sample(self) -> None:
-        """Raise if a sample has drawn numbers where `randomness` is `"error"`."""
-        if self._first is None or self._randomness != "error":
-            return
-        if not all(torch.equal(now, first) for now, first in zip(self._states(), self._first, strict=True)):
+def _each_sample(name: str, randomness: str, size: int, tensors: Sequence[Any]) -> Iterator[int]:
+    """The samples of a loop, which draw what vmap's `randomness` says: the same numbers, or none."""
+    # A tracer's tensors draw no numbers.
+    if randomness == "different" or detect_fake_mode(list(tensors)) is not None:
+        yield from range(size)
+        return
+    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
+    first = _random_states(on_cuda)
+    for i in range(size):
+        if randomness == "same":
+            torch.set_rng_state(first[0])
+            if on_cuda:
+                torch.cuda.set_rng_state(first[1])
+        yield i
+        if randomness == "error" and not all(map(torch.equal, _random_states(on_cuda), first)):
             raise RuntimeError(
-                f"vmap: {self._name} called a random operation while in randomness error mode. Please either use "
+                f"vmap: {name} called a random operation while in randomness error mode. Please either use "
                 "the 'same' or 'different' randomness flags on vmap or perform the randomness operation out of vmap."
             )
 
@@ -100,12 +94,7 @@ def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tupl
         return [x if axis is None else x.select(axis, i) for x, axis in zip(flat, flat_axes, strict=True)]
 
     if size:
-        generator = _Generators(spec.name, randomness, flat)
-        rows = []
-        for i in range(size):
-            generator.before_sample()
-            rows.append(outputs_of(sample(i)))
-            generator.after_sample()
+        rows = [outputs_of(sample(i)) for i in _each_sample(spec.name, randomness, size, flat)]
         stacks = [torch.stack(column) for column in zip(*rows, strict=True)]
     else:
         # The shapes and dtypes of the results for no sample are those for a sample of zeros.

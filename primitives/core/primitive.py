@@ -179,7 +179,7 @@ class Primitive:
 
     def decompose_with(self, decomposition: Callable) -> None:
         """Enter a function of the same arguments into the decomposition table, in the place of the reference."""
-        register_decomposition(self.overload, allow_existing=True)(decomposition)
+        register_decomposition(self, allow_existing=True)(decomposition)
 
     def def_fake(self, rule: _Rule) -> _Rule:
         """Define shapes, dtypes and strides of the outputs, without looking at data."""
@@ -192,10 +192,6 @@ class Primitive:
     def def_jvp(self, rule: _Rule) -> _Rule:
         """Define the forward-mode rule: `(residuals, tangents) -> tangent of each differentiable output`."""
         return self._define("jvp", rule)
-
-    def def_autograd(self, rule: _Rule) -> _Rule:
-        """Define what is run on the Autograd key in the place of all derivative rules: `(*args) -> outputs`."""
-        return self._define("autograd", rule)
 
     def def_vmap(self, rule: _Rule) -> _Rule:
         """Define the batching rule: `(batch, primals) -> (outputs, output axes)`."""

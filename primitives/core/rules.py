@@ -31,7 +31,8 @@ class RuleTable:
 
     Attributes:
         spec: The operator.
-        given: The rules by kind: `"reference"`, `"vjp"`, `"jvp"`, `"vmap"`, ...
+        given: The rules by kind: `"reference"`, `"vjp"`, `"jvp"`, `"vmap"`, ...;
+            `"autograd"` runs in the place of all derivatives.
         kernels: Implementations by device, beside the reference.
         decomposable: As above.
         layouts: What is kept for the vjp rule, for the jvp rule, and for the decomposition where there is no vjp rule.

@@ -51,9 +51,6 @@ class _RefusedTangent(torch.Tensor):
         tangent._message = message
         return tangent
 
-    def __init__(self, primal: Tensor, message: str, device: torch.device | None = None) -> None:
-        """Everything is set in `__new__`."""
-
     def __repr__(self) -> str:  # type: ignore[override] - without the option that torch has
         """Shape only: there are no values."""
         return f"{type(self).__name__}({tuple(self.shape)})"

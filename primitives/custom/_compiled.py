@@ -6,10 +6,10 @@ what the compiler's backend gets is the operator.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch._dynamo
+from torch.utils._pytree import tree_map
 
 from primitives.custom.registry import find
 
@@ -33,24 +33,8 @@ def _traced(qualified_name: str, form: str, args: tuple, kwargs: dict[str, Any])
 
 
 def _replaced(tree: Any, old: Any, new: Any) -> Any:
-    """`tree` with `new` for `old` in Python's own containers; elsewhere `None`s are no arguments of their own."""
-    if isinstance(tree, torch.Tensor):
-        return tree
-    if type(tree) is type(old) and tree == old:
-        return new
-    if type(tree) is dict:
-        return {key: _replaced(value, old, new) for key, value in tree.items()}
-    if type(tree) is OrderedDict:
-        return OrderedDict([(key, _replaced(value, old, new)) for key, value in tree.items()])
-    if type(tree) is defaultdict:
-        return defaultdict(tree.default_factory, {key: _replaced(value, old, new) for key, value in tree.items()})
-    if type(tree) is list:
-        return [_replaced(value, old, new) for value in tree]
-    if type(tree) is tuple:
-        return tuple([_replaced(value, old, new) for value in tree])
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*[_replaced(value, old, new) for value in tree])
-    return tree
+    """`tree` with `new` for `old`."""
+    return tree_map(lambda leaf: new if type(leaf) is type(old) and leaf == old else leaf, tree)
 
 
 def _hidden(tree: Any) -> Any:

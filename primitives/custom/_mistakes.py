@@ -165,15 +165,6 @@ def _named(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def is_like(value: Any, meta: Meta) -> bool:
-    """Whether `value` is a floating tensor with that shape, dtype and device."""
-    return (
-        isinstance(value, torch.Tensor)
-        and (value.shape, value.dtype, value.device) == meta
-        and (meta[1].is_floating_point or meta[1].is_complex)
-    )
-
-
 def _difference(value: Any, meta: Meta) -> tuple[type[Exception], str] | None:
     """The first property in which a derivative differs from what it belongs to: the error's type and its text."""
     if not isinstance(value, torch.Tensor):

@@ -188,7 +188,7 @@ class CustomOp:
         It wins over every other derivative rule. `below_autograd` calls what it stands for.
         """
         self._rules.add("def_autograd", rule)
-        self.primitive.def_autograd(self._rules.differentiable("def_autograd"))
+        self.primitive.rules.define("autograd", self._rules.differentiable("def_autograd"))
         return rule
 
     def def_autocast(self, device: str) -> Callable[[Callable], Callable]:

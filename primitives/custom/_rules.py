@@ -9,7 +9,7 @@ import torch
 
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError, TreeError
-from primitives.custom._mistakes import Meta, RuleErrors, is_like, place_of
+from primitives.custom._mistakes import Meta, RuleErrors, place_of
 from primitives.custom._mutation import refuse_cotangents, refused_tangents, shares_memory, with_copies
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Rules:
         if structure.is_flat and type(result) is dict and len(result) == len(metas):
             flat = list(map(result.get, structure.spans))
             for value, meta in zip(flat, metas, strict=True):
-                # What `is_like` asks, without a call for each.
+                # What `flat_like` asks, without a call for each.
                 if (
                     type(value) is not torch.Tensor
                     or (value.shape, value.dtype, value.device) != meta
@@ -256,8 +256,6 @@ class Rules:
             value = result[name]
             if value is None:
                 flat += [None] * (span.stop - span.start)
-            elif span.is_plain and is_like(value, metas[span.start]):
-                flat.append(value)
             else:
                 like = metas[span.start : span.stop]
                 flat += errors.flat_like("the cotangent of", value, span.treespec, name, like, span.is_tensor)
