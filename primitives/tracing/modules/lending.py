@@ -123,7 +123,7 @@ class _PureMode(OverrideMode):
         """Rebind what is a buffer of the modules, so that it may be batched; write anything else in place."""
         others: tuple[list[Tensor], list[Tensor]] = [], []
         for target, value in zip(targets, values, strict=True):
-            places = self._places.get(target, [])
+            places = self._places.pop(target, [])
             for owner, leaf in places:
                 if owner._buffers.get(leaf) is target:
                     owner._buffers[leaf] = value
