@@ -1,9 +1,10 @@
-"""Private functions of torch that joint graphs need, where releases differ: the only module that calls them."""
+"""What this package takes from torch that torch does not promise, where releases differ: the only module that does."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,22 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.autograd.anomaly_mode import set_detect_anomaly
-from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives.tracing.lines import current_stack
@@ -26,22 +37,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, fx
 
-__all__ = [
-    "backward_metadata",
-    "dumped",
-    "fake_mode",
-    "fake_of",
-    "forward_metadata",
-    "functional_world",
-    "guards_hold",
-    "is_tracing",
-    "loaded",
-    "partition",
-    "plain",
-    "recorded_nodes",
-    "trace",
-    "wrapped",
-]
+# Raised where tensors have no memory and a value or a size is asked for.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+# What is recorded.
 
 
 def is_tracing(*, pre_dispatch: bool = False) -> bool:
@@ -56,43 +55,64 @@ def recorded_nodes() -> list[fx.Node]:
     return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
-@contextlib.contextmanager
-def forward_metadata() -> Iterator[None]:
-    """Context in which every node and every operation of autograd gets its line; for the forward part."""
+def node_of(x: Tensor) -> fx.Node:
+    """The node that computes `x` in the graph that is recorded."""
     mode: Any = get_proxy_mode()
-    if mode is None or "create_node" in vars(mode.tracer):
-        # Outside a trace, or within a forward part.
-        yield
+    return get_proxy_slot(plain(x), mode.tracer).proxy.node
+
+
+class Lines:
+    """The user's lines, for the nodes that `make_fx` records; a backward node gets those of the forward pass."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, str] = {}
+        self._is_forward = True
+
+    def end_forward(self) -> None:
+        """The nodes from here on belong to the backward pass."""
+        self._is_forward = False
+
+    def current(self) -> str:
+        """The stack trace for a node that is recorded now."""
+        running: Any = _C._current_autograd_node()
+        if running is not None:
+            number = running._sequence_nr()
+            # A write to a view has a node of its own, made right after that of the operation.
+            return self._by_number.get(number) or self._by_number.get(number - 1, "")
+        if not self._is_forward:
+            # Autograd adds up gradients, for no line.
+            return ""
+        stack = current_stack()
+        # The first one that is recorded after autograd has made its own is the operation that this undoes.
+        self._by_number.setdefault(torch.autograd._get_sequence_nr() - 1, stack)
+        return stack
+
+
+@contextlib.contextmanager
+def lines_recorded() -> Iterator[Lines]:
+    """Context in which every node that `make_fx` records gets the user's lines."""
+    lines, mode = Lines(), get_proxy_mode()
+    tracer: Any = None if mode is None else mode.tracer
+    if tracer is None or "create_node" in vars(tracer):
+        # Outside a trace, or within a joint function that is traced.
+        yield lines
         return
-    tracer, create_node = mode.tracer, mode.tracer.create_node
+    create_node = tracer.create_node
 
     def create_with_line(*args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(*args, **kwargs)
         if not node.stack_trace:
-            node.stack_trace = current_stack()
+            node.stack_trace = lines.current()
         return node
 
     tracer.create_node = create_with_line
     try:
-        # The class, not `detect_anomaly`, which warns of what it costs to compute.
-        with set_detect_anomaly(True, check_nan=False):
-            yield
+        yield lines
     finally:
         del tracer.create_node
 
 
-@contextlib.contextmanager
-def backward_metadata(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which nodes of the backward part get the lines of the forward operations they come from."""
-    if not is_tracing():
-        yield
-        return
-    # Here and below, imports of what takes torch long to load and is only needed to trace.
-    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-
-    setup_stacktrace_preservation_hooks([node for y in outputs if (node := y.grad_fn) is not None])
-    with fx_traceback.preserve_node_meta():
-        yield
+# Tensors without memory, and functionalized ones.
 
 
 def fake_mode(*, symbolic: bool) -> FakeTensorMode:
@@ -104,7 +124,8 @@ def fake_mode(*, symbolic: bool) -> FakeTensorMode:
 def fake_of(mode: FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device: torch.device) -> Tensor:
     """A tensor without memory like `x`, on `device`, a leaf of its own."""
     sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.stride()]
-    like = bare(sizes, strides, x.dtype)
+    with unset_fake_temporarily(), torch.no_grad():
+        like = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
     kinds = [DimDynamic.DYNAMIC if axis in dynamic_axes else DimDynamic.STATIC for axis in range(x.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
     fake = mode.from_tensor(like, symbolic_context=context)
@@ -127,11 +148,90 @@ def plain(x: Any) -> Any:
     return functional_utils.from_fun(x)
 
 
-@contextlib.contextmanager
-def functional_world() -> Iterator[None]:
+def functional_world(*, functionalize: bool = True) -> contextlib.AbstractContextManager:
     """Context in which writes to `wrapped` tensors are recorded as new tensors."""
-    with FunctionalTensorMode():
-        yield
+    return FunctionalTensorMode() if functionalize else contextlib.nullcontext()
+
+
+def is_functional(x: Any) -> bool:
+    """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
+    if is_traceable_wrapper_subclass(x):
+        return any(is_functional(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return isinstance(x, FunctionalTensor)
+
+
+def has_data_mutation(x: Any) -> bool:
+    """Whether the values of a functional tensor were written to."""
+    from torch._functorch._aot_autograd import functional_utils
+
+    return functional_utils.has_data_mutation(x)
+
+
+def has_other_storage(x: Any) -> bool:
+    """Whether a functional tensor was given other memory, by `set_` or `.data`."""
+    return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
+
+
+def is_in_a_transform(x: Tensor) -> bool:
+    """Whether a transform of `torch.func` has wrapped `x`."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def unrecorded() -> contextlib.AbstractContextManager:
+    """Context in which `make_fx` records nothing."""
+    return disable_proxy_modes_tracing()
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether a trace made `x`, or was given it, and it is not a tensor from elsewhere."""
+    if isinstance(x, (FunctionalTensor, FakeTensor)):
+        return True
+    if is_traceable_wrapper_subclass(x):
+        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        return all(is_traced(y) for y in inner if isinstance(y, torch.Tensor))
+    return False
+
+
+def is_computed(x: Tensor) -> bool:
+    """Whether a graph computes the value of `x`, and it is not a constant."""
+    x = plain(bottom(x))
+    if isinstance(x, FakeTensor):
+        return x.constant is None
+    mode: Any = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    return slot is not None and slot.constant is None
+
+
+def bottom(x: Tensor) -> Tensor:
+    """What the transforms of `torch.func` have wrapped."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def differentiated_outside(values: Sequence[Any]) -> bool:
+    """Whether a caller differentiates in one of these, beside the gradients that a joint function gives itself."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return False
+    if any(is_in_a_transform(x) or x.grad_fn is not None for x in tensors):
+        return True
+    # It hands out leaves, and takes an output without a history for a constant.
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.autograd.functional.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def detached(x: Any) -> Any:
+    """`x`, out of the history of autograd; anything without one as it is."""
+    if not (isinstance(x, torch.Tensor) and x.requires_grad):
+        return x
+    if forward_ad._current_level < 0:
+        return x.detach()
+    with torch.no_grad():
+        # It keeps the tangent of forward mode, which `detach` does not.
+        return torch.ops.aten.alias.default(x)
 
 
 def trace(
@@ -143,6 +243,9 @@ def trace(
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
     with _C._ExcludeDispatchKeyGuard(functionalize), torch.autograd.set_multithreading_enabled(False), mode:
         return make(*args)
+
+
+# Sizes that are symbols.
 
 
 def guards_hold(mode: FakeTensorMode, fakes: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
@@ -157,6 +260,16 @@ def failing_guards(mode: FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
     guards = shape_env.guards if shape_env is not None else ()
     texts = [str(guard.expr) for guard in guards if str(guard.expr.xreplace(symbols)) == "False"]
     return list(dict.fromkeys(texts))
+
+
+# Partitions, pickles and compilation.
+
+
+def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of pytrees, with a list of tensors for a result, which `torch.compile` does not look into."""
+    from torch import _dynamo
+
+    return _dynamo.nonstrict_trace(function)
 
 
 def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool) -> tuple[Any, Any]:
@@ -217,24 +330,10 @@ def loaded(data: bytes, mode: FakeTensorMode) -> Any:
     return GraphPickler.loads(data, mode)
 
 
-def bare(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the device `"meta"`, outside of any mode."""
-    with unset_fake_temporarily(), torch.no_grad():
-        return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
-
-
-def settled_size(n: Any) -> int | None:
-    """A size that has turned out to be known, or `None`."""
+def fixed_size(n: Any) -> int | None:
+    """A size that is known, or has turned out to be; `None` for one that is a symbol."""
     if isinstance(n, torch.SymInt):
         expression = n.node.shape_env.replace(n.node.expr)
-        return int(expression) if expression.is_number else None
-    return int(n)
-
-
-def fixed_size(n: Any) -> int | None:
-    """A size that is known, or `None`."""
-    if isinstance(n, torch.SymInt):
-        expression = n.node.expr
         return int(expression) if expression.is_number else None
     return int(n)
 
@@ -287,32 +386,3 @@ def num_bytes(x: Any) -> tuple[int, int]:
     """Identity and bytes of the memory behind a value without memory."""
     storage = x.untyped_storage()
     return storage._cdata, hinted_size(storage.nbytes())
-
-
-def is_functional(x: Any) -> bool:
-    """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
-    if is_traceable_wrapper_subclass(x):
-        return any(is_functional(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-    return isinstance(x, FunctionalTensor)
-
-
-def has_data_mutation(x: Any) -> bool:
-    """Whether the values of a functional tensor were written to."""
-    from torch._functorch._aot_autograd import functional_utils
-
-    return functional_utils.has_data_mutation(x)
-
-
-def has_other_storage(x: Any) -> bool:
-    """Whether a functional tensor was given other memory, by `set_` or `.data`."""
-    return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
-
-
-def is_in_a_transform(x: Tensor) -> bool:
-    """Whether a transform of `torch.func` has wrapped `x`."""
-    return _functorch.is_functorch_wrapped_tensor(x)
-
-
-def unrecorded() -> contextlib.AbstractContextManager:
-    """Context in which `make_fx` records nothing."""
-    return disable_proxy_modes_tracing()

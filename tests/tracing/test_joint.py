@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -86,14 +87,45 @@ def test_no_tangents():
     assert torch.equal(aux, w.detach().sin())
 
 
-def test_gradients_of_a_gradient():
-    """Higher order is the joint function of a derivative."""
+def test_derivatives_of_higher_order():
+    """By the joint function of a derivative, by a joint function inside another, and through a joint function."""
     x = leaf(3, 4)
-    gradient = pr.func.grad(lambda x: pr.functional.layer_norm(x, (4,)).sin().sum())
-    _, (bar,) = create_joint(lambda x: gradient(x).square().sum(), no_tangents=True)((x,))
-    y = pr.functional.layer_norm(x, (4,)).sin().sum()
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    torch.testing.assert_close(bar, torch.autograd.grad(first.square().sum(), x)[0], rtol=1e-9, atol=1e-9)
+
+    def loss(x):
+        return pr.functional.layer_norm(x, (4,)).sin().sum()
+
+    joint = create_joint(loss, no_tangents=True)
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    found = [
+        create_joint(lambda x: pr.func.grad(loss)(x).square().sum(), no_tangents=True)((x,))[1][0],
+        create_joint(lambda x: joint((x,))[1][0].square().sum(), no_tangents=True)((x,))[1][0],
+        torch.func.grad(lambda x: joint((x,))[1][0].square().sum())(x.detach()),
+        torch.autograd.functional.jacobian(lambda x: joint((x,))[1][0].square().sum(), x.detach()),
+        torch.autograd.grad(joint((x * 1,))[1][0].square().sum(), x)[0],
+    ]
+    for bar in found:
+        torch.testing.assert_close(bar, second, rtol=1e-9, atol=1e-9)
+
+
+class Configuration:
+    """An object of many attributes, none of which is a tensor."""
+
+    def __init__(self):
+        self.scale, self.layers, self.module = 2.0, [dict.fromkeys(range(1000)) for _ in range(100)], torch
+
+
+def test_an_object_among_the_primals_costs_nothing():
+    """A hundred thousand entries in it; a deep look into them took seconds."""
+    w, config = leaf(3), Configuration()
+    joint = create_joint(lambda w, config: (w * config.scale).sin().sum(), no_tangents=True)
+    joint((w, config))
+    start = time.process_time()
+    for _ in range(10):
+        _, (bar, nothing) = joint((w, config))
+    assert time.process_time() - start < 0.5
+    assert nothing is None
+    assert torch.equal(bar, 2 * (2 * w.detach()).cos())
 
 
 def test_lines_of_the_forward_pass_stay_on_backward_nodes():

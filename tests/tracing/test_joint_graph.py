@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
-from primitives.tracing import PhiloxState, TraceError, create_joint, functionalize_rng, trace_joint
+from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives.tracing import PhiloxState, create_joint, functionalize_rng, trace_joint
 from tests.tracing.test_joint import TANGENTS, leaf, rich
 
 
@@ -66,7 +66,8 @@ def test_names_nodes_and_structure():
     assert [n.name for n in graph.graph.find_nodes(op="placeholder")] == ["w", "batch_x", "tangents_y"]
     names = operations(graph)
     assert names.count("primitives.layer_norm.default") == names.count("primitives.layer_norm_bwd.default") == 1
-    assert not any("detach" in name for name in names)
+    # The user's, which stops a derivative, and none of autograd's.
+    assert names.count("aten.detach.default") == 1
     (backward,) = (n for n in graph.graph.nodes if str(n.target) == "primitives.layer_norm_bwd.default")
     assert "hidden = pr.functional.layer_norm" in backward.stack_trace
     assert "layer_norm_bwd" in str(graph)
@@ -191,21 +192,6 @@ def test_autocast_and_checkpoint_inside():
     assert any(n.meta["val"].dtype == torch.bfloat16 for n in graph.graph.nodes if "mm" in str(n.target))
 
 
-def test_a_device_that_is_not_there():
-    def fn(w, x):
-        offset = torch.arange(4, device=x.device) + torch.ones(4, device="cuda")
-        return pr.functional.layer_norm(x + offset, (4,), w, None).sum()
-
-    graph = trace_joint(fn, leaf(4), leaf(3, 4), no_tangents=True, device="cuda")
-    values = [n.meta["val"] for n in graph.graph.nodes if n.op != "output"]
-    assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"cuda"}
-    assert "device(type='cuda', index=0)" in graph.code
-    assert "meta" not in graph.code
-    assert len(graph.forward_graph().saved) > 0
-    with pytest.raises(DeviceError, match="w must be on cuda:0"):
-        graph((leaf(4), leaf(3, 4)))
-
-
 def test_inputs_without_memory():
     huge = 1 << 40
     with FakeTensorMode():
@@ -253,7 +239,7 @@ def test_wrong_calls():
         graph(([w], 2), y_bar)
     with pytest.raises(TreeError, match="primals"):
         graph((w,), y_bar)
-    with pytest.raises(TreeError, match=re.escape("primals[1] must be the traced constant 2, got 3")):
+    with pytest.raises(TreeError, match="k must be the traced constant 2, got 3"):
         graph((w, 3), y_bar)
     with pytest.raises(DtypeError, match="w must have dtype"):
         graph((w.float(), 2), y_bar)
@@ -263,59 +249,6 @@ def test_wrong_calls():
         graph((w, 2), None)
     with pytest.raises(TypeError, match="takes no rng"):
         graph((w, 2), y_bar, rng=())
-
-
-WEIGHT = leaf(3)
-STATISTIC = torch.zeros(3, dtype=torch.float64)
-
-
-def branches(x):
-    if x.sum() > 0:
-        return x.sin()
-    return x
-
-
-def reads(x):
-    return x * x.sum().item()
-
-
-def hides(x):
-    with torch.no_grad():
-        x.mul_(2)
-    return x.sin()
-
-
-def hides_by_data(x):
-    x.data.mul_(2)
-    return x.sin()
-
-
-def captures(x):
-    return x * WEIGHT
-
-
-def writes_elsewhere(x):
-    STATISTIC.add_(x.detach())
-    return x.sin()
-
-
-@pytest.mark.parametrize(
-    "fn, error, text",
-    [
-        (branches, TraceError, "if x.sum() > 0:"),
-        (reads, TraceError, "return x * x.sum().item()"),
-        (hides, MutationError, "x.mul_(2)"),
-        (hides_by_data, MutationError, "x.data.mul_(2)"),
-        (captures, LeafError, "WEIGHT requires grad and is no input, used at"),
-        (writes_elsewhere, MutationError, "STATISTIC is written to and is no input"),
-    ],
-)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_what_cannot_be_traced_names_the_line(fn, error, text, dynamic):
-    with pytest.raises(error, match=re.escape(text)) as caught:
-        trace_joint(fn, leaf(3), dynamic=dynamic)
-    assert "test_joint_graph.py:" in str(caught.value)
-    assert torch.equal(STATISTIC, torch.zeros(3, dtype=torch.float64))
 
 
 def test_a_write_to_shared_memory():
@@ -329,12 +262,39 @@ def test_a_write_to_shared_memory():
         trace_joint(fn, leaf(3), state, state[:2])
 
 
-def test_pictures(tmp_path):
-    graph = trace_joint(rich, leaf(4), {"x": leaf(3, 4), "k": 3})
-    graph.draw(tmp_path / "graph.svg")
-    picture = (tmp_path / "graph.svg").read_text(encoding="utf-8")
-    boxes = picture.count("<g>")
-    assert boxes == len(graph.graph.nodes) - 1 + len(graph.output_names) + len(graph.gradient_names)
-    assert "layer_norm_bwd" in picture
-    assert "batch[&#x27;x&#x27;]" in picture
-    assert graph.forward_graph().to_svg().endswith("</svg>")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers(bidirectional):
+    """Under `no_grad`, torch's forward on the CPU leaves out the workspace that its backward reads."""
+    lstm = torch.nn.LSTM(4, 5, num_layers=2, bidirectional=bidirectional)
+    params = {name: p.detach().requires_grad_() for name, p in lstm.named_parameters()}
+
+    def fn(params, x):
+        return torch.func.functional_call(lstm, params, (x,))[0].sin().sum()
+
+    primals = params, torch.randn(3, 2, 4)
+    graph = check(fn, primals, no_tangents=True)
+    with torch.no_grad():
+        value, (grads, _) = graph(primals)
+    expected = torch.autograd.grad(fn(*primals), [*params.values()])
+    same(grads, dict(zip(params, expected, strict=True)))
+    assert not value.requires_grad
+
+
+def test_what_calls_a_graph_may_be_compiled():
+    def fn(params, x, scale):
+        hidden = pr.functional.layer_norm(x * params["w"] * scale, (3,))
+        return {"loss": hidden.sin().sum(), "scale": scale}
+
+    primals = {"w": leaf(3, dtype=torch.float32), "none": None}, leaf(5, 3, dtype=torch.float32).detach(), 2.0
+    graph = trace_joint(fn, *primals, no_tangents=True, dynamic=(None, 0, None))
+    forward, backward = graph.forward_graph(), graph.backward_graph()
+
+    def in_parts(*primals):
+        outs, saved = forward(primals)
+        return outs, backward(saved)
+
+    for call in (lambda *primals: graph(primals), in_parts):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for size in (5, 7):
+            given = primals[0], leaf(size, 3, dtype=torch.float32, seed=size).detach(), 2.0
+            same(compiled(*given), graph(given))

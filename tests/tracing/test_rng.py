@@ -215,7 +215,7 @@ def test_every_random_operation_of_torch_is_covered_or_refused():
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
         overload = getattr(packet, schema.overload_name or "default", None)
         if overload is not None and not schema.name.startswith("aten::_no_grad_"):
-            assert rng._is_random(overload), schema
+            assert rng.is_random(overload), schema
     assert set(operations.OPERATIONS) >= operations.FILLING | operations.WHOLE
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import pathlib
-import uuid
 from typing import TYPE_CHECKING, Any
 
-import torch
+import optree
 
 from primitives.core.errors import MutationError, ShapeError
 from primitives.tracing import torch_private as internals
-from primitives.tracing.errors import refuse_reverse_mode
-from primitives.tracing.graph.draw import svg_of
-from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, split
+from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, run, split
 from primitives.tracing.graph.rewriting import SEED, is_backward, packed, unpacked, writing_nodes
 from primitives.tracing.graph.summary import table
 from primitives.tracing.memory import refuse_sharing, sharing
@@ -22,8 +17,7 @@ from primitives.tracing.random.rng import PhiloxState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import optree
-    from torch import fx
+    from torch import Tensor, fx
 
     from primitives.tracing.graph.signature import Signature
 
@@ -40,17 +34,16 @@ class JointGraph:
             of the forward and of the backward state. It returns outputs, then gradients, each with a state behind
             them.
         signature: What its inputs and outputs mean.
-        identity: What tells it from other traces, and is the same for its copies.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool, identity: str = ""
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool) -> None:
         self.module = module
         self.signature = signature
         self._mode = mode
-        self.identity = identity or uuid.uuid4().hex
         self._functionalize = functionalize
+        self._placeholders = module.graph.find_nodes(op="placeholder")
+        self._compute = internals.as_one_operation(self._flat)
+        self._inputs = [node.meta["val"] for node in self._placeholders]
         self._sizes_known_to_fit: set[tuple] = set()
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
 
@@ -63,15 +56,13 @@ class JointGraph:
             "signature": self.signature,
             "symbolic": self._mode.shape_env is not None,
             "functionalize": self._functionalize,
-            "identity": self.identity,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The graph again, in a mode of its own."""
         mode = internals.fake_mode(symbolic=state["symbolic"])
         module = unpacked(state["data"], state["constants"], mode)
-        options = {key: state[key] for key in ("functionalize", "identity")}
-        self.__init__(module, state["signature"], mode, **options)
+        self.__init__(module, state["signature"], mode, functionalize=state["functionalize"])
 
     # What it is called with.
 
@@ -108,12 +99,12 @@ class JointGraph:
     @property
     def in_treespec(self) -> optree.PyTreeSpec:
         """Structure of the primals, and of the gradients."""
-        return self.signature.primals.treespec
+        return optree.tree_structure(self.signature.primals.skeleton)
 
     @property
     def out_treespec(self) -> optree.PyTreeSpec:
         """Structure of the output, and of the cotangents."""
-        return self.signature.outs.treespec
+        return optree.tree_structure(self.signature.outs.skeleton)
 
     def __call__(self, primals: tuple, tangents: Any = None, *, rng: Any = None) -> tuple:
         """Run the graph.
@@ -133,36 +124,51 @@ class JointGraph:
             DtypeError: If a dtype differs.
             DeviceError: If a kind of device differs.
             MutationError: If a primal that the function writes to overlaps another in memory.
-            MissingRuleError: If a caller differentiates in an argument by reverse mode (`grad`, `jacrev`); `vmap` and
-                `jvp` go through.
         """
-        args = self.flat_primals(primals)
-        symbols = internals.bindings(self._described(0, len(args)), args)
-        args += self.flat_tangents(tangents, symbols, args)
+        signature = self.signature
+        results = self._compute(
+            signature.tensors_of(primals), signature.cotangents_of(tangents), signature.flat_states(rng)
+        )
+        num = signature.num_forward_outputs
+        forward, backward = results[:num], results[num:]
+        if not signature.has_states:
+            return signature.join_outs(forward), signature.join_gradients(backward)
+        states = PhiloxState(*forward[-2:]), PhiloxState(*backward[-2:])
+        return signature.join_outs(forward[:-2]), signature.join_gradients(backward[:-2]), states
+
+    def _flat(self, primals: list[Any], cotangents: list[Any], states: list[Tensor]) -> list[Any]:
+        """What the graph computes: outputs, forward state, gradients, backward state."""
+        args = self.checked_primals(primals)
+        symbols = internals.bindings(self._inputs[: len(args)], args)
+        args += self.checked_cotangents(cotangents, symbols, args)
         if not self._functionalize:
             overlapping = sharing(args, self.signature.alone)
             refuse_sharing("JointGraph", [(*self.primal_names, *self.tangent_names)[i] for i in overlapping])
-        args += self.signature.flat_states(rng)
-        with torch.no_grad():
-            results = self.module(*args)
-        num = self.signature.num_forward_outputs
-        forward, backward = results[:num], results[num:]
-        if not self.signature.has_states:
-            return self.signature.join_outs(forward), self.signature.join_gradients(backward)
-        states = PhiloxState(*forward[-2:]), PhiloxState(*backward[-2:])
-        return self.signature.join_outs(forward[:-2]), self.signature.join_gradients(backward[:-2]), states
+        return run(self.module, [*args, *states])
 
-    def flat_primals(self, primals: tuple) -> list[Any]:
-        """The tensors of `primals`, checked; in the order of `primal_names`."""
-        fakes = self._described(0, len(self.signature.places))
-        tensors = self.signature.flat_primals(primals, fakes, in_place=not self._functionalize)
-        refuse_reverse_mode("JointGraph", tensors)
-        sizes = tuple(x.shape for x in tensors)
+    def checked_primals(self, given: list[Any]) -> list[Any]:
+        """The tensors among the primals, checked; in the order of `primal_names`."""
+        fakes = self._inputs[: len(self.signature.places)]
+        tensors = self.signature.checked_primals(given, fakes, in_place=not self._functionalize)
+        # As numbers: where `torch.compile` has symbols, it takes those of the call.
+        sizes = tuple(tuple(int(n) for n in x.shape) for x in tensors)
         if sizes not in self._sizes_known_to_fit:
             if not internals.guards_hold(self._mode, fakes, tensors):
                 raise self._misfit(fakes, tensors)
             self._sizes_known_to_fit.add(sizes)
         return tensors
+
+    def checked_cotangents(self, given: list[Any], symbols: dict[Any, int], others: Sequence[Any]) -> list[Any]:
+        """The cotangents, checked; in the order of `tangent_names`.
+
+        Args:
+            given: What the signature found in their tree; 0 stands for zero.
+            symbols: What the symbols in sizes stand for.
+            others: Other inputs, on whose devices zeros are made.
+        """
+        start = len(self.signature.places)
+        traced = self._inputs[start : start + len(self.signature.with_tangent)]
+        return self.signature.checked_cotangents(given, traced, symbols, others)
 
     def _misfit(self, fakes: Sequence[Any], tensors: Sequence[Any]) -> ShapeError:
         got, traced = (
@@ -176,31 +182,10 @@ class JointGraph:
             f"{conditions}, got {got}."
         )
 
-    def flat_tangents(self, tangents: Any, symbols: dict[Any, int], others: Sequence[Any]) -> list[Any]:
-        """The cotangents, checked; in the order of `tangent_names`.
-
-        Args:
-            tangents: The tree of them; `None` in it stands for zero.
-            symbols: What the symbols in sizes stand for.
-            others: Other inputs, on whose devices zeros are made.
-        """
-        start = len(self.signature.places)
-        described = self._described(start, start + len(self.tangent_names))
-        found = self.signature.flat_tangents(tangents, described, symbols, others)
-        refuse_reverse_mode("JointGraph", found)
-        return found
-
     def seeds(self) -> list[Any]:
         """The cotangent 1 of the loss, if the graph makes it."""
         nodes = [node for node in self.graph.nodes if node.name == SEED] if self.signature.has_seed else []
         return [node.target(*node.args, **node.kwargs) for node in nodes]
-
-    @functools.cached_property
-    def _placeholders(self) -> list[fx.Node]:
-        return list(self.graph.find_nodes(op="placeholder"))
-
-    def _described(self, start: int, stop: int) -> list[Any]:
-        return [node.meta["val"] for node in self._placeholders[start:stop]]
 
     # Its parts.
 
@@ -277,15 +262,3 @@ class JointGraph:
             [f"rng[{i}].{field}" for field in PhiloxState._fields] * self.signature.has_states for i in range(2)
         )
         return [*self.output_names, *forward, *self.gradient_names, *backward]
-
-    def to_svg(self) -> str:
-        """The graph as a picture: forward pass blue, backward pass orange, what is kept between them drawn thick."""
-        return svg_of(self.graph, self._labels(), self.output_labels())
-
-    def draw(self, path: str | pathlib.Path) -> None:
-        """Write `to_svg()` to a file.
-
-        Args:
-            path: Name of the file.
-        """
-        pathlib.Path(path).write_text(self.to_svg(), encoding="utf-8")

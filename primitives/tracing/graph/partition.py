@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import optree
 import torch
 from torch import fx
 
+from primitives.core.errors import DtypeError, LeafError, ShapeError
 from primitives.tracing import torch_private as internals
-from primitives.tracing.errors import refuse_reverse_mode
-from primitives.tracing.graph.draw import svg_of
 from primitives.tracing.graph.rewriting import SEED
-from primitives.tracing.graph.saved import check_saved, handed_out
 from primitives.tracing.graph.summary import in_bytes, line_of, shape_of, table
 from primitives.tracing.random.rng import PhiloxState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
-__all__ = ["BackwardGraph", "ForwardGraph", "Saved", "split"]
+__all__ = ["BackwardGraph", "ForwardGraph", "Saved", "run", "split"]
 
 
 class Saved(NamedTuple):
@@ -70,11 +66,16 @@ class _Part:
         self.saved = tuple(saved)
         self._joint = joint
         self._min_cut = min_cut
-        self._identity = (joint.identity, min_cut)
+        self._compute = internals.as_one_operation(self._flat)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The joint graph, to be split again."""
         return _part_of, (self._joint, self._min_cut, type(self) is BackwardGraph)
+
+    def _states(self, rng: PhiloxState | None) -> list[Any]:
+        return self._joint.signature.flat_states(None if rng is None else (rng, rng))[:2]
+
+    _flat: Callable[..., list[Any]]
 
     @property
     def graph(self) -> fx.Graph:
@@ -108,18 +109,6 @@ class _Part:
             f"{len(self.saved)} saved, {in_bytes(self.saved_bytes)} besides primals)"
         )
 
-    def to_svg(self) -> str:
-        """The graph as a picture."""
-        return svg_of(self.graph, self.input_names, self.output_names)
-
-    def draw(self, path: str | pathlib.Path) -> None:
-        """Write `to_svg()` to a file.
-
-        Args:
-            path: Name of the file.
-        """
-        pathlib.Path(path).write_text(self.to_svg(), encoding="utf-8")
-
 
 class ForwardGraph(_Part):
     """The forward pass of a joint graph: `(primals) -> (outs, saved)`."""
@@ -138,17 +127,20 @@ class ForwardGraph(_Part):
         Raises:
             TypeError: If a state is missing, or there is none to pass.
             ValueError: If `primals` are not like those that were traced; see `JointGraph`.
-            MissingRuleError: If a caller differentiates in them by reverse mode.
         """
-        signature = self._joint.signature
-        states = signature.flat_states(None if rng is None else (rng, rng))[:2]
-        with torch.no_grad():
-            results = self.module(*self._joint.flat_primals(primals), *states)
+        signature, results = (
+            self._joint.signature,
+            self._compute(self._joint.signature.tensors_of(primals), self._states(rng)),
+        )
         num = signature.num_forward_outputs
-        outs, saved = results[:num], handed_out(results[num:], self._identity)
+        outs, saved = results[:num], tuple(results[num:])
         if not signature.has_states:
             return signature.join_outs(outs), saved
         return signature.join_outs(outs[:-2]), saved, PhiloxState(*outs[-2:])
+
+    def _flat(self, primals: list[Any], states: list[Any]) -> list[Any]:
+        """Outputs, state, and what is saved."""
+        return run(self.module, [*self._joint.checked_primals(primals), *states])
 
 
 class BackwardGraph(_Part):
@@ -166,7 +158,8 @@ class BackwardGraph(_Part):
         """Run the backward pass.
 
         Args:
-            saved: What the forward graph saved, as it gave it, or copies, on another device too.
+            saved: What the forward graph of the same trace and `min_cut` saved, or copies, on another device too, of
+                which nothing was written to since.
             tangents: Cotangents, in the structure of the output.
             rng: With `functionalize_rng`, the state of the backward pass.
 
@@ -175,25 +168,58 @@ class BackwardGraph(_Part):
 
         Raises:
             TypeError: If a state is missing, or there is none to pass.
-            MutationError: If a saved tensor, or what shares its memory (a primal, an output), was written to in place
-                after the forward pass. Of copies that is not known.
-            ValueError: If there are too few or too many saved values, they are not like those that were traced or come
-                from another graph, or the cotangents are not like those that were traced; see `JointGraph`.
+            ValueError: If there are too few or too many saved values, or they or the cotangents are not like those that
+                were traced; see `JointGraph`.
         """
-        signature = self._joint.signature
-        symbols = check_saved(saved, self._described, self._labels, self._identity)
-        refuse_reverse_mode("BackwardGraph", [*saved, *optree.tree_leaves(tangents)])
-        pools = {
-            "saved": saved,
-            "tangent": self._joint.flat_tangents(tangents, symbols, saved),
-            "state": signature.flat_states(None if rng is None else (rng, rng))[:2],
-            "seed": self._joint.seeds(),
-        }
-        with torch.no_grad():
-            results = self.module(*[pools[kind][i] for kind, i in self._sources])
+        signature, results = (
+            self._joint.signature,
+            self._compute(saved, self._joint.signature.cotangents_of(tangents), self._states(rng)),
+        )
         if not signature.has_states:
             return signature.join_gradients(results)
         return signature.join_gradients(results[:-2]), PhiloxState(*results[-2:])
+
+    def _flat(self, saved: Sequence[Any], cotangents: list[Any], states: list[Any]) -> list[Any]:
+        """Gradients and state."""
+        symbols = _check_saved(saved, self._described, self._labels)
+        pools = {
+            "saved": saved,
+            "tangent": self._joint.checked_cotangents(cotangents, symbols, saved),
+            "state": states,
+            "seed": self._joint.seeds(),
+        }
+        return run(self.module, [pools[kind][i] for kind, i in self._sources])
+
+
+def run(module: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+    """What a graph computes; it has a history if a caller differentiates in an argument."""
+    flat = args if internals.differentiated_outside(args) else [internals.detached(x) for x in args]
+    # Under `no_grad`, kernels leave out what a backward pass reads: the workspace of a recurrent layer.
+    with torch.enable_grad():
+        return list(module(*flat))
+
+
+def _check_saved(saved: Sequence[Any], described: Sequence[Any], labels: Sequence[str]) -> dict[Any, int]:
+    """What the symbols in sizes stand for; raises unless `saved` is like what the forward graph saved."""
+    if not isinstance(saved, (tuple, list)):
+        raise TypeError(f"BackwardGraph: saved must be the tuple that the forward graph gave, got {saved!r}.")
+    if len(saved) != len(described):
+        raise ValueError(f"BackwardGraph: saved must have {len(described)} entries, got {len(saved)}.")
+    symbols = internals.bindings(described, saved)
+    for i, (x, fake) in enumerate(zip(saved, described, strict=True)):
+        wanted = "a tensor" if isinstance(fake, torch.Tensor) else "a size"
+        label = f"BackwardGraph: saved[{i}] ({labels[i]}) must"
+        if isinstance(x, torch.Tensor) != isinstance(fake, torch.Tensor):
+            raise LeafError(f"{label} be {wanted}, got {type(x).__name__}.")
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.dtype != fake.dtype:
+            raise DtypeError(f"{label} have dtype {fake.dtype}, got {x.dtype}.")
+        sizes = internals.bound_sizes(fake.shape, symbols)
+        # Torch describes the workspace of a recurrent layer as empty, which it is not.
+        if 0 not in sizes and not internals.sizes_fit(sizes, x):
+            raise ShapeError(f"{label} have shape {sizes}, got {list(x.shape)}.")
+    return symbols
 
 
 def _for_partitioner(joint: Any) -> fx.GraphModule:

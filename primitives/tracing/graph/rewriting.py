@@ -14,14 +14,27 @@ from primitives.tracing.lines import user_part
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SEED", "identifier", "is_backward", "mark_forward", "packed", "tidied", "unpacked", "writing_nodes"]
+__all__ = [
+    "COPY",
+    "SEED",
+    "TANGENT",
+    "identifier",
+    "is_backward",
+    "mark_forward",
+    "mark_role",
+    "packed",
+    "tidied",
+    "unpacked",
+    "writing_nodes",
+]
 
 # Torch's partitioner reads this too.
 _TAG = "partitioner_tag"
-# Name of the cotangent of a loss.
+_ROLE = "joint_role"
+# Name of the cotangent of a loss, and role of its node.
 SEED = "loss_bar"
-# In a graph without writes these are their argument.
-_IDENTITIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+# Roles of nodes that stand for a cotangent to come, and for an input.
+TANGENT, COPY = "tangent", "copy"
 
 
 def identifier(label: str) -> str:
@@ -47,38 +60,46 @@ def writing_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
 
 
-def _one(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    value = node.meta["val"]
-    options = {"dtype": value.dtype, "device": value.device}
-    return graph.create_node("call_function", torch.ops.aten.full.default, (list(value.shape), 1), options, SEED)
+def mark_role(node: fx.Node, role: str) -> None:
+    """Say what a node stands for that a trace has made: `SEED`, `TANGENT` or `COPY`."""
+    node.meta[_ROLE] = role
 
 
-def tidied(module: fx.GraphModule, names: Sequence[str], *, pure: bool) -> fx.GraphModule:
+def tidied(
+    module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], *, num_primals: int, pure: bool
+) -> fx.GraphModule:
     """The graph anew.
 
     Args:
         module: As `make_fx` made it.
-        names: One name for each placeholder. If there is one more of these, it is the cotangent of a loss, and becomes
-            a node that makes it.
+        names: One name for each placeholder.
+        tangent_names: One name for each stand-in of a cotangent, which become placeholders.
+        num_primals: How many of the placeholders come before these.
         pure: Whether nothing in it writes in place.
     """
-    graph = fx.Graph()
-    environment: dict[fx.Node, Any] = {}
-    remaining = iter(names)
+    graph, made = fx.Graph(), {}
+    stand_ins = [node for node in module.graph.nodes if node.meta.get(_ROLE) == TANGENT]
+    inputs = [*module.graph.find_nodes(op="placeholder")]
+    inputs[num_primals:num_primals] = stand_ins
+    names = [*names[:num_primals], *tangent_names, *names[num_primals:]]
+    for node, name in zip(inputs, names, strict=True):
+        made[node] = graph.placeholder(name)
+        made[node].meta = {"val": node.meta["val"]}
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            name = next(remaining, None)
-            new = _one(graph, node) if name is None else graph.placeholder(name)
-            new.meta = dict(node.meta)
-            if name is None:
-                new.meta[_TAG] = "is_backward"
-        elif pure and node.target in _IDENTITIES:
-            environment[node] = environment[node.args[0]]
+        if node in made:
             continue
-        else:
-            new = graph.node_copy(node, environment.__getitem__)
-        environment[node] = new
-        if node.op not in ("placeholder", "output"):
+        if node.meta.get(_ROLE) == COPY:
+            made[node] = made[node.args[0]]
+            # Views are of the memory of the copy.
+            made[node].meta["val"] = node.meta["val"]
+            continue
+        if pure and _is_identity(node):
+            made[node] = made[node.args[0]]
+            continue
+        made[node] = new = graph.node_copy(node, made.__getitem__)
+        if node.meta.get(_ROLE) == SEED:
+            new.name = SEED
+        if node.op != "output":
             new.meta.setdefault(_TAG, "is_backward")
         if new.stack_trace:
             new.stack_trace = user_part(new.stack_trace)
@@ -86,6 +107,20 @@ def tidied(module: fx.GraphModule, names: Sequence[str], *, pure: bool) -> fx.Gr
         graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(module, graph, "JointGraph")
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def _is_identity(node: fx.Node) -> bool:
+    """Whether a node of a graph without writes stands for its argument, in derivatives too."""
+    return node.target is torch.ops.aten.alias.default or (node.target is _DETACH and not _stops(node))
+
+
+def _stops(node: fx.Node) -> bool:
+    """Whether a `detach` is the user's: autograd's own are for the backward pass alone."""
+    forward = [user for user in node.users if user.op == "output" or user.meta.get(_TAG) == "is_forward"]
+    return any(user.target is not _DETACH or _stops(user) for user in forward)
 
 
 def packed(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:

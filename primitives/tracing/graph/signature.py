@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
 from primitives.core.trees.overlay import align
 from primitives.tracing import torch_private as internals
-from primitives.tracing.joint.create import detached
 from primitives.tracing.memory import refuse_sharing, sharing
 from primitives.tracing.random.rng import PhiloxState
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives.tracing.joint.create import Leaves
+    from primitives.tracing.leaves import Leaves
 
 __all__ = ["Signature"]
 
@@ -35,26 +34,20 @@ class Signature:
     Attributes:
         primals: Leaves of the primals, with `None` in the places of tensors.
         places: Places of the tensors among them.
-        primal_names: Key path of each tensor, as code.
         outs: Leaves of the output: the constants themselves, `None` for what the graph computes.
         computed: Places of what the graph computes among the leaves of the output.
-        output_names: Key path of each of these, as code.
-        taken: Whether each leaf of the output takes a cotangent.
         with_tangent: Places of the leaves of the output that have a cotangent among the inputs.
         gradient_places: Places of the primals that get a gradient.
-        mutated: Places of the primals that the function writes to.
-        alone: Numbers of the tensors among the primals that must share memory with no other.
+        mutated: Places of the primals whose new values are outputs.
+        alone: Numbers of the tensors among the primals that are written to, and must share memory with no other.
         has_states: Whether random states are passed through.
         has_seed: Whether the cotangent 1 of a loss is made inside.
     """
 
     primals: Leaves
     places: tuple[int, ...]
-    primal_names: tuple[str, ...]
     outs: Leaves
     computed: tuple[int, ...]
-    output_names: tuple[str, ...]
-    taken: tuple[bool, ...]
     with_tangent: tuple[int, ...]
     gradient_places: tuple[int, ...]
     mutated: tuple[int, ...]
@@ -63,92 +56,106 @@ class Signature:
     has_seed: bool
 
     @property
+    def primal_names(self) -> tuple[str, ...]:
+        """Key path of each tensor among the primals, as code."""
+        return tuple(map(self.primals.label, self.places))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Key path of each output that the graph computes, as code."""
+        return tuple(map(self.outs.label, self.computed))
+
+    @property
     def tangent_names(self) -> tuple[str, ...]:
         """Key path of each cotangent, as code."""
-        tangents = self.outs._replace(root="tangents")
-        return tuple(tangents.label(i) for i in self.with_tangent)
+        return tuple(map(self.outs._replace(roots="tangents").label, self.with_tangent))
 
     @property
     def gradient_names(self) -> tuple[str, ...]:
         """Name of each gradient: that of its primal, with `_bar`."""
-        names = dict(zip(self.places, self.primal_names, strict=True))
-        return tuple(f"{names[i]}_bar" for i in self.gradient_places)
+        return tuple(f"{self.primals.label(i)}_bar" for i in self.gradient_places)
 
     @property
     def mutated_names(self) -> tuple[str, ...]:
         """Key path of each primal that is written to."""
-        names = dict(zip(self.places, self.primal_names, strict=True))
-        return tuple(names[i] for i in self.mutated)
+        return tuple(map(self.primals.label, self.mutated))
 
     @property
     def num_forward_outputs(self) -> int:
         """Number of outputs of the graph that belong to the forward pass."""
         return len(self.computed) + 2 * self.has_states
 
-    def flat_primals(self, primals: Any, fakes: Sequence[Tensor], *, in_place: bool) -> list[Tensor]:
-        """The tensors of `primals`, checked to be like those that were traced, sizes that may differ aside.
+    # Trees to flat inputs: first the structure, which `torch.compile` follows, then what it does not look into.
 
-        Args:
-            primals: What the graph is called with.
-            fakes: The tensors that were traced.
-            in_place: Whether the graph writes to those that the function writes to.
-        """
+    def tensors_of(self, primals: Any) -> list[Any]:
+        """The leaves that are tensors in the graph; the others must be the constants that were traced."""
         if not isinstance(primals, tuple):
             raise TypeError(f"{_FUNCTION}: primals must be the tuple of the arguments, got {type(primals).__name__}.")
-        like = list(self.primals.values)
-        for place, fake in zip(self.places, fakes, strict=True):
-            like[place] = fake
-        leaves = align(_FUNCTION, "primals", primals, "the traced primals", self.primals.join(like), _OPTIONS)
-        traced = dict(zip(self.places, zip(self.primal_names, fakes, strict=True), strict=True))
-        tensors = []
+        # Anything but None is a leaf.
+        like = self.primals.join([True] * len(self.primals.values))
+        leaves = align(_FUNCTION, "primals", primals, "the traced primals", like, _OPTIONS)
         for i, (leaf, constant) in enumerate(zip(leaves, self.primals.values, strict=True)):
-            if i in traced:
-                name, fake = traced[i]
-                tensors.append(_checked(name, leaf, fake, [internals.fixed_size(n) for n in fake.shape]))
-            elif type(leaf) is not type(constant) or _differ(leaf, constant):
+            if i not in self.places and (type(leaf) is not type(constant) or _differ(leaf, constant)):
                 raise TreeError(
                     f"{_FUNCTION}: {self.primals.label(i)} must be the traced constant {constant!r}, got {leaf!r}."
                 )
-        if in_place:
-            self._require_themselves(leaves, tensors)
-        if self.alone:
-            # As given: a copy that was made for its strides shares nothing.
-            overlapping = sharing([leaves[place] for place in self.places], self.alone)
-            refuse_sharing(_FUNCTION, [self.primal_names[i] for i in overlapping])
-        return tensors
+        return [leaves[place] for place in self.places]
 
-    def _require_themselves(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        for i in self.alone:
-            if tensors[i] is not leaves[self.places[i]]:
-                strides = list(leaves[self.places[i]].stride())
-                raise MutationError(
-                    f"{_FUNCTION}: {self.primal_names[i]} is written to in place, so its axes must lie in memory in "
-                    f"the order that was traced, got strides {strides}. Trace it as it is, or with functionalize=True."
-                )
-
-    def flat_tangents(
-        self, tangents: Any, outs: Sequence[Tensor], symbols: dict[Any, int], others: Sequence[Any]
-    ) -> list[Tensor]:
-        """The cotangents, like `outs`, the traced ones; zeros where one of several is `None`."""
+    def cotangents_of(self, tangents: Any) -> list[Any]:
+        """The cotangents in `tangents`, with 0 for one of several that is `None`."""
         if tangents is None and not self.with_tangent:
             return []
-        # Anything but None is a leaf.
-        values: list[Any] = [False if y is None else y for y in self.outs.values]
-        for place, y in zip(self.with_tangent, outs, strict=True):
-            values[place] = y
-        pieces = align(_FUNCTION, "tangents", tangents, "outs", self.outs.join(values), _OPTIONS)
-        found = []
+        like = self.outs.join([True] * len(self.outs.values))
+        pieces = align(_FUNCTION, "tangents", tangents, "outs", like, _OPTIONS)
         for place, piece in enumerate(pieces):
-            label = self.outs._replace(root="tangents").label(place)
-            if place not in self.with_tangent:
-                if piece is not None:
-                    raise LeafError(f"{_FUNCTION}: {label} must be None: the graph was traced without it.")
-                continue
-            sizes = internals.bound_sizes(values[place].shape, symbols)
-            if piece is None and tangents is not None:
-                found.append(_zeros(label, values[place], sizes, others))
+            if piece is not None and place not in self.with_tangent:
+                label = self.outs._replace(roots="tangents").label(place)
+                raise LeafError(f"{_FUNCTION}: {label} must be None: the graph was traced without it.")
+        absent = None if tangents is None else 0
+        return [absent if pieces[place] is None else pieces[place] for place in self.with_tangent]
+
+    def checked_primals(self, given: Sequence[Any], fakes: Sequence[Tensor], *, in_place: bool) -> list[Tensor]:
+        """Tensors that are checked to be like those that were traced, sizes that may differ aside.
+
+        Args:
+            given: What `tensors_of` gave.
+            fakes: The tensors that were traced.
+            in_place: Whether the graph writes to those that the function writes to.
+        """
+        tensors = []
+        for i, (x, fake) in enumerate(zip(given, fakes, strict=True)):
+            sizes = [internals.fixed_size(n) for n in fake.shape]
+            tensors.append(_checked(self.primals, self.places[i], x, fake, sizes))
+            if in_place and i in self.alone and tensors[i] is not x:
+                raise MutationError(
+                    f"{_FUNCTION}: {self.primal_names[i]} is written to in place, so its axes must lie in memory in "
+                    f"the order that was traced, got strides {list(x.stride())}. Trace it as it is, or with "
+                    "functionalize=True."
+                )
+        if self.alone:
+            # As given: a copy that was made for its strides shares nothing.
+            refuse_sharing(_FUNCTION, [self.primal_names[i] for i in sharing(given, self.alone)])
+        return tensors
+
+    def checked_cotangents(
+        self, given: Sequence[Any], fakes: Sequence[Tensor], symbols: dict[Any, int], others: Sequence[Any]
+    ) -> list[Tensor]:
+        """The cotangents, like those that were traced.
+
+        Args:
+            given: What `cotangents_of` gave.
+            fakes: The cotangents that were traced.
+            symbols: What the symbols in sizes stand for.
+            others: Other inputs, on whose devices zeros are made.
+        """
+        named = self.outs._replace(roots="tangents")
+        found = []
+        for place, piece, fake in zip(self.with_tangent, given, fakes, strict=True):
+            sizes = internals.bound_sizes(fake.shape, symbols)
+            if isinstance(piece, int):
+                found.append(_zeros(named.label(place), fake, sizes, others))
             else:
-                found.append(_checked(label, piece, values[place], sizes, viewable=True))
+                found.append(_checked(named, place, piece, fake, sizes, viewable=True))
         return found
 
     def flat_states(self, rng: Any) -> list[Tensor]:
@@ -166,8 +173,7 @@ class Signature:
         """The output, of what the graph computed."""
         leaves = list(self.outs.values)
         for place, value in zip(self.computed, values, strict=True):
-            # An output that is a primal, or a view of one, is no way into its history.
-            leaves[place] = detached(value)
+            leaves[place] = value
         return self.outs.join(leaves)
 
     def join_gradients(self, values: Sequence[Tensor]) -> Any:
@@ -175,7 +181,7 @@ class Signature:
         leaves: list[Any] = [None] * len(self.primals.values)
         for place, value in zip(self.gradient_places, values, strict=True):
             leaves[place] = value
-        return optree.tree_unflatten(self.primals.treespec, leaves)
+        return self.primals.join(leaves)
 
 
 def _zeros(label: str, fake: Tensor, sizes: Sequence[int | None], others: Sequence[Any]) -> Tensor:
@@ -190,21 +196,40 @@ def _zeros(label: str, fake: Tensor, sizes: Sequence[int | None], others: Sequen
 
 
 def _differ(x: Any, y: Any) -> bool:
+    """Whether two constants of one type differ; numbers that are none, and arrays with them, may be the same."""
     if x is y:
         return False
-    if all(hasattr(x, name) for name in ("__array__", "dtype", "shape")):
-        # An array, or a scalar of NumPy; a missing value is one constant, though it equals nothing.
-        same = x.dtype == y.dtype and x.shape == y.shape and ((x == y) | ((x != x) & (y != y))).all()
-        return not bool(same)
+    if any(getattr(x, name, None) != getattr(y, name, None) for name in ("dtype", "shape")):
+        return True
     try:
-        # Only what is not a number differs from itself.
-        return bool(x != y) and (bool(x == x) or bool(y == y))
+        same = (x == y) | ((x != x) & (y != y))
+        return not bool(same.all() if hasattr(same, "all") else same)
     except (RuntimeError, TypeError, ValueError):
         # Of some types there is no telling.
         return True
 
 
-def _checked(label: str, x: Any, fake: Tensor, sizes: Sequence[int | None], *, viewable: bool = False) -> Tensor:
+def _checked(
+    leaves: Leaves, place: int, x: Any, fake: Tensor, sizes: Sequence[int | None], *, viewable: bool = False
+) -> Tensor:
+    """`x`, if it is like `fake`, a tensor of these sizes, and as the graph reads it.
+
+    Args:
+        leaves: What names it.
+        place: Its place among these.
+        x: What is passed.
+        fake: What was traced.
+        sizes: The sizes it must have, `None` for any.
+        viewable: Whether it may have another shape.
+    """
+    if isinstance(x, torch.Tensor) and x.dtype == fake.dtype and x.device.type == fake.device.type:
+        if viewable and not internals.sizes_fit(sizes, x) and sizes.count(None) <= 1:
+            with contextlib.suppress(RuntimeError):
+                x = x.view([-1 if n is None else n for n in sizes])
+        if internals.sizes_fit(sizes, x):
+            # Traced as plain memory, in which a lazy conjugate or negative is none.
+            return _laid_out_like(x.resolve_conj().resolve_neg(), fake)
+    label = leaves.label(place)
     if not isinstance(x, torch.Tensor):
         raise LeafError(f"{_FUNCTION}: {label} must be a tensor, got {type(x).__name__}.")
     if x.dtype != fake.dtype:
@@ -212,15 +237,8 @@ def _checked(label: str, x: Any, fake: Tensor, sizes: Sequence[int | None], *, v
     if x.device.type != fake.device.type:
         raise DeviceError(f"{_FUNCTION}: {label} must be on {fake.device}, got {x.device}.")
     wanted = [fake.shape[i] if n is None else n for i, n in enumerate(sizes)]
-    if viewable and not internals.sizes_fit(sizes, x) and sizes.count(None) <= 1:
-        try:
-            x = x.view([-1 if n is None else n for n in sizes])
-        except RuntimeError:
-            raise ShapeError(f"{_FUNCTION}: {label} must be viewable as {wanted}, got {list(x.shape)}.") from None
-    if not internals.sizes_fit(sizes, x):
-        raise ShapeError(f"{_FUNCTION}: {label} must have shape {wanted}, got {list(x.shape)}.")
-    # Traced as plain memory, in which a lazy conjugate or negative is none.
-    return _laid_out_like(x.resolve_conj().resolve_neg(), fake)
+    ways = "have shape" if not viewable else "be viewable as"
+    raise ShapeError(f"{_FUNCTION}: {label} must {ways} {wanted}, got {list(x.shape)}.")
 
 
 def _laid_out_like(x: Tensor, fake: Tensor) -> Tensor:
@@ -228,8 +246,7 @@ def _laid_out_like(x: Tensor, fake: Tensor) -> Tensor:
     order = internals.axis_order(fake)
     if order is None:
         return x
-    strides = [0] * x.dim()
-    size = 1
+    strides, size = [0] * x.dim(), 1
     for axis in reversed(order):
         traced = internals.fixed_size(fake.stride()[axis])
         # An axis of one element may have any stride, and decides what can be viewed all the same.
@@ -237,7 +254,5 @@ def _laid_out_like(x: Tensor, fake: Tensor) -> Tensor:
         size *= max(int(x.shape[axis]), 1)
     if list(x.stride()) == strides:
         return x
-    ordered = x.permute(order)
-    if not ordered.is_contiguous():
-        x = ordered.contiguous().permute([order.index(i) for i in range(len(order))])
-    return x.as_strided(x.shape, strides, x.storage_offset())
+    memory = x.permute(order).contiguous()
+    return memory.as_strided(x.shape, strides, memory.storage_offset())

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primitives.tracing.lines import TraceError, current_line
+from primitives.tracing.errors import TraceError
+from primitives.tracing.lines import current_line
 from primitives.tracing.random.operations import arguments_of, draws_nothing
-from primitives.tracing.random.rng import _is_random, rng_mode
+from primitives.tracing.random.rng import innermost_replay, is_random
 from primitives.tracing.recompute import replaying_checkpoints
 from primitives.tracing.torch_private import is_tracing
 
@@ -33,9 +34,9 @@ class _DrawsRefused(TorchDispatchMode):
         self._function = function
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run `func`, unless it draws."""
         kwargs = kwargs or {}
-        if _draws(func, args, kwargs):
+        # Operators of higher order have no schema; those that they call arrive here by themselves.
+        if hasattr(func, "_schema") and is_random(func) and not draws_nothing(arguments_of(func, args, kwargs)):
             raise TraceError(
                 f"{self._function}: the backward pass draws random numbers by {func}, at {current_line()}, and a graph "
                 "cannot give it those of the forward pass, as checkpoint needs them. Make the state explicit: "
@@ -44,24 +45,14 @@ class _DrawsRefused(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _draws(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    # Operators of higher order have no schema; what they call arrives here by itself.
-    return hasattr(func, "_schema") and _is_random(func) and not draws_nothing(arguments_of(func, args, kwargs))
-
-
-def _explicit_state() -> Callable[[], Any] | None:
-    return rng_mode._innermost_replay()
-
-
 def draws_refused(function: str) -> contextlib.AbstractContextManager:
     """Context for a backward pass: in a trace without an explicit random state, nothing is drawn in it.
 
     Args:
         function: Name of the public function, for errors.
     """
-    if not is_tracing() or _explicit_state() is not None:
-        return contextlib.nullcontext()
-    return _DrawsRefused(function)
+    is_free = not is_tracing() or innermost_replay() is not None
+    return contextlib.nullcontext() if is_free else _DrawsRefused(function)
 
 
 def replays_refused(function: str) -> contextlib.AbstractContextManager:
@@ -74,7 +65,7 @@ def replays_refused(function: str) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
     def replay() -> Callable[[], Any] | None:
-        explicit = _explicit_state()
+        explicit = innermost_replay()
         if explicit is not None or not is_tracing():
             return explicit
         return lambda: _DrawsRefused(function)

@@ -10,9 +10,9 @@ import optree
 import torch
 
 from primitives.core.errors import LeafError, MutationError, TreeError
+from primitives.tracing.errors import errors_in_trace
 from primitives.tracing.modules.lending import attributes_kept, running
 from primitives.tracing.modules.tensors import Given, require_names
-from primitives.tracing.trace_errors import errors_in_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

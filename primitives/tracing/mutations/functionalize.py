@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import arg_tree_leaves
 
 from primitives.core.errors import MissingRuleError, MutationError
 from primitives.core.trees.overlay import key_path
 from primitives.tracing import torch_private
-from primitives.tracing.errors import UserCalls, typed_errors
-from primitives.tracing.joint.opaque import refuse_opaque
+from primitives.tracing.errors import typed_errors
+from primitives.tracing.leaves import refuse_opaque
 from primitives.tracing.lines import current_line
 from primitives.tracing.memory import is_wrapped, memories, refuse_sharing, require_storage, sharing
 from primitives.tracing.mutations.world import FunctionalWorld
-from primitives.tracing.watching import written_by
+from primitives.tracing.watching import UserCalls, WriteWatcher, written_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,20 +37,16 @@ _lift_fresh = _aten.lift_fresh.default
 _write_back = torch.ops.primitives.write_back.default
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(WriteWatcher):
     """Context that notes which memory is written to, and refuses writes to what is neither an input nor made inside.
 
     Attributes:
         written: The memory.
-        copied: Memory of which a pure function within has written to a copy.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
-        self.copied: set[int] = set()
         self._own: set[int] = set()
         # No tensor from elsewhere is to come to lie where one that is noted here was.
         self._held: list[Tensor] = []
@@ -302,11 +298,11 @@ class PureFunction:
             for each in inputs:
                 each.look(watch)
             plain = (lambda y: y) if world is None else world.leave([*outs, *used])
-            refuse_opaque(_FUNCTION, outs, functools.partial(_out_label, out_treespec), through_functions=True)
+            refuse_opaque(_FUNCTION, outs, functools.partial(_out_label, out_treespec))
         overlapping = sharing(tensors, [i for i, each in enumerate(inputs) if each.is_data or each.is_copied])
         refuse_sharing(_FUNCTION, [inputs[i].label for i in overlapping])
         for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, _Watch):
+            if isinstance(mode, WriteWatcher):
                 mode.copied.update(number for each in inputs if each.is_data for number in memories(each.x))
         return _Call(inputs, outs, plain, out_treespec)
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
 from primitives.ops._philox import WORDS_PER_BLOCK
 from primitives.ops.philox import philox_p
+from primitives.tracing.errors import errors_in_trace
 from primitives.tracing.random.operations import (
     FILLING,
     NEVER_DRAWING,
@@ -26,7 +27,6 @@ from primitives.tracing.random.operations import (
     draws_nothing,
 )
 from primitives.tracing.recompute import replaying_checkpoints
-from primitives.tracing.trace_errors import errors_in_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
 
     def __enter__(self) -> rng_mode:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaying_checkpoints(self._innermost_replay))
+            stack.enter_context(replaying_checkpoints(innermost_replay))
             super().__enter__()
             self._contexts.append(stack.pop_all())
         return self
@@ -138,7 +138,7 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Draw in the place of `func` if it is random; run it if not."""
         kwargs = kwargs or {}
-        if not _is_random(func):
+        if not is_random(func):
             return func(*args, **kwargs)
         if any(map(_draws_inside, types)):
             return NotImplemented
@@ -199,11 +199,12 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         start = self._num_blocks
         return lambda: rng_mode(PhiloxState(self._seed, self._offset + start))
 
-    @staticmethod
-    def _innermost_replay() -> Callable[[], rng_mode] | None:
-        stack = _get_current_dispatch_mode_stack()
-        mode = next((mode for mode in reversed(stack) if isinstance(mode, rng_mode)), None)
-        return None if mode is None else mode.replay()
+
+def innermost_replay() -> Callable[[], rng_mode] | None:
+    """`replay` of the innermost `rng_mode` that is entered; `None` outside of any."""
+    stack = _get_current_dispatch_mode_stack()
+    mode = next((mode for mode in reversed(stack) if isinstance(mode, rng_mode)), None)
+    return None if mode is None else mode.replay()
 
 
 def _unwrapped(value: Tensor) -> tuple[Tensor, list[int]]:
@@ -259,7 +260,8 @@ def _distributed(source: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
 
 
 @functools.cache
-def _is_random(func: Any) -> bool:
+def is_random(func: Any) -> bool:
+    """Whether an operator draws random numbers, if its arguments do not say that it has nothing to draw."""
     if func._schema.name.removeprefix("aten::") in NEVER_DRAWING:
         return False
     takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)

@@ -9,9 +9,9 @@ import optree
 
 from primitives.core.errors import LeafError
 from primitives.core.trees.overlay import align, key_path
+from primitives.tracing.errors import errors_in_trace
 from primitives.tracing.subclasses.autograd import checked_input, leaves_inside, unwrapped, wrapped
 from primitives.tracing.subclasses.spec import SubclassSpec, difference
-from primitives.tracing.trace_errors import errors_in_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

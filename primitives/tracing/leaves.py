@@ -1,0 +1,89 @@
+"""Trees, taken apart into leaves that have names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+
+from primitives.core.errors import LeafError
+from primitives.core.trees.overlay import key_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Leaves", "refuse_opaque"]
+
+
+class Leaves(NamedTuple):
+    """A tree, taken apart; `None` is not a leaf.
+
+    Attributes:
+        values: The leaves.
+        skeleton: The tree, with the number of each leaf in its place: what puts them together.
+        roots: Name of the tree in key paths, or, of a tuple of arguments, the name of each.
+    """
+
+    values: list[Any]
+    skeleton: Any
+    roots: str | tuple[str, ...]
+
+    @classmethod
+    def of(cls, tree: Any, roots: str | tuple[str, ...]) -> Leaves:
+        """The leaves of `tree`."""
+        values, treespec = optree.tree_flatten(tree)
+        return cls(values, optree.tree_unflatten(treespec, range(len(values))), roots)
+
+    @classmethod
+    def of_arguments(cls, fn: Callable[..., Any], arguments: tuple) -> Leaves:
+        """The leaves of positional arguments, which go by the names of the parameters of `fn`."""
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError):
+            parameters = ()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        more = [f"args[{i}]" for i in range(len(arguments) - len(names))]
+        return cls.of(arguments, (*names, *more))
+
+    def label(self, index: int) -> str:
+        """Key path of a leaf, as code."""
+        accessor = optree.tree_accessors(self.skeleton)[index]
+        if isinstance(self.roots, str):
+            return key_path(accessor, self.roots)
+        return key_path(accessor[1:], self.roots[accessor[0].entry])
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """The tree, with other leaves."""
+        # Dynamo follows this, and not the use of a treespec that it has not made.
+        return optree.tree_map(lambda i: values[i], self.skeleton)
+
+
+def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], str]) -> None:
+    """Raise if a leaf is an object with a tensor in an attribute: a constant whose tensors no derivative would reach.
+
+    Args:
+        function: Name of the public function, for the message.
+        leaves: The leaves.
+        label: Key path of the leaf at a place, as code.
+
+    Raises:
+        LeafError: If there is such a leaf: a dataclass or a `dict` that optree does not take apart, or a module.
+    """
+    for i, x in enumerate(leaves):
+        if isinstance(x, (torch.Tensor, type)):
+            continue
+        if isinstance(x, torch.nn.Module):
+            inside = {f".{name}": y for name, y in (*x.named_parameters(), *x.named_buffers())}
+        else:
+            inside = {f".{name}": y for name, y in getattr(x, "__dict__", {}).items()}
+            inside |= {f"[{key!r}]": y for key, y in x.items()} if isinstance(x, dict) else {}
+        path = next((path for path, y in inside.items() if isinstance(y, torch.Tensor)), None)
+        if path is not None:
+            kind, name = type(x).__name__, label(i)
+            raise LeafError(
+                f"{function}: {name} must be a tensor, a constant or a container that optree takes apart, got a "
+                f"{kind} with a tensor inside, {name}{path}. For a module, use functional_call; for another class, "
+                f"optree.register_pytree_node({kind}, ..., namespace=optree.registry.__GLOBAL_NAMESPACE)."
+            )
