@@ -27,11 +27,12 @@ DEFAULT_REPORT = Path(__file__).resolve().parent.parent / "docs" / "perf"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the commands and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # The model reads its own arguments, which this parser would refuse.
-    own = arguments[:1] if arguments[:1] == ["predict"] else arguments
-    options = _parser().parse_args(own)
-    options.rest = arguments[len(own) :]
     try:
+        if arguments[:1] == ["predict"]:
+            from perf import model
+
+            return model.main(arguments[1:])
+        options = _parser().parse_args(arguments)
         return options.command(options)
     except ModuleNotFoundError as error:
         print(f"python -m perf needs {error.name}: pip install 'torch-training-primitives[perf]'.", file=sys.stderr)
@@ -70,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let a fall of up to twice that pass if the ranges of the samples of both runs overlap",
     )
-    predict = commands.add_parser("predict", help="what the time model expects", add_help=False)
-    predict.set_defaults(command=_predict)
+    # The model reads its own arguments.
+    commands.add_parser("predict", help="what the time model expects", add_help=False)
     return parser
 
 
@@ -138,12 +139,6 @@ def _compare(options: argparse.Namespace) -> int:
     comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)
     print(comparison.text)
     return 1 if comparison.failed else 0
-
-
-def _predict(options: argparse.Namespace) -> int:
-    from perf import model
-
-    return model.main(options.rest)
 
 
 if __name__ == "__main__":

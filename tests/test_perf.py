@@ -166,7 +166,7 @@ def test_the_check_passes_what_is_right_and_nothing_else(name, mode):
     leaves = modes.leaves(modes.make_steps(mode, right.function(workload), right.wrap)(sample)())
     one_value = [leaf.detach().clone() for leaf in leaves]
     one_value[-1][(-1,) * one_value[-1].dim()] += 1e-2 * one_value[-1].abs().max() + 1e-2
-    wrong = {"one value": one_value, "missing": leaves[:-1], "nan": [leaf * torch.nan for leaf in leaves]}
+    wrong = {"one value": one_value, "missing": leaves[:-1], "nan": [*leaves[:-1], leaves[-1] * torch.nan]}
     # Chunks of one row or channel: sums over rows come from all of them.
     found = reference.errors(workload, mode, sample, {"right": leaves, **wrong}, chunk_elements=6)
     assert {name for name, error in found.items() if error <= reference.TOLERANCES["float32"]} == {"right"}

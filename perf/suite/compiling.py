@@ -60,22 +60,21 @@ def tuning_alone(path: Path) -> Iterator[None]:
 
     # Who holds it may take it again: what times a candidate may call something else that times it.
     lock = FileLock(path)
-    timing: list[tuple[Any, str]] = [(benchmarker, name) for name in BENCHMARKS]
+
+    def alone(timed: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(timed)
+        def benchmark(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return timed(*args, **kwargs)
+
+        return benchmark
+
+    timing: list[tuple[Any, str]] = [(benchmarker, name) for name in BENCHMARKS if hasattr(benchmarker, name)]
     with contextlib.suppress(ImportError):
         from triton.runtime.autotuner import Autotuner
 
         timing.append((Autotuner, "_bench"))
     with contextlib.ExitStack() as stack:
         for owner, name in timing:
-            if (timed := getattr(owner, name, None)) is not None:
-                stack.enter_context(mock.patch.object(owner, name, _timed_alone(timed, lock)))
+            stack.enter_context(mock.patch.object(owner, name, alone(getattr(owner, name))))
         yield
-
-
-def _timed_alone(timed: Callable[..., Any], lock: FileLock) -> Callable[..., Any]:
-    @functools.wraps(timed)
-    def benchmark(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return timed(*args, **kwargs)
-
-    return benchmark

@@ -6,7 +6,6 @@ import importlib
 import os
 import platform
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,26 +34,17 @@ def describe(device: str) -> dict[str, Any]:
             "--device cuda: torch sees no CUDA device; --device cpu compares with torch on the processor."
         )
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    kinds = [
-        {
-            "type": "cuda",
-            "name": one.name,
-            "capability": f"{one.major}.{one.minor}",
-            "processors": one.multi_processor_count,
-            "memory_bytes": one.total_memory,
-            "l2_bytes": one.L2_cache_size,
-        }
-        for one in found
-    ]
-    # What the driver keeps for itself differs by some bytes.
-    if any(kind | {"memory_bytes": 0} != kinds[0] | {"memory_bytes": 0} for kind in kinds):
-        names = "; ".join(f"{kind['name']}, {kind['processors']} processors" for kind in kinds)
+    kinds = {(one.name, f"{one.major}.{one.minor}", one.multi_processor_count, one.L2_cache_size) for one in found}
+    if len(kinds) > 1:
+        names = "; ".join(f"{name}, {processors} processors" for name, _, processors, _ in sorted(kinds))
         raise RuntimeError(
             f"--device cuda: the GPUs of a run must be of one kind, got {names}. CUDA_VISIBLE_DEVICES chooses among "
             "them."
         )
+    values = zip(("name", "capability", "processors", "l2_bytes"), kinds.pop(), strict=True)
     # An index is not a name: CUDA counts the fastest GPU first, NVML goes by the bus.
-    return {**kinds[0], "gpus": [f"GPU-{str(one.uuid).removeprefix('GPU-')}" for one in found]}
+    gpus = [f"GPU-{str(one.uuid).removeprefix('GPU-')}" for one in found]
+    return {"type": "cuda", **dict(values), "memory_bytes": found[0].total_memory, "gpus": gpus}
 
 
 def clocks(uuid: str) -> dict[str, str]:
@@ -108,8 +98,11 @@ def usable_cores() -> int:
 
 def environment() -> dict[str, Any]:
     """Versions, processor and the variables that change what is measured."""
+    installed = {each.name: each.version for each in metadata.distributions()}
+    # Where caches lie changes nothing, and is nobody's business.
+    named = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
-        "python": sys.version.split()[0],
+        "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": usable_cores(),
@@ -117,21 +110,9 @@ def environment() -> dict[str, Any]:
         "clock": "processor time" if torch.get_num_threads() == 1 else "wall time",
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        # Where caches lie changes nothing, and is nobody's business.
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(VARIABLES) and os.sep not in value
-        },
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "variables": {name: value for name, value in named.items() if os.sep not in value},
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -10,21 +10,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from perf import workloads
-from perf.workloads import (
-    BASIC_MODES,
-    COMPILED,
-    CPU_MODES,
-    EAGER,
-    LIBRARIES,
-    MODES,
-    OURS,
-    PROVIDERS,
-    TRAINING,
-    TUNED,
-    TrainingWorkload,
-    Workload,
-)
+from perf import workloads as w
+from perf.workloads import TrainingWorkload, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +27,7 @@ LARGE_BYTES = 32e6
 # Tuning takes longer than anything else, for little at kernels that are bound by memory: unless it is asked for, it
 # takes part where a workload stands for its family, in its basic modes, and in no quick run.
 NOT_TUNED = (
-    f"left out: tuned at the workloads that stand for their families, in {' and '.join(BASIC_MODES)}; see --providers"
+    f"left out: tuned at the workloads that stand for their families, in {' and '.join(w.BASIC_MODES)}; see --providers"
 )
 
 Either = Workload | TrainingWorkload
@@ -83,8 +70,8 @@ class Options:
         """The providers that are asked for."""
         if self.providers:
             return tuple(dict.fromkeys(self.providers))
-        names = PROVIDERS if self.device == "cuda" else (OURS, EAGER)
-        return tuple(name for name in names if not (self.quick and name == TUNED))
+        names = w.PROVIDERS if self.device == "cuda" else (w.OURS, w.EAGER)
+        return tuple(name for name in names if not (self.quick and name == w.TUNED))
 
     def check(self) -> None:
         """See to it that the options mean something.
@@ -92,7 +79,7 @@ class Options:
         Raises:
             OptionError: If a mode or provider is unknown, or a number is out of its range.
         """
-        for name, known in (("modes", MODES), ("providers", PROVIDERS)):
+        for name, known in (("modes", w.MODES), ("providers", w.PROVIDERS)):
             if unknown := [value for value in getattr(self, name) if value not in known]:
                 raise OptionError(f"--{name} must be among {', '.join(known)}, got {', '.join(unknown)}.")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
@@ -113,8 +100,8 @@ def find(key: str, device: str) -> Either:
 def _candidates(device: str) -> list[Either]:
     """All workloads, in the order of a run that may end early: what stands for the rest, large ones, the others."""
     kind = device.replace("cuda", "gpu").upper()
-    everything = [*getattr(workloads, f"{kind}_WORKLOADS"), *getattr(workloads, f"{kind}_TRAINING")]
-    return sorted(everything, key=lambda w: 0 if w.quick else 1 if _is_large(w) else 2)
+    everything = [*getattr(w, f"{kind}_WORKLOADS"), *getattr(w, f"{kind}_TRAINING")]
+    return sorted(everything, key=lambda each: 0 if each.quick else 1 if _is_large(each) else 2)
 
 
 def _is_large(workload: Either) -> bool:
@@ -123,9 +110,9 @@ def _is_large(workload: Either) -> bool:
 
 def _modes(workload: Either, options: Options) -> tuple[str, ...]:
     if isinstance(workload, TrainingWorkload):
-        return (TRAINING,) if TRAINING in (options.modes or (TRAINING,)) else ()
-    wanted = options.modes or (CPU_MODES if options.device == "cpu" else _gpu_modes(workload, options))
-    return tuple(mode for mode in dict.fromkeys(wanted) if mode != TRAINING)
+        return (w.TRAINING,) if w.TRAINING in (options.modes or (w.TRAINING,)) else ()
+    wanted = options.modes or (w.CPU_MODES if options.device == "cpu" else _gpu_modes(workload, options))
+    return tuple(mode for mode in dict.fromkeys(wanted) if mode != w.TRAINING)
 
 
 def _gpu_modes(workload: Workload, options: Options) -> tuple[str, ...]:
@@ -133,7 +120,7 @@ def _gpu_modes(workload: Workload, options: Options) -> tuple[str, ...]:
     whole = not options.quick and (workload.quick or workload.whole or options.only)
     if workload.telling or whole:
         return workload.modes
-    return tuple(mode for mode in workload.modes if mode in BASIC_MODES)
+    return tuple(mode for mode in workload.modes if mode in w.BASIC_MODES)
 
 
 def suite(device: str) -> list[tuple[Either, str]]:
@@ -153,8 +140,8 @@ def make_plan(options: Options, available: Mapping[str, str | None]) -> dict[str
         OptionError: If an option means nothing, or nothing is left to measure.
     """
     options.check()
-    asked = [w for w in _candidates(options.device) if _wanted(w.key, options.only)]
-    chosen = [w for w in asked if w.quick or not options.quick] or (asked if options.only else [])
+    asked = [each for each in _candidates(options.device) if _wanted(each.key, options.only)]
+    chosen = [each for each in asked if each.quick or not options.quick] or (asked if options.only else [])
     names = [name for name in options.names if available[name] is None]
     units = [_unit(workload, mode, names, options) for workload in chosen for mode in _modes(workload, options)]
     for number, unit in enumerate(units):
@@ -180,8 +167,8 @@ def _wanted(key: str, only: Sequence[str]) -> bool:
 
 def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -> Unit:
     """The record of a unit, which becomes part of its rows, and whose first calls are worth a phase of their own."""
-    telling = getattr(workload, "telling", False) and mode in BASIC_MODES
-    left_out = [name for name in names if name == TUNED and not telling and not options.providers]
+    telling = getattr(workload, "telling", False) and mode in w.BASIC_MODES
+    left_out = [name for name in names if name == w.TUNED and not telling and not options.providers]
     unit: Unit = {"id": f"{workload.key}: {mode}", "workload": workload.key, "name": workload.name, "mode": mode}
     if isinstance(workload, TrainingWorkload):
         dtype = "bfloat16 autocast" if options.device == "cuda" else "float32"
@@ -190,18 +177,18 @@ def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -
         layout = "channels_last" if workload.channels_last else ""
         unit |= {"op": workload.op, "shape": list(workload.shape), "dtype": workload.dtype, "layout": layout}
         unit["columns"] = workload.num_cols
-    taking_part = [n for n in names if n not in left_out and (unit["op"] == "layer_norm" or n not in LIBRARIES)]
-    slow = taking_part if options.device == "cuda" else [name for name in taking_part if name in {COMPILED, TUNED}]
+    taking_part = [n for n in names if n not in left_out and (unit["op"] == "layer_norm" or n not in w.LIBRARIES)]
+    slow = taking_part if options.device == "cuda" else []
     unit["left_out"] = dict.fromkeys(left_out, NOT_TUNED)
     unit["taking_part"] = taking_part
-    unit["compiling"] = [name for name in slow if name not in {EAGER, "apex"}]
+    unit["compiling"] = [name for name in slow if name not in {w.EAGER, "apex"}]
     return unit
 
 
 def compile_items(plan: dict[str, Any]) -> list[tuple[Unit, str]]:
     """Units and providers to compile, in order: whoever tunes for long comes when the others are done."""
     items = [(unit, name) for unit in plan["units"] for name in unit["compiling"]]
-    return sorted(items, key=lambda item: item[1] == TUNED)
+    return sorted(items, key=lambda item: item[1] == w.TUNED)
 
 
 def summary(plan: dict[str, Any]) -> str:

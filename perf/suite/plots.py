@@ -48,9 +48,7 @@ def bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None
     for panel in panels[::across]:
         panel.set_ylabel(f"GB/s (minimum bytes over {time})")
     names = [name for name in COLORS if any(row["provider"] == name for row in rows)]
-    handles = [
-        Line2D([], [], color=COLORS[name], marker="o", markersize=5, linewidth=1.2, label=name) for name in names
-    ]
+    handles = [Line2D([], [], color=COLORS[n], marker="o", markersize=5, linewidth=1.2, label=n) for n in names]
     handles.append(Line2D([], [], color=COPY_COLOR, marker="_", linestyle="--", label="copy of as many bytes"))
     if any(row["layout"] for row in rows):
         handles.append(Line2D([], [], color="#444444", marker="s", linestyle="", markersize=5, label="channels_last"))
@@ -66,15 +64,8 @@ def _bandwidth_panel(panel: Axes, op: str, rows: list[dict[str, Any]]) -> None:
         for layout in dict.fromkeys(row["layout"] for row in own):
             points = [row for row in own if row["layout"] == layout]
             style = {"color": color, "zorder": 3 if name == OURS else 2}
-            panel.plot(
-                [row["columns"] for row in points],
-                [row["gbps"] for row in points],
-                MARKERS[layout],
-                markersize=4.5,
-                alpha=0.9,
-                markeredgewidth=0,
-                **style,
-            )
+            places = [row["columns"] for row in points], [row["gbps"] for row in points]
+            panel.plot(*places, MARKERS[layout], markersize=4.5, alpha=0.9, markeredgewidth=0, **style)
             # Workloads of one length differ in rows and dtype: the line goes through their middle.
             panel.plot(*_middle(points, "gbps"), linewidth=1.4 if name == OURS else 0.9, alpha=0.7, **style)
     panel.plot(*_middle(rows, "copy_gbps"), color=COPY_COLOR, linestyle="--", marker="_", zorder=1)
@@ -99,13 +90,10 @@ def _middle(rows: list[dict[str, Any]], what: str) -> tuple[list[int], list[floa
 
 def _spread(columns: list[int]) -> list[int]:
     """Those of the columns that are far enough apart for labels on a logarithmic axis."""
-    if not columns:
-        return []
     least = max((columns[-1] / columns[0]) ** (1 / 9), 1.05)
-    chosen = [columns[0]]
+    chosen = columns[:1]
     for value in columns[1:]:
-        if value >= chosen[-1] * least:
-            chosen.append(value)
+        chosen += [value] if value >= chosen[-1] * least else []
     return chosen
 
 
@@ -144,24 +132,21 @@ def speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
 
 
 def _bars(axes: Axes, values: list[list[float]], shift: float, width: float, against: str) -> None:
-    color = SPEEDUP_COLORS[against]
-    means = [geometric_mean(found) for found in values]
-    positions = [i + shift for i, mean in enumerate(means) if mean is not None]
-    heights = [mean for mean in means if mean is not None]
+    means = [(i + shift, mean) for i, found in enumerate(values) if (mean := geometric_mean(found)) is not None]
     # Bars begin at one: above it this package is faster.
     axes.bar(
-        positions,
-        [mean - 1 for mean in heights],
+        [position for position, _ in means],
+        [mean - 1 for _, mean in means],
         width * 0.9,
         bottom=1.0,
-        color=color,
+        color=SPEEDUP_COLORS[against],
         alpha=0.85,
         label="against " + ("fastest of all others" if against == FASTEST else against),
     )
     # In one line at the foot, where no dot hides them.
-    for position, mean in zip(positions, heights, strict=True):
+    for position, mean in means:
         axes.text(position, 0.015, f"{mean:.2f}", transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
     for i, found in enumerate(values):
-        middle = (len(found) - 1) / 2
-        spread = [i + shift + width * 0.25 * (k - middle) / max(len(found) - 1, 1) for k in range(len(found))]
+        step = width * 0.25 / max(len(found) - 1, 1)
+        spread = [i + shift + step * (k - (len(found) - 1) / 2) for k in range(len(found))]
         axes.plot(spread, found, ".", color="#222222", markersize=3.5, alpha=0.55, markeredgewidth=0, zorder=4)
