@@ -56,6 +56,7 @@ PROGRAMS = {
     "grow": (lambda x, y: x.resize_(5).zero_(), "x"),
     "set": (set_to, "xy"),
     "set alone": (lambda x, y: x.set_(y), "x"),
+    "native norm": (lambda x, y: torch.native_batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5), "y"),
     "nothing": (lambda x, y: x + y, ""),
     "detached": (lambda x, y: x.detach().add_(1), "x"),
     "write_back": (lambda x, y: torch.ops.primitives.write_back([x], [y]), "x"),
