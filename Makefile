@@ -3,9 +3,7 @@
 #
 #   make test ACTIVE=1        use the python that is active, install nothing
 #   make test PYTHON=/a/path  make .venv from this python
-#   make test VENV=/a/path    keep the environment there
 
-VENV ?= .venv
 ACTIVE ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -20,8 +18,8 @@ MAX_WORKERS ?= 16
 .DELETE_ON_ERROR:
 
 ifeq ($(ACTIVE),)
-RUN := $(VENV)/bin/python
-installed = $(VENV)/.installed-$(1)
+RUN := .venv/bin/python
+installed = .venv/.installed-$(1)
 else
 RUN := $(or $(shell command -v python),python3)
 installed =
@@ -41,13 +39,16 @@ endef
 
 # One thread per worker: the workers fill the cores, and tiny tensors gain nothing from threads.
 PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(RUN) -m pytest
-PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal -m 'not gpu'
+PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal
+# What `make test` leaves to a GPU or to the night.
+DAILY := -m 'not gpu and not nightly'
 
-.PHONY: help demo test test-front test-kernels gpu-test check perf machine-code docs clean
+.PHONY: help demo test test-front test-kernels nightly gpu-test check perf machine-code docs clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
+	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
 	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
@@ -56,11 +57,11 @@ help:
 	@echo 'make clean     remove what the targets made'
 	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'
 
-$(VENV)/bin/python:
-	@$(FIND_PYTHON); "$$python" -m venv "$(VENV)"
+.venv/bin/python:
+	@$(FIND_PYTHON); "$$python" -m venv ".venv"
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+.venv/.installed-%: pyproject.toml constraints.txt | .venv/bin/python
+	.venv/bin/python -m pip install --quiet -c constraints.txt -e '.[$*]'
 	@touch $@
 
 demo: $(call installed,demo)
@@ -70,10 +71,14 @@ test: test-front test-kernels docs
 
 # Compiled code needs triton as it is, kernel tests need its interpreter, and an import decides which: two processes.
 test-front: $(call installed,test)
-	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) $(PYTEST_ARGS)
+	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) $(DAILY) $(PYTEST_ARGS)
 
 test-kernels: $(call installed,test)
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) $(DAILY) $(PYTEST_ARGS)
+
+nightly: $(call installed,test)
+	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 
 # The torch of a GPU machine is not the pinned one: what it warns of is shown and fails nothing.
 gpu-test: $(call installed,test)
@@ -96,5 +101,5 @@ docs: $(call installed,test)
 	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(if $(filter .venv,$(VENV)),.venv) build dist *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

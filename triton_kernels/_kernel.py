@@ -56,7 +56,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def _watching(callback: Callable, replaces: bool) -> Iterator[None]:
-    global _watchers  # noqa: PLW0603 - the launches of the whole process are watched
+    global _watchers
     entry = (callback, replaces)
     with _lock:
         _watchers = (*_watchers, entry)
@@ -95,7 +95,7 @@ def tracing() -> Iterator[None]:
 
     Nothing is launched then, and nobody who watches launches is called.
     """
-    global _num_tracing  # noqa: PLW0603 - asked at every launch, where a thread's own flag would cost more
+    global _num_tracing
     depth = getattr(_thread, "depth", 0)
     with _lock:
         _num_tracing += 1
@@ -293,7 +293,7 @@ def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..
     arguments = "".join(f"{p.name}, " for p in needed)
     source = f"lambda {arguments}*constants: ({', '.join(parts)}, *constants)"
     # Written out, because a loop over the arguments takes longer than the compiled kernel takes to launch.
-    return eval(source, {"type_of": _type_of, "known_of": _known_of})  # noqa: S307 - made of parameter names alone
+    return eval(source, {"type_of": _type_of, "known_of": _known_of})
 
 
 def _type_of(value: Any) -> Any:

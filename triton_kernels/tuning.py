@@ -192,14 +192,14 @@ def enable(path: Path | None = None, timer: Timer | None = None, *, on_any_devic
             `triton.testing.do_bench`.
         on_any_device: Tune in Triton's interpreter and for the CPU too, where times say nothing; for tests.
     """
-    global _tuner  # noqa: PLW0603 - the setting is the module's
+    global _tuner
     _tuner = Tuner(path or cache_path(), timer or _time_on_device, on_any_device)
     set_advisor(_tuner)
 
 
 def disable() -> None:
     """Take the default plans from here on."""
-    global _tuner  # noqa: PLW0603 - the setting is the module's
+    global _tuner
     _tuner = None
     set_advisor(None)
 

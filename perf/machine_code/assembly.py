@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import triton
 
-from perf.machine_code.stand_in import is_amd
-
 
 class Usage(NamedTuple):
     """Registers per thread, spills (bytes of stack on NVIDIA, registers on AMD), and local memory in bytes."""
@@ -33,6 +31,11 @@ class Access(NamedTuple):
     kind: str
     num_bytes: int
     pointer: int | None
+
+
+def is_amd(chip_name: str) -> bool:
+    """Whether the chip is one of AMD's."""
+    return chip_name.startswith("gfx")
 
 
 def usage(chip_name: str, compiled: Any) -> Usage:

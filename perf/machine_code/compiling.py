@@ -1,17 +1,163 @@
-"""Compiles the launches of the cases, and reads off what came out."""
+"""Which kernels the cases launch on a chip, each under a key of all that its machine code depends on, and their rows.
+
+The launchers run on CPU tensors while a stand-in driver answers for the chip, up to the point where a compiled kernel
+would be loaded; each of their launches is described, and compiled instead of run.
+"""
 
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+import contextlib
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perf.machine_code.assembly import accesses, unseen_pointers, usage
-from perf.machine_code.cases import Shape, cases
-from perf.machine_code.launches import Launch, watch_launches
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from perf.machine_code.assembly import accesses, is_amd, unseen_pointers, usage
+from perf.machine_code.cases import cases
+from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
+from triton_kernels._kernel import intercept
+from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
+from triton_kernels.launch.chips import CHIPS, use_chip
+from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
+
+    from perf.machine_code.cases import Shape
+
+# Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of
+# which a wavefront sees one.
+_MAX_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+# Tensors of less than this share of the input are parameters, statistics, coefficients and partial results: their loads
+# may be as narrow as they like.
+_LARGE_SHARE = 1 / 8
+_MAX_ACCESS_BYTES = 16
+_SUMS = ("WANT_WEIGHT", "WANT_WEIGHT_DOT", "WANT_BIAS")
+# Arguments that a reduction over channels of first order reads whole, as far as they are there.
+_CHANNEL_REDUCTIONS = {"batch_norm_statistics_kernel": ("x_ptr",), "batch_norm_product_sums_kernel": ("u_ptr", "x_ptr")}
+
+
+class Launch(NamedTuple):
+    """One launch of a case.
+
+    Attributes:
+        key: Hash of all that the machine code depends on, and of what is expected of it.
+        kernel: The `Kernel`.
+        grid: Its grid.
+        args: Its positional arguments.
+        constants: Its compile-time constants and options.
+        widths: For each tensor among `args`, the widest access that its size and alignment allow to all its elements;
+            None for those that are not large.
+        register_budget: Registers per thread that the plan counts on.
+        known: What Triton lets the compiler know of each argument, in their order.
+    """
+
+    key: str
+    kernel: Any
+    grid: Any
+    args: tuple
+    constants: dict[str, Any]
+    widths: list[int | None]
+    register_budget: int
+    known: Any
+
+    def described_arguments(self) -> dict[str, str]:
+        """What the compiler knows of each argument and option, by name."""
+        options = {name: value for name, value in self.constants.items() if name not in self.kernel.argument_names}
+        named = (*zip(self.kernel.argument_names, self.known, strict=True), *options.items())
+        return {name: repr(value) for name, value in named}
+
+
+class _StandInDriver:
+    """Stands in for the driver of a chip, with what Triton asks of one before it loads a kernel."""
+
+    def __init__(self, chip_name: str) -> None:
+        self._chip_name, self._chip = chip_name, CHIPS[chip_name]
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        if is_amd(self._chip_name):
+            return GPUTarget("hip", self._chip_name, self._chip.warp_size)
+        return GPUTarget("cuda", int(self._chip_name.removeprefix("sm_")), self._chip.warp_size)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Limits that Triton checks a compiled kernel against."""
+        return {
+            "max_shared_mem": self._chip.shared_bytes,
+            "multiprocessor_count": self._chip.num_processors,
+            "warpSize": self._chip.warp_size,
+            "max_num_regs": self._chip.registers,
+        }
+
+    def get_current_device(self) -> int:
+        # Triton keeps compiled kernels per device number, so that each chip needs its own.
+        return list(CHIPS).index(self._chip_name)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launch], None]) -> Iterator[None]:
+    """Context in which every launch is handed to `callback` instead, planned and described for the chip.
+
+    Args:
+        chip_name: A key of `CHIPS`.
+        shape: One shape, that of the case under way; the caller sets it.
+        callback: Is given each launch.
+    """
+    driver = _StandInDriver(chip_name)
+    triton.runtime.driver.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
+    texts: dict[Any, str] = {}
+
+    def describe(kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
+        if kernel not in texts:
+            texts[kernel] = source_text(kernel.function)
+        widths = [_width(tensor, shape[0]) for tensor in args if isinstance(tensor, torch.Tensor)]
+        budget = _register_budget(chip_name, kernel, args, constants)
+        known = kernel.function.device_caches[driver.get_current_device()][-1](*args, debug=False, **constants)[1]
+        options = sorted((name, value) for name, value in constants.items() if name not in kernel.argument_names)
+        parts = (triton.__version__, chip_name, texts[kernel], repr(known), repr(options), repr((widths, budget)))
+        key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+        callback(Launch(key, kernel, grid, args, constants, widths, budget, known))
+
+    with intercept(describe), use_chip(CHIPS[chip_name]):
+        yield
+
+
+def _width(tensor: torch.Tensor, shape: Shape) -> int | None:
+    if tensor.nbytes < _LARGE_SHARE * shape.num_bytes:
+        return None
+    return math.gcd(_MAX_ACCESS_BYTES, shape.run * tensor.element_size(), tensor.data_ptr() % _MAX_ACCESS_BYTES)
+
+
+def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[str, Any]) -> int:
+    """Registers per thread that leave room for the threads that the plan wants on a processor."""
+    chip = CHIPS[chip_name]
+    threads = constants["num_warps"] * chip.warp_size
+    # Programs that carry sums are as many as fit a processor at once, which is what the plan fills it with; of the
+    # others, one block has to fit.
+    if any(constants.get(name) for name in _SUMS) and "num_cols" in constants:
+        threads = max(threads, limits_of(chip).resident_threads)
+    if kernel.__name__ == "batch_norm_second_sums_kernel":
+        threads *= channel_second_reduction_programs(chip)
+    elif kernel.__name__ in _CHANNEL_REDUCTIONS:
+        named = dict(zip(kernel.argument_names, args, strict=False))
+        num_inputs = sum(named[name] is not None for name in _CHANNEL_REDUCTIONS[kernel.__name__])
+        threads *= channel_reduction_programs(constants["SPATIAL_INNER"], num_inputs, chip)
+    # Registers are dealt out to whole warps in units of eight per thread.
+    return min(chip.registers // threads // 8 * 8, _MAX_REGISTERS[chip_name])
 
 
 def needed_keys(chip_name: str) -> dict[str, tuple[str, str]]:
@@ -47,38 +193,35 @@ def _walk(chip_name: str, visit: Callable, case_names: Collection[str] | None = 
 
     with watch_launches(chip_name, current, on_launch):
         for name, shape, launch_case in cases():
-            if case_names is not None and name not in case_names:
-                continue
-            current[:], case_name[0] = [shape], name
-            launch_case()
+            if case_names is None or name in case_names:
+                current[:], case_name[0] = [shape], name
+                launch_case()
     return found
 
 
 def try_compile(chip_name: str, launch: Launch, case: str) -> Row | str:
     """The row of a launch, or what the compiler complains of."""
     try:
-        return compile_launch(chip_name, launch, case)
+        return _compile(chip_name, launch, case)
     # The compiler has many ways to fail, and the other kernels are to go on.
     except Exception as error:
         return f"{chip_name} {launch.kernel.__name__} ({case}): {type(error).__name__}: {error}"
 
 
-def compile_launch(chip_name: str, launch: Launch, case: str) -> Row:
-    """Compile one launch and describe the result."""
+def _compile(chip_name: str, launch: Launch, case: str) -> Row:
     compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
+    llvm_ir = compiled.asm["llir"]
     registers, spills, local_bytes = usage(chip_name, compiled)
     counts = {"load": collections.Counter(), "store": collections.Counter()}
     narrow = 0
-    for kind, num_bytes, pointer in accesses(compiled.asm["llir"]):
+    for kind, num_bytes, pointer in accesses(llvm_ir):
         # An access that cannot be traced counts as one of a large tensor with nothing in its way.
         width = 16 if pointer is None or pointer >= len(launch.widths) else launch.widths[pointer]
         if width is not None:
             counts[kind][num_bytes] += 1
             narrow += num_bytes < width
     # A large tensor whose accesses are not found might be read or written in any way.
-    narrow += sum(
-        n < len(launch.widths) and launch.widths[n] is not None for n in unseen_pointers(compiled.asm["llir"])
-    )
+    narrow += sum(n < len(launch.widths) and launch.widths[n] is not None for n in unseen_pointers(llvm_ir))
     texts = [" ".join(f"{width}x{count[width]}" for width in sorted(count, reverse=True)) for count in counts.values()]
     return Row(
         kernel=launch.kernel.__name__,

@@ -60,16 +60,6 @@ RELEASES = {
 _NOTHING = ReleaseExceptions({}, {}, {})
 
 
-# A row is tight if it takes more than this share of its registers or of the chip's shared memory.
-TIGHT_SHARE = 0.9
-
-
-def is_tight(chip_name: str, row: Row) -> bool:
-    """Whether a row is about to break a rule, so that a compiler that does a little worse would."""
-    share = max(row.registers / row.register_budget, row.shared_bytes / CHIPS[chip_name].shared_bytes)
-    return share > TIGHT_SHARE or row.spills > 0
-
-
 def broken_rules(chip_name: str, row: Row, version: str) -> list[str]:
     """What is wrong with a row, in words; empty if nothing is.
 

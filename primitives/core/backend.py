@@ -83,12 +83,12 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
                 "use_backend: the backend cannot change inside a compiled function, which chooses it when it runs. "
                 "Put the context manager around the call of the compiled function."
             )
-        global selected  # noqa: PLW0603 - the setting is the module's
+        global selected
         self._previous.append(selected)
         selected = self.name
 
     def __exit__(self, *exc_info: object) -> None:
-        global selected  # noqa: PLW0603 - the setting is the module's
+        global selected
         selected = self._previous.pop()
 
 

@@ -126,6 +126,6 @@ def forget_plans() -> None:
 
 def set_advisor(advisor: Advisor | None) -> None:
     """Let `advisor` answer requests for plans; None for the planner alone."""
-    global _advisor  # noqa: PLW0603 - the setting is the module's
+    global _advisor
     _advisor = advisor
     forget_plans()

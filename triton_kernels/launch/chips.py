@@ -149,7 +149,7 @@ def cluster_limit(chip: Chip, version: str = triton.__version__) -> int:
 @contextlib.contextmanager
 def use_chip(chip: Chip) -> Iterator[None]:
     """Plan for `chip`, whatever the device: to compile for a chip that is not there."""
-    global _chosen  # noqa: PLW0603 - the setting is the module's
+    global _chosen
     previous, _chosen = _chosen, chip
     forget_plans()
     try:

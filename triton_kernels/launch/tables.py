@@ -230,7 +230,7 @@ def use_limits(**changes: int) -> Iterator[None]:
     Args:
         **changes: Fields of `Limits` and their values; the others stay as they are.
     """
-    global _changes  # noqa: PLW0603 - the setting is the module's
+    global _changes
     previous, _changes = _changes, {**_changes, **changes}
     forget_plans()
     try:

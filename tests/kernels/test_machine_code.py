@@ -1,7 +1,7 @@
 """The committed table of machine code is of these kernels, keeps the rules, and is what the compiler makes of them.
 
-No GPU takes part and little is compiled: `docs/gates.md` says how. One process for all of it, because the interpreter,
-in which the other kernel tests run, and the compiler exclude each other.
+No GPU takes part and little is compiled: `docs/gates.md` says how. What compiles runs in processes of its own, because
+the interpreter, in which the other kernel tests run, and the compiler exclude each other.
 """
 
 from __future__ import annotations
@@ -13,38 +13,20 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import triton
 
 from perf.machine_code.assembly import Access, accesses, unseen_pointers
-from perf.machine_code.batches import changed_arguments
-from perf.machine_code.probe import CLUSTERED, CLUSTERED_MODES, choose_sample
 from perf.machine_code.rules import RELEASES, broken_rules
 from perf.machine_code.sources import UnknownGlobalError, source_text
-from perf.machine_code.table import FIELDS, Row, edited_lines, read_table, read_version, write_table
+from perf.machine_code.table import Row, edited_lines, read_table, read_version, write_table
+from tests.kernels.compiled_cases import changed
 from triton_kernels.launch.chips import CHIPS, cluster_limit
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 OUT_OF_DATE = "the table of machine code is out of date: run `make machine-code` and commit what it changes"
-
-
-def run_probe(*arguments: str) -> dict:
-    """What `perf.machine_code.probe` prints."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", "-m", "perf.machine_code.probe", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f"the probe of {arguments} ended with exit status {done.returncode}:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout)
-
-
-# Mistakes in a plan, and the rule that the kernel then breaks, on a chip of either vendor.
-CAUGHT = {
-    "sm_90": {"few warps": "spills", "unknown alignment": "narrow", "many stages": "shared memory"},
-    "gfx942": {"few warps": "spills", "unknown alignment": "narrow"},
-}
 
 # Programs of 256 threads of each reduction over channels that run at once on a processor: along the spatial axis, and
 # across channels. What is here of the plan is written out, so that a plan and a budget cannot go wrong together.
@@ -54,69 +36,56 @@ REDUCTIONS = {
     "batch_norm_second_sums_kernel": (2, 2),
 }
 
-# Chips on which tuning may try clusters of blocks, where the release of Triton compiles them; it tries none on others.
-CLUSTERED_CHIPS = tuple(name for name, chip in CHIPS.items() if chip.max_cluster > 1)
 
-# Where other batch sizes are launched: what the compiler may look at is declared for all chips alike.
-BATCHES_CHIP = "sm_100"
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A module in a process without the interpreter, and without kernels of an earlier compiler or edit."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
 
 
-# Two processes, one for each core of a small machine: starting one takes as long as what it finds out of a chip.
-@pytest.mark.parametrize("chip_names", [("sm_80", "sm_90"), ("sm_100", "gfx942")], ids=" ".join)
-def test_kernels_and_table_agree(chip_names: tuple[str, ...]) -> None:
-    arguments = [argument for chip_name in chip_names for argument in ("--chip", chip_name)]
-    arguments += [argument for chip_name in chip_names if chip_name in CAUGHT for argument in ("--faults", chip_name)]
-    for chip_name in chip_names:
-        arguments += ["--clusters", chip_name] if chip_name in CLUSTERED_CHIPS else []
-        arguments += ["--batches", chip_name] if chip_name == BATCHES_CHIP else []
-    probes = run_probe(*arguments)
-    problems = [problem for chip_name in chip_names for problem in problems_of(chip_name, probes[chip_name])]
-    assert not problems, "\n".join(problems)
+def compiled(what: str, chip_name: str) -> list[Any]:
+    """What `compiled_cases` prints."""
+    done = run("tests.kernels.compiled_cases", what, chip_name)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_kernels_and_table_agree() -> None:
+    done = run("perf.machine_code", "--keys", "--jobs", "1")
+    assert done.returncode == 0, f"{OUT_OF_DATE}:\n{done.stderr[-4000:]}"
     if triton.__version__ != read_version():
-        pytest.skip(
-            f"the table is of Triton {read_version()}, and another release makes other code: with Triton "
-            f"{triton.__version__} a few kernels were compiled and held to the rules, and no keys compared"
-        )
-    problems = [line for chip_name in chip_names for line in differences(chip_name, probes[chip_name])]
-    assert not problems, f"{OUT_OF_DATE}:\n" + "\n".join(problems)
+        pytest.skip(f"the table is of Triton {read_version()}; with another release no keys are compared")
 
 
-def problems_of(chip_name: str, probe: dict) -> list[str]:
-    """Planted faults that are not caught, and kernels that do not compile or break a rule."""
-    found = list(probe["failures"])
-    for fault, complaint in CAUGHT.get(chip_name, {}).items():
-        broken = broken_rules(chip_name, Row(**probe["faults"][fault]), triton.__version__)
-        if not any(complaint in problem for problem in broken):
-            found.append(f"{chip_name}: {fault} is not caught, but {broken}")
-    if chip_name in CLUSTERED_CHIPS:
-        found += problems_of_clusters(chip_name, probe["clusters"])
-    if chip_name == BATCHES_CHIP:
-        found += probe["compiled_anew"]
-    sample = [Row(**row) for row in probe["sample"]]
-    if not len({row.kernel for row in sample}) == len(sample) > 1:
-        found.append(f"{chip_name}: a sample of different kernels is needed, got {sample}")
-    return found + [problem for row in sample for problem in broken_rules(chip_name, row, triton.__version__)]
+@pytest.mark.nightly
+@pytest.mark.parametrize("chip_name", CHIPS)
+def test_all_kernels_and_table_agree(chip_name: str) -> None:
+    done = run("perf.machine_code", "--check", "--jobs", "1", "--chip", chip_name)
+    assert done.returncode == 0, f"{OUT_OF_DATE}:\n{done.stderr[-4000:]}"
 
 
-def problems_of_clusters(chip_name: str, rows: dict[str, dict | str]) -> list[str]:
-    """What is wrong with kernels in clusters, of which each op has one per mode where this release compiles them."""
-    all_of_them = {f"{op} {mode}" for op in CLUSTERED for mode in CLUSTERED_MODES}
-    expected = all_of_them if cluster_limit(CHIPS[chip_name]) > 1 else set()
-    found = [] if set(rows) == expected else [f"{chip_name}: clusters of {expected} are needed, got {set(rows)}"]
-    for row in rows.values():
-        found += [row] if isinstance(row, str) else broken_rules(chip_name, Row(**row), triton.__version__)
-    return found
+def test_another_batch_size_compiles_nothing() -> None:
+    problems = compiled("anew", "sm_100")
+    assert not problems, "\n".join(problems)
 
 
-def differences(chip_name: str, probe: dict) -> list[str]:
-    """How the table differs from what is launched and compiled."""
-    table = {row.key: row for row in read_table(chip_name)}
-    needed = probe["keys"]
-    lacks = [f"it lacks {kernel} ({case})" for key, (kernel, case) in needed.items() if key not in table]
-    stale = [f"nothing launches {row.kernel} ({row.case})" for key, row in table.items() if key not in needed]
-    sample = [Row(**row) for row in probe["sample"] if row["key"] in table]
-    differing = [f"{row.kernel} ({row.case}) differs" for row in sample if row.figures() != table[row.key].figures()]
-    return [f"{chip_name}: {line}" for line in (*lacks, *stale, *differing)]
+def test_mistakes_of_plans_are_caught() -> None:
+    """One warp for a long row, and rows of unknown alignment."""
+    for row, complaint in zip(compiled("faults", "sm_90"), ("spills", "narrow"), strict=True):
+        assert any(complaint in problem for problem in broken_rules("sm_90", Row(**row), triton.__version__)), row
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chip_name", [name for name, chip in CHIPS.items() if chip.max_cluster > 1])
+def test_kernels_compile_in_clusters(chip_name: str) -> None:
+    """Forward, backward and jvp of layer norm and log-softmax, where this release compiles clusters."""
+    rows = compiled("clusters", chip_name)
+    assert len(rows) == (6 if cluster_limit(CHIPS[chip_name]) > 1 else 0)
+    for row in rows:
+        assert not isinstance(row, str), row
+        assert not broken_rules(chip_name, Row(**row), triton.__version__)
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -162,35 +131,25 @@ def test_rules_reject(change: dict, complaint: str) -> None:
     assert complaint in found
 
 
-def test_table_files(tmp_path: pathlib.Path) -> None:
+def test_figures_that_are_written_by_hand_are_found(tmp_path: pathlib.Path) -> None:
     other = dataclasses.replace(ROW, kernel="another", spills=3)
     write_table("sm_90", [ROW, other], tmp_path)
     assert read_table("sm_90", tmp_path) == [other, ROW]
-    text = (tmp_path / "sm_90.csv").read_text()
-    assert text.splitlines()[0] == ",".join([*FIELDS, "checksum"])
     assert edited_lines("sm_90", tmp_path) == []
-    assert read_table("sm_80", tmp_path) == []
-    assert read_version(tmp_path) == ""
-
-    # A better figure, written by hand, is not taken for what the compiler said.
+    text = (tmp_path / "sm_90.csv").read_text()
     assert text.count(",8,40,255,3,") == 1
     (tmp_path / "sm_90.csv").write_text(text.replace(",8,40,255,3,", ",8,40,255,0,"))
-    assert edited_lines("sm_90", tmp_path) == [f"another ({ROW.case})"]
+    assert len(edited_lines("sm_90", tmp_path)) == 1
     assert read_table("sm_90", tmp_path) == [ROW]
-    (tmp_path / "sm_90.csv").write_text("\n".join(line.rpartition(",")[0] for line in text.splitlines()) + "\n")
-    assert len(edited_lines("sm_90", tmp_path)) == 2
 
 
 def test_what_a_batch_size_compiles_anew_is_named() -> None:
     first = [("kernel", {"x_ptr": "bf16", "num_rows": "divisible by 16"}), ("other", {"BLOCK": "1"})]
-    assert not changed_arguments("a case", first, first)
+    assert not changed("a case", first, first)
     second = [("kernel", {"x_ptr": "bf16", "num_rows": "any"}), ("other", {"BLOCK": "1", "num_warps": "2"})]
-    assert changed_arguments("a case", first, second) == [
-        "a case: kernel is compiled anew for num_rows",
-        "a case: other is compiled anew for num_warps",
-    ]
-    (found,) = changed_arguments("a case", first, first[:1])
-    assert found == "a case: launches ['kernel'] instead of ['kernel', 'other']"
+    complaints = changed("a case", first, second)
+    assert [complaint.split()[-1] for complaint in complaints] == ["num_rows", "num_warps"]
+    assert len(changed("a case", first, first[:1])) == 1
 
 
 def test_spills_are_excused_where_the_rules_say_so() -> None:
@@ -218,18 +177,6 @@ def test_a_release_has_its_own_exceptions() -> None:
         assert broken_rules("sm_90", dataclasses.replace(row, spills=12, narrow=9), "3.6.0")
     assert broken_rules("sm_100", spilling, "3.6.0")
     assert ".".join(read_version().split(".")[:2]) not in RELEASES
-
-
-def test_the_sample_changes_with_the_kernels_and_has_a_tight_one() -> None:
-    keys = {f"{number:012x}": (f"kernel {number % 20}", "case") for number in range(100)}
-    tight = {f"{number:012x}" for number in range(0, 100, 7)}
-    chosen = choose_sample(keys, tight)
-    assert chosen == choose_sample(dict(reversed(keys.items())), tight)
-    assert len({keys[key][0] for key in chosen}) == len(chosen) == 3
-    assert chosen[0] in tight
-    assert len(choose_sample(keys, ())) == 2
-    others = [choose_sample({**keys, f"{number:012x}": ("new", "case")}, tight) for number in range(200, 210)]
-    assert len({key for other in others for key in other}) > 10
 
 
 LLVM = """

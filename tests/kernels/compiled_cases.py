@@ -1,0 +1,160 @@
+"""What a process without the interpreter finds out for `test_machine_code`; prints it as JSON.
+
+`python -m tests.kernels.compiled_cases anew|faults|clusters CHIP`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perf.machine_code.cases import ALL_MODES, ALL_RESULTS, EPS, MOMENTUM, Shape, launch_mode
+from perf.machine_code.compiling import Launch, try_compile, watch_launches
+from triton_kernels import batch_norm, batch_norm_second_order, layer_norm, layer_norm_second_order
+from triton_kernels.launch._planned import set_advisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perf.machine_code.table import Row
+    from triton_kernels.launch._planned import Request
+
+_FIRST_ORDER = ("forward", "backward", "jvp")
+_MODES = {
+    "layer_norm": ALL_MODES[:-1],
+    "log_softmax": ALL_MODES[:-1],
+    "batch_norm": ALL_MODES,
+    "dropout": ("forward", "batched"),
+}
+
+# Shapes that reach every kernel, and other sizes of their first dim under which the plans stay as they are: an odd one,
+# and one that is a multiple of 16, which the compiler could know.
+_SHAPES = (
+    (Shape("layer_norm", (4096, 4096)), (4095, 1008)),
+    (Shape("layer_norm", (512, 131072)), (511, 400)),
+    # Several programs share a row.
+    (Shape("layer_norm", (64, 131072)), (63, 80)),
+    (Shape("log_softmax", (4096, 4096)), (4095, 1008)),
+    (Shape("log_softmax", (1024, 128256)), (1023, 400)),
+    (Shape("log_softmax", (64, 128256)), (63, 80)),
+    (Shape("log_softmax", (16, 21, 64, 64), dim=1), (15, 32)),
+    (Shape("batch_norm", (64, 256, 14, 14)), (63, 80)),
+    (Shape("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 80)),
+    (Shape("batch_norm", (8192, 1024)), (8191, 6400)),
+    (Shape("dropout", (1024, 4096)), (1023, 400)),
+)
+
+
+def launches(chip_name: str, shape: Shape, launch: Callable[[], object]) -> list[Launch]:
+    """What is launched on a chip."""
+    found: list[Launch] = []
+    with watch_launches(chip_name, [shape], found.append):
+        launch()
+    return found
+
+
+def in_groups(num_rows: int) -> None:
+    """Norms with parameters of their own for each of three groups, of `num_rows` rows or samples each."""
+    # Columns that are a multiple of 8 alone: whether the distance of two groups is one of 16 depends on the rows.
+    x, weight = torch.empty(3, num_rows, 1000, dtype=torch.bfloat16), torch.empty(3, 1000, dtype=torch.bfloat16)
+    given = (x, weight, *[torch.empty(3, num_rows)] * 2)
+    layer_norm.layer_norm_fwd(x, weight, weight, 1, 1, EPS)
+    layer_norm.layer_norm_bwd(x, *given, 1, 1, (True,) * 3)
+    layer_norm.layer_norm_jvp(*given, x, weight, weight, 1, 1)
+    layer_norm_second_order.layer_norm_pairing(x, *given, x, weight, weight, 1, 1, ALL_RESULTS)
+    layer_norm_second_order.layer_norm_bwd_jvp(x, *given, x, x, weight, 1, 1, (True,) * 3)
+    x, weight = torch.empty(3, num_rows, 256, 14, 14, dtype=torch.bfloat16), torch.empty(3, 256)
+    batch_norm.batch_norm_train_fwd(x, weight, weight, weight, weight, 1, MOMENTUM, EPS)
+    batch_norm.batch_norm_train_bwd(x, x, weight, weight, weight, 1, (True,) * 3)
+    dots = (x, weight, weight)
+    batch_norm_second_order.batch_norm_pairing(x, x, weight, weight, weight, *dots, 1, ALL_RESULTS)
+
+
+def anew(chip_name: str) -> list[str]:
+    """The kernels that another number of rows compiles anew, and for which arguments; in words."""
+
+    def described(shape: Shape, launch: Callable[[], object]) -> list[tuple[str, dict[str, str]]]:
+        return [(one.kernel.__name__, one.described_arguments()) for one in launches(chip_name, shape, launch)]
+
+    problems = []
+    for shape, others in _SHAPES:
+
+        def launch(num_rows: int, shape: Shape = shape) -> None:
+            for mode in _MODES[shape.op]:
+                launch_mode(dataclasses.replace(shape, shape=(num_rows, *shape.shape[1:])), mode)
+
+        first = described(shape, lambda shape=shape, launch=launch: launch(shape.shape[0]))
+        for num_rows in others:
+            again = described(shape, lambda num_rows=num_rows, launch=launch: launch(num_rows))
+            problems += changed(f"{shape} with {num_rows}", first, again)
+    first = described(_SHAPES[0][0], lambda: in_groups(640))
+    for num_rows in (639, 600):
+        problems += changed(
+            f"groups of {num_rows} rows", first, described(_SHAPES[0][0], lambda n=num_rows: in_groups(n))
+        )
+    return problems
+
+
+def changed(case: str, first: list[tuple[str, dict[str, str]]], again: list[tuple[str, dict[str, str]]]) -> list[str]:
+    """What the compiler knows differently of two sequences of launches, each a kernel and its described arguments."""
+    names = [[name for name, _ in one] for one in (first, again)]
+    if names[0] != names[1]:
+        return [f"{case}: launches {names[1]} instead of {names[0]}"]
+    found = {
+        f"{case}: {kernel} is compiled anew for {argument}"
+        for (kernel, before), (_, after) in zip(first, again, strict=True)
+        for argument in before.keys() | after.keys()
+        if before.get(argument) != after.get(argument)
+    }
+    return sorted(found)
+
+
+def faults(chip_name: str) -> list[Any]:
+    """Rows of a layer norm backward with a mistake in its plan."""
+    shape = Shape("layer_norm", (8192, 4096))
+    (launch, *_) = launches(chip_name, shape, lambda: launch_mode(shape, "backward"))
+    rows = []
+    with watch_launches(chip_name, [shape], lambda launch: None):
+        for change in ({"num_warps": 1}, {"ALIGN": 1}):
+            changed_launch = launch._replace(constants={**launch.constants, **change})
+            rows.append(try_compile(chip_name, changed_launch, f"{shape} with {change}"))
+    return _as_json(rows)
+
+
+class _ClusterAdvisor:
+    """Answers every request for a plan with the first candidate that has clusters, where there is one."""
+
+    def advise(self, request: Request) -> tuple[Any, bool]:
+        """The plan to take; it is not settled, so that nobody remembers it."""
+        clustered = (plan for plan in request.candidates() if getattr(plan, "num_ctas", 1) > 1)
+        return next(clustered, request.default), False
+
+
+def clusters(chip_name: str) -> list[Any]:
+    """Rows of kernels in clusters, which only tuning launches: one of each op and mode that has such candidates."""
+    rows = []
+    for shape in (Shape("layer_norm", (512, 131072)), Shape("log_softmax", (2048, 128256))):
+        for mode in _FIRST_ORDER:
+            set_advisor(_ClusterAdvisor())
+            try:
+                found: list[Launch] = []
+                with watch_launches(chip_name, [shape], found.append):
+                    launch_mode(shape, mode)
+                    clustered = [launch for launch in found if launch.constants.get("num_ctas", 1) > 1]
+                    rows += [try_compile(chip_name, launch, f"{shape} {mode} in clusters") for launch in clustered[:1]]
+            finally:
+                set_advisor(None)
+    return _as_json(rows)
+
+
+def _as_json(rows: list[Row | str]) -> list[Any]:
+    return [row if isinstance(row, str) else dataclasses.asdict(row) for row in rows]
+
+
+if __name__ == "__main__":
+    what, chip = sys.argv[1:]
+    json.dump({"anew": anew, "faults": faults, "clusters": clusters}[what](chip), sys.stdout)
