@@ -57,39 +57,30 @@ class Row(NamedTuple):
 
 def _worst(value: Any, truth: Any) -> tuple[float, float] | None:
     """The entry that differs most and what it should be; `None` where all agree."""
-    worst, error = None, TOLERANCE
     leaves, wanted = optree.tree_leaves(value), optree.tree_leaves(truth)
-    if len(leaves) != len(wanted) or any(x.shape != y.shape for x, y in zip(leaves, wanted, strict=True)):
+    if [x.shape for x in leaves] != [y.shape for y in wanted]:
         return float("nan"), float("nan")
-    for x, y in zip(leaves, wanted, strict=True):
-        difference = (x - y).abs().nan_to_num(float("inf")).flatten()
-        if difference.max() > error:
-            place = difference.argmax()
-            worst, error = (x.flatten()[place].item(), y.flatten()[place].item()), difference.max().item()
-    return worst
+    x, y = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (leaves, wanted))
+    difference = (x - y).abs().nan_to_num(float("inf"))
+    place = difference.argmax()
+    return (x[place].item(), y[place].item()) if difference[place] > TOLERANCE else None
 
 
-def _of_values(function: Any, truth: Any) -> Outcome:
-    try:
-        value = function()
-    except Exception as error:
-        return Outcome(RAISES, f"{type(error).__name__}: {error}")
+def _judged(value: Any, truth: Any) -> Outcome:
+    if isinstance(truth, Names):
+        return Outcome(WRONG, "goes unnoticed")
     if value is None:
         return Outcome(WRONG, "None, and no error")
     worst = _worst(value, truth())
     return Outcome(RIGHT) if worst is None else Outcome(WRONG, f"{worst[0]:.4g} for {worst[1]:.4g}, and no error")
 
 
-def _of_mistakes(function: Any, names: Names) -> Outcome:
-    try:
-        function()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        missing = [what for what, word in names._asdict().items() if word not in text]
-        if missing:
-            return Outcome(RAISES, f"without the {', '.join(missing)}: {text}")
-        return Outcome(RIGHT, text)
-    return Outcome(WRONG, "goes unnoticed")
+def _raised(error: Exception, truth: Any) -> Outcome:
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(truth, Names):
+        return Outcome(RAISES, text)
+    missing = [what for what, word in truth._asdict().items() if word not in text]
+    return Outcome(RAISES, f"without the {', '.join(missing)}: {text}") if missing else Outcome(RIGHT, text)
 
 
 def outcome(function: Any, truth: Any) -> Outcome:
@@ -98,7 +89,11 @@ def outcome(function: Any, truth: Any) -> Outcome:
     with warnings.catch_warnings(), _quiet():
         # torch.library warns of what the table shows.
         warnings.simplefilter("ignore")
-        return _of_mistakes(function, truth) if isinstance(truth, Names) else _of_values(function, truth)
+        try:
+            value = function()
+        except Exception as error:
+            return _raised(error, truth)
+        return _judged(value, truth)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
-    from torch import Tensor
 
     from perf.demo.data import Digits
     from perf.demo.derivatives import Errors
@@ -114,34 +113,30 @@ def save_loss_curves(duels: Sequence[Duel], path: Path) -> None:
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}):
         figure = Figure(figsize=(5.5 * len(duels), 6.5), layout="constrained")
         axes = figure.subplots(2, len(duels), squeeze=False, sharey="row", height_ratios=(3, 2))
-        for column, duel in enumerate(duels):
-            _draw_losses(axes[0, column], duel)
-            _draw_differences(axes[1, column], duel)
+        for (curves, gaps), duel in zip(axes.T, duels, strict=True):
+            _draw(curves, gaps, duel)
         axes[0, 0].set_ylabel("training loss (nats per image)")
         axes[1, 0].set_ylabel("|difference| of the losses\n(nats per image; 1e-17: none)")
         figure.savefig(path, dpi=DPI)
 
 
-def _draw_losses(axes: Axes, duel: Duel) -> None:
+def _draw(curves: Axes, gaps: Axes, duel: Duel) -> None:
     steps = range(1, len(duel.torch_run.losses) + 1)
-    axes.semilogy(steps, duel.torch_run.losses, color=TORCH_COLOR, linewidth=4, label="torch.nn")
-    axes.semilogy(steps, duel.our_run.losses, color=OUR_COLOR, linewidth=1, label="converted")
-    axes.set_title(f"{duel.contest.name} (held-out accuracy {duel.our_accuracy:.3f})")
-    axes.set_xlabel("training step")
-    axes.legend()
-
-
-def _draw_differences(axes: Axes, duel: Duel) -> None:
+    curves.semilogy(steps, duel.torch_run.losses, color=TORCH_COLOR, linewidth=4, label="torch.nn")
+    curves.semilogy(steps, duel.our_run.losses, color=OUR_COLOR, linewidth=1, label="converted")
+    curves.set_title(f"{duel.contest.name} (held-out accuracy {duel.our_accuracy:.3f})")
+    curves.set_xlabel("training step")
+    curves.legend()
     for label, first, second, color in (
         ("float32", duel.torch_run, duel.our_run, OUR_COLOR),
         ("float64", duel.torch_run_float64, duel.our_run_float64, TORCH_COLOR),
     ):
-        gaps = [max(abs(a - b), DIFFERENCE_FLOOR) for a, b in zip(first.losses, second.losses, strict=True)]
-        axes.semilogy(range(1, len(gaps) + 1), gaps, ".", markersize=3, color=color, label=label)
-    axes.axhline(FLOAT64_BOUND, color=WRONG_COLOR, linewidth=1, linestyle="--", label="bound for float64")
-    axes.set_xlabel("training step")
-    axes.set_ylim(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING)
-    axes.legend(loc="upper center", ncols=3, markerscale=3, fontsize="small")
+        found = [max(abs(a - b), DIFFERENCE_FLOOR) for a, b in zip(first.losses, second.losses, strict=True)]
+        gaps.semilogy(range(1, len(found) + 1), found, ".", markersize=3, color=color, label=label)
+    gaps.axhline(FLOAT64_BOUND, color=WRONG_COLOR, linewidth=1, linestyle="--", label="bound for float64")
+    gaps.set_xlabel("training step")
+    gaps.set_ylim(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING)
+    gaps.legend(loc="upper center", ncols=3, markerscale=3, fontsize="small")
 
 
 def save_digits(duels: Sequence[Duel], digits: Digits, path: Path) -> None:
@@ -165,19 +160,11 @@ def save_digits(duels: Sequence[Duel], digits: Digits, path: Path) -> None:
     )
     images = digits.test_images.cpu().float()
     for axes, index in zip(figure.subplots(DIGIT_ROWS, DIGIT_COLS).flat, shown.tolist(), strict=False):
-        _draw_digit(axes, images[index, 0], int(labels[index]), duels, [int(p[index]) for p in predictions])
+        readings = [f"{duel.contest.name} {p[index]}" for duel, p in zip(duels, predictions, strict=True)]
+        axes.imshow(images[index, 0].numpy(), cmap="gray_r", vmin=0, vmax=1)
+        axes.set(xticks=[], yticks=[])
+        title = "\n".join([f"true {labels[index]}", *readings])
+        axes.set_title(title, fontsize=7, color=WRONG_COLOR if wrong[index] else "black")
+        for spine in axes.spines.values():
+            spine.set_color(WRONG_COLOR if wrong[index] else "0.7")
     figure.savefig(path, dpi=DPI)
-
-
-def _draw_digit(axes: Axes, image: Tensor, label: int, duels: Sequence[Duel], readings: Sequence[int]) -> None:
-    wrong = any(reading != label for reading in readings)
-    axes.imshow(image.numpy(), cmap="gray_r", vmin=0, vmax=1)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    lines = [
-        f"true {label}",
-        *(f"{duel.contest.name} {reading}" for duel, reading in zip(duels, readings, strict=True)),
-    ]
-    axes.set_title("\n".join(lines), fontsize=7, color=WRONG_COLOR if wrong else "black")
-    for spine in axes.spines.values():
-        spine.set_color(WRONG_COLOR if wrong else "0.7")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 import primitives as pr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -73,13 +72,6 @@ def _largest_difference(first: list[float], second: list[float]) -> tuple[float,
     return max((abs(a - b), step) for step, (a, b) in enumerate(zip(first, second, strict=True), start=1))
 
 
-@contextmanager
-def reproducible() -> Iterator[None]:
-    """Convolutions that give the same bits each time, so that two runs differ only by what is compared."""
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
-        yield
-
-
 def run_duel(
     contest: Contest, digits: Digits, device: torch.device, seed: int, float64_steps: int, on_step: Callable[[], None]
 ) -> Duel:
@@ -102,7 +94,8 @@ def run_duel(
             raise RuntimeError(f"{contest.name}: primitives.nn.convert changed no module.")
         return _train(model, digits.to(device, dtype), contest.learning_rate, seed, steps, total, on_step)
 
-    with reproducible():
+    # Convolutions that give the same bits each time, so that two runs differ only by what is compared.
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
         first, second = (train(torch.float64, float64_steps, converted) for converted in (False, True))
         plain, ours = (train(torch.float32, total, converted) for converted in (False, True))
     moved = digits.to(device, torch.float32)
