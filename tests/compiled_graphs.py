@@ -155,11 +155,6 @@ def batch_norm(x, weight, bias, running_mean, running_var):
     return pr.functional.batch_norm(x.sin(), running_mean, running_var, weight, bias, training=True).cos()
 
 
-def layer_norm_jvp(x, weight, bias):
-    """A tangent of layer norm."""
-    return torch.func.jvp(layer_norm, (x, weight, bias), (x, weight, bias))[1]
-
-
 def layer_norm_hvp(x, weight, bias):
     """A Hessian-vector product of layer norm."""
 
@@ -167,11 +162,6 @@ def layer_norm_hvp(x, weight, bias):
         return torch.func.grad(lambda x, weight: layer_norm(x, weight, bias).sum(), argnums=(0, 1))(x, weight)
 
     return torch.func.jvp(slope, (x, weight), (x, weight))[1]
-
-
-def batched(x, weight, bias):
-    """Tangents of a batch."""
-    return torch.vmap(layer_norm_jvp, in_dims=(0, None, None))(x, weight, bias)
 
 
 def tensors(*shapes: tuple[int, ...], device: str = "cpu", requires_grad: bool = False) -> list[torch.Tensor]:
@@ -186,28 +176,22 @@ PROGRAMS = {
     "batch_norm": (batch_norm, ((8, CHANNELS, 14, 14), *((CHANNELS,),) * 4), True),
     "log_softmax": (log_softmax, ROW_SHAPES[:1], True),
     "hessian-vector product": (layer_norm_hvp, ROW_SHAPES, False),
-    "jvp in vmap": (batched, ((3, ROWS, COLS), (COLS,), (COLS,)), False),
 }
-
-
-def arguments(shapes: tuple, backward: bool) -> list[torch.Tensor]:
-    """An input with a weight and a bias, of which gradients are taken, then running statistics."""
-    return tensors(*shapes[:3], requires_grad=backward) + tensors(*shapes[3:])
 
 
 def programs() -> dict:
     """For every program its graphs, and its launches outside of them."""
     found = {}
     for name, (function, shapes, backward) in PROGRAMS.items():
+
+        def arguments(shapes=shapes, backward=backward):
+            # Gradients are taken of an input, a weight and a bias, and not of running statistics.
+            return tensors(*shapes[:3], requires_grad=backward) + tensors(*shapes[3:])
+
         with unset_fake_temporarily():
-            outside = launches_outside(function, *arguments(shapes, backward), backward=backward)
-        found[name] = {"graphs": graphs(function, *arguments(shapes, backward), backward=backward), "outside": outside}
+            outside = launches_outside(function, *arguments(), backward=backward)
+        found[name] = {"graphs": graphs(function, *arguments(), backward=backward), "outside": outside}
     return found
-
-
-def on_fake_cuda() -> list[dict]:
-    """Graphs of a forward pass of CUDA tensors that have no memory."""
-    return graphs(layer_norm, *tensors(*ROW_SHAPES, device="cuda"))
 
 
 def opaque() -> dict[str, list[dict]]:
@@ -327,7 +311,8 @@ def main() -> None:
         # The graphs are executed too, and the kernels in them cannot be: tensors without memory need none.
         FakeTensorMode(),
     ):
-        everything["on_fake_cuda"] = on_fake_cuda()
+        # A forward pass of CUDA tensors that have no memory.
+        everything["on_fake_cuda"] = graphs(layer_norm, *tensors(*ROW_SHAPES, device="cuda"))
         inductor._on_gpu = lambda args: True
         for check in (programs, opaque, cache_keys, another_backend, ones):
             everything[check.__name__] = check()

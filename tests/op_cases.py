@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 import primitives as pr
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_p
@@ -35,8 +36,8 @@ MOMENTUM = 0.3
 # Layer norm.
 
 
-def _layer_norm(x: Tensor, weight: Any, bias: Any, norm_ndim: int) -> Tensor:
-    return pr.functional.layer_norm(x, x.shape[x.dim() - norm_ndim :], weight, bias, EPS)
+def _layer_norm(functional: Any, x: Tensor, weight: Any, bias: Any, norm_ndim: int) -> Tensor:
+    return functional.layer_norm(x, x.shape[x.dim() - norm_ndim :], weight, bias, EPS)
 
 
 def _true_layer_norm(x: Tensor, weight: Any, bias: Any, norm_ndim: int) -> Tensor:
@@ -47,10 +48,6 @@ def _true_layer_norm(x: Tensor, weight: Any, bias: Any, norm_ndim: int) -> Tenso
     return y if bias is None else y + bias
 
 
-def _torch_layer_norm(x: Tensor, weight: Any, bias: Any, norm_ndim: int) -> Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[x.dim() - norm_ndim :], weight, bias, EPS)
-
-
 _ONE_AXIS = _options(norm_ndim=1)
 LAYER_NORM = OpCase(
     name="layer_norm",
@@ -58,9 +55,9 @@ LAYER_NORM = OpCase(
     bwd=layer_norm_bwd_p,
     jvp=layer_norm_jvp_p,
     second_order=(layer_norm_pairing_p, layer_norm_bwd_jvp_p),
-    function=_layer_norm,
+    function=functools.partial(_layer_norm, pr.functional),
     truth=_true_layer_norm,
-    torch_function=_torch_layer_norm,
+    torch_function=functools.partial(_layer_norm, F),
     arguments=("x", "weight", "bias"),
     differentiable=("x", "weight", "bias"),
     parameter_shape=lambda sample: sample.shape[-dict(sample.options)["norm_ndim"] :],
@@ -114,9 +111,11 @@ def _true_batch_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, runni
     return y, *mixed
 
 
-def _torch_batch_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool) -> Tensor:
+def _written_batch_norm(
+    functional: Any, training: bool, x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any
+) -> Tensor:
     running = [None if value is None else value.clone() for value in (running_mean, running_var)]
-    return torch.nn.functional.batch_norm(x, *running, weight, bias, training, MOMENTUM, EPS)
+    return functional.batch_norm(x, *running, weight, bias, training, MOMENTUM, EPS)
 
 
 _CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]
@@ -146,7 +145,7 @@ BATCH_NORM = OpCase(
     second_order=(batch_norm_pairing_p, batch_norm_bwd_jvp_p),
     function=_batch_norm,
     truth=_true_batch_norm,
-    torch_function=functools.partial(_torch_batch_norm, training=True),
+    torch_function=functools.partial(_written_batch_norm, F, True),
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
     differentiable=("x", "weight", "bias"),
     parameter_shape=lambda sample: (sample.shape[1],),
@@ -167,10 +166,6 @@ BATCH_NORM = OpCase(
 # Batch norm in evaluation.
 
 
-def _batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any) -> Tensor:
-    return pr.functional.batch_norm(x, running_mean, running_var, weight, bias, False, MOMENTUM, EPS)
-
-
 def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor) -> Tensor:
     y = (x - _per_channel(running_mean, x)) / _per_channel((running_var + EPS).sqrt(), x)
     y = y if weight is None else y * _per_channel(weight, x)
@@ -182,9 +177,9 @@ BATCH_NORM_EVAL = OpCase(
     forward=batch_norm_eval_p,
     bwd=batch_norm_eval_bwd_p,
     jvp=batch_norm_eval_jvp_p,
-    function=_batch_norm_eval,
+    function=functools.partial(_written_batch_norm, pr.functional, False),
     truth=_true_batch_norm_eval,
-    torch_function=functools.partial(_torch_batch_norm, training=False),
+    torch_function=functools.partial(_written_batch_norm, F, False),
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
     differentiable=("x", "weight", "bias", "running_mean", "running_var"),
     parameter_shape=lambda sample: (sample.shape[1],),
@@ -212,9 +207,9 @@ LOG_SOFTMAX = OpCase(
     bwd=log_softmax_bwd_p,
     jvp=log_softmax_jvp_p,
     second_order=(log_softmax_pairing_p, log_softmax_bwd_jvp_p),
-    function=lambda x, dim, dtype=None: pr.functional.log_softmax(x, dim, dtype=dtype),
+    function=pr.functional.log_softmax,
     truth=_true_log_softmax,
-    torch_function=lambda x, dim, dtype=None: torch.nn.functional.log_softmax(x, dim, dtype=dtype),
+    torch_function=F.log_softmax,
     arguments=("x",),
     differentiable=("x",),
     parameter_shape=lambda sample: (),

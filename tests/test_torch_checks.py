@@ -19,32 +19,23 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 EVERYTHING = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def double_leaves(case, device):
-    """A function of all differentiable arguments of the tiny sample, and these as leaves."""
-    inputs = leaves(case.inputs(case.tiny, torch.float64, device), case.differentiable)
-    names = case.perturbable(case.tiny)
-    return case.of(names, inputs, case.tiny), [inputs[name] for name in names]
-
-
-def small(case, device, dtype=torch.float64):
-    inputs = leaves(case.inputs(case.small, dtype, device), case.differentiable)
-    return case.of(case.differentiable, inputs, case.small), [inputs[name] for name in case.differentiable]
+def differentiated(case, sample, device):
+    """A function of all differentiable arguments of a sample, and these as leaves."""
+    names = case.perturbable(sample)
+    inputs = leaves(case.inputs(sample, torch.float64, device), names)
+    return case.of(names, inputs, sample), [inputs[name] for name in names]
 
 
 @every_case
 def test_gradcheck(case, device):
-    function, args = small(case, device)
-    assert torch.autograd.gradcheck(
-        function, args, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-    )
+    everything = dict.fromkeys(("check_forward_ad", "check_batched_grad", "check_batched_forward_grad"), True)
+    assert torch.autograd.gradcheck(*differentiated(case, case.small, device), **everything)
 
 
 @every_case
 def test_gradgradcheck(case, device):
-    function, args = double_leaves(case, device)
-    assert torch.autograd.gradgradcheck(
-        function, args, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
-    )
+    everything = dict.fromkeys(("check_fwd_over_rev", "check_rev_over_rev", "check_batched_grad"), True)
+    assert torch.autograd.gradgradcheck(*differentiated(case, case.tiny, device), **everything)
 
 
 def calls(case, device, absent=()):
@@ -133,7 +124,7 @@ def test_make_fx_of_a_derivative(case, tracing_mode, device):
 @every_case
 def test_dual_level(case, device):
     """Eager forward mode, alone and through the graph that reverse mode recorded."""
-    function, args = small(case, device)
+    function, args = differentiated(case, case.small, device)
     dots = [like(a.detach(), seed=2 + i) for i, a in enumerate(args)]
     _, expected = torch.func.jvp(function, tuple(a.detach() for a in args), tuple(dots))
     with forward_ad.dual_level():
@@ -152,20 +143,9 @@ def test_dual_level(case, device):
 
 
 @every_case
-def test_batched_cotangents(case, device):
-    function, args = small(case, device)
-    y = function(*args)
-    y_bars = torch.stack([like(y, seed=i) for i in range(3)])
-    actual = torch.autograd.grad(y, args, y_bars, is_grads_batched=True, retain_graph=True)
-    rows = [torch.autograd.grad(y, args, y_bar, retain_graph=True) for y_bar in y_bars]
-    for got, *want in zip(actual, *rows, strict=True):
-        assert_close(got, torch.stack(want))
-
-
-@every_case
 def test_saved_tensors_hooks(case, device):
     """Whatever is kept passes through the hooks, as offloading needs it."""
-    function, args = small(case, device)
+    function, args = differentiated(case, case.small, device)
     expected = torch.autograd.grad(function(*args).sin().sum(), args)
     store = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -179,7 +159,7 @@ def test_saved_tensors_hooks(case, device):
 
 @every_case
 def test_activation_checkpointing(case, device):
-    function, args = small(case, device)
+    function, args = differentiated(case, case.small, device)
     expected = torch.autograd.grad(function(*args).sin().sum(), args)
     with CallRecorder() as recorder:
         y = checkpoint(lambda *values: function(*values).sin(), *args, use_reentrant=False)
@@ -187,32 +167,3 @@ def test_activation_checkpointing(case, device):
     overloads = [call.overload for call in recorder.calls]
     assert overloads == [case.forward.overload, case.forward.overload, case.bwd.overload]
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@every_case
-def test_functional_jacobian_and_hessian(case, device):
-    function, args = small(case, device)
-    x, rest = args[0].detach(), [a.detach() for a in args[1:]]
-
-    def of_x(x):
-        return function(x, *rest)
-
-    expected = torch.func.jacrev(of_x)(x)
-    jacobian = torch.autograd.functional.jacobian
-    assert_close(jacobian(of_x, x), expected)
-    assert_close(jacobian(of_x, x, strategy="forward-mode", vectorize=True), expected)
-    hessian = torch.autograd.functional.hessian(lambda x: of_x(x).sin().sum(), x)
-    assert_close(hessian, torch.func.hessian(lambda x: of_x(x).sin().sum())(x), order=2)
-
-
-@every_case
-def test_backward_accumulates_into_leaves_and_calls_hooks(case, device):
-    function, args = small(case, device)
-    seen = []
-    args[0].register_hook(seen.append)
-    for _ in range(2):
-        function(*args).sin().sum().backward()
-    single = torch.autograd.grad(function(*args).sin().sum(), args)
-    for leaf, x_bar in zip(args, single, strict=True):
-        assert_close(leaf.grad, 2 * x_bar)
-    assert len(seen) == 3
