@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "bind_launcher",
     "cast_to_float32",
     "fold_batch",
+    "norm_second_order",
     "of_wanted",
     "unwanted",
 ]
@@ -69,6 +72,48 @@ def cast_to_float32(primals: Any) -> Any:
         value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
         for value in primals
     )
+
+
+# Second order.
+
+
+def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
+    """Give the first-order operators of a norm their rules, which run `pairing` and `bwd_jvp`.
+
+    Args:
+        bwd: Backward, of y_bar, x, weight, mean, rstd, attributes, wanted.
+        jvp: Tangent, of x, weight, mean, rstd, x_dot, weight_dot, bias_dot, and the same attributes.
+        pairing: The gradient of the pairing of y_bar with y_dot, in all of their tensors.
+        bwd_jvp: The forward derivative of `bwd`.
+    """
+    attributes = attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors])
+
+    @bwd.def_vjp
+    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
+        if not any(mask):
+            return {}
+        tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
+        options = (*attributes(r), (*mask, False, False, False))
+        out = pairing(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
+        return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
+
+    @jvp.def_vjp
+    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
+        mask = tuple([getattr(wanted, name) for name in names])
+        if not any(mask):
+            return {}
+        tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (*attributes(r), (False, *mask))
+        out = pairing(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
+        return dict(compress(zip(names, out[1:], strict=True), mask))
+
+    @bwd.def_jvp
+    def bwd_tangents(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+        # Where only a statistic has a tangent, which is none, the operator returns zeros.
+        r, t = residuals, tangents
+        dots = (t.y_bar, t.x, t.weight)
+        return bwd_jvp(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *attributes(r), r.wanted)
 
 
 # Batching.

@@ -25,13 +25,12 @@ Third and higher orders, the jvp of a jvp, and evaluation mode differentiate the
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
-from primitives.ops._shared import batch_all, bind_launcher, of_wanted, unwanted
+from primitives.ops._shared import batch_all, bind_launcher, norm_second_order, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
 if TYPE_CHECKING:
@@ -171,35 +170,7 @@ batch_norm_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
 
 # Rules of the first-order operators.
 
-
-@batch_norm_bwd_p.def_vjp
-def _batch_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
-    if not any(mask):
-        return {}
-    tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
-    options = (r.batch_ndim, r.eps, (*mask, False, False, False))
-    out = batch_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
-
-
-@batch_norm_jvp_p.def_vjp
-def _batch_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-    mask = tuple([getattr(wanted, name) for name in names])
-    if not any(mask):
-        return {}
-    tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (r.batch_ndim, r.eps, (False, *mask))
-    out = batch_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return dict(compress(zip(names, out[1:], strict=True), mask))
-
-
-@batch_norm_bwd_p.def_jvp
-def _batch_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
-    # Where only a statistic has a tangent, which is none, the operator returns zeros.
-    r, t = residuals, tangents
-    dots, options = (t.y_bar, t.x, t.weight), (r.batch_ndim, r.eps, r.wanted)
-    return batch_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
+norm_second_order(batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_pairing_p, batch_norm_bwd_jvp_p)
 
 
 # Batching: the batch multiplies the channels.

@@ -29,12 +29,11 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm_second_order as cpu
-from primitives.ops._shared import batch_rows, bind_launcher, of_wanted, unwanted
+from primitives.ops._shared import batch_rows, bind_launcher, norm_second_order, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -198,37 +197,7 @@ layer_norm_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
 
 # Rules of the first-order operators.
 
-
-@layer_norm_bwd_p.def_vjp
-def _layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
-    if not any(mask):
-        return {}
-    tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
-    options = (r.norm_ndim, r.batch_ndim, r.eps, (*mask, False, False, False))
-    out = layer_norm_pairing_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
-
-
-@layer_norm_jvp_p.def_vjp
-def _layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
-    mask = tuple([getattr(wanted, name) for name in names])
-    if not any(mask):
-        return {}
-    tangents = (r.x_dot, r.weight_dot, r.bias_dot)
-    options = (r.norm_ndim, r.batch_ndim, r.eps, (False, *mask))
-    out = layer_norm_pairing_p(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
-    return dict(compress(zip(names, out[1:], strict=True), mask))
-
-
-@layer_norm_bwd_p.def_jvp
-def _layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
-    # Where only a statistic has a tangent, which is none, the operator returns zeros.
-    r, t = residuals, tangents
-    dots = (t.y_bar, t.x, t.weight)
-    options = (r.norm_ndim, r.batch_ndim, r.eps, r.wanted)
-    return layer_norm_bwd_jvp_p(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *options)
+norm_second_order(layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_pairing_p, layer_norm_bwd_jvp_p)
 
 
 # Batching: as in first order.
