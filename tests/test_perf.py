@@ -23,8 +23,10 @@ from perf.suite.compare import compare
 from perf.suite.plan import Options, make_plan, suite, summary
 from perf.suite.providers import provider
 from perf.suite.results import row_for
+from perf.suite.run import Collector, read_against
 from perf.suite.targets import verdicts
-from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, PROVIDERS, Workload
+from perf.suite.unit import Bench, measure
+from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, PROVIDERS, TUNED, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +38,7 @@ def test_a_run_keeps_what_is_right_beside_a_wrong_peer_a_dead_worker_and_ctrl_c(
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p tests.perf_faults"}
     command = ["-m", "tests.perf_faults", "run", "--device", "cpu", "--only", "tiny", "--modes", "forward"]
     done = subprocess.run(
-        [sys.executable, *command, "--seconds", "120", "--out", str(out)],
+        [sys.executable, *command, "--seconds", "600", "--out", str(out)],
         env=environment,
         cwd=ROOT,
         capture_output=True,
@@ -97,9 +99,25 @@ def test_the_page_has_the_plan():
         assert summary(make_plan(options, everybody)).splitlines()[0] in page
 
 
-def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
-    from perf.suite.run import Collector
+def test_a_unit_has_rows_of_who_is_left_out_and_of_who_cannot_do_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "keep_freed_memory", lambda: None)
+    everybody = dict.fromkeys(PROVIDERS)
+    left_out = next(u["left_out"] for u in make_plan(Options("cuda"), everybody)["units"] if u["left_out"])
+    (unit,) = make_plan(Options("cpu", only=("BatchNorm1d",), modes=("forward",)), everybody)["units"]
+    bench = Bench(timing.CpuTimer(), 0.0, math.inf, tmp_path / "doing", left_out, {})
+    rows = {row["provider"]: row for row in measure(unit, ["primitives", TUNED, "quack"], bench)}
+    assert [row["status"] for row in rows.values()] == ["ok", "skipped", "skipped"]
+    assert rows[TUNED]["message"].startswith("left out: tuned")
+    assert rows["primitives"]["call_us"]["samples"] == timing.MIN_ROUNDS
+    # A device that answers with errors alone ends the process, which says who was under way.
+    ended = []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(bench.doing.read_text()))
+    monkeypatch.setattr(bench.timer, "wait", lambda: 1 // 0)
+    measure(unit, ["torch"], bench)
+    assert ended[0] == "torch"
 
+
+def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
     collector = Collector({"gpus": ["a", "b"], "units": []}, tmp_path)
     first, second, third = nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
     for node in nodes[:2]:
@@ -108,6 +126,21 @@ def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
     collector.pytest_testnodedown(second)
     collector.pytest_configure_node(third)
     assert third.workerinput["gpu"] == "b"
+
+
+def test_who_died_in_its_first_call_or_was_not_compiled_in_time_is_not_tried_again(tmp_path):
+    plan = make_plan(Options("cuda", only=("BatchNorm1d",), modes=("forward",)), dict.fromkeys(PROVIDERS))
+    (unit,) = plan["units"]
+    collector = Collector(plan, tmp_path)
+    collector.pytest_handlecrashitem(f"test_suite.py::test_compile[{unit['id']}: torch.compile]", None)
+    against = read_against(tmp_path, unit)
+    assert against.keys() == {"torch.compile"}
+    assert against["torch.compile"][0] == "error"
+    plan["units"][0]["compiling"].append("liger")
+    collector.exclude_what_is_not_compiled()
+    # What this package compiles takes seconds at most, and without it the unit is pointless.
+    against = read_against(tmp_path, unit)
+    assert {name: status for name, (status, _) in against.items()} == {"torch.compile": "error", "liger": "skipped"}
 
 
 # Workloads and bytes.

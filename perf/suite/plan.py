@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from perf import workloads as w
+from perf.suite.results import SKIPPED
 from perf.workloads import TrainingWorkload, Workload
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -
         unit["columns"] = workload.num_cols
     taking_part = [n for n in names if n not in left_out and (unit["op"] == "layer_norm" or n not in w.LIBRARIES)]
     slow = taking_part if options.device == "cuda" else []
-    unit["left_out"] = dict.fromkeys(left_out, NOT_TUNED)
+    unit["left_out"] = dict.fromkeys(left_out, (SKIPPED, NOT_TUNED))
     unit["taking_part"] = taking_part
     unit["compiling"] = [name for name in slow if name not in {w.EAGER, "apex"}]
     return unit
