@@ -227,6 +227,29 @@ def test_rules_are_told_what_is_wanted_and_what_is_perturbed(wants):
     assert seen[1:] == [expected]
 
 
+def test_lists_of_tensors_are_differentiated():
+    """By rules, which may leave a list out, and by the decomposition where the value comes from a kernel."""
+
+    def reference(xs, weight):
+        return sum(x * weight for x in xs)
+
+    rules = {
+        "vjp": lambda r, c, wanted: (
+            {"xs": [c.y * r.weight for _ in r.xs]} if any(wanted.xs) else {"weight": c.y * sum(r.xs)}
+        ),
+        "jvp": lambda r, t: sum(dot * r.weight for dot in t.xs if dot is not None),
+        "reference": reference,
+    }
+    schema, xs, weight = "(Tensor[] xs, Tensor weight) -> Tensor y", [data(3), data(3, seed=1)], data(3, seed=2)
+    ruled = define(schema, rules=rules, residuals=("xs", "weight"))
+    decomposed = define(schema, rules={"reference": reference}, decomposable=True)
+    decomposed.def_kernel("cpu")(reference)
+    for op in (ruled, decomposed):
+        assert_close(grad(lambda a, op=op: op([a, xs[1]], weight).sum())(xs[0]), weight)
+        assert_close(grad(lambda w, op=op: op(xs, w).sum())(weight), xs[0] + xs[1])
+        assert_close(jvp(lambda b, op=op: op([xs[0], b], weight), (xs[1],), (xs[0],))[1], xs[0] * weight)
+
+
 def test_an_unused_output_has_the_cotangent_none():
     seen = []
 
