@@ -66,8 +66,8 @@ def _reduce(module: Any, protocol: Any) -> Any:
 
 
 def _rebuild(own: type[torch.nn.Module], *args: Any) -> Any:
-    cls = _counterpart(own)
-    return object.__new__(own if cls is None else cls, *args)
+    cls = _counterpart(own) or own
+    return cls.__new__(cls, *args)
 
 
 def _counterpart(cls: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
