@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 # Values of ATen's Reduction enumeration.
-REDUCTION_MEAN = 1
+REDUCTION_NONE, REDUCTION_MEAN = 0, 1
+
+
+@register_decomposition(aten.mse_loss)
+def mse_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> Tensor:
+    """Squared error; torch's backward has no jvp where the target is a constant and the mean is taken."""
+    squares = (self - target).square()
+    if reduction == REDUCTION_NONE:
+        return squares
+    return squares.mean() if reduction == REDUCTION_MEAN else squares.sum()
 
 
 @register_decomposition(aten.trace)

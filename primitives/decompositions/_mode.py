@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,70 +17,59 @@ from primitives.core.decomposition import (
     patterns_by_callable,
     registered_overloads,
 )
-from primitives.decompositions._norms import COMPONENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
     from torch._ops import OpOverload
 
 __all__ = ["differentiate_through"]
 
 aten = torch.ops.aten
+_BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default)
 
-
-def _layer_norm(
-    decomposition: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    return decomposition(input, normalized_shape, weight, bias, eps)
-
-
-def _batch_norm(
-    decomposition: Callable,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training:
-        functional._verify_batch_size(input.size())  # type: ignore[attr-defined] - no stub
-    if eps < 0.0 or (training and eps == 0.0):
-        raise ValueError(f"batch_norm: eps must be positive in training and must not be negative, got {eps}.")
-    return decomposition(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
-
-
-def _instance_norm(
-    decomposition: Callable,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if use_input_stats:
-        functional._verify_spatial_size(input.size())  # type: ignore[attr-defined] - no stub
-    return decomposition(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, False)
-
-
-# Functions written in Python hide the operator that they call: what they check before it, and the operator.
-_WRAPPERS: dict[Callable, tuple[OpOverload, Callable]] = {
-    functional.layer_norm: (aten.layer_norm.default, _layer_norm),
-    functional.batch_norm: (aten.batch_norm.default, _batch_norm),
-    functional.instance_norm: (aten.instance_norm.default, _instance_norm),
+# Operators that torch computes by others: one is replaced where any of those is to be.
+_COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
+    aten.layer_norm.default: (aten.native_layer_norm.default,),
+    aten.group_norm.default: (aten.native_group_norm.default,),
+    aten.batch_norm.default: _BATCH_NORMS,
+    aten.instance_norm.default: _BATCH_NORMS,
+    aten._batch_norm_impl_index.default: _BATCH_NORMS,
+    aten._weight_norm.default: (aten._weight_norm_interface.default,),
 }
+
+
+# In the order of ATen's enumeration.
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def _bodies() -> dict[Callable, Callable]:
+    """Functions of `torch.nn.functional`, each with one of the same body that never asks who else would handle it.
+
+    What torch wrote in Python hides the operator that it calls: a mode sees the function, and torch switches the mode
+    off before it runs the body. These run with the mode on.
+    """
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**vars(functional), **dict.fromkeys(names, lambda *args: False)}
+    # By its name Dynamo would look the module up, and find the functions replaced here.
+    del scope["__name__"]
+    bodies: dict[Callable, Callable] = {}
+    for function in vars(functional).values():
+        own = isinstance(function, FunctionType) and function.__globals__ is vars(functional)
+        if own and not set(names).isdisjoint(function.__code__.co_names):
+            body = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+            body.__kwdefaults__ = function.__kwdefaults__
+            bodies[function] = body
+    return bodies
+
+
+_BODIES = _bodies()
+
+
+def _handles_functions(kind: type) -> bool:
+    """Whether a subclass of `torch.Tensor` has its own idea of what functions of torch do."""
+    own = getattr(kind.__torch_function__, "__func__", None)
+    return own is not torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined] - a class method
 
 
 def _jvp_level_exists() -> bool:
@@ -116,9 +106,9 @@ def _forward_mode(args: tuple, kwargs: dict) -> bool:
 class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context manager in which plain torch code runs, and is differentiated, through decompositions.
 
-    Every operator of the tables is replaced by its decomposition, by whatever name Python calls it:
-    `torch.nn.functional.layer_norm`, `batch_norm` and `instance_norm` and the modules that call them, functions of
-    `torch`, methods of tensors, and `torch.ops.<namespace>.<op>` with its overloads. What was computed inside is right
+    Every operator of the tables is replaced by its decomposition, by whatever name Python calls it: functions of
+    `torch.nn.functional` and the modules that call them, functions of `torch`, methods of tensors, and
+    `torch.ops.<namespace>.<op>` with its overloads. What was computed inside is right
     at every order, in forward and reverse mode, also when it is differentiated after the context has ended. Where an
     argument carries a tangent, `decomposition_table_for_jvp` comes first.
 
@@ -154,17 +144,21 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
         self._only: set[OpOverload] | None = None
         if ops:
             self._only = set(registered_overloads(ops, "differentiate_through"))
-            for composite, components in COMPONENTS.items():
+            for composite, components in _COMPONENTS.items():
                 if any(component in self._only for component in components):
                     self._only.add(composite)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Replace `func` by its decomposition, if it has one here."""
         kwargs = kwargs or {}
-        if func in _WRAPPERS:
-            op, wrapper = _WRAPPERS[func]
-            decomposition = self._decomposition(op, args, kwargs)
-            return func(*args, **kwargs) if decomposition is None else wrapper(decomposition, *args, **kwargs)
+        if func is functional.mse_loss and torch.compiler.is_compiling():
+            # Dynamo shows modes no function of torch._C._nn, and torch's own derivative ends the process.
+            decomposition = self._decomposition(aten.mse_loss.default, args, kwargs)
+            if decomposition is not None and len(args) == 2 and kwargs.keys() <= {"reduction"}:
+                return decomposition(*args, _REDUCTIONS.index(kwargs.get("reduction", "mean")))
+        if func in _BODIES and not any(map(_handles_functions, types)):
+            with self:
+                return _BODIES[func](*args, **kwargs)
         signatures = patterns_by_callable.get(func)
         if signatures is None:
             return func(*args, **kwargs)

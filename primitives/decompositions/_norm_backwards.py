@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+__all__ = ["native_batch_norm_backward"]
+
 aten = torch.ops.aten
 
 
@@ -112,79 +114,3 @@ def native_batch_norm_backward(
     if output_mask[2]:
         bias_bar = y_bar.sum(axes).to(dtype)
     return x_bar, weight_bar, bias_bar
-
-
-@register_decomposition(aten.cudnn_batch_norm_backward)
-def cudnn_batch_norm_backward(
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-    reserveSpace: Tensor,  # noqa: N803 - ATen's name
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Training backward of cuDNN: `native_batch_norm_backward` with the arguments in its own order."""
-    return native_batch_norm_backward(
-        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, (True, True, True)
-    )
-
-
-@register_decomposition(aten.miopen_batch_norm_backward)
-def miopen_batch_norm_backward(
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Training backward of MIOpen: `native_batch_norm_backward` with the arguments in its own order."""
-    return native_batch_norm_backward(
-        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, (True, True, True)
-    )
-
-
-@register_decomposition(aten.batch_norm_backward)
-def batch_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    update: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    reserve: Tensor,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The unified backward: `update` says whether the forward was in training."""
-    return native_batch_norm_backward(
-        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
-    )
-
-
-@register_decomposition(aten._batch_norm_impl_index_backward)
-def batch_norm_impl_index_backward(
-    impl_index: int,
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var_transform: Tensor | None,
-    train: bool,
-    eps: float,
-    output_mask: Sequence[bool],
-    reservedSpace: Tensor,  # noqa: N803 - ATen's name
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward of whichever implementation `impl_index` stands for: they compute the same."""
-    return native_batch_norm_backward(
-        grad_output, input, weight, running_mean, running_var, save_mean, save_var_transform, train, eps, output_mask
-    )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["check_batch_norm", "check_instance_norm", "check_layer_norm"]
+__all__ = ["check_batch_norm", "check_group_norm", "check_instance_norm", "check_layer_norm"]
 
 
 class _MissingStatisticsError(RuntimeError, ValueError):
@@ -98,3 +98,18 @@ def check_instance_norm(
     if not use_input_stats and (running_mean is None or running_var is None):
         raise RuntimeError(f"{caller}: running_mean and running_var must be given where use_input_stats is false.")
     check_batch_norm(caller, x, weight, bias, running_mean, running_var, use_input_stats)
+
+
+def check_group_norm(caller: str, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raise what torch raises for these arguments of a group norm."""
+    if x.dim() < 2:
+        raise RuntimeError(f"{caller}: input must have at least 2 axes, [N, C, *], got shape {list(x.shape)}.")
+    channels = x.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise RuntimeError(f"{caller}: num_groups must be positive and divide {channels} channels, got {num_groups}.")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and tuple(value.shape) != (channels,):
+            raise RuntimeError(
+                f"{caller}: {name} must have shape [{channels}] (axis 1 of input), got {list(value.shape)}."
+            )
+    _check_dtypes(caller, x, weight, bias)

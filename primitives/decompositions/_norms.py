@@ -1,4 +1,4 @@
-"""Decompositions of ATen's normalizations, under every name that ATen has for them.
+"""Decompositions of ATen's normalizations.
 
 ATen returns mean and reciprocal standard deviation, and its derivative rules take them for constants in second and
 higher derivatives. Here they are plain functions of the input.
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-    from torch._ops import OpOverload
 
-__all__ = ["COMPONENTS"]
+__all__ = ["native_batch_norm", "native_batch_norm_functional", "reserve"]
 
 aten = torch.ops.aten
 
@@ -131,44 +130,6 @@ def native_batch_norm(
     return result.write(running_mean, running_var) if training else result[:3]
 
 
-@register_decomposition([aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.out])
-def native_batch_norm_legit(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`native_batch_norm` with running statistics."""
-    return native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-@register_decomposition([aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit.no_stats_out])
-def native_batch_norm_no_stats(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`native_batch_norm` without running statistics."""
-    return native_batch_norm(input, weight, bias, None, None, training, momentum, eps)
-
-
-@register_decomposition(aten._native_batch_norm_legit_no_training)
-def native_batch_norm_no_training(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`native_batch_norm` in evaluation mode."""
-    return native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
-
-
-@register_decomposition(aten._native_batch_norm_legit_functional)
 def native_batch_norm_functional(
     input: Tensor,
     weight: Tensor | None,
@@ -184,83 +145,9 @@ def native_batch_norm_functional(
     return tuple(_normalize("native_batch_norm", *args))
 
 
-def _reserve(x: Tensor) -> Tensor:
+def reserve(x: Tensor) -> Tensor:
+    """What a batch norm reserves for its backward here: nothing."""
     return x.new_zeros(0, dtype=torch.uint8)
-
-
-@register_decomposition(aten._batch_norm_with_update)
-def batch_norm_with_update(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """Batch norm in training that writes the running statistics: y, mean, rstd, nothing reserved."""
-    return *native_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps), _reserve(input)
-
-
-@register_decomposition(aten._batch_norm_with_update_functional)
-def batch_norm_with_update_functional(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor | None, ...]:
-    """Batch norm in training: y, mean, rstd, nothing reserved, running mean, running variance."""
-    result = native_batch_norm_functional(input, weight, bias, running_mean, running_var, True, momentum, eps)
-    return *result[:3], _reserve(input), *result[3:]
-
-
-@register_decomposition(aten._batch_norm_no_update)
-def batch_norm_no_update(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """Batch norm in evaluation mode: y, two empty statistics, nothing reserved."""
-    return *native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps), _reserve(input)
-
-
-@register_decomposition(aten.cudnn_batch_norm)
-def cudnn_batch_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    exponential_average_factor: float,
-    epsilon: float,
-) -> tuple[Tensor, ...]:
-    """Batch norm of cuDNN: `native_batch_norm`, with nothing reserved for the backward."""
-    args = input, weight, bias, running_mean, running_var, training, exponential_average_factor, epsilon
-    return *native_batch_norm(*args), _reserve(input)
-
-
-@register_decomposition(aten.miopen_batch_norm)
-def miopen_batch_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    exponential_average_factor: float,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm of MIOpen: `native_batch_norm`."""
-    args = input, weight, bias, running_mean, running_var, training, exponential_average_factor, epsilon
-    return native_batch_norm(*args)
 
 
 @register_decomposition(aten._batch_norm_impl_index)
@@ -280,13 +167,13 @@ def batch_norm_impl_index(
     An input without elements is handed through, and no running statistics are written.
     """
     args = input, weight, bias, running_mean, running_var, training
-    check_batch_norm("batch_norm", *args)
     if input.numel() == 0:
+        # Before anything is checked, as in torch: it may have any number of axes.
         y = input.clone()
         y = y if weight is None else y * weight[0]
         y = y if bias is None else y + bias[0]
-        return y, input.new_zeros(0), input.new_zeros(0), _reserve(input), 0
-    return *decomposition_table[aten.native_batch_norm.default](*args, momentum, eps), _reserve(input), 0
+        return y, input.new_zeros(0), input.new_zeros(0), reserve(input), 0
+    return *decomposition_table[aten.native_batch_norm.default](*args, momentum, eps), reserve(input), 0
 
 
 @register_decomposition(aten.batch_norm)
@@ -334,14 +221,3 @@ def instance_norm(
         averaged = [None if p is None else p.reshape(samples, channels).mean(0) for p in means]
         _Normalized(y, y, y, averaged[0], averaged[1]).write(*running)
     return y.reshape(input.shape)
-
-
-_BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default)
-
-COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
-    aten.layer_norm.default: (aten.native_layer_norm.default,),
-    aten.batch_norm.default: _BATCH_NORMS,
-    aten.instance_norm.default: _BATCH_NORMS,
-    aten._batch_norm_impl_index.default: _BATCH_NORMS,
-}
-"""Operators that torch computes by others: one is replaced where any of those is to be."""

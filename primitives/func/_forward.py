@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from primitives.core.errors import TreeError
+from primitives.decompositions import differentiate_through
 from primitives.func._calls import eager_after_break, jvp_of, primals_call
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options
     if not by_position:
         raise TreeError("hvp: tangents must hold a tensor, got none.")
     positions = tuple(by_position)
-    gradient = torch.func.grad(call.flat, positions, has_aux=True)
+    gradient = torch.func.grad(functools.partial(_differentiable, call.flat), positions, has_aux=True)
     _, products, aux = jvp_of(gradient, call.tensors, tuple(by_position.values()), positions)
     found = dict(zip(positions, products, strict=True))
     values = [found.get(i) for i in range(len(call.tensors))]
@@ -127,3 +129,9 @@ def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options
         [None if tangent is None else call.parts[i].join(call.own(i, values)) for i, tangent in enumerate(tangents)]
     )
     return call.with_aux((product,), aux)
+
+
+def _differentiable(flat: Callable[..., Any], *tensors: Any) -> Any:
+    """`flat(*tensors)` with a jvp of its backward: torch's own of `mse_loss` raises on the zero tangent of a target."""
+    with differentiate_through(torch.ops.aten.mse_loss):
+        return flat(*tensors)

@@ -88,6 +88,13 @@ def test_hvp_of_a_formula_and_aux():
     assert_tree(aux, {"name": "quadratic", "x": x})
 
 
+def test_hvp_of_a_mean_squared_error():
+    """torch has no jvp of its backward where the target is a constant: "ZeroTensors are immutable"."""
+    x, target, v = randn(4), randn(4), randn(4)
+    (product,) = func.hvp(lambda x: 3 * torch.nn.functional.mse_loss(x.exp(), target), (x,), (v,))
+    torch.testing.assert_close(product, 3 * (2 * x.exp() - target) * x.exp() * v / 2)
+
+
 def test_hvp_is_one_forward_and_one_backward_pass():
     calls = []
 
