@@ -117,6 +117,43 @@ def test_a_unit_has_rows_of_who_is_left_out_and_of_who_cannot_do_it(tmp_path, mo
     assert ended[0] == "torch"
 
 
+class FakeGpu(timing.CpuTimer):
+    """A processor with a device time; `refuses` says whose steps cannot be captured, by their place."""
+
+    has_device_time = True
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.captures = iter([False] * 3 + refuses)
+
+    def prepare(self, steps, seconds):
+        refused = next(self.captures)
+        return timing.Prepared(steps, launches=1, obstacle="it waits" if refused else None)
+
+    def device_seconds(self, prepared):
+        return self.call_seconds(prepared, 1)
+
+
+@pytest.mark.parametrize("refuses, statuses", [([False, True], ["ok", "ok"]), ([True, False], ["error", "ok"])])
+def test_a_peer_that_cannot_be_captured_keeps_its_call_time_and_this_package_fails(
+    tmp_path, monkeypatch, refuses, statuses
+):
+    pytest.importorskip("triton", reason="costs of kernels need triton")
+    monkeypatch.setattr(timing, "keep_freed_memory", lambda: None)
+    (unit,) = make_plan(Options("cpu", only=("BatchNorm1d",), modes=("forward",)), dict.fromkeys(PROVIDERS))["units"]
+    bench = Bench(FakeGpu(refuses), 0.0, math.inf, tmp_path / "doing", {}, {})
+    ours, peer = measure(unit, ["primitives", "torch"], bench)
+    assert [ours["status"], peer["status"]] == statuses
+    for row, refused in zip((ours, peer), refuses, strict=True):
+        assert (row["device_us"] is None) == (row["gbps"] is None) == refused
+        assert (row["call_us"] is None) == (row["status"] == "error")
+        assert ("it waits" in (row["message"] or "")) == refused
+    if statuses[0] == "ok":
+        # Batch norm reads all of x for its sums, and again: three passes where two are the least.
+        assert ours["kernel_fraction"] / ours["fraction_of_copy"] == pytest.approx(1.5, rel=0.01)
+        assert ours["launches"] == 1
+
+
 def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
     collector = Collector({"gpus": ["a", "b"], "units": []}, tmp_path)
     first, second, third = nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
