@@ -199,8 +199,10 @@ def run(options: Options) -> dict[str, Any]:
 def _prepare_environment() -> None:
     """Have every request to end count as Ctrl-C, and workers load what they need alone."""
     for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+        # What is ignored, as by nohup, stays ignored.
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     # Inductor's own pools of compilers would multiply with the workers.
     for name in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, "1")
