@@ -46,22 +46,12 @@ def test_words_do_not_depend_on_how_many_are_drawn_at_a_time():
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_statistics(p):
-    """Mean, variance, independence of neighbors and of other seeds, to within five standard errors."""
-    y = dropout(torch.ones(MANY, dtype=torch.float64), p)
-    kept, error = y != 0, 5 / MANY**0.5
-    assert torch.equal(y[kept], torch.full_like(y[kept], 1 / (1 - p)))
-    std = (p / (1 - p)) ** 0.5
-    standardized = (y - 1) / std
-    assert abs(standardized.mean()) < error
-    assert abs(standardized.square().mean() - 1) < error * max(std, 1 / std)
-    others = [standardized.roll(i) for i in (1, 2, 3, 4, 64)]
-    others += [(dropout(torch.ones_like(y), p) - 1) / std for _ in range(2)]
-    others += [(dropout_p(torch.ones_like(y), torch.tensor(seed), None, p, 0) - 1) / std for seed in (0, 1, 2**32)]
-    for other in others:
-        assert abs((standardized * other).mean()) < error
-    # Each of the four words of a block by itself.
-    assert (standardized.view(-1, 4).mean(0).abs() < 2 * error).all()
+def test_fresh_seeds_drop_the_share_that_is_asked_for(p):
+    """What a seed draws is exact, see above; that seeds follow each other says nothing of their numbers."""
+    kept = torch.stack([dropout(torch.ones(MANY), p) != 0 for _ in range(3)]).double()
+    std = (p * (1 - p)) ** 0.5
+    assert ((kept.mean(1) - (1 - p)).abs() < 5 * std / MANY**0.5).all()
+    assert (torch.corrcoef(kept) - torch.eye(3)).abs().max() < 5 / MANY**0.5
 
 
 def test_seeds_come_from_torch():

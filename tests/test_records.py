@@ -10,17 +10,27 @@ from tests.op_cases import CASES, LOG_SOFTMAX
 from tests.properties import check_jvp, check_outputs, check_second_order, check_vjp
 from tests.support import dtype_id
 
-# Every sample in float64, which shows a wrong formula, and in another dtype in turns, which shows a wrong rounding.
-SAMPLES = [
-    pytest.param(case, sample, dtype, id=f"{case.name}-{sample}-{dtype_id(dtype)}")
-    for case in CASES
-    for i, sample in enumerate([*case.samples, *case.large])
-    for dtype in (torch.float64, case.narrower[i % len(case.narrower)])
-]
+
+def in_turns(dtypes):
+    """Parameters `case, sample, dtype`, the dtypes of each sample being those of `dtypes(case, its number)`."""
+    return pytest.mark.parametrize(
+        "case, sample, dtype",
+        [
+            pytest.param(case, sample, dtype, id=f"{case.name}-{sample}-{dtype_id(dtype)}")
+            for case in CASES
+            for i, sample in enumerate([*case.samples, *case.large])
+            for dtype in dtypes(case, i)
+        ],
+    )
 
 
+# float64 shows a wrong formula, the others a wrong rounding.
+first_order = in_turns(lambda case, i: (torch.float64, case.narrower[i % len(case.narrower)]))
+second_order = in_turns(lambda case, i: (case.narrower[i // 2 % len(case.narrower)] if i % 2 else torch.float64,))
+
+
+@first_order
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
 def test_values_and_derivatives_are_those_of_the_definition(case, sample, dtype, device):
     inputs, names = case.inputs(sample, dtype, device), case.perturbable(sample)
     check_outputs(case, sample, inputs)
@@ -28,7 +38,7 @@ def test_values_and_derivatives_are_those_of_the_definition(case, sample, dtype,
     check_jvp(case, sample, inputs, names)
 
 
-@pytest.mark.parametrize("case, sample, dtype", SAMPLES)
+@second_order
 def test_second_derivatives_and_the_calls_that_they_make(case, sample, dtype, backend, device):
     for call in check_second_order(case, sample, dtype, device, case.perturbable(sample)):
         # ATen rounds the logarithm of the sum too.
