@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from tests.kernels.calls import ALL, DTYPES, LayerNorm, far_apart, pairwise, random, short_rows
 from tests.kernels.truth import EPS, Exact, assert_close, check_values
 from triton_kernels import launch
+from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._runtime import row_view
 from triton_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_jvp
 
@@ -184,6 +187,29 @@ def test_offsets_past_two_to_the_31(far: str, plan: str) -> None:
     others = {name: far_apart(getattr(rows, name), strides) for name in FULL_SIZE[1:]}
     for call in rows.change(**others).calls(*modes[1:]):
         check_values(call)
+
+
+def test_groups_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of the partial rows of two groups on either side of element 2**31, as the last programs of a launch."""
+    groups, num_cols, num_parts = 2**20 + 1, 1024, 2
+    parts, sums = (
+        far_apart(torch.zeros(2, num_cols).half(), ((size - 1) * num_cols, 1)).as_strided(
+            (size, num_cols), (num_cols, 1)
+        )
+        for size in (groups * num_parts, groups)
+    )
+    parts[-2 * num_parts :] = random(2 * num_parts, num_cols, dtype=torch.float16)
+    program_id = interpreter.InterpreterBuilder.create_get_program_id
+
+    def shifted(self, axis):
+        handle = program_id(self, axis)
+        return interpreter.TensorHandle(handle.data + np.int32(groups - 2), handle.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", shifted)
+    flags = {"WANT_WEIGHT": True, "WANT_BIAS": False, "BLOCK_PARTS": 2, "BLOCK_COLS": 1024}
+    param_reduce_kernel[(2,)](parts, None, sums, None, num_parts, num_cols, **flags)
+    expected = parts[-2 * num_parts :].reshape(2, num_parts, num_cols).sum(1)
+    assert torch.equal(sums[-2:], expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom.*")
