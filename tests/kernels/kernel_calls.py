@@ -10,7 +10,6 @@ import contextlib
 import json
 import random
 import sys
-import timeit
 import types
 
 import torch
@@ -21,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.recording_driver import activate
 from triton_kernels import _kernel, batch_norm, layer_norm, log_softmax
-from triton_kernels._kernel import Kernel, intercept, key_function, observe
+from triton_kernels._kernel import Kernel, intercept, key_function
 from triton_kernels.launch.chips import CHIPS, use_chip
 
 driver = activate()
@@ -178,16 +177,6 @@ def _hook_calls(name: str, kernel) -> int:
     return len(calls)
 
 
-def refusing_hook() -> list:
-    """Launches and remembered kernels where a hook of Triton refuses to compile."""
-    kernel = new_kernel()
-    driver.launches.clear()
-    knobs.runtime.jit_cache_hook = lambda **kwargs: True
-    kernel[(1,)](*ARGS, **CONSTANTS)
-    knobs.runtime.jit_cache_hook = None
-    return [len(driver.launches), len(kernel._compiled)]
-
-
 def threads() -> int:
     """Launches of eight threads at once, of which each launches every variation."""
     kernel = new_kernel()
@@ -323,47 +312,15 @@ def keyless_launches() -> list:
     return [len(launches), [repr(launch[0]) for launch in launches if not has_key(*launch)]]
 
 
-def overhead() -> list[float]:
-    """Host time of a launch over that of Triton's own, for kernels of few and of many arguments."""
-    ratios = []
-    by_kernel = {launch[0].__name__: launch for launch in launches_of_the_package()}
-    for name in ("layer_norm_fwd_kernel", "layer_norm_bwd_kernel"):
-        kernel, args, constants = by_kernel[name]
-
-        def time(launch, args=args, constants=constants):
-            return timeit.timeit(lambda: launch[(1,)](*args, **constants), number=50)
-
-        time(kernel)
-        # In turn, so that what else the host does befalls both.
-        times = [(time(kernel), time(kernel.function)) for _ in range(40)]
-        ratios.append(min(ours for ours, _ in times) / min(tritons for _, tritons in times))
-        driver.launches.clear()
-    return ratios
-
-
-def watched() -> list:
-    """What an observer and an interceptor see where kernels are compiled, and how much is launched."""
-    kernel, seen = new_kernel(), []
-    driver.launches.clear()
-    with observe(lambda kernel, grid, args, constants: seen.append((grid, len(args), dict(constants)))):
-        kernel[(5,)](*ARGS, **CONSTANTS)
-    with intercept(lambda kernel, grid, args, constants: seen.append("taken")):
-        kernel[(5,)](*ARGS, **CONSTANTS)
-    return [seen, len(driver.launches)]
-
-
 CHECKS = (
     same_as_triton,
     grids,
     devices,
     hooks,
-    refusing_hook,
     other_releases,
     threads,
     offsets_on_amd,
     keyless_launches,
-    overhead,
-    watched,
 )
 
 if __name__ == "__main__":

@@ -15,13 +15,10 @@ import threading
 import pytest
 import torch
 
-from triton_kernels import layer_norm, log_softmax
+from triton_kernels import layer_norm
 from triton_kernels._kernel import intercept, is_tracing, observe, tracing
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
-
-# About a half is measured, on a host whose launcher does nothing; the margin is for a busy one.
-MAX_OVERHEAD = 0.85
 
 
 def run_compiled() -> dict:
@@ -49,7 +46,6 @@ COMPILED = {
     "grids": ("grids have three numbers", lambda found: found == [[2, 1, 1], [2, 3, 1], [2, 3, 4], [32, 1, 1]]),
     "devices": ("each device has its kernels and its stream", lambda found: found == [[100, 101, 100], 2]),
     "hooks": ("hooks of Triton see every launch", hooks_are_called),
-    "refusing_hook": ("a hook may refuse to compile", lambda found: found == [0, 0]),
     "other_releases": (
         "Triton launches everything where it is not as expected",
         lambda found: len(found) > 4 and all(seen == [[False] * 3, 3] for seen in found.values()),
@@ -57,11 +53,6 @@ COMPILED = {
     "threads": ("many threads may launch at once", lambda found: found == 64),
     "offsets_on_amd": ("the key knows how far offsets reach on AMD", bool),
     "keyless_launches": ("every launch of the package has a key", lambda found: found[0] > 8 and found[1] == []),
-    "overhead": ("launching costs less than by Triton", lambda found: max(found) < MAX_OVERHEAD),
-    "watched": (
-        "compiled launches are watched and replaced",
-        lambda found: found == [[[[5], 5, {"SCALE": 2}], "taken"], 1],
-    ),
 }
 
 
@@ -146,12 +137,3 @@ def test_tracing_belongs_to_the_thread():
         thread.join()
         answers.append(is_tracing())
     assert [*answers, is_tracing()] == [False, True, False]
-
-
-def test_launches_of_several_kernels_are_counted():
-    seen = []
-    with observe(lambda *launch: seen.append(launch[0].__name__)):
-        y = log_softmax.log_softmax_fwd(X, 1, None)
-        normalize()
-    assert y.shape == X.shape
-    assert seen == ["log_softmax_fwd_kernel", "layer_norm_fwd_kernel"]

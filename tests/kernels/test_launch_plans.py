@@ -258,6 +258,16 @@ def test_segments_count_as_rows():
     assert launch.plan_layer_norm_rows(8, 262144, 2, True, chip, 64).col_splits == 1
 
 
+def test_short_rows_share_a_program():
+    """A warp has 1024 values of one tensor, and 512 of each of two."""
+    for chip in CHIPS:
+        for two_rows, values in ((False, 1024), (True, 512)):
+            for num_cols in (64, values):
+                plan = launch.plan_layer_norm_rows(4096, num_cols, 2, two_rows, chip)
+                assert (plan.block_rows * plan.block_cols, plan.num_warps) == (values, 1)
+            assert launch.plan_layer_norm_rows(4096, 4 * values, 2, two_rows, chip).num_warps > 1
+
+
 def test_threads_follow_the_warps_of_the_chip():
     for chip in CHIPS:
         assert launch.plan_layer_norm_rows(4096, 8192, 2, False, chip).num_warps == 512 // chip.warp_size
@@ -310,14 +320,6 @@ def test_traced_sizes_are_fixed_by_a_plan():
     device = torch.device("cpu")
     plan = launch.plan_log_softmax((1, num_rows, 1024), False, 2, 4, 1, device)
     assert plan == launch.plan_log_softmax((1, 4096, 1024), False, 2, 4, 1, device)
-
-
-def test_remembered_plans_are_bounded():
-    chip = launch.CHIPS["sm_90"]
-    for num_rows in range(_planned.MAX_REMEMBERED + 10):
-        launch.plan_param_reduce(num_rows + 1, 4, chip)
-    assert all(len(plans) <= _planned.MAX_REMEMBERED for plans in _planned._remembered)
-    _planned.forget_plans()
 
 
 @pytest.mark.parametrize("pitch, stages", [(2048, 2), (2049, 1)])

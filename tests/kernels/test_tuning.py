@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -36,6 +40,7 @@ LAUNCHERS = (
     log_softmax_second_order,
 )
 X = torch.arange(6.0)
+REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -302,19 +307,14 @@ def test_places_of_the_file(monkeypatch, tmp_path):
     assert tuning.cache_path().parts[-3:-1] == (".cache", "torch-training-primitives")
 
 
-@pytest.mark.parametrize("value, requested", [(None, False), ("0", False), ("1", True)])
-def test_the_environment_turns_it_on(monkeypatch, value, requested):
-    monkeypatch.delenv("PRIMITIVES_AUTOTUNE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("PRIMITIVES_AUTOTUNE", value)
-    assert tuning._requested() == requested
-    assert not tuning.is_enabled()
-
-
-def test_other_values_of_the_environment_are_refused_aloud(monkeypatch):
-    monkeypatch.setenv("PRIMITIVES_AUTOTUNE", "yes")
-    with pytest.warns(UserWarning, match="must be 0 or 1, got 'yes'"):
-        assert not tuning._requested()
+# In a process of its own: it is read when the package is imported.
+@pytest.mark.parametrize("value, said", [("1", "True"), ("yes", "got 'yes'")])
+def test_the_environment_turns_it_on(value, said):
+    program = "from triton_kernels import tuning; print(tuning.is_enabled())"
+    env = {**os.environ, "PRIMITIVES_AUTOTUNE": value}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True)
+    assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", LAUNCHERS, ids=lambda module: module.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.calls import short_rows
 from triton_kernels import batch_norm, dropout, layer_norm, layer_norm_second_order, log_softmax, philox, tuning
 from triton_kernels._tuning_store import Choice
 
@@ -45,18 +46,7 @@ CASES = {
     "rows in registers": (lambda: launch_rows(9, 20), {}, ROW_FUNCTIONS - {"plan_layer_norm_rows"}),
     "rows swept": (
         lambda: launch_rows(2, 24),
-        {
-            "layer_norm_fwd_bytes": 64,
-            "layer_norm_two_row_cols": 16,
-            "layer_norm_accumulated_cols": 16,
-            "layer_norm_second_cols": 16,
-            "layer_norm_second_summed_cols": 16,
-            "layer_norm_sweep_cols": 16,
-            "layer_norm_second_sweep_cols": 16,
-            "log_softmax_row_cols": 16,
-            "log_softmax_two_row_cols": 16,
-            "log_softmax_sweep_cols": 16,
-        },
+        short_rows(16, 32),
         {*ROW_FUNCTIONS, "plan_layer_norm_second_columns"},
     ),
     "channels": (
