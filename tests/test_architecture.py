@@ -125,8 +125,6 @@ def test_no_module_imports_itself_through_others():
     assert circle({module: names - {module} for module, names in IMPORTS.items()}) == []
 
 
-# To be deleted with what they serve.
-LEAVING = ("primitives.tracing.graph.draw", "primitives.tracing.joint.replays")
 # Functions that run on a device are named in the keys of the tables of machine code.
 DEVICE_FUNCTIONS = re.compile(r"triton_kernels\._\w+_kernels: triton_kernels\._\w+_kernels\.")
 
@@ -134,8 +132,7 @@ DEVICE_FUNCTIONS = re.compile(r"triton_kernels\._\w+_kernels: triton_kernels\._\
 def test_private_names_are_read_in_their_own_module_alone():
     faults = {"primitives.a": "class A:\n  _x = 1", "primitives.b": "a._x\nfrom primitives.a import _y\ntorch._z"}
     assert len(list(foreign_names({name: ast.parse(text) for name, text in faults.items()}))) == 2
-    kept = {name: source for name, source in TREES.items() if name not in LEAVING}
-    assert [name for name in foreign_names(kept) if not DEVICE_FUNCTIONS.match(name)] == []
+    assert [name for name in foreign_names(TREES) if not DEVICE_FUNCTIONS.match(name)] == []
 
 
 # Primitives.

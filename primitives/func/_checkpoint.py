@@ -9,7 +9,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 from torch.utils import checkpoint as torch_checkpoint
 
-from primitives.core.autograd import has_derivatives
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError
 from primitives.func._region import Region
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.autograd import has_derivatives
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives.core.trees.overlay import align
 

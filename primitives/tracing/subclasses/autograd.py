@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from primitives.core.autograd import LinearMap, apply_linear, has_derivatives
+from primitives.core.autograd import LinearMap, apply_linear
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import LeafError
 from primitives.tracing.subclasses.spec import SubclassSpec
 
