@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 from torch.utils import checkpoint as torch_checkpoint
@@ -51,11 +52,21 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         torch.Size([2, 2])
     """
     if torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
+        if not _may_be_marked():
             return fn(*args, **kwargs)
+        # A mark for the compiler's partition.
         return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
     region = Region(fn, args, kwargs)
     return region.output(_run(region, region.tensors))
+
+
+def _may_be_marked() -> bool:
+    """Whether no reverse-mode transform of `torch.func` is around."""
+    return _C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined] - no stub
+
+
+# As `torch.compiler.assume_constant_result` does, which would import the compiler.
+_may_be_marked._dynamo_marked_constant = True  # type: ignore[attr-defined] - set here
 
 
 def _run(function: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

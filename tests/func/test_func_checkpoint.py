@@ -6,7 +6,9 @@ import functools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
@@ -256,12 +258,48 @@ def test_a_joint_graph_of_regions():
     torch.testing.assert_close(run(checkpoint), run(None), **CLOSE)
 
 
-@pytest.mark.parametrize("loss", [lambda net: net(X).square().sum(), lambda net: mean_flow_loss(net, X, V)])
-def test_compiled_by_inductor(loss):
+COMPILED = {
+    "backward": lambda net: gradients(net, torch.compile(lambda net: net(X).square().sum(), fullgraph=True)(net)),
+    "mean flow": lambda net: gradients(net, torch.compile(mean_flow_loss, fullgraph=True)(net, X, V)),
+    "grad of jvp": lambda net: torch.compile(
+        torch.func.grad(lambda x: torch.func.jvp(net, (x,), (V,))[1].square().sum()), fullgraph=True
+    )(X),
+    "per sample": lambda net: torch.compile(torch.vmap(torch.func.grad(lambda x: net(x).square().sum())))(X),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_by_inductor(name):
     torch._dynamo.reset()
-    net = Net(checkpoint)
-    found = gradients(net, torch.compile(loss, fullgraph=True)(net))
-    torch.testing.assert_close(found, gradients(net, loss(net)), **CLOSE)
+    found = COMPILED[name](Net(checkpoint))
+    expected = {
+        "backward": lambda net: gradients(net, net(X).square().sum()),
+        "mean flow": lambda net: gradients(net, mean_flow_loss(net, X, V)),
+        "grad of jvp": NESTINGS["grad of jvp"],
+        "per sample": lambda net: torch.autograd.grad(net(leaf := X.clone().requires_grad_()).square().sum(), leaf)[0],
+    }[name](Net())
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_compiled_loss_with_a_jvp_keeps_less():
+    def kept(region):
+        torch._dynamo.reset()
+        sizes = []
+
+        def forward(module, _):
+            outputs = next(iter(reversed(module.graph.nodes))).args[0]
+            sizes.append(sum(node.meta["val"].numel() for node in outputs if "val" in getattr(node, "meta", {})))
+            return make_boxed_func(module.forward)
+
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=lambda module, _: make_boxed_func(module.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        torch.compile(mean_flow_loss, fullgraph=True, backend=backend)(Net(region, depth=8), data(64, 4), data(64, 4))
+        return sizes[0]
+
+    assert kept(checkpoint) < kept(None) / 2
 
 
 class Holder:

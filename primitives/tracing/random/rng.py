@@ -208,19 +208,16 @@ def innermost_replay() -> Callable[[], rng_mode] | None:
 
 
 def _unwrapped(value: Tensor) -> tuple[Tensor, list[int]]:
-    """What the transforms of `torch.func` have wrapped, with batch axes first, and the levels of these axes.
+    """What the transforms of `torch.func` have wrapped, and the levels of its batch axes, the outermost first.
 
-    Levels come outermost first. A random operation arrives below the transforms, with the batch axes of all samples
-    before its own.
+    The value is a result of an operation, which has these axes first. So has a random operation, which arrives below
+    the transforms.
     """
     levels: list[int] = []
     while _functorch.is_functorch_wrapped_tensor(value):
-        axis = _functorch.maybe_get_bdim(value) if _functorch.is_batchedtensor(value) else None
-        if axis is not None:
+        if _functorch.is_batchedtensor(value):
             levels.insert(0, _functorch.maybe_get_level(value))
         value = _functorch.get_unwrapped(value)
-        if axis is not None:
-            value = value.movedim(axis, 0)
     return value, levels
 
 
