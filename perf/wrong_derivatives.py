@@ -45,8 +45,9 @@ torch {version}, CPU. Written by `python -m perf.wrong_derivatives --output docs
 {tables}
 The reason is the same in all wrong cases: torch keeps mean and reciprocal standard deviation from the forward pass, and
 differentiates the formulas that use them as if they were constants. First derivatives are right, second ones are wrong
-when the inner one is forward mode, third ones are wrong in every nesting. See [mechanism.md](mechanism.md) for what is
-done instead.
+when the inner one is forward mode, third ones are wrong in every nesting. A loss that stops the gradient at a JVP, as
+MeanFlow does, takes first derivatives alone and is right in torch. See [mechanism.md](mechanism.md) for what is done
+instead.
 """
 
 

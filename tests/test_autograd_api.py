@@ -74,26 +74,10 @@ def test_backward_accumulates_into_the_leaves(params):
 def test_backward_accumulates_only_into_inputs(params):
     w, b, scale = tensors(params)
     expected = flat_gradient(params)
-    autograd.backward(outputs(params), cotangents(), inputs={"some": Affine(w, w), "last": scale}, namespace=NAMESPACE)
+    autograd.backward(outputs(params), cotangents(), inputs={"some": [w], "last": scale}, namespace=NAMESPACE)
     assert b.grad is None
     torch.testing.assert_close(scale.grad, expected[2])
-    # Given twice, added twice: what torch does.
-    torch.testing.assert_close(w.grad, expected[0] * (2 if _torch_adds_twice() else 1))
-
-
-def _torch_adds_twice():
-    x = torch.ones((), requires_grad=True)
-    torch.autograd.backward(x * 1, inputs=[x, x])
-    return x.grad.item() == 2
-
-
-def test_single_tensors_and_implicit_gradients():
-    x = torch.tensor([2.0], requires_grad=True)
-    torch.testing.assert_close(autograd.grad(x**2, x), torch.tensor([4.0]))
-    (gradient,) = autograd.grad({"a": x**2, "b": x**3}, (x,))
-    torch.testing.assert_close(gradient, torch.tensor([16.0]))
-    autograd.backward(x**2)
-    torch.testing.assert_close(x.grad, torch.tensor([4.0]))
+    torch.testing.assert_close(w.grad, expected[0])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
@@ -115,13 +99,6 @@ def test_retain_graph_defaults_to_create_graph(retain, create, again):
     x.grad = None
 
 
-def test_higher_derivatives():
-    x = {"x": torch.tensor(2.0, requires_grad=True)}
-    first = autograd.grad(x["x"] ** 4, x, create_graph=True)
-    second = autograd.grad(first, x, create_graph=True)
-    assert autograd.grad(second, x)["x"].item() == 48.0
-
-
 @pytest.mark.parametrize("shape", [(2,), ()])
 def test_unused_inputs(shape):
     x, y = (torch.ones(shape, requires_grad=True) for _ in range(2))
@@ -134,6 +111,9 @@ def test_unused_inputs(shape):
     for options in ({}, {"allow_unused": True}):
         zeros = autograd.grad(x.sum(), inputs, materialize_grads=True, **options)["unused"][0]
         torch.testing.assert_close(zeros, torch.zeros(shape))
+    batch = autograd.grad(x.sum(), inputs, torch.ones(3), is_grads_batched=True, materialize_grads=True)["unused"][0]
+    batch[0] += 1
+    assert batch.sum() == y.numel(), "the zeros of a batch share no memory"
     assert autograd.grad(x.sum(), inputs, materialize_grads=True, create_graph=True)["unused"][0].requires_grad
     with pytest.raises(ValueError, match="allow_unused must be True or not given with materialize_grads=True"):
         autograd.grad(x.sum(), inputs, allow_unused=False, materialize_grads=True)
@@ -147,9 +127,6 @@ def test_batched_gradients(params):
     torch.testing.assert_close(result["affine"].w, torch.diag(2 * w * scale).detach())
     torch.testing.assert_close(result["list"][0], torch.diag(w**2).detach())
     assert result["affine"].b.shape == (3, 3)
-    # torch leaves the batch axis out of these zeros: recorded, so that a fixed torch is noticed.
-    flat = torch.autograd.grad(w**2, params["affine"].b, batch["y"], is_grads_batched=True, materialize_grads=True)
-    assert flat[0].shape == (3,)
 
 
 def test_gradient_edges():
@@ -230,94 +207,50 @@ def test_inside_a_transform_grad_works_and_backward_explains():
 
 
 X = torch.ones(2, requires_grad=True)
-ERRORS = {
-    "shape": (
-        lambda: autograd.grad({"y": [X * 2]}, X, {"y": [torch.ones(3)]}), pr.ShapeError,
-        "grad: grad_outputs['y'][0] must have shape [2] (outputs['y'][0]), got [3].",
-    ),
-    "dtype": (
-        lambda: autograd.backward({"y": [X * 2]}, {"y": [torch.ones(2).double()]}), pr.DtypeError,
-        "backward: grad_tensors['y'][0] must have dtype torch.float32 (tensors['y'][0]), got torch.float64.",
-    ),
-    "complex dtype": (
-        lambda: autograd.grad(X * 1j, X, torch.ones(2)), pr.DtypeError,
-        "grad: grad_outputs must have dtype torch.complex64 (outputs), got torch.float32.",
-    ),
-    "device": (
-        lambda: autograd.grad(X * 2, X, torch.ones(2, device="meta")), pr.DeviceError,
-        "grad: grad_outputs must be on cpu (outputs), got meta.",
-    ),
-    "structure": (
-        lambda: autograd.grad({"y": (X, None)}, X, {"y": [X, None]}), pr.TreeError,
-        ("grad: grad_outputs must have the structure of outputs, but grad_outputs['y'] is a list of 2 where outputs "
-        "has a tuple of 2.\ngrad_outputs: PyTreeSpec({'y': [*, None]})\noutputs: PyTreeSpec({'y': (*, None)})"),
-    ),
-    "no tensor as cotangent": (
-        lambda: autograd.grad([X.sum()], X, [1.0]), pr.DtypeError,
-        "grad: grad_outputs[0] must be a tensor or None, got float.",
-    ),
-    "implicit": (
-        lambda: autograd.backward({"y": X * 2}), pr.ShapeError,
-        ("backward: grad_tensors['y'] must be given, got None: it is implicitly 1 only for an output of one element, "
-        "and tensors['y'] has shape [2]."),
-    ),
-    "empty inputs": (lambda: autograd.grad(X.sum(), {}), pr.TreeError, "grad: inputs must hold at least one tensor"),
-    "empty inputs of backward": (
-        lambda: autograd.backward(X.sum(), inputs=[None]), pr.TreeError,
-        "backward: inputs must hold at least one tensor, got none.",
-    ),
-    "no outputs": (lambda: autograd.grad([], X), pr.TreeError, "grad: outputs must hold at least one tensor"),
-    "input without grad": (
-        lambda: autograd.grad(X.sum(), {"p": [X.detach()]}), RuntimeError,
-        "grad: inputs['p'][0] must require grad, or result from tensors that do, got one that does not.",
-    ),
-    "output without grad": (
-        lambda: autograd.backward((X.sum(), X.detach().sum())), RuntimeError, "backward: tensors[1] must require grad"
-    ),
-    "no tensor": (
-        lambda: autograd.grad({"y": X.sum(), "n": 3.0}, X), pr.DtypeError,
-        "grad: outputs['n'] must be a tensor or a GradientEdge, got float.",
-    ),
-    "batched shape": (
-        lambda: autograd.grad([X * 2], X, [torch.ones(2)], is_grads_batched=True), pr.ShapeError,
-        "grad: grad_outputs[0] must have shape [batch, 2] (outputs[0]), got [2].",
-    ),
-    "batch sizes": (
-        lambda: autograd.grad([X * 2, X], X, [torch.ones(3, 2), torch.ones(4, 2)], is_grads_batched=True),
-        pr.ShapeError,
-        "grad: all batch axes must have the same size, but grad_outputs[0] has 3, grad_outputs[1] has 4.",
-    ),
-    "batched and implicit": (
-        lambda: autograd.grad([X.sum()], X, is_grads_batched=True), pr.ShapeError,
-        "grad: grad_outputs[0] must be given with is_grads_batched=True, got None.",
-    ),
-}  # fmt: skip
+# A call, its error and a part of the text; a call of torch that fails for the same reason, where there is one.
+ERRORS = [
+    (lambda: autograd.grad({"y": [X * 2]}, X, {"y": [torch.ones(3)]}), pr.ShapeError,
+     "grad: grad_outputs['y'][0] must have shape [2] (outputs['y'][0]), got [3].",
+     lambda: torch.autograd.grad(X * 2, X, torch.ones(3))),
+    (lambda: autograd.backward({"y": [X * 2]}, {"y": [torch.ones(2).double()]}), pr.DtypeError,
+     "backward: grad_tensors['y'][0] must have dtype torch.float32 (tensors['y'][0]), got torch.float64."),
+    (lambda: autograd.grad(X * 1j, X, torch.ones(2)), pr.DtypeError, "must have dtype torch.complex64 (outputs)",
+     lambda: torch.autograd.grad(X * 1j, X, torch.ones(2))),
+    (lambda: autograd.grad(X * 2, X, torch.ones(2, device="meta")), pr.DeviceError, "grad_outputs must be on cpu"),
+    (lambda: autograd.grad({"y": (X, None)}, X, {"y": [X, None]}), pr.TreeError,
+     "but grad_outputs['y'] is a list of 2 where outputs has a tuple of 2.\ngrad_outputs: PyTreeSpec("),
+    (lambda: autograd.grad([X.sum()], X, [1.0]), pr.DtypeError, "grad_outputs[0] must be a tensor or None, got float.",
+     lambda: torch.autograd.grad(X.sum(), X, [1.0])),
+    (lambda: autograd.backward({"y": X * 2}), pr.ShapeError, "backward: grad_tensors['y'] must be given, got None",
+     lambda: torch.autograd.backward(X * 2)),
+    (lambda: autograd.grad(X.sum(), {}), pr.TreeError, "grad: inputs must hold at least one tensor",
+     lambda: torch.autograd.grad(X.sum(), [])),
+    (lambda: autograd.backward(X.sum(), inputs=[None]), pr.TreeError, "backward: inputs must hold at least one tensor",
+     lambda: torch.autograd.backward(X.sum(), inputs=[])),
+    (lambda: autograd.grad([], X), pr.TreeError, "grad: outputs must hold at least one tensor"),
+    (lambda: autograd.grad(X.sum(), {"p": [X.detach()]}), RuntimeError, "grad: inputs['p'][0] must require grad",
+     lambda: torch.autograd.grad(X.sum(), X.detach())),
+    (lambda: autograd.backward((X.sum(), X.detach().sum())), RuntimeError, "backward: tensors[1] must require grad"),
+    (lambda: autograd.grad({"y": X.sum(), "n": 3.0}, X), pr.DtypeError, "outputs['n'] must be a tensor or a Gradient"),
+    (lambda: autograd.grad([X * 2], X, [torch.ones(2)], is_grads_batched=True), pr.ShapeError,
+     "grad: grad_outputs[0] must have shape [batch, 2] (outputs[0]), got [2].",
+     lambda: torch.autograd.grad(X * 2, X, torch.ones(2), is_grads_batched=True)),
+    (lambda: autograd.grad([X * 2, X], X, [torch.ones(3, 2), torch.ones(4, 2)], is_grads_batched=True), pr.ShapeError,
+     "grad: all batch axes must have the same size, but grad_outputs[0] has 3, grad_outputs[1] has 4."),
+    (lambda: autograd.grad([X.sum()], X, is_grads_batched=True), pr.ShapeError, "must be given with is_grads_batched"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case[2])
 def test_error(case):
-    call, error, text = ERRORS[case]
+    call, error, text, *torch_call = case
     with pytest.raises(error, match=re.escape(text)) as caught:
         call()
-    assert isinstance(caught.value, (RuntimeError, TypeError))
     assert X.grad is None
-
-
-def test_every_gradient_error_is_of_the_type_that_torch_raises():
-    for name, call in {
-        "shape": lambda: torch.autograd.grad(X * 2, X, torch.ones(3)),
-        "complex dtype": lambda: torch.autograd.grad(X * 1j, X, torch.ones(2)),
-        "implicit": lambda: torch.autograd.backward(X * 2),
-        "empty inputs": lambda: torch.autograd.grad(X.sum(), []),
-        "empty inputs of backward": lambda: torch.autograd.backward(X.sum(), inputs=[]),
-        "input without grad": lambda: torch.autograd.grad(X.sum(), X.detach()),
-        "no tensor as cotangent": lambda: torch.autograd.grad(X.sum(), X, [1.0]),
-        "batched shape": lambda: torch.autograd.grad(X * 2, X, torch.ones(2), is_grads_batched=True),
-    }.items():
+    if torch_call:
         with pytest.raises(TORCH_ERRORS) as torchs:
-            call()
-        with pytest.raises(torchs.type):
-            ERRORS[name][0]()
+            torch_call[0]()
+        assert issubclass(caught.type, torchs.type)
 
 
 def test_nested_tensors():

@@ -92,21 +92,6 @@ def test_grad_of_jvp_over_trees(point):
     assert_tree(func.hvp(energy, point, tangents, namespace=NAMESPACE), result)
 
 
-def test_jvp_of_jvp_over_trees(point):
-    first, second = like(point), like(point)
-
-    def directional(tree, x):
-        return func.jvp(normalized, (tree, x), first, namespace=NAMESPACE)[1]
-
-    result = func.jvp(directional, point, second, namespace=NAMESPACE)[1]
-
-    def function(w, b, x):
-        return written_out(x, w, b)
-
-    expected = along("jvp", TORCH, flat(second))(along("jvp", TORCH, flat(first))(function))(*flat(point))
-    assert_tree(result, expected)
-
-
 @pytest.mark.parametrize("outer, inner", list(itertools.product([func.jacrev, func.jacfwd], repeat=2)))
 def test_hessian_in_all_modes(point, outer, inner):
     expected = torch.func.hessian(flat_energy, (0, 1, 2))(*flat(point))
@@ -114,12 +99,6 @@ def test_hessian_in_all_modes(point, outer, inner):
     assert_leaves(result, [block for row in expected for block in row])
     result = func.hessian(energy, (0, 1), namespace=NAMESPACE)(*point)
     assert_leaves(result, [block for row in expected for block in row])
-
-
-def test_third_derivative_over_trees(point):
-    result = func.jacfwd(func.hessian(energy, namespace=NAMESPACE), namespace=NAMESPACE)(*point)
-    expected = torch.func.jacfwd(torch.func.hessian(flat_energy, (0, 1)), (0, 1))(*flat(point))
-    torch.testing.assert_close(leaves(result), leaves(expected))
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])

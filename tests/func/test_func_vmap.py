@@ -141,11 +141,6 @@ def test_an_unmapped_output_of_chunks_is_returned_once():
     assert_tree(result, (x * 2, constant))
 
 
-def test_integer_and_boolean_tensors():
-    x = torch.arange(6).reshape(3, 2)
-    assert_tree(func.vmap(lambda t: {"max": t["x"].max(), "odd": t["x"] % 2 == 1})({"x": x})["max"], x.amax(1))
-
-
 def test_chunks_are_called_in_order_and_hold_what_they_should():
     sizes = []
 
