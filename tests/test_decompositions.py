@@ -175,6 +175,27 @@ def test_the_backends_batch_norms_are_the_native_one():
     torch.testing.assert_close(got, evaluation)
 
 
+@pytest.mark.parametrize(
+    "name, training",
+    [
+        ("_native_batch_norm_legit", (True,)),
+        ("_native_batch_norm_legit_functional", (True,)),
+        ("_native_batch_norm_legit_no_training", ()),
+        ("_batch_norm_with_update", ()),
+        ("_batch_norm_with_update_functional", ()),
+        ("_batch_norm_no_update", ()),
+    ],
+)
+def test_every_name_of_batch_norm_computes_and_writes_what_aten_does(name, training):
+    op, x, weight = getattr(aten, name).default, randn(5, 3, 2), randn(3)
+    results = []
+    for function in (op, get_decomposition(op)):
+        running = torch.full((3,), 0.5, **DOUBLE), torch.full((3,), 2.0, **DOUBLE)
+        outputs = function(x, weight, None, *running, *training, momentum=0.2, eps=1e-2)
+        results.append((outputs[0], *running, *(outputs[-2:] if "functional" in name else ())))
+    torch.testing.assert_close(*results)
+
+
 def test_empty_inputs_give_zeros_of_the_right_shapes():
     x, weight = torch.zeros(0, 3, **DOUBLE), torch.ones(3, **DOUBLE)
     empty = torch.zeros(0, 1, **DOUBLE)
