@@ -44,6 +44,7 @@ def test_a_run_keeps_what_is_right_beside_a_wrong_peer_a_dead_worker_and_ctrl_c(
         capture_output=True,
         text=True,
         check=False,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Stopped: what was measured is kept." in done.stderr
