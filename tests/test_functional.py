@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.testing import assert_close
 
@@ -73,6 +74,10 @@ def test_layout_of_results_and_gradients_is_that_of_torch(call, layout):
     assert_close(*results, rtol=2e-6, atol=2e-6)
     strides = [[t.stride() for t in result] for result in results]
     assert strides[0] == strides[1]
+    with FakeTensorMode():
+        # A compiler is told the same.
+        x = torch.empty_strided(x.shape, x.stride())
+        assert CALLS[call](functional, x).stride() == strides[0][0]
 
 
 def test_log_softmax_of_a_row_of_minus_infinity_is_nan():

@@ -47,7 +47,10 @@ def memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
 def arranged(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:
     """Return x in the output layout for `like`."""
     layout = memory_format(like, batch_ndim)
-    return x.contiguous(memory_format=layout) if x.numel() else x.clone(memory_format=layout)
+    if x.numel() == 0 or (layout is not torch.contiguous_format and 1 in x.shape):
+        # It may pass for contiguous with strides of another layout, which a copy has not.
+        return x.clone(memory_format=layout)
+    return x.contiguous(memory_format=layout)
 
 
 def dense(x: Tensor, like: Tensor, batch_ndim: int) -> Tensor:

@@ -109,7 +109,7 @@ def _batch_norm_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x_acc = dense(x, x, batch_ndim)
     mean, variance, rstd = statistics(x_acc, batch_ndim, eps)
-    y = affine(normalized(x_acc, mean, rstd, batch_ndim), weight, bias, batch_ndim).to(x.dtype)
+    y = arranged(affine(normalized(x_acc, mean, rstd, batch_ndim), weight, bias, batch_ndim).to(x.dtype), x, batch_ndim)
     count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
     new_mean = _moved_on(running_mean, mean, momentum, x)
     new_var = _moved_on(running_var, variance * (count / max(count - 1, 1)), momentum, x)

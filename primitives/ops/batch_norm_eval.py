@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm_eval as cpu
-from primitives.ops._channels import affine, axes_of, dense, normalized, parameter_cotangents, per_channel, sum_of_terms
+from primitives.ops._channels import (
+    affine,
+    arranged,
+    axes_of,
+    dense,
+    normalized,
+    parameter_cotangents,
+    per_channel,
+    sum_of_terms,
+)
 from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher, unwanted
 
 if TYPE_CHECKING:
@@ -71,7 +80,7 @@ def _batch_norm_eval_reference(
     eps: float,
 ) -> Tensor:
     x_hat, _ = _running(x, running_mean, running_var, batch_ndim, eps)
-    return affine(x_hat, weight, bias, batch_ndim).to(x.dtype)
+    return arranged(affine(x_hat, weight, bias, batch_ndim).to(x.dtype), x, batch_ndim)
 
 
 @batch_norm_eval_bwd_p.def_reference
