@@ -121,8 +121,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        # This level's own tangents are not to be counted twice.
-        tensors = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+        tensors = ctx.saved_tensors
         moving = [i for i, x_dot in enumerate(tangents[1:]) if x_dot is not None]
         pushforward = _Pushforward(ctx.function, len(tensors), moving)
         return pushforward.tangents(_run(pushforward, [*tensors, *(tangents[1 + i] for i in moving)]))
