@@ -202,6 +202,7 @@ def test_writes_that_autograd_does_not_see(write):
     (bar,) = torch.autograd.grad(y.sum(), x)
     for functionalize in (True, False):
         graph = trace_joint(fn, leaf(3), functionalize=functionalize)
+        assert len(graph.tangent_names) == 1
         given = leaf(3)
         outs, (found,) = graph((given,), (ONES, OrderedDict(x=None)) if functionalize else ONES)
         out, new = (outs[0], outs[1]["x"]) if functionalize else (outs, given.detach())

@@ -99,7 +99,11 @@ class Signature:
                 raise TreeError(
                     f"{_FUNCTION}: {self.primals.label(i)} must be the traced constant {constant!r}, got {leaf!r}."
                 )
-        return [leaves[place] for place in self.places]
+        given = [leaves[place] for place in self.places]
+        if torch.compiler.is_compiling():
+            # Once inside, nothing tells a leaf from what has a history.
+            return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf else x for x in given]
+        return given
 
     def cotangents_of(self, tangents: Any) -> list[Any]:
         """The cotangents in `tangents`, with 0 for one of several that is `None`."""

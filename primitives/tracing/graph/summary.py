@@ -53,15 +53,9 @@ def line_of(node: fx.Node) -> str:
 
 def _value(node: fx.Node) -> str:
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return shape_of(value.shape, value.dtype)
-    return (
-        ", ".join(shape_of(x.shape, x.dtype) for x in value if isinstance(x, torch.Tensor))
-        if isinstance(value, (tuple, list))
-        else str(value)
-        if value is not None
-        else ""
-    )
+    if not isinstance(value, (tuple, list)):
+        value = [] if value is None else [value]
+    return ", ".join(shape_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in value)
 
 
 def table(module: fx.GraphModule, inputs: dict[fx.Node, str], outputs: Sequence[str]) -> str:
