@@ -48,7 +48,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 def params() -> dict[str, Any]:
     """Parameters of `predict`: a dataclass, a registered class, a list, a tuple, `None`."""
     return {
-        "affine": Affine(randn(3, 2), randn(3)),
+        "affine": Affine(randn(3, 2), randn(3), name="own"),
         "pair": Pair(randn(3), [randn(3), None]),
         "scale": (randn(()),),
     }
@@ -63,15 +63,14 @@ def loss(tree: dict[str, Any], batch: Batch) -> torch.Tensor:
     return ((predict(tree, batch.x) - batch.y) ** 2).sum()
 
 
-def flat_loss(w: Any, b: Any, left: Any, right: Any, scale: Any, x: Any, y: Any) -> torch.Tensor:
-    """`loss` as a function of tensors, for torch's own transforms."""
-    hidden = torch.tanh(w @ x + b)
-    return ((scale * (hidden * left.sin() + right * hidden**2) - y) ** 2).sum()
-
-
 def flat_predict(w: Any, b: Any, left: Any, right: Any, scale: Any, x: Any) -> torch.Tensor:
+    """`predict` as a function of tensors, for torch's own transforms."""
     hidden = torch.tanh(w @ x + b)
     return scale * (hidden * left.sin() + right * hidden**2)
+
+
+def flat_loss(*tensors: torch.Tensor) -> torch.Tensor:
+    return ((flat_predict(*tensors[:6]) - tensors[6]) ** 2).sum()
 
 
 def leaves(tree: Any) -> list[Any]:

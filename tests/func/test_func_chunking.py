@@ -20,10 +20,3 @@ def test_the_peak_falls_with_the_chunk():
 def test_a_peak_that_does_not_fall_is_reported():
     rows = [chunking.Row("vmap", None, 100, 1.0, 1.0), chunking.Row("vmap", 8, 90, 0.9, 1.0)]
     assert chunking.failures(rows) == rows[1:]
-
-
-def test_table_and_exit_status(capsys):
-    assert chunking.main(["--width", "512", "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert "missed" not in printed
-    assert len(printed.splitlines()) == 2 + 5 * len(chunking.CHUNK_SIZES)

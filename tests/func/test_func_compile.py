@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from func_trees import NAMESPACE, Affine, Batch, Pair, assert_tree, like, predict, randn
-from func_trees import params as make_params
+from func_trees import NAMESPACE, Affine, Batch, Pair, assert_tree, like, randn
 
 import primitives as pr
 from primitives import func
@@ -42,14 +41,8 @@ def norm_loss(tree, x):
     return pr.functional.layer_norm(x, (3,), tree["norm"].w, tree["norm"].b).pow(3).sum()
 
 
-def mapped(params, xs):
-    in_dims = ({"affine": None, "pair": None, "scale": (None,)}, {"x": 0, "n": None})
-    out_dims = {"y": 1, "n": None}
-    function = func.vmap(lambda p, t: {"y": predict(p, t["x"]), "n": t["n"]}, in_dims, out_dims, **N)
-    return function(params, {"x": xs, "n": 3})
-
-
-def pulled_back(value, vjp_fn):
+def pulled(function, *args, **options):
+    value, vjp_fn = func.vjp(function, *args, **options)
     return vjp_fn(value)
 
 
@@ -66,10 +59,19 @@ CASES = {
     "jacfwd": func.jacfwd(output, 1, **N),
     "hessian": func.hessian(energy, 1, **N),
     "chunk_vmap": lambda p, b: func.chunk_vmap(lambda x: output(p, Batch(x, x)), chunks=2, **N)(torch.stack([b.x] * 3)),
+    "vmap of a prefix": lambda p, b: func.vmap(
+        lambda p, t: {"y": output(p, t["b"]), "n": t["n"]},
+        (None, {"b": Batch(0, None), "n": None}),
+        {"y": {"pair": Pair(-1, 1), "none": None}, "n": None},
+        **N,
+    )(p, {"b": Batch(torch.stack([b.x] * 3), b.y), "n": 3}),
+    "torch's around ours": lambda p, b: torch.func.jacrev(lambda y: func.grad(energy, 1, **N)(p, Batch(b.x * y, y)).x)(
+        b.y
+    ),
     "grad of a buffer dict": lambda p, b: func.grad(lambda p, buffers, b: energy(p, b), **N)(p, {}, b),
     "jvp": lambda p, b: func.jvp(output, (p, b), (p, b), **N),
     "hvp": lambda p, b: func.hvp(energy, (p, b), (p, b), **N),
-    "vjp": lambda p, b: pulled_back(*func.vjp(output, p, b, **N)),
+    "vjp": lambda p, b: pulled(output, p, b, **N),
     "linearize": lambda p, b: func.linearize(output, p, b, **N)[1](p, b),
     "linearize in grad": lambda p, b: func.grad(lambda p: slope(p, b), **N)(p),
     "linearize in jacfwd": lambda p, b: func.jacfwd(lambda p: slope(p, b), **N)(p),
@@ -98,7 +100,7 @@ def broken(tree):
         func.vmap,
         lambda f: lambda t: func.jvp(f, (t,), (t,)),
         lambda f: lambda t: func.hvp(f, (t,), (t,)),
-        lambda f: lambda t: pulled_back(*func.vjp(f, t)),
+        lambda f: lambda t: pulled(f, t),
         lambda f: lambda t: func.linearize(f, t)[1](t),
     ],
 )
@@ -108,25 +110,17 @@ def test_a_graph_break_inside_runs_the_transform_eagerly(transform):
     assert_tree(torch.compile(function, backend="eager")(tree), function(tree))
 
 
-def test_vmap_over_a_prefix_tree():
-    params, xs = make_params(), randn(2, 2)
-    check(mapped, params, xs)
+def test_random_numbers():
+    """The same in one chunk. For several the state of the generator is needed, which Dynamo cannot read: recorded."""
 
-
-def test_linearize_runs_the_function_once():
     def function(x):
         value, jvp_fn = func.linearize(lambda x: torch.nn.functional.dropout(x, 0.5), x)
-        return value, jvp_fn(x)
+        return jvp_fn(x) - value
 
-    value, tangent = compiled(function)(torch.ones(64))
-    assert_tree(tangent, value)
-
-
-def test_same_randomness():
-    """In one chunk. For several the state of the generator is needed, which Dynamo cannot read: recorded."""
-    for transform in (func.vmap, func.jacfwd):
+    assert_tree(compiled(function)(torch.ones(64)), torch.zeros(64))
+    for transform, numbers in ((func.vmap, 1), (func.jacfwd, 2)):
         result = compiled(transform(lambda x: x * torch.rand(()), randomness="same"))(torch.ones(3))
-        assert len(result.unique()) == (1 if transform is func.vmap else 2)
+        assert len(result.unique()) == numbers
     for library in (func, torch.func):
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -144,13 +138,6 @@ def test_layer_norm_in_nested_transforms():
     # A dict without leaves: Dynamo cannot represent what optree makes of one.
     tree = {"norm": Affine(randn(3), randn(3)), "buffers": {"none": {}}}
     check(function, tree, randn(4, 3), {"norm": like(tree["norm"]), "buffers": {"none": {}}})
-
-
-def test_a_torch_transform_around_ours():
-    def function(w, b):
-        return torch.func.jacrev(lambda w: func.grad(lambda t: (t.w * t.b).pow(3).sum(), **N)(Affine(w, b)).b)(w)
-
-    check(function, randn(3), randn(3))
 
 
 def test_other_batch_sizes_compile_without_a_graph_break():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as TF
-from func_trees import NAMESPACE, Affine, Pair, assert_leaves, assert_tree, like, randn
+from func_trees import NAMESPACE, Affine, Pair, assert_tree, like, randn
 
 import primitives as pr
 from primitives import func
@@ -44,10 +44,6 @@ def assert_same(function, primals, tangents=None, **options):
 # Functions of every kind.
 
 
-def test_a_tree():
-    assert_same(output, point())
-
-
 KINDS = {
     "several outputs": lambda x: (x.sin(), x.sum(), x * 2),
     "the argument": lambda x: x,
@@ -71,30 +67,24 @@ def test_kind(kind):
     assert_same(KINDS[kind], (randn(3),))
 
 
-def test_complex_and_empty_arguments():
+def test_trees_complex_and_empty_arguments():
+    assert_same(output, point())
     z, z_dot = torch.randn(2, 3, dtype=torch.complex128)
     assert_same(lambda z, x: (z.conj() * z.exp(), z.abs() * x), (z, randn(3)), (z_dot, randn(3)))
     assert_same(lambda tree: tree["x"] * 2, ({"x": randn(0, 2)},))
     assert_same(lambda x, y: (x.sum() + y, x), (randn(0), randn(2)))
 
 
-def test_what_is_computed_without_gradient_is_constant():
-    """As in vjp. Forward mode does not heed no_grad: recorded, so that a torch that does is noticed."""
+def test_no_grad_and_inference_mode():
+    """What is computed without gradient is constant, as in vjp; around linearize the modes change nothing."""
 
     def function(x):
         with torch.no_grad():
             shift = x.sin()
         return x + shift
 
-    x = randn(3)
-    ones = torch.ones_like(x)
-    assert_tree(func.linearize(function, x)[1](ones), func.vjp(function, x)[1](ones)[0])
-    assert_tree(func.linearize(function, x)[1](ones), ones)
-    assert_tree(func.jvp(function, (x,), (ones,))[1], 1 + x.cos())
-
-
-def test_inside_no_grad_and_inference_mode():
     x = torch.ones(3)
+    assert_tree(func.linearize(function, x)[1](x), x)
     with torch.no_grad():
         value, jvp_fn = func.linearize(torch.exp, x)
     with torch.inference_mode():
@@ -156,83 +146,59 @@ def test_the_derivative_is_mapped():
 
 
 def test_parameters_from_outside():
-    """Gradients with respect to what the function holds, by grad, by vmap and by autograd."""
-    x, v = randn(4, 3), randn(4, 3)
+    """Gradients with respect to what the function holds, by transforms and by autograd."""
+    x, v, weight = randn(4, 3), randn(4, 3), randn(3)
 
-    def held(transform, weight):
-        def function(x):
-            return pr.functional.layer_norm(x * weight, (3,), weight)
+    def held(transform):
+        def of(w):
+            return derivative(transform, lambda x: pr.functional.layer_norm(x * w, (3,), w), (x,), (v,))[1]
 
-        return derivative(transform, function, (x,), (v,))[1]
+        leaf = weight.clone().requires_grad_()
+        of(leaf).sin().sum().backward()
+        return func.jacrev(of)(weight), func.jacfwd(of)(weight), func.vmap(of)(weight[None].exp()), leaf.grad
 
-    weight = randn(3).requires_grad_()
-    weights = randn(2, 3)
-    expected = func.jacrev(lambda w: held("jvp", w))(weight.detach())
-    torch.testing.assert_close(func.jacrev(lambda w: held("linearize", w))(weight.detach()), expected)
-    torch.testing.assert_close(func.jacfwd(lambda w: held("linearize", w))(weight.detach()), expected)
-    torch.testing.assert_close(
-        func.vmap(lambda w: held("linearize", w))(weights), torch.stack([held("jvp", w) for w in weights])
-    )
-    held("linearize", weight).sin().sum().backward()
-    gradient = weight.grad.clone()
-    weight.grad = None
-    held("jvp", weight).sin().sum().backward()
-    torch.testing.assert_close(gradient, weight.grad)
+    torch.testing.assert_close(held("linearize"), held("jvp"))
 
 
-def test_parameters_of_a_functional_call():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    x, v = torch.randn(5, 2), torch.randn(5, 2)
+def test_the_point_from_outside():
+    """By autograd, twice, and by a dual number."""
 
-    def slope(transform):
-        return lambda p: derivative(transform, lambda x: func.functional_call(model, p, x), (x,), (v,))[1].pow(2).sum()
+    def slope(transform, x):
+        return derivative(transform, cubic, (x,), (X.cos(),))[1]
 
-    assert_tree(func.grad(slope("linearize"))(params), func.grad(slope("jvp"))(params))
-
-
-def test_autograd_and_forward_ad_from_outside():
     leaf = X.clone().requires_grad_()
-    _, jvp_fn = func.linearize(cubic, leaf)
-    (gradient,) = torch.autograd.grad(jvp_fn(X.cos()).sum(), leaf, create_graph=True)
-    expected = func.grad(lambda x: func.jvp(cubic, (x,), (X.cos(),))[1].sum())
+    (gradient,) = torch.autograd.grad(slope("linearize", leaf).sum(), leaf, create_graph=True)
+    expected = func.grad(lambda x: slope("jvp", x).sum())
     torch.testing.assert_close(gradient, expected(X))
     (second,) = torch.autograd.grad(gradient.sum(), leaf)
     torch.testing.assert_close(second, func.grad(lambda x: expected(x).sum())(X))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(X, X.exp())
-        tangent = torch.autograd.forward_ad.unpack_dual(func.linearize(cubic, dual)[1](X.cos())).tangent
-    torch.testing.assert_close(tangent, func.jvp(lambda x: func.jvp(cubic, (x,), (X.cos(),))[1], (X,), (X.exp(),))[1])
+        tangent = torch.autograd.forward_ad.unpack_dual(slope("linearize", dual)).tangent
+    torch.testing.assert_close(tangent, func.jvp(lambda x: slope("jvp", x), (X,), (X.exp(),))[1])
 
 
 # One evaluation.
 
 
-def test_random_numbers_are_those_of_the_output():
-    ones = torch.ones(64)
-    value, jvp_fn = func.linearize(lambda x: TF.dropout(x, 0.5), ones)
+def test_the_function_runs_once_with_the_random_numbers_of_the_output():
+    ones, calls = torch.ones(64), []
+
+    def function(x):
+        calls.append(1)
+        return TF.dropout(x, 0.5)
+
+    value, jvp_fn = func.linearize(function, ones)
     assert_tree([jvp_fn(ones), jvp_fn(2 * ones)], [value, 2 * value])
-    rows = torch.ones(2, 64)
+    assert len(calls) == 1
 
     def both(x):
         value, jvp_fn = func.linearize(TF.dropout, x)
         return value, jvp_fn(ones)
 
-    value, tangent = func.vmap(both, randomness="different")(rows)
+    value, tangent = func.vmap(both, randomness="different")(torch.ones(2, 64))
     assert_tree(tangent, value)
     assert not torch.equal(value[0], value[1])
-
-
-def test_the_function_runs_once():
-    calls = []
-
-    def function(x):
-        calls.append(1)
-        return x**3
-
-    _, jvp_fn = func.linearize(function, X)
-    assert_leaves([jvp_fn(X), jvp_fn(X)], [3 * X**3] * 2)
-    assert len(calls) == 1
 
 
 # Changes in place.
@@ -260,14 +226,12 @@ def test_a_change_of_what_is_needed_raises(requires_grad, layer_norm):
         with pytest.raises(RuntimeError, match=r"linearize: no tensor .* shape .* and dtype torch.float64 was. Call"):
             jvp_fn(X)
 
-
-def test_a_change_under_a_transform_raises():
-    def function(x, weight):
+    def under(x, weight):
         return changed_in_place(lambda x: weight * x.sin(), weight, x)[0](X).sum()
 
     for transform in (func.grad, func.jacfwd, func.vmap):
         with pytest.raises(RuntimeError, match="changed in place"):
-            transform(function)(X.expand(2, 3) if transform is func.vmap else X, randn(2, 3))
+            transform(under)(X.expand(2, 3) if transform is func.vmap else X, randn(2, 3))
 
 
 def test_a_change_of_anything_else_is_harmless():

@@ -14,21 +14,18 @@ def _params():
     return make_params()
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 2, 3, 7])
-def test_vmap_against_torch(params, chunk_size):
-    xs = randn(2, 5)
-    in_dims = (None, 1)
-    expected = torch.func.vmap(flat_predict, (None,) * 5 + (1,), 1)(*leaves(params), xs)
-    result = func.vmap(predict, in_dims, 1, chunk_size=chunk_size, namespace=NAMESPACE)(params, xs)
-    assert_tree(result, expected)
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
-def test_chunk_vmap_against_torch(params, chunks):
-    xs = randn(5, 2)
-    expected = torch.func.vmap(flat_predict, (None,) * 5 + (0,), -1)(*leaves(params), xs)
-    result = func.chunk_vmap(predict, (None, 0), -1, chunks=chunks, namespace=NAMESPACE)(params, xs)
-    assert_tree(result, expected)
+@pytest.mark.parametrize("transform", [func.vmap, func.chunk_vmap])
+@pytest.mark.parametrize("number", [None, 1, 2, 3, 7])
+def test_against_torch(params, transform, number):
+    """Mapped and unmapped outputs, in chunks of any size, and in more chunks than there are calls."""
+    options = {"namespace": NAMESPACE}
+    if number is not None:
+        options["chunk_size" if transform is func.vmap else "chunks"] = number
+    constant = torch.tensor([1.0, 2.0])
+    for xs, in_dim, out_dim in ((randn(2, 5), 1, 1), (randn(5, 2), 0, -1), (randn(0, 2), 0, 0)):
+        expected = torch.func.vmap(flat_predict, (None,) * 5 + (in_dim,), out_dim)(*leaves(params), xs)
+        mapped = transform(lambda *args: (predict(*args), constant), (None, in_dim), (out_dim, None), **options)
+        assert_tree(mapped(params, xs), (expected, constant))
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])
@@ -69,38 +66,23 @@ def test_keyword_arguments_are_not_mapped():
     assert_tree(result, x[:, None] * scale["by"])
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}])
-def test_randomness(options):
+@pytest.mark.parametrize("transform", [func.vmap, func.chunk_vmap])
+@pytest.mark.parametrize("number", [None, 3])
+def test_randomness(transform, number):
+    options = {"chunk_size" if transform is func.vmap else "chunks": number} if number else {}
+
     def noisy(x):
         return x + torch.rand(2)
 
     x = torch.zeros(8, 2)
     with pytest.raises(RuntimeError, match="randomness error mode"):
-        func.vmap(noisy, **options)(x)
-    same = func.vmap(noisy, randomness="same", **options)(x)
-    assert (same == same[0]).all()
-    different = func.vmap(noisy, randomness="different", **options)(x)
-    assert len(different.unique()) == 16
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        func.chunk_vmap(noisy, chunks=2)(x)
-    same = func.chunk_vmap(noisy, randomness="same", chunks=3)(x)
-    assert (same == same[0]).all()
-
-
-def test_same_randomness_moves_the_generator_on_once():
+        transform(noisy, **options)(x)
+    assert len(transform(noisy, randomness="different", **options)(x).unique()) == 16
     torch.manual_seed(0)
-    func.vmap(lambda x: x + torch.rand(2), randomness="same", chunk_size=1)(torch.zeros(4))
-    after_chunks = torch.rand(1)
+    same, after = transform(noisy, randomness="same", **options)(x), torch.rand(1)
     torch.manual_seed(0)
-    torch.rand(2)
-    assert after_chunks == torch.rand(1)
-
-
-def test_an_empty_axis():
-    for options in ({}, {"chunk_size": 2}):
-        result = func.vmap(lambda t: {"y": t["x"] * 2}, **options)({"x": torch.ones(0, 3)})
-        assert result["y"].shape == (0, 3)
-    assert func.chunk_vmap(lambda x: x * 2)(torch.ones(0, 3)).shape == (0, 3)
+    assert torch.equal(same, torch.rand(2).expand(8, 2))
+    assert after == torch.rand(1), "the generator moves on once"
 
 
 def test_nested_vmap_with_an_output_that_only_the_outer_one_maps():
@@ -133,12 +115,6 @@ def test_nested_tensors_are_mapped():
         assert result.is_nested
         for row, wanted in zip(result.unbind(), (short, long), strict=True):
             torch.testing.assert_close(row, 3 * wanted)
-
-
-def test_an_unmapped_output_of_chunks_is_returned_once():
-    x, constant = torch.ones(5, 2), torch.tensor([1.0, 2.0])
-    result = func.vmap(lambda x: (x * 2, constant), out_dims=(0, None), chunk_size=2)(x)
-    assert_tree(result, (x * 2, constant))
 
 
 def test_chunks_are_called_in_order_and_hold_what_they_should():
