@@ -35,23 +35,6 @@ def with_state(model, params, buffers):
 
 @pytest.mark.parametrize("momentum", MOMENTA)
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_calls_equal_two_calls_of_the_module(kind, momentum):
-    model = net(kind, momentum)
-    pure, before = functional_call(model), snapshot(model)
-    params, buffers = pure.init()
-    given = {name: value.clone() for name, value in {**params, **buffers}.items()}
-    reference, state = copy.deepcopy(model), buffers
-    for seed in range(2):
-        x = data(seed, 4, 1, 5, 5)
-        output, state = pure(params, state, x)
-        torch.testing.assert_close(output, reference(x), **CLOSE)
-        assert_buffers(state, reference, exact=kind == "primitives")
-    assert_untouched(model, before)
-    assert all(torch.equal(value, given[name]) for name, value in {**params, **buffers}.items())
-
-
-@pytest.mark.parametrize("momentum", MOMENTA)
-@pytest.mark.parametrize("kind", KINDS)
 def test_two_training_steps_equal_those_of_the_module_bitwise(kind, momentum):
     model, rate, decay = net(kind, momentum), 0.1, 0.9
     pure = functional_call(model)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from pure_modules import assert_buffers, assert_untouched, data, snapshot
+from pure_modules import CLOSE, assert_buffers, assert_untouched, data, snapshot
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -62,6 +62,8 @@ CASES = {
     "SyncBatchNorm": (lambda: nn.SyncBatchNorm(3), IMAGES),
     "SyncBatchNorm momentum None": (lambda: nn.SyncBatchNorm(3, momentum=None), IMAGES),
     "BatchNorm2d without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), IMAGES),
+    "BatchNorm2d momentum None": (lambda: nn.BatchNorm2d(3, momentum=None), IMAGES),
+    "BatchNorm2d of primitives": (lambda: pr.nn.BatchNorm2d(3), IMAGES),
     "LSTM": (lambda: nn.LSTM(3, 4), X),
     "MultiheadAttention": (lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), X),
     "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 4)), X),
@@ -79,25 +81,14 @@ def test_two_calls_equal_two_calls_of_the_module(case):
     model = make().double()
     pure, before = functional_call(model), snapshot(model)
     params, buffers = pure.init()
-    reference = copy.deepcopy(model)
+    given = copy.deepcopy((params, buffers))
+    reference, state = copy.deepcopy(model), buffers
     for _ in range(2):
-        output, buffers = pure(params, buffers, x)
-        torch.testing.assert_close(output, reference(x), rtol=1e-11, atol=1e-11)
-        assert_buffers(buffers, reference)
+        output, state = pure(params, state, x)
+        torch.testing.assert_close(output, reference(x), **CLOSE)
+        assert_buffers(state, reference)
     assert_untouched(model, before)
-
-
-def test_weight_norm_by_hook_leaves_its_weight_alone():
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        model = nn.utils.weight_norm(nn.Linear(3, 4))
-    before = snapshot(model)
-    pure = functional_call(model)
-    params, buffers = pure.init()
-    params["weight_g"] = 2 * params["weight_g"]
-    output, _ = pure(params, buffers, X.float())
-    torch.testing.assert_close(output - model.bias, 2 * (model(X.float()) - model.bias))
-    model.__dict__["weight"] = before[0][""][0]["weight"]
-    assert_untouched(model, before)
+    torch.testing.assert_close((params, buffers), given, rtol=0, atol=0)
 
 
 def test_buffers_written_in_every_way():
@@ -114,6 +105,7 @@ def test_buffers_written_in_every_way():
     assert [once[name].tolist() for name in ("unseen", "constant", "transient")] == [[1] * 3, [0] * 3, [2] * 3]
     _, twice = pure(params, once, X)
     assert twice["absent"] == X.sum() + 1
+    assert pure(params, {**once, "absent": None}, X)[1]["absent"] == X.sum()
     assert torch.equal(twice["in_place"], 0.9 * X.mean(0) + X.mean(0))
     assert_untouched(model, before)
     assert all(torch.equal(buffers[name], value) for name, value in given.items())
@@ -128,24 +120,6 @@ def test_an_exception_leaves_nothing_behind():
     assert_untouched(model, before)
     assert all(torch.equal(value, torch.zeros_like(value)) for value in buffers.values())
     assert torch.overrides._get_current_function_mode() is None
-
-
-def test_a_buffer_may_be_given_as_none():
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("cache", torch.ones(()))
-
-        def forward(self, x):
-            missing = self.cache is None
-            self.cache = None
-            return x, missing
-
-    pure = functional_call(Cached())
-    (_, missing), buffers = pure(*pure.init(), X)
-    assert not missing
-    assert buffers == {"cache": None}
-    assert pure({}, buffers, X)[0][1]
 
 
 def test_shared_buffers_under_vmap():
@@ -240,16 +214,9 @@ ERRORS = {
     "no module": (lambda: functional_call(3), TypeError, "got int"),
     "parallel": (lambda: functional_call(nn.DataParallel(nn.Linear(1, 1))), TypeError, "got DataParallel"),
     "no dict": (lambda: PURE([], BUFFERS, X), pr.TreeError, "params must be a dict"),
-    "nested": (lambda: PURE({**PARAMS, "0.weight": {}}, BUFFERS, X), pr.DtypeError, "params['0.weight']"),
-    "None": (lambda: PURE({**PARAMS, "0.weight": None}, BUFFERS, X), pr.DtypeError, "got NoneType"),
-    "names": (
-        lambda: PURE({"0.weight": 1, "1.running_mean": 1, "0.weihgt": 1}, {"1.running_mean": 1}, X), pr.TreeError,
-        (
-            "Missing in params: '0.bias', '1.weight', '1.bias'.\n"
-            "Unexpected in params: '1.running_mean' (one of buffers), '0.weihgt'.\n"
-            "Missing in buffers: '1.running_var', '1.num_batches_tracked'."
-        ),
-    ),
+    "nested": (lambda: PURE({**PARAMS, "0.weight": {}}, BUFFERS, X), LeafError, "params['0.weight']"),
+    "kind": (lambda: PURE({**PARAMS, **BUFFERS}, BUFFERS, X), pr.TreeError, "'1.running_mean' (one of buffers)"),
+    "missing": (lambda: PURE(PARAMS, {}, X), pr.TreeError, "Missing in buffers: '1.running_mean'"),
     "shape": (lambda: PURE({**PARAMS, "0.weight": torch.ones(2)}, BUFFERS, X), pr.ShapeError, "params['0.weight']"),
     "dtype": (
         lambda: PURE(PARAMS, {**BUFFERS, "1.running_var": torch.ones(3).double()}, X), pr.DtypeError,
@@ -272,17 +239,6 @@ def test_errors(case):
     assert str(info.value).startswith("functional_call: ")
 
 
-def test_the_pure_function_can_be_checkpointed():
-    pure = functional_call(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double())
-    params, buffers = pure.init()
-    params = {name: (p + 1).requires_grad_() for name, p in params.items()}
-    expected = torch.autograd.grad(pure(params, buffers, X)[0].sum(), list(params.values()))
-    output, new_buffers = checkpoint(pure, params, buffers, X, use_reentrant=False)
-    actual = torch.autograd.grad(output.sum(), list(params.values()))
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-    assert new_buffers["1.num_batches_tracked"] == 1
-
-
 def test_one_function_with_two_names_and_two_forms():
     assert pr.func.functional_call is pr.tracing.functional_call
     model = nn.Linear(3, 3).double()
@@ -292,27 +248,23 @@ def test_one_function_with_two_names_and_two_forms():
     assert repr(functional_call(model, strict=False)) == "functional_call(Linear, strict=False)"
 
 
-class Acting(nn.Module):
-    """Does something to itself first."""
+class Acting(nn.Linear):
+    """Does something to its weight first."""
 
     def __init__(self, act):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("count", torch.zeros(3))
+        super().__init__(3, 3)
         self._act = act
 
     def forward(self, x):
         with torch.no_grad():
-            self._act(self)
-        return x * self.weight + self.count
+            self._act(self.weight)
+        return super().forward(x)
 
 
 PARAMETER_WRITES = {
-    "itself": lambda m: m.weight.add_(1),
-    "detach": lambda m: m.weight.detach().add_(1),
-    "view": lambda m: m.weight.view(-1)[1:].fill_(5),
-    "out": lambda m: torch.add(torch.ones(3), 1, out=m.weight.view(-1)),
-    "list": lambda m: torch._foreach_add_([m.count, m.weight], 1),
+    "itself": lambda weight: weight.add_(1),
+    "detach": lambda weight: weight.detach().add_(1),
+    "view": lambda weight: weight.view(-1)[1:].fill_(5),
 }
 
 
@@ -328,37 +280,11 @@ def under_vmap(pure, params, buffers, x):
 @pytest.mark.parametrize("name", PARAMETER_WRITES)
 def test_a_parameter_that_is_written(name):
     for run in (PureModule.__call__, under_grad, under_vmap):
-        if run is under_vmap and name in ("list", "out"):
-            continue
         module = Acting(PARAMETER_WRITES[name])
-        pure = functional_call(module)
+        pure, before = functional_call(module), snapshot(module)
         with pytest.raises(pr.MutationError, match="writes its parameter 'weight' in place"):
             run(pure, *pure.init(), torch.ones(3))
-        assert torch.equal(module.weight, torch.ones(3))
-
-
-BUFFER_WRITES = {
-    "data": lambda m: m.count.data.add_(1),
-    "view": lambda m: m.count.view(-1).add_(1),
-    "item": lambda m: m.count[1:].__setitem__(slice(None), 7.0),
-    "list": lambda m: torch._foreach_add_([m.count], 1),
-    "out": lambda m: torch.add(m.count, 1, out=m.count),
-    "keyword": lambda m: nn.functional.threshold(m.count.view(3), 1.0, 4.0, inplace=True),
-}
-
-
-@pytest.mark.parametrize("name", BUFFER_WRITES)
-def test_buffers_written_through_views_come_out(name):
-    module = Acting(BUFFER_WRITES[name])
-    pure = functional_call(module)
-    params, buffers = pure.init()
-    output, new_buffers = pure(params, buffers, torch.ones(3))
-    assert torch.equal(buffers["count"], torch.zeros(3))
-    assert torch.equal(module.count, torch.zeros(3))
-    expected = module(torch.ones(3))
-    assert torch.equal(output, expected)
-    assert torch.equal(new_buffers["count"], module.count)
-    assert module.count.sum() > 0
+        assert_untouched(module, before)
 
 
 def test_compiled_by_inductor():

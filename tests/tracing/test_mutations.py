@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.torch_version import TorchVersion
 
 import primitives as pr
 from primitives.core.errors import MissingRuleError, MutationError
-from primitives.tracing import create_joint, functional_call, functionalize_mutations, trace_joint
+from primitives.tracing import create_joint, functional_call, functionalize_mutations
 
 
 def data(*shape, seed=0):
@@ -110,6 +109,18 @@ def test_in_place_is_the_program(name):
         assert torch.equal(value, wanted)
 
 
+def test_writes_to_what_a_new_shape_leaves_out():
+    pure = functionalize_mutations(lambda x: x.mul_(2).resize_(1, 2))
+    x = data(2, 2)
+    memory = x.view(-1)
+    assert pure.in_place(x) is x
+    assert x.shape == (1, 2)
+    assert torch.equal(memory, 2 * data(4))
+    x = (data(2, 2).requires_grad_() * 1).as_strided((2, 2), (2, 1))
+    with pytest.raises(MutationError, match=r"args\[0\] is written to and made smaller"):
+        functionalize_mutations(lambda x: x.mul_(2).as_strided_((1, 2), (2, 1))).in_place(x)
+
+
 def test_the_order_is_that_of_the_leaves():
     def program(tree, *, more):
         for leaf in [*more, *optree.tree_leaves(tree)][::-1]:
@@ -118,7 +129,6 @@ def test_the_order_is_that_of_the_leaves():
     tree = {"b": data(1), "a": [data(1), data(1)]}
     _, mutated = functionalize_mutations(program)(tree, more=(data(2),))
     assert list(mutated) == ["args[0]['a'][0]", "args[0]['a'][1]", "args[0]['b']", "kwargs['more'][0]"]
-    assert optree.tree_leaves(mutated)[0] is mutated["args[0]['a'][0]"]
 
 
 def test_outputs_that_alias_inputs_stay_aliases():
@@ -131,10 +141,6 @@ def test_outputs_that_alias_inputs_stay_aliases():
     assert detached.data_ptr() == x[1].data_ptr()
     assert y_out is y_again is mutated["args[1]"]
     assert part.data_ptr() == y_out[1:].data_ptr()
-    x_out, row, _, y_out, part, _ = pure.in_place(x, y)
-    assert x_out is x
-    assert y_out is y
-    assert part.data_ptr() == y[1:].data_ptr()
 
 
 def test_new_metadata_is_an_alias_of_the_input():
@@ -152,9 +158,6 @@ def test_inputs_that_overlap_are_read_and_not_written():
     assert torch.equal(base, data(6))
     total, mutated = functionalize_mutations(lambda a, b: (a * b[:4]).sum())(base[:4], base[2:])
     assert (total, mutated) == ((base[:4] * base[2:]).sum(), {})
-    within = functionalize_mutations(lambda a, b: pure(a, b)[0])
-    with pytest.raises(MutationError, match="share memory"):
-        within(base[:4], base[2:])
     # Inputs that share a storage and no element, and one tensor in two places, are nothing special.
     assert list(pure(base[:2], base[2:])[1]) == ["args[0]"]
     assert torch.equal(pure(base, base)[0], 2 * base.sum())
@@ -194,24 +197,12 @@ def test_derivatives(name):
         for f in (lambda x, w: functionalize_mutations(program)(x, w)[0], by_hand)
     ]
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_graphs_of_derivatives(name):
-    """The pure form of a derivative has a graph without writes, and so has the pure form inside it, given that."""
-    transform = TRANSFORMS[name]
-    inner = functionalize_mutations(program)
+    # The pure form of a derivative has a graph without writes, and so has the pure form inside it, given that.
+    transform, inner = TRANSFORMS[name], functionalize_mutations(program)
     outer = functionalize_mutations(lambda x, w: transform(lambda x, w: inner(x, w)[0], x.clone(), w.clone()))
     graph = make_fx(outer, tracing_mode="fake")(data(3), data(3, seed=1))
     assert_pure(graph)
-    torch.testing.assert_close(graph(data(3), data(3, seed=1))[0], transform(by_hand, data(3), data(3, seed=1)))
-
-
-def test_a_leaf_that_requires_grad_may_be_written_to():
-    x = data(3).requires_grad_()
-    y, mutated = functionalize_mutations(lambda x: x.mul_(2).sum())(x)
-    assert torch.autograd.grad(y, x, retain_graph=True)[0].tolist() == [2.0] * 3
-    assert torch.autograd.grad(mutated["args[0]"].sum(), x)[0].tolist() == [2.0] * 3
+    torch.testing.assert_close(graph(data(3), data(3, seed=1))[0], results[1])
 
 
 def test_graphs_are_differentiable_where_they_are_traced():
@@ -237,9 +228,7 @@ def test_writes_to_what_is_no_input():
         functionalize_mutations(lambda x: outside[0].zero_()),
     ):
         for call in (pure, make_fx(pure)):
-            with pytest.raises(
-                MutationError, match=r"\[.*\] of torch.float64 that is no input.*test_mutations.py:\d+: "
-            ):
+            with pytest.raises(MutationError, match=r"no input.*test_mutations.py:\d+: "):
                 call(data(2))
     assert torch.equal(outside, data(2))
 
@@ -274,67 +263,126 @@ def test_keep_data_mutations():
         assert row.data_ptr() == x.data_ptr()
 
 
-@pytest.mark.parametrize("make", [torch.nn.BatchNorm1d, pr.nn.BatchNorm1d])
-def test_batch_norm(make):
-    module = make(2, dtype=torch.float64)
-    state = {
-        **{k: v.detach() for k, v in module.named_parameters()},
-        **{k: v.clone() for k, v in module.named_buffers()},
-    }
-    pure = functionalize_mutations(lambda state, x: torch.func.functional_call(module, state, x))
-    y, mutated = pure(state, data(4, 2))
-    graph = make_fx(pure, tracing_mode="fake")(state, data(4, 2))
-    assert_pure(graph)
-    graph_y, graph_mutated = graph(state, data(4, 2))
-    assert torch.equal(y, module(data(4, 2)))
-    assert torch.equal(y, graph_y)
-    assert list(mutated) == [f"args[0]['{name}']" for name in ("num_batches_tracked", "running_mean", "running_var")]
-    for name, buffer in module.named_buffers():
-        assert torch.equal(mutated[f"args[0]['{name}']"], buffer)
-        assert torch.equal(graph_mutated[f"args[0]['{name}']"], buffer)
-    net = functional_call(module)
-    assert_pure(make_fx(functionalize_mutations(net), tracing_mode="fake")(*net.init(), data(4, 2)))
-
-
 def test_with_joint_graphs():
     x = data(3).requires_grad_()
     pure = functionalize_mutations(lambda x: (x.mul_(3), (x * x).sum())[1])
-    _, (g,) = trace_joint(lambda x: pure(x)[0], x, no_tangents=True)((x,))
-    torch.testing.assert_close(g, 18 * x.detach())
     joint = functionalize_mutations(create_joint(lambda x: pure(x)[0], no_tangents=True))
     graph = make_fx(lambda x: joint((x,))[0][1][0], tracing_mode="fake")(x)
     assert_pure(graph)
     torch.testing.assert_close(graph(x), 18 * x.detach())
 
 
-def test_subclasses_among_the_inputs():
-    x = TwoTensor(data(2), data(2, seed=1))
-    row, mutated = functionalize_mutations(lambda x: x.mul_(2)[0])(x)
-    assert torch.equal(mutated["args[0]"].b, 2 * data(2, seed=1))
-    assert torch.equal(x.a, data(2))
-    assert row.b == 2 * x.b[0]
-
-
-def test_constants_from_outside():
-    outside, other = data(2), torch.tensor(2.0, dtype=torch.float64)
-    pure = functionalize_mutations(lambda x: x.add_(outside[0] * outside).mul_(other.item()))
-    graph = make_fx(pure)(data(2))
-    assert_pure(graph)
-    assert torch.equal(graph(data(2))[0], pure(data(2))[0])
-
-
-def test_factories_and_lists_inside_are_free():
+def test_factories_lists_and_constants_inside_are_free():
     def program(x):
         y = torch.zeros(2, dtype=x.dtype)
         y.add_(torch.tensor([1.0, 2.0]))
         z = torch.tensor(3.0)
         z.mul_(2)
         y[0] = z
-        return y + x
+        return y + x * outside[0] * outside
 
+    outside = data(2)
     pure = functionalize_mutations(program)
     assert pure(data(2))[1] == {}
     assert torch.equal(pure(data(2))[0], program(data(2)))
-    graph = make_fx(pure, tracing_mode="fake")(data(2))
+    graph = make_fx(pure)(data(2))
     assert_pure(graph)
     assert torch.equal(graph(data(2))[0], program(data(2)))
+
+
+# Training steps: writes that autograd does not see, optimizers, clips, batch norm.
+
+
+def scale_hidden(w, x):
+    with torch.no_grad():
+        w.mul_(3)
+    return (w * w * x).sum()
+
+
+def clip(w, x):
+    y = (w * x).sum().square()
+    with torch.no_grad():
+        w.clamp_(-0.1, 0.1)
+    w.data.add_(1)
+    w.detach().mul_(2)
+    return y + (w * x).exp().sum()
+
+
+@pytest.mark.parametrize("step", [scale_hidden, clip])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_writes_hidden_from_autograd(step, leaf):
+    """They have no derivative, as in torch: output, gradient and new value are those of the program."""
+    x = data(3, seed=1)
+
+    def given():
+        w = data(3).requires_grad_()
+        return w, w if leaf else w * 1
+
+    w, used = given()
+    y = step(used, x)
+    expected = [y, *torch.autograd.grad(y, w), used]
+    w, used = given()
+    y, mutated = functionalize_mutations(step)(used, x)
+    assert torch.equal(used, data(3))
+    found = [y, *torch.autograd.grad(y, w), mutated["args[0]"]]
+    assert all(map(torch.equal, found, expected))
+    assert not mutated["args[0]"].requires_grad
+    w, used = given()
+    y = functionalize_mutations(step).in_place(used, x)
+    assert all(map(torch.equal, [y, *torch.autograd.grad(y, w), used], expected))
+    graph = make_fx(functionalize_mutations(step), tracing_mode="fake")(used.detach(), x)
+    assert_pure(graph)
+    value, mutated = graph(data(3), x)
+    assert torch.equal(value, expected[0])
+    assert torch.equal(mutated["args[0]"], expected[2])
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_training_step_with_its_optimizer(name, traced):
+    """Forward, backward, two steps and a weight clip: new parameters and batch norm's buffers are those of eager."""
+
+    def model():
+        torch.manual_seed(0)
+        norm = (pr.nn if name == "AdamW" else torch.nn).BatchNorm1d(4)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), norm, torch.nn.Linear(4, 1)).double()
+
+    def step(net, params, state, x):
+        optimizer = OPTIMIZERS[name](list(params.values()))
+        losses = []
+        for _ in range(2):
+            loss = torch.func.functional_call(net, {**params, **state}, (x,)).square().mean()
+            grads = torch.autograd.grad(loss, list(params.values()))
+            for p, g in zip(params.values(), grads, strict=True):
+                p.grad = g
+            optimizer.step()
+            losses.append(loss.detach())
+        with torch.no_grad():
+            params["0.weight"].clamp_(-0.3, 0.3)
+        return losses
+
+    eager, x = model(), data(5, 3)
+    expected = step(eager, dict(eager.named_parameters()), dict(eager.named_buffers()), x)
+    net = model()
+    params, state = dict(net.named_parameters()), dict(net.named_buffers())
+    pure = functionalize_mutations(lambda params, state, x: step(net, params, state, x))
+    if traced:
+        pure = make_fx(pure, tracing_mode="fake")(params, state, x)
+        assert_pure(pure)
+    losses, mutated = pure(params, state, x)
+    torch.testing.assert_close(losses, expected)
+    assert all(torch.equal(value, model().state_dict()[key]) for key, value in net.state_dict().items())
+    for i, named in enumerate((eager.named_parameters(), eager.named_buffers())):
+        for key, value in named:
+            torch.testing.assert_close(mutated[f"args[{i}][{key!r}]"], value.detach())
+
+
+def test_a_module_in_training_has_a_graph_without_writes():
+    net = functional_call(pr.nn.BatchNorm1d(2).double())
+    assert_pure(make_fx(functionalize_mutations(net), tracing_mode="fake")(*net.init(), data(4, 2)))

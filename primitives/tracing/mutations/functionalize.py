@@ -168,10 +168,21 @@ class _Input:
             if self.is_moved or (self.is_reshaped and used.numel() > x.numel()):
                 x.set_(value.detach())  # type: ignore[arg-type] - a tensor is a source too
             elif self.is_reshaped:
+                if self.is_data and used.numel() < x.numel():
+                    self._write_all(value)
                 x.as_strided_(used.shape, used.stride(), x.storage_offset() + used.storage_offset() - self._geometry[2])
             if self.is_data and not self.is_moved:
                 x.copy_(value)
         self.is_back = True
+
+    def _write_all(self, value: Tensor) -> None:
+        """Write the part of the input too that its new shape leaves out: other views of the memory have it."""
+        if value.requires_grad:
+            raise MutationError(
+                f"{_FUNCTION}: {self.label} is written to and made smaller, and the part that its new shape leaves out "
+                "would lose its derivative. Change the shape out of place."
+            )
+        self.x.copy_(value.as_strided(*self._geometry))
 
 
 class _Call(NamedTuple):
