@@ -21,7 +21,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -59,6 +65,15 @@ def node_of(x: Tensor) -> fx.Node:
     """The node that computes `x` in the graph that is recorded."""
     mode: Any = get_proxy_mode()
     return get_proxy_slot(plain(x), mode.tracer).proxy.node
+
+
+def record_as(copy: Tensor, x: Tensor) -> None:
+    """Take `copy`, which was made `unrecorded`, for `x` in the graph that is recorded."""
+    mode: Any = get_proxy_mode()
+    slot = get_proxy_slot(plain(x), mode.tracer)
+    set_proxy_slot(plain(copy), mode.tracer, slot)
+    # Views are of the memory of the copy.
+    slot.proxy.node.meta["val"] = plain(copy)
 
 
 class Lines:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "COPY",
     "SEED",
     "TANGENT",
     "identifier",
@@ -33,8 +32,8 @@ _TAG = "partitioner_tag"
 _ROLE = "joint_role"
 # Name of the cotangent of a loss, and role of its node.
 SEED = "loss_bar"
-# Roles of nodes that stand for a cotangent to come, and for an input.
-TANGENT, COPY = "tangent", "copy"
+# Role of nodes that stand for a cotangent to come.
+TANGENT = "tangent"
 
 
 def identifier(label: str) -> str:
@@ -61,7 +60,7 @@ def writing_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def mark_role(node: fx.Node, role: str) -> None:
-    """Say what a node stands for that a trace has made: `SEED`, `TANGENT` or `COPY`."""
+    """Say what a node stands for that a trace has made: `SEED` or `TANGENT`."""
     node.meta[_ROLE] = role
 
 
@@ -87,11 +86,6 @@ def tidied(
         made[node].meta = {"val": node.meta["val"]}
     for node in module.graph.nodes:
         if node in made:
-            continue
-        if node.meta.get(_ROLE) == COPY:
-            made[node] = made[node.args[0]]
-            # Views are of the memory of the copy.
-            made[node].meta["val"] = node.meta["val"]
             continue
         if pure and _is_identity(node):
             made[node] = made[node.args[0]]

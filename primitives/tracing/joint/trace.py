@@ -15,7 +15,7 @@ from primitives.decompositions import decomposition_table
 from primitives.tracing import torch_private as internals
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.graph.joint_graph import JointGraph
-from primitives.tracing.graph.rewriting import COPY, SEED, TANGENT, identifier, mark_forward, mark_role, tidied
+from primitives.tracing.graph.rewriting import SEED, TANGENT, identifier, mark_forward, mark_role, tidied
 from primitives.tracing.graph.signature import Signature
 from primitives.tracing.joint.create import checked_primals, outside_inference_mode, run_joint
 from primitives.tracing.joint.tangents import match_tangents, require_loss, takes_cotangent
@@ -212,8 +212,9 @@ class _FlatJoint:
             return x
         # A copy has other strides where elements overlap or lie apart; the graph must not come to rely on these.
         is_dense = internals.axis_order(x) is not None
-        copy = x.clone() if self._functionalize and is_dense else torch.ops.aten.alias.default(x)
-        mark_role(internals.node_of(copy), COPY)
+        with internals.unrecorded():
+            copy = x.clone() if self._functionalize and is_dense else torch.ops.aten.alias.default(x)
+        internals.record_as(copy, x)
         return copy
 
     def _is_written(self, x: Tensor, _: Any, version: int, shape: Any, stride: Any) -> bool:
