@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
 DEFAULT_OUT = Path("perf_output") / "result.json"
 DEFAULT_REPORT = Path(__file__).resolve().parent.parent / "docs" / "perf"
@@ -54,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--modes", nargs="+", default=[], metavar="MODE", help="only these modes")
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
     run.add_argument("--seconds", type=float, help="time that the run may take")
-    run.add_argument("--workers", type=int, help="processes that compile")
     run.add_argument("--plan", action="store_true", help="only say what would be measured")
     run.add_argument("--out", type=Path, default=DEFAULT_OUT, help="result file (default: %(default)s)")
     report = commands.add_parser("report", help="write tables and plots")
@@ -66,11 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
     compare.add_argument("--fall", type=_part, default=0.05, help="part of its speed that a row may lose (%(default)s)")
-    compare.add_argument(
-        "--allow-spread",
-        action="store_true",
-        help="let a fall of up to twice that pass if the ranges of the samples of both runs overlap",
-    )
     # The model reads its own arguments.
     commands.add_parser("predict", help="what the time model expects", add_help=False)
     return parser
@@ -88,40 +80,28 @@ def _run(options: argparse.Namespace) -> int:
 
     from perf.suite.plan import Options, make_plan, summary
     from perf.suite.providers import reason_against
-    from perf.suite.results import OK, check_writable
+    from perf.suite.results import OK, check_writable, write_json
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = (tuple(options.only), tuple(options.modes), tuple(options.providers))
-    asked = Options(device, options.quick, *names, options.seconds, options.workers)
+    asked = Options(device, options.quick, *names, options.seconds)
     if options.plan:
         print(summary(make_plan(asked, {name: reason_against(name) for name in asked.names})))
         return 0
+    from perf.suite.report import print_summary
     from perf.suite.run import run
-    from perf.suite.tables import print_summary
 
     check_writable(options.out)
     result = run(asked)
     print_summary(result)
     statuses = {row["status"] for row in result["rows"] if row["provider"] == "primitives"}
+    path = options.out
     if OK not in statuses:
-        path = _write(options.out.with_name(f"{options.out.stem}.failed.json"), result)
-        print(f"No row of this package is right. Written to {path}, {options.out} is left as it was.")
-        return 1
-    print(f"Written to {_write(options.out, result)}.")
-    return 1 if statuses & {"wrong", "error"} else 0
-
-
-def _write(path: Path, result: dict[str, Any]) -> Path:
-    """Write a result to `path`, or where that fails by now, to a temporary place: measuring it again takes minutes."""
-    from perf.suite.results import write_json
-
-    try:
-        write_json(path, result)
-    except OSError as error:
-        print(f"{path} cannot be written: {error}.", file=sys.stderr)
-        path = Path(tempfile.mkdtemp(prefix="perf-result-")) / path.name
-        write_json(path, result)
-    return path
+        path = path.with_name(f"{path.stem}.failed.json")
+        print(f"No row of this package is right: {options.out} is left as it was.")
+    write_json(path, result)
+    print(f"Written to {path}.")
+    return 1 if OK not in statuses or statuses & {"wrong", "error"} else 0
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -136,7 +116,7 @@ def _compare(options: argparse.Namespace) -> int:
     from perf.suite.compare import compare
     from perf.suite.results import load
 
-    comparison = compare(load(options.before), load(options.after), options.fall, allow_spread=options.allow_spread)
+    comparison = compare(load(options.before), load(options.after), options.fall)
     print(comparison.text)
     return 1 if comparison.failed else 0
 

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 from perf.suite.results import OK, SKIPPED, Row, key
 from perf.workloads import OURS
 
-# Where falls within the spread are allowed: one of more than this many times what is flagged fails all the same.
-CERTAIN = 2.0
-
 
 class Comparison(NamedTuple):
     """What came out, in words, and whether the second run is not acceptable."""
@@ -23,17 +20,13 @@ class Comparison(NamedTuple):
     failed: bool
 
 
-def compare(
-    before: dict[str, Any], after: dict[str, Any], fall: float = 0.05, *, allow_spread: bool = False
-) -> Comparison:
+def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -> Comparison:
     """Compare the rows of this package in two results.
 
     Args:
         before: The result to hold on to.
         after: The result in question.
         fall: Part of its speed that a row may lose, by the medians.
-        allow_spread: Whether a row may lose up to `CERTAIN` times that if the 20 % to 80 % ranges of both runs
-            overlap.
     """
     lines = [f"WARNING: {text}" for text in _differences(before, after)]
     failures, kinds = Counter(), Counter()
@@ -48,9 +41,8 @@ def compare(
             continue
         by, change, apart = _change(old, new)
         kinds[by] += 1
-        allowed = allow_spread and not apart and -CERTAIN * fall <= change < 0
         if abs(change) > fall:
-            word = "rose" if change > 0 else "allowed" if allowed else "FELL"
+            word = "rose" if change > 0 else "FELL"
             spread = "" if apart else "; within the spread of both runs: measure again"
             changes.append((change, f"{word:<8}{change:+.1%}  {what}  ({by}{spread})"))
             failures.update([f"fell by more than {fall:.0%}"] if word == "FELL" else [])
@@ -61,9 +53,7 @@ def compare(
     elif not kinds:
         conclusion = "Failed: no row is right in both runs."
     else:
-        allowed = sum(line.startswith("allowed") for _, line in changes)
-        beyond = f" but {allowed} within the spread of both runs, which --allow-spread lets pass" if allowed else ""
-        conclusion = f"Nothing fell by more than {fall:.0%}{beyond}."
+        conclusion = f"Nothing fell by more than {fall:.0%}."
     return Comparison("\n".join([*lines, conclusion]), bool(failures) or not kinds)
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from perf.suite.plan import compile_items
-
 if TYPE_CHECKING:
     from perf.suite.timing import CpuTimer
 
@@ -38,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plan", type=Path, help="file with the plan of a run; `python -m perf run` writes it")
 
 
+def _plan(config: pytest.Config) -> dict[str, Any]:
+    if config.option.plan is None:
+        raise pytest.UsageError("the units of the perf suite are run by `python -m perf run`.")
+    return json.loads(config.option.plan.read_text(encoding="utf-8"))
+
+
 def _gpu(config: pytest.Config) -> str | None:
     return getattr(config, "workerinput", {}).get("gpu")
 
@@ -49,16 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each unit of the plan, and to compile one for each unit and provider."""
-    path = metafunc.config.option.plan
-    if path is None:
-        raise pytest.UsageError("the units of the perf suite are run by `python -m perf run`.")
-    plan = json.loads(path.read_text(encoding="utf-8"))
-    if "provider" in metafunc.fixturenames:
-        items = compile_items(plan)
-        metafunc.parametrize("unit, provider", items, ids=[f"{unit['id']}: {name}" for unit, name in items])
-    elif "unit" in metafunc.fixturenames:
-        metafunc.parametrize("unit", plan["units"], ids=[unit["id"] for unit in plan["units"]])
+    """One test for each unit of the plan."""
+    if "unit" in metafunc.fixturenames:
+        units = _plan(metafunc.config)["units"]
+        metafunc.parametrize("unit", units, ids=[unit["id"] for unit in units])
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +68,6 @@ def worker(pytestconfig: pytest.Config) -> Worker:
 
     # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
     functorch_config.donated_buffer = False
-    path = pytestconfig.option.plan
-    plan = json.loads(path.read_text(encoding="utf-8"))
+    plan = _plan(pytestconfig)
     timer = timing.CudaTimer() if plan["device"] == "cuda" else timing.CpuTimer()
-    return Worker(plan, path.parent, _gpu(pytestconfig), timer, {})
+    return Worker(plan, pytestconfig.option.plan.parent, _gpu(pytestconfig), timer, {})

@@ -1,4 +1,4 @@
-"""What each mode computes, as a step without arguments over one set of tensors.
+"""What each mode computes, as a step without arguments over one set of tensors, and the bytes that it must move.
 
 A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what no derivative is taken of, as running
 statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called, and what of it belongs to the
@@ -10,6 +10,10 @@ step and what is prepared before the clock runs:
     jvp                y and y_dot = df(x_dot, weight_dot, bias_dot)
     hvp                the Hessian of sum(y * y_bar) times (x_dot, weight_dot, bias_dot), and the gradient
     double_backward    cotangents of x, weight and y_bar for one of x_bar; x_bar is there already
+
+The minimum of bytes of a mode reads every full-size operand once and writes every result once, parameters and
+statistics included. A public call may take several operators: `torch.func.jvp` computes y first, and then y_dot from x
+and x_dot, which reads x twice.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
+
+from perf.workloads import ITEMSIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +46,29 @@ OPERANDS = {
     "hvp": ("y_bar", "x_dot"),
     "double_backward": ("y_bar", "x_bar_bar"),
 }
+# Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least: x, y_bar
+# and x_dot are read and y, x_bar and their tangents written, with weight, bias, mean and rstd beside them.
+_PASSES = {
+    "forward": (2, 2, 2),
+    "backward": (3, 3, 2),
+    "jvp": (4, 4, 0),
+    "hvp": (5, 8, 0),
+    "double_backward": (5, 2, 2),
+    "forward_backward": (5, 5, 4),
+}
+# y_bar alone gives x_bar: what is dropped is drawn anew.
+_DROPOUT_PASSES = {"backward": 2, "forward_backward": 4}
+
+
+def minimum_bytes(workload: Workload, mode: str) -> int:
+    """Bytes of `mode` of `workload` at least."""
+    full, params, statistics = _PASSES[mode]
+    if workload.op in {"log_softmax", "dropout"}:
+        passes = _DROPOUT_PASSES.get(mode, full) if workload.op == "dropout" else full
+        return passes * workload.pass_bytes
+    # Statistics are float32.
+    rows = 4 * statistics * (workload.num_elements // workload.num_cols)
+    return full * workload.pass_bytes + params * workload.num_params * ITEMSIZES[workload.param_dtype] + rows
 
 
 @dataclass(frozen=True)

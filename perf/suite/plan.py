@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Seconds of a run, by device and whether it is quick.
 SECONDS = {("cuda", False): 510.0, ("cuda", True): 92.0, ("cpu", False): 165.0, ("cpu", True): 90.0}
-# Of a run on a GPU, what goes to compiling in parallel before anything is measured.
-COMPILE_SHARE = 0.4
 # Of a run on a CPU, seconds of the bench of the front end's overhead, and their share at most.
 OVERHEAD_SECONDS, OVERHEAD_SHARE = 40.0, 0.25
 # Of a tensor; the targets speak of these, smaller ones are bound by launches and caches.
@@ -50,7 +48,6 @@ class Options:
         modes: Modes.
         providers: Providers.
         seconds: Time that the run may take.
-        workers: Processes that compile.
     """
 
     device: str
@@ -59,7 +56,6 @@ class Options:
     modes: tuple[str, ...] = ()
     providers: tuple[str, ...] = ()
     seconds: float | None = None
-    workers: int | None = None
 
     @property
     def total_seconds(self) -> float:
@@ -85,8 +81,6 @@ class Options:
                 raise OptionError(f"--{name} must be among {', '.join(known)}, got {', '.join(unknown)}.")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise OptionError(f"--seconds must be a finite number above 0, got {self.seconds:g}.")
-        if self.workers is not None and self.workers < 1:
-            raise OptionError(f"--workers must be at least 1, got {self.workers}.")
 
 
 def find(key: str, device: str) -> Either:
@@ -167,7 +161,7 @@ def _wanted(key: str, only: Sequence[str]) -> bool:
 
 
 def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -> Unit:
-    """The record of a unit, which becomes part of its rows, and whose first calls are worth a phase of their own."""
+    """The record of a unit, which becomes part of its rows."""
     telling = getattr(workload, "telling", False) and mode in w.BASIC_MODES
     left_out = [name for name in names if name == w.TUNED and not telling and not options.providers]
     unit: Unit = {"id": f"{workload.key}: {mode}", "workload": workload.key, "name": workload.name, "mode": mode}
@@ -178,22 +172,15 @@ def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -
         layout = "channels_last" if workload.channels_last else ""
         unit |= {"op": workload.op, "shape": list(workload.shape), "dtype": workload.dtype, "layout": layout}
         unit["columns"] = workload.num_cols
-    taking_part = [n for n in names if n not in left_out and (unit["op"] == "layer_norm" or n not in w.LIBRARIES)]
-    slow = taking_part if options.device == "cuda" else []
     unit["left_out"] = dict.fromkeys(left_out, (SKIPPED, NOT_TUNED))
-    unit["taking_part"] = taking_part
-    unit["compiling"] = [name for name in slow if name not in {w.EAGER, "apex"}]
+    unit["taking_part"] = [
+        n for n in names if n not in left_out and (unit["op"] == "layer_norm" or n not in w.LIBRARIES)
+    ]
     return unit
 
 
-def compile_items(plan: dict[str, Any]) -> list[tuple[Unit, str]]:
-    """Units and providers to compile, in order: whoever tunes for long comes when the others are done."""
-    items = [(unit, name) for unit in plan["units"] for name in unit["compiling"]]
-    return sorted(items, key=lambda item: item[1] == w.TUNED)
-
-
 def summary(plan: dict[str, Any]) -> str:
-    """How many units and first calls a plan has, and which workloads have more than the basic modes, in lines."""
+    """How many units a plan has, and which workloads have more than the basic modes, in lines."""
     units = plan["units"]
 
     def counted(values: Sequence[str]) -> str:
@@ -208,7 +195,6 @@ def summary(plan: dict[str, Any]) -> str:
     lines = [
         f"{len(units)} units of {len(modes)} workloads: {counted([unit['mode'] for unit in units])}",
         f"providers, with their units: {counted([name for unit in units for name in unit['taking_part']])}",
-        f"first calls to compile: {counted([name for _, name in compile_items(plan)]) or 'none'}",
     ]
     for found in sorted(keys, key=lambda found: (-len(found), found)):
         lines += [f"{', '.join(found)}:", *(f"  {key}" for key in keys[found])]

@@ -1,41 +1,46 @@
-"""The report of a result: a page of tables, the plots beside it, and the result itself."""
+"""The report of a result: what a run prints, and a page of tables with plots and the result itself beside it."""
 
 from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from perf.suite import targets
-from perf.suite.bytes import is_multi_pass, passes_of
-from perf.suite.plan import find
-from perf.suite.plots import bandwidth_plot, speedup_plot
 from perf.suite.results import OK, SKIPPED, WRONG, check_writable, load, write_json
-from perf.suite.tables import FASTEST, by_case, means, speedup
-from perf.workloads import OURS, TRAINING, Workload
+from perf.suite.targets import FASTEST, by_case, is_gpu, speedup, speedups, verdicts
+from perf.workloads import CHANNEL_OPS, OURS, PROVIDERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from perf.model import Device
-    from perf.suite.results import Row
-    from perf.suite.tables import Case
+    from matplotlib.axes import Axes
 
-# Smaller copies have a part in caches, and of their launches.
-LARGE_BYTES = 256e6
-# Where what a launch takes is looked up: no run measures it.
-DESCRIBED = "h200"
+    from perf.suite.results import Row
+    from perf.suite.targets import Case
+
+DPI = 150
+# Readable with every common kind of color blindness, and apart in gray.
+_SHADES = ("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#c0392b", "#7d4fa3", "#8c6d46", "#777777")
+COLORS = dict(zip(PROVIDERS, _SHADES, strict=True)) | {FASTEST: "#c0392b", "copy": "#999999"}
 _BASIS = """
 A target is met if every shape of the suite that it speaks of was measured and reaches it, and not met if one does \
 not, or is wrong or fails."""
-_COPY_BASIS = """\
-Copy speed by *minimum bytes* credits each operand once and each result once; a JVP takes two operators, which read x \
-twice, so that 0.80 is the most it can reach on rows. *Its own passes* are credited where one kernel cannot do: batch \
-norm needs all of a channel for its sums before it can write any of it, in training and in the backward of its \
-evaluation, and derivatives of second order are made of several operators. The passes are those that the kernels are \
-declared to make, to which the byte gate holds them:
-"""
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """Print the means, and everything of this package that is not right."""
+    print(f"{result['device']['name']}: {len(result['rows'])} rows in {result['seconds']['total']:.0f} s")
+    print(f"{'mode':<18}{'against':<28}{'speed-up':>9}{'least':>7}{'cases':>7}")
+    for (mode, against), values in speedups(result).items():
+        print(f"{mode:<18}{against:<28}{statistics.geometric_mean(values):>9.2f}{min(values):>7.2f}{len(values):>7}")
+    for row in result["rows"]:
+        if row["provider"] == OURS and row["status"] not in {OK, SKIPPED}:
+            print(f"{row['status'].upper()}: {row['workload']}: {row['mode']}: {row['message']}")
+    print(", ".join(f"{count} {status}" for status, count in Counter(row["status"] for row in result["rows"]).items()))
+    if not result["complete"]:
+        print("The run is not complete: see the rows that are skipped.")
 
 
 def write_report(path: Path, directory: Path) -> Path:
@@ -45,71 +50,20 @@ def write_report(path: Path, directory: Path) -> Path:
         ResultError: If there is no result file of this schema, or nothing can be written into the directory.
     """
     result = load(path)
-    name = "cpu"
-    if _is_gpu(result):
-        name = re.sub(r"[^a-z0-9]+", "-", result["device"]["name"].lower()).strip("-")
+    device = result["device"] or {"name": "no device"}
+    name = re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-") if is_gpu(result) else "cpu"
     check_writable(directory / f"{name}.json")
     write_json(directory / f"{name}.json", result)
-    figures = [
-        speedup_plot(result, directory / f"{name}-speedup.png"),
-        *(
-            bandwidth_plot(result, mode, directory / f"{name}-{mode.replace('_', '-')}.png")
-            for mode in dict.fromkeys(row["mode"] for row in result["rows"])
-        ),
-    ]
-    device = describe_device(result)
-    if device is not None:
-        from perf.model import write_device
-
-        write_device(directory / f"{name}-device.json", device)
+    figures = [_speedup_plot(result, directory / f"{name}-speedup.png")]
+    for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
+        figures.append(_bandwidth_plot(result, mode, directory / f"{name}-{mode.replace('_', '-')}.png"))
     page = directory / f"{name}.md"
-    lines = _page(result, [figure.name for figure in figures if figure is not None], device)
+    lines = _page(result, [figure.stem for figure in figures if figure is not None])
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return page
 
 
-def _is_gpu(result: dict[str, Any]) -> bool:
-    return bool(result["device"]) and result["device"]["type"] == "cuda"
-
-
-def describe_device(result: dict[str, Any]) -> Device | None:
-    """The device of a result as the time model takes it; None for a CPU, an unknown chip, and without triton."""
-    try:
-        from perf import model
-        from triton_kernels import launch
-    except ImportError:
-        return None
-    found = result["device"] or {}
-    chip = "sm_" + found.get("capability", "").replace(".", "")
-    copies = [(int(size), one["copy_gbps"]) for sizes in result["calibration"].values() for size, one in sizes.items()]
-    speeds = [speed for size, speed in copies if size >= LARGE_BYTES]
-    if chip not in launch.CHIPS or not speeds:
-        return None
-    created = f"measured by `python -m perf run` on {result['created'][:10]}"
-    return model.Device(
-        found["name"],
-        chip,
-        model.Value(statistics.median(speeds) * 1e9, True, f"{created}: median of {len(speeds)} large copies"),
-        model.read_device(DESCRIBED).launch_seconds,
-        model.Value(found["l2_bytes"], True, created),
-        model.Value(found["processors"], True, created),
-    )
-
-
-def _predicted(row: Row, device: Device | None) -> float | None:
-    """Microseconds that the model expects of a case: what is read again comes from the cache if it fits."""
-    try:
-        workload = find(row["workload"], "cuda")
-    except KeyError:
-        return None
-    if device is None or not isinstance(workload, Workload) or row["mode"] == TRAINING:
-        return None
-    from perf import model
-
-    return model.predict(workload, row["mode"], device).cached_us
-
-
-def _page(result: dict[str, Any], figures: list[str], device: Device | None) -> Iterator[str]:
+def _page(result: dict[str, Any], figures: list[str]) -> Iterator[str]:
     yield f"# Measured on {(result['device'] or {'name': 'no device'})['name']}\n"
     yield (
         "Written by `python -m perf report`; [performance.md](../performance.md) says how it is measured and what the "
@@ -117,54 +71,45 @@ def _page(result: dict[str, Any], figures: list[str], device: Device | None) -> 
     )
     yield from _circumstances(result)
     yield "\n## Targets\n\n| target | figure | |\n|---|---|---|"
-    for verdict in targets.verdicts(result):
+    for verdict in verdicts(result):
         yield f"| {verdict.target} | {verdict.figure} | {verdict.text} |"
     yield _BASIS
-    if _is_gpu(result):
-        yield _COPY_BASIS
-        yield from _passes(result)
     yield "\n## Speed-ups\n\nGeometric means over the cases in which both sides are right, and the least of them.\n"
     yield "| mode | against | mean | least | cases |\n|---|---|---|---|---|"
-    for mode, against, mean, least, count in means(result):
+    for (mode, against), values in speedups(result).items():
         name = "fastest of all others" if against == FASTEST else against
-        yield f"| {mode} | {name} | {mean:.2f} | {least:.2f} | {count} |"
-    for name in figures:
-        yield f"\n![{name.removesuffix('.png')}]({name})"
-    yield from _cases(result, device)
+        yield f"| {mode} | {name} | {statistics.geometric_mean(values):.2f} | {min(values):.2f} | {len(values)} |"
+    yield from (f"\n![{name}]({name}.png)" for name in figures)
+    yield from _cases(result)
     yield from _failures(result)
-    yield from _overhead(result)
-
-
-def _passes(result: dict[str, Any]) -> Iterator[str]:
-    """Least passes over tensors of full size, and the range of those that the kernels make."""
-    made: dict[tuple[str, str], list[float]] = {}
-    for row in result["rows"]:
-        if row["provider"] == OURS and row["kernel_bytes"]:
-            passes = passes_of(row["op"], row["mode"]).full * row["kernel_bytes"] / row["minimum_bytes"]
-            made.setdefault((row["op"], row["mode"]), []).append(passes)
-    yield "| op | mode | minimum passes | its own | judged by |\n|---|---|---|---|---|"
-    for (op, mode), found in made.items():
-        own = " to ".join(dict.fromkeys(f"{value:.1f}".removesuffix(".0") for value in (min(found), max(found))))
-        judged = "its own passes" if is_multi_pass(op, mode) else "minimum bytes"
-        yield f"| {op.replace('_', ' ')} | {mode} | {passes_of(op, mode).full} | {own} | {judged} |"
+    if result["overhead"]:
+        yield "\n## Overhead of the front end\n"
+        yield "Time of a call over that of the same through `torch.library.custom_op`.\n"
+        yield "| what | ratio | p20 to p80 | limit | |\n|---|---|---|---|---|"
+        for name, found in result["overhead"]["modes"].items():
+            spread = f"{found['ratio_p20']:.2f} to {found['ratio_p80']:.2f}"
+            verdict = "ok" if found["ratio"] <= found["limit"] else "MISSED"
+            yield f"| {name} | {found['ratio']:.2f} | {spread} | {found['limit']:.1f} | {verdict} |"
 
 
 def _circumstances(result: dict[str, Any]) -> Iterator[str]:
-    environment, device = result["environment"] or {}, result["device"] or {}
+    environment, package = result["environment"] or {}, result["package"]
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
     yield f"{result['created'][:10]}, Python {environment.get('python')}, {packages}."
     cores = f"{environment.get('threads')} threads on {environment.get('cores')} cores"
-    clock = "" if _is_gpu(result) else f", timed in {environment.get('clock')}"
+    clock = "" if is_gpu(result) else f", timed in {environment.get('clock')}"
     seconds = result["seconds"]["total"]
     yield f"Processor: {cores} ({environment.get('processor')}){clock}. The run took {seconds:.0f} s."
-    yield _package(result["package"])
-    gpus = device.get("gpus", [])
-    if len(gpus) > 1:
+    revision = "not from a checkout" if package["revision"] is None else f"revision {package['revision'][:12]}"
+    changed = " with changes that are not committed" if package["dirty"] else ""
+    yield f"Package: version {package['version']}, {revision}{changed}."
+    if len(gpus := (result["device"] or {}).get("gpus", [])) > 1:
         yield f"Measured on {len(gpus)} GPUs of this kind ({', '.join(gpus)}); each row of the data says on which."
     for gpu, asked in result["clocks"].items():
-        sm, memory = (_span([sample[name] for sample in asked]) for name in ("clocks.sm", "clocks.mem"))
-        yield f"GPU {gpu}: driver {asked[0]['driver_version']}, SM clock {sm}, memory {memory}."
-    if _is_gpu(result) and not result["clocks"]:
+        sm, memory = (sorted(float(s[name].split()[0]) for s in asked) for name in ("clocks.sm", "clocks.mem"))
+        clocks = f"SM clock {sm[0]:g} to {sm[-1]:g} MHz, memory {memory[0]:g} to {memory[-1]:g} MHz"
+        yield f"GPU {gpu}: driver {asked[0]['driver_version']}, {clocks}."
+    if is_gpu(result) and not result["clocks"]:
         yield "Clocks: not known, NVML could not be asked."
     missing = [f"{name} ({reason})" for name, reason in result["providers"].items() if reason]
     if missing:
@@ -173,26 +118,12 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
         yield "The run is not complete: cases without a row below were not reached."
 
 
-def _package(package: dict[str, Any] | None) -> str:
-    if not package:
-        return "Version of the package: not known."
-    if package["revision"] is None:
-        return f"Package: version {package['version']}, not from a checkout."
-    changed = " with changes that are not committed" if package["dirty"] else ""
-    return f"Package: version {package['version']}, revision {package['revision'][:12]}{changed}."
-
-
-def _span(clocks: list[str]) -> str:
-    """The range of clocks such as `1980 MHz`, in the order of their numbers."""
-    numbers = sorted(float(clock.split()[0]) for clock in clocks)
-    return f"{numbers[0]:g} to {numbers[-1]:g} MHz"
-
-
-def _cases(result: dict[str, Any], device: Device | None) -> Iterator[str]:
+def _cases(result: dict[str, Any]) -> Iterator[str]:
     """One table for each mode, one line for each workload."""
     cases = by_case(result["rows"])
-    columns = _DEVICE_COLUMNS if any(row["device_us"] for row in result["rows"]) else _CALL_COLUMNS
+    on_device = any(row["device_us"] for row in result["rows"])
     others = [name for name, reason in result["providers"].items() if name != OURS and not reason]
+    columns = ["us", "p20 to p80", "GB/s", "of copy", *(("call us", "launches", "peak MB") if on_device else ())]
     headings = ["workload", *columns, *(f"against {name}" for name in others), "error"]
     for mode in dict.fromkeys(mode for _, mode in cases):
         yield f"\n## {mode}\n"
@@ -200,12 +131,17 @@ def _cases(result: dict[str, Any], device: Device | None) -> Iterator[str]:
         for (workload, other), case in cases.items():
             if other == mode and OURS in case and case[OURS]["status"] != SKIPPED:
                 row = case[OURS]
-                cells = [row["status"]] + [""] * (len(columns) - 1)
-                if row["status"] == OK:
-                    row = {**row, "predicted": _predicted(row, device)}
-                    cells = [cell(row) for cell in columns.values()]
-                cells += [_other(case, name) for name in others]
+                cells = _cells(row)[: len(columns)] if row["status"] == OK else [row["status"]]
+                cells += [""] * (len(columns) - len(cells)) + [_other(case, name) for name in others]
                 yield "| " + " | ".join([workload, *cells, _number(row["error"], ".1e")]) + " |"
+
+
+def _cells(row: Row) -> list[str]:
+    """The figures of a row of this package, those of a device last."""
+    times = _times(row)
+    cells = [f"{times['median']:.1f}", f"{times['p20']:.1f} to {times['p80']:.1f}", _number(row["gbps"], ".1f")]
+    cells += [_number(row["fraction_of_copy"], ".2f"), f"{row['call_us']['median']:.1f}"]
+    return [*cells, _number(row["launches"], "d"), _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f")]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -215,26 +151,6 @@ def _number(value: float | None, form: str) -> str:
 def _times(row: Row) -> dict[str, float]:
     """The times by which a row is compared: of the device where it has them, else of the call."""
     return row["device_us"] or row["call_us"]
-
-
-# Columns of the tables and what stands in them.
-_CALL_COLUMNS = {
-    "us": lambda row: _number(_times(row)["median"], ".1f"),
-    "p20 to p80": lambda row: f"{_times(row)['p20']:.1f} to {_times(row)['p80']:.1f}",
-    "GB/s": lambda row: _number(row["gbps"], ".1f"),
-    "of copy": lambda row: _number(row["fraction_of_copy"], ".2f"),
-}
-_DEVICE_COLUMNS = {
-    "us": _CALL_COLUMNS["us"],
-    "p20 to p80": _CALL_COLUMNS["p20 to p80"],
-    "call us": lambda row: _number(row["call_us"]["median"], ".1f"),
-    "GB/s": lambda row: _number(row["gbps"], ".0f"),
-    "of copy": _CALL_COLUMNS["of copy"],
-    "by own passes": lambda row: _number(row["kernel_fraction"], ".2f"),
-    "predicted us": lambda row: _number(row["predicted"], ".1f"),
-    "launches": lambda row: _number(row["launches"], "d"),
-    "peak MB": lambda row: _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f"),
-}
 
 
 def _other(case: Case, name: str) -> str:
@@ -277,13 +193,83 @@ def _wrong(rows: list[Row]) -> str:
     return f"off by up to {worst['error']:.1e} of the largest value, at most {worst['tolerance']:.0e} is right"
 
 
-def _overhead(result: dict[str, Any]) -> Iterator[str]:
-    """The front-end overhead bench of a CPU run."""
-    if result["overhead"]:
-        yield "\n## Overhead of the front end\n"
-        yield "Time of a call over that of the same through `torch.library.custom_op`.\n"
-        yield "| what | ratio | p20 to p80 | limit | |\n|---|---|---|---|---|"
-        for name, found in result["overhead"]["modes"].items():
-            spread = f"{found['ratio_p20']:.2f} to {found['ratio_p80']:.2f}"
-            verdict = "ok" if found["ratio"] <= found["limit"] else "MISSED"
-            yield f"| {name} | {found['ratio']:.2f} | {spread} | {found['limit']:.1f} | {verdict} |"
+# Plots.
+
+
+def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
+    """Minimum bytes over time against columns, one panel for each op; None where nothing has a bandwidth."""
+    from matplotlib.figure import Figure
+
+    rows = [r for r in result["rows"] if r["mode"] == mode and r["status"] == OK and r["gbps"] is not None]
+    if not (ops := list(dict.fromkeys(row["op"] for row in rows))):
+        return None
+    figure = Figure(figsize=(3.6 * len(ops) + 1.0, 4.2), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+    for op, panel in zip(ops, panels, strict=True):
+        _bandwidth_panel(panel, op, [row for row in rows if row["op"] == op])
+    # Once all panels are drawn: a limit that is set ends the search for the others.
+    panels[0].set_ylim(bottom=0)
+    time = "device time" if any(row["device_us"] for row in rows) else "call time"
+    panels[0].set_ylabel(f"GB/s (minimum bytes over {time})")
+    handles = {label: h for p in panels for h, label in zip(*p.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(f"{mode.replace('_', ' ')} on {result['device']['name']}", fontsize=12)
+    figure.savefig(path)
+    return path
+
+
+def _bandwidth_panel(panel: Axes, op: str, rows: list[Row]) -> None:
+    def middle(points: list[Row], what: str) -> tuple[list[int], list[float]]:
+        # Workloads of one length differ in rows and dtype: the line goes through their middle.
+        columns = sorted({row["columns"] for row in points})
+        return columns, [statistics.median(row[what] for row in points if row["columns"] == c) for c in columns]
+
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        own = [row for row in rows if row["provider"] == name]
+        style = {"color": COLORS[name], "zorder": 3 if name == OURS else 2}
+        panel.plot(*middle(own, "gbps"), linewidth=1.4 if name == OURS else 0.9, alpha=0.7, label=name, **style)
+        for row in own:
+            panel.plot(row["columns"], row["gbps"], "s" if row["layout"] else "o", markersize=4.5, **style)
+    panel.plot(*middle(rows, "copy_gbps"), "--_", color=COLORS["copy"], zorder=1, label="copy of as many bytes")
+    if any(row["layout"] for row in rows):
+        panel.plot([], [], "s", color="#444444", markersize=5, label="channels_last")
+    panel.set_xscale("log", base=2)
+    if len(columns := {row["columns"] for row in rows}) == 1:
+        panel.set_xlim(min(columns) / 2, min(columns) * 2)
+    panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
+    panel.set_title(op.replace("_", " "), fontsize=10)
+    panel.grid(alpha=0.25)
+
+
+def _speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
+    """Bars of geometric means for each mode, and a dot for each case; None where there is nothing to compare with."""
+    from matplotlib.figure import Figure
+
+    found = speedups(result)
+    modes, sides = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
+    if not sides:
+        return None
+    figure = Figure(figsize=(min(max(0.55 * len(modes) * len(sides) + 2, 6.4), 12), 4.4), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(sides)
+    for (mode, against), values in found.items():
+        place, mean = modes.index(mode) - 0.4 + width * (sides.index(against) + 0.5), statistics.geometric_mean(values)
+        # Bars begin at one: above it this package is faster.
+        axes.bar(place, mean - 1, width * 0.9, bottom=1.0, color=COLORS[against], alpha=0.85)
+        axes.plot([place] * len(values), values, ".", color="#222222", markersize=3.5, alpha=0.55)
+        # In one line at the foot, where no dot hides them.
+        axes.text(place, 0.015, f"{mean:.2f}", transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
+    for against in sides:
+        name = "fastest of all others" if against == FASTEST else against
+        axes.bar(0, 0, bottom=1.0, color=COLORS[against], label=f"against {name}")
+    axes.axhline(1.0, color="#444444", linewidth=1)
+    axes.set_yscale("log", base=2)
+    axes.margins(y=0.12)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(range(len(modes)), [mode.replace("_", "\n") for mode in modes])
+    axes.set_ylabel("times as fast (bar: geometric mean)")
+    axes.set_title(f"primitives against others on {result['device']['name']}", fontsize=12)
+    axes.grid(axis="y", alpha=0.25)
+    figure.legend(loc="outside lower center", ncols=len(sides), frameon=False, fontsize=9)
+    figure.savefig(path)
+    return path

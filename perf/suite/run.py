@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from filelock import FileLock
 
-from perf.suite import machine
-from perf.suite.plan import COMPILE_SHARE, OVERHEAD_SECONDS, OVERHEAD_SHARE, Options, compile_items, make_plan
+from perf.suite import results
+from perf.suite.plan import OVERHEAD_SECONDS, OVERHEAD_SHARE, Options, make_plan
 from perf.suite.providers import reason_against
 from perf.suite.results import ERROR, OUT_OF_TIME, SCHEMA, SKIPPED, out_of_time, row_for, write_json
-from perf.workloads import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
     from perf.suite.plan import Unit
     from perf.suite.results import Row
 
-MAX_COMPILERS = 16
-# A unit that takes longer hangs, or had better: pytest-timeout ends its process.
-LIMIT_SECONDS = 90
+# A unit that takes longer, with all that it compiles, hangs, or had better: pytest-timeout ends its process.
+LIMIT_SECONDS = 300
 
 
 def doing_file(directory: Path, unit: Unit) -> Path:
@@ -65,7 +63,6 @@ class Collector:
         self.plan, self.directory = plan, directory
         self.rows: dict[str, list[Row]] = {}
         self.reported: dict[str, Any] = {"calibration": {}, "clocks": {}, "overhead": None}
-        self._compiled: set[str] = set()
         self._owned: list[str] = []
         self._failed: dict[str, str] = {}
 
@@ -85,9 +82,7 @@ class Collector:
         item, found = _item(report.nodeid), dict[str, Any](report.user_properties)
         if report.when != "call":
             return
-        if "test_compile[" in report.nodeid:
-            self._compiled |= set() if report.skipped else {item}
-        elif "overhead" in found:
+        if "overhead" in found:
             self.reported["overhead"] = found["overhead"]
         elif "rows" in found:
             self.rows[item] = found["rows"]
@@ -102,34 +97,19 @@ class Collector:
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, sched: Any) -> None:
         """Note who was under way where a worker died, and have the unit measured again without it."""
-        item = _item(crashitem)
-        died = f"the process died in it, or it took more than {LIMIT_SECONDS} s"
-        for unit, name in compile_items(self.plan):
-            if "test_compile[" in crashitem and item == f"{unit['id']}: {name}":
-                self._exclude(unit, name, ERROR, f"first call: {died}")
         for unit in self.plan["units"]:
-            if "test_unit[" in crashitem and item == unit["id"]:
-                doing = doing_file(self.directory, unit)
+            if _item(crashitem) == unit["id"]:
+                died = f"the process died in it, or it took more than {LIMIT_SECONDS} s"
+                doing, against = doing_file(self.directory, unit), read_against(self.directory, unit)
                 name = doing.read_text(encoding="utf-8") if doing.exists() else ""
-                self._failed[item] = died
+                self._failed[unit["id"]] = died
                 # Whoever dies without a name may do so once.
-                if name not in read_against(self.directory, unit):
-                    self._exclude(unit, name, ERROR, died)
+                if name not in against:
+                    write_json(_against_file(self.directory, unit), against | {name: (ERROR, died)})
                     sched.mark_test_pending(crashitem)
 
-    def _exclude(self, unit: Unit, name: str, status: str, message: str) -> None:
-        against = read_against(self.directory, unit) | {name: (status, message)}
-        write_json(_against_file(self.directory, unit), against)
-
-    def exclude_what_is_not_compiled(self) -> None:
-        """Have the measurements go without first calls that would take long. Those of this package do not."""
-        for unit, name in compile_items(self.plan):
-            known = name == OURS or name in read_against(self.directory, unit)
-            if not known and f"{unit['id']}: {name}" not in self._compiled:
-                self._exclude(unit, name, SKIPPED, f"{OUT_OF_TIME}: not compiled in time; see --seconds")
-
     def all_rows(self) -> Iterator[Row]:
-        """Every row of the plan; who did not report one is in a row that says why."""
+        """The rows of every unit, those that no test reported included."""
         for unit in self.plan["units"]:
             failed = self._failed.get(unit["id"])
             why = (ERROR, failed) if failed else (SKIPPED, f"{OUT_OF_TIME}: the run ended before this unit did")
@@ -153,13 +133,12 @@ def run(options: Options) -> dict[str, Any]:
     # pytest could only say so once it runs.
     for name in ("xdist", "pytest_timeout"):
         importlib.import_module(name)
-    device, package = machine.describe(options.device), machine.package()
+    device, package = results.describe(options.device), results.package()
     plan = make_plan(options, {name: reason_against(name) for name in options.names})
     plan["gpus"] = device.get("gpus", [])
     reserved = min(OVERHEAD_SECONDS, OVERHEAD_SHARE * options.total_seconds) if plan["overhead"] else 0.0
     plan["deadline"] = start + options.total_seconds - reserved
-    plan["compile_deadline"] = start + COMPILE_SHARE * options.total_seconds
-    compiled, status = start, pytest.ExitCode.INTERRUPTED
+    status: int | pytest.ExitCode = pytest.ExitCode.INTERRUPTED
     with contextlib.ExitStack() as stack:
         for gpu in sorted(plan["gpus"]):
             # Other runs of this user wait.
@@ -168,16 +147,9 @@ def run(options: Options) -> dict[str, Any]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perf-run-")))
         write_json(directory / "plan.json", plan)
         collector = Collector(plan, directory)
-        _prepare_environment()
+        _end_as_ctrl_c_does()
         with contextlib.suppress(KeyboardInterrupt):
-            if plan["gpus"] and (items := len(compile_items(plan))):
-                workers = options.workers or max(1, min(machine.usable_cores() - 1, MAX_COMPILERS))
-                if _pytest(collector, min(workers, items), "test_compile") == pytest.ExitCode.INTERRUPTED:
-                    raise KeyboardInterrupt
-                compiled = time.time()
-            collector.exclude_what_is_not_compiled()
-            tests = ["test_unit", "test_overhead"] if plan["overhead"] else ["test_unit"]
-            status = _pytest(collector, max(len(plan["gpus"]), 1), *tests)
+            status = _pytest(collector, "test_unit", *(["test_overhead"] if plan["overhead"] else []))
     if status == pytest.ExitCode.INTERRUPTED:
         print("Stopped: what was measured is kept.", file=sys.stderr)
     rows = list(collector.all_rows())
@@ -188,29 +160,26 @@ def run(options: Options) -> dict[str, Any]:
         "complete": status != pytest.ExitCode.INTERRUPTED and not any(map(out_of_time, rows)),
         "package": package,
         "device": device,
-        "environment": machine.environment(),
+        "environment": results.environment(),
         "providers": plan["available"],
         **collector.reported,
         "rows": rows,
-        "seconds": {"total": round(time.time() - start, 1), "compile": round(compiled - start, 1)},
+        "seconds": {"total": round(time.time() - start, 1)},
     }
 
 
-def _prepare_environment() -> None:
-    """Have every request to end count as Ctrl-C, and workers load what they need alone."""
+def _end_as_ctrl_c_does() -> None:
+    """Have every request to end count as Ctrl-C; what is ignored, as by nohup, stays ignored."""
     for name in ("SIGTERM", "SIGHUP"):
-        # What is ignored, as by nohup, stays ignored.
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
-    # Inductor's own pools of compilers would multiply with the workers.
-    for name in ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "TORCHINDUCTOR_COMPILE_THREADS"):
-        os.environ.setdefault(name, "1")
 
 
-def _pytest(collector: Collector, workers: int, *tests: str) -> int | pytest.ExitCode:
+def _pytest(collector: Collector, *tests: str) -> int | pytest.ExitCode:
     """A session over some of the tests; settings and plug-ins of the project's own tests stay out of it."""
-    here = Path(__file__).parent
+    os.environ.setdefault("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    here, workers = Path(__file__).parent, max(len(collector.plan["gpus"]), 1)
     arguments = [
         *(f"{here / 'test_suite.py'}::{test}" for test in tests),
         *("-c", os.devnull, "--rootdir", str(here), "-p", "no:cacheprovider", "-p", "no:warnings", "-v", "--tb=short"),

@@ -1,4 +1,4 @@
-"""The targets, and what a result says of each: met, not met, or not measured.
+"""Speed-ups of a result, and what it says of each target: met, not met, or not measured.
 
 A target speaks of the suite: of the shapes and modes that a full run plans to measure (`perf.suite.plan.suite`), and of
 those beyond it that a run was asked for and has. It is met if every one of them was measured and reaches it; it is not
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perf.suite.bytes import is_multi_pass
 from perf.suite.plan import LARGE_BYTES, find, suite
-from perf.suite.results import OK, SKIPPED, geometric_mean, out_of_time
-from perf.suite.tables import FASTEST, by_case, speedup
-from perf.workloads import COMPILED, EAGER, OURS, PROVIDERS, TRAINING, Workload
+from perf.suite.results import OK, SKIPPED, out_of_time
+from perf.workloads import COMPILED, EAGER, OURS, PROVIDERS, TRAINING, TUNED, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,14 +25,62 @@ if TYPE_CHECKING:
 
     Case = dict[str, Row]
     Key = tuple[str, str]
+    Values = dict[Key, float]
 
-COPY_FRACTIONS = {"forward": 0.92, "jvp": 0.92, "hvp": 0.92, "double_backward": 0.92, "backward": 0.90}
+FASTEST = "fastest"
+AGAINST = (EAGER, COMPILED, TUNED, FASTEST)
+COPY_FRACTIONS = {"forward": 0.92, "jvp": 0.92, "backward": 0.90}
 MIN_OVER_COMPILED = 1.15
 # Of a CPU: time over that of torch.nn. A training step is a forward and a backward pass beside other work.
 MAX_OVER_TORCH = {"forward": 1.15, "forward_backward": 1.15, "jvp": 1.0, "hvp": 1.0, TRAINING: 1.15}
 # Of a case that a peer cannot do, does wrong or is left out of by design: no failure of this package, and nothing that
 # it could be faster than.
 NO_PEER = math.nan
+
+
+def by_case(rows: list[Row]) -> dict[Key, Case]:
+    """Rows of each workload and mode by provider, in the order of the run."""
+    cases: dict[Key, Case] = {}
+    for row in rows:
+        cases.setdefault((row["workload"], row["mode"]), {})[row["provider"]] = row
+    return cases
+
+
+def speedup(case: Case, against: str) -> float | None:
+    """How many times as fast this package is in a case as another provider, or as the fastest of all others.
+
+    Times of the same kind are compared: of the device where both sides have one, else of calls.
+    """
+    if against == FASTEST:
+        found = [speedup(case, name) for name in case if name != OURS]
+        return min((value for value in found if value is not None), default=None)
+    ours, row = case.get(OURS), case.get(against)
+    if ours is None or row is None or not ours["status"] == row["status"] == OK:
+        return None
+    kind = "device" if ours["device_us"] and row["device_us"] else "call"
+    # Round by round, which a drifting clock does not touch.
+    if against == EAGER and (ratio := ours[f"vs_torch_{kind}"]):
+        return 1 / ratio["median"]
+    return row[f"{kind}_us"]["median"] / ours[f"{kind}_us"]["median"]
+
+
+def speedups(result: dict[str, Any]) -> dict[Key, list[float]]:
+    """For each mode and side the speed-ups of the cases that have one."""
+    cases = by_case(result["rows"])
+    # With a single other side the fastest is that one.
+    sides = AGAINST[:-1] if len({row["provider"] for row in result["rows"]} - {OURS}) == 1 else AGAINST
+    found: dict[Key, list[float]] = {}
+    for mode in dict.fromkeys(mode for _, mode in cases):
+        for against in sides:
+            values = [speedup(case, against) for (_, other), case in cases.items() if other == mode]
+            if kept := [value for value in values if value is not None]:
+                found[mode, against] = kept
+    return found
+
+
+def is_gpu(result: dict[str, Any]) -> bool:
+    """Whether a result is of a GPU."""
+    return bool(result["device"]) and result["device"]["type"] == "cuda"
 
 
 class Verdict(NamedTuple):
@@ -56,46 +103,9 @@ class Verdict(NamedTuple):
         return "met" if self.met else "NOT MET"
 
 
-class _Tally:
-    """The cases that a target speaks of: values of those that were measured, and what became of the others.
-
-    Args:
-        keys: Workload and mode of each.
-        cases: Those that the run has.
-        value: The figure by which a case is judged in which this package is right; None if that was not measured,
-            `NO_PEER` if there is nothing to compare with.
-    """
-
-    def __init__(self, keys: list[Key], cases: dict[Key, Case], value: Callable[[Case], float | None]) -> None:
-        rows = {key: cases.get(key, {}).get(OURS, {"status": SKIPPED}) for key in keys}
-        found = {key: value(cases[key]) for key in keys if rows[key]["status"] == OK}
-        self.failed = [key for key in keys if rows[key]["status"] not in {OK, SKIPPED}]
-        self.values = {key: v for key, v in found.items() if v is not None and not math.isnan(v)}
-        self.without_peer = [key[0] for key, v in found.items() if v is not None and math.isnan(v)]
-        self.missing = len(keys) - len(self.failed) - len(self.values) - len(self.without_peer)
-
-    def verdict(self, target: str, figure: str, reached: bool) -> Verdict:
-        """The verdict, given whether what was measured reaches the target."""
-        parts = [figure] if figure else []
-        if self.failed:
-            parts.append(f"wrong or failed in {len(self.failed)}, first {': '.join(self.failed[0])}")
-        measured = len(self.values) + len(self.failed)
-        met = None
-        if self.failed or (self.values and not reached):
-            met = False
-        elif self.values and not self.missing:
-            met = True
-        return Verdict(target, "; ".join(parts), met, measured, measured + self.missing)
-
-    def extreme(self, best: Callable[..., Key]) -> tuple[float, str]:
-        """The least or largest value, and its workload."""
-        key = best(self.values, key=lambda key: self.values[key])
-        return self.values[key], key[0]
-
-
 def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     """Every target of the kind of device that `result` is of."""
-    device = "cuda" if result["device"] and result["device"]["type"] == "cuda" else "cpu"
+    device = "cuda" if is_gpu(result) else "cpu"
     cases = by_case(result["rows"])
     pairs = suite(device)
     known = {(workload.key, mode) for workload, mode in pairs}
@@ -110,22 +120,95 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
         yield from _cpu(pairs, cases, (result["overhead"] or {}).get("modes", {}))
 
 
+def _judge(
+    target: str,
+    keys: list[Key],
+    cases: dict[Key, Case],
+    value: Callable[[Case], float | None],
+    reached: Callable[[Values], bool],
+    words: Callable[[Values, list[Key]], str],
+) -> Verdict:
+    """The verdict on a target.
+
+    Args:
+        target: In words.
+        keys: Workload and mode of each case that it speaks of.
+        cases: Those that the run has.
+        value: The figure by which a case is judged in which this package is right; None if that was not measured,
+            `NO_PEER` if there is nothing to compare with.
+        reached: Whether these figures reach the target.
+        words: What to say of the figures, and of the cases without a peer.
+    """
+    rows = {key: cases.get(key, {}).get(OURS, {"status": SKIPPED}) for key in keys}
+    found = {key: value(cases[key]) for key in keys if rows[key]["status"] == OK}
+    failed = [key for key in keys if rows[key]["status"] not in {OK, SKIPPED}]
+    values = {key: v for key, v in found.items() if v is not None and not math.isnan(v)}
+    alone = [key for key, v in found.items() if v is not None and math.isnan(v)]
+    expected, measured = len(keys) - len(alone), len(values) + len(failed)
+    parts = [words(values, alone)] if found else []
+    parts += [f"wrong or failed in {len(failed)}, first {': '.join(failed[0])}"] if failed else []
+    met = None
+    if failed or (values and not reached(values)):
+        met = False
+    elif values and measured == expected:
+        met = True
+    return Verdict(target, "; ".join(filter(None, parts)), met, measured, expected)
+
+
 def _gpu(pairs: list[tuple[Either, str]], cases: dict[Key, Case], everybody: bool) -> Iterator[Verdict]:
     for mode, least in COPY_FRACTIONS.items():
-        large = [w for w, other in pairs if other == mode and isinstance(w, Workload) and w.pass_bytes >= LARGE_BYTES]
-        for multi_pass in (False, True):
-            keys = [(w.key, mode) for w in large if is_multi_pass(w.op, mode) == multi_pass]
-            if keys:
-                yield _copy_speed(mode, least, multi_pass, keys, cases)
+        target = f"{mode}: at least {least} of copy speed at every shape of 32 MB and more, where one kernel can do it"
+        keys = [(w.key, mode) for w, other in pairs if other == mode and _is_copy_bound(w, mode)]
+        yield _least(target, keys, cases, lambda case: case[OURS]["fraction_of_copy"], least)
+
+    def over_fastest(case: Case) -> float | None:
+        found = speedup(case, FASTEST)
+        # A peer that was not measured may be the fastest; one that is faster decides without it.
+        if found is not None and found < 1:
+            return found
+        if not everybody or len(case) == 1 or any(map(out_of_time, case.values())):
+            return None
+        return NO_PEER if found is None else found
+
     operations = [(workload.key, mode) for workload, mode in pairs if mode != TRAINING]
     training = [(workload.key, mode) for workload, mode in pairs if mode == TRAINING]
-    yield _over_fastest("as fast as the fastest peer at each shape", operations, cases, everybody)
-    tally = _Tally(operations, cases, lambda case: _over(case, COMPILED))
-    mean = geometric_mean(list(tally.values.values()))
-    figure = "" if mean is None else f"{mean:.2f} over {len(tally.values)} cases"
-    target = f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean"
-    yield tally.verdict(target, figure, mean is not None and mean >= MIN_OVER_COMPILED)
-    yield _over_fastest("training_step: as fast as the fastest peer", training, cases, everybody)
+    yield _least("as fast as the fastest peer at each shape", operations, cases, over_fastest, 1.0)
+    yield _judge(
+        f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean",
+        operations,
+        cases,
+        lambda case: _over(case, COMPILED),
+        lambda values: statistics.geometric_mean(values.values()) >= MIN_OVER_COMPILED,
+        lambda values, _: (
+            f"{statistics.geometric_mean(values.values()):.2f} over {len(values)} cases" if values else ""
+        ),
+    )
+    yield _least("training_step: as fast as the fastest peer", training, cases, over_fastest, 1.0)
+
+
+def _is_copy_bound(workload: Either, mode: str) -> bool:
+    """Whether one kernel could do a mode, so that a copy is what to compare it with.
+
+    Batch norm needs all of a channel for its sums before it can write any of it, in training and in the backward of
+    its evaluation; it is held against peers alone.
+    """
+    if not isinstance(workload, Workload) or workload.pass_bytes < LARGE_BYTES:
+        return False
+    return workload.op != "batch_norm" and (workload.op, mode) != ("batch_norm_eval", "backward")
+
+
+def _least(
+    target: str, keys: list[Key], cases: dict[Key, Case], value: Callable[[Case], float | None], least: float
+) -> Verdict:
+    """The verdict on a target that every case must reach."""
+
+    def words(values: Values, alone: list[Key]) -> str:
+        if not values:
+            return ""
+        key, reached = min(values, key=lambda key: values[key]), sum(v >= least for v in values.values())
+        return f"{reached} of {len(keys) - len(alone)} cases, least {values[key]:.2f} ({key[0]})"
+
+    return _judge(target, keys, cases, value, lambda values: min(values.values()) >= least, words)
 
 
 def _over(case: Case, peer: str) -> float | None:
@@ -136,56 +219,26 @@ def _over(case: Case, peer: str) -> float | None:
     return speedup(case, peer) if row["status"] == OK else NO_PEER
 
 
-def _copy_speed(mode: str, least: float, multi_pass: bool, keys: list[Key], cases: dict[Key, Case]) -> Verdict:
-    names = {"fraction_of_copy": "minimum bytes", "kernel_fraction": "its own passes"}
-    credit, other = reversed(names) if multi_pass else names
-    tally = _Tally(keys, cases, lambda case: case[OURS][credit])
-    target = f"{mode}: at least {least} of copy speed at every shape of 32 MB and more, by {names[credit]}"
-    target += " (kernels of several passes)" if multi_pass else ""
-    if not tally.values:
-        return tally.verdict(target, "", False)
-    reached = sum(value >= least for value in tally.values.values())
-    others = [value for key in tally.values if (value := cases[key][OURS][other]) is not None]
-    figure = f"{reached} of {len(keys)} shapes, least {{:.2f}} ({{}})".format(*tally.extreme(min))
-    figure += f"; by {names[other]} least {min(others):.2f}" if others else ""
-    return tally.verdict(target, figure, reached == len(tally.values))
-
-
-def _over_fastest(target: str, keys: list[Key], cases: dict[Key, Case], everybody: bool) -> Verdict:
-    def value(case: Case) -> float | None:
-        found = speedup(case, FASTEST)
-        # A peer that was not measured may be the fastest; one that is faster decides without it.
-        if found is not None and found < 1:
-            return found
-        if not everybody or len(case) == 1 or any(map(out_of_time, case.values())):
-            return None
-        return NO_PEER if found is None else found
-
-    tally = _Tally(keys, cases, value)
-    reached = sum(value >= 1 for value in tally.values.values())
-    figure = ""
-    if tally.values:
-        figure = f"{reached} of {len(keys) - len(tally.without_peer)} cases, least {{:.2f}} ({{}})".format(
-            *tally.extreme(min)
-        )
-    return tally.verdict(target, figure, reached == len(tally.values))
-
-
 def _cpu(pairs: list[tuple[Either, str]], cases: dict[Key, Case], overheads: dict[str, Any]) -> Iterator[Verdict]:
-    for mode, most in MAX_OVER_TORCH.items():
-        keys = [(workload.key, other) for workload, other in pairs if other == mode]
-        tally = _Tally(keys, cases, lambda case: (found := _over(case, EAGER)) and 1 / found)
-        values = tally.values
-        target = f"{mode}: at most {most} of the time of torch.nn" if most != 1 else f"{mode}: faster than torch's"
+    def words(values: Values, alone: list[Key]) -> str:
         figures = []
         if values:
-            mean = geometric_mean(list(values.values()))
-            figures.append(f"{mean:.2f} in the mean, at most {{:.2f}} ({{}})".format(*tally.extreme(max)))
-        for workload in tally.without_peer:
-            row = cases[workload, mode][EAGER]
+            worst, mean = max(values, key=lambda key: values[key]), statistics.geometric_mean(values.values())
+            figures.append(f"{mean:.2f} in the mean, at most {values[worst]:.2f} ({worst[0]})")
+        for key in alone:
+            row = cases[key][EAGER]
             error = f" ({row['error']:.0e})" if row["error"] is not None else ""
-            figures.append(f"torch is {row['status']}{error} at {workload}")
-        yield tally.verdict(target, "; ".join(figures), all(value <= most for value in values.values()))
+            figures.append(f"torch is {row['status']}{error} at {key[0]}")
+        return "; ".join(figures)
+
+    for mode, most in MAX_OVER_TORCH.items():
+        keys = [(workload.key, other) for workload, other in pairs if other == mode]
+        target = f"{mode}: at most {most} of the time of torch.nn" if most != 1 else f"{mode}: faster than torch's"
+
+        def reached(values: Values, most: float = most) -> bool:
+            return max(values.values()) <= most
+
+        yield _judge(target, keys, cases, lambda case: (found := _over(case, EAGER)) and 1 / found, reached, words)
     missed = [f"{name} ({found['ratio']:.2f})" for name, found in overheads.items() if found["ratio"] > found["limit"]]
     figure = f"{len(overheads) - len(missed)} of {len(overheads)} comparisons" if overheads else ""
     figure += f"; missed: {', '.join(missed)}" if missed else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from perf import overhead
-from perf.suite import compiling, machine
+from perf.suite import results
 from perf.suite.results import ERROR, OUT_OF_TIME, SKIPPED, WRONG, row_for
 from perf.suite.run import doing_file, read_against
 from perf.suite.unit import UNFIT, Bench, clean, measure
@@ -27,14 +27,6 @@ MAX_SAMPLING_SECONDS = 4.0
 OVERHEAD_ROUNDS = {True: 10, False: 30}
 
 
-def test_compile(unit: Unit, provider: str, worker: Worker) -> None:
-    """The first call of a provider in a unit, which fills the caches on disk."""
-    if time.time() >= worker.plan["compile_deadline"]:
-        pytest.skip(OUT_OF_TIME)
-    compiling.first_call(unit, provider, worker.timer, worker.directory)
-    clean(worker.timer)
-
-
 def test_unit(unit: Unit, worker: Worker, record_property: Callable[[str, Any], None]) -> None:
     """The rows of a unit; fails if this package is wrong or raises in it."""
     plan, directory, gpu, timer, calibrations = worker
@@ -46,23 +38,20 @@ def test_unit(unit: Unit, worker: Worker, record_property: Callable[[str, Any], 
         rows = [row_for(unit, name, SKIPPED, f"{OUT_OF_TIME}; see --seconds") for name in plan["providers"]]
     else:
         # A run that is late shares out what is left.
-        share = (
-            SAMPLING_SHARE[plan["device"]] * left * max(len(plan["gpus"]), 1) / (len(plan["units"]) - unit["number"])
-        )
+        mine = left * max(len(plan["gpus"]), 1) / (len(plan["units"]) - unit["number"])
+        seconds = min(SAMPLING_SHARE[plan["device"]] * mine, MAX_SAMPLING_SECONDS)
         against = unit["left_out"] | read_against(directory, unit)
-        doing = doing_file(directory, unit)
-        bench = Bench(timer, min(share, MAX_SAMPLING_SECONDS), plan["deadline"], doing, against, calibrations)
+        bench = Bench(timer, seconds, plan["deadline"], doing_file(directory, unit), against, calibrations)
         rows = measure(unit, plan["providers"], bench)
         clean(timer)
     record_property("rows", [{**row, "gpu": gpu} for row in rows])
     record_property("calibration", (gpu or "cpu", calibrations))
-    record_property("clocks", (gpu, gpu and machine.clocks(gpu)))
+    record_property("clocks", (gpu, gpu and results.clocks(gpu)))
     for row in rows:
         if row["provider"] == OURS and row["status"] in {WRONG, ERROR}:
             pytest.fail(f"{unit['id']}: {row['status']}: {row['message']}", pytrace=False)
 
 
-@pytest.mark.timeout(180)
 def test_overhead(worker: Worker, record_property: Callable[[str, Any], None]) -> None:
     """The bench of the front end's overhead, which belongs to whole runs on a processor."""
     record_property("overhead", overhead.measure_all(OVERHEAD_ROUNDS[worker.plan["options"]["quick"]]))

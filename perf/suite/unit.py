@@ -8,27 +8,40 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import nll_loss
 
-from perf.suite.bytes import kernel_bytes
-from perf.suite.providers import LeftOutError
+import primitives as pr
+from perf.demo import models
+from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
+from perf.suite import reference
+from perf.suite.modes import leaves, make_sample, make_steps, minimum_bytes
+from perf.suite.plan import find
+from perf.suite.providers import COMPILE_MODES, CannotError, LeftOutError, provider
 from perf.suite.results import CANNOT, ERROR, OK, OUT_OF_TIME, SKIPPED, WRONG, Row, row_for
-from perf.suite.tasks import Operation, make_task
 from perf.suite.timing import WARM_UP_SECONDS, calibrate, calls_per_sample, describe, interleave, spread, warm_up
-from perf.workloads import EAGER, OURS
+from perf.workloads import EAGER, OURS, TUNED, TrainingWorkload, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from torch import Tensor, nn
+
+    from perf.suite.modes import Sample
     from perf.suite.plan import Unit
-    from perf.suite.tasks import Task
     from perf.suite.timing import CpuTimer, Prepared, Step
 
     Samplers = dict[str, Callable[[], float]]
+    StepMaker = Callable[[int], list[Step]]
 
+# Small enough that the weights of a timed model stay where they are.
+LEARNING_RATE = 1e-6
+# Of the whole gradient, relative to its length: bfloat16 in a dozen layers, and float32.
+GRADIENT_TOLERANCES = {"cuda": 5e-2, "cpu": 1e-3}
 MICROSECONDS = 1e6
 # Share of the sampling time that device times get; the calls of large workloads take longer than their replays.
 DEVICE_SHARE = 0.5
@@ -36,8 +49,108 @@ DEVICE_SHARE = 0.5
 UNFIT = 70
 
 
-class CaptureError(RuntimeError):
-    """A step of this package cannot be captured in a CUDA graph."""
+class Operation:
+    """One operation in one mode.
+
+    Attributes:
+        tolerance: The largest error that is right.
+        bytes: What it cannot do without.
+    """
+
+    def __init__(self, workload: Workload, mode: str, device: torch.device) -> None:
+        self.workload, self.mode = workload, mode
+        self.tolerance = reference.TOLERANCES[workload.dtype]
+        self.bytes = minimum_bytes(workload, mode)
+        self.samples = [make_sample(workload, mode, device)]
+
+    def enter(self, name: str) -> tuple[StepMaker, Any]:
+        """What makes a provider's steps for so many sets of tensors, and its first result.
+
+        Raises:
+            CannotError: If the provider does not have it.
+        """
+        side = provider(name)
+        make = make_steps(self.mode, side.function(self.workload), side.wrap)
+
+        def make_step(sample: Sample) -> Step:
+            return make(sample if side.param_dtype is None else sample.with_params(side.param_dtype))
+
+        def make_all(count: int) -> list[Step]:
+            self.samples += [self.samples[0].map(torch.clone) for _ in range(count - len(self.samples))]
+            return [make_step(sample) for sample in self.samples]
+
+        return make_all, make_step(self.samples[0])()
+
+    def errors(self, results: Mapping[str, Any]) -> dict[str, float]:
+        """How far off the results of the providers are."""
+        return reference.errors(self.workload, self.mode, self.samples[0], results)
+
+
+class TrainingStep:
+    """A forward and a backward pass of a model, under autocast on a GPU, and a plain gradient step.
+
+    The gradient is checked, the step is timed.
+    """
+
+    def __init__(self, workload: TrainingWorkload, device: torch.device) -> None:
+        self.workload, self.device = workload, device
+        self.tolerance = GRADIENT_TOLERANCES[device.type]
+
+    def _model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return getattr(models, self.workload.model)(**self.workload.sizes).to(self.device)
+
+    def _gradient(self, run: Callable[[Tensor], Tensor], params: list[Tensor], dtype: torch.dtype) -> Step:
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.workload.batch, 1, IMAGE_SIZE, IMAGE_SIZE)
+        images = torch.rand(shape, generator=generator).to(self.device, dtype)
+        labels = torch.randint(NUM_CLASSES, shape[:1], generator=generator).to(self.device)
+        mixed = self.device.type == "cuda" and dtype == torch.float32
+
+        def gradient() -> tuple[Tensor, ...]:
+            # The cache of cast weights would outlive a captured graph.
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+                loss = nll_loss(run(images).to(dtype), labels)
+            return torch.autograd.grad(loss, params)
+
+        return gradient
+
+    def enter(self, name: str) -> tuple[StepMaker, Any]:
+        """As that of an operation; a provider may also be left out.
+
+        Raises:
+            CannotError: If the provider does not have it.
+            LeftOutError: If it would take longer than a run.
+        """
+        if name not in (OURS, EAGER, *COMPILE_MODES):
+            raise CannotError(f"{name} has no layer norm, batch norm and log-softmax modules to convert a model to.")
+        if name == TUNED:
+            raise LeftOutError("tuning the matrix products of a model takes longer than a run.")
+        model = self._model()
+        if name == OURS:
+            pr.nn.convert(model)
+        params: list[Tensor] = list(model.parameters())
+        run = torch.compile(model, mode=COMPILE_MODES[name], dynamic=False) if name in COMPILE_MODES else model
+        gradient = self._gradient(run, params, torch.float32)
+
+        def step() -> Tensor:
+            found = gradient()
+            with torch.no_grad():
+                torch._foreach_add_(params, found, alpha=-LEARNING_RATE)
+            # A tensor, so that a graph keeps its memory apart from the next step's.
+            return found[0]
+
+        return lambda count: [step] * count, gradient()
+
+    def errors(self, results: Mapping[str, Any]) -> dict[str, float]:
+        """How far off the gradients are, relative to the length of that in float64."""
+        model = self._model().double()
+        exact = _flat(self._gradient(model, list(model.parameters()), torch.float64)())
+        return {name: ((_flat(found) - exact).norm() / exact.norm()).item() for name, found in results.items()}
+
+
+def _flat(gradient: Any) -> Tensor:
+    return torch.cat([value.detach().double().flatten() for value in leaves(gradient)])
 
 
 @dataclass
@@ -119,7 +232,7 @@ class Bench:
             self.doing.write_text("", encoding="utf-8")
         return found
 
-    def enter(self, task: Task, name: str) -> Contender:
+    def enter(self, task: Operation | TrainingStep, name: str) -> Contender:
         """A provider's first call, which may compile for a while, and its result."""
         contender = Contender(name)
         if name in self.against:
@@ -140,7 +253,11 @@ class Bench:
 
 def measure(unit: Unit, names: Sequence[str], bench: Bench) -> list[Row]:
     """The rows of a unit, one for each of the providers `names`."""
-    task, timer = make_task(unit, bench.timer.device), bench.timer
+    timer, workload = bench.timer, find(unit["workload"], bench.timer.device.type)
+    if isinstance(workload, TrainingWorkload):
+        task = TrainingStep(workload, timer.device)
+    else:
+        task = Operation(workload, unit["mode"], timer.device)
     contenders = [bench.enter(task, name) for name in names]
     check(contenders, task)
     # Only the order of magnitude matters: samples follow from what the warm-up takes.
@@ -150,13 +267,11 @@ def measure(unit: Unit, names: Sequence[str], bench: Bench) -> list[Row]:
         sets, seconds = timer.num_sets(task.bytes), task.bytes / copy_gbps * 1e-9
         for contender in contenders:
             contender.values.update(minimum_bytes=task.bytes, copy_gbps=copy_gbps)
-            if contender.name == OURS and timer.has_device_time:
-                contender.values["kernel_bytes"] = kernel_bytes(task.workload, task.mode, timer.device)
     _time(contenders, _prepare(contenders, sets, seconds, bench), bench)
     return [row_for(unit, c.name, c.status, c.message, **_rated(c, timer)) for c in contenders]
 
 
-def check(contenders: Sequence[Contender], task: Task) -> None:
+def check(contenders: Sequence[Contender], task: Operation | TrainingStep) -> None:
     """Take out every contender whose result is wrong, and drop the results."""
     results = {c.name: c.result for c in contenders if c.status == OK}
     errors = task.errors(results) if results else {}
@@ -187,7 +302,7 @@ def _prepare(contenders: Sequence[Contender], sets: int, seconds: float, bench: 
         if ready is not None and ready.obstacle is not None:
             contender.message = f"no device time: {ready.obstacle}"
             if contender.name == OURS:
-                contender.fail(CaptureError(ready.obstacle))
+                contender.leave(ERROR, f"it cannot be captured in a CUDA graph: {ready.obstacle}")
         if ready is not None and contender.status == OK:
             prepared[contender.name] = ready
     return prepared
@@ -219,16 +334,13 @@ def _time(contenders: Sequence[Contender], prepared: Mapping[str, Prepared], ben
 def _samplers(contenders: Sequence[Contender], take: Callable[[str], float], bench: Bench) -> Samplers:
     """Samplers that take their contender out if they raise; the others go on."""
 
-    def sampler(contender: Contender) -> Callable[[], float]:
-        def sample() -> float:
-            if contender.status != OK:
-                return math.nan
-            found = bench.attempt(contender, lambda: take(contender.name), note=False)
-            return math.nan if found is None else found
+    def sample(contender: Contender) -> float:
+        if contender.status != OK:
+            return math.nan
+        found = bench.attempt(contender, lambda: take(contender.name), note=False)
+        return math.nan if found is None else found
 
-        return sample
-
-    return {contender.name: sampler(contender) for contender in contenders}
+    return {contender.name: partial(sample, contender) for contender in contenders}
 
 
 def _note(contenders: Sequence[Contender], samples: Mapping[str, list[float]], kind: str) -> None:
@@ -247,14 +359,12 @@ def _rated(contender: Contender, timer: CpuTimer) -> dict[str, Any]:
     """The values of a row, with bandwidths from the time that memory traffic shows in; without times if it is out."""
     values = contender.values
     if contender.status != OK:
-        kept = ("error", "tolerance", "minimum_bytes", "copy_gbps", "kernel_bytes")
+        kept = ("error", "tolerance", "minimum_bytes", "copy_gbps")
         return {name: value for name, value in values.items() if name in kept}
     times = values.get("device_us" if timer.has_device_time else "call_us")
     if times and "minimum_bytes" in values:
         values["gbps"] = values["minimum_bytes"] / times["median"] * 1e-3
         values["fraction_of_copy"] = values["gbps"] / values["copy_gbps"]
-        if "kernel_bytes" in values:
-            values["kernel_fraction"] = values["fraction_of_copy"] * values["kernel_bytes"] / values["minimum_bytes"]
     return values
 
 
