@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import OrderedDict
 
 import pytest
@@ -15,7 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives.core.errors import DeviceError, LeafError, MutationError
-from primitives.tracing import TraceError, create_joint, trace_joint, unwrap_subclasses
+from primitives.tracing import (
+    PhiloxState,
+    TraceError,
+    create_joint,
+    functional_call,
+    functionalize_mutations,
+    functionalize_rng,
+    trace_joint,
+    unwrap_subclasses,
+)
 from tests.tracing.test_joint import leaf
 
 ONES = torch.ones(3, dtype=torch.float64)
@@ -49,6 +57,36 @@ def test_values_that_python_reads(name, read):
         pytest.skip("make_fx traces with the values of real tensors, and records their sizes")
     with pytest.raises(TraceError, match=rf"(?s){name}: .* needs the values.*{LINE}"):
         TRACES[name](READS[read], leaf(3))
+
+
+class Module(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def of_subclass(function):
+    unwrapped = unwrap_subclasses(lambda x: function(x.a), SUBCLASS)
+    return unwrapped.fn, unwrapped.args
+
+
+PURE = {
+    "functional_call": lambda function: (functional_call(Module(function)), ({}, {}, torch.ones(3))),
+    "functionalize_rng": lambda function: (functionalize_rng(function), (PhiloxState.from_seed(0), torch.ones(3))),
+    "functionalize_mutations": lambda function: (functionalize_mutations(function), (torch.ones(3),)),
+    "unwrap_subclasses": of_subclass,
+}
+
+
+@pytest.mark.parametrize("name", PURE)
+@pytest.mark.parametrize("read, mode", [("branch", "real"), ("branch", "fake"), ("item", "real")])
+def test_values_that_python_reads_in_other_functions(name, read, mode):
+    pure, args = PURE[name](READS[read])
+    with pytest.raises(TraceError, match=rf"(?s)^{name}: .*{LINE}"):
+        make_fx(pure, tracing_mode=mode)(*args)
 
 
 def test_branches_with_dynamic_sizes():
@@ -116,21 +154,10 @@ def inside(x):
     return torch.autograd.grad(y.sum(), x)[0] * x
 
 
-class Noisy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, bar):
-        return bar * torch.randn(3, dtype=bar.dtype)
-
-
 RANDOM = {
     "checkpoint": redrawn(lambda x: torch.nn.functional.dropout(x, 0.5)),
     "primitive": redrawn(lambda x: pr.functional.dropout(x, 0.5)),
     "hook": hooked,
-    "function": Noisy.apply,
     "gradient inside": inside,
 }
 
@@ -156,29 +183,11 @@ def test_random_numbers_that_are_no_danger():
     trace_joint(lambda q: attend(q).sum(), query, no_tangents=True)
 
 
-def test_a_thread_that_draws_while_another_traces():
-    """A data loader's: it is no concern of a trace, and the process's generator is not set back."""
-    stop = threading.Event()
-
-    def draw():
-        while not stop.is_set():
-            torch.manual_seed(7)
-            drawn.append(torch.rand(()).item())
-
-    drawn: list[float] = []
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        for _ in range(3):
-            trace_joint(lambda w: (w * torch.rand_like(w)).sum(), leaf(3), no_tangents=True)
-    finally:
-        stop.set()
-        thread.join()
+def test_the_generator_is_not_set_back():
     torch.manual_seed(5)
     first = torch.rand(3)
     trace_joint(lambda w: (w * torch.rand_like(w)).sum(), leaf(3), no_tangents=True)
     assert not torch.equal(torch.rand(3), first)
-    assert drawn
 
 
 def hides(x):

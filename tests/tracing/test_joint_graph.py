@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives.tracing import PhiloxState, create_joint, functionalize_rng, trace_joint
 from tests.tracing.test_joint import TANGENTS, leaf, rich
 
@@ -73,7 +73,6 @@ def test_names_nodes_and_structure():
     assert "layer_norm_bwd" in str(graph)
     assert "test_joint.py" in str(graph)
     assert "batch_x" in graph.code
-    assert "3 outputs" not in repr(graph)
     assert "4 outputs, 2 gradients" in repr(graph)
 
 
@@ -92,17 +91,6 @@ def test_saved_values_and_their_bytes():
     assert [entry.shape for entry in forward.saved if entry.is_input] == [(8, 8), (8, 8)]
     assert forward.saved[0].name in graph.backward_graph().input_names
     assert "saved for the backward pass, 512 bytes" in str(forward)
-
-
-def test_views_and_writes_to_what_is_made_inside():
-    def fn(x):
-        y = x.clone()
-        y[0].mul_(2)
-        y[:, 1] += x[:, 0]
-        return y.sin()
-
-    graph = check(fn, (leaf(3, 4),), leaf(3, 4, seed=1).detach())
-    assert not [n for n in graph.graph.nodes if "_." in str(n.target)]
 
 
 def test_inputs_that_are_written_to():
@@ -146,29 +134,6 @@ def test_several_batch_sizes():
         trace_joint(lambda w, x: (x.reshape(5, 4) @ w).sum(), w, primals(5)[1], no_tangents=True, dynamic=(None, 0))
 
 
-def test_random_states():
-    def fn(x):
-        return checkpoint(lambda x: torch.nn.functional.dropout(x, 0.5).sin(), x, use_reentrant=False)
-
-    x, y_bar = leaf(64), torch.ones(64, dtype=torch.float64)
-    graph = trace_joint(fn, x, functionalize_rng=True)
-    states = PhiloxState.from_seed(3), PhiloxState.from_seed(4)
-    first, second = (graph((x,), y_bar, rng=states) for _ in range(2))
-    same(first, second)
-    y, (bar,), (forward, _backward) = first
-    # The mask that was recomputed is the mask of the output.
-    kept = y != 0
-    assert 10 < kept.sum() < 54
-    torch.testing.assert_close(bar, torch.where(kept, 2 * (2 * x.detach()).cos(), torch.zeros(())).to(bar) + 0 * bar)
-    assert forward.offset > 0
-    outs, saved, state = graph.forward_graph()((x,), rng=states[0])
-    grads, _ = graph.backward_graph()(saved, y_bar, rng=states[1])
-    same((outs, grads, state), (y, (bar,), forward))
-    assert not any("rand" in name or "bernoulli" in name for name in operations(graph))
-    with pytest.raises(TypeError, match="pair of PhiloxState"):
-        graph((x,), y_bar)
-
-
 def test_the_backward_pass_draws_from_its_own_state():
     def fn(x):
         y = x * 1
@@ -179,6 +144,9 @@ def test_the_backward_pass_draws_from_its_own_state():
     graph = trace_joint(fn, x, functionalize_rng=True)
     _, (bar,), (_, state) = graph((x,), torch.ones(8, dtype=x.dtype), rng=states)
     same((bar, state), functionalize_rng(lambda: torch.rand(8, dtype=x.dtype))(states[1]))
+    assert not any("rand" in name for name in operations(graph))
+    with pytest.raises(TypeError, match="pair of PhiloxState"):
+        graph((x,), bar)
 
 
 def test_autocast_and_checkpoint_inside():
@@ -249,17 +217,6 @@ def test_wrong_calls():
         graph((w, 2), None)
     with pytest.raises(TypeError, match="takes no rng"):
         graph((w, 2), y_bar, rng=())
-
-
-def test_a_write_to_shared_memory():
-    state = torch.zeros(4)
-
-    def fn(w, a, b):
-        a.add_(1)
-        return w * b.sum()
-
-    with pytest.raises(MutationError, match=re.escape("share memory")):
-        trace_joint(fn, leaf(3), state, state[:2])
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
