@@ -1,25 +1,17 @@
 """primitives.autograd: backward and grad over pytrees, against torch.autograd on flat tensors."""
 
+import contextlib
 import re
 from typing import NamedTuple
 
-import optree
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 import primitives as pr
 from primitives import autograd
-from tests.func.func_trees import nested_tensors
+from tests.func.func_trees import NAMESPACE, Affine, assert_leaves, nested_tensors, structure
 from tests.support import TORCH_ERRORS
-
-NAMESPACE = "primitives_autograd_tests"
-
-
-@optree.dataclasses.dataclass(namespace=NAMESPACE)
-class Affine:
-    w: torch.Tensor
-    b: torch.Tensor
 
 
 class Losses(NamedTuple):
@@ -52,50 +44,41 @@ def flat_gradient(params, **options):
     return torch.autograd.grad([fit, rest["vector"]], tensors(params), [None, cotangents().rest["vector"]], **options)
 
 
-def assert_close(tree, expected):
-    torch.testing.assert_close(optree.tree_leaves(tree, namespace=NAMESPACE), list(expected))
-
-
 def test_grad_has_the_structure_of_inputs(params):
     gradient = autograd.grad(outputs(params), params, cotangents(), namespace=NAMESPACE)
-    assert isinstance(gradient["affine"], Affine)
-    assert gradient["list"][1] is None
-    assert_close(gradient, flat_gradient(params))
+    assert structure(gradient) == structure(params)
+    assert_leaves(gradient, flat_gradient(params))
     assert all(p.grad is None for p in tensors(params))
 
 
-def test_backward_accumulates_into_the_leaves(params):
+def test_backward_accumulates_into_the_leaves_or_into_inputs_alone(params):
+    w, b, scale = tensors(params)
     expected = flat_gradient(params)
     for times in (1, 2):
         autograd.backward(outputs(params), cotangents(), namespace=NAMESPACE)
-        assert_close([p.grad for p in tensors(params)], [times * g for g in expected])
-
-
-def test_backward_accumulates_only_into_inputs(params):
-    w, b, scale = tensors(params)
-    expected = flat_gradient(params)
+        assert_leaves([w.grad, b.grad, scale.grad], [times * g for g in expected])
     autograd.backward(outputs(params), cotangents(), inputs={"some": [w], "last": scale}, namespace=NAMESPACE)
-    assert b.grad is None
-    torch.testing.assert_close(scale.grad, expected[2])
-    torch.testing.assert_close(w.grad, expected[0])
+    assert_leaves([w.grad, b.grad, scale.grad], [3 * expected[0], 2 * expected[1], 3 * expected[2]])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
-@pytest.mark.parametrize("retain, create, again", [(None, False, False), (True, False, True), (None, True, True),
-                                                   (False, True, False)])  # fmt: skip
-def test_retain_graph_defaults_to_create_graph(retain, create, again):
+@pytest.mark.parametrize("backward", [False, True])
+def test_retain_graph_defaults_to_create_graph(backward):
     x = torch.tensor(2.0, requires_grad=True)
-    for function in (lambda y: autograd.grad(y, {"x": x}, None, retain, create)["x"],
-                     lambda y: autograd.backward({"y": y}, None, retain, create, {"x": x}) or x.grad):  # fmt: skip
+
+    def gradient(y, retain, create):
+        x.grad = None
+        if not backward:
+            return autograd.grad(y, {"x": x}, None, retain, create)["x"]
+        autograd.backward({"y": y}, None, retain, create, {"x": x})
+        return x.grad
+
+    for retain, create in ((None, False), (True, False), (None, True), (False, True)):
         y = x**3
-        x.grad = None
-        assert function(y).requires_grad is create
-        x.grad = None
-        if again:
-            function(y)
-        else:
-            with pytest.raises(RuntimeError, match="second time"):
-                function(y)
+        assert gradient(y, retain, create).requires_grad is create
+        freed = not (create if retain is None else retain)
+        with pytest.raises(RuntimeError, match="second time") if freed else contextlib.nullcontext():
+            gradient(y, None, False)
     x.grad = None
 
 
@@ -121,12 +104,19 @@ def test_unused_inputs(shape):
 
 def test_batched_gradients(params):
     w, _, scale = tensors(params)
-    batch = {"y": torch.eye(3, dtype=torch.float64), "z": torch.zeros(3, dtype=torch.float64)}
+    eye = torch.eye(3, dtype=torch.float64)
     outputs = {"y": w**2 * scale, "z": w.sum()}
-    result = autograd.grad(outputs, params, batch, is_grads_batched=True, materialize_grads=True, namespace=NAMESPACE)
-    torch.testing.assert_close(result["affine"].w, torch.diag(2 * w * scale).detach())
-    torch.testing.assert_close(result["list"][0], torch.diag(w**2).detach())
-    assert result["affine"].b.shape == (3, 3)
+    expected = torch.diag(2 * w * scale).detach(), torch.zeros_like(eye), torch.diag(w**2).detach()
+    options = {"is_grads_batched": True, "retain_graph": True, "namespace": NAMESPACE}
+    for size in (3, 0):
+        batch = {"y": eye[:size], "z": torch.zeros_like(eye[:size, 0])}
+        result = autograd.grad(outputs, params, batch, materialize_grads=True, **options)
+        assert_leaves(result, [rows[:size] for rows in expected])
+        assert autograd.grad(outputs, params, batch, allow_unused=True, **options)["affine"].b is None
+    edge = get_gradient_edge(outputs["y"])
+    assert autograd.grad(edge, w, eye[:0], create_graph=True, **options).requires_grad
+    with pytest.raises(pr.ShapeError, match=r"grad_outputs must have shape \[batch, 3\]"):
+        autograd.grad(edge, w, torch.zeros(0, 2).double(), **options)
 
 
 def test_gradient_edges():
@@ -149,20 +139,6 @@ def test_gradient_edges():
         autograd.grad(outputs["edge"], x, torch.ones(2).double())
 
 
-def test_an_empty_batch_of_cotangents():
-    x, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
-    options = {"is_grads_batched": True, "retain_graph": True}
-    y = (x**2)[:2]
-    empty = torch.zeros(0, 2)
-    assert autograd.grad(y, {"x": x}, empty, **options)["x"].shape == (0, 3)
-    both = autograd.grad(get_gradient_edge(y), [x, unused], empty, materialize_grads=True, **options)
-    assert [gradient.shape for gradient in both] == [(0, 3), (0, 2)]
-    assert autograd.grad(y, [x, unused], empty, allow_unused=True, **options)[1] is None
-    assert autograd.grad(y, x, empty, create_graph=True, **options).requires_grad
-    with pytest.raises(pr.ShapeError, match=r"grad_outputs must have shape \[batch, 2\]"):
-        autograd.grad(y, x, torch.zeros(0, 3), **options)
-
-
 def test_iterables_that_are_no_nodes():
     """`module.parameters()` and the like, which torch makes a tuple of too."""
     model = torch.nn.Linear(2, 1)
@@ -172,7 +148,7 @@ def test_iterables_that_are_no_nodes():
     for inputs in (model.parameters(), parameters.values(), torch.nn.ParameterList(model.parameters())):
         gradient = autograd.grad(model(x).sum(), inputs)
         assert isinstance(gradient, tuple)
-        assert_close(gradient, expected)
+        assert_leaves(gradient, expected)
     autograd.backward(iter([model(x).sum(), model(x).sum()]), iter([None, torch.tensor(2.0)]), inputs=[model.weight])
     torch.testing.assert_close(model.weight.grad, 3 * expected[0])
     autograd.backward(model(x).sum(), inputs=model.parameters())
@@ -184,13 +160,9 @@ def test_iterables_that_are_no_nodes():
 def test_complex_outputs():
     z = torch.tensor([1 + 2j, 3j], requires_grad=True)
     z_bar = torch.tensor([1j, 2.0 + 0j])
-    result = autograd.grad({"y": z**2}, {"z": z}, {"y": z_bar})
+    result = autograd.grad({"y": z**2}, {"z": z}, {"y": z_bar}, retain_graph=True)
     torch.testing.assert_close(result["z"], z_bar * (2 * z).conj().detach())
-    assert autograd.grad((z.abs() ** 2).sum(), z).is_complex()
-    text = (
-        "grad: grad_outputs['y'] must be given, got None: it is implicitly 1 only for a real output, and outputs['y']"
-    )
-    with pytest.raises(RuntimeError, match=re.escape(text)):
+    with pytest.raises(RuntimeError, match=r"grad: grad_outputs\['y'\] must be given, .* for a real output"):
         autograd.grad({"y": z.sum()}, z)
 
 
@@ -214,17 +186,11 @@ ERRORS = [
      lambda: torch.autograd.grad(X * 2, X, torch.ones(3))),
     (lambda: autograd.backward({"y": [X * 2]}, {"y": [torch.ones(2).double()]}), pr.DtypeError,
      "backward: grad_tensors['y'][0] must have dtype torch.float32 (tensors['y'][0]), got torch.float64."),
-    (lambda: autograd.grad(X * 1j, X, torch.ones(2)), pr.DtypeError, "must have dtype torch.complex64 (outputs)",
-     lambda: torch.autograd.grad(X * 1j, X, torch.ones(2))),
     (lambda: autograd.grad(X * 2, X, torch.ones(2, device="meta")), pr.DeviceError, "grad_outputs must be on cpu"),
     (lambda: autograd.grad({"y": (X, None)}, X, {"y": [X, None]}), pr.TreeError,
      "but grad_outputs['y'] is a list of 2 where outputs has a tuple of 2.\ngrad_outputs: PyTreeSpec("),
     (lambda: autograd.grad([X.sum()], X, [1.0]), pr.DtypeError, "grad_outputs[0] must be a tensor or None, got float.",
      lambda: torch.autograd.grad(X.sum(), X, [1.0])),
-    (lambda: autograd.backward({"y": X * 2}), pr.ShapeError, "backward: grad_tensors['y'] must be given, got None",
-     lambda: torch.autograd.backward(X * 2)),
-    (lambda: autograd.grad(X.sum(), {}), pr.TreeError, "grad: inputs must hold at least one tensor",
-     lambda: torch.autograd.grad(X.sum(), [])),
     (lambda: autograd.backward(X.sum(), inputs=[None]), pr.TreeError, "backward: inputs must hold at least one tensor",
      lambda: torch.autograd.backward(X.sum(), inputs=[])),
     (lambda: autograd.grad([], X), pr.TreeError, "grad: outputs must hold at least one tensor"),
@@ -271,10 +237,3 @@ def test_nested_tensors():
             autograd.grad(X * 2, X, x.detach())
         with pytest.raises(ValueError, match=r"inputs\[0\] must not be a nested tensor with is_grads_batched=True"):
             autograd.grad(X.sum(), [x], torch.ones(2), is_grads_batched=True)
-
-
-def test_errors_leave_the_graph_alone():
-    y = X**2
-    with pytest.raises(pr.ShapeError):
-        autograd.grad(y, X, torch.ones(3))
-    torch.testing.assert_close(autograd.grad(y, X, torch.ones(2)), torch.full((2,), 2.0))
