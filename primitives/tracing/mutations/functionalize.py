@@ -18,7 +18,7 @@ from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.leaves import refuse_opaque
 from primitives.tracing.lines import current_line
-from primitives.tracing.memory import is_wrapped, memories, refuse_sharing, require_storage, sharing
+from primitives.tracing.memory import is_wrapped, memories, refuse_sharing, sharing
 from primitives.tracing.mutations.world import FunctionalWorld
 from primitives.tracing.watching import UserCalls, WriteWatcher, written_by
 
@@ -245,8 +245,7 @@ class PureFunction:
             MutationError: If the function writes a tensor that is neither an input nor made inside; one of several
                 inputs that overlap in memory; or, in a trace, in a way that cannot be made pure.
             TraceError: In a trace, if it asks for the values of a tensor.
-            LeafError: If an input is a nested tensor of the strided layout; if an object with a tensor inside, that
-                optree does not take apart, is passed or returned.
+            LeafError: If an object with a tensor inside, that optree does not take apart, is passed or returned.
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
         """
         call = self._run(args, kwargs)
@@ -286,8 +285,6 @@ class PureFunction:
             )
         accessors, leaves, treespec = optree.tree_flatten_with_accessor((args, kwargs))  # type: ignore[arg-type] - any tree
         labels = [_label(accessor) for accessor in accessors]
-        for label, x in zip(labels, leaves, strict=True):
-            require_storage(_FUNCTION, label, x)
         refuse_opaque(_FUNCTION, leaves, labels.__getitem__)
         first = {id(x): label for label, x in zip(labels[::-1], leaves[::-1], strict=True)}
         tensors = list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())

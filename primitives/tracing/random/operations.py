@@ -6,6 +6,7 @@ schema. In-place operations write their result into their first argument.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from primitives.tracing.random import draws
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -70,34 +71,26 @@ def _placed(values: Tensor, a: dict[str, Any]) -> Tensor:
     return values.pin_memory() if a.get("pin_memory") else values
 
 
-def _like(values: Tensor, a: dict[str, Any]) -> Tensor:
-    options = {name: a.get(name) for name in ("dtype", "device", "memory_format") if a.get(name) is not None}
-    return torch.empty_like(a["self"], **options).copy_(values)
+def _made(a: dict[str, Any], draw: Callable[[Sequence[Any], torch.dtype], Tensor], default: Any = None) -> Tensor:
+    """What `draw(size, dtype)` draws, of the size that is asked for or like a tensor."""
+    if "self" not in a:
+        return _placed(draw(a["size"], _dtype(a, default)), a)
+    x = a["self"]
+    options = {name: a[name] for name in ("dtype", "device", "memory_format") if a.get(name) is not None}
+    return torch.empty_like(x, **options).copy_(draw(x.shape, _dtype(a, x.dtype)))
 
 
 def _rand(source: Source, a: dict[str, Any]) -> Tensor:
-    return _placed(draws.standard_uniform(source, a["size"], _dtype(a)), a)
-
-
-def _rand_like(source: Source, a: dict[str, Any]) -> Tensor:
-    return _like(draws.standard_uniform(source, a["self"].shape, _dtype(a, a["self"].dtype)), a)
+    return _made(a, functools.partial(draws.standard_uniform, source))
 
 
 def _randn(source: Source, a: dict[str, Any]) -> Tensor:
-    return _placed(draws.standard_normal(source, a["size"], _dtype(a)), a)
-
-
-def _randn_like(source: Source, a: dict[str, Any]) -> Tensor:
-    return _like(draws.standard_normal(source, a["self"].shape, _dtype(a, a["self"].dtype)), a)
+    return _made(a, functools.partial(draws.standard_normal, source))
 
 
 def _randint(source: Source, a: dict[str, Any]) -> Tensor:
-    values = draws.integers(source, a["size"], a.get("low", 0), a["high"])
-    return _placed(values.to(_dtype(a, torch.int64)), a)
-
-
-def _randint_like(source: Source, a: dict[str, Any]) -> Tensor:
-    return _like(draws.integers(source, a["self"].shape, a.get("low", 0), a["high"]), a)
+    low, high = a.get("low", 0), a["high"]
+    return _made(a, lambda size, dtype: draws.integers(source, size, low, high).to(dtype), torch.int64)
 
 
 def _randperm(source: Source, a: dict[str, Any]) -> Tensor:
@@ -197,11 +190,11 @@ OPERATIONS: dict[str, Callable[[Source, dict[str, Any]], Any]] = {
     "normal": _normal,
     "normal_functional": _filled(draws.normal, "mean", "std"),
     "rand": _rand,
-    "rand_like": _rand_like,
+    "rand_like": _rand,
     "randint": _randint,
-    "randint_like": _randint_like,
+    "randint_like": _randint,
     "randn": _randn,
-    "randn_like": _randn_like,
+    "randn_like": _randn,
     "random": _random,
     "randperm": _randperm,
     "rrelu_with_noise": _rrelu_with_noise,
