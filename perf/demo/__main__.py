@@ -21,9 +21,6 @@ from perf.demo.train import Contest, run_duel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perf.demo.data import Digits
-    from perf.demo.train import Duel
-
 # Name, model, learning rate, epochs of a whole and of a quick run, and the accuracy that a whole one must reach.
 MODELS = (
     ("conv net", ConvNet, 5e-3, 8, 2, 0.97),
@@ -51,19 +48,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _train_all(
-    contests: Sequence[Contest], digits: Digits, device: torch.device, seed: int, float64_steps: int, console: Console
-) -> list[Duel]:
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        # Each model trains twice in either dtype.
-        tasks = [progress.add_task(c.name, total=2 * (c.num_steps(digits) + float64_steps)) for c in contests]
-        return [
-            run_duel(contest, digits, device, seed, float64_steps, partial(progress.advance, task))
-            for contest, task in zip(contests, tasks, strict=True)
-        ]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if every bound holds, 1 if one is missed."""
     arguments = _arguments(argv)
@@ -84,7 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         contests = [contest._replace(min_accuracy=QUICK_ACCURACY) for contest in contests]
     shortest = min(contest.num_steps(digits) for contest in contests)
     float64_steps = min(QUICK_FLOAT64_STEPS if arguments.quick else FLOAT64_STEPS, shortest)
-    duels = _train_all(contests, digits, device, arguments.seed, float64_steps, console)
+    duels = []
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        # Each model trains twice in either dtype.
+        tasks = [progress.add_task(c.name, total=2 * (c.num_steps(digits) + float64_steps)) for c in contests]
+        for contest, task in zip(contests, tasks, strict=True):
+            advance = partial(progress.advance, task)
+            duels.append(run_duel(contest, digits, device, arguments.seed, float64_steps, advance))
     moved = digits.to(device, torch.float32)
     errors = {}
     for duel in duels:

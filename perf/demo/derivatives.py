@@ -57,25 +57,15 @@ def variants(block: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     return plain, converted, formula
 
 
-def _second_jvp(block: Map, x: Tensor, v: Tensor) -> Tensor:
-    """jvp(jvp): the second derivative of the block's output along `v`."""
-    return jvp(lambda x: jvp(block, (x,), (v,))[1], (x,), (v,))[1]
-
-
-def _grad_of_jvp(block: Map, x: Tensor, v: Tensor) -> Tensor:
-    """grad(jvp): the gradient of a loss with a JVP in it, as consistency and MeanFlow losses have."""
-    return grad(lambda x: jvp(block, (x,), (v,))[1].square().mean())(x)
-
-
-def _third_derivative(block: Map, x: Tensor, v: Tensor) -> Tensor:
-    """The third derivative of a loss along `v`, by reverse mode three times."""
-    return grad(grad(grad(lambda t: block(x + t * v).square().mean())))(x.new_zeros(()))
-
-
 CASES: dict[str, Callable[[Map, Tensor, Tensor], Tensor]] = {
-    "jvp(jvp)": _second_jvp,
-    "grad(jvp)": _grad_of_jvp,
-    "third derivative": _third_derivative,
+    # The second derivative of the block's output along `v`.
+    "jvp(jvp)": lambda block, x, v: jvp(lambda x: jvp(block, (x,), (v,))[1], (x,), (v,))[1],
+    # The gradient of a loss with a JVP in it, as consistency and MeanFlow losses have.
+    "grad(jvp)": lambda block, x, v: grad(lambda x: jvp(block, (x,), (v,))[1].square().mean())(x),
+    # The third derivative of a loss along `v`, by reverse mode three times.
+    "third derivative": lambda block, x, v: grad(grad(grad(lambda t: block(x + t * v).square().mean())))(
+        x.new_zeros(())
+    ),
 }
 
 

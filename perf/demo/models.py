@@ -8,16 +8,6 @@ from torch import Tensor, nn
 from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
 
 
-class DigitModel(nn.Module):
-    """What the two models share: `blocks`, of which the first one is also looked at by itself."""
-
-    blocks: nn.Sequential
-
-    def block_input(self, images: Tensor) -> Tensor:
-        """What the first block receives for `images`."""
-        raise NotImplementedError
-
-
 class ConvBlock(nn.Module):
     """Two 3 x 3 convolutions, each batch-normalized, around a shortcut."""
 
@@ -36,7 +26,7 @@ class ConvBlock(nn.Module):
         return self.activation(hidden + self.norm_out(self.conv_out(hidden)))
 
 
-class ConvNet(DigitModel):
+class ConvNet(nn.Module):
     """Two blocks and a linear head: images `[batch, 1, 8, 8]` to log-probabilities `[batch, 10]`."""
 
     def __init__(self, channels: int = 16) -> None:
@@ -91,7 +81,7 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class VisionTransformer(DigitModel):
+class VisionTransformer(nn.Module):
     """Sixteen patches through two blocks: images `[batch, 1, 8, 8]` to log-probabilities `[batch, 10]`."""
 
     def __init__(self, width: int = 32, num_heads: int = 4, num_blocks: int = 2) -> None:

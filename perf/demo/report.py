@@ -69,11 +69,7 @@ def training_table(duels: Sequence[Duel]) -> Table:
 
 
 def derivative_table(errors: Mapping[str, Mapping[str, Errors]]) -> Table:
-    """One row per derivative: the relative errors of torch.nn and of this package, block by block.
-
-    Args:
-        errors: Name of a block -> name of a derivative -> its errors.
-    """
+    """One row per derivative: the relative errors (by block, by derivative) of torch.nn and of this package."""
     title = "relative error of derivatives, against the norms written out in float64"
     table = _table(title, "derivative", [f"{block}\n{who}" for block in errors for who in ("torch.nn", "converted")])
     for case in next(iter(errors.values())):
@@ -134,19 +130,12 @@ def _draw(curves: Axes, gaps: Axes, duel: Duel) -> None:
         found = [max(abs(a - b), DIFFERENCE_FLOOR) for a, b in zip(first.losses, second.losses, strict=True)]
         gaps.semilogy(range(1, len(found) + 1), found, ".", markersize=3, color=color, label=label)
     gaps.axhline(FLOAT64_BOUND, color=WRONG_COLOR, linewidth=1, linestyle="--", label="bound for float64")
-    gaps.set_xlabel("training step")
-    gaps.set_ylim(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING)
+    gaps.set(xlabel="training step", ylim=(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING))
     gaps.legend(loc="upper center", ncols=3, markerscale=3, fontsize="small")
 
 
 def save_digits(duels: Sequence[Duel], digits: Digits, path: Path) -> None:
-    """Held-out digits with their label and what each converted model says, its mistakes first and in red.
-
-    Args:
-        duels: The models.
-        digits: The data in the dtype and on the device of the models.
-        path: Of the PNG file.
-    """
+    """Held-out digits with their label and what each converted model says, its mistakes first and in red."""
     predictions = [predict(duel.our_run.model, digits.test_images).cpu() for duel in duels]
     labels = digits.test_labels.cpu()
     wrong = torch.stack([prediction != labels for prediction in predictions]).any(0)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from perf.demo.data import Digits
-    from perf.demo.models import DigitModel
+    from perf.demo.models import ConvNet, VisionTransformer
+
+    Model = ConvNet | VisionTransformer
 
 WEIGHT_DECAY = 0.1
 # The first steps pay for allocations and, on a GPU, for compiling kernels.
@@ -28,7 +30,7 @@ class Contest(NamedTuple):
     """One model of the demo: how to make it, how long it trains, and what it has to reach."""
 
     name: str
-    make_model: Callable[[], DigitModel]
+    make_model: Callable[[], Model]
     learning_rate: float
     epochs: int
     min_accuracy: float
@@ -41,7 +43,7 @@ class Contest(NamedTuple):
 class Run(NamedTuple):
     """What one training run leaves: the model, its loss at each step, and how long a step took (median, seconds)."""
 
-    model: DigitModel
+    model: Model
     losses: list[float]
     step_seconds: float
 
@@ -77,43 +79,29 @@ def run_duel(
 ) -> Duel:
     """Train the model of `contest` four times from the same seed.
 
-    Args:
-        contest: The model and its bounds.
-        digits: The data, in any dtype and on any device.
-        device: Where to train.
-        seed: Of the initial weights and of the order of the batches.
-        float64_steps: Length of the float64 runs. Their learning rate follows the schedule of a whole run.
-        on_step: Called after each training step.
+    The float64 runs take `float64_steps`, at the learning rates of a whole run. `on_step` is called after each step.
     """
-    total = contest.num_steps(digits)
 
     def train(dtype: torch.dtype, steps: int, converted: bool) -> Run:
         torch.manual_seed(seed)
         model = contest.make_model().to(device, dtype)
         if converted and not pr.nn.converted(pr.nn.convert(model)):
             raise RuntimeError(f"{contest.name}: primitives.nn.convert changed no module.")
-        return _train(model, digits.to(device, dtype), contest.learning_rate, seed, steps, total, on_step)
+        return _train(contest, model, digits.to(device, dtype), seed, steps, on_step)
 
     # Convolutions that give the same bits each time, so that two runs differ only by what is compared.
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
         first, second = (train(torch.float64, float64_steps, converted) for converted in (False, True))
-        plain, ours = (train(torch.float32, total, converted) for converted in (False, True))
+        plain, ours = (train(torch.float32, contest.num_steps(digits), converted) for converted in (False, True))
     moved = digits.to(device, torch.float32)
     return Duel(contest, plain, ours, first, second, accuracy(plain.model, moved), accuracy(ours.model, moved))
 
 
-def _train(
-    model: DigitModel,
-    digits: Digits,
-    learning_rate: float,
-    seed: int,
-    steps: int,
-    schedule_steps: int,
-    on_step: Callable[[], None],
-) -> Run:
+def _train(contest: Contest, model: Model, digits: Digits, seed: int, steps: int, on_step: Callable[[], None]) -> Run:
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=schedule_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=contest.learning_rate, weight_decay=WEIGHT_DECAY)
+    total = contest.num_steps(digits)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, contest.learning_rate, total_steps=total)
     losses: list[float] = []
     durations: list[float] = []
     for (images, labels), _ in zip(digits.batches(seed), range(steps), strict=False):
