@@ -91,6 +91,9 @@ def test_saved_values_and_their_bytes():
     assert [entry.shape for entry in forward.saved if entry.is_input] == [(8, 8), (8, 8)]
     assert forward.saved[0].name in graph.backward_graph().input_names
     assert "saved for the backward pass, 512 bytes" in str(forward)
+    # Nor does a view of another saved value: both the exponential and its transpose are saved.
+    turned = trace_joint(lambda x, w: (x.exp().t() @ w).sum(), x, w, no_tangents=True).forward_graph(min_cut=False)
+    assert [entry.num_bytes for entry in turned.saved if not entry.is_input] == [matrix, 0]
 
 
 def test_inputs_that_are_written_to():
