@@ -127,6 +127,10 @@ def test_gradients_are_subclasses_with_metadata_of_their_own():
         for found, wanted in ((x_found, x_bar), (w_found, w_bar)):
             torch.testing.assert_close(found.a, wanted.a)
             torch.testing.assert_close(found.b, wanted.b)
+    # What requires grad is the subclass, whatever the plain tensors that are put into it do.
+    pieces, *others = unwrapped.args
+    _, (x_found, _) = unwrapped.wrap(unwrapped.fn({name: piece.detach() for name, piece in pieces.items()}, *others))
+    torch.testing.assert_close(x_found.a, x_bar.a)
 
 
 def test_dynamic_sizes():
