@@ -108,22 +108,22 @@ NESTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", NESTINGS)
-def test_nestings_equal_those_without(name):
-    torch.testing.assert_close(NESTINGS[name](Net(checkpoint)), NESTINGS[name](Net()), **CLOSE)
+def in_regions(block, x):
+    return checkpoint(lambda x: checkpoint(block[2:], checkpoint(block[:2], x)), x)
+
+
+@pytest.mark.parametrize(
+    "name, region",
+    [*[(name, checkpoint) for name in NESTINGS],
+     *[(name, in_regions) for name in ("grad of jvp", "backward of jvp", "backward twice")]],
+)  # fmt: skip
+def test_nestings_equal_those_without(name, region):
+    torch.testing.assert_close(NESTINGS[name](Net(region)), NESTINGS[name](Net()), **CLOSE)
 
 
 def mean_flow_loss(net, x, v):
     u, u_dot = jvp(net, (x,), (v,))
     return (u - v + u_dot).square().mean()
-
-
-@pytest.mark.parametrize("name", ["grad of jvp", "backward of jvp", "backward twice"])
-def test_nestings_of_regions_in_regions(name):
-    def region(block, x):
-        return checkpoint(lambda x: checkpoint(block[2:], checkpoint(block[:2], x)), x)
-
-    torch.testing.assert_close(NESTINGS[name](Net(region)), NESTINGS[name](Net()), **CLOSE)
 
 
 class PeakBytes(TorchDispatchMode):
@@ -227,24 +227,19 @@ def test_trees_keywords_and_what_a_closure_holds():
 
 
 def test_what_torch_sets_around_a_region_is_set_again():
-    net = Net(checkpoint).float()
-    x = X.float()
-
-    def run(region):
-        net.region = region
+    def cast(net):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = net(x).float().square().sum()
+            loss = net(X.float()).float().square().sum()
         return gradients(net, loss)
 
-    for found, expected in zip(run(checkpoint), run(lambda block, x: block(x)), strict=True):
-        assert torch.equal(found, expected)
-    norms = Net(checkpoint, norm=nn.LayerNorm)
-    with pr.override_torch():
-        loss = jvp(norms, (X,), (V,))[1].square().sum()
-    found = gradients(norms, loss)
-    norms.region = lambda block, x: block(x)
-    with pr.override_torch():
-        expected = gradients(norms, jvp(norms, (X,), (V,))[1].square().sum())
+    def overridden(net):
+        with pr.override_torch():
+            loss = jvp(net, (X,), (V,))[1].square().sum()
+        return gradients(net, loss)
+
+    found, expected = (cast(Net(region).float()) for region in (checkpoint, None))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    found, expected = (overridden(Net(region, norm=nn.LayerNorm)) for region in (checkpoint, None))
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
@@ -258,27 +253,24 @@ def test_a_joint_graph_of_regions():
     torch.testing.assert_close(run(checkpoint), run(None), **CLOSE)
 
 
+def maybe(compiled, function):
+    return torch.compile(function, fullgraph=True) if compiled else function
+
+
 COMPILED = {
-    "backward": lambda net: gradients(net, torch.compile(lambda net: net(X).square().sum(), fullgraph=True)(net)),
-    "mean flow": lambda net: gradients(net, torch.compile(mean_flow_loss, fullgraph=True)(net, X, V)),
-    "grad of jvp": lambda net: torch.compile(
-        torch.func.grad(lambda x: torch.func.jvp(net, (x,), (V,))[1].square().sum()), fullgraph=True
+    "backward": lambda net, c: gradients(net, maybe(c, lambda net: net(X).square().sum())(net)),
+    "mean flow": lambda net, c: gradients(net, maybe(c, mean_flow_loss)(net, X, V)),
+    "grad of jvp": lambda net, c: maybe(
+        c, torch.func.grad(lambda x: torch.func.jvp(net, (x,), (V,))[1].square().sum())
     )(X),
-    "per sample": lambda net: torch.compile(torch.vmap(torch.func.grad(lambda x: net(x).square().sum())))(X),
+    "per sample": lambda net, c: maybe(c, torch.vmap(torch.func.grad(lambda x: net(x).square().sum())))(X),
 }
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_by_inductor(name):
     torch._dynamo.reset()
-    found = COMPILED[name](Net(checkpoint))
-    expected = {
-        "backward": lambda net: gradients(net, net(X).square().sum()),
-        "mean flow": lambda net: gradients(net, mean_flow_loss(net, X, V)),
-        "grad of jvp": NESTINGS["grad of jvp"],
-        "per sample": lambda net: torch.autograd.grad(net(leaf := X.clone().requires_grad_()).square().sum(), leaf)[0],
-    }[name](Net())
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(COMPILED[name](Net(checkpoint), True), COMPILED[name](Net(), False), **CLOSE)
 
 
 def test_a_compiled_loss_with_a_jvp_keeps_less():
