@@ -32,10 +32,6 @@ _ADVICE = {
         "an input that requires grad is written to in place, which autograd allows for no leaf",
         "Return the new value, or use functionalize_mutations.",
     ),
-    "cannot resize variables that require grad": (
-        "a tensor that requires grad is resized",
-        "Make a tensor of the new size.",
-    ),
     "Cannot view a tensor with shape": (
         "a tensor has other strides where it is functionalized, after a write to a view of it, and cannot be viewed",
         "Use contiguous() before reshape, or write out of place.",

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from primitives.core.errors import LeafError
-from primitives.core.trees.overlay import key_path
+from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,12 +47,20 @@ class Leaves(NamedTuple):
         more = [f"args[{i}]" for i in range(len(arguments) - len(names))]
         return cls.of(arguments, (*names, *more))
 
-    def label(self, index: int) -> str:
-        """Key path of a leaf, as code."""
-        accessor = optree.tree_accessors(self.skeleton)[index]
+    def labels(self, places: Sequence[int]) -> tuple[str, ...]:
+        """Key paths of leaves, as code."""
+        accessors = optree.tree_accessors(self.skeleton)
         if isinstance(self.roots, str):
-            return key_path(accessor, self.roots)
-        return key_path(accessor[1:], self.roots[accessor[0].entry])
+            return tuple(key_path(accessors[i], self.roots) for i in places)
+        return tuple(key_path(accessors[i][1:], self.roots[accessors[i][0].entry]) for i in places)
+
+    def label(self, place: int) -> str:
+        """Key path of a leaf, as code."""
+        return self.labels([place])[0]
+
+    def aligned(self, function: str, name: str, tree: Any, like_name: str) -> list[Any]:
+        """What stands in `tree` in the place of each leaf; `TreeError` if the structure differs."""
+        return align(function, name, tree, like_name, self.skeleton, {"namespace": "", "is_leaf": None})
 
     def join(self, values: Sequence[Any]) -> Any:
         """The tree, with other leaves."""

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import sys
 import threading
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import functional_utils
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -149,18 +151,14 @@ def fake_of(mode: FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device
     return fake.requires_grad_(x.requires_grad)
 
 
-def wrapped(x: Any) -> Any:
-    """`x` as functionalization wants it; of a wrapper subclass, what is inside."""
-    from torch._functorch._aot_autograd import functional_utils
-
-    return functional_utils.to_fun(x)
-
-
-def plain(x: Any) -> Any:
-    """What functionalization has wrapped, with all writes to it done."""
-    from torch._functorch._aot_autograd import functional_utils
-
-    return functional_utils.from_fun(x)
+# `wrapped(x)` is as functionalization wants it, and `plain(x)` what that has wrapped, with all writes to it done; of a
+# wrapper subclass, what is inside.
+wrapped: Callable[[Any], Any] = functional_utils.to_fun
+plain: Callable[[Any], Any] = functional_utils.from_fun
+has_data_mutation = functional_utils.has_data_mutation
+is_in_a_transform = _functorch.is_functorch_wrapped_tensor
+# In it, `make_fx` records nothing.
+unrecorded = disable_proxy_modes_tracing
 
 
 def functional_world(*, functionalize: bool = True) -> contextlib.AbstractContextManager:
@@ -175,26 +173,9 @@ def is_functional(x: Any) -> bool:
     return isinstance(x, FunctionalTensor)
 
 
-def has_data_mutation(x: Any) -> bool:
-    """Whether the values of a functional tensor were written to."""
-    from torch._functorch._aot_autograd import functional_utils
-
-    return functional_utils.has_data_mutation(x)
-
-
 def has_other_storage(x: Any) -> bool:
     """Whether a functional tensor was given other memory, by `set_` or `.data`."""
     return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
-
-
-def is_in_a_transform(x: Tensor) -> bool:
-    """Whether a transform of `torch.func` has wrapped `x`."""
-    return _functorch.is_functorch_wrapped_tensor(x)
-
-
-def unrecorded() -> contextlib.AbstractContextManager:
-    """Context in which `make_fx` records nothing."""
-    return disable_proxy_modes_tracing()
 
 
 def is_traced(x: Tensor) -> bool:
@@ -219,7 +200,7 @@ def is_computed(x: Tensor) -> bool:
 
 def bottom(x: Tensor) -> Tensor:
     """What the transforms of `torch.func` have wrapped."""
-    while _functorch.is_functorch_wrapped_tensor(x):
+    while is_in_a_transform(x):
         x = _functorch.get_unwrapped(x)
     return x
 
@@ -345,14 +326,6 @@ def loaded(data: bytes, mode: FakeTensorMode) -> Any:
     return GraphPickler.loads(data, mode)
 
 
-def fixed_size(n: Any) -> int | None:
-    """A size that is known, or has turned out to be; `None` for one that is a symbol."""
-    if isinstance(n, torch.SymInt):
-        expression = n.node.shape_env.replace(n.node.expr)
-        return int(expression) if expression.is_number else None
-    return int(n)
-
-
 def sizes_fit(sizes: Sequence[int | None], x: Tensor) -> bool:
     """Whether `x` has these sizes, as far as they are known."""
     return x.dim() == len(sizes) and all(n in (None, m) for n, m in zip(sizes, x.shape, strict=True))
@@ -373,8 +346,8 @@ def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
     return found
 
 
-def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | None]:
-    """Sizes for given values of the symbols in them; `None` for one with another symbol."""
+def bound_sizes(sizes: Sequence[Any], symbols: Any = MappingProxyType({})) -> list[int | None]:
+    """Sizes for given values of the symbols in them; `None` for one with another symbol, not known to be a number."""
     bound = [n.node.expr.xreplace(symbols) if isinstance(n, torch.SymInt) else n for n in sizes]
     return [int(n) if isinstance(n, int) or n.is_number else None for n in bound]
 

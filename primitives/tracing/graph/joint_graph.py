@@ -8,8 +8,8 @@ import optree
 
 from primitives.core.errors import MutationError, ShapeError
 from primitives.tracing import torch_private as internals
-from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, run, split
-from primitives.tracing.graph.rewriting import SEED, is_backward, packed, unpacked, writing_nodes
+from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, Runnable, run, split
+from primitives.tracing.graph.rewriting import is_backward, packed, unpacked, writing_nodes
 from primitives.tracing.graph.summary import table
 from primitives.tracing.memory import refuse_sharing, sharing
 from primitives.tracing.random.rng import PhiloxState
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["JointGraph"]
 
 
-class JointGraph:
+class JointGraph(Runnable):
     """Forward and backward pass of a function as one graph; made by `trace_joint`.
 
     It can be pickled, with `torch.save` too, and copied.
@@ -33,17 +33,34 @@ class JointGraph:
         module: The graph as a function of flat tensors: primals, cotangents and, if there are any, the seed and offset
             of the forward and of the backward state. It returns outputs, then gradients, each with a state behind
             them.
+        graph: The nodes.
         signature: What its inputs and outputs mean.
+        primal_names: Key path of each tensor among the primals, as code; placeholders are named after them.
+        tangent_names: Key path of each cotangent.
+        output_names: Key path of each output that the graph computes.
+        gradient_names: Name of each gradient: that of its primal, with `_bar`.
+        mutated_names: Key paths of the primals that the function writes to, in the order of their new values in the
+            output.
+        in_treespec: Structure of the primals, and of the gradients.
+        out_treespec: Structure of the output, and of the cotangents.
+        labels: The key path for which each placeholder stands.
     """
 
     def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool) -> None:
-        self.module = module
+        super().__init__(module)
         self.signature = signature
+        self.primal_names, self.tangent_names = signature.primal_names, signature.tangent_names
+        self.output_names, self.gradient_names = signature.output_names, signature.gradient_names
+        self.mutated_names = signature.primals.labels(signature.mutated)
+        self.in_treespec = optree.tree_structure(signature.primals.skeleton)
+        self.out_treespec = optree.tree_structure(signature.outs.skeleton)
+        placeholders = self.graph.find_nodes(op="placeholder")
+        self._states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
+        names = [*self.primal_names, *self.tangent_names, *self._states]
+        self.labels = {node.name: name for node, name in zip(placeholders, names, strict=True)}
+        self._inputs = [node.meta["val"] for node in placeholders]
         self._mode = mode
         self._functionalize = functionalize
-        self._placeholders = module.graph.find_nodes(op="placeholder")
-        self._compute = internals.as_one_operation(self._flat)
-        self._inputs = [node.meta["val"] for node in self._placeholders]
         self._sizes_known_to_fit: set[tuple] = set()
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
 
@@ -63,48 +80,6 @@ class JointGraph:
         mode = internals.fake_mode(symbolic=state["symbolic"])
         module = unpacked(state["data"], state["constants"], mode)
         self.__init__(module, state["signature"], mode, functionalize=state["functionalize"])
-
-    # What it is called with.
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The nodes."""
-        return self.module.graph
-
-    @property
-    def primal_names(self) -> tuple[str, ...]:
-        """Key path of each tensor among the primals, as code; placeholders are named after them."""
-        return self.signature.primal_names
-
-    @property
-    def tangent_names(self) -> tuple[str, ...]:
-        """Key path of each cotangent, as code."""
-        return self.signature.tangent_names
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Key path of each output that the graph computes."""
-        return self.signature.output_names
-
-    @property
-    def gradient_names(self) -> tuple[str, ...]:
-        """Name of each gradient."""
-        return self.signature.gradient_names
-
-    @property
-    def mutated_names(self) -> tuple[str, ...]:
-        """Key paths of the primals that the function writes to, in the order of their new values in the output."""
-        return self.signature.mutated_names
-
-    @property
-    def in_treespec(self) -> optree.PyTreeSpec:
-        """Structure of the primals, and of the gradients."""
-        return optree.tree_structure(self.signature.primals.skeleton)
-
-    @property
-    def out_treespec(self) -> optree.PyTreeSpec:
-        """Structure of the output, and of the cotangents."""
-        return optree.tree_structure(self.signature.outs.skeleton)
 
     def __call__(self, primals: tuple, tangents: Any = None, *, rng: Any = None) -> tuple:
         """Run the graph.
@@ -182,11 +157,6 @@ class JointGraph:
             f"{conditions}, got {got}."
         )
 
-    def seeds(self) -> list[Any]:
-        """The cotangent 1 of the loss, if the graph makes it."""
-        nodes = [node for node in self.graph.nodes if node.name == SEED] if self.signature.has_seed else []
-        return [node.target(*node.args, **node.kwargs) for node in nodes]
-
     # Its parts.
 
     def forward_graph(self, *, min_cut: bool = True) -> ForwardGraph:
@@ -233,14 +203,9 @@ class JointGraph:
 
     # How it looks.
 
-    @property
-    def code(self) -> str:
-        """The graph as Python code."""
-        return self.module.code.strip()
-
     def __str__(self) -> str:
         """One line for each input, operation and output."""
-        return table(self.module, dict(zip(self._placeholders, self._labels(), strict=True)), self.output_labels())
+        return table(self.graph, [*self.labels.values()], self.output_labels())
 
     def __repr__(self) -> str:
         """How much there is of what."""
@@ -252,13 +217,6 @@ class JointGraph:
             f"and {backward} backward operations)"
         )
 
-    def _labels(self) -> list[str]:
-        states = ["rng[0].seed", "rng[0].offset", "rng[1].seed", "rng[1].offset"] * self.signature.has_states
-        return [*self.primal_names, *self.tangent_names, *states]
-
     def output_labels(self) -> list[str]:
         """What the outputs of the graph are called, in order."""
-        forward, backward = (
-            [f"rng[{i}].{field}" for field in PhiloxState._fields] * self.signature.has_states for i in range(2)
-        )
-        return [*self.output_names, *forward, *self.gradient_names, *backward]
+        return [*self.output_names, *self._states[:2], *self.gradient_names, *self._states[2:]]

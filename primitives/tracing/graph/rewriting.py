@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,7 @@ def _stops(node: fx.Node) -> bool:
 def packed(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
     """A graph as bytes, and its constants, of which torch's pickler for graphs would keep the shapes alone."""
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return internals.dumped(fx.GraphModule(_module(dict.fromkeys(constants)), graph)), constants
+    return internals.dumped(fx.GraphModule(_module(dict.fromkeys(constants)), copy.deepcopy(module.graph))), constants
 
 
 def unpacked(data: bytes, constants: dict[str, Any], mode: Any) -> fx.GraphModule:
@@ -133,10 +132,7 @@ def unpacked(data: bytes, constants: dict[str, Any], mode: Any) -> fx.GraphModul
         constants: The constants.
         mode: Where the values without memory are to live.
     """
-    loaded = internals.loaded(data, mode)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(loaded.graph, {}))
-    return fx.GraphModule(_module(constants), graph, "JointGraph")
+    return fx.GraphModule(_module(constants), copy.deepcopy(internals.loaded(data, mode).graph), "JointGraph")
 
 
 def _module(attributes: dict[str, Any]) -> torch.nn.Module:

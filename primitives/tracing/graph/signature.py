@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
-from primitives.core.trees.overlay import align
 from primitives.tracing import torch_private as internals
 from primitives.tracing.memory import refuse_sharing, sharing
 from primitives.tracing.random.rng import PhiloxState
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
 
     from primitives.tracing.leaves import Leaves
 
-__all__ = ["Signature"]
+__all__ = ["Signature", "require_tensor"]
 
-_OPTIONS: dict[str, Any] = {"namespace": "", "is_leaf": None}
 _FUNCTION = "JointGraph"
 
 
@@ -58,27 +56,22 @@ class Signature:
     @property
     def primal_names(self) -> tuple[str, ...]:
         """Key path of each tensor among the primals, as code."""
-        return tuple(map(self.primals.label, self.places))
+        return self.primals.labels(self.places)
 
     @property
     def output_names(self) -> tuple[str, ...]:
         """Key path of each output that the graph computes, as code."""
-        return tuple(map(self.outs.label, self.computed))
+        return self.outs.labels(self.computed)
 
     @property
     def tangent_names(self) -> tuple[str, ...]:
         """Key path of each cotangent, as code."""
-        return tuple(map(self.outs._replace(roots="tangents").label, self.with_tangent))
+        return self.outs._replace(roots="tangents").labels(self.with_tangent)
 
     @property
     def gradient_names(self) -> tuple[str, ...]:
         """Name of each gradient: that of its primal, with `_bar`."""
-        return tuple(f"{self.primals.label(i)}_bar" for i in self.gradient_places)
-
-    @property
-    def mutated_names(self) -> tuple[str, ...]:
-        """Key path of each primal that is written to."""
-        return tuple(map(self.primals.label, self.mutated))
+        return tuple(f"{name}_bar" for name in self.primals.labels(self.gradient_places))
 
     @property
     def num_forward_outputs(self) -> int:
@@ -91,9 +84,7 @@ class Signature:
         """The leaves that are tensors in the graph; the others must be the constants that were traced."""
         if not isinstance(primals, tuple):
             raise TypeError(f"{_FUNCTION}: primals must be the tuple of the arguments, got {type(primals).__name__}.")
-        # Anything but None is a leaf.
-        like = self.primals.join([True] * len(self.primals.values))
-        leaves = align(_FUNCTION, "primals", primals, "the traced primals", like, _OPTIONS)
+        leaves = self.primals.aligned(_FUNCTION, "primals", primals, "the traced primals")
         for i, (leaf, constant) in enumerate(zip(leaves, self.primals.values, strict=True)):
             if i not in self.places and (type(leaf) is not type(constant) or _differ(leaf, constant)):
                 raise TreeError(
@@ -109,8 +100,7 @@ class Signature:
         """The cotangents in `tangents`, with 0 for one of several that is `None`."""
         if tangents is None and not self.with_tangent:
             return []
-        like = self.outs.join([True] * len(self.outs.values))
-        pieces = align(_FUNCTION, "tangents", tangents, "outs", like, _OPTIONS)
+        pieces = self.outs.aligned(_FUNCTION, "tangents", tangents, "outs")
         for place, piece in enumerate(pieces):
             if piece is not None and place not in self.with_tangent:
                 label = self.outs._replace(roots="tangents").label(place)
@@ -128,8 +118,7 @@ class Signature:
         """
         tensors = []
         for i, (x, fake) in enumerate(zip(given, fakes, strict=True)):
-            sizes = [internals.fixed_size(n) for n in fake.shape]
-            tensors.append(_checked(self.primals, self.places[i], x, fake, sizes))
+            tensors.append(_checked(self.primals, self.places[i], x, fake, internals.bound_sizes(fake.shape)))
             if in_place and i in self.alone and tensors[i] is not x:
                 raise MutationError(
                     f"{_FUNCTION}: {self.primal_names[i]} is written to in place, so its axes must lie in memory in "
@@ -213,6 +202,14 @@ def _differ(x: Any, y: Any) -> bool:
         return True
 
 
+def require_tensor(label: str, x: Any, dtype: torch.dtype) -> None:
+    """Raise `LeafError` or `DtypeError` unless `x` is a tensor of `dtype`."""
+    if not isinstance(x, torch.Tensor):
+        raise LeafError(f"{label} must be a tensor, got {type(x).__name__}.")
+    if x.dtype != dtype:
+        raise DtypeError(f"{label} must have dtype {dtype}, got {x.dtype}.")
+
+
 def _checked(
     leaves: Leaves, place: int, x: Any, fake: Tensor, sizes: Sequence[int | None], *, viewable: bool = False
 ) -> Tensor:
@@ -233,16 +230,13 @@ def _checked(
         if internals.sizes_fit(sizes, x):
             # Traced as plain memory, in which a lazy conjugate or negative is none.
             return _laid_out_like(x.resolve_conj().resolve_neg(), fake)
-    label = leaves.label(place)
-    if not isinstance(x, torch.Tensor):
-        raise LeafError(f"{_FUNCTION}: {label} must be a tensor, got {type(x).__name__}.")
-    if x.dtype != fake.dtype:
-        raise DtypeError(f"{_FUNCTION}: {label} must have dtype {fake.dtype}, got {x.dtype}.")
+    label = f"{_FUNCTION}: {leaves.label(place)}"
+    require_tensor(label, x, fake.dtype)
     if x.device.type != fake.device.type:
-        raise DeviceError(f"{_FUNCTION}: {label} must be on {fake.device}, got {x.device}.")
+        raise DeviceError(f"{label} must be on {fake.device}, got {x.device}.")
     wanted = [fake.shape[i] if n is None else n for i, n in enumerate(sizes)]
     ways = "have shape" if not viewable else "be viewable as"
-    raise ShapeError(f"{_FUNCTION}: {label} must {ways} {wanted}, got {list(x.shape)}.")
+    raise ShapeError(f"{label} must {ways} {wanted}, got {list(x.shape)}.")
 
 
 def _laid_out_like(x: Tensor, fake: Tensor) -> Tensor:
@@ -252,7 +246,7 @@ def _laid_out_like(x: Tensor, fake: Tensor) -> Tensor:
         return x
     strides, size = [0] * x.dim(), 1
     for axis in reversed(order):
-        traced = internals.fixed_size(fake.stride()[axis])
+        (traced,) = internals.bound_sizes(fake.stride()[axis : axis + 1])
         # An axis of one element may have any stride, and decides what can be viewed all the same.
         strides[axis] = traced if traced is not None and x.shape[axis] == 1 else size
         size *= max(int(x.shape[axis]), 1)

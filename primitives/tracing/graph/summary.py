@@ -58,17 +58,17 @@ def _value(node: fx.Node) -> str:
     return ", ".join(shape_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in value)
 
 
-def table(module: fx.GraphModule, inputs: dict[fx.Node, str], outputs: Sequence[str]) -> str:
+def table(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> str:
     """One line for each node: pass, name, operation and its arguments, value, line; then the outputs."""
-    rows = []
-    for node in module.graph.nodes:
+    rows, labels = [], iter(inputs)
+    for node in graph.nodes:
         if node.op == "placeholder":
-            rows.append(("input", node.name, inputs[node], _value(node), ""))
+            rows.append(("input", node.name, next(labels), _value(node), ""))
         elif node.op != "output":
             direction = "backward" if is_backward(node) else "forward"
             operands = ", ".join(n.name for n in node.all_input_nodes)
             rows.append((direction, node.name, f"{operation_of(node)}({operands})", _value(node), line_of(node)))
-    results = module.graph.output_node().args[0]
+    results = graph.output_node().args[0]
     for label, node in zip(outputs, results, strict=True):  # type: ignore[arg-type] - a tuple of nodes
         rows.append(("output", str(node), label, "", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

@@ -8,7 +8,6 @@ import torch
 
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
-from primitives.core.trees.overlay import align
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +45,7 @@ def match_tangents(function: str, outs: Leaves, taken: Sequence[bool], tangents:
         DtypeError: If its dtype differs.
         DeviceError: If its device differs.
     """
-    options = {"namespace": "", "is_leaf": None}
-    pieces = align(function, "tangents", tangents, "outs", outs.join(outs.values), options)
+    pieces = outs.aligned(function, "tangents", tangents, "outs")
     found: list[Tensor | None] = []
     for i, (piece, y) in enumerate(zip(pieces, outs.values, strict=True)):
         if piece is None:

@@ -10,7 +10,7 @@ import torch
 from torch._decomp import get_decompositions
 
 from primitives.core.errors import DeviceError, LeafError, ShapeError
-from primitives.core.trees.overlay import align, spread
+from primitives.core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
 from primitives.tracing import torch_private as internals
 from primitives.tracing.errors import typed_errors
@@ -238,8 +238,7 @@ class _FlatJoint:
             require_loss(_FUNCTION, outs, taken)
             wanted = [i == 0 for i in range(len(taken))]
         elif self._tangents is not None:
-            options = {"namespace": "", "is_leaf": None}
-            pieces = align(_FUNCTION, "tangents", self._tangents, "outs", outs.join(outs.values), options)
+            pieces = outs.aligned(_FUNCTION, "tangents", self._tangents, "outs")
             likes = [None if piece is None else y for piece, y in zip(pieces, outs.values, strict=True)]
             wanted = [y is not None for y in match_tangents(_FUNCTION, outs, taken, outs.join(likes))]
         return [self._stand_in(y) if flag else None for y, flag in zip(outs.values, wanted, strict=True)]
@@ -306,7 +305,7 @@ def _require_dynamic(graph: JointGraph, axes: Sequence[tuple[int, int]], dynamic
     """Raise if an axis that was named as dynamic has got a fixed size."""
     placeholders = graph.graph.find_nodes(op="placeholder")
     for i, axis in axes if dynamic is not True else ():
-        size = internals.fixed_size(placeholders[i].meta["val"].shape[axis])
+        size = internals.bound_sizes(placeholders[i].meta["val"].shape)[axis]
         if size is not None:
             raise ShapeError(
                 f"{_FUNCTION}: axis {axis} of {graph.primal_names[i]} cannot be dynamic: the function, or torch for "
