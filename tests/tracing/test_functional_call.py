@@ -138,19 +138,6 @@ def test_statistics_per_sample(momentum):
         assert_buffers({name: value[i] for name, value in new_buffers.items()}, one)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_frozen_statistics(kind):
-    pure = functional_call(net(kind).eval())
-    params, buffers = pure.init()
-    buffers = {name: value + 1 for name, value in buffers.items()}
-    gradients = vmap(grad(lambda p, b, x: pure(p, b, x[None])[0].sum()), in_dims=(None, None, 0))(params, buffers, X)
-    one = with_state(net("torch").eval(), params, buffers)
-    one(X).sum().backward()
-    for name, p in one.named_parameters():
-        torch.testing.assert_close(gradients[name].sum(0), p.grad, **CLOSE)
-    assert_buffers(pure(params, buffers, X)[1], one, exact=True)
-
-
 def compact():
     """As little as a compiler needs to see."""
     return net("torch", momentum=None)[:2].append(nn.Flatten()).append(nn.Linear(18, 3).double())

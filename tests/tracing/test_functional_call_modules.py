@@ -64,6 +64,7 @@ CASES = {
     "BatchNorm2d without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), IMAGES),
     "BatchNorm2d momentum None": (lambda: nn.BatchNorm2d(3, momentum=None), IMAGES),
     "BatchNorm2d of primitives": (lambda: pr.nn.BatchNorm2d(3), IMAGES),
+    "BatchNorm2d in evaluation": (lambda: nn.BatchNorm2d(3).eval(), IMAGES),
     "LSTM": (lambda: nn.LSTM(3, 4), X),
     "MultiheadAttention": (lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), X),
     "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 4)), X),
@@ -122,29 +123,24 @@ def test_an_exception_leaves_nothing_behind():
     assert torch.overrides._get_current_function_mode() is None
 
 
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, in_place):
+        self.mean = self.mean.add_(x.mean()) if in_place else self.mean + x.mean()
+        return x - self.mean
+
+
 def test_shared_buffers_under_vmap():
-    class Mean(nn.Module):
-        def __init__(self, in_place):
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(()))
-            self.in_place = in_place
-
-        def forward(self, x):
-            if self.in_place:
-                self.mean += x.mean()
-            else:
-                self.mean = self.mean + x.mean()
-            return x - self.mean
-
-    assigning, writing = functional_call(Mean(False)), functional_call(Mean(True))
-    params, buffers = writing.init()
-    expected = {"mean": X.float().mean(1)}
-    new_buffers = pr.func.vmap(assigning, in_dims=(None, None, 0))(params, buffers, X.float())[1]
-    torch.testing.assert_close(new_buffers, expected)
-    stacked = {"mean": torch.zeros(4)}
-    torch.testing.assert_close(pr.func.vmap(writing, in_dims=(None, 0, 0))(params, stacked, X.float())[1], expected)
+    pure, stacked = functional_call(Mean()), {"mean": torch.zeros(4, dtype=torch.float64)}
+    params, buffers = pure.init()
+    for given, axis, in_place in ((buffers, None, False), (stacked, 0, True)):
+        new_buffers = pr.func.vmap(pure, in_dims=(None, axis, 0, None))(params, given, X, in_place)[1]
+        torch.testing.assert_close(new_buffers, {"mean": X.mean(1)})
     with pytest.raises(RuntimeError, match="broadcast shape"):
-        pr.func.vmap(writing, in_dims=(None, None, 0))(params, buffers, X.float())
+        pr.func.vmap(pure, in_dims=(None, None, 0, None))(params, buffers, X, True)
     assert buffers["mean"] == 0
 
 

@@ -133,18 +133,15 @@ def test_vmap_over_states_must_draw_differently():
 # Recomputation.
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        values = torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6)
-        self.weight = torch.nn.Parameter(values)
-
-    def forward(self, x):
-        h = pr.functional.dropout(x @ self.weight, 0.4)
-        return torch.tanh(F.dropout(h, 0.3) + torch.rand_like(h))
+WEIGHT = torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6).requires_grad_()
 
 
-def checkpointed_loss(block, x, mode):
+def block(x):
+    h = pr.functional.dropout(x @ WEIGHT, 0.4)
+    return torch.tanh(F.dropout(h, 0.3) + torch.rand_like(h))
+
+
+def checkpointed_loss(x, mode):
     """Draws before, between, in and after three regions, one of which holds another."""
 
     def region(f, *args):
@@ -163,14 +160,13 @@ def checkpointed_loss(block, x, mode):
 @pytest.mark.parametrize("backward", ["inside", "outside"])
 def test_checkpointing_recomputes_the_same_numbers(backward, reentrant):
     """Gradients are those without checkpoints, bitwise, wherever the backward pass runs."""
-    block = Block()
 
     def gradients(mode):
         x = X.clone().requires_grad_()
-        block.weight.grad = None
+        WEIGHT.grad = None
 
         def loss_of(x):
-            loss = checkpointed_loss(block, x, mode)
+            loss = checkpointed_loss(x, mode)
             if backward == "inside":
                 # Reentrant checkpoints take `backward` alone.
                 loss.backward()
@@ -179,7 +175,7 @@ def test_checkpointing_recomputes_the_same_numbers(backward, reentrant):
         out, new_state = functionalize_rng(loss_of)(STATE, x)
         if backward == "outside":
             out.backward()
-        return (out, x.grad, block.weight.grad), new_state
+        return (out, x.grad, WEIGHT.grad), new_state
 
     expected, expected_state = gradients(None)
     actual, state = gradients(reentrant)
