@@ -21,11 +21,11 @@ def test_against_torch(params, transform, number):
     options = {"namespace": NAMESPACE}
     if number is not None:
         options["chunk_size" if transform is func.vmap else "chunks"] = number
-    constant = torch.tensor([1.0, 2.0])
+    constant = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
     for xs, in_dim, out_dim in ((randn(2, 5), 1, 1), (randn(5, 2), 0, -1), (randn(0, 2), 0, 0)):
         expected = torch.func.vmap(flat_predict, (None,) * 5 + (in_dim,), out_dim)(*leaves(params), xs)
-        mapped = transform(lambda *args: (predict(*args), [constant, 2 * constant]), (None, in_dim), (out_dim, None), **options)
-        assert_tree(mapped(params, xs), (expected, [constant, 2 * constant]))
+        mapped = transform(lambda *args: (predict(*args), constant), (None, in_dim), (out_dim, None), **options)
+        assert_tree(mapped(params, xs), (expected, constant))
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}])
