@@ -14,8 +14,7 @@ reads again (batch norm's second phase, the second launch of rows that programs 
 in the cache up to one cache full. Parameters and statistics that every program loads are taken to come from the cache
 in all three.
 
-A device is described by a JSON file in which each value has its source and says whether it was measured; the bench
-writes such a file for the device that it calibrates (`write_device`).
+A device is described by a JSON file in which each value has its source and says whether it was measured.
 """
 
 from __future__ import annotations
@@ -120,12 +119,6 @@ def read_device(path: pathlib.Path | str) -> Device:
         )
     values = {name: Value(**description["values"][name]) for name in _VALUES}
     return Device(description["name"], description["chip"], **values)
-
-
-def write_device(path: pathlib.Path, device: Device) -> None:
-    """Describe a device in a file that `read_device` reads."""
-    values = {name: getattr(device, name)._asdict() for name in _VALUES}
-    path.write_text(json.dumps({"name": device.name, "chip": device.chip, "values": values}, indent=2) + "\n")
 
 
 class Prediction(NamedTuple):
@@ -303,17 +296,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table of predictions, or write it to a file."""
     parser = argparse.ArgumentParser(prog="python -m perf predict", description="Predict the times of the suite.")
     parser.add_argument("--device", default="h200", help="name in perf/devices or path of a description")
-    parser.add_argument("--out", type=pathlib.Path, help="file to write; docs/perf/predictions_DEVICE.md with --write")
     parser.add_argument("--write", action="store_true", help="write the page of the docs")
     options = parser.parse_args(argv)
     device = read_device(options.device)
     page = format_table(predictions(GPU_WORKLOADS, device), device)
-    out = options.out
-    if options.write and out is None:
-        out = OUTPUT / f"predictions_{pathlib.Path(options.device).stem}.md"
-    if out is None:
-        sys.stdout.write(page)
+    if options.write:
+        (OUTPUT / f"predictions_{pathlib.Path(options.device).stem}.md").write_text(page)
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page)
+        sys.stdout.write(page)
     return 0

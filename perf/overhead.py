@@ -14,9 +14,8 @@ import json
 import sys
 import time
 import timeit
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,33 +24,18 @@ from perf.suite.timing import interleave, spread
 from primitives.core import Primitive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
+
+    # What is compared, the side in question, the one that it is measured against, and the most that the ratio may be.
+    Comparison = tuple[str, Callable[[], object], Callable[[], object], float]
 
 CALLS_PER_ROUND = 300
 WARM_UP_ROUNDS = 5
 NAMESPACE = "perf_overhead"
 LETTERS = "abcdefgh"
 
-
-class Comparison(NamedTuple):
-    """Two functions that do the same, and how long the first may take.
-
-    Attributes:
-        name: What is compared.
-        ours: The side in question.
-        theirs: The side that it is measured against.
-        limit: Upper limit of (time of ours / time of theirs), from the design.
-    """
-
-    name: str
-    ours: Callable[[], object]
-    theirs: Callable[[], object]
-    limit: float
-
-
-# One output.
 
 scale_p = Primitive("scale", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace=NAMESPACE)
 
@@ -85,14 +69,14 @@ def _library_backward(ctx: Any, y_bar: Tensor, *other_bars: Any) -> tuple[Tensor
     return y_bar * weight, y_bar * x
 
 
-def _custom(function: Callable[..., Any], save: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _custom(function: Callable[..., Any], save: Callable, backward: Callable = _custom_backward, **options: Any) -> Any:
     op = pr.custom_op(f"{NAMESPACE}::custom_{function.__name__}", **options)(function)
     op.def_save_for_backward(save)
-    op.def_backward(_custom_backward)
+    op.def_backward(backward)
     return op
 
 
-def _library(function: Callable[..., Any], save: Callable[..., Any]) -> Callable[..., Any]:
+def _library(function: Callable[..., Any], save: Callable[..., Any]) -> Any:
     op = torch.library.custom_op(f"{NAMESPACE}::library_{function.__name__}", function, mutates_args=())
     op.register_autograd(_library_backward, setup_context=save)
     return op
@@ -105,40 +89,34 @@ def _eight(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: 
     return a * b
 
 
+def _tree(tree: Any) -> Tensor:
+    return tree["a"] * tree["b"]
+
+
 def _eight_bars(ctx: Any, saved: Any, y_bar: Tensor) -> dict[str, Any]:
     a, b = saved
     return {**dict.fromkeys(LETTERS), "a": y_bar * b, "b": y_bar * a}
 
 
-def _forward_backward(op: Callable[..., Any], args: Sequence[Any], leaves: Sequence[Tensor]) -> Callable[[], object]:
+def _pair(name: str, ours: Callable, theirs: Callable, args: tuple, leaves: tuple, limit: float) -> list[Comparison]:
+    """A call with gradients, and one with its backward pass; the other side takes the leaves themselves."""
     y_bar = torch.ones(8)
 
-    def run() -> object:
+    def backward(op: Callable, args: tuple) -> None:
         y = op(*args)
-        return torch.autograd.grad(y if isinstance(y, torch.Tensor) else y[0], leaves, y_bar)
+        torch.autograd.grad(y if isinstance(y, torch.Tensor) else y[0], leaves[:2], y_bar)
 
-    return run
-
-
-def _tracked(count: int) -> tuple[Tensor, ...]:
-    return tuple(torch.ones(8).requires_grad_() for _ in range(count))
-
-
-def _pair(
-    name: str, ours: Callable, theirs: Callable, args: tuple, other_args: tuple, limit: float
-) -> list[Comparison]:
-    """A call with gradients, and one with its backward pass."""
-    leaves = [leaf for leaf in other_args if isinstance(leaf, torch.Tensor)][:2]
-    sides = (_forward_backward(ours, args, leaves), _forward_backward(theirs, other_args, leaves))
     return [
-        Comparison(f"{name}: call with grad", lambda: ours(*args), lambda: theirs(*other_args), limit),
-        Comparison(f"{name}: forward + backward", *sides, limit),
+        (f"{name}: call with grad", lambda: ours(*args), lambda: theirs(*leaves), limit),
+        (f"{name}: forward + backward", lambda: backward(ours, args), lambda: backward(theirs, leaves), limit),
     ]
 
 
 def comparisons() -> list[Comparison]:
     """What is measured, with the limits of the design."""
-    plain, two, eight = (torch.ones(8), torch.ones(8)), _tracked(2), _tracked(len(LETTERS))
+    plain = torch.ones(8), torch.ones(8)
+    eight = tuple(torch.ones(8).requires_grad_() for _ in LETTERS)
+    two, tree = eight[:2], dict(zip(LETTERS, eight, strict=True))
     custom_scale = _custom(scale, lambda inputs, output: (inputs.x, inputs.weight))
     library_scale = _library(scale, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
     custom_norm = _custom(
@@ -147,54 +125,42 @@ def comparisons() -> list[Comparison]:
         output_differentiability=[True, False, False],
     )
     library_norm = _library(norm, lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1], output[2]))
-    library = torch.ops.perf_overhead.library_scale.default
-    with_grad, backward = _pair("primitive", scale_p.overload, library, two, two, 1.0)
-    without = Comparison(
-        "primitive: call without grad", partial(scale_p.overload, *plain), partial(library, *plain), 1.1
+    custom_tree = _custom(
+        _tree,
+        lambda inputs, output: (inputs.tree["a"], inputs.tree["b"]),
+        lambda *args: {"tree": _eight_bars(*args)},
     )
-    # As users call them: the objects that the decorators return.
-    custom_tree = pr.custom_op(f"{NAMESPACE}::custom_tree")(lambda tree: tree["a"] * tree["b"])
-    custom_tree.def_save_for_backward(lambda inputs, output: (inputs.tree["a"], inputs.tree["b"]))
-    custom_tree.def_backward(lambda *args: {"tree": _eight_bars(*args)})
-    custom_eight = pr.custom_op(f"{NAMESPACE}::custom_eight")(_eight)
-    custom_eight.def_save_for_backward(lambda inputs, output: (inputs.a, inputs.b))
-    custom_eight.def_backward(_eight_bars)
-    tree = dict(zip(LETTERS, eight, strict=True))
+    custom_eight = _custom(_eight, lambda inputs, output: (inputs.a, inputs.b), _eight_bars)
+    overload, library = scale_p.overload, torch.ops.perf_overhead.library_scale.default
+    with_grad, backward = _pair("primitive", overload, library, two, two, 1.0)
+    without = ("primitive: call without grad", lambda: overload(*plain), lambda: library(*plain), 1.1)
     return [
         *(with_grad, without, backward),
+        # As users call them: the objects that the decorators return.
         *_pair("custom_op, one output", custom_scale, library_scale, two, two, 1.0),
         *_pair("custom_op, three outputs", custom_norm, library_norm, two, two, 1.0),
         *_pair("dict of 8 against 8 arguments", custom_tree, custom_eight, (tree,), eight, 1.5),
     ]
 
 
-def measure(comparison: Comparison, rounds: int) -> dict[str, float]:
-    """Median ratio, its 20 % and 80 % quantiles, and the microseconds of both sides."""
+def measured(rounds: int, only: str = "") -> Iterator[tuple[str, dict[str, float]]]:
+    """Each comparison with these words in its name: the ratio, its quantiles and limit, and the microseconds of both."""
+    torch.set_num_threads(1)
 
     def sampler(function: Callable[[], object]) -> Callable[[], float]:
         # Processor time of this process: what other processes do on the machine does not count.
         timer = timeit.Timer(function, timer=time.process_time)
         return lambda: timer.timeit(CALLS_PER_ROUND) / CALLS_PER_ROUND
 
-    samplers = {"ours": sampler(comparison.ours), "theirs": sampler(comparison.theirs)}
-    interleave(samplers, 0.0, WARM_UP_ROUNDS)
-    samples = interleave(samplers, 0.0, rounds, rounds)
-    ratio = spread([a / b for a, b in zip(samples["ours"], samples["theirs"], strict=True)])
-    sides = {f"{name}_us": spread(taken, 1e6)["median"] for name, taken in samples.items()}
-    return {
-        "ratio": ratio["median"],
-        "ratio_p20": ratio["p20"],
-        "ratio_p80": ratio["p80"],
-        "limit": comparison.limit,
-    } | sides
-
-
-def measured(rounds: int, only: str = "") -> Iterator[tuple[str, dict[str, float]]]:
-    """Each comparison with these words in its name, and what came of it."""
-    torch.set_num_threads(1)
-    for comparison in comparisons():
-        if only in comparison.name:
-            yield comparison.name, measure(comparison, rounds)
+    for name, ours, theirs, limit in comparisons():
+        if only not in name:
+            continue
+        samplers = {"ours": sampler(ours), "theirs": sampler(theirs)}
+        interleave(samplers, 0.0, WARM_UP_ROUNDS)
+        samples = interleave(samplers, 0.0, rounds, rounds)
+        ratio = spread([a / b for a, b in zip(samples["ours"], samples["theirs"], strict=True)])
+        found = {"ratio": ratio["median"], "ratio_p20": ratio["p20"], "ratio_p80": ratio["p80"], "limit": limit}
+        yield name, found | {f"{side}_us": spread(taken, 1e6)["median"] for side, taken in samples.items()}
 
 
 def measure_all(rounds: int) -> dict[str, Any]:
