@@ -56,6 +56,15 @@ def _detach_samples(info, in_dims, inputs):
     return x.detach().square() * weight, 0
 
 
+front_axis_alone = product("front_axis_alone")
+
+
+@front_axis_alone.def_vmap
+def _take_every_axis_for_the_first(info, in_dims, inputs):
+    pairs = zip(inputs[:2], in_dims[:2], strict=True)
+    return front_axis_alone(*[x.expand(info.batch_size, *x.shape) if axis is None else x for x, axis in pairs]), 0
+
+
 @pr.custom_op("wrong::forgets_none", materialize=False)
 def forgets_none(x, weight):
     return x * weight, x.square()
@@ -203,6 +212,7 @@ EXPECTED = {
     wrong_low_precision: "derivatives by dtype",
     wrong_low_precision_jvp: "derivatives by dtype",
     detached_vmap: "derivatives under vmap",
+    front_axis_alone: "vmap against loop",
     constant_cotangent: "cotangent layouts",
     fixed_fake: "fake against real",
     fixed_power: "static arguments",
