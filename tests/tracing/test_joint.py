@@ -68,15 +68,9 @@ def test_the_same_tensor_twice_gets_partial_gradients():
     assert torch.equal(grads[1], w.detach() * w.detach().cos())
 
 
-def test_a_cotangent_that_is_none_is_zero():
-    w = leaf(3)
-    _, (bar,) = create_joint(lambda w: (w.sin(), w.exp()))((w,), (None, torch.ones(3, dtype=w.dtype)))
-    assert torch.equal(bar, w.detach().exp())
-
-
-def test_a_cotangent_is_viewed():
+def test_a_cotangent_is_viewed_and_none_is_zero():
     w, y_bar = leaf(2, 3), leaf(6).detach()
-    _, (bar,) = create_joint(torch.sin)((w,), y_bar)
+    _, (bar,) = create_joint(lambda w: (w.exp(), w.sin()))((w,), (None, y_bar))
     assert torch.equal(bar, y_bar.view(2, 3) * w.detach().cos())
 
 

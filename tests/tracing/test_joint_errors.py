@@ -59,13 +59,10 @@ def test_values_that_python_reads(name, read):
         TRACES[name](READS[read], leaf(3))
 
 
-class Module(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def of_module(function):
+    module = nn.Module()
+    module.forward = function
+    return functional_call(module), ({}, {}, torch.ones(3))
 
 
 def of_subclass(function):
@@ -74,7 +71,7 @@ def of_subclass(function):
 
 
 PURE = {
-    "functional_call": lambda function: (functional_call(Module(function)), ({}, {}, torch.ones(3))),
+    "functional_call": of_module,
     "functionalize_rng": lambda function: (functionalize_rng(function), (PhiloxState.from_seed(0), torch.ones(3))),
     "functionalize_mutations": lambda function: (functionalize_mutations(function), (torch.ones(3),)),
     "unwrap_subclasses": of_subclass,

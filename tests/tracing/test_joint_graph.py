@@ -196,13 +196,6 @@ def test_layout_of_what_is_given():
     assert torch.equal(x_bar, given.detach().cos())
 
 
-@torch.inference_mode()
-def test_inference_mode_outside():
-    with torch.inference_mode(False):
-        x = leaf(3)
-    assert trace_joint(lambda x: x.sin().sum(), x, no_tangents=True)((x,))[1][0] is not None
-
-
 def test_wrong_calls():
     w, y_bar = leaf(3), torch.ones(3, dtype=torch.float64)
     graph = trace_joint(lambda w, k: w.sin() * k, w, 2)
