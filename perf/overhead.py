@@ -144,7 +144,7 @@ def comparisons() -> list[Comparison]:
 
 
 def measured(rounds: int, only: str = "") -> Iterator[tuple[str, dict[str, float]]]:
-    """Each comparison with these words in its name: the ratio, its quantiles and limit, and the microseconds of both."""
+    """Each comparison with these words in its name: ratio, its quantiles and limit, and the microseconds of both."""
     torch.set_num_threads(1)
 
     def sampler(function: Callable[[], object]) -> Callable[[], float]:

@@ -125,10 +125,6 @@ def _cell(error: float | str) -> str:
     return text if is_right(error) else f"**{text}**"
 
 
-def _line(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def page(max_order: int) -> str:
     """The page, in Markdown."""
     summary = ["| | nestings | torch right | here right | decomposed right |", "|---|---|---|---|---|"]
@@ -136,15 +132,12 @@ def page(max_order: int) -> str:
     for name, operation in OPERATIONS.items():
         results = measure(operation, max_order)
         columns = zip(*(row.values() for row in results.values()), strict=True)
-        summary.append(_line(name, len(results), *(sum(map(is_right, column)) for column in columns)))
-        tables += [
-            f"## {name[0].upper()}{name[1:]}",
-            "",
-            "| nesting | torch | here | decomposed |",
-            "|---|---|---|---|",
-        ]
+        right = " | ".join(str(sum(map(is_right, column))) for column in columns)
+        summary.append(f"| {name} | {len(results)} | {right} |")
+        tables.append(f"## {name[0].upper()}{name[1:]}\n\n| nesting | torch | here | decomposed |\n|---|---|---|---|")
         for nesting, row in results.items():
-            tables.append(_line(f"`{'('.join(nesting)}{')' * (len(nesting) - 1)}`", *map(_cell, row.values())))
+            nested = f"{'('.join(nesting)}{')' * (len(nesting) - 1)}"
+            tables.append(f"| `{nested}` | {' | '.join(map(_cell, row.values()))} |")
         tables.append("")
     return PAGE.format(
         order=max_order,

@@ -141,13 +141,13 @@ def test_a_peer_that_cannot_be_captured_keeps_its_call_time_and_this_package_fai
 
 def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
     collector = Collector({"gpus": ["a", "b"], "units": []}, tmp_path)
-    first, second, third = nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
+    nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
     for node in nodes[:2]:
         collector.pytest_configure_node(node)
-    assert [node.workerinput["gpu"] for node in (first, second)] == ["a", "b"]
-    collector.pytest_testnodedown(second)
-    collector.pytest_configure_node(third)
-    assert third.workerinput["gpu"] == "b"
+    assert [node.workerinput["gpu"] for node in nodes[:2]] == ["a", "b"]
+    collector.pytest_testnodedown(nodes[1])
+    collector.pytest_configure_node(nodes[2])
+    assert nodes[2].workerinput["gpu"] == "b"
 
 
 def test_workloads_cover_the_ops_and_move_the_bytes_that_their_launchers_declare():
@@ -497,12 +497,14 @@ def test_targets_are_met_by_every_shape_that_they_speak_of():
 
 
 @pytest.mark.parametrize(
-    "status, text",
-    [("wrong", "NOT MET"), ("error", "NOT MET"), ("skipped", "not measured ("), (None, "not measured (")],
+    "status, text", [("error", "NOT MET"), ("skipped", "not measured ("), (None, "not measured (")]
 )
 def test_one_row_of_ours_decides_whatever_the_others_are(status, text):
     result = gpu_result(quick=False)
     row = large_row(result)
+    # Batch norm, which no kernel does at the speed of a copy, is held against peers alone.
+    large_row(result, op="batch_norm")["fraction_of_copy"] = 0.6
+    assert judged(result)[COPY_TARGET] == "met"
     if status is None:
         result["rows"].remove(row)
     else:
@@ -510,12 +512,6 @@ def test_one_row_of_ours_decides_whatever_the_others_are(status, text):
     found = judged(result)
     assert found[COPY_TARGET].startswith(text)
     assert found[FASTEST].startswith(text)
-
-
-def test_batch_norm_which_no_kernel_does_at_copy_speed_is_held_against_peers_alone():
-    result = gpu_result(quick=False)
-    large_row(result, op="batch_norm")["fraction_of_copy"] = 0.6
-    assert judged(result)[COPY_TARGET] == "met"
 
 
 @pytest.mark.parametrize(

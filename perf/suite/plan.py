@@ -106,16 +106,12 @@ def _is_large(workload: Either) -> bool:
 def _modes(workload: Either, options: Options) -> tuple[str, ...]:
     if isinstance(workload, TrainingWorkload):
         return (w.TRAINING,) if w.TRAINING in (options.modes or (w.TRAINING,)) else ()
-    wanted = options.modes or (w.CPU_MODES if options.device == "cpu" else _gpu_modes(workload, options))
+    wanted = options.modes or w.CPU_MODES
+    if not options.modes and options.device == "cuda":
+        # A workload that is asked for itself has all of its modes.
+        whole = not options.quick and (workload.quick or workload.whole or options.only)
+        wanted = [mode for mode in workload.modes if workload.telling or whole or mode in w.BASIC_MODES]
     return tuple(mode for mode in dict.fromkeys(wanted) if mode != w.TRAINING)
-
-
-def _gpu_modes(workload: Workload, options: Options) -> tuple[str, ...]:
-    """The modes of a run that is not asked for certain ones; a workload that is asked for itself has all of its."""
-    whole = not options.quick and (workload.quick or workload.whole or options.only)
-    if workload.telling or whole:
-        return workload.modes
-    return tuple(mode for mode in workload.modes if mode in w.BASIC_MODES)
 
 
 def suite(device: str) -> list[tuple[Either, str]]:
@@ -135,7 +131,11 @@ def make_plan(options: Options, available: Mapping[str, str | None]) -> dict[str
         OptionError: If an option means nothing, or nothing is left to measure.
     """
     options.check()
-    asked = [each for each in _candidates(options.device) if _wanted(each.key, options.only)]
+
+    def is_asked_for(key: str) -> bool:
+        return not options.only or any(words.lower() in key.lower() for words in options.only)
+
+    asked = [each for each in _candidates(options.device) if is_asked_for(each.key)]
     chosen = [each for each in asked if each.quick or not options.quick] or (asked if options.only else [])
     names = [name for name in options.names if available[name] is None]
     units = [_unit(workload, mode, names, options) for workload in chosen for mode in _modes(workload, options)]
@@ -154,10 +154,6 @@ def make_plan(options: Options, available: Mapping[str, str | None]) -> dict[str
         "overhead": options.device == "cpu" and not options.only,
         "units": units,
     }
-
-
-def _wanted(key: str, only: Sequence[str]) -> bool:
-    return not only or any(words.lower() in key.lower() for words in only)
 
 
 def _unit(workload: Either, mode: str, names: Sequence[str], options: Options) -> Unit:
