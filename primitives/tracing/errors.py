@@ -71,11 +71,7 @@ def _typed(function: str, error: RuntimeError | ValueError) -> RuntimeError | No
 
 @contextlib.contextmanager
 def typed_errors(function: str) -> Iterator[None]:
-    """Context in which what cannot be traced, or written, raises `TraceError` or `MutationError` with the user's line.
-
-    Args:
-        function: Name of the public function, for the message.
-    """
+    """Context in which what cannot be traced, or written, raises a typed error with the user's line."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -86,9 +82,5 @@ def typed_errors(function: str) -> Iterator[None]:
 
 
 def errors_in_trace(function: str) -> contextlib.AbstractContextManager:
-    """`typed_errors` where `make_fx` records, and nothing elsewhere: torch's own errors say enough there.
-
-    Args:
-        function: Name of the public function, for the message.
-    """
+    """`typed_errors` where `make_fx` records, and nothing elsewhere: torch's own errors say enough there."""
     return typed_errors(function) if internals.is_tracing() else contextlib.nullcontext()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 import torch
 
-from primitives.core.errors import LeafError
+from primitives.core.errors import DtypeError, LeafError
 from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Leaves", "refuse_opaque"]
+__all__ = ["Leaves", "refuse_opaque", "require_tensor"]
 
 
 class Leaves(NamedTuple):
@@ -69,15 +69,9 @@ class Leaves(NamedTuple):
 
 
 def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], str]) -> None:
-    """Raise if a leaf is an object with a tensor in an attribute: a constant whose tensors no derivative would reach.
+    """Raise `LeafError` for a leaf with a tensor in an attribute or as an entry, which no derivative would reach.
 
-    Args:
-        function: Name of the public function, for the message.
-        leaves: The leaves.
-        label: Key path of the leaf at a place, as code.
-
-    Raises:
-        LeafError: If there is such a leaf: a dataclass or a `dict` that optree does not take apart, or a module.
+    Such a leaf is a dataclass or a `dict` that optree does not take apart, or a module.
     """
     for i, x in enumerate(leaves):
         if isinstance(x, (torch.Tensor, type)):
@@ -95,3 +89,11 @@ def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], s
                 f"{kind} with a tensor inside, {name}{path}. For a module, use functional_call; for another class, "
                 f"optree.register_pytree_node({kind}, ..., namespace=optree.registry.__GLOBAL_NAMESPACE)."
             )
+
+
+def require_tensor(label: str, x: Any, dtype: torch.dtype) -> None:
+    """Raise `LeafError` or `DtypeError` unless `x` is a tensor of `dtype`."""
+    if not isinstance(x, torch.Tensor):
+        raise LeafError(f"{label} must be a tensor, got {type(x).__name__}.")
+    if x.dtype != dtype:
+        raise DtypeError(f"{label} must have dtype {dtype}, got {x.dtype}.")

@@ -44,6 +44,7 @@ class JointGraph(Runnable):
         in_treespec: Structure of the primals, and of the gradients.
         out_treespec: Structure of the output, and of the cotangents.
         labels: The key path for which each placeholder stands.
+        fakes: Their values when traced, without memory.
     """
 
     def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool) -> None:
@@ -58,7 +59,7 @@ class JointGraph(Runnable):
         self._states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
         names = [*self.primal_names, *self.tangent_names, *self._states]
         self.labels = {node.name: name for node, name in zip(placeholders, names, strict=True)}
-        self._inputs = [node.meta["val"] for node in placeholders]
+        self.fakes = [node.meta["val"] for node in placeholders]
         self._mode = mode
         self._functionalize = functionalize
         self._sizes_known_to_fit: set[tuple] = set()
@@ -114,8 +115,8 @@ class JointGraph(Runnable):
     def _flat(self, primals: list[Any], cotangents: list[Any], states: list[Tensor]) -> list[Any]:
         """What the graph computes: outputs, forward state, gradients, backward state."""
         args = self.checked_primals(primals)
-        symbols = internals.bindings(self._inputs[: len(args)], args)
-        args += self.checked_cotangents(cotangents, symbols, args)
+        symbols = internals.bindings(self.fakes[: len(args)], args)
+        args += self.signature.checked_cotangents(cotangents, self.fakes, symbols, args)
         if not self._functionalize:
             overlapping = sharing(args, self.signature.alone)
             refuse_sharing("JointGraph", [(*self.primal_names, *self.tangent_names)[i] for i in overlapping])
@@ -123,7 +124,7 @@ class JointGraph(Runnable):
 
     def checked_primals(self, given: list[Any]) -> list[Any]:
         """The tensors among the primals, checked; in the order of `primal_names`."""
-        fakes = self._inputs[: len(self.signature.places)]
+        fakes = self.fakes[: len(self.signature.places)]
         tensors = self.signature.checked_primals(given, fakes, in_place=not self._functionalize)
         # As numbers: where `torch.compile` has symbols, it takes those of the call.
         sizes = tuple(tuple(int(n) for n in x.shape) for x in tensors)
@@ -132,18 +133,6 @@ class JointGraph(Runnable):
                 raise self._misfit(fakes, tensors)
             self._sizes_known_to_fit.add(sizes)
         return tensors
-
-    def checked_cotangents(self, given: list[Any], symbols: dict[Any, int], others: Sequence[Any]) -> list[Any]:
-        """The cotangents, checked; in the order of `tangent_names`.
-
-        Args:
-            given: What the signature found in their tree; 0 stands for zero.
-            symbols: What the symbols in sizes stand for.
-            others: Other inputs, on whose devices zeros are made.
-        """
-        start = len(self.signature.places)
-        traced = self._inputs[start : start + len(self.signature.with_tangent)]
-        return self.signature.checked_cotangents(given, traced, symbols, others)
 
     def _misfit(self, fakes: Sequence[Any], tensors: Sequence[Any]) -> ShapeError:
         got, traced = (

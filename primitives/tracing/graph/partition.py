@@ -12,8 +12,8 @@ from torch import fx
 from primitives.core.errors import LeafError, ShapeError
 from primitives.tracing import torch_private as internals
 from primitives.tracing.graph.rewriting import SEED
-from primitives.tracing.graph.signature import require_tensor
 from primitives.tracing.graph.summary import in_bytes, line_of, shape_of, table
+from primitives.tracing.leaves import require_tensor
 from primitives.tracing.random.rng import PhiloxState
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class BackwardGraph(_Part):
         """Gradients and state."""
         joint, names = self._joint, [entry.name for entry in self.saved]
         symbols = _check_saved(saved, self._values, [joint.labels.get(name, name) for name in names])
-        tangents = joint.checked_cotangents(cotangents, symbols, saved)
+        tangents = joint.signature.checked_cotangents(cotangents, joint.fakes, symbols, saved)
         # The forward state is an input of the joint graph too, and of this one if it is saved.
         inputs, values = [*joint.labels][len(joint.primal_names) :], [*tangents, *states, *states]
         given = dict(zip([*inputs, *names], [*values, *saved], strict=True))

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "ROLE",
     "SEED",
     "TANGENT",
     "identifier",
     "is_backward",
     "mark_forward",
-    "mark_role",
     "packed",
     "tidied",
     "unpacked",
@@ -30,7 +30,8 @@ __all__ = [
 
 # Torch's partitioner reads this too.
 _TAG = "partitioner_tag"
-_ROLE = "joint_role"
+# Where the metadata of a node says what it stands for: `SEED` or `TANGENT`.
+ROLE = "joint_role"
 # Name of the cotangent of a loss, and role of its node.
 SEED = "loss_bar"
 # Role of nodes that stand for a cotangent to come.
@@ -60,11 +61,6 @@ def writing_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
 
 
-def mark_role(node: fx.Node, role: str) -> None:
-    """Say what a node stands for that a trace has made: `SEED` or `TANGENT`."""
-    node.meta[_ROLE] = role
-
-
 def tidied(
     module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], *, num_primals: int, pure: bool
 ) -> fx.GraphModule:
@@ -78,7 +74,7 @@ def tidied(
         pure: Whether nothing in it writes in place.
     """
     graph, made = fx.Graph(), {}
-    stand_ins = [node for node in module.graph.nodes if node.meta.get(_ROLE) == TANGENT]
+    stand_ins = [node for node in module.graph.nodes if node.meta.get(ROLE) == TANGENT]
     inputs = [*module.graph.find_nodes(op="placeholder")]
     inputs[num_primals:num_primals] = stand_ins
     names = [*names[:num_primals], *tangent_names, *names[num_primals:]]
@@ -92,7 +88,7 @@ def tidied(
             made[node] = made[node.args[0]]
             continue
         made[node] = new = graph.node_copy(node, made.__getitem__)
-        if node.meta.get(_ROLE) == SEED:
+        if node.meta.get(ROLE) == SEED:
             new.name = SEED
         if node.op != "output":
             new.meta.setdefault(_TAG, "is_backward")

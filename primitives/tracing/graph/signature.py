@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.errors import DeviceError, DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives.core.errors import DeviceError, LeafError, MutationError, ShapeError, TreeError
 from primitives.tracing import torch_private as internals
+from primitives.tracing.leaves import require_tensor
 from primitives.tracing.memory import refuse_sharing, sharing
 from primitives.tracing.random.rng import PhiloxState
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from primitives.tracing.leaves import Leaves
 
-__all__ = ["Signature", "require_tensor"]
+__all__ = ["Signature"]
 
 _FUNCTION = "JointGraph"
 
@@ -131,19 +132,19 @@ class Signature:
         return tensors
 
     def checked_cotangents(
-        self, given: Sequence[Any], fakes: Sequence[Tensor], symbols: dict[Any, int], others: Sequence[Any]
+        self, given: Sequence[Any], fakes: Sequence[Any], symbols: dict[Any, int], others: Sequence[Any]
     ) -> list[Tensor]:
-        """The cotangents, like those that were traced.
+        """The cotangents, checked to be like those that were traced.
 
         Args:
-            given: What `cotangents_of` gave.
-            fakes: The cotangents that were traced.
+            given: What `cotangents_of` gave; 0 stands for zero.
+            fakes: The inputs that were traced.
             symbols: What the symbols in sizes stand for.
             others: Other inputs, on whose devices zeros are made.
         """
         named = self.outs._replace(roots="tangents")
         found = []
-        for place, piece, fake in zip(self.with_tangent, given, fakes, strict=True):
+        for place, piece, fake in zip(self.with_tangent, given, fakes[len(self.places) :], strict=False):
             sizes = internals.bound_sizes(fake.shape, symbols)
             if isinstance(piece, int):
                 found.append(_zeros(named.label(place), fake, sizes, others))
@@ -200,14 +201,6 @@ def _differ(x: Any, y: Any) -> bool:
     except (RuntimeError, TypeError, ValueError):
         # Of some types there is no telling.
         return True
-
-
-def require_tensor(label: str, x: Any, dtype: torch.dtype) -> None:
-    """Raise `LeafError` or `DtypeError` unless `x` is a tensor of `dtype`."""
-    if not isinstance(x, torch.Tensor):
-        raise LeafError(f"{label} must be a tensor, got {type(x).__name__}.")
-    if x.dtype != dtype:
-        raise DtypeError(f"{label} must have dtype {dtype}, got {x.dtype}.")
 
 
 def _checked(

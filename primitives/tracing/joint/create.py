@@ -17,7 +17,7 @@ from primitives.tracing.leaves import Leaves, refuse_opaque
 from primitives.tracing.watching import UserCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -107,8 +107,7 @@ def _run(fn: Callable[..., Any], primals: tuple, cotangents_of: Callable[..., li
         )
     given = checked_primals(_FUNCTION, fn, primals)
     passes_on = internals.differentiated_outside(given.values)
-    leaves = [_of_its_own(x, passes_on=passes_on) for x in given.values]
-    used = [_no_leaf(x, passes_on=passes_on) for x in leaves]
+    leaves, used = zip(*(_of_its_own(x, passes_on=passes_on) for x in given.values), strict=True)
     histories = [_history(x) for x in used] if passes_on else []
 
     def cotangents(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
@@ -142,20 +141,17 @@ def checked_primals(function: str, fn: Callable[..., Any], primals: tuple) -> Le
     return given
 
 
-def _of_its_own(x: Any, *, passes_on: bool) -> Any:
+def _of_its_own(x: Any, *, passes_on: bool) -> tuple[Any, Any]:
+    """What a gradient is taken in, and what `fn` gets, whose history a joint function inside passes on."""
     # What requires no grad is passed as it is: `fn` may transpose it in place.
     if not (isinstance(x, torch.Tensor) and x.requires_grad):
-        return x
-    return torch.ops.aten.alias.default(x) if passes_on else x.detach().requires_grad_()
-
-
-def _no_leaf(x: Any, *, passes_on: bool) -> Any:
-    """What `fn` gets: something with a history, so that a joint function inside passes it on."""
-    if not (isinstance(x, torch.Tensor) and x.requires_grad and x.layout == torch.strided):
-        return x
+        return x, x
+    leaf = torch.ops.aten.alias.default(x) if passes_on else x.detach().requires_grad_()
+    if x.layout != torch.strided:
+        return leaf, leaf
     # Autograd refuses writes to views of leaves. What has a history may be written to, which is seen as long as it is
     # not a view, whose history is made anew in any case.
-    return torch.ops.aten._unsafe_view.default(x, x.shape) if passes_on else torch.ops.aten.alias.default(x)
+    return leaf, torch.ops.aten._unsafe_view.default(leaf, x.shape) if passes_on else torch.ops.aten.alias.default(leaf)
 
 
 def _history(x: Any) -> Any:
@@ -170,8 +166,8 @@ def run_joint(
     used: Sequence[Any],
     cotangents_of: Callable[[Leaves], tuple[Leaves, list[Tensor | None]]],
     *,
-    forward: contextlib.AbstractContextManager | None = None,
-    backward: contextlib.AbstractContextManager | None = None,
+    forward: Sequence[contextlib.AbstractContextManager] = (),
+    backward: Sequence[contextlib.AbstractContextManager] = (),
     create_graph: bool = False,
 ) -> tuple[Leaves, list[Tensor | None]]:
     """Outputs of `fn` and gradients: what `create_joint` runs and `trace_joint` traces.
@@ -183,20 +179,27 @@ def run_joint(
         leaves: What gradients are taken in.
         used: What `fn` is called with, made of `leaves`.
         cotangents_of: Called with the outputs; returns them, or more of them, and a cotangent or `None` for each.
-        forward: Context of the forward pass.
-        backward: Context of the backward pass.
+        forward: Contexts of the forward pass.
+        backward: Contexts of the backward pass.
         create_graph: Whether the gradients have a history.
     """
     is_tracing = internals.is_tracing()
     with typed_errors(function), torch.enable_grad(), internals.lines_recorded() as lines:
-        calls = UserCalls(function) if is_tracing else contextlib.nullcontext()
-        with replays_refused(function), forward or contextlib.nullcontext(), calls:
+        with _together(replays_refused(function), *forward, *[UserCalls(function)] * is_tracing):
             outs = Leaves.of(fn(*given.join(used)), "outs")
         lines.end_forward()
         refuse_opaque(function, outs.values, outs.label)
         outs, cotangents = cotangents_of(outs)
-        with backward or contextlib.nullcontext(), draws_refused(function):
+        with _together(*backward), draws_refused(function):
             return outs, _gradients(leaves, outs.values, cotangents, create_graph=create_graph)
+
+
+@contextlib.contextmanager
+def _together(*contexts: contextlib.AbstractContextManager) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _gradients(

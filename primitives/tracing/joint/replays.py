@@ -46,21 +46,13 @@ class _DrawsRefused(TorchDispatchMode):
 
 
 def draws_refused(function: str) -> contextlib.AbstractContextManager:
-    """Context for a backward pass: in a trace without an explicit random state, nothing is drawn in it.
-
-    Args:
-        function: Name of the public function, for errors.
-    """
+    """Context for a backward pass: in a trace without an explicit random state, nothing is drawn in it."""
     is_free = not is_tracing() or innermost_replay() is not None
     return contextlib.nullcontext() if is_free else _DrawsRefused(function)
 
 
 def replays_refused(function: str) -> contextlib.AbstractContextManager:
-    """Context for a forward pass: in a trace, no checkpointed region of it draws numbers when it is computed again.
-
-    Args:
-        function: Name of the public function, for errors.
-    """
+    """Context for a forward pass: in a trace, no checkpointed region of it draws numbers when it is computed again."""
     if not is_tracing():
         return contextlib.nullcontext()
 

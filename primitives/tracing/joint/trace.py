@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from primitives.decompositions import decomposition_table
 from primitives.tracing import torch_private as internals
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.graph.joint_graph import JointGraph
-from primitives.tracing.graph.rewriting import SEED, TANGENT, identifier, mark_forward, mark_role, tidied
+from primitives.tracing.graph.rewriting import ROLE, SEED, TANGENT, identifier, mark_forward, tidied
 from primitives.tracing.graph.signature import Signature
 from primitives.tracing.joint.create import checked_primals, outside_inference_mode, run_joint
 from primitives.tracing.joint.tangents import match_tangents, require_loss, takes_cotangent
@@ -25,7 +25,7 @@ from primitives.tracing.random.rng import PhiloxState, rng_mode
 from primitives.tracing.watching import OutsideWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -110,7 +110,7 @@ def trace_joint(
         args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in _STATE_NAMES * functionalize_rng]
     if no_tangents and tangents is not None:
         raise TypeError(f"{_FUNCTION}: with no_tangents=True there are no tangents to pass.")
-    joint = _FlatJoint(fn, given, places, tangents, functionalize=functionalize, no_tangents=no_tangents)
+    joint = _FlatJoint(fn, given, places, tangents, functionalize, no_tangents)
     with typed_errors(_FUNCTION):
         module = internals.trace(joint, args, mode, _table(decompose))
     overlapping = sharing([given.values[i] for i in places], joint.alone)
@@ -136,57 +136,48 @@ def trace_joint(
     return graph
 
 
+@dataclasses.dataclass
 class _FlatJoint:
-    """The joint function over flat tensors, as it is traced, and what tracing it found out.
+    """The joint function over flat tensors, as it is traced, and what tracing it found out."""
 
-    Attributes:
-        outs: The output, with what was written to.
-        written: Places of the primals that are written to.
-        alone: Numbers, among the tensors, of these and of those that a pure function within writes copies of.
-        with_cotangent: Places of the leaves of the output that have a cotangent.
-        gradient_places: Places of the primals that get a gradient.
-    """
-
-    outs: Leaves
-    written: tuple[int, ...]
-    alone: tuple[int, ...]
-    with_cotangent: tuple[int, ...]
-    gradient_places: tuple[int, ...]
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        given: Leaves,
-        places: Sequence[int],
-        tangents: Any,
-        *,
-        functionalize: bool,
-        no_tangents: bool,
-    ) -> None:
-        self._fn, self._given, self._places, self._tangents = fn, given, places, tangents
-        self._functionalize, self._no_tangents = functionalize, no_tangents
+    fn: Callable[..., Any]
+    given: Leaves
+    places: Sequence[int]
+    tangents: Any
+    functionalize: bool
+    no_tangents: bool
+    # The output, with what was written to.
+    outs: Leaves = dataclasses.field(init=False)
+    # Places of the primals that are written to.
+    written: tuple[int, ...] = ()
+    # Numbers, among the tensors, of these and of those that a pure function within writes copies of.
+    alone: tuple[int, ...] = ()
+    # Places of the leaves of the output that have a cotangent.
+    with_cotangent: tuple[int, ...] = ()
+    # Places of the primals that get a gradient.
+    gradient_places: tuple[int, ...] = ()
 
     def __call__(self, *args: Tensor) -> tuple:
         """Outputs, forward state, gradients, backward state."""
-        with internals.functional_world(functionalize=self._functionalize):
-            inputs = [internals.wrapped(x) for x in args] if self._functionalize else args
+        with internals.functional_world(functionalize=self.functionalize):
+            inputs = [internals.wrapped(x) for x in args] if self.functionalize else args
             return tuple(internals.plain(x) for x in self._run(inputs))
 
     def _run(self, args: Sequence[Tensor]) -> list[Any]:
-        leaves = list(self._given.values)
-        for place, x in zip(self._places, args, strict=False):
+        leaves = list(self.given.values)
+        for place, x in zip(self.places, args, strict=False):
             leaves[place] = x
         used = [self._copy(x) for x in leaves]
-        before = {i: (used[i].grad_fn, used[i]._version, used[i].shape, used[i].stride()) for i in self._places}
-        states = args[len(self._places) :]
+        before = {i: (used[i].grad_fn, used[i]._version, used[i].shape, used[i].stride()) for i in self.places}
+        states = args[len(self.places) :]
         random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
-        watch = OutsideWatch(_FUNCTION, self._fn)
+        watch = OutsideWatch(_FUNCTION, self.fn)
         results: list[Any] = []
 
         def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
-            self.written = tuple(i for i in self._places if self._is_written(used[i], *before[i]))
-            copied = [i for i in self._places if not watch.copied.isdisjoint(memories(used[i]))]
-            self.alone = tuple(sorted(map(self._places.index, {*self.written, *copied})))
+            self.written = tuple(i for i in self.places if self._is_written(used[i], *before[i]))
+            copied = [i for i in self.places if not watch.copied.isdisjoint(memories(used[i]))]
+            self.alone = tuple(sorted(map(self.places.index, {*self.written, *copied})))
             outs, taken = self._with_written(outs, used, {i: before[i][0] for i in self.written})
             self.outs = outs
             results.extend(y for y in outs.values if _is_computed(y))
@@ -199,9 +190,9 @@ class _FlatJoint:
             return outs, found
 
         _, bars = run_joint(
-            *(_FUNCTION, self._fn, self._given, leaves, used, cotangents_of),
-            forward=_together(watch, *random[:1]),
-            backward=_together(*random[1:]),
+            *(_FUNCTION, self.fn, self.given, leaves, used, cotangents_of),
+            forward=[watch, *random[:1]],
+            backward=random[1:],
         )
         self.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
         return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
@@ -213,20 +204,20 @@ class _FlatJoint:
         # A copy has other strides where elements overlap or lie apart; the graph must not come to rely on these.
         is_dense = internals.axis_order(x) is not None
         with internals.unrecorded():
-            copy = x.clone() if self._functionalize and is_dense else torch.ops.aten.alias.default(x)
+            copy = x.clone() if self.functionalize and is_dense else torch.ops.aten.alias.default(x)
         internals.record_as(copy, x)
         return copy
 
     def _is_written(self, x: Tensor, _: Any, version: int, shape: Any, stride: Any) -> bool:
-        is_new = internals.has_data_mutation(x) if self._functionalize else x._version != version
+        is_new = internals.has_data_mutation(x) if self.functionalize else x._version != version
         return is_new or x.shape != shape or x.stride() != stride
 
     def _with_written(self, outs: Leaves, used: Sequence[Any], histories: dict[int, Any]) -> tuple[Leaves, list[bool]]:
         """The output, what was written to behind it, and whether each leaf takes a cotangent."""
         taken = [takes_cotangent(y, used) for y in outs.values]
-        if not (self._functionalize and histories):
+        if not (self.functionalize and histories):
             return outs, taken
-        mutated = OrderedDict((self._given.label(i), used[i]) for i in histories)
+        mutated = OrderedDict((self.given.label(i), used[i]) for i in histories)
         # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
         taken += [takes_cotangent(used[i], ()) and used[i].grad_fn is not history for i, history in histories.items()]
         return Leaves.of((outs.join(outs.values), mutated), "outs"), taken
@@ -234,31 +225,23 @@ class _FlatJoint:
     def _cotangents(self, outs: Leaves, taken: Sequence[bool]) -> list[Tensor | None]:
         """Stand-ins, whose nodes become inputs of the graph."""
         wanted = list(taken)
-        if self._no_tangents:
+        if self.no_tangents:
             require_loss(_FUNCTION, outs, taken)
             wanted = [i == 0 for i in range(len(taken))]
-        elif self._tangents is not None:
-            pieces = outs.aligned(_FUNCTION, "tangents", self._tangents, "outs")
+        elif self.tangents is not None:
+            pieces = outs.aligned(_FUNCTION, "tangents", self.tangents, "outs")
             likes = [None if piece is None else y for piece, y in zip(pieces, outs.values, strict=True)]
             wanted = [y is not None for y in match_tangents(_FUNCTION, outs, taken, outs.join(likes))]
         return [self._stand_in(y) if flag else None for y, flag in zip(outs.values, wanted, strict=True)]
 
     def _stand_in(self, y: Tensor) -> Tensor:
         with torch.no_grad():
-            if self._no_tangents:
+            if self.no_tangents:
                 made, role = torch.full(y.shape, 1, dtype=y.dtype, device=y.device), SEED
             else:
                 made, role = torch.empty_like(y), TANGENT
-        mark_role(internals.node_of(made), role)
+        internals.node_of(made).meta[ROLE] = role
         return made
-
-
-@contextlib.contextmanager
-def _together(*contexts: contextlib.AbstractContextManager) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _is_computed(y: Any) -> bool:
