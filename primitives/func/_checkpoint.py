@@ -104,7 +104,10 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[y for y in output if not has_derivatives(y.dtype)])
+        constants = _constants(ctx.function)
+        ctx.mark_non_differentiable(
+            *[y for k, y in enumerate(output) if k in constants or not has_derivatives(y.dtype)]
+        )
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -137,7 +140,7 @@ class _Batched:
     """A function, mapped over batch axes."""
 
     def __init__(self, function: Any, in_dims: tuple, randomness: str) -> None:
-        self.region = function.region
+        self.region, self.inner = function.region, function
         self._mapped = torch.vmap(function, in_dims=in_dims, randomness=randomness)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -148,15 +151,16 @@ class _Pushforward:
     """A function together with its jvp: results, then the tangents of those that have any."""
 
     def __init__(self, function: Any, num_tensors: int, moving: Sequence[int]) -> None:
-        self.region, self._function, self._count, self._moving = function.region, function, num_tensors, moving
+        self.region, self.inner, self._count, self._moving = function.region, function, num_tensors, moving
         self._with_tangent: list[int] = []
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         tensors, tangents = values[: self._count], values[self._count :]
-        moved = _in_places(self._function, tensors, self._moving)
+        moved = _in_places(self.inner, tensors, self._moving)
         pair: Any = torch.func.jvp(moved, tuple(tensors[i] for i in self._moving), tangents)
         results, results_dot = pair
-        self._with_tangent = [k for k, y in enumerate(results) if has_derivatives(y.dtype)]
+        constants = _constants(self.inner)
+        self._with_tangent = [k for k, y in enumerate(results) if has_derivatives(y.dtype) and k not in constants]
         return *results, *(results_dot[k] for k in self._with_tangent)
 
     def tangents(self, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -190,6 +194,13 @@ class _Pullback:
             pairs = [(y, y_bar) for y, y_bar in zip(results(*inputs), cotangents, strict=True) if y.requires_grad]
             bars = torch.autograd.grad([y for y, _ in pairs], inputs, [y_bar for _, y_bar in pairs], allow_unused=True)
         return tuple(torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, bars, strict=True))
+
+
+def _constants(function: Any) -> frozenset[int]:
+    """Places of running statistics among the results: they have no derivative, whatever they are computed of."""
+    if isinstance(function, Region):
+        return function.constants
+    return frozenset() if isinstance(function, _Pullback) else _constants(function.inner)
 
 
 def _in_places(function: Any, tensors: Sequence[Tensor], places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:

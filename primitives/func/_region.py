@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -44,6 +45,7 @@ class Region:
     Attributes:
         tensors: Those of the arguments, then what `fn` captures, then parameters and buffers of the modules it reaches.
         changed: Places among them of buffers that `fn` changes, whose new values come last in the result.
+        constants: Places in the result of those that are running statistics of a norm, constant to every derivative.
         region: The region itself, as every function made of it has one.
     """
 
@@ -63,6 +65,7 @@ class Region:
         captured = [cell.cell_contents for cell in self._cells]
         self.tensors = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
         self.changed: list[int] = []
+        self.constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
         self._is_overriding = any(isinstance(mode, OverrideMode) for mode in _get_current_function_mode_stack())
 
@@ -95,6 +98,12 @@ class Region:
                 for i, (x, y) in enumerate(zip(used, current, strict=True)):
                     if y is not None and (y is not x or bottom(y)._version > self._versions[i]):
                         self.changed.append(start + i)
+                places = list(self._registered.values())
+                self.constants = frozenset(
+                    len(self._out_places) + k
+                    for k, i in enumerate(self.changed)
+                    if all(isinstance(owner, _NormBase) for owner, _, _ in places[i - start])
+                )
             return *(results[i] for i in self._out_places), *(current[i - start] for i in self.changed)
 
     def _put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -232,6 +241,9 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look at the arguments, and make the call."""
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(found := func(*args, **kwargs), torch.Tensor):
+            # A shape or a dtype, which has no derivative.
+            return found
         for x in arg_tree_leaves(*args, **kwargs):
             if isinstance(x, torch.Tensor) and self._is_foreign(x):
                 self._refusal = LeafError(

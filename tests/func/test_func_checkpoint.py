@@ -172,12 +172,25 @@ def test_dropout_is_the_same_when_it_is_computed_again(name, explicit):
 
 
 @pytest.mark.parametrize("name", ["backward", "backward of jvp", "backward twice"])
-def test_buffers_change_once(name):
+def test_buffers_change_once_a_step(name):
     nets = [Net(region, norm=pr.nn.BatchNorm1d) for region in (None, checkpoint)]
-    expected, found = [NESTINGS[name](net) for net in nets]
+    expected, found = [[NESTINGS[name](net) for _ in range(2)] for net in nets]
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(dict(nets[1].named_buffers()), dict(nets[0].named_buffers()), **CLOSE)
-    assert nets[1].blocks[0][1].num_batches_tracked == 1
+    assert nets[1].blocks[0][1].num_batches_tracked == 2
+    assert not any(buffer.requires_grad for buffer in nets[1].buffers())
+
+
+@pytest.mark.parametrize("transform", [grad, pr.func.jacfwd])
+def test_a_pure_call_in_a_region(transform):
+    # It looks at the module's own parameters, which are differentiated in and not used.
+    pure = functional_call(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double())
+    (params, buffers), x = pure.init(), data(3, 4)
+
+    def loss(region):
+        return transform(lambda params: region(lambda p: pure(p, buffers, x)[0], params).sum())(params)
+
+    torch.testing.assert_close(loss(checkpoint), loss(lambda fn, *args: fn(*args)), **CLOSE)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
