@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 EPS = 1e-5
 MOMENTUM = 0.1
-DOUBLE_BACKWARD = (True, True, True, False, False, False)
-DOUBLE_BACKWARD_OF_X = (True, True, False, False, False, False)
-# Where the loss follows at once, y_bar depends on nothing.
-DOUBLE_BACKWARD_OF_LOSS = (False, True, True, False, False, False)
-BACKWARD_OF_JVP = (False, True, True, True, True, True)
 ALL_RESULTS = (True,) * 6
-# Which of these belong to weight and bias.
-OF_PARAMS = (False, False, True, False, True, True)
 
 # Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
 # gradients (a Hessian-vector product in reverse), the pairing with all that it can be asked for, as derivatives of
@@ -86,47 +79,40 @@ class Shape:
         return self.shape[1] if self.channels_last or spatial == 1 else spatial
 
 
+_OF_CURVATURE = ("backward_of_jvp", "gradient_backward", "all_results")
+_OF_CHANNELS = ("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
+_OF_LOG_SOFTMAX = ("backward_of_jvp", "x_only", "gradient_backward")
+_OF_TRAINING = ("forward", "backward", "hvp")
+_OF_FLOAT32 = (*_OF_TRAINING, "double_backward", "x_only", "all_results")
+_FIRST_ORDER = ("forward", "backward", "jvp")
+
 # What the suite lacks: very short rows (so many that partial sums are few beside them), float64, a reduced dim that is
 # long and not the last, and sizes that are a multiple of nothing.
 OTHER_SHAPES = (
-    Shape("layer_norm", (1 << 18, 24), modes=("forward", "backward", "jvp")),
+    Shape("layer_norm", (1 << 18, 24), modes=_FIRST_ORDER),
     Shape("layer_norm", (512, 512), "float64"),
     Shape("layer_norm", (8192, 768), modes=("gradient_backward",)),
     Shape("layer_norm", (16384, 1152), affine=False, modes=("gradient_backward",)),
     Shape("layer_norm", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results")),
-    Shape(
-        "layer_norm",
-        (4096, 1000),
-        "float32",
-        modes=("forward", "backward", "hvp", "double_backward", "x_only", "all_results"),
-    ),
+    Shape("layer_norm", (4096, 1000), "float32", modes=_OF_FLOAT32),
     # The longest rows that the second order holds whole, without sums beside them, and rows that it sweeps.
-    Shape("layer_norm", (8192, 8192), modes=("backward_of_jvp", "gradient_backward", "all_results")),
-    Shape("layer_norm", (512, 131072), modes=("backward_of_jvp", "gradient_backward", "all_results")),
-    Shape("log_softmax", (65536, 24), modes=("forward", "backward", "jvp")),
+    Shape("layer_norm", (8192, 8192), modes=_OF_CURVATURE),
+    Shape("layer_norm", (512, 131072), modes=_OF_CURVATURE),
+    Shape("log_softmax", (65536, 24), modes=_FIRST_ORDER),
     Shape("log_softmax", (512, 512), "float64"),
-    Shape("log_softmax", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward")),
-    Shape("log_softmax", (2048, 128256), modes=("backward_of_jvp", "x_only", "gradient_backward")),
+    Shape("log_softmax", (8192, 4096), modes=_OF_LOG_SOFTMAX),
+    Shape("log_softmax", (2048, 128256), modes=_OF_LOG_SOFTMAX),
     Shape("log_softmax", (16, 5000, 96), "float32", dim=1),
-    Shape(
-        "batch_norm",
-        (64, 256, 56, 56),
-        modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation"),
-    ),
-    Shape(
-        "batch_norm",
-        (64, 256, 56, 56),
-        channels_last=True,
-        modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation"),
-    ),
+    Shape("batch_norm", (64, 256, 56, 56), modes=_OF_CHANNELS),
+    Shape("batch_norm", (64, 256, 56, 56), channels_last=True, modes=_OF_CHANNELS),
     Shape("batch_norm", (64, 256, 56, 56), "float32", modes=("hvp", "all_results")),
     Shape("batch_norm", (8192, 1000), "float32"),
     Shape("batch_norm", (32, 64, 16, 16), "float64"),
     # Channels, or positions of a channel, that are loaded one by one.
-    Shape("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=("forward", "backward", "hvp")),
-    Shape("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=("forward", "backward", "hvp")),
+    Shape("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
+    Shape("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
     Shape("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
-    Shape("batch_norm", (64, 2048, 7, 7), "float32", modes=("forward", "backward", "hvp")),
+    Shape("batch_norm", (64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
     Shape("dropout", (8192, 4096), modes=("batched",)),
     Shape("dropout", (512, 512), "float64", modes=("forward",)),
 )
@@ -154,12 +140,20 @@ def launch_mode(shape: Shape, mode: str) -> None:
     _LAUNCH[shape.op](shape, mode, x)
 
 
-# What the pairing of a norm is asked for in each mode, each as `(with tangents of the parameters, wanted)`.
+# What the pairing of a norm is asked for in each mode, each as `(with tangents of the parameters, wanted)`. Where the
+# loss follows at once, y_bar depends on nothing.
+_OF_BACKWARD = (True, True, True, False, False, False)
 _PAIRINGS = {
-    "double_backward": [(False, DOUBLE_BACKWARD)],
-    "gradient_backward": [(True, DOUBLE_BACKWARD), (True, DOUBLE_BACKWARD_OF_LOSS)],
-    "backward_of_jvp": [(True, BACKWARD_OF_JVP)],
+    "double_backward": [(False, _OF_BACKWARD)],
+    "gradient_backward": [(True, _OF_BACKWARD), (True, (False, *_OF_BACKWARD[1:]))],
+    "backward_of_jvp": [(True, (False, *ALL_RESULTS[1:]))],
     "all_results": [(True, ALL_RESULTS)],
+}
+# Of log-softmax, which has no parameters, derivatives of y_bar, y and the tangent of x.
+_LOG_SOFTMAX_PAIRINGS = {
+    "double_backward": (True, True, False),
+    "backward_of_jvp": (False, True, True),
+    "gradient_backward": (False, True, False),
 }
 
 
@@ -180,15 +174,13 @@ def _launch_layer_norm(shape: Shape, mode: str, x: Tensor) -> None:
             layer_norm_second_order.layer_norm_bwd_jvp(*operands, y_bar_dot, x, weight, 1, 0, (True, *params))
     elif mode == "x_only":
         layer_norm.layer_norm_bwd(*operands, 1, 0, (True, False, False))
-        layer_norm_second_order.layer_norm_pairing(*operands, x, None, None, 1, 0, DOUBLE_BACKWARD_OF_X)
+        layer_norm_second_order.layer_norm_pairing(*operands, x, None, None, 1, 0, (True, True, *(False,) * 4))
         layer_norm_second_order.layer_norm_bwd_jvp(*operands, x, x, None, 1, 0, (True, False, False))
     else:
         for with_param_dots, wanted in _PAIRINGS[mode]:
             param_dot = weight if with_param_dots else None
-            # Without parameters nobody asks for their cotangents.
-            results = [
-                want and (shape.affine or not of_params) for want, of_params in zip(wanted, OF_PARAMS, strict=True)
-            ]
+            # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
+            results = [want and (shape.affine or number in {0, 1, 3}) for number, want in enumerate(wanted)]
             layer_norm_second_order.layer_norm_pairing(*operands, x, param_dot, param_dot, 1, 0, results)
 
 
@@ -203,14 +195,9 @@ def _launch_log_softmax(shape: Shape, mode: str, x: Tensor) -> None:
     elif mode == "hvp":
         for y_bar_dot in (None, x):
             log_softmax_second_order.log_softmax_bwd_jvp(x, x, y_bar_dot, x, dim, x.dtype)
-    elif mode == "double_backward":
-        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (True, True, False))
-    elif mode == "backward_of_jvp":
-        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (False, True, True))
-    elif mode == "gradient_backward":
-        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (False, True, False))
     else:
-        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, (True, True, True))
+        wanted = _LOG_SOFTMAX_PAIRINGS.get(mode, (True, True, True))
+        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, wanted)
 
 
 def _launch_batch_norm(shape: Shape, mode: str, x: Tensor) -> None:

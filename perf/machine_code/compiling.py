@@ -73,14 +73,16 @@ class Launch(NamedTuple):
         return {name: repr(value) for name, value in named}
 
 
-class _StandInDriver:
+class StandInDriver:
     """Stands in for the driver of a chip, with what Triton asks of one before it loads a kernel."""
 
     def __init__(self, chip_name: str) -> None:
+        """Stand in for that of a chip of `CHIPS`."""
         self._chip_name, self._chip = chip_name, CHIPS[chip_name]
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
+        """Chip that Triton compiles for."""
         if is_amd(self._chip_name):
             return GPUTarget("hip", self._chip_name, self._chip.warp_size)
         return GPUTarget("cuda", int(self._chip_name.removeprefix("sm_")), self._chip.warp_size)
@@ -95,16 +97,19 @@ class _StandInDriver:
         }
 
     def get_current_device(self) -> int:
-        # Triton keeps compiled kernels per device number, so that each chip needs its own.
+        """Number of the device: Triton keeps compiled kernels for each, so that each chip needs its own."""
         return list(CHIPS).index(self._chip_name)
 
     def get_current_stream(self, device: int) -> int:
+        """Handle of a stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
+        """Device of the tensors that are passed."""
         return torch.device("cpu")
 
     def is_active(self) -> bool:
+        """Whether the driver can be used."""
         return True
 
 
@@ -117,7 +122,7 @@ def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launc
         shape: One shape, that of the case under way; the caller sets it.
         callback: Is given each launch.
     """
-    driver = _StandInDriver(chip_name)
+    driver = StandInDriver(chip_name)
     triton.runtime.driver.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
     texts: dict[Any, str] = {}
 

@@ -53,10 +53,6 @@ class Row:
     narrow: int
     key: str
 
-    def figures(self) -> Row:
-        """The row without the case, which does not follow from the key."""
-        return dataclasses.replace(self, case="")
-
 
 FIELDS = [field.name for field in dataclasses.fields(Row)]
 CHECKSUM = "checksum"

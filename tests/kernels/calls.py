@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ALL = (True,) * 3
-ALL_SIX = (True,) * 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
@@ -93,24 +92,48 @@ class Call(NamedTuple):
 
 
 class _Operands:
-    """What the operands of all ops have: modes, each a method that makes a call."""
+    """What the operands of all ops have: modes, each a launcher that takes its arguments by their names from here."""
 
-    MODES: tuple[str, ...]
+    MODES: ClassVar[dict[str, Callable[..., Any]]]
+    # How many results there are to choose from, where they are not three.
+    RESULTS: ClassVar[dict[str, int]] = {}
+
+    def call(self, mode: str, wanted: Sequence[bool] | None = None) -> Call:
+        """A call of one mode, by default of all its results."""
+        launcher = self.MODES[mode]
+        wanted = (True,) * self.RESULTS.get(mode, 3) if wanted is None else wanted
+        given = {**vars(self), **self.derived(), "eps": EPS, "momentum": MOMENTUM, "wanted": wanted}
+        return Call(launcher, tuple(given[name] for name in inspect.signature(launcher).parameters))
 
     def calls(self, *modes: str) -> list[Call]:
         """A call of each of these modes, by default of all."""
-        return [getattr(self, mode)() for mode in modes or self.MODES]
+        return [self.call(mode) for mode in modes or self.MODES]
+
+    def derived(self) -> dict[str, Any]:
+        """Arguments that follow from others."""
+        raise NotImplementedError
 
     def change(self, **fields: Any) -> Any:
         """The same with other tensors; None for one that is absent."""
         return dataclasses.replace(self, **fields)  # pyright: ignore[reportArgumentType]
+
+    def given(self, there: Sequence[bool], *names: str) -> Any:
+        """The same without those of the named tensors that are not there."""
+        return self.change(**{name: None for name, is_there in zip(names, there, strict=True) if not is_there})
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorm(_Operands):
     """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
 
-    MODES = ("forward", "jvp", "backward", "pairing", "bwd_jvp")
+    MODES: ClassVar = {
+        "forward": layer_norm.layer_norm_fwd,
+        "jvp": layer_norm.layer_norm_jvp,
+        "backward": layer_norm.layer_norm_bwd,
+        "pairing": layer_norm_second_order.layer_norm_pairing,
+        "bwd_jvp": layer_norm_second_order.layer_norm_bwd_jvp,
+    }
+    RESULTS: ClassVar = {"pairing": 6}
 
     x: Tensor
     y_bar: Tensor
@@ -138,49 +161,27 @@ class LayerNorm(_Operands):
         params = (random(*param_shape, dtype=param_dtype or dtype, seed=seed) for seed in range(4, 8))
         return cls(*full_size, *params, **dims)
 
-    @property
-    def _given(self) -> tuple[Any, ...]:
-        x, dims = self.x, tuple(range(-self.norm_ndim, 0))
-        return x, self.weight, *statistics(x, dims)
-
-    @property
-    def _dims(self) -> tuple[int, int]:
-        return self.norm_ndim, self.batch_ndim
-
-    def forward(self) -> Call:
-        """y, mean, rstd."""
-        return Call(layer_norm.layer_norm_fwd, (self.x, self.weight, self.bias, *self._dims, EPS))
-
-    def jvp(self) -> Call:
-        """y_dot."""
-        dots = (self.x_dot, self.weight_dot, self.bias_dot)
-        return Call(layer_norm.layer_norm_jvp, (*self._given, *dots, *self._dims))
-
-    def backward(self, wanted: Sequence[bool] = ALL) -> Call:
-        """x_bar, weight_bar, bias_bar."""
-        return Call(layer_norm.layer_norm_bwd, (self.y_bar, *self._given, *self._dims, wanted))
-
-    def pairing(self, wanted: Sequence[bool] = ALL_SIX) -> Call:
-        """The gradient of `<y_bar, y_dot>` with respect to y_bar, x, weight and the tangents."""
-        dots = (self.x_dot, self.weight_dot, self.bias_dot)
-        args = (self.y_bar, *self._given, *dots, *self._dims, wanted)
-        return Call(layer_norm_second_order.layer_norm_pairing, args)
-
-    def bwd_jvp(self, wanted: Sequence[bool] = ALL) -> Call:
-        """The tangents of x_bar, weight_bar and bias_bar."""
-        dots = (self.y_bar_dot, self.x_dot, self.weight_dot)
-        args = (self.y_bar, *self._given, *dots, *self._dims, wanted)
-        return Call(layer_norm_second_order.layer_norm_bwd_jvp, args)
+    def derived(self) -> dict[str, Any]:
+        """Statistics of x."""
+        mean, rstd = statistics(self.x, tuple(range(-self.norm_ndim, 0)))
+        return {"mean": mean, "rstd": rstd}
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchNorm(_Operands):
     """Operands of batch norm in training and evaluation; None for what is absent."""
 
-    MODES = (
-        *("train_fwd", "train_jvp", "train_bwd", "eval_fwd", "eval_jvp", "eval_bwd"),
-        *("pairing", "bwd_jvp"),
-    )
+    MODES: ClassVar = {
+        "train_fwd": batch_norm.batch_norm_train_fwd,
+        "train_jvp": batch_norm.batch_norm_train_jvp,
+        "train_bwd": batch_norm.batch_norm_train_bwd,
+        "eval_fwd": batch_norm.batch_norm_eval_fwd,
+        "eval_jvp": batch_norm.batch_norm_eval_jvp,
+        "eval_bwd": batch_norm.batch_norm_eval_bwd,
+        "pairing": batch_norm_second_order.batch_norm_pairing,
+        "bwd_jvp": batch_norm_second_order.batch_norm_bwd_jvp,
+    }
+    RESULTS: ClassVar = {"pairing": 6, "eval_bwd": 5}
 
     x: Tensor
     y_bar: Tensor
@@ -192,8 +193,8 @@ class BatchNorm(_Operands):
     running_var: Tensor | None
     weight_dot: Tensor | None
     bias_dot: Tensor | None
-    mean_dot: Tensor | None
-    var_dot: Tensor | None
+    running_mean_dot: Tensor | None
+    running_var_dot: Tensor | None
     batch_ndim: int = 0
 
     @classmethod
@@ -213,58 +214,23 @@ class BatchNorm(_Operands):
         params[3] = positive(*channels, dtype=param_dtype, seed=3)
         return cls(*full_size, *params, batch_ndim=batch_ndim)
 
-    @property
-    def _given(self) -> tuple[Any, ...]:
-        return self.x, self.weight, *statistics(self.x, channel_dims(self.x, self.batch_ndim))
-
-    @property
-    def _evaluated(self) -> tuple[Any, ...]:
-        return self.x, self.weight, self.running_mean, self.running_var
-
-    def train_fwd(self) -> Call:
-        """y, mean, rstd and the updated running statistics."""
-        args = (self.x, self.weight, self.bias, self.running_mean, self.running_var, self.batch_ndim, MOMENTUM, EPS)
-        return Call(batch_norm.batch_norm_train_fwd, args)
-
-    def train_jvp(self) -> Call:
-        """y_dot."""
-        args = (*self._given, self.x_dot, self.weight_dot, self.bias_dot, self.batch_ndim)
-        return Call(batch_norm.batch_norm_train_jvp, args)
-
-    def train_bwd(self, wanted: Sequence[bool] = ALL) -> Call:
-        """x_bar, weight_bar, bias_bar."""
-        return Call(batch_norm.batch_norm_train_bwd, (self.y_bar, *self._given, self.batch_ndim, wanted))
-
-    def eval_fwd(self) -> Call:
-        """y."""
-        args = (self.x, self.weight, self.bias, self.running_mean, self.running_var, self.batch_ndim, EPS)
-        return Call(batch_norm.batch_norm_eval_fwd, args)
-
-    def eval_jvp(self) -> Call:
-        """y_dot."""
-        dots = (self.x_dot, self.weight_dot, self.bias_dot, self.mean_dot, self.var_dot)
-        return Call(batch_norm.batch_norm_eval_jvp, (*self._evaluated, *dots, self.batch_ndim, EPS))
-
-    def eval_bwd(self, wanted: Sequence[bool] = (True,) * 5) -> Call:
-        """Cotangents of x, weight, bias and the running statistics."""
-        return Call(batch_norm.batch_norm_eval_bwd, (self.y_bar, *self._evaluated, self.batch_ndim, EPS, wanted))
-
-    def pairing(self, wanted: Sequence[bool] = ALL_SIX) -> Call:
-        """The gradient of `<y_bar, y_dot>` with respect to y_bar, x, weight and the tangents."""
-        args = (self.y_bar, *self._given, self.x_dot, self.weight_dot, self.bias_dot, self.batch_ndim, wanted)
-        return Call(batch_norm_second_order.batch_norm_pairing, args)
-
-    def bwd_jvp(self, wanted: Sequence[bool] = ALL) -> Call:
-        """The tangents of x_bar, weight_bar and bias_bar."""
-        args = (self.y_bar, *self._given, self.y_bar_dot, self.x_dot, self.weight_dot, self.batch_ndim, wanted)
-        return Call(batch_norm_second_order.batch_norm_bwd_jvp, args)
+    def derived(self) -> dict[str, Any]:
+        """Statistics of x."""
+        mean, rstd = statistics(self.x, channel_dims(self.x, self.batch_ndim))
+        return {"mean": mean, "rstd": rstd}
 
 
 @dataclasses.dataclass(frozen=True)
 class LogSoftmax(_Operands):
     """Operands of log-softmax over `dim`; its derivatives take its output `y`."""
 
-    MODES = ("forward", "jvp", "backward", "pairing", "bwd_jvp")
+    MODES: ClassVar = {
+        "forward": log_softmax.log_softmax_fwd,
+        "jvp": log_softmax.log_softmax_jvp,
+        "backward": log_softmax.log_softmax_bwd,
+        "pairing": log_softmax_second_order.log_softmax_pairing,
+        "bwd_jvp": log_softmax_second_order.log_softmax_bwd_jvp,
+    }
 
     x: Tensor
     y: Tensor
@@ -273,6 +239,7 @@ class LogSoftmax(_Operands):
     y_bar_dot: Tensor | None
     y_dot: Tensor | None
     dim: int
+    output_dtype: torch.dtype | None = None
 
     @classmethod
     def draw(
@@ -286,26 +253,9 @@ class LogSoftmax(_Operands):
         x, y, *others = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(6))
         return cls(*(arrange(tensor.to(dtype)) for tensor in (x, torch.log_softmax(y, dim), *others)), dim=dim)
 
-    def forward(self, dtype: torch.dtype | None = None) -> Call:
-        """y."""
-        return Call(log_softmax.log_softmax_fwd, (self.x, self.dim, dtype))
-
-    def jvp(self) -> Call:
-        """y_dot."""
-        return Call(log_softmax.log_softmax_jvp, (self.x_dot, self.y, self.dim))
-
-    def backward(self) -> Call:
-        """x_bar."""
-        return Call(log_softmax.log_softmax_bwd, (self.y_bar, self.y, self.dim, self.x.dtype))
-
-    def pairing(self, wanted: Sequence[bool] = ALL) -> Call:
-        """The gradient of `<y_bar, y_dot>` with respect to y_bar, y and x_dot."""
-        return Call(log_softmax_second_order.log_softmax_pairing, (self.y_bar, self.y, self.x_dot, self.dim, wanted))
-
-    def bwd_jvp(self) -> Call:
-        """The tangent of x_bar."""
-        args = (self.y_bar, self.y, self.y_bar_dot, self.y_dot, self.dim, self.x.dtype)
-        return Call(log_softmax_second_order.log_softmax_bwd_jvp, args)
+    def derived(self) -> dict[str, Any]:
+        """The dtype of x."""
+        return {"x_dtype": self.x.dtype}
 
 
 def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:
@@ -341,11 +291,11 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
     levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)
     seed = torch.tensor(3)
     return [
-        rows.forward()._replace(copies=1),
-        images.train_fwd()._replace(copies=1),
-        images.train_bwd()._replace(copies=1),
-        images.change(y_bar=turned).train_bwd()._replace(copies=2),
-        images.eval_fwd()._replace(copies=1),
+        rows.call("forward")._replace(copies=1),
+        images.call("train_fwd")._replace(copies=1),
+        images.call("train_bwd")._replace(copies=1),
+        images.change(y_bar=turned).call("train_bwd")._replace(copies=2),
+        images.call("eval_fwd")._replace(copies=1),
         Call(log_softmax.log_softmax_fwd, (levels, 4, None), 1),
         Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0), 1),
         Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0), 2),

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import types
+import unittest.mock
 
 import torch
 import triton.language as tl
@@ -71,19 +72,16 @@ VARIATIONS = [
     ("unaligned x", (UNALIGNED, X, 7, 32, STRIDES), {"SCALE": 2}, False),
     ("unaligned y", (X, UNALIGNED, 7, 32, STRIDES), {"SCALE": 2}, False),
     ("other dtype", (DOUBLE, X, 7, 32, STRIDES), {"SCALE": 2}, False),
-    ("other dtype of y", (X, DOUBLE, 7, 32, STRIDES), {"SCALE": 2}, False),
     ("no y", (X, None, 7, 32, STRIDES), {"SCALE": 2}, False),
     ("rows 1", (X, X, 1, 32, STRIDES), {"SCALE": 2}, False),
     ("rows 16", (X, X, 16, 32, STRIDES), {"SCALE": 2}, False),
     ("64-bit rows", (X, X, 2**31, 32, STRIDES), {"SCALE": 2}, False),
-    ("most negative rows", (X, X, -(2**31), 32, STRIDES), {"SCALE": 2}, False),
     ("unsigned rows", (X, X, 2**63, 32, STRIDES), {"SCALE": 2}, False),
     ("floating rows", (X, X, 7.0, 32, STRIDES), {"SCALE": 2}, False),
     ("boolean rows", (X, X, True, 32, STRIDES), {"SCALE": 2}, False),
     ("size 1", (X, X, 7, 1, STRIDES), {"SCALE": 2}, False),
     ("size 17", (X, X, 7, 17, STRIDES), {"SCALE": 2}, False),
     ("64-bit size", (X, X, 7, 2**31, STRIDES), {"SCALE": 2}, False),
-    ("odd 64-bit size", (X, X, 7, 2**31 + 1, STRIDES), {"SCALE": 2}, False),
     ("floating size", (X, X, 7, 16.0, STRIDES), {"SCALE": 2}, False),
     ("strides 1 and 1", (X, X, 7, 32, (1, 1)), {"SCALE": 2}, False),
     ("strides 2 and 16", (X, X, 7, 32, (2, 16)), {"SCALE": 2}, False),
@@ -92,7 +90,6 @@ VARIATIONS = [
     ("other constant", (X, X, 7, 32, STRIDES), {"SCALE": 3}, False),
     ("other default", (X, X, 7, 32, STRIDES), {"SCALE": 2, "BLOCK": 16}, False),
     ("positional constant", (X, X, 7, 32, STRIDES, 2), {}, False),
-    ("other positional constant", (X, X, 7, 32, STRIDES, 3), {}, False),
     ("later constant alone", (X, X, 7, 32, STRIDES, 2), {"FLAG": True}, False),
     ("warps", (X, X, 7, 32, STRIDES), {"SCALE": 2, "num_warps": 1}, False),
     ("argument by keyword", (X, X, 7, 32), {"strides": STRIDES, "SCALE": 2}, True),
@@ -194,85 +191,42 @@ def threads() -> int:
 def offsets_on_amd() -> bool:
     """Whether a storage beyond 32-bit offsets has another key where the backend asks for it."""
 
-    class Storage:
-        def __init__(self, size):
-            self.size = size
+    def pointer(num_bytes):
+        storage = types.SimpleNamespace(size=lambda: num_bytes, nbytes=lambda: num_bytes)
+        return types.SimpleNamespace(dtype=torch.float32, data_ptr=lambda: 0, untyped_storage=lambda: storage)
 
-        def nbytes(self):
-            return self.size
-
-    class Pointer:
-        dtype = torch.float32
-
-        def __init__(self, size):
-            self.size = size
-
-        def data_ptr(self):
-            return 0
-
-        def untyped_storage(self):
-            return Storage(self.size)
-
-    near, far = Pointer(2**31 - 1), Pointer(2**31)
+    near, far = pointer(2**31 - 1), pointer(2**31)
     rest = (None, 7, 32, STRIDES)
     keys = [key_function(new_kernel().function.params, asks) for asks in (True, False)]
     return keys[0](near, *rest) != keys[0](far, *rest) and keys[1](near, *rest) == keys[1](far, *rest)
 
 
-@contextlib.contextmanager
-def changed(owner, name, value):
-    """Context in which an attribute is another one, or is there at all."""
-    missing = object()
-    original = getattr(owner, name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if original is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-
-
-class _Unrelated:
-    """A class of which nothing is an instance."""
-
-
-def _other_release(name: str) -> contextlib.AbstractContextManager:
-    """Context in which something that direct launches rely on is not as in the releases that they were written for."""
-    getitem = CompiledKernel.__getitem__
-    without_constants = types.SimpleNamespace(signature={"x_ptr": "*fp32"})
+def _other_releases() -> dict[str, contextlib.AbstractContextManager]:
+    """Contexts in which something that direct launches rely on is not as in the releases they were written for."""
+    getitem, changed = CompiledKernel.__getitem__, unittest.mock.patch.object
     settings = [field for field in dir(knobs.runtime) if field != "add_stages_inspection_hook"]
+    without_hook = types.SimpleNamespace(**{field: getattr(knobs.runtime, field) for field in settings})
+    without_constants = types.SimpleNamespace(signature={"x_ptr": "*fp32"})
+    source = property(lambda self: without_constants, lambda self, source: None)
+
+    def without_stream(self, grid):
+        return lambda *values: getitem(self, grid)(*values, stream=None)
+
     return {
-        "settings without a hook": lambda: changed(
-            _kernel, "_runtime", types.SimpleNamespace(**{field: getattr(knobs.runtime, field) for field in settings})
-        ),
-        "another class of compiled kernels": lambda: changed(_kernel, "CompiledKernel", _Unrelated),
-        "a launcher without a stream": lambda: changed(
-            CompiledKernel, "__getitem__", lambda self, grid: lambda *values: getitem(self, grid)(*values, stream=None)
-        ),
-        "launchers without constants": lambda: changed(
-            CompiledKernel, "src", property(lambda self: without_constants, lambda self, source: None)
-        ),
-        "parameters without names": lambda: changed(_kernel, "_PARAMETER_FIELDS", ("name", "renamed")),
-    }[name]()
-
-
-OTHER_RELEASES = (
-    "settings without a hook",
-    "another class of compiled kernels",
-    "a launcher without a stream",
-    "launchers without constants",
-    "parameters without names",
-)
+        "settings without a hook": changed(_kernel, "_runtime", without_hook),
+        "another class of compiled kernels": changed(_kernel, "CompiledKernel", type("Unrelated", (), {})),
+        "a launcher without a stream": changed(CompiledKernel, "__getitem__", without_stream),
+        "launchers without constants": changed(CompiledKernel, "src", source, create=True),
+        "parameters without names": changed(_kernel, "_PARAMETER_FIELDS", ("name", "renamed")),
+    }
 
 
 def other_releases() -> dict[str, list]:
-    """Calls of Triton's own launch path, and launches, of three launches in each of `OTHER_RELEASES`."""
+    """Calls of Triton's own launch path, and launches, of three launches in each other release."""
     found = {}
-    for name in OTHER_RELEASES:
+    for name, release in _other_releases().items():
         driver.launches.clear()
-        with _other_release(name), counting_triton() as calls:
+        with release, counting_triton() as calls:
             kernel = new_kernel()
             for _ in range(3):
                 kernel[(3,)](*ARGS, **CONSTANTS)

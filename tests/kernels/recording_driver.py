@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
+
+from perf.machine_code.compiling import StandInDriver
 
 # Triton asks for these when it loads a kernel.
-PROPERTIES = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
 HANDLE, NUM_REGISTERS, NUM_SPILLS, MAX_THREADS = 1, 32, 0, 1024
 
 
-class RecordingDriver:
-    """Stands in for the driver of one sm_90 device.
+class RecordingDriver(StandInDriver):
+    """Stands in for the driver of one sm_90 device that also loads and launches.
 
     Attributes:
-        launches: `(hash of the compiled kernel, grid, arguments)` of every launch.
+        launches: `(hash of the compiled kernel, grid, stream, arguments)` of every launch.
         device: Number of the current device; tests set it.
     """
 
     def __init__(self) -> None:
         """Stand in for a driver that has launched nothing."""
+        super().__init__("sm_90")
         self.launches: list[tuple] = []
         self.device = 0
-        self.utils = self
 
     def launcher_cls(self, source, metadata):
         """What Triton calls to launch one compiled kernel."""
@@ -46,14 +45,6 @@ class RecordingDriver:
     def unload_module(self, module):
         """Forget a kernel: nothing was loaded."""
 
-    def get_device_properties(self, device):
-        """Limits that Triton checks a compiled kernel against."""
-        return PROPERTIES
-
-    def get_current_target(self):
-        """Chip that Triton compiles for."""
-        return GPUTarget("cuda", 90, 32)
-
     def get_current_device(self):
         """Number of the device in use."""
         return self.device
@@ -61,14 +52,6 @@ class RecordingDriver:
     def get_current_stream(self, device):
         """Handle of a stream, one per device."""
         return 100 + device
-
-    def get_active_torch_device(self):
-        """Device of the tensors that are passed."""
-        return torch.device("cpu")
-
-    def is_active(self):
-        """Whether the driver can be used: always."""
-        return True
 
 
 def activate() -> RecordingDriver:

@@ -151,9 +151,9 @@ def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None
 def test_layer_norm_reads_what_is_wanted() -> None:
     rows = LayerNorm.draw((2, 75))
     for number in range(7):
-        check(rows.pairing(tuple(number == other for other in range(6))))
+        check(rows.call("pairing", tuple(number == other for other in range(6))))
     for number in range(4):
-        check(rows.backward(tuple(number == other for other in range(3))))
+        check(rows.call("backward", tuple(number == other for other in range(3))))
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -200,11 +200,11 @@ def test_batch_norm_reads_what_is_wanted(use_processors: Callable[[int], None]) 
     use_processors(1)
     images = BatchNorm.draw((3, 3, 17, 19))
     for number in range(6):
-        check(images.eval_bwd(tuple(number == other for other in range(5))))
+        check(images.call("eval_bwd", tuple(number == other for other in range(5))))
     for number in range(4):
-        check(images.train_bwd(tuple(number == other for other in range(3))))
+        check(images.call("train_bwd", tuple(number == other for other in range(3))))
     for wanted in pairwise(6)[1:-1]:
-        check(images.pairing(wanted))
+        check(images.call("pairing", wanted))
 
 
 # Rows one after another; with gaps between them; and operands that stand for several: one row, one number per row, and
@@ -246,7 +246,10 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
         assert [len(names) for names in launched] == [1 + (splits > 1)] * len(launched)
     # What is read, and how often, follows from the wanted results alike in every layout.
     if layout == "strided" and splits < 2:
-        others = (*map(rows.pairing, pairwise(3)[1:-1]), *(rows.change(**{name: None}).bwd_jvp() for name in DOTS))
+        others = (
+            *(rows.call("pairing", wanted) for wanted in pairwise(3)[1:-1]),
+            *(rows.change(**{name: None}).call("bwd_jvp") for name in DOTS),
+        )
         for call in others:
             check(call)
 
@@ -276,7 +279,7 @@ def some_calls() -> list[Call]:
     rows = LayerNorm.draw((9, 40))
     return [
         *rows.calls(),
-        rows.backward((False, True, False)),
+        rows.call("backward", (False, True, False)),
         *BatchNorm.draw((2, 3, 5, 5)).calls(),
         *LogSoftmax.draw((2, 40), 1).calls(),
         *dropout_calls(),

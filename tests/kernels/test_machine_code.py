@@ -13,6 +13,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import uuid
 from typing import Any
 
 import pytest
@@ -152,30 +153,33 @@ def test_what_a_batch_size_compiles_anew_is_named() -> None:
     assert len(changed("a case", first, first[:1])) == 1
 
 
-def test_spills_are_excused_where_the_rules_say_so() -> None:
+def test_exceptions_are_of_one_kernel_and_case() -> None:
     row = dataclasses.replace(
         ROW, kernel="layer_norm_second_kernel", case="layer_norm 8192x8192 bfloat16 all_results", spills=8
     )
     assert not broken_rules("sm_100", row, "3.9.0")
-    for chip_name, other in (
-        ("sm_90", row),
-        ("sm_100", dataclasses.replace(row, spills=12)),
-        ("sm_100", dataclasses.replace(row, kernel="layer_norm_bwd_kernel")),
-        ("sm_100", dataclasses.replace(row, case="layer_norm 8192x4096 bfloat16 all_results")),
+    assert broken_rules("sm_90", row, "3.9.0")
+    for change in (
+        {"spills": 12},
+        {"kernel": "layer_norm_bwd_kernel"},
+        {"case": "layer_norm 8192x4096 bfloat16 all_results"},
     ):
-        assert broken_rules(chip_name, other, "3.9.0")
+        assert broken_rules("sm_100", dataclasses.replace(row, **change), "3.9.0")
 
 
-def test_a_release_has_its_own_exceptions() -> None:
-    spilling = dataclasses.replace(
-        ROW, kernel="log_softmax_linear_looped_kernel", case="log_softmax 2048x65536 bfloat16 backward", spills=8
-    )
-    narrow = dataclasses.replace(ROW, kernel="batch_norm_statistics_kernel", loads="16x4 2x8", narrow=8)
-    for row in (spilling, narrow):
-        assert not broken_rules("sm_90", row, "3.6.0")
-        assert broken_rules("sm_90", row, "3.9.0")
-        assert broken_rules("sm_90", dataclasses.replace(row, spills=12, narrow=9), "3.6.0")
-    assert broken_rules("sm_100", spilling, "3.6.0")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernel": "log_softmax_linear_looped_kernel", "case": "log_softmax 2048x65536 bfloat16 backward", "spills": 8},
+        {"kernel": "batch_norm_statistics_kernel", "loads": "16x4 2x8", "narrow": 8},
+    ],
+    ids=["spills", "narrow"],
+)
+def test_a_release_has_its_own_exceptions(change: dict) -> None:
+    row = dataclasses.replace(ROW, **change)
+    assert not broken_rules("sm_90", row, "3.6.0")
+    assert broken_rules("sm_90", row, "3.9.0")
+    assert broken_rules("sm_90", dataclasses.replace(row, spills=12, narrow=9), "3.6.0")
     assert ".".join(read_version().split(".")[:2]) not in RELEASES
 
 
@@ -253,47 +257,36 @@ def test_keys_know_every_constant(
     constant: str, edited: dict[str, str], changes: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    texts = []
-    for number, replacements in enumerate(({}, edited)):
-        names = f"helpers_{tmp_path.name}_{number}", f"kernels_{tmp_path.name}_{number}"
-        names = tuple(name.replace("-", "_").replace(".", "_") for name in names)
-        kernels = KERNELS.format(helpers=names[0], constant=constant, docstring="What it does.")
-        sources = {names[0]: HELPERS, names[1]: kernels}
-        for name in names:
-            for old, new in replacements.items():
-                sources[name] = sources[name].replace(old, new)
-            (tmp_path / f"{name}.py").write_text(sources[name])
-        text = source_text(importlib.import_module(names[1]).kernel)
-        texts.append(text.replace(names[0], "helpers").replace(names[1], "kernels"))
-    assert (texts[0] != texts[1]) == changes
+    before, after = (text_of(tmp_path, constant, replaced) for replaced in ({}, edited))
+    assert (before != after) == changes
+
+
+def text_of(folder: pathlib.Path, constant: str, edited: dict[str, str]) -> str:
+    """The text of the kernel above, from modules of its own, whose names it does not tell."""
+    helpers, kernels = (f"{kind}_{uuid.uuid4().hex}" for kind in ("helpers", "kernels"))
+    source = KERNELS.format(helpers=helpers, constant=constant, docstring="What it does.")
+    for name, text in ((helpers, HELPERS), (kernels, source)):
+        for old, new in edited.items():
+            text = text.replace(old, new)
+        (folder / f"{name}.py").write_text(text)
+    text = source_text(importlib.import_module(kernels).kernel)
+    return text.replace(helpers, "helpers").replace(kernels, "kernels")
+
+
+DEVICE = "@triton.jit\ndef device_function"
+WRAPPED = {
+    DEVICE: f"def wrapped(function):\n    return function\n\n@triton.jit\n@wrapped{DEVICE[len('@triton.jit') :]}"
+}
 
 
 @pytest.mark.parametrize(
-    "name, constant, edited, complaint",
-    [
-        ("constant", 'TABLE["x"]', {}, "names TABLE of type dict"),
-        (
-            "decorator",
-            "SCALE",
-            {"@triton.jit\ndef device": "@triton.jit\n@wrapped\ndef device"},
-            "wrapped of type func",
-        ),
-    ],
+    "constant, edited, complaint",
+    [('TABLE["x"]', {}, "names TABLE of type dict"), ("SCALE", WRAPPED, "wrapped of type func")],
+    ids=["constant", "decorator"],
 )
 def test_what_a_key_cannot_follow_is_refused(
-    name: str,
-    constant: str,
-    edited: dict[str, str],
-    complaint: str,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    constant: str, edited: dict[str, str], complaint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / f"unfollowed_{name}_helpers.py").write_text(HELPERS)
-    source = KERNELS.format(helpers=f"unfollowed_{name}_helpers", constant=constant, docstring="What it does.")
-    source = source.replace("@triton.jit", "def wrapped(function):\n    return function\n\n@triton.jit", 1)
-    for old, new in edited.items():
-        source = source.replace(old, new)
-    (tmp_path / f"unfollowed_{name}_kernels.py").write_text(source)
     with pytest.raises(UnknownGlobalError, match=complaint):
-        source_text(importlib.import_module(f"unfollowed_{name}_kernels").kernel)
+        text_of(tmp_path, constant, edited)

@@ -68,7 +68,7 @@ def test_log_softmax(num_splits: int, shape: tuple[int, ...], dim: int, split_in
 
 def test_nothing_is_summed_in_one_launch(split_into: Callable[[int], None]) -> None:
     split_into(4)
-    call = LayerNorm.draw((1, NUM_COLS)).change(x_dot=None).jvp()
+    call = LayerNorm.draw((1, NUM_COLS)).change(x_dot=None).call("jvp")
     with watched() as launches:
         check_values(call)
     assert len(launches) == 1

@@ -1,10 +1,11 @@
 """What each launcher must return: float64 formulas, differentiated by torch, and the comparison of a call with them.
 
-Each formula takes what the launcher of its name takes. Statistics that a launcher is given are those of its input.
+Each formula takes what its launcher takes, by name. Statistics that a launcher is given are those of its input.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,7 +40,9 @@ class Exact(NamedTuple):
 
 def expected(call: Call) -> list[Exact | None]:
     """What a call must return, None for what is not wanted."""
-    return FORMULAS[call.launcher.__name__](*call.args)
+    name, given = call.launcher.__name__, inspect.signature(call.launcher).bind(*call.args).arguments
+    op, is_norm, mode = name.partition("_norm_")
+    return _norm(op, mode, given) if is_norm else FORMULAS[name](**given)
 
 
 def check_values(call: Call, results: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
@@ -194,93 +197,46 @@ def _wanted(values: Sequence[Tensor], dtypes: Sequence[torch.dtype], wanted: Seq
     return [Exact(value, dtype) if is_wanted else None for value, dtype, is_wanted in found]
 
 
-# Layer norm.
-
-
-def _rows(x: Tensor, weight: Tensor | None, norm_ndim: int, batch_ndim: int) -> _Point:
-    shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
-    return _Point(lambda *params: layer_norm(*params, norm_ndim, batch_ndim), x, weight, shape)
-
-
-def _layer_norm_fwd(x, weight, bias, norm_ndim, batch_ndim, eps):
-    point = _rows(x, weight, norm_ndim, batch_ndim)
-    var, mean = torch.var_mean(x.double(), tuple(range(-norm_ndim, 0)), correction=0)
-    return [point.y(bias), Exact(mean, point.acc), Exact((var + eps) ** -0.5, point.acc)]
-
-
-def _layer_norm_bwd(y_bar, x, weight, mean, rstd, norm_ndim, batch_ndim, wanted):
-    return _rows(x, weight, norm_ndim, batch_ndim).bwd(y_bar, wanted)
-
-
-def _layer_norm_jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim):
-    return [_rows(x, weight, norm_ndim, batch_ndim).jvp((x_dot, weight_dot, bias_dot))]
-
-
-def _layer_norm_pairing(y_bar, x, weight, mean, rstd, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, wanted):
-    return _rows(x, weight, norm_ndim, batch_ndim).pairing(y_bar, (x_dot, weight_dot, bias_dot), wanted)
-
-
-def _layer_norm_bwd_jvp(y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, norm_ndim, batch_ndim, wanted):
-    return _rows(x, weight, norm_ndim, batch_ndim).bwd_jvp(y_bar, (y_bar_dot, x_dot, weight_dot), wanted)
-
-
-# Batch norm.
-
-
-def _channels(x: Tensor, weight: Tensor | None, batch_ndim: int) -> _Point:
-    def function(x: Tensor, weight: Tensor, bias: Tensor, *stats: Tensor) -> Tensor:
-        return batch_norm(x, weight, bias, batch_ndim, *stats)
-
-    return _Point(function, x, weight, (*x.shape[:batch_ndim], x.shape[batch_ndim + 1]))
-
-
-def _batch_norm_train_fwd(x, weight, bias, running_mean, running_var, batch_ndim, momentum, eps):
-    point, dims = _channels(x, weight, batch_ndim), channel_dims(x, batch_ndim)
+def _norm(op: str, mode: str, given: dict[str, Any]) -> list[Exact | None]:
+    """The formulas of both norms: of a launcher's arguments by name."""
+    x, weight, batch_ndim = given["x"], given["weight"], given["batch_ndim"]
+    if op == "layer":
+        norm_ndim = given["norm_ndim"]
+        dims, param_shape = tuple(range(-norm_ndim, 0)), (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
+        function = lambda *params: layer_norm(*params, norm_ndim, batch_ndim)  # noqa: E731
+    else:
+        dims, param_shape = channel_dims(x, batch_ndim), (*x.shape[:batch_ndim], x.shape[batch_ndim + 1])
+        function = lambda *params: batch_norm(*params[:3], batch_ndim, *params[3:])  # noqa: E731
+    point = _Point(function, x, weight, param_shape)
+    stats = (given["running_mean"], given["running_var"]) if mode.startswith("eval") else ()
+    if mode in {"bwd", "train_bwd", "eval_bwd"}:
+        return point.bwd(given["y_bar"], given["wanted"], *stats)
+    if mode in {"pairing", "bwd_jvp"}:
+        names = ("x_dot", "weight_dot", "bias_dot") if mode == "pairing" else ("y_bar_dot", "x_dot", "weight_dot")
+        return getattr(point, mode)(given["y_bar"], [given[name] for name in names], given["wanted"])
+    if mode.endswith("jvp"):
+        names = ("x_dot", "weight_dot", "bias_dot", "running_mean_dot", "running_var_dot")[: 3 + len(stats)]
+        return [point.jvp([given[name] for name in names], *stats)]
+    y = point.y(given["bias"], *stats)
+    if stats:
+        return [y]
     var, mean = torch.var_mean(x.double(), dims, correction=0)
-    count = x.numel() // mean.numel()
-    updated = [
+    results = [y, Exact(mean, point.acc), Exact((var + given["eps"]) ** -0.5, point.acc)]
+    if op == "layer":
+        return results
+    count, momentum = x.numel() // mean.numel(), given["momentum"]
+    updated = ((given["running_mean"], mean), (given["running_var"], var * count / (count - 1)))
+    return results + [
         None if old is None else Exact((1 - momentum) * old.double() + momentum * new, old.dtype)
-        for old, new in ((running_mean, mean), (running_var, var * count / (count - 1)))
+        for old, new in updated
     ]
-    return [point.y(bias), Exact(mean, point.acc), Exact((var + eps) ** -0.5, point.acc), *updated]
-
-
-def _batch_norm_train_bwd(y_bar, x, weight, mean, rstd, batch_ndim, wanted):
-    return _channels(x, weight, batch_ndim).bwd(y_bar, wanted)
-
-
-def _batch_norm_train_jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, batch_ndim):
-    return [_channels(x, weight, batch_ndim).jvp((x_dot, weight_dot, bias_dot))]
-
-
-def _batch_norm_eval_fwd(x, weight, bias, running_mean, running_var, batch_ndim, eps):
-    return [_channels(x, weight, batch_ndim).y(bias, running_mean, running_var)]
-
-
-def _batch_norm_eval_bwd(y_bar, x, weight, running_mean, running_var, batch_ndim, eps, wanted):
-    return _channels(x, weight, batch_ndim).bwd(y_bar, wanted, running_mean, running_var)
-
-
-def _batch_norm_eval_jvp(
-    x, weight, running_mean, running_var, x_dot, weight_dot, bias_dot, mean_dot, var_dot, batch_ndim, eps
-):
-    dots = (x_dot, weight_dot, bias_dot, mean_dot, var_dot)
-    return [_channels(x, weight, batch_ndim).jvp(dots, running_mean, running_var)]
-
-
-def _batch_norm_pairing(y_bar, x, weight, mean, rstd, x_dot, weight_dot, bias_dot, batch_ndim, wanted):
-    return _channels(x, weight, batch_ndim).pairing(y_bar, (x_dot, weight_dot, bias_dot), wanted)
-
-
-def _batch_norm_bwd_jvp(y_bar, x, weight, mean, rstd, y_bar_dot, x_dot, weight_dot, batch_ndim, wanted):
-    return _channels(x, weight, batch_ndim).bwd_jvp(y_bar, (y_bar_dot, x_dot, weight_dot), wanted)
 
 
 # Log-softmax, whose derivatives take its rounded output.
 
 
-def _log_softmax_fwd(x, dim, dtype):
-    dtype = x.dtype if dtype is None else dtype
+def _log_softmax_fwd(x, dim, output_dtype):
+    dtype = x.dtype if output_dtype is None else output_dtype
     return [Exact(torch.log_softmax(x.to(dtype).double(), dim), dtype)]
 
 
@@ -324,35 +280,19 @@ def _dropout_fwd(x, seed, offset, p, batch_ndim):
     return [Exact(x.double() * noise.reshape(x.shape), x.dtype)]
 
 
-def _philox_words(seed, offset, shape):
-    count = torch.Size(shape).numel()
+def _philox_words(seed, offset, size):
+    count = torch.Size(size).numel()
     words = torch.tensor([true_words(*stream, count) for stream in _streams(seed, offset)])
-    return [Exact(words.reshape(*seed.shape, *shape), torch.int64)]
+    return [Exact(words.reshape(*seed.shape, *size), torch.int64)]
 
 
-# By the name of the launcher.
+# By the name of the launcher, for those that are no norm's.
 FORMULAS: dict[str, Callable[..., list[Exact | None]]] = {
-    formula.__name__[1:]: formula
-    for formula in (
-        _layer_norm_fwd,
-        _layer_norm_bwd,
-        _layer_norm_jvp,
-        _layer_norm_pairing,
-        _layer_norm_bwd_jvp,
-        _batch_norm_train_fwd,
-        _batch_norm_train_bwd,
-        _batch_norm_train_jvp,
-        _batch_norm_eval_fwd,
-        _batch_norm_eval_bwd,
-        _batch_norm_eval_jvp,
-        _batch_norm_pairing,
-        _batch_norm_bwd_jvp,
-        _log_softmax_fwd,
-        _log_softmax_bwd,
-        _log_softmax_jvp,
-        _log_softmax_pairing,
-        _log_softmax_bwd_jvp,
-        _dropout_fwd,
-        _philox_words,
-    )
+    "log_softmax_fwd": _log_softmax_fwd,
+    "log_softmax_bwd": _log_softmax_bwd,
+    "log_softmax_jvp": _log_softmax_jvp,
+    "log_softmax_pairing": _log_softmax_pairing,
+    "log_softmax_bwd_jvp": _log_softmax_bwd_jvp,
+    "dropout_fwd": _dropout_fwd,
+    "philox_words": _philox_words,
 }
