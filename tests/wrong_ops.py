@@ -78,6 +78,15 @@ def _forget_weight_alone(ctx, saved, y_bar):
     return {"x": 2 * x * weight * y_bar, "weight": x.square() * y_bar if both else None}
 
 
+nan_cotangent = product("nan_cotangent")
+
+
+@nan_cotangent.def_backward
+def _square_by_logarithms(ctx, saved, y_bar):
+    x, weight = saved
+    return {"x": 2 * x * weight * y_bar, "weight": (2 * x.log()).exp() * y_bar}
+
+
 detached_jvp = product("detached_jvp")
 
 
@@ -220,6 +229,7 @@ def _return_the_input(x):
 EXPECTED = {
     wrong_kernel: "reference against kernel",
     dropped_cotangent: "gradcheck",
+    nan_cotangent: "gradcheck",
     wrong_jvp_sign: "jvp against differences",
     constant_statistics: "gradgradcheck",
     detached_jvp: "nestings",
