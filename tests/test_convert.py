@@ -164,6 +164,7 @@ def test_what_is_left_is_named_with_reason_and_remedy(case):
 CLASSES = {
     "default": (None, ["0", "1"]),
     "dropout": ([nn.Dropout], ["2"]),
+    "alone": (nn.Dropout, ["2"]),
     "two": ({nn.Dropout, nn.BatchNorm1d}, ["1", "2"]),
     "ours": ([pr.nn.LayerNorm], ["0"]),
     "base": ([nn.modules.batchnorm._BatchNorm], ["1"]),
@@ -188,8 +189,9 @@ def test_shared_modules_and_roots_are_converted_and_nothing_else_is_taken():
         for wrong in (None, nn.LayerNorm, [nn.LayerNorm(3)]):
             with pytest.raises(TypeError, match=f"{change.__name__}: .*torch.nn.Module, got {type(wrong).__name__}"):
                 change(wrong)
-    with pytest.raises(TypeError, match="Linear"):
-        pr.nn.convert(norm, classes=[nn.LayerNorm, nn.Linear])
+    for wrong, named in (([nn.LayerNorm, nn.Linear], "Linear"), (["x"], "'x'")):
+        with pytest.raises(TypeError, match=named):
+            pr.nn.convert(norm, classes=wrong)
 
 
 def test_hooks_are_kept_and_run():

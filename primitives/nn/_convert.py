@@ -121,10 +121,14 @@ def _check_model(model: object, caller: str) -> None:
         raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
 
 
-def _chosen(classes: Iterable[type[torch.nn.Module]] | None) -> tuple[type[torch.nn.Module], ...]:
+def _chosen(classes: Iterable[type[torch.nn.Module]] | type[torch.nn.Module] | None) -> tuple[type[torch.nn.Module], ...]:
     if classes is None:
         return tuple(theirs for theirs in (*_COUNTERPARTS, *_NO_COUNTERPART) if theirs is not torch.nn.Dropout)
-    chosen = tuple(_ORIGINALS.get(cls, cls) for cls in classes)
+    given = (classes,) if isinstance(classes, type) else tuple(classes)
+    for cls in given:
+        if not isinstance(cls, type):
+            raise TypeError(f"convert: classes must hold classes of modules, got {cls!r}.")
+    chosen = tuple(_ORIGINALS.get(cls, cls) for cls in given)
     for cls in chosen:
         if not any(issubclass(cls, theirs) or issubclass(theirs, cls) for theirs in _COUNTERPARTS):
             names = ", ".join(theirs.__name__ for theirs in _COUNTERPARTS)
@@ -132,7 +136,9 @@ def _chosen(classes: Iterable[type[torch.nn.Module]] | None) -> tuple[type[torch
     return chosen
 
 
-def convert(model: _Model, *, classes: Iterable[type[torch.nn.Module]] | None = None) -> _Model:
+def convert(
+    model: _Model, *, classes: Iterable[type[torch.nn.Module]] | type[torch.nn.Module] | None = None
+) -> _Model:
     """Turn the modules of `model` that have a counterpart here into it, in place.
 
     These are `LayerNorm`, `BatchNorm1d`, `2d` and `3d`, their lazy forms, and `LogSoftmax` of `torch.nn`, and their
@@ -142,7 +148,7 @@ def convert(model: _Model, *, classes: Iterable[type[torch.nn.Module]] | None = 
 
     Args:
         model: Any module; it may itself be one that is converted.
-        classes: Classes of torch, each with its subclasses, to convert and no others. `None` means all that have a
+        classes: A class of torch, or several, each with its subclasses, to convert and no others. `None` means all that have a
             counterpart except `Dropout`, which torch differentiates right; add it with
             `classes=[torch.nn.Dropout]`, in a call of its own or in one list with others.
 
