@@ -15,6 +15,8 @@ from primitives.nn._modules import ConversionWarning, OfThisPackage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    _Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
+
 __all__ = ["convert", "converted", "revert"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
@@ -121,7 +123,7 @@ def _check_model(model: object, caller: str) -> None:
         raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
 
 
-def _chosen(classes: Iterable[type[torch.nn.Module]] | type[torch.nn.Module] | None) -> tuple[type[torch.nn.Module], ...]:
+def _chosen(classes: _Classes | None) -> tuple[type[torch.nn.Module], ...]:
     if classes is None:
         return tuple(theirs for theirs in (*_COUNTERPARTS, *_NO_COUNTERPART) if theirs is not torch.nn.Dropout)
     given = (classes,) if isinstance(classes, type) else tuple(classes)
@@ -136,9 +138,7 @@ def _chosen(classes: Iterable[type[torch.nn.Module]] | type[torch.nn.Module] | N
     return chosen
 
 
-def convert(
-    model: _Model, *, classes: Iterable[type[torch.nn.Module]] | type[torch.nn.Module] | None = None
-) -> _Model:
+def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     """Turn the modules of `model` that have a counterpart here into it, in place.
 
     These are `LayerNorm`, `BatchNorm1d`, `2d` and `3d`, their lazy forms, and `LogSoftmax` of `torch.nn`, and their
@@ -148,9 +148,9 @@ def convert(
 
     Args:
         model: Any module; it may itself be one that is converted.
-        classes: A class of torch, or several, each with its subclasses, to convert and no others. `None` means all that have a
-            counterpart except `Dropout`, which torch differentiates right; add it with
-            `classes=[torch.nn.Dropout]`, in a call of its own or in one list with others.
+        classes: A class of torch, or several, each with its subclasses, to convert and no others. `None` means all
+            that have a counterpart except `Dropout`, which torch differentiates right; add it with
+            `classes=torch.nn.Dropout`, in a call of its own or in one list with others.
 
     Returns:
         `model`.
