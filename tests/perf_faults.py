@@ -49,4 +49,6 @@ providers.provider = faulty
 if __name__ == "__main__":
     from perf.__main__ import main
 
+    # A shell that runs tests in the background has them ignore Ctrl-C, and a run leaves ignored signals ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
