@@ -98,6 +98,10 @@ LAUNCHERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
 }
 
 
+def centered(x: Tensor) -> list[Exact]:
+    return [Exact(x.double() - x.double().mean(1, keepdim=True), x.dtype)]
+
+
 @pytest.mark.parametrize("launcher, complaint", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(x: Tensor) -> Tensor:
@@ -105,8 +109,7 @@ def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatc
 
     cost = Cost(NUM_BYTES, NUM_BYTES, 2 * NUM_BYTES, 0, 1, loads=(("x", NUM_BYTES),))
     monkeypatch.setattr(costs, "launch", lambda x: cost, raising=False)
-    formula = lambda x: [Exact(x.double() - x.double().mean(1, keepdim=True), x.dtype)]  # noqa: E731
-    monkeypatch.setitem(truth.FORMULAS, "launch", formula)
+    monkeypatch.setitem(truth.FORMULAS, "launch", centered)
     call = Call(launch, (random(NUM_ROWS, NUM_COLS),))
     if complaint is None:
         assert check(call) == ["_center_rows"]

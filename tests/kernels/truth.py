@@ -203,10 +203,16 @@ def _norm(op: str, mode: str, given: dict[str, Any]) -> list[Exact | None]:
     if op == "layer":
         norm_ndim = given["norm_ndim"]
         dims, param_shape = tuple(range(-norm_ndim, 0)), (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
-        function = lambda *params: layer_norm(*params, norm_ndim, batch_ndim)  # noqa: E731
+
+        def function(*params: Any) -> Any:
+            return layer_norm(*params, norm_ndim, batch_ndim)
+
     else:
         dims, param_shape = channel_dims(x, batch_ndim), (*x.shape[:batch_ndim], x.shape[batch_ndim + 1])
-        function = lambda *params: batch_norm(*params[:3], batch_ndim, *params[3:])  # noqa: E731
+
+        def function(*params: Any) -> Any:
+            return batch_norm(*params[:3], batch_ndim, *params[3:])
+
     point = _Point(function, x, weight, param_shape)
     stats = (given["running_mean"], given["running_var"]) if mode.startswith("eval") else ()
     if mode in {"bwd", "train_bwd", "eval_bwd"}:
