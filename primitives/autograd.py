@@ -46,7 +46,7 @@ def backward(
     Raises:
         RuntimeError: If a transform of `torch.func` is active, a tensor does not require grad, or the graph was freed.
         TreeError: If `tensors` or `inputs` is empty, or `grad_tensors` has another structure than `tensors`.
-        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is no tensor.
+        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is not a tensor.
         ShapeError: If a cotangent has another shape than its tensor, or is missing for a tensor of several elements.
         DtypeError: If a cotangent has another dtype than its tensor, or is missing for a complex one.
         DeviceError: If a cotangent is on another device than its tensor.
@@ -106,7 +106,7 @@ def grad(
         RuntimeError: If an output or input does not require grad, an input is unused and that is not allowed, the
             graph was freed, or `materialize_grads` meets an unused `GradientEdge`.
         TreeError: If `outputs` or `inputs` is empty, or `grad_outputs` has another structure than `outputs`.
-        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is no tensor.
+        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is not a tensor.
         ShapeError: If a cotangent has another shape than its output, is missing for an output of several elements, or
             batch axes differ in size.
         DtypeError: If a cotangent has another dtype than its output, or is missing for a complex one.

@@ -63,7 +63,7 @@ def _fate(old: Row | None, new: Row | None) -> tuple[str, str, str]:
     now = SKIPPED if new is None else new["status"]
     said = "no row" if new is None else now + (f": {new['message']}" if new["message"] else "")
     if now not in {OK, SKIPPED}:
-        # A row that nobody had measured before is no reason to put up with what it is.
+        # A row that was not measured before is judged by itself.
         return ("BROKEN", said, "broke") if was in {OK, SKIPPED, None} else ("STILL", said, "")
     if was == OK:
         return "GONE", said, "are gone"
