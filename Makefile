@@ -92,7 +92,6 @@ check: $(call installed,check)
 
 perf: $(call installed,perf)
 	$(RUN) -m perf run $(PERF_ARGS)
-	$(RUN) -m perf.chunking
 
 machine-code: $(call installed,test)
 	env -u TRITON_INTERPRET $(RUN) -m perf.machine_code $(MACHINE_CODE_ARGS)

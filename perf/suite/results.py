@@ -13,7 +13,7 @@ clocks       of each GPU, after every unit: clocks, power, temperature, driver; 
 providers    name -> null, or why it could not be used
 calibration  GPU, or cpu -> bytes -> copy_gbps, read_gbps, two_reads_one_write_gbps of it, at exactly that many bytes
              read and written
-overhead     of a CPU run: what `perf.overhead --json` writes, or null
+overhead     of a CPU run: what `perf.custom_ops.measure_overhead` returns, or null
 rows         one for each unit and provider, sorted:
   workload, name, op, shape, dtype, layout, columns, mode, provider
   status           ok | wrong | cannot | error | skipped

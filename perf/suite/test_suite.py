@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from perf import overhead
+from perf.custom_ops import measure_overhead
 from perf.suite import results
 from perf.suite.results import ERROR, OUT_OF_TIME, SKIPPED, WRONG, row_for
 from perf.suite.run import doing_file, read_against
@@ -54,4 +54,4 @@ def test_unit(unit: Unit, worker: Worker, record_property: Callable[[str, Any], 
 
 def test_overhead(worker: Worker, record_property: Callable[[str, Any], None]) -> None:
     """The bench of the front end's overhead, which belongs to whole runs on a processor."""
-    record_property("overhead", overhead.measure_all(OVERHEAD_ROUNDS[worker.plan["options"]["quick"]]))
+    record_property("overhead", measure_overhead(OVERHEAD_ROUNDS[worker.plan["options"]["quick"]]))

@@ -1,0 +1,340 @@
+"""What `torch.library.custom_op` and `primitives.custom_op` do with the same operator, run side by side.
+
+Every cell is executed: values are compared with those of plain torch in float64, and an error about a mistake in a rule
+has to name the operator, the argument and the file of the rule. `--overhead` measures what a call costs instead, on
+tensors so small that the time is the front end's: the sides take turns, and the median of the ratios is reported.
+
+Run: `python -m perf.custom_ops [--overhead]`. The exit status is 1 if this package fails a row or misses a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import sys
+import time
+import warnings
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jvp, vmap
+from torch.utils.benchmark import Timer
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from perf.suite.timing import interleave, spread
+from primitives.core import Primitive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+NAMESPACE = "perf_custom_ops"
+RIGHT, WRONG, RAISES = "right", "wrong", "raises"
+# Float64 rounding stays far below, and no wrong value comes near.
+TOLERANCE = 1e-8
+# Of an error's text in the table.
+MAX_TEXT = 70
+CALLS_PER_ROUND, WARM_UP_ROUNDS, ROUNDS = 300, 5, 30
+# Where operators are called, and with what weights or tangents.
+POINT, DIRECTION = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]], dtype=torch.float64)
+POINTS = torch.stack([POINT, 2 * POINT])
+
+
+class Operators(NamedTuple):
+    """An operator of either side, and the function that both are made of."""
+
+    library: Any
+    here: Any
+    plain: Callable
+
+
+def _operators(name: str, function: Callable, save: Any = None, backward: Any = None, **options: Any) -> Operators:
+    """Both with the same rules: `save` takes the inputs, `backward` what was saved and the cotangent."""
+    qualname, mutates = f"{NAMESPACE}::library_{name}", options.get("mutates", ())
+    try:
+        library: Any = torch.library.custom_op(qualname, function, mutates_args=mutates)
+        library.register_fake(lambda *args: torch.empty_like(args[-1]))
+    except ValueError:
+        # Arguments that torch takes in no operator: whoever calls it is told.
+        library = lambda *_: torch.library.custom_op(qualname, function, mutates_args=mutates)  # noqa: E731 - one use
+    here = pr.custom_op(f"{NAMESPACE}::{name}", **options)(function)
+    if backward is not None:
+        names = list(inspect.signature(function).parameters)
+        library.register_autograd(
+            lambda ctx, y_bar: backward(ctx.saved_tensors, y_bar),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*save(*inputs)),
+        )
+        here.def_save_for_backward(lambda inputs, output: save(*inputs))
+        here.def_backward(lambda ctx, saved, y_bar: dict(zip(names, backward(saved, y_bar), strict=False)))
+    return Operators(library, here, function)
+
+
+def _scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.sin() * weight
+
+
+def _scale_backward(saved: Any, y_bar: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = saved
+    return y_bar * weight * x.cos(), y_bar * x.sin()
+
+
+SCALE = _operators("scale", _scale, lambda x, weight: (x, weight), _scale_backward)
+SCALE.here.def_jvp(lambda inputs, y, dots: dots.x * inputs.x.cos() * inputs.weight + inputs.x.sin() * dots.weight)
+
+
+# Probes: what is done with an operator of x and weight.
+
+
+def _tracked() -> list[Tensor]:
+    return [POINT.clone().requires_grad_(), DIRECTION.clone().requires_grad_()]
+
+
+def _loss(op: Callable) -> Callable[..., Tensor]:
+    return lambda *args: op(*args).square().sum()
+
+
+def _compiled(function: Callable) -> Callable:
+    # The backend matters to no case, and this one needs no C++ compiler.
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def _gradient(op: Callable, call: Callable = lambda function, *args: function(*args)) -> Any:
+    leaves = _tracked()
+    return torch.autograd.grad(call(_loss(op), *leaves), leaves)
+
+
+def _second_derivative(op: Callable, count: int = 2) -> Any:
+    leaves = _tracked()[:count]
+    bars = torch.autograd.grad(_loss(op)(*leaves), leaves, create_graph=True)
+    return torch.autograd.grad(torch.stack(bars).sum(), leaves)
+
+
+def _batch_of_cotangents(op: Callable) -> Any:
+    leaves = _tracked()
+    return torch.autograd.grad(op(*leaves), leaves, torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+
+
+def _dual_number(op: Callable) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(op(forward_ad.make_dual(POINT, DIRECTION), DIRECTION)).tangent
+
+
+def _jvp(function: Callable, wrapped: Callable = lambda transform: transform) -> Any:
+    return wrapped(lambda x, weight: jvp(function, (x, weight), (weight, x))[1])(POINT, DIRECTION)
+
+
+def _exported(op: Callable) -> Any:
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return op(x, DIRECTION)
+
+    return torch.export.export(Module(), (POINT,)).module()(POINT)
+
+
+PROBES: dict[str, Callable[[Any], Any]] = {
+    "gradient": _gradient,
+    "gradient of a gradient": _second_derivative,
+    "batch of cotangents (`is_grads_batched`)": _batch_of_cotangents,
+    "gradient under checkpointing": lambda op: _gradient(op, partial(checkpoint, use_reentrant=False)),
+    "`forward_ad`": _dual_number,
+    "`torch.func.jvp`": _jvp,
+    "`torch.func.grad`": lambda op: grad(_loss(op), (0, 1))(POINT, DIRECTION),
+    "`torch.func.hessian`": lambda op: hessian(_loss(op), (0, 1))(POINT, DIRECTION),
+    "Hessian-vector product, `jvp(grad)`": lambda op: _jvp(grad(_loss(op))),
+    "`vmap` without a rule": lambda op: vmap(op, (0, None))(POINTS, DIRECTION),
+    "gradient per sample, `vmap(grad)`": lambda op: vmap(grad(_loss(op), (0, 1)), (0, None))(POINTS, DIRECTION),
+    "gradient of a compiled call": lambda op: _gradient(_compiled(op)),
+    "`torch.func.grad` inside compile": lambda op: _compiled(grad(_loss(op), (0, 1)))(POINT, DIRECTION),
+    "`torch.func.jvp` inside compile": lambda op: _jvp(op, _compiled),
+    "`torch.export`": _exported,
+}
+
+
+# Other operators: without rules, with one that saves what it computed, of trees and settings, and one that writes.
+
+
+def _sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def _plus(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.sin() if bias is None else x.sin() + bias
+
+
+def _affine(params: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"y": x.sin() * params["weight"]}
+
+
+def _settings(x: torch.Tensor, config: tuple[str, tuple[float, int]]) -> torch.Tensor:
+    return x * config[1][0]
+
+
+def _update(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    state.mul_(0.5).add_(x)
+    return x * 2
+
+
+def _updated(op: Any, transform: Callable = lambda function: function(POINT)) -> Any:
+    """The update of a state that lives inside of a transformed function."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        state = DIRECTION + 0 * x
+        return op.pure(state, x) if hasattr(op, "pure") else (op(state, x), state)
+
+    return transform(function)
+
+
+# Backward rules of `x + weight` with a mistake in the second cotangent.
+MISTAKES: dict[str, Callable[[Tensor], tuple]] = {
+    "a cotangent of another shape": lambda y_bar: (y_bar, y_bar[:2]),
+    "a cotangent of another dtype": lambda y_bar: (y_bar, y_bar.bfloat16()),
+    "a cotangent is missing": lambda y_bar: (y_bar,),
+    "a cotangent is no tensor": lambda y_bar: (y_bar, 0.0),
+}
+
+
+def _mistaken(title: str, rule: Callable[[Tensor], tuple]) -> Operators:
+    return _operators(title.replace(" ", "_"), _scale, lambda x, weight: (), lambda saved, y_bar: rule(y_bar))
+
+
+def cases() -> list[tuple[str, Callable[[Any], Any], Operators]]:
+    """Name of a row, what is done with either operator, and the operators."""
+    saving = _operators("saving", _sine, lambda x: (x.cos(),), lambda saved, y_bar: (y_bar * saved[0],))
+    plus = _operators("plus", _plus, differentiate="reference")
+    affine = _operators("affine", _affine, differentiate="reference")
+    update = _operators("update", _update, mutates=("state",), differentiate="reference")
+    return [
+        *((name, probe, SCALE) for name, probe in PROBES.items()),
+        ("gradient of a gradient where the rule saves what it computed", partial(_second_derivative, count=1), saving),
+        ('gradient without a rule, `differentiate="reference"` here', _gradient, plus),
+        ("`torch.func.jvp` of the same", _jvp, plus),
+        ("tensors in a dict, with gradient", lambda op: _gradient(lambda x, w: op({"weight": w}, x)["y"]), affine),
+        ("`None` for a tensor", lambda op: (op(POINT, None), op(POINT, DIRECTION)), plus),
+        (
+            "a setting that is a tuple of a string and a tuple",
+            lambda op: op(POINT, ("by", (2.0, 3))),
+            _operators("settings", _settings),
+        ),
+        ("update of a state", _updated, update),
+        ("the same, compiled", partial(_updated, transform=lambda f: _compiled(f)(POINT)), update),
+        (
+            "the same, `torch.func.jvp`",
+            partial(_updated, transform=lambda f: jvp(f, (POINT,), (DIRECTION,))[1]),
+            update,
+        ),
+        ("the same, `vmap`", partial(_updated, transform=lambda f: vmap(f)(POINTS)), update),
+        *((f"mistake: {title}", _gradient, _mistaken(title, rule)) for title, rule in MISTAKES.items()),
+    ]
+
+
+def _outcome(name: str, probe: Callable[[Any], Any], op: Any, plain: Callable) -> tuple[str, str]:
+    """`RIGHT`, `WRONG` (without an error) or `RAISES`, and what to print behind it."""
+    torch._dynamo.reset()
+    is_mistake, operator = name.startswith("mistake"), name.split(": ")[-1].replace(" ", "_")
+    try:
+        value = probe(op)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        due = {"operator": operator, "argument": "weight", "file": "custom_ops.py"} if is_mistake else {}
+        missing = [what for what, word in due.items() if word not in text]
+        if due and not missing:
+            return RIGHT, text.split(":")[0]
+        text = f"without the {', '.join(missing)}: {text}" if missing else text
+        return RAISES, text if len(text) <= MAX_TEXT else text[:MAX_TEXT].rsplit(" ", 1)[0] + " ..."
+    if is_mistake or value is None:
+        return WRONG, "goes unnoticed" if is_mistake else "None, and no error"
+    x, y = (torch.cat([leaf.flatten() for leaf in optree.tree_leaves(tree)]) for tree in (value, probe(plain)))
+    difference = (x - y).abs().nan_to_num(float("inf"))
+    place = difference.argmax()
+    if difference[place] > TOLERANCE:
+        return WRONG, f"{x[place]:.4g} for {y[place]:.4g}, and no error"
+    return RIGHT, ""
+
+
+def measure() -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
+    """The name of every case, and its outcome with `torch.library.custom_op` and with this package."""
+    # torch.library warns of what the table shows, and compilers log it.
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [(n, _outcome(n, p, o.library, o.plain), _outcome(n, p, o.here, o.plain)) for n, p, o in cases()]
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# What a call costs.
+
+scale_p = Primitive("scale_p", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace=NAMESPACE)
+scale_p.def_reference(_scale)
+
+
+@scale_p.def_vjp
+def _scale_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    return dict(zip(("x", "weight"), _scale_backward(residuals, cotangents.y), strict=True))
+
+
+def comparisons() -> Iterator[tuple[str, Callable[[], object], Callable[[], object], float]]:
+    """What is compared, the side in question, that of `torch.library`, and the most that the ratio may be."""
+    plain, tracked = ([torch.ones(8, requires_grad=grads) for _ in range(2)] for grads in (False, True))
+
+    def backward(op: Callable) -> None:
+        torch.autograd.grad(op(*tracked), tracked, plain[0])
+
+    library = getattr(torch.ops, NAMESPACE).library_scale.default
+    for name, ours, theirs in (
+        ("primitive", scale_p.overload, library),
+        ("custom_op, one output", SCALE.here, SCALE.library),
+    ):
+        yield f"{name}: call without grad", partial(ours, *plain), partial(theirs, *plain), 1.1
+        yield f"{name}: call with grad", partial(ours, *tracked), partial(theirs, *tracked), 1.0
+        yield f"{name}: forward + backward", partial(backward, ours), partial(backward, theirs), 1.0
+
+
+def measure_overhead(rounds: int) -> dict[str, Any]:
+    """Torch's version, and for each comparison the ratio, its quantiles and limit, and the microseconds of both."""
+    torch.set_num_threads(1)
+    modes = {}
+    for name, ours, theirs, limit in comparisons():
+        # Processor time of this process: what other processes do on the machine does not count.
+        timers = [Timer("call()", globals={"call": call}, timer=time.process_time) for call in (ours, theirs)]
+        samplers = {str(i): lambda timer=timer: timer.timeit(CALLS_PER_ROUND).mean for i, timer in enumerate(timers)}
+        interleave(samplers, 0.0, WARM_UP_ROUNDS)
+        samples = interleave(samplers, 0.0, rounds, rounds)
+        ratio = spread([a / b for a, b in zip(*samples.values(), strict=True)])
+        modes[name] = {"ratio": ratio["median"], "ratio_p20": ratio["p20"], "ratio_p80": ratio["p80"], "limit": limit}
+        ours_us, theirs_us = (spread(taken, 1e6)["median"] for taken in samples.values())
+        modes[name] |= {"ours_us": ours_us, "theirs_us": theirs_us}
+    return {"torch": str(torch.__version__), "modes": modes}
+
+
+def main() -> int:
+    """Print the table in Markdown, or the overhead, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--overhead", action="store_true", help="measure what a call costs")
+    if parser.parse_args().overhead:
+        modes = measure_overhead(ROUNDS)["modes"]
+        for name, r in modes.items():
+            spread_of_ratio = f"p20 {r['ratio_p20']:.2f}, p80 {r['ratio_p80']:.2f}, limit {r['limit']:.1f}"
+            print(f"{name:<45} {r['ratio']:.2f} ({spread_of_ratio})  {r['ours_us']:.1f} us / {r['theirs_us']:.1f} us")
+        return int(any(r["ratio"] > r["limit"] for r in modes.values()))
+    rows = measure()
+    print(f"torch {torch.__version__.split('+')[0]}, CPU\n")
+    print("| | `torch.library.custom_op` | `primitives.custom_op` |\n|---|---|---|")
+    for name, *outcomes in rows:
+        print(f"| {name} | {' | '.join(': '.join(filter(None, outcome)) for outcome in outcomes)} |")
+    for i, side in enumerate(("\ntorch.library.custom_op", "primitives.custom_op"), start=1):
+        n = Counter(row[i][0] for row in rows)
+        print(f"{side}: {n[RIGHT]} right, {n[WRONG]} wrong without an error, {n[RAISES]} raise, of {len(rows)}")
+    return int(any(here[0] != RIGHT for _, _, here in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
