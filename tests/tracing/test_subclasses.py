@@ -158,7 +158,7 @@ def test_distributed_tensors(mesh):
         assert tuple(y.shape) == (2 * rows, 3)
         assert torch.equal(y.to_local(), data(rows, 3) * 2)
     assert not [node for node in graph.graph.nodes if isinstance(node.meta.get("val"), DTensor)]
-    with pytest.raises(LeafError, match=r"args\[0\] must have the metadata"):
+    with pytest.raises(LeafError, match=r"args\[0\] must be a DTensor .*Shard.*, got a DTensor .*Replicate"):
         unwrapped.unwrap(DTensor.from_local(data(2, 3), mesh, [Replicate()]))
     assert name == "_local_tensor"
 
@@ -185,18 +185,18 @@ def test_errors_name_the_leaf():
     unwrapped = unwrap_subclasses(lambda p, q: (p["x"], q), {"x": x}, quantized(2))
     with pytest.raises(RuntimeError, match="there was none"):
         unwrapped.wrap(x)
-    with pytest.raises(LeafError, match=re.escape("args[0]['x'] must be a TwoTensor, got a plain tensor")):
+    with pytest.raises(LeafError, match=r"args\[0\]\['x'\] must be a TwoTensor .*, got a plain tensor"):
         unwrapped.unwrap({"x": data(2)}, quantized(2))
-    with pytest.raises(LeafError, match=re.escape("args[0]['x'].a must be a plain tensor, got a TwoTensor")):
+    with pytest.raises(
+        LeafError, match=r"args\[0\]\['x'\] must be a TwoTensor \(a, b\) .*, got a TwoTensor \(a: a TwoTensor"
+    ):
         unwrapped.unwrap({"x": TwoTensor(two(2), two(2))}, quantized(2))
     other = quantized(2)
     other.zero_point = 4
-    with pytest.raises(LeafError, match=r"args\[1\] must have the metadata {'zero_point': 3}, got {'zero_point': 4}"):
+    with pytest.raises(LeafError, match=r"args\[1\] must be a Quantized .*{'zero_point': 3}, got .*{'zero_point': 4}"):
         unwrapped.unwrap({"x": x}, other)
     with pytest.raises(TreeError, match=r"args must have the structure"):
         unwrapped.unwrap([x], other)
-    with pytest.raises(LeafError, match=re.escape("args[0]['x'] must be a dict with keys ['a', 'b'], got Tensor")):
-        unwrapped.fn({"x": data(2)}, {})
 
 
 def test_keyword_arguments():
@@ -212,7 +212,7 @@ def test_keyword_arguments():
     assert torch.equal(unwrapped(x, scale={"s": x}, n=3)["y"].a, x.a * x.a * 3)
     kwargs = unwrapped.unwrap_kwargs(scale={"s": x}, n=2)
     assert torch.equal(unwrapped.fn(*unwrapped.unwrap(x), **kwargs)["y"]["a"], x.a * x.a * 2)
-    with pytest.raises(LeafError, match=re.escape("kwargs['scale']['s'] must be a TwoTensor, got a plain tensor")):
+    with pytest.raises(LeafError, match=r"kwargs\['scale'\]\['s'\] must be a TwoTensor .*, got a plain tensor"):
         unwrapped(x, scale={"s": data(3)}, n=3)
     with pytest.raises(TreeError, match="kwargs must have the structure"):
         unwrapped(x, n=3)
@@ -246,7 +246,7 @@ def test_a_joint_graph_over_subclasses():
         assert torch.equal(x_bar.b, expected.b)
     assert torch.equal(unwrapped.wrap(outs)["y"].b, (x.b * w).sin())
     assert [spec and spec.type for spec in unwrapped.gradient_specs] == [TwoTensor, None]
-    with pytest.raises(LeafError, match=re.escape("tangents['y'] must be a TwoTensor, got a plain tensor")):
+    with pytest.raises(LeafError, match=r"tangents\['y'\] must be a TwoTensor .*, got a plain tensor"):
         unwrapped.unwrap_tangents({"y": data(3, 2), "twice": None})
 
 
@@ -266,7 +266,7 @@ def test_metadata_of_a_gradient_is_recorded_where_it_differs(mesh):
     _, found = graph(unwrapped.unwrap(w), unwrapped.unwrap_tangents(y_bar))
     assert torch.equal(unwrapped.wrap_gradients(*found)[0].to_local(), w_bar.to_local())
     assert not unwrapped.unwrap(w.detach())[0]["_local_tensor"].requires_grad
-    with pytest.raises(LeafError, match=re.escape("tangents must have the metadata")):
+    with pytest.raises(LeafError, match=r"tangents must be a DTensor .*Replicate.*, got a DTensor .*Shard"):
         unwrapped.unwrap_tangents(DTensor.from_local(data(2, 3), mesh, [Shard(0)]))
 
 
@@ -288,10 +288,10 @@ def test_derivatives_through_a_call_of_every_order():
 def test_gradients_that_have_no_place_inside():
     w = data(2, seed=5).requires_grad_()
     joined = unwrap_subclasses(loss_of, {"x": two(3, 2)}, w)
-    with pytest.raises(LeafError, match=re.escape("the gradient of args[1], which is a plain tensor, must be plain")):
+    with pytest.raises(LeafError, match=re.escape("the gradient of args[1] must be plain too")):
         trace_joint(joined.fn, *joined.args)
     numbers = unwrap_subclasses(lambda q: q * 2.0, quantized(3).requires_grad_())
-    with pytest.raises(LeafError, match=re.escape("the gradient of args[0] must be a Quantized too")):
+    with pytest.raises(LeafError, match=re.escape("the gradient of args[0] must be a Quantized")):
         numbers(quantized(3).requires_grad_()).sum().backward()
     with pytest.raises(RuntimeError, match="wrap_gradients needs a backward pass"):
         joined.wrap_gradients({"x": {"a": w, "b": w}}, None)

@@ -9,8 +9,8 @@ import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
 from torch.overrides import _get_current_function_mode_stack
 
-from primitives.core.errors import MutationError
 from primitives.core.overrides import BatchWeight, OverrideMode
+from primitives.tracing.memory import bottom
 from primitives.tracing.recompute import replaying_checkpoints
 
 if TYPE_CHECKING:
@@ -30,14 +30,22 @@ _write_back = torch.ops.primitives.write_back.default
 
 @contextlib.contextmanager
 def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
-    """Context after which the attributes of modules, their registries included, are what they were."""
+    """Context after which the attributes of modules are what they were; a compiler sets no registered tensors back."""
     if torch.compiler.is_compiling():
-        saved = [_attributes(owner) for owner in owners]
+        saved = [dict(owner.__dict__) if _DYNAMO_READS_ATTRIBUTES else {} for owner in owners]
+        momenta = [(owner, owner.momentum) for owner in owners if _counts_batches(owner)]
         try:
             yield
         finally:
             for owner, attributes in zip(owners, saved, strict=True):
-                _restore(owner, *attributes)
+                if attributes:
+                    for name in [name for name in owner.__dict__ if name not in attributes]:
+                        del owner.__dict__[name]
+                for name, value in attributes.items():
+                    if owner.__dict__.get(name, owner) is not value:
+                        owner.__dict__[name] = value
+            for owner, momentum in momenta:
+                owner.momentum = momentum
         return
     originals = [owner.__dict__ for owner in owners]
     try:
@@ -52,28 +60,6 @@ def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return {**attributes, **{name: attributes[name].copy() for name in _REGISTRIES}}
-
-
-def _attributes(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    registries = {name: getattr(owner, name).copy() for name in _REGISTRIES}
-    if _DYNAMO_READS_ATTRIBUTES:
-        return dict(owner.__dict__), registries
-    return {"momentum": owner.momentum} if _counts_batches(owner) else {}, registries
-
-
-def _restore(owner: nn.Module, attributes: dict[str, Any], registries: dict[str, Any]) -> None:
-    if _DYNAMO_READS_ATTRIBUTES:
-        for name in [name for name in owner.__dict__ if name not in attributes]:
-            del owner.__dict__[name]
-        for name, value in attributes.items():
-            if owner.__dict__.get(name, owner) is not value:
-                owner.__dict__[name] = value
-    elif attributes:
-        owner.momentum = attributes["momentum"]
-    for name, content in registries.items():
-        registry = getattr(owner, name)
-        registry.clear()
-        registry.update(content)
 
 
 def _counts_batches(owner: nn.Module) -> bool:
@@ -112,7 +98,8 @@ class _PureMode(OverrideMode):
     def __init__(self, owners: Sequence[nn.Module]) -> None:
         super().__init__()
         self._owners = owners
-        self._moments: list[_Moment] = []
+        # A copy of each buffer, and how often the buffer had been written then, for checkpointed regions.
+        self._copies: dict[Tensor, tuple[int, Tensor]] = {}
         self._places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for owner in owners:
             for leaf, value in owner._buffers.items():
@@ -137,19 +124,36 @@ class _PureMode(OverrideMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         """Call what stands for `func`, or `func`."""
-        if func is _write_back:
-            return self.write(*args)
-        if self._moments and args and _writes_by_name(func):
-            for moment in self._moments:
-                moment.preserve(args[0])
-        return super().__torch_function__(func, types, args, kwargs)
+        return self.write(*args) if func is _write_back else super().__torch_function__(func, types, args, kwargs)
 
     def moment(self) -> Callable[[], contextlib.AbstractContextManager] | None:
         """What a checkpointed region that begins here is to be computed again in; `None` on another thread."""
         if self not in _get_current_function_mode_stack():
             return None
-        self._moments.append(_Moment(self._owners))
-        return self._moments[-1].again
+        attributes = [_copied(owner.__dict__) for owner in self._owners]
+        buffers = [x for each in attributes for x in each["_buffers"].values() if x is not None]
+        copies = {x: self._copy(x) for x in dict.fromkeys(buffers)}
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            # One buffer for all of its places, and another one for each time.
+            used = {x: copy.clone() for x, copy in copies.items()}
+            with attributes_kept(self._owners):
+                for owner, earlier in zip(self._owners, attributes, strict=True):
+                    registry = {leaf: used.get(x) for leaf, x in earlier["_buffers"].items()}
+                    object.__setattr__(owner, "__dict__", {**_copied(earlier), "_buffers": registry})
+                with running(self._owners):
+                    yield
+
+        return again
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """A copy of a buffer, which the regions share between which nothing writes to it."""
+        version = -1 if x.is_inference() else bottom(x)._version
+        found = self._copies.get(x)
+        if found is None or found[0] != version or version < 0:
+            self._copies[x] = found = version, x.clone()
+        return found[1]
 
     def refuse_reentrant(self) -> None:
         """Raise: a region of this kind takes the parameters that it finds in the module in the backward pass."""
@@ -158,51 +162,3 @@ class _PureMode(OverrideMode):
                 "functional_call: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
                 "pass cannot be given the parameters of the call. Pass use_reentrant=False."
             )
-
-
-def _writes_by_name(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__setitem"))
-
-
-class _Moment:
-    """Modules as they are when this is made, for what is computed again in the backward pass.
-
-    Args:
-        owners: The modules.
-    """
-
-    def __init__(self, owners: Sequence[nn.Module]) -> None:
-        self._owners = owners
-        self._attributes = [_copied(owner.__dict__) for owner in owners]
-        buffers = [value for attributes in self._attributes for value in attributes["_buffers"].values()]
-        self._versions = {value: value._version for value in buffers if value is not None and not value.is_inference()}
-        self._preserved: dict[Tensor, Tensor] = {}
-
-    def preserve(self, value: Any) -> None:
-        """Copy a buffer that is about to be written in place."""
-        if isinstance(value, torch.Tensor) and value in self._versions and value not in self._preserved:
-            self._preserved[value] = value.detach().clone().requires_grad_(value.requires_grad)
-
-    def _buffer(self, value: Tensor) -> Tensor:
-        if value not in self._preserved and value._version != self._versions.get(value, value._version):
-            raise MutationError(
-                f"functional_call: a buffer {list(value.shape)} of {value.dtype} was written through a view after a "
-                "checkpointed region had begun, which is to compute again with the values of before. Assign the new "
-                "value: self.buffer = ..."
-            )
-        return self._preserved.get(value, value).clone()
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Context in which the modules are as they were; whatever is changed in them is forgotten."""
-        # One copy for a buffer that has several places.
-        copies = {value: self._buffer(value) for value in {**self._versions, **self._preserved}}
-        with attributes_kept(self._owners):
-            for owner, earlier in zip(self._owners, self._attributes, strict=True):
-                attributes = _copied(earlier)
-                registry = attributes["_buffers"]
-                registry.update({leaf: copies.get(value, value) for leaf, value in registry.items()})
-                object.__setattr__(owner, "__dict__", attributes)
-            with running(self._owners):
-                yield

@@ -1,22 +1,32 @@
-"""What wrapper subclasses are made of: `SubclassSpec`."""
+"""What wrapper subclasses are made of, and derivatives across the border between them and the plain tensors inside.
+
+A subclass is taken for the collection of its plain tensors: the gradient with respect to these is what is inside the
+gradient with respect to the subclass, which has to be a subclass of the same kind for that. Putting tensors in and
+taking them out are each other's transpose, so that derivatives of every order exist.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import optree
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from primitives.core.autograd import LinearMap, apply_linear
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import LeafError
 from primitives.tracing.torch_private import hinted_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["SubclassSpec", "difference"]
+__all__ = ["SubclassSpec", "checked_input", "leaves_inside", "require_like", "unwrapped", "wrapped"]
+
+_HINT = "For such gradients, unwrap the joint function: unwrap_subclasses(create_joint(fn), primals, tangents)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,50 +101,38 @@ class SubclassSpec:
     def _outer(self, values: dict[str, Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Outer size and stride: those of the first inner tensor with as many axes, in the recorded proportion."""
         for name, y in values.items():
-            if len(self.inner_sizes[name]) == len(self.size) == y.dim():
-                if _hints(y.shape) == self.inner_sizes[name] and not any(isinstance(n, torch.SymInt) for n in y.shape):
+            recorded = self.inner_sizes[name]
+            if len(recorded) == len(self.size) == y.dim():
+                if _hints(y.shape) == recorded and not any(isinstance(n, torch.SymInt) for n in y.shape):
                     break
-                size = _in_proportion(self.size, self.inner_sizes[name], y.shape)
-                if self.stride == self.inner_strides[name]:
-                    return size, tuple(y.stride())
-                return size, _strides(size, self.stride)
+                sizes = zip(self.size, recorded, y.shape, strict=True)
+                size = tuple(k * (n // m) if m and n % m == 0 else n for n, m, k in sizes)
+                same = self.stride == self.inner_strides[name]
+                return size, tuple(y.stride()) if same else _strides(size, self.stride)
         return self.size, self.stride
 
-    def difference(self, other: SubclassSpec | None, label: str) -> str | None:
-        """How another tensor's spec differs, sizes aside; `None` if it does not."""
-        if other is None or other.type is not self.type:
-            got = "a plain tensor" if other is None else f"a {other.type.__name__}"
-            return f"{label} must be a {self.type.__name__}, got {got}"
-        if list(other.inner) != list(self.inner):
-            return f"{label} must have {list(self.inner)} inside, got {list(other.inner)}"
-        if other.constants != self.constants:
-            return f"{label} must have {self.constants} inside, got {other.constants}"
-        if _comparable(other.context) != _comparable(self.context):
-            return f"{label} must have the metadata {self.context!r}, got {other.context!r}"
-        for name, spec in self.inner.items():
-            found = difference(spec, other.inner[name], f"{label}.{name}")
-            if found is not None:
-                return found
-        return None
+    def kind(self) -> tuple[Any, ...]:
+        """What two specs have in common if one can go for the other: all but sizes, and whether they require grad."""
+        inner = {name: spec and spec.kind() for name, spec in self.inner.items()}
+        return self.type, inner, self.constants, _comparable(self.context)
+
+    def __str__(self) -> str:
+        """The kind, in words."""
+        inner = ", ".join(name if spec is None else f"{name}: {spec}" for name, spec in self.inner.items())
+        return f"a {self.type.__name__} ({inner}) with the metadata {_comparable(self.context)!r}"
 
 
-def difference(spec: SubclassSpec | None, other: SubclassSpec | None, label: str) -> str | None:
-    """How two specs differ, in words; `None` if they do not."""
-    if spec is None:
-        return None if other is None else f"{label} must be a plain tensor, got a {other.type.__name__}"
-    return spec.difference(other, label)
+def require_like(label: str, spec: SubclassSpec | None, x: Any) -> None:
+    """Raise `LeafError` unless `x` is of the recorded kind; sizes may differ."""
+    found = SubclassSpec.of(x)
+    if (spec and spec.kind()) != (found and found.kind()):
+        raise LeafError(
+            f"unwrap_subclasses: {label} must be {spec or 'a plain tensor'}, got {found or 'a plain tensor'}."
+        )
 
 
 def _hints(sizes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(hinted_size(n) for n in sizes)
-
-
-def _in_proportion(outer: tuple[int, ...], inner: tuple[int, ...], sizes: Sequence[Any]) -> tuple[Any, ...]:
-    result = []
-    for n, m, size in zip(outer, inner, sizes, strict=True):
-        whole = m and n % m == 0
-        result.append(size * (n // m) if whole else n)
-    return tuple(result)
 
 
 def _strides(size: tuple[Any, ...], like: tuple[int, ...]) -> tuple[Any, ...]:
@@ -163,3 +161,74 @@ def _is_layout(item: Any) -> bool:
     """Whether this says how the parts of a `DTensor` are placed: its whole spec, or the placements alone."""
     placements = getattr(item, "placements", item)
     return isinstance(placements, tuple) and any(hasattr(each, "is_shard") for each in placements)
+
+
+# The border.
+
+
+def _flat(plain: Any) -> tuple[list[Any], Any]:
+    return optree.tree_flatten(plain)
+
+
+def wrapped(
+    spec: SubclassSpec, plain: dict[str, Any], label: str = "output", record: Callable[..., Any] | None = None
+) -> Any:
+    """The subclass around plain tensors, by name; differentiable, and `record` gets the spec of the gradient."""
+    leaves, treespec = _flat(plain)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)):
+        return spec.wrap(plain)
+
+    def forward(*leaves: Tensor) -> Any:
+        return spec.wrap(treespec.unflatten([x.detach() for x in leaves]))
+
+    def transpose(x_bar: Any) -> list[Any]:
+        found = SubclassSpec.of(x_bar)
+        if found is None or _flat(found.unwrap(x_bar))[1] != treespec:
+            got = found or "a plain tensor"
+            raise LeafError(f"unwrap_subclasses: the gradient of {label} must be {spec} too, got {got}. {_HINT}")
+        if record is not None:
+            record(found)
+        return treespec.flatten_up_to(unwrapped(found, x_bar))
+
+    return apply_linear(LinearMap(forward, transpose), *leaves)
+
+
+def unwrapped(spec: SubclassSpec, x: Any) -> dict[str, Any]:
+    """The plain tensors inside a subclass, by name; differentiable, if it requires grad."""
+    plain = spec.unwrap(x)
+    leaves, treespec = _flat(plain)
+    differentiable = [has_derivatives(y.dtype) for y in leaves]
+    if not (torch.is_grad_enabled() and x.requires_grad and any(differentiable)):
+        return plain
+
+    def forward(x: Any) -> tuple[Tensor, ...]:
+        return tuple(y.detach() for y in treespec.flatten_up_to(spec.unwrap(x)))
+
+    def transpose(*leaves_bar: Any) -> tuple[Any]:
+        if not all(differentiable):
+            raise LeafError(f"unwrap_subclasses: {spec}, with integers inside, has no cotangent of its kind. {_HINT}")
+        return (wrapped(spec, treespec.unflatten(leaves_bar)),)
+
+    return treespec.unflatten(apply_linear(LinearMap(forward, transpose), x))
+
+
+def leaves_inside(spec: SubclassSpec, x: Any) -> dict[str, Any]:
+    """The plain tensors inside a subclass, by name, without its history; they require grad if it does."""
+    leaves, treespec = _flat(spec.unwrap(x))
+    return treespec.unflatten([y.detach().requires_grad_(x.requires_grad and has_derivatives(y.dtype)) for y in leaves])
+
+
+def checked_input(label: str, x: Any) -> Any:
+    """A plain argument, whose gradient has to be plain too."""
+    if not (torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad):
+        return x
+
+    def check(x_bar: Tensor) -> None:
+        found = SubclassSpec.of(x_bar)
+        if found is not None:
+            raise LeafError(f"unwrap_subclasses: the gradient of {label} must be plain too, got {found}. {_HINT}")
+
+    # The hook is for this call, and so on a tensor of this call.
+    alias = x.view_as(x)
+    alias.register_hook(check)
+    return alias

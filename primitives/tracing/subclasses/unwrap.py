@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import optree
-
-from primitives.core.errors import LeafError
-from primitives.core.trees.overlay import align, key_path
 from primitives.tracing.errors import errors_in_trace
-from primitives.tracing.subclasses.autograd import checked_input, leaves_inside, unwrapped, wrapped
-from primitives.tracing.subclasses.spec import SubclassSpec, difference
+from primitives.tracing.leaves import Leaves
+from primitives.tracing.subclasses.spec import (
+    SubclassSpec,
+    checked_input,
+    leaves_inside,
+    require_like,
+    unwrapped,
+    wrapped,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 __all__ = ["SubclassSpec", "Unwrapped", "unwrap_subclasses"]
 
 _FUNCTION = "unwrap_subclasses"
-_OPTIONS: dict[str, Any] = {"namespace": "", "is_leaf": None}
 
 
 class Unwrapped:
@@ -37,17 +39,18 @@ class Unwrapped:
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        (labels, leaves), (keyword_labels, keyword_leaves) = _labeled("args", args), _labeled("kwargs", kwargs)
-        self._labels = [*labels, *keyword_labels]
-        self._treespec = optree.tree_structure((args, kwargs))  # type: ignore[arg-type] - any tree
         self._original = fn
-        self.in_specs = tuple(map(SubclassSpec.of, [*leaves, *keyword_leaves]))
+        self._given = {"args": Leaves.of(args, "args"), "kwargs": Leaves.of(kwargs, "kwargs")}
+        self._specs = {name: list(map(SubclassSpec.of, given.values)) for name, given in self._given.items()}
+        self.in_specs = (*self._specs["args"], *self._specs["kwargs"])
         self.out_specs: tuple[SubclassSpec | None, ...] | None = None
         self.gradient_specs: list[SubclassSpec | None] = [None] * len(self.in_specs)
-        self._out_treespec: Any = None
+        self._outs: Any = None
         self._has_subclasses = any(spec is not None for spec in self.in_specs)
         self.fn = self._plain_call if self._has_subclasses else fn
-        self.args, self.kwargs = self._unwrapped(args, kwargs, leaves_inside)
+        self.args, self.kwargs = self.unwrap(*args), self.unwrap_kwargs(**kwargs)
+        # The arguments are not held, but their structure is.
+        self._given = {name: given._replace(values=[]) for name, given in self._given.items()}
 
     def unwrap(self, *args: Any) -> tuple[Any, ...]:
         """Positional arguments like those that were given first, unwrapped.
@@ -56,58 +59,43 @@ class Unwrapped:
             TreeError: If they have another structure.
             LeafError: If a leaf is another subclass than the recorded one, or has other metadata.
         """
-        return self._unwrapped(args, None, leaves_inside)[0]
+        return self._taken_out("args", args, leaves_inside)
 
     def unwrap_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         """Keyword arguments like those that were given first, unwrapped; raises what `unwrap` raises."""
-        return self._unwrapped(None, kwargs, leaves_inside)[1]
+        return self._taken_out("kwargs", kwargs, leaves_inside)
 
-    def _recorded(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments in the recorded structure."""
-        result: Any = self._treespec.unflatten(values)
-        return result
+    def _aligned(self, name: str, tree: Any) -> list[tuple[str, SubclassSpec | None, Any]]:
+        """Key path and spec of each recorded leaf, with what stands there in a tree."""
+        given, specs = self._given[name], self._specs[name]
+        pieces = given.aligned(_FUNCTION, name, tree, f"the recorded {name}")
+        return [*zip(given.labels(range(len(specs))), specs, pieces, strict=True)]
 
-    def _aligned(self, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> list[tuple[int, Any]]:
-        """What stands at the place of each recorded leaf of the arguments that are not `None`, with its number."""
-        recorded = self._recorded(range(len(self.in_specs)))
-        pairs: list[tuple[int, Any]] = []
-        for name, given, places in zip(("args", "kwargs"), (args, kwargs), recorded, strict=True):
-            if given is not None:
-                pieces = align(_FUNCTION, name, given, f"the recorded {name}", places, _OPTIONS)
-                pairs += zip(optree.tree_leaves(places), pieces, strict=True)  # type: ignore[arg-type] - a tree of numbers
-        return pairs
-
-    def _unwrapped(self, args: Any, kwargs: Any, taken_out: Callable[..., Any]) -> tuple[Any, Any]:
-        if not self._has_subclasses:
-            return args, kwargs
-        plain: list[Any] = [None] * len(self.in_specs)
-        for i, x in self._aligned(args, kwargs):
-            spec = self.in_specs[i]
-            found = difference(spec, SubclassSpec.of(x), self._labels[i])
-            if found is not None:
-                raise LeafError(f"{_FUNCTION}: {found}.")
-            plain[i] = x if spec is None else taken_out(spec, x)
-        return self._recorded(plain)
+    def _taken_out(self, name: str, tree: Any, taken_out: Callable[..., Any]) -> Any:
+        plain = []
+        for label, spec, x in self._aligned(name, tree):
+            require_like(label, spec, x)
+            plain.append(x if spec is None else taken_out(spec, x))
+        return self._given[name].join(plain)
 
     def _plain_call(self, *args: Any, **kwargs: Any) -> Any:
         """The function of plain tensors."""
-        leaves: list[Any] = [None] * len(self.in_specs)
+        leaves: list[Any] = []
         self.gradient_specs = [None] * len(self.in_specs)
-        for i, piece in self._aligned(args, kwargs):
-            spec = self.in_specs[i]
+        for i, (label, spec, piece) in enumerate([*self._aligned("args", args), *self._aligned("kwargs", kwargs)]):
             if spec is None:
-                leaves[i] = checked_input(self._labels[i], piece)
+                leaves.append(checked_input(label, piece))
                 continue
-            _check_plain(self._labels[i], spec, piece)
-            x = wrapped(spec, piece, self._labels[i], functools.partial(self.gradient_specs.__setitem__, i))
-            leaves[i] = x.requires_grad_() if spec.requires_grad and not x.requires_grad else x
-        args, kwargs = self._recorded(leaves)
+            x = wrapped(spec, piece, label, functools.partial(self.gradient_specs.__setitem__, i))
+            leaves.append(x.requires_grad_() if spec.requires_grad and not x.requires_grad else x)
+        num_args = len(self._specs["args"])
+        args, kwargs = self._given["args"].join(leaves[:num_args]), self._given["kwargs"].join(leaves[num_args:])
         with errors_in_trace(_FUNCTION):
-            output = self._original(*args, **kwargs)
-        results, self._out_treespec = optree.tree_flatten(output)
-        self.out_specs = tuple(map(SubclassSpec.of, results))
-        plain = [y if spec is None else unwrapped(spec, y) for spec, y in zip(self.out_specs, results, strict=True)]
-        return self._out_treespec.unflatten(plain)
+            outs = Leaves.of(self._original(*args, **kwargs), "output")
+        self.out_specs = tuple(map(SubclassSpec.of, outs.values))
+        self._outs = outs._replace(values=[])
+        pairs = zip(self.out_specs, outs.values, strict=True)
+        return outs.join([y if spec is None else unwrapped(spec, y) for spec, y in pairs])
 
     def wrap(self, output: Any) -> Any:
         """What the original function returns, out of what `fn`, or a graph of it, returns.
@@ -119,9 +107,7 @@ class Unwrapped:
         if not self._has_subclasses:
             return output
         pieces = self._of_output("output", output)
-        specs = self.out_specs or ()
-        results = [y if spec is None else wrapped(spec, y) for spec, (_, y) in zip(specs, pieces, strict=True)]
-        return self._out_treespec.unflatten(results)
+        return self._outs.join([y if spec is None else wrapped(spec, y) for _, spec, y in pieces])
 
     def unwrap_tangents(self, tangents: Any) -> Any:
         """Cotangents of the output of the original function as those of the output of `fn`.
@@ -137,20 +123,19 @@ class Unwrapped:
         if not self._has_subclasses:
             return tangents
         plain = []
-        for spec, (label, y_bar) in zip(self.out_specs or (), self._of_output("tangents", tangents), strict=True):
-            found = None if y_bar is None else difference(spec, SubclassSpec.of(y_bar), label)
-            if found is not None:
-                raise LeafError(f"{_FUNCTION}: {found}.")
+        for label, spec, y_bar in self._of_output("tangents", tangents):
+            if y_bar is not None:
+                require_like(label, spec, y_bar)
             plain.append(y_bar if y_bar is None or spec is None else spec.unwrap(y_bar))
-        return self._out_treespec.unflatten(plain)
+        return self._outs.join(plain)
 
-    def _of_output(self, name: str, tree: Any) -> list[tuple[str, Any]]:
-        """What stands at the place of each leaf of the output, with its key path."""
+    def _of_output(self, name: str, tree: Any) -> list[tuple[str, SubclassSpec | None, Any]]:
+        """Key path and spec of each leaf of the output, with what stands there in a tree."""
         if self.out_specs is None:
             raise RuntimeError(f"{_FUNCTION}: the {name} are those of a call of fn, and there was none.")
-        recorded = self._out_treespec.unflatten(range(len(self.out_specs)))
-        pieces = align(_FUNCTION, name, tree, "the recorded output", recorded, _OPTIONS)
-        return [*zip(_labeled(name, recorded)[0], pieces, strict=True)]
+        outs = self._outs._replace(roots=name)
+        pieces = outs.aligned(_FUNCTION, name, tree, "the recorded output")
+        return [*zip(outs.labels(range(len(pieces))), self.out_specs, pieces, strict=True)]
 
     def wrap_gradients(self, *gradients: Any) -> tuple[Any, ...]:
         """Gradients with respect to the positional arguments, out of those with respect to `args`.
@@ -166,38 +151,20 @@ class Unwrapped:
             RuntimeError: If a gradient is given that no backward pass of `fn` has recorded.
             TreeError: If the structure is another one.
         """
-        if not self._has_subclasses:
-            return gradients
-        values: list[Any] = [None] * len(self.in_specs)
-        for i, piece in self._aligned(gradients, None):
-            found = self.gradient_specs[i]
-            if self.in_specs[i] is None or piece is None or all(y is None for y in piece.values()):
-                values[i] = None if isinstance(piece, dict) else piece
+        values: list[Any] = []
+        for (_, spec, piece), found in zip(self._aligned("args", gradients), self.gradient_specs, strict=False):
+            if spec is None or piece is None or all(y is None for y in piece.values()):
+                values.append(piece if spec is None else None)
             elif found is None:
                 raise RuntimeError(f"{_FUNCTION}: wrap_gradients needs a backward pass of fn, and there was none.")
             else:
-                values[i] = found.wrap(piece)
-        return self._recorded(values)[0]
+                values.append(found.wrap(piece))
+        return self._given["args"].join(values)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original function returns for these arguments, by way of the plain tensors inside."""
-        args, kwargs = self._unwrapped(args, kwargs, unwrapped)
-        return self.wrap(self.fn(*args, **kwargs))
-
-
-def _labeled(root: str, tree: Any) -> tuple[list[str], list[Any]]:
-    """Key path of each leaf, and the leaves."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
-    return [key_path(accessor, root) for accessor in accessors], leaves
-
-
-def _check_plain(label: str, spec: SubclassSpec, piece: Any) -> None:
-    if not isinstance(piece, dict) or set(piece) != set(spec.inner):
-        got = f"a dict with keys {sorted(piece)}" if isinstance(piece, dict) else type(piece).__name__
-        raise LeafError(f"{_FUNCTION}: {label} must be a dict with keys {sorted(spec.inner)}, got {got}.")
-    for name, inner in spec.inner.items():
-        if inner is not None:
-            _check_plain(f"{label}[{name!r}]", inner, piece[name])
+        plain, plain_kwargs = (self._taken_out(*pair, unwrapped) for pair in (("args", args), ("kwargs", kwargs)))
+        return self.wrap(self.fn(*plain, **plain_kwargs))
 
 
 def unwrap_subclasses(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Unwrapped:
