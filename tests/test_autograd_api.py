@@ -35,17 +35,16 @@ def outputs(params):
     return Losses((w * b).sin().sum(), {"vector": w**2 * scale, "none": None})
 
 
-def cotangents():
-    return Losses(None, {"vector": torch.arange(3, dtype=torch.float64), "none": None})
+COTANGENTS = Losses(None, {"vector": torch.arange(3, dtype=torch.float64), "none": None})
 
 
-def flat_gradient(params, **options):
+def flat_gradient(params):
     fit, rest = outputs(params)
-    return torch.autograd.grad([fit, rest["vector"]], tensors(params), [None, cotangents().rest["vector"]], **options)
+    return torch.autograd.grad([fit, rest["vector"]], tensors(params), [None, COTANGENTS.rest["vector"]])
 
 
 def test_grad_has_the_structure_of_inputs(params):
-    gradient = autograd.grad(outputs(params), params, cotangents(), namespace=NAMESPACE)
+    gradient = autograd.grad(outputs(params), params, COTANGENTS, namespace=NAMESPACE)
     assert structure(gradient) == structure(params)
     assert_leaves(gradient, flat_gradient(params))
     assert all(p.grad is None for p in tensors(params))
@@ -55,30 +54,25 @@ def test_backward_accumulates_into_the_leaves_or_into_inputs_alone(params):
     w, b, scale = tensors(params)
     expected = flat_gradient(params)
     for times in (1, 2):
-        autograd.backward(outputs(params), cotangents(), namespace=NAMESPACE)
+        autograd.backward(outputs(params), COTANGENTS, namespace=NAMESPACE)
         assert_leaves([w.grad, b.grad, scale.grad], [times * g for g in expected])
-    autograd.backward(outputs(params), cotangents(), inputs={"some": [w], "last": scale}, namespace=NAMESPACE)
+    autograd.backward(outputs(params), COTANGENTS, inputs={"some": [w], "last": scale}, namespace=NAMESPACE)
     assert_leaves([w.grad, b.grad, scale.grad], [3 * expected[0], 2 * expected[1], 3 * expected[2]])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
-@pytest.mark.parametrize("backward", [False, True])
-def test_retain_graph_defaults_to_create_graph(backward):
+def test_retain_graph_defaults_to_create_graph():
     x = torch.tensor(2.0, requires_grad=True)
-
-    def gradient(y, retain, create):
-        x.grad = None
-        if not backward:
-            return autograd.grad(y, {"x": x}, None, retain, create)["x"]
-        autograd.backward({"y": y}, None, retain, create, {"x": x})
-        return x.grad
-
-    for retain, create in ((None, False), (True, False), (None, True), (False, True)):
-        y = x**3
-        assert gradient(y, retain, create).requires_grad is create
-        freed = not (create if retain is None else retain)
-        with pytest.raises(RuntimeError, match="second time") if freed else contextlib.nullcontext():
-            gradient(y, None, False)
+    for gradient in (
+        lambda y, *options: autograd.grad(y, {"x": x}, None, *options)["x"],
+        lambda y, *options: autograd.backward({"y": y}, None, *options, {"x": x}) or x.grad,
+    ):
+        for retain, create in ((None, False), (True, False), (None, True), (False, True)):
+            y, x.grad = x**3, None
+            assert gradient(y, retain, create).requires_grad is create
+            freed = not (create if retain is None else retain)
+            with pytest.raises(RuntimeError, match="second time") if freed else contextlib.nullcontext():
+                gradient(y, None, False)
     x.grad = None
 
 
@@ -86,9 +80,8 @@ def test_retain_graph_defaults_to_create_graph(backward):
 def test_unused_inputs(shape):
     x, y = (torch.ones(shape, requires_grad=True) for _ in range(2))
     inputs = {"used": x, "unused": [y]}
-    text = r"grad: every one of inputs must be used to compute outputs, but inputs\['unused'\]\[0\] is not"
     for options in ({}, {"allow_unused": False}):
-        with pytest.raises(RuntimeError, match=text):
+        with pytest.raises(RuntimeError, match=re.escape("inputs['unused'][0] is not")):
             autograd.grad(x.sum(), inputs, **options)
     assert autograd.grad(x.sum(), inputs, allow_unused=True)["unused"] == [None]
     for options in ({}, {"allow_unused": True}):
@@ -98,8 +91,6 @@ def test_unused_inputs(shape):
     batch[0] += 1
     assert batch.sum() == y.numel(), "the zeros of a batch share no memory"
     assert autograd.grad(x.sum(), inputs, materialize_grads=True, create_graph=True)["unused"][0].requires_grad
-    with pytest.raises(ValueError, match="allow_unused must be True or not given with materialize_grads=True"):
-        autograd.grad(x.sum(), inputs, allow_unused=False, materialize_grads=True)
 
 
 def test_batched_gradients(params):
@@ -115,8 +106,6 @@ def test_batched_gradients(params):
         assert autograd.grad(outputs, params, batch, allow_unused=True, **options)["affine"].b is None
     edge = get_gradient_edge(outputs["y"])
     assert autograd.grad(edge, w, eye[:0], create_graph=True, **options).requires_grad
-    with pytest.raises(pr.ShapeError, match=r"grad_outputs must have shape \[batch, 3\]"):
-        autograd.grad(edge, w, torch.zeros(0, 2).double(), **options)
 
 
 def test_gradient_edges():
@@ -130,93 +119,27 @@ def test_gradient_edges():
     torch.testing.assert_close(result, {"middle": expected, "leaf": (2 * x.detach() * expected,) * 2})
     autograd.backward(outputs, grad_outputs, retain_graph=True, inputs=[get_gradient_edge(x)])
     torch.testing.assert_close(x.grad, 2 * x.detach() * expected)
-    unused = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"got a GradientEdge at inputs\[1\]"):
-        autograd.grad(outputs, [x, get_gradient_edge(unused)], grad_outputs, materialize_grads=True, retain_graph=True)
-    with pytest.raises(pr.ShapeError, match=r"grad_outputs\['edge'\] must be given, got None"):
-        autograd.grad(outputs, inputs)
-    with pytest.raises(pr.DtypeError, match=r"grad_outputs must have dtype torch.float32 \(outputs\)"):
-        autograd.grad(outputs["edge"], x, torch.ones(2).double())
 
 
 def test_iterables_that_are_no_nodes():
     """`module.parameters()` and the like, which torch makes a tuple of too."""
-    model = torch.nn.Linear(2, 1)
-    x = torch.ones(3, 2)
+    model, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
     expected = (torch.full((1, 2), 3.0), torch.full((1,), 3.0))
-    parameters = dict(model.named_parameters())
-    for inputs in (model.parameters(), parameters.values(), torch.nn.ParameterList(model.parameters())):
+    for inputs in (model.parameters(), torch.nn.ParameterList(model.parameters())):
         gradient = autograd.grad(model(x).sum(), inputs)
         assert isinstance(gradient, tuple)
         assert_leaves(gradient, expected)
     autograd.backward(iter([model(x).sum(), model(x).sum()]), iter([None, torch.tensor(2.0)]), inputs=[model.weight])
     torch.testing.assert_close(model.weight.grad, 3 * expected[0])
-    autograd.backward(model(x).sum(), inputs=model.parameters())
-    torch.testing.assert_close(model.bias.grad, expected[1])
-    with pytest.raises(pr.TreeError, match="inputs must hold at least one tensor"):
-        autograd.grad(model(x).sum(), iter([]))
 
 
-def test_complex_outputs():
-    z = torch.tensor([1 + 2j, 3j], requires_grad=True)
-    z_bar = torch.tensor([1j, 2.0 + 0j])
-    result = autograd.grad({"y": z**2}, {"z": z}, {"y": z_bar}, retain_graph=True)
-    torch.testing.assert_close(result["z"], z_bar * (2 * z).conj().detach())
-    with pytest.raises(RuntimeError, match=r"grad: grad_outputs\['y'\] must be given, .* for a real output"):
-        autograd.grad({"y": z.sum()}, z)
-
-
-def test_inside_a_transform_grad_works_and_backward_explains():
+def test_grad_works_inside_a_transform():
     def penalty(tree):
         gradient = autograd.grad((tree["x"] ** 3).sum(), tree, create_graph=True)
         return (gradient["x"] ** 2).sum()
 
     x = torch.tensor([1.0, 2.0])
     torch.testing.assert_close(pr.func.grad(penalty)({"x": x})["x"], 36 * x**3)
-    for transform in (pr.func.grad, torch.func.grad, torch.func.vmap):
-        with pytest.raises(RuntimeError, match=r"backward: .*Use primitives\.func\.grad or vjp inside them"):
-            transform(lambda t: autograd.backward({"loss": t["x"].sum()}))({"x": x})
-
-
-X = torch.ones(2, requires_grad=True)
-# A call, its error and a part of the text; a call of torch that fails for the same reason, where there is one.
-ERRORS = [
-    (lambda: autograd.grad({"y": [X * 2]}, X, {"y": [torch.ones(3)]}), pr.ShapeError,
-     "grad: grad_outputs['y'][0] must have shape [2] (outputs['y'][0]), got [3].",
-     lambda: torch.autograd.grad(X * 2, X, torch.ones(3))),
-    (lambda: autograd.backward({"y": [X * 2]}, {"y": [torch.ones(2).double()]}), pr.DtypeError,
-     "backward: grad_tensors['y'][0] must have dtype torch.float32 (tensors['y'][0]), got torch.float64."),
-    (lambda: autograd.grad(X * 2, X, torch.ones(2, device="meta")), pr.DeviceError, "grad_outputs must be on cpu"),
-    (lambda: autograd.grad({"y": (X, None)}, X, {"y": [X, None]}), pr.TreeError,
-     "but grad_outputs['y'] is a list of 2 where outputs has a tuple of 2.\ngrad_outputs: PyTreeSpec("),
-    (lambda: autograd.grad([X.sum()], X, [1.0]), pr.DtypeError, "grad_outputs[0] must be a tensor or None, got float.",
-     lambda: torch.autograd.grad(X.sum(), X, [1.0])),
-    (lambda: autograd.backward(X.sum(), inputs=[None]), pr.TreeError, "backward: inputs must hold at least one tensor",
-     lambda: torch.autograd.backward(X.sum(), inputs=[])),
-    (lambda: autograd.grad([], X), pr.TreeError, "grad: outputs must hold at least one tensor"),
-    (lambda: autograd.grad(X.sum(), {"p": [X.detach()]}), RuntimeError, "grad: inputs['p'][0] must require grad",
-     lambda: torch.autograd.grad(X.sum(), X.detach())),
-    (lambda: autograd.backward((X.sum(), X.detach().sum())), RuntimeError, "backward: tensors[1] must require grad"),
-    (lambda: autograd.grad({"y": X.sum(), "n": 3.0}, X), pr.DtypeError, "outputs['n'] must be a tensor or a Gradient"),
-    (lambda: autograd.grad([X * 2], X, [torch.ones(2)], is_grads_batched=True), pr.ShapeError,
-     "grad: grad_outputs[0] must have shape [batch, 2] (outputs[0]), got [2].",
-     lambda: torch.autograd.grad(X * 2, X, torch.ones(2), is_grads_batched=True)),
-    (lambda: autograd.grad([X * 2, X], X, [torch.ones(3, 2), torch.ones(4, 2)], is_grads_batched=True), pr.ShapeError,
-     "grad: all batch axes must have the same size, but grad_outputs[0] has 3, grad_outputs[1] has 4."),
-    (lambda: autograd.grad([X.sum()], X, is_grads_batched=True), pr.ShapeError, "must be given with is_grads_batched"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case[2])
-def test_error(case):
-    call, error, text, *torch_call = case
-    with pytest.raises(error, match=re.escape(text)) as caught:
-        call()
-    assert X.grad is None
-    if torch_call:
-        with pytest.raises(TORCH_ERRORS) as torchs:
-            torch_call[0]()
-        assert issubclass(caught.type, torchs.type)
 
 
 def test_nested_tensors():
@@ -225,15 +148,66 @@ def test_nested_tensors():
         y = x * x
         (gradient,) = autograd.grad({"y": y}, [x], {"y": torch.ones_like(y)}, retain_graph=True)
         autograd.backward([y], [torch.ones_like(y)], retain_graph=True, inputs=x)
-        for found in (gradient, x.grad):
-            assert [row.tolist() for row in found.unbind()] == [[2.0] * 2, [4.0] * 3]
         unused = autograd.grad(X.sum(), {"n": x}, materialize_grads=True)["n"]
-        assert [row.tolist() for row in unused.unbind()] == [[0.0] * 2, [0.0] * 3]
-        with pytest.raises(pr.ShapeError, match=r"outputs\[0\] is a nested tensor"):
-            autograd.grad([y], x)
-        with pytest.raises(pr.ShapeError, match=r"grad_outputs\[0\] must be a nested tensor"):
-            autograd.grad([y], x, [X])
-        with pytest.raises(pr.ShapeError, match="grad_outputs must be a plain tensor"):
-            autograd.grad(X * 2, X, x.detach())
-        with pytest.raises(ValueError, match=r"inputs\[0\] must not be a nested tensor with is_grads_batched=True"):
-            autograd.grad(X.sum(), [x], torch.ones(2), is_grads_batched=True)
+        for found, scale in ((gradient, 2.0), (x.grad, 2.0), (unused, 0.0)):
+            assert [row.tolist() for row in found.unbind()] == [[scale] * 2, [2 * scale] * 3]
+
+
+X, UNUSED, Z = (torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (None, None, torch.complex64))
+NESTED = [x.requires_grad_() for x in nested_tensors(torch.ones(2), torch.ones(3))]
+BATCH = {"is_grads_batched": True}
+
+
+def edge(x):
+    return get_gradient_edge(x)
+
+
+# An error and a part of the text, and the call; then a call of torch that fails for the same reason, if there is one.
+ERRORS = [
+    (pr.ShapeError, "grad_outputs['y'][0]", lambda: autograd.grad({"y": [X * 2]}, X, {"y": [torch.ones(3)]}),
+     lambda: torch.autograd.grad(X * 2, X, torch.ones(3))),
+    (pr.DtypeError, "grad_tensors['y'][0]", lambda: autograd.backward({"y": [X * 2]}, {"y": [torch.ones(2).double()]})),
+    (pr.DeviceError, "must be on cpu", lambda: autograd.grad(X * 2, X, torch.ones(2, device="meta"))),
+    (pr.TreeError, "grad_outputs['y'] is a list", lambda: autograd.grad({"y": (X, None)}, X, {"y": [X, None]})),
+    (pr.DtypeError, "grad_outputs[0]", lambda: autograd.grad([X.sum()], X, [1.0]),
+     lambda: torch.autograd.grad(X.sum(), X, [1.0])),
+    (pr.TreeError, "backward: inputs", lambda: autograd.backward(X.sum(), inputs=[None]),
+     lambda: torch.autograd.backward(X.sum(), inputs=[])),
+    (pr.TreeError, "inputs must hold", lambda: autograd.grad(X.sum(), iter([]))),
+    (pr.TreeError, "outputs must hold", lambda: autograd.grad([], X)),
+    (RuntimeError, "inputs['p'][0]", lambda: autograd.grad(X.sum(), {"p": [X.detach()]}),
+     lambda: torch.autograd.grad(X.sum(), X.detach())),
+    (RuntimeError, "tensors[1]", lambda: autograd.backward((X.sum(), X.detach().sum()))),
+    (pr.DtypeError, "outputs['n']", lambda: autograd.grad({"y": X.sum(), "n": 3.0}, X)),
+    (pr.ShapeError, "grad_outputs['y'] must be given", lambda: autograd.grad({"y": edge(X * 2)}, X)),
+    (pr.DtypeError, "real output", lambda: autograd.grad({"y": Z.sum()}, Z), lambda: torch.autograd.grad(Z.sum(), Z)),
+    (pr.DtypeError, "grad_outputs must", lambda: autograd.grad(edge(X * 2), X, torch.ones(2).double())),
+    (ValueError, "allow_unused", lambda: autograd.grad(X.sum(), X, allow_unused=False, materialize_grads=True),
+     lambda: torch.autograd.grad(X.sum(), X, allow_unused=False, materialize_grads=True)),
+    (RuntimeError, "inputs[1]", lambda: autograd.grad(X.sum(), [X, edge(UNUSED)], materialize_grads=True)),
+    (pr.ShapeError, "grad_outputs[0]", lambda: autograd.grad([X * 2], X, [torch.ones(2)], **BATCH),
+     lambda: torch.autograd.grad(X * 2, X, torch.ones(2), **BATCH)),
+    (pr.ShapeError, "[batch, 2]", lambda: autograd.grad(edge(X * 2), X, torch.zeros(0, 3), **BATCH)),
+    (pr.ShapeError, "[0] has 3", lambda: autograd.grad([X * 2, X], X, [torch.ones(3, 2), torch.ones(4, 2)], **BATCH)),
+    (pr.ShapeError, "grad_outputs[0]", lambda: autograd.grad([X.sum()], X, **BATCH)),
+    *[(RuntimeError, "backward", lambda t=t: t(lambda x: autograd.backward({"loss": x.sum()}))(X))
+      for t in (pr.func.grad, torch.func.grad, torch.func.vmap)],
+    *[case for x in NESTED for case in (
+        (pr.ShapeError, "outputs[0] is a nested", lambda x=x: autograd.grad([x * x], x)),
+        (pr.ShapeError, "grad_outputs[0] must be a nested", lambda x=x: autograd.grad([x * x], x, [X])),
+        (pr.ShapeError, "must be a plain", lambda x=x: autograd.grad(X * 2, X, x.detach())),
+        (ValueError, "inputs[0]", lambda x=x: autograd.grad(X.sum(), [x], torch.ones(2), **BATCH)),
+    )],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case[1])
+def test_error(case):
+    error, text, call, *torch_call = case
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        call()
+    assert X.grad is None
+    for torchs_call in torch_call:
+        with pytest.raises(TORCH_ERRORS) as torchs:
+            torchs_call()
+        assert issubclass(caught.type, torchs.type)

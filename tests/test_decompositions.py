@@ -1,14 +1,15 @@
-"""The decomposition tables: values against ATen, derivatives against formulas, registration, use."""
+"""The decomposition tables: values against ATen, derivatives against differences, registration, use, graphs."""
 
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import jacfwd, jacrev, jvp
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from primitives.core import MissingRuleError, Primitive
 from primitives.core.decomposition import (
@@ -25,113 +26,103 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def _layer_norm_arguments(mask, affine=True):
-    x, y_bar, weight, bias = randn(2, 4, 3), randn(2, 4, 3), randn(3), randn(3)
-    weight, bias = (weight, bias) if affine else (None, None)
-    _, mean, rstd = aten.native_layer_norm(x, [3], weight, bias, 1e-2)
-    return y_bar, x, [3], mean, rstd, weight, bias, mask
+def leaf(*shape):
+    return randn(*shape).requires_grad_()
 
 
-def _batch_norm_arguments(train, mask, affine=True):
-    x, y_bar, weight = randn(5, 3, 2), randn(5, 3, 2), randn(3) if affine else None
-    running = randn(3), torch.rand(3, **DOUBLE) + 0.5
-    mean, rstd = x.mean((0, 2)), (x.var((0, 2), unbiased=False) + 1e-2).rsqrt()
-    return y_bar, x, weight, *running, mean, rstd, train, 1e-2, mask
+def nll(shape, reduction, weighted, ignored=-100):
+    axis = min(len(shape) - 1, 1)
+    target = torch.randint(0, shape[axis], shape[:axis] + shape[axis + 1 :])
+    if target.dim():
+        target.view(-1)[0] = ignored
+    weight = torch.rand(shape[axis], **DOUBLE) if weighted else None
+    return F.nll_loss(leaf(*shape).log_softmax(axis), target, weight, reduction=reduction, ignore_index=ignored)
 
 
-def _nll_arguments(shape, weighted, reduction):
-    x = randn(*shape).log_softmax(1 if len(shape) > 1 else 0)
-    target_shape = (shape[0], *shape[2:]) if len(shape) > 1 else ()
-    target = torch.randint(0, shape[1 if len(shape) > 1 else 0], target_shape)
-    if target.numel() > 1:
-        target.view(-1)[0] = -100
-    weight = torch.rand(shape[1 if len(shape) > 1 else 0], **DOUBLE) if weighted else None
-    forward = aten.nll_loss2d_forward if len(shape) == 4 else aten.nll_loss_forward
-    out, total = forward(x, target, weight, reduction, -100)
-    return randn(*out.shape), x, target, weight, reduction, -100, total
+def running():
+    return randn(3), torch.rand(3, **DOUBLE) + 0.5
 
 
-# (operator, arguments, positions of the arguments that are differentiated)
-MASKS = [(True, True, True), (True, False, False), (False, True, True), (False, False, True)]
-CASES = {
-    "trace": (aten.trace.default, lambda: (randn(3, 4),), (0,)),
-    "log_sigmoid": (aten.log_sigmoid_forward.default, lambda: (randn(7) * 30,), (0,)),
-    "log_softmax_backward": (
-        aten._log_softmax_backward_data.default,
-        lambda: (randn(3, 4), randn(3, 4).log_softmax(1), 1, torch.float64),
-        (0, 1),
-    ),
-    "softmax_backward": (
-        aten._softmax_backward_data.default,
-        lambda: (randn(3, 4), randn(3, 4).softmax(0), 0, torch.float64),
-        (0, 1),
-    ),
-    **{
-        f"nll_{len(shape)}d_{reduction}_{weighted}": (
-            aten.nll_loss2d_backward.default if len(shape) == 4 else aten.nll_loss_backward.default,
-            lambda shape=shape, weighted=weighted, reduction=reduction: _nll_arguments(shape, weighted, reduction),
-            (0, 1),
-        )
-        for shape, weighted, reduction in [
-            ((4,), True, 1),
-            ((3, 4), False, 0),
-            ((3, 4), True, 1),
-            ((3, 4), True, 2),
-            ((2, 4, 2, 3), True, 0),
-            ((2, 4, 2, 3), False, 1),
-        ]
-    },
-    **{
-        f"layer_norm_backward_{i}": (
-            aten.native_layer_norm_backward.default,
-            lambda mask=mask, i=i: _layer_norm_arguments(mask, affine=i != 1),
-            (0, 1),
-        )
-        for i, mask in enumerate(MASKS)
-    },
-    **{
-        f"batch_norm_backward_{train}_{i}": (
-            aten.native_batch_norm_backward.default,
-            lambda train=train, mask=mask, i=i: _batch_norm_arguments(train, mask, affine=i != 1),
-            (0, 1),
-        )
-        for train in (True, False)
-        for i, mask in enumerate(MASKS)
-    },
+# Calls whose forward and backward passes run the operators of the table, with arguments as ATen makes them.
+CALLS = {
+    "trace": lambda: torch.trace(leaf(3, 4)),
+    "log_sigmoid": lambda: F.logsigmoid(leaf(7) * 30),
+    "log_softmax": lambda: leaf(3, 4).log_softmax(1),
+    "softmax": lambda: leaf(3, 4).softmax(0),
+    "mse_loss": lambda: F.mse_loss(leaf(3, 4), leaf(3, 4)),
+    "mse_loss, sum": lambda: F.mse_loss(leaf(3, 4), leaf(3, 4), reduction="sum"),
+    "nll of a vector": lambda: nll((4,), "mean", True),
+    "nll": lambda: nll((3, 4), "none", False),
+    "nll, mean": lambda: nll((3, 4), "mean", True),
+    "nll, sum": lambda: nll((3, 4), "sum", True),
+    "nll of images": lambda: nll((2, 4, 2, 3), "none", True),
+    "nll of images, mean": lambda: nll((2, 4, 2, 3), "mean", False, ignored=3),
+    "layer norm": lambda: F.layer_norm(leaf(2, 4, 3), (3,), leaf(3), leaf(3), 1e-2),
+    "layer norm, x": lambda: F.layer_norm(leaf(2, 4, 3), (4, 3), eps=1e-2),
+    "layer norm, bias": lambda: F.layer_norm(randn(2, 4, 3), (3,), randn(3), leaf(3), 1e-2),
+    "group norm": lambda: F.group_norm(leaf(2, 4, 3, 2), 2, leaf(4), leaf(4), 1e-2),
+    "group norm, x": lambda: F.group_norm(leaf(2, 4, 3), 2, eps=1e-2),
+    "weight norm": lambda: torch._weight_norm(leaf(4, 3), leaf(4, 1), 0),
+    "batch norm": lambda: F.batch_norm(leaf(5, 3, 2), None, None, leaf(3), leaf(3), True, eps=1e-2),
+    "batch norm, x": lambda: F.batch_norm(leaf(5, 3, 2), None, None, training=True, eps=1e-2),
+    "batch norm, weight": lambda: F.batch_norm(randn(5, 3, 2), None, None, leaf(3), randn(3), True, eps=1e-2),
+    "batch norm, evaluation": lambda: F.batch_norm(leaf(5, 3, 2), *running(), leaf(3), leaf(3), eps=1e-2),
+    "batch norm, evaluation, x": lambda: F.batch_norm(leaf(5, 3, 2), *running(), eps=1e-2),
 }
 
 
-def _tensors(result):
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+class Recorder(TorchDispatchMode):
+    """The calls of operators that have a decomposition."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in decomposition_table:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", CASES)
+def recorded(name):
+    with Recorder() as recorder:
+        y = CALLS[name]()
+        y.backward(torch.randn_like(y))
+    assert recorder.calls
+    return recorder.calls
+
+
+def tensors(result):
+    return [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None]
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_values_are_those_of_aten(name):
-    op, build, _ = CASES[name]
-    args = build()
-    expected, got = _tensors(op(*args)), _tensors(get_decomposition(op)(*args))
-    for theirs, ours in zip(expected, got, strict=True):
-        if ours is not None or "norm" not in name:
-            torch.testing.assert_close(ours, theirs)
-        # Else ATen may have a cotangent for a parameter that is not there, or that nobody asked for.
+    for op, args, kwargs in recorded(name):
+        with torch.no_grad():
+            theirs, ours = op(*args, **kwargs), get_decomposition(op)(*args, **kwargs)
+        # ATen may have a cotangent for a parameter that is not there.
+        pairs = zip(theirs, ours, strict=True) if isinstance(theirs, tuple) else [(theirs, ours)]
+        torch.testing.assert_close(*zip(*[pair for pair in pairs if pair[1] is not None], strict=True))
 
 
-# Given rstd, the layer norm backward takes eps for what is left of it, so moving x alone moves eps too: differences do
-# not apply, and the test after this one stands in.
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("layer_norm")])
+@pytest.mark.parametrize("name", CALLS)
 def test_derivatives_are_right_in_both_modes(name):
-    op, build, positions = CASES[name]
-    args = build()
-    decomposition = get_decomposition(op)
+    for op, args, kwargs in recorded(name):
+        if op is aten.native_layer_norm_backward.default:
+            # Given rstd it takes eps for what is left of it, so moving x alone moves eps: the next test stands in.
+            continue
+        is_backward = "backward" in str(op)
+        places = (0, 1) if is_backward else [i for i, a in enumerate(args) if getattr(a, "requires_grad", False)]
 
-    def function(*active):
-        full = list(args)
-        for position, value in zip(positions, active, strict=True):
-            full[position] = value
-        return tuple(t for t in _tensors(decomposition(*full)) if t is not None and t.numel())
+        def function(*active, op=op, args=args, kwargs=kwargs, places=places):
+            given = dict(zip(places, active, strict=True))
+            result = get_decomposition(op)(*[given.get(i, a) for i, a in enumerate(args)], **kwargs)
+            return tuple(t for t in tensors(result) if t.numel())
 
-    active = [args[i].detach().clone().requires_grad_() for i in positions]
-    assert torch.autograd.gradcheck(function, active, check_forward_ad=True, check_batched_grad=True)
+        active = [args[i].detach().clone().requires_grad_() for i in places]
+        if active:
+            assert torch.autograd.gradcheck(function, active, check_forward_ad=True, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("nesting", list(itertools.product([jacfwd, jacrev], repeat=2)), ids=lambda n: n[0].__name__)
@@ -144,8 +135,7 @@ def test_the_backward_of_layer_norm_differentiates_through_its_statistics(nestin
         return (get_decomposition(aten.native_layer_norm_backward.default)(*args)[0] ** 2).sum()
 
     def by_formula(x):
-        _, pullback = torch.func.vjp(plain_layer_norm, x)
-        return (pullback(y_bar)[0] ** 2).sum()
+        return (torch.func.vjp(plain_layer_norm, x)[1](y_bar)[0] ** 2).sum()
 
     ours, truth = by_decomposition, by_formula
     for transform in nesting:
@@ -155,15 +145,16 @@ def test_the_backward_of_layer_norm_differentiates_through_its_statistics(nestin
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_backends_batch_norms_are_the_native_one(training):
-    y_bar, x, *rest, _, eps, mask = _batch_norm_arguments(training, (True, True, True))
+    x, y_bar, weight, mask = randn(5, 3, 2), randn(5, 3, 2), randn(3), (True, True, True)
+    rest = weight, *running(), x.mean((0, 2)), (x.var((0, 2), unbiased=False) + 1e-2).rsqrt()
     native, *backends, unified = (
         get_decomposition(getattr(aten, f"{name}batch_norm_backward").default)
         for name in ("native_", "cudnn_", "miopen_", "")
     )
-    expected, reserve = native(y_bar, x, *rest, training, eps, mask), torch.empty(0, dtype=torch.uint8)
-    torch.testing.assert_close(unified(y_bar, x, *rest, training, eps, mask, reserve), expected)
+    expected, reserve = native(y_bar, x, *rest, training, 1e-2, mask), torch.empty(0, dtype=torch.uint8)
+    torch.testing.assert_close(unified(y_bar, x, *rest, training, 1e-2, mask, reserve), expected)
     for backend, more in zip(backends if training else (), ((reserve,), ()), strict=False):
-        torch.testing.assert_close(backend(x, y_bar, *rest, eps, *more), expected)
+        torch.testing.assert_close(backend(x, y_bar, *rest, 1e-2, *more), expected)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +172,9 @@ def test_every_name_of_batch_norm_computes_and_writes_what_aten_does(name, train
     op, x, weight = getattr(aten, name).default, randn(5, 3, 2), randn(3)
     results = []
     for function in (op, get_decomposition(op)):
-        running = torch.full((3,), 0.5, **DOUBLE), torch.full((3,), 2.0, **DOUBLE)
-        outputs = function(x, weight, None, *running, *training, momentum=0.2, eps=1e-2)
-        results.append((outputs[0], *running, *(outputs[-2:] if "functional" in name else ())))
+        statistics = torch.full((3,), 0.5, **DOUBLE), torch.full((3,), 2.0, **DOUBLE)
+        outputs = function(x, weight, None, *statistics, *training, momentum=0.2, eps=1e-2)
+        results.append((outputs[0], *statistics, *(outputs[-2:] if "functional" in name else ())))
     torch.testing.assert_close(*results)
 
 
@@ -239,20 +230,18 @@ def scratch_op():
 
 
 def test_registering_an_operator_registers_its_overloads_and_unwraps_out(scratch_op):
-    @register_decomposition(scratch_op)
-    def double(x):
-        return x + x
-
-    x = torch.ones(2)
+    double = register_decomposition(scratch_op)(lambda x: x + x)
     assert get_decomposition(scratch_op) is double
     out = torch.empty(0)
-    assert decomposition_table[scratch_op.out](x, out=out) is out
+    assert decomposition_table[scratch_op.out](torch.ones(2), out=out) is out
     assert out.tolist() == [2.0, 2.0]
+    with pytest.raises(TypeError, match=r"double\.out: missing keyword argument out"):
+        decomposition_table[scratch_op.out](out)
 
 
 def test_registering_twice_raises_unless_tolerated(scratch_op):
     register_decomposition(scratch_op.default)(lambda x: x + x)
-    with pytest.raises(ValueError, match=re.escape("decomposition_test.double.default already has a decomposition")):
+    with pytest.raises(ValueError, match=r"double\.default already has"):
         register_decomposition(scratch_op)(lambda x: x * 2)
     assert scratch_op.out not in decomposition_table, "nothing is registered when anything fails"
     general = register_decomposition(scratch_op, allow_existing=True)(lambda x: x * 2)
@@ -264,12 +253,12 @@ def test_registering_twice_raises_unless_tolerated(scratch_op):
 
 
 def test_what_is_missing_is_named(scratch_op):
-    with pytest.raises(MissingRuleError, match=re.escape("decomposition_test.double.default: no decomposition")):
+    with pytest.raises(MissingRuleError, match=r"double\.default"):
         get_decomposition(scratch_op.default)
     with pytest.raises(MissingRuleError, match="register_decomposition_for_jvp"):
         get_decomposition(scratch_op.default, for_jvp=True)
     for function in (register_decomposition, register_decomposition_for_jvp, get_decomposition):
-        with pytest.raises(TypeError, match=f"{function.__name__}: expected an operator overload"):
+        with pytest.raises(TypeError, match=function.__name__):
             function("aten::trace")
 
 
@@ -278,9 +267,9 @@ def test_core_uses_the_tables_where_a_rule_is_missing():
     op.def_reference(lambda x: x**3)
     x = torch.tensor([2.0], **DOUBLE)
     with pytest.raises(MissingRuleError, match="no vjp rule and no decomposition"):
-        torch.func.grad(lambda x: op(x).sum())(x)
+        grad(lambda x: op(x).sum())(x)
     register_decomposition(op)(lambda x: x * x * x)
-    assert torch.func.grad(lambda x: op(x).sum())(x).item() == 12.0
+    assert grad(lambda x: op(x).sum())(x).item() == 12.0
     register_decomposition_for_jvp(op)(lambda x: x**3 + 0 * x)
     assert jvp(op, (x,), (torch.ones_like(x),))[1].item() == 12.0
     assert jacfwd(jacrev(lambda x: op(x).sum()))(x).item() == 12.0
@@ -289,29 +278,14 @@ def test_core_uses_the_tables_where_a_rule_is_missing():
 # Graphs.
 
 
-def test_graphs_are_traced_once_a_signature_and_follow_the_table(scratch_op):
-    traced = []
-    register_decomposition(scratch_op.default)(lambda x: traced.append(x.shape) or x + x)
-    graph = decomposition_graph(scratch_op.default, torch.ones(2))
-    decomposition_graph(scratch_op.default, torch.zeros(3))
-    for node in graph.graph.nodes:
-        # It belongs to whoever asked for it.
-        node.target = aten.mul.Tensor if node.op == "call_function" else node.target
-    graph.recompile()
-    assert decomposition_graph(scratch_op.default, torch.ones(2))(torch.full((2,), 3.0)).tolist() == [6.0, 6.0]
-    assert traced == [(2,), (3,)]
-    register_decomposition(scratch_op.default, allow_existing=True)(lambda x: x * 2)
-    assert "aten.mul" in decomposition_graph(scratch_op.default, torch.ones(2)).code
-
-
 def in_fake_mode(function):
     with FakeTensorMode():
         function(torch.empty(3, 3))
 
 
 INSIDE = {
-    "grad": lambda f, x: torch.func.grad(f)(x),
-    "vmap": lambda f, x: torch.func.vmap(f)(x.expand(2, 3, 3)),
+    "grad": lambda f, x: grad(f)(x),
+    "vmap": lambda f, x: vmap(f)(x.expand(2, 3, 3)),
     "jvp": lambda f, x: jvp(f, (x,), (x,)),
     "mode": lambda f, x: in_fake_mode(f),
     "autocast": lambda f, x: torch.autocast("cpu")(f)(x),
@@ -324,10 +298,8 @@ def test_a_graph_asked_for_inside_a_transform_is_the_one_outside(transform, scra
     graphs, x = [], torch.eye(3)
     INSIDE[transform](lambda x: graphs.append(decomposition_graph(scratch_op.default, x)) or x.sum(), x)
     graphs.append(decomposition_graph(scratch_op.default, x))
-    assert "aten.mm" in graphs[1].code
-    assert graphs[0].code == graphs[1].code
-    assert not any(foreign in graphs[1].code for foreign in ("constant", "to_copy"))
     for graph in graphs:
+        assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [aten.mm.default]
         assert graph(2 * x).tolist() == (4 * x).tolist()
 
 
@@ -336,5 +308,3 @@ def test_graphs_take_arguments_by_name():
     graph = decomposition_graph(aten.trace.out, x, out=out)
     assert graph(2 * x, out).item() == 6.0
     assert out.item() == 6.0
-    with pytest.raises(TypeError, match=re.escape("aten.trace.out: missing keyword argument out")):
-        decomposition_graph(aten.trace.out, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import optree
 import torch
 
 NAMESPACE = "primitives_func_tests"
+N = {"namespace": NAMESPACE}
 
 
 @optree.dataclasses.dataclass(namespace=NAMESPACE)
@@ -41,49 +43,46 @@ optree.register_pytree_node(
 )
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, dtype=dtype)
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
 
 
-def params() -> dict[str, Any]:
-    """Parameters of `predict`: a dataclass, a registered class, a list, a tuple, `None`."""
-    return {
-        "affine": Affine(randn(3, 2), randn(3), name="own"),
-        "pair": Pair(randn(3), [randn(3), None]),
-        "scale": (randn(()),),
-    }
+def point() -> tuple[Any, Batch]:
+    """Arguments of `loss` and `output`: a dataclass, a registered class, a list, a tuple, a namedtuple, `None`."""
+    params = {"affine": Affine(randn(2), randn(2), name="own"), "pair": Pair([(randn(()),), None], None)}
+    return params, Batch(randn(2), randn(2))
 
 
-def predict(tree: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.tanh(tree["affine"].w @ x + tree["affine"].b)
-    return tree["scale"][0] * (hidden * tree["pair"].left.sin() + tree["pair"].right[0] * hidden**2)
+def output(params: dict[str, Any], batch: Batch) -> dict[str, Any]:
+    y = params["pair"].left[0][0] * torch.tanh(params["affine"].w * batch.x + params["affine"].b)
+    return {"y": y, "rest": Pair((y - batch.y).square().sum(), None)}
 
 
-def loss(tree: dict[str, Any], batch: Batch) -> torch.Tensor:
-    return ((predict(tree, batch.x) - batch.y) ** 2).sum()
-
-
-def flat_predict(w: Any, b: Any, left: Any, right: Any, scale: Any, x: Any) -> torch.Tensor:
-    """`predict` as a function of tensors, for torch's own transforms."""
-    hidden = torch.tanh(w @ x + b)
-    return scale * (hidden * left.sin() + right * hidden**2)
-
-
-def flat_loss(*tensors: torch.Tensor) -> torch.Tensor:
-    return ((flat_predict(*tensors[:6]) - tensors[6]) ** 2).sum()
+def loss(params: dict[str, Any], batch: Batch) -> torch.Tensor:
+    return output(params, batch)["rest"].left
 
 
 def leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
+def structure(tree: Any) -> Any:
+    return optree.tree_structure(tree, namespace=NAMESPACE)
+
+
+def rebuilt(tree: Any, values: Any) -> Any:
+    """The structure of `tree` with other leaves."""
+    return optree.tree_unflatten(structure(tree), list(values))
+
+
+def flat(function: Any, args: tuple) -> Any:
+    """`function` of the leaves of `args`, one by one, to a tuple of leaves: for torch's own transforms."""
+    return lambda *tensors: tuple(leaves(function(*rebuilt(args, tensors))))
+
+
 def like(tree: Any) -> Any:
     """A random tree of the structure, shapes and dtypes of `tree`."""
     return optree.tree_map(torch.randn_like, tree, namespace=NAMESPACE)
-
-
-def structure(tree: Any) -> Any:
-    return optree.tree_structure(tree, namespace=NAMESPACE)
 
 
 def assert_tree(actual: Any, expected: Any, **options: Any) -> None:
@@ -94,9 +93,7 @@ def assert_tree(actual: Any, expected: Any, **options: Any) -> None:
 
 def assert_leaves(actual: Any, expected: Any, **options: Any) -> None:
     """The leaves of a tree are close to a sequence of tensors."""
-    found = leaves(actual)
-    assert len(found) == len(expected)
-    for value, wanted in zip(found, expected, strict=True):
+    for value, wanted in zip(leaves(actual), expected, strict=True):
         if isinstance(wanted, torch.Tensor):
             torch.testing.assert_close(value, wanted, **options)
         else:
@@ -109,3 +106,14 @@ def nested_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
         # That the layout of strides is a prototype; it is in use.
         warnings.simplefilter("ignore", UserWarning)
         return [torch.nested.nested_tensor(list(tensors), layout=layout) for layout in (torch.strided, torch.jagged)]
+
+
+def peak(run: Any) -> int:
+    """The most bytes that are alive at one time while it runs, of what it allocates."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    return max(itertools.accumulate(change for *_, change in changes))

@@ -1,9 +1,8 @@
 """chunk_size and chunks bound peak memory: bytes that torch allocates, from its profiler, the same in every run."""
 
-import itertools
-
 import pytest
 import torch
+from func_trees import peak
 
 from primitives import func
 
@@ -12,16 +11,6 @@ ENTRIES, WIDTH = 64, 512
 # bookkeeping do not shrink with it.
 SLACK = 1.5
 WEIGHT, OUT_WEIGHT, DIRECTION = torch.ones(WIDTH, 4), torch.ones(ENTRIES, WIDTH), torch.ones(WIDTH)
-
-
-def peak(run):
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        run()
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    return max(itertools.accumulate(change for *_, change in changes))
 
 
 def scalar(tree):

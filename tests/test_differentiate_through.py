@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import re
 
 import pytest
 import torch
-from torch.func import jacfwd, jacrev, jvp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from primitives.core import MissingRuleError
-from primitives.core.decomposition import decomposition_table, register_decomposition
+from primitives.core.decomposition import (
+    decomposition_table,
+    decomposition_table_for_jvp,
+    register_decomposition,
+    register_decomposition_for_jvp,
+)
 from primitives.decompositions import differentiate_through
 from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
 from tests.support import TORCH_ERRORS
 
 aten = torch.ops.aten
-functional = torch.nn.functional
 pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def norm(x):
+    return functional.layer_norm(x, (3,), eps=1e-2)
+
+
+def curvature(f, x, v):
+    return jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (v,))[1]
 
 
 TORCH_NORMS = {
@@ -34,11 +47,10 @@ TORCH_NORMS = {
 
 @pytest.mark.parametrize("name", TORCH_NORMS)
 def test_plain_torch_code_becomes_right_at_every_order(name):
-    norm, formula = TORCH_NORMS[name]
     x, weights = randn(2, 3), randn(2, 3)
     for order in (1, 2, 3):
         for nesting in itertools.product([jacfwd, jacrev], repeat=order):
-            ours, truth = (lambda x, f=f: (f(x) ** 2 * weights).sum() for f in (norm, formula))
+            ours, truth = (lambda x, f=f: (f(x) ** 2 * weights).sum() for f in TORCH_NORMS[name])
             for transform in nesting:
                 ours, truth = transform(ours), transform(truth)
             with differentiate_through():
@@ -49,7 +61,6 @@ def test_plain_torch_code_becomes_right_at_every_order(name):
 TARGET, WEIGHTS = torch.linspace(-1, 1, 72, **DOUBLE).reshape(2, 4, 3, 3), torch.linspace(1, 2, 3, **DOUBLE)
 WRONG_IN_TORCH = {
     "mse_loss": lambda x: functional.mse_loss(x.exp(), TARGET),
-    "MSELoss": lambda x: torch.nn.MSELoss()(x.exp(), TARGET) * 3,
     "group_norm": lambda x: (functional.group_norm(x, 2, eps=1e-2) ** 3 * WEIGHTS).sum(),
     "GroupNorm": lambda x: (torch.nn.GroupNorm(2, 4, **DOUBLE)(x) ** 3 * WEIGHTS).sum(),
     "weight_norm": lambda x: (torch._weight_norm(x[0], x[1, :, :1, :1], 0) ** 3 * WEIGHTS).sum(),
@@ -60,7 +71,7 @@ WRONG_IN_TORCH = {
 def _along(function, mode, v):
     if mode == "jvp":
         return lambda x: jvp(function, (x,), (v,))[1]
-    return lambda x: (torch.func.grad(function)(x) * v).sum()
+    return lambda x: (grad(function)(x) * v).sum()
 
 
 @pytest.mark.parametrize("name", WRONG_IN_TORCH)
@@ -75,17 +86,10 @@ def test_second_derivatives_against_central_differences(name):
         torch.testing.assert_close(second, truth, rtol=1e-5, atol=1e-5)
 
 
-def test_group_norm_keeps_value_statistics_and_memory_format():
-    x, weight, bias = randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last), randn(4), randn(4)
-    expected = aten.native_group_norm(x, weight, bias, 2, 4, 9, 2, 1e-2)
-    for got, wanted in zip(
-        decomposition_table[aten.native_group_norm.default](x, weight, bias, 2, 4, 9, 2, 1e-2), expected, strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
+def test_group_norm_keeps_the_memory_format():
     with differentiate_through():
-        y = functional.group_norm(x, 2, weight, bias, 1e-2)
+        y = functional.group_norm(TARGET.contiguous(memory_format=torch.channels_last), 2)
     assert y.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(y, expected[0])
 
 
 @contextlib.contextmanager
@@ -140,13 +144,12 @@ def test_a_subclass_that_handles_functions_is_asked_first():
 
 
 def test_only_the_operators_asked_for_are_replaced():
-    norm = functools.partial(functional.layer_norm, normalized_shape=(3,), eps=1e-2)
     x, v = randn(2, 3), randn(2, 3)
-    truth = jvp(lambda x: jvp(plain_layer_norm, (x,), (v,))[1], (x,), (v,))[1]
+    truth = curvature(plain_layer_norm, x, v)
     with differentiate_through(aten.native_layer_norm):
-        torch.testing.assert_close(jvp(lambda x: jvp(norm, (x,), (v,))[1], (x,), (v,))[1], truth)
+        torch.testing.assert_close(curvature(norm, x, v), truth)
     with differentiate_through(aten.trace):
-        assert not torch.allclose(jvp(lambda x: jvp(norm, (x,), (v,))[1], (x,), (v,))[1], truth)
+        assert not torch.allclose(curvature(norm, x, v), truth)
     with pytest.raises(MissingRuleError, match=re.escape("aten.cos.default")):
         differentiate_through(aten.cos.default)
 
@@ -154,21 +157,23 @@ def test_only_the_operators_asked_for_are_replaced():
 def test_what_was_computed_inside_is_differentiated_right_outside():
     x = randn(2, 3).requires_grad_()
     with differentiate_through():
-        y = functional.layer_norm(x, (3,), eps=1e-2)
+        y = norm(x)
     weights = [randn(2, 3) for _ in range(3)]
 
     def third(y):
-        first = torch.autograd.grad((y**2 * weights[0]).sum(), x, create_graph=True)[0]
-        second = torch.autograd.grad((first * weights[1]).sum(), x, create_graph=True)[0]
-        return torch.autograd.grad((second * weights[2]).sum(), x)[0]
+        for weight in weights[:2]:
+            y = torch.autograd.grad((y**2 * weight).sum(), x, create_graph=True)[0]
+        return torch.autograd.grad((y * weights[2]).sum(), x)[0]
 
     torch.testing.assert_close(third(y), third(plain_layer_norm(x)))
 
 
 # Every spelling.
 
+LAST = 0.1, 1e-2
 
-def _running():
+
+def running():
     return torch.zeros(2, **DOUBLE), torch.ones(2, **DOUBLE)
 
 
@@ -180,56 +185,44 @@ ROWS = {
     "aten.layer_norm": lambda x: aten.layer_norm(x, [3], None, None, 1e-2),
     "aten.layer_norm.default": lambda x: aten.layer_norm.default(x, [3], eps=1e-2),
     "aten.native_layer_norm.default": lambda x: aten.native_layer_norm.default(x, [3], None, None, 1e-2),
-    "torch.instance_norm": lambda x: torch.instance_norm(x[None], None, None, None, None, True, 0.1, 1e-2, False)[0],
-    "aten.instance_norm": lambda x: aten.instance_norm(x[None], None, None, None, None, True, 0.1, 1e-2, False)[0],
+    "torch.instance_norm": lambda x: torch.instance_norm(x[None], None, None, None, None, True, *LAST, False)[0],
+    "aten.instance_norm": lambda x: aten.instance_norm(x[None], None, None, None, None, True, *LAST, False)[0],
 }
 COLUMNS = {
     **{
-        f"{module} {name}": lambda x, h=holder, n=name, a=arguments: getattr(h, n)(x, None, None, None, None, True, *a)
-        for module, holder in (("torch", torch), ("aten", aten))
-        for name, arguments in (
-            ("batch_norm", (0.1, 1e-2, False)),
-            ("native_batch_norm", (0.1, 1e-2)),
-            ("_batch_norm_impl_index", (0.1, 1e-2, False)),
-        )
+        f"{holder.__name__} {name}": lambda x, holder=holder, name=name, args=args: getattr(holder, name)(x, *args())
+        for holder in (torch, aten)
+        for name, args in {
+            "batch_norm": lambda: (*[None] * 4, True, *LAST, False),
+            "native_batch_norm": lambda: (*[None] * 4, True, *LAST),
+            "_batch_norm_impl_index": lambda: (*[None] * 4, True, *LAST, False),
+            "_native_batch_norm_legit": lambda: (None, None, *running(), True, *LAST),
+        }.items()
     },
-    **{
-        f"{module} {name}": lambda x, h=holder, n=name, a=arguments: getattr(h, n)(x, None, None, *_running(), *a)
-        for module, holder, name, arguments in (
-            ("torch", torch, "_native_batch_norm_legit", (True, 0.1, 1e-2)),
-            ("aten", aten, "_native_batch_norm_legit", (True, 0.1, 1e-2)),
-            ("aten", aten, "_native_batch_norm_legit_functional", (True, 0.1, 1e-2)),
-            ("aten", aten, "_batch_norm_with_update", (0.1, 1e-2)),
-            ("aten", aten, "_batch_norm_with_update_functional", (0.1, 1e-2)),
-        )
-    },
-    "aten.batch_norm.default": lambda x: aten.batch_norm.default(x, *[None] * 4, True, 0.1, 1e-2, False),
-    "no statistics": lambda x: aten._native_batch_norm_legit(x, None, None, True, 0.1, 1e-2),
-    "no_stats": lambda x: aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-2),
+    "functional": lambda x: aten._native_batch_norm_legit_functional(x, None, None, *running(), True, *LAST),
+    "update": lambda x: aten._batch_norm_with_update(x, None, None, *running(), *LAST),
+    "update, functional": lambda x: aten._batch_norm_with_update_functional(x, None, None, *running(), *LAST),
+    "no statistics": lambda x: aten._native_batch_norm_legit(x, None, None, True, *LAST),
+    "no_stats": lambda x: aten._native_batch_norm_legit.no_stats(x, None, None, True, *LAST),
 }
 
 
-def _first(result):
+def first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
 SPELLINGS = {
-    **{name: lambda x, f=f: _first(f(x)) for name, f in ROWS.items()},
-    **{name: lambda x, f=f: _first(f(x.T)).T for name, f in COLUMNS.items()},
+    **{name: lambda x, f=f: first(f(x)) for name, f in ROWS.items()},
+    **{name: lambda x, f=f: first(f(x.T)).T for name, f in COLUMNS.items()},
 }
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_every_spelling_is_replaced(name):
-    norm = SPELLINGS[name]
-    x, v, w = randn(2, 3), randn(2, 3), randn(2, 3)
-
-    def curvature(f):
-        return jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (w,))[1]
-
+    x, v = randn(2, 3), randn(2, 3)
     with differentiate_through():
-        torch.testing.assert_close(norm(x), plain_layer_norm(x))
-        torch.testing.assert_close(curvature(norm), curvature(plain_layer_norm))
+        torch.testing.assert_close(SPELLINGS[name](x), plain_layer_norm(x))
+        torch.testing.assert_close(curvature(SPELLINGS[name], x, v), curvature(plain_layer_norm, x, v))
 
 
 def test_functions_and_methods_of_torch_are_replaced():
@@ -279,11 +272,12 @@ REFUSED = {
     "eps": lambda s: functional.batch_norm(torch.randn(2, 3), *s, training=True, eps=-1.0),
     "momentum": lambda s: functional.batch_norm(torch.randn(2, 3), *s, training=True, momentum=None),
     "gradient": lambda s: functional.batch_norm(torch.randn(2, 3), s[0].requires_grad_(), s[1], training=True),
-    "module": lambda s: torch.nn.BatchNorm1d(3)(torch.ones(1, 3)),
     "one pixel": lambda s: functional.instance_norm(torch.randn(2, 3, 1)),
     "made up": lambda s: functional.instance_norm(torch.randn(2, 3, 4), use_input_stats=False),
     "instance weight": lambda s: functional.instance_norm(torch.randn(2, 3, 4), *s, weight=torch.ones(4)),
     "one instance statistic": lambda s: functional.instance_norm(torch.randn(2, 3, 4), s[0]),
+    "groups": lambda s: torch.group_norm(torch.randn(2, 4), 3),
+    "group weight": lambda s: torch.group_norm(torch.randn(2, 4), 2, torch.ones(1)),
 }
 
 
@@ -304,23 +298,114 @@ def test_running_statistics_are_written_as_torch_writes_them():
         assert not any(statistic.requires_grad for statistic in statistics)
         return y, *statistics
 
-    for x, function in (
-        (torch.randn(6, 3), torch.batch_norm),
-        (torch.randn(4, 3, 5), torch.instance_norm),
-        (torch.ones(1, 3), torch.batch_norm),
-        (torch.ones(0, 3), torch.batch_norm),
-        (torch.ones(0), torch.batch_norm),
-        (torch.ones(0, 3, 4), torch.instance_norm),
-        (torch.randn(2, 3, 1), torch.instance_norm),
-    ):
+    shapes = [(6, 3), (1, 3), (0, 3), (0,)], [(4, 3, 5), (0, 3, 4), (2, 3, 1)]
+    for function, x in [
+        *[(torch.batch_norm, torch.randn(shape)) for shape in shapes[0]],
+        *[(torch.instance_norm, torch.randn(shape)) for shape in shapes[1]],
+    ]:
         expected = written(x, function)
         with differentiate_through():
             torch.testing.assert_close(written(x, function), expected, equal_nan=True, rtol=0, atol=1e-4)
 
 
 def test_shared_statistics_are_refused_under_vmap_before_anything_is_written():
-    norm = torch.nn.BatchNorm1d(3)
+    module = torch.nn.BatchNorm1d(3)
     with differentiate_through(), pytest.raises(RuntimeError, match="batch axis"):
-        vmap(norm)(torch.randn(4, 2, 3))
-    assert norm.running_mean.eq(0).all()
-    assert norm.running_var.eq(1).all()
+        vmap(module)(torch.randn(4, 2, 3))
+    assert (module.running_mean.tolist(), module.running_var.tolist()) == ([0.0] * 3, [1.0] * 3)
+
+
+# The table for forward mode.
+
+
+@pytest.fixture
+def square():
+    library = torch.library.Library("decomposition_mode_test", "DEF")
+    library.define("square(Tensor x) -> Tensor")
+    library.impl("square", lambda x: x * x, "CompositeImplicitAutograd")
+    yield torch.ops.decomposition_mode_test.square
+    for table in (decomposition_table, decomposition_table_for_jvp):
+        table.pop(torch.ops.decomposition_mode_test.square.default, None)
+    library._destroy()
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_forward_mode_looks_into_its_own_table_first(square, chosen):
+    # Wrong on purpose, to be told apart: the derivative of each names the function that ran.
+    register_decomposition_for_jvp(square)(lambda x: 10 * x)
+    x, one = torch.tensor(3.0), torch.tensor(1.0)
+    context = (lambda: differentiate_through(square)) if chosen else differentiate_through
+    with context():
+        assert square(x).item() == 9.0, "without a tangent there is no decomposition"
+        assert grad(square)(x).item() == 6.0
+        assert jvp(square, (x,), (one,))[1].item() == 10.0
+    register_decomposition(square)(lambda x: 100 * x)
+    with context():
+        assert square(x).item() == 300.0
+        assert grad(square)(x).item() == 100.0
+        assert jvp(square, (x,), (one,))[1].item() == 10.0
+        assert grad(lambda x: jvp(lambda y: square(y) * x, (x,), (one,))[1])(x).item() == 10.0
+        assert vmap(lambda x: jvp(square, (x,), (one,))[1])(x.expand(2)).tolist() == [10.0, 10.0]
+        assert jvp(vmap(square), (x.expand(2),), (one.expand(2),))[1].tolist() == [10.0, 10.0]
+        assert jvp(lambda y: square(x) + y, (x,), (one,))[0].item() == 303.0, "a constant carries no tangent"
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, one)
+            assert torch.autograd.forward_ad.unpack_dual(square(dual)).tangent.item() == 10.0
+
+
+# Compilers and checkpoints.
+
+
+def compiled(function):
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+COMPILED = {
+    "chosen": lambda x: aten.trace(x[:, :2]) + norm(x),
+    "batch norm": lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-2, False),
+    "squared error": lambda x: jvp(grad(lambda x: functional.mse_loss(x.exp(), x.detach())), (x,), (x,))[1],
+    "nested": lambda x: grad(lambda x: jvp(norm, (x,), (x,))[1].square().sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_into_one_graph(name):
+    def function(x):
+        with differentiate_through(aten.native_layer_norm, aten.trace) if name == "chosen" else differentiate_through():
+            return COMPILED[name](x)
+
+    x = randn(2, 3)
+    torch.testing.assert_close(compiled(function)(x), function(x))
+
+
+def test_compiled_code_is_replaced_under_the_context():
+    x, v = randn(2, 3), randn(2, 3)
+    program, truth = compiled(lambda x: curvature(norm, x, v)), curvature(plain_layer_norm, x, v)
+    with differentiate_through():
+        torch.testing.assert_close(program(x), truth)
+    assert not torch.allclose(program(x), truth), "outside of the context torch's own derivative is compiled"
+
+
+def test_forward_mode_is_known_to_compilers(square):
+    register_decomposition(square)(lambda x: 100 * x)
+    register_decomposition_for_jvp(square)(lambda x: 10 * x)
+
+    def function(x):
+        with differentiate_through():
+            return square(x) + jvp(square, (x,), (torch.ones_like(x),))[1]
+
+    assert compiled(function)(torch.tensor(3.0)).item() == 310.0
+
+
+def test_checkpoints_enter_the_context_again():
+    x, weights = randn(2, 3).requires_grad_(), randn(2, 3)
+    with differentiate_through():
+        plain = norm(x)
+        forgotten = checkpoint(norm, x, use_reentrant=False)
+        entered = checkpoint(
+            norm, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), differentiate_through())
+        )
+    expected = torch.autograd.grad((plain * weights).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad((entered * weights).sum(), x), expected)
+    with pytest.raises(CheckpointError):
+        torch.autograd.grad((forgotten * weights).sum(), x)

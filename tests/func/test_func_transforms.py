@@ -1,0 +1,447 @@
+"""Every transform over trees: against torch's Jacobian and Hessian of flat tensors, nested, mapped and compiled."""
+
+import itertools
+
+import pytest
+import torch
+from func_trees import NAMESPACE, N, assert_tree, flat, leaves, like, loss, output, peak, point, randn, rebuilt
+
+import primitives as pr
+from primitives import func
+
+TF = torch.nn.functional
+BOTH = (0, 1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def pulled(function, cotangents, *args):
+    value, vjp_fn = func.vjp(function, *args, **N)
+    return value, vjp_fn(cotangents)
+
+
+def linearized(function, args, tangents):
+    value, jvp_fn = func.linearize(function, *args, **N)
+    return value, jvp_fn(*tangents)
+
+
+# Of the arguments, tangents for them, and cotangents for the output.
+TRANSFORMS = {
+    "grad": lambda a, v, c: func.grad(loss, BOTH, **N)(*a),
+    "grad_and_value": lambda a, v, c: func.grad_and_value(loss, BOTH, **N)(*a),
+    "vjp": lambda a, v, c: pulled(output, c, *a),
+    "jvp": lambda a, v, c: func.jvp(output, a, v, **N),
+    "linearize": lambda a, v, c: linearized(output, a, v),
+    "hvp": lambda a, v, c: func.hvp(loss, a, v, **N),
+    "jacrev": lambda a, v, c: func.jacrev(output, BOTH, **N)(*a),
+    "jacrev one by one": lambda a, v, c: func.jacrev(output, BOTH, chunk_size=1, **N)(*a),
+    "jacrev in chunks": lambda a, v, c: func.jacrev(output, BOTH, chunk_size=2, **N)(*a),
+    "jacfwd": lambda a, v, c: func.jacfwd(output, BOTH, **N)(*a),
+    "jacfwd in chunks": lambda a, v, c: func.jacfwd(output, BOTH, chunk_size=2, **N)(*a),
+    "hessian": lambda a, v, c: func.hessian(loss, BOTH, **N)(*a),
+    "hessian in chunks": lambda a, v, c: func.hessian(loss, BOTH, chunk_size=3, **N)(*a),
+    "jacrev of jacfwd": lambda a, v, c: func.jacrev(func.jacfwd(loss, BOTH, **N), BOTH, **N)(*a),
+    "jacrev of jacrev": lambda a, v, c: func.jacrev(func.jacrev(loss, BOTH, **N), BOTH, **N)(*a),
+    "jacfwd of jacfwd": lambda a, v, c: func.jacfwd(func.jacfwd(loss, BOTH, **N), BOTH, **N)(*a),
+}
+
+
+def expected(name, args, tangents, cotangents):
+    """The same from whole matrices of torch, as a tree."""
+    tensors, directions = leaves(args), leaves(tangents)
+    numbers = tuple(range(len(tensors)))
+
+    def times(row):
+        return sum(torch.tensordot(block, v, v.dim()) for block, v in zip(row, directions, strict=True))
+
+    value, first = output(*args), name.split()[0]
+    if first == "hvp" or first == "hessian" or " of " in name:
+        (rows,) = torch.func.jacfwd(torch.func.jacrev(flat(loss, args), numbers), numbers)(*tensors)
+        return rebuilt(args, [times(row) if first == "hvp" else rebuilt(args, row) for row in rows])
+    rows = torch.func.jacrev(flat(output, args), numbers)(*tensors)
+    if first in ("jacrev", "jacfwd"):
+        return rebuilt(value, [rebuilt(args, row) for row in rows])
+    if first in ("jvp", "linearize"):
+        return value, rebuilt(value, map(times, rows))
+    if first == "vjp":
+        columns = zip(*rows, strict=True)
+        pairs = [zip(leaves(cotangents), column, strict=True) for column in columns]
+        return value, rebuilt(args, [sum(torch.tensordot(c, x, c.dim()) for c, x in pair) for pair in pairs])
+    # Of the leaves of the output, the loss is the first.
+    gradient = rebuilt(args, rows[0])
+    return gradient if first == "grad" else (gradient, loss(*args))
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+# A gradient is that of grad_and_value, and a Hessian is made of jacfwd and jacrev.
+IN_ONE_GRAPH = "grad_and_value", "vjp", "linearize", "hvp", "jacrev in chunks", "hessian"
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, *[f"{name}, compiled" for name in IN_ONE_GRAPH]])
+def test_transform(name):
+    name, *is_compiled = name.split(", ")
+    args = point()
+    given = args, like(args), like(output(*args))
+    found = (compiled(TRANSFORMS[name]) if is_compiled else TRANSFORMS[name])(*given)
+    assert_tree(found, expected(name, *given))
+    if name == "grad":
+        assert found[0]["affine"].name == "own"
+
+
+@pytest.mark.parametrize("argnums", [0, -1, (1, 0), (-1,)])
+@pytest.mark.parametrize("transform", [func.grad, func.jacrev, func.jacfwd])
+def test_argnums(transform, argnums):
+    args = point()
+    both = transform(loss, BOTH, **N)(*args)
+    wanted = both[argnums] if isinstance(argnums, int) else tuple(both[i] for i in argnums)
+    assert_tree(transform(loss, argnums, **N)(*args), wanted)
+
+
+# Of a function with aux: what it returns, and what that is for the sum of cubes.
+AUX = {
+    "grad": (lambda f, x: func.grad(f, has_aux=True)(x), lambda x, aux: (3 * x**2, aux)),
+    "grad_and_value": (
+        lambda f, x: func.grad_and_value(f, has_aux=True)(x),
+        lambda x, aux: (3 * x**2, (cubes(x), aux)),
+    ),
+    "jacrev": (lambda f, x: func.jacrev(f, has_aux=True)(x), lambda x, aux: (3 * x**2, aux)),
+    "jacfwd": (lambda f, x: func.jacfwd(f, has_aux=True)(x), lambda x, aux: (3 * x**2, aux)),
+    "hvp": (lambda f, x: func.hvp(f, (x,), (x,), has_aux=True), lambda x, aux: ((6 * x**2,), aux)),
+    "jvp": (lambda f, x: func.jvp(f, (x,), (x,), has_aux=True), lambda x, aux: (cubes(x), 3 * cubes(x), aux)),
+}
+
+
+def cubes(x):
+    return (x**3).sum()
+
+
+@pytest.mark.parametrize("name", AUX)
+def test_aux_is_handed_on(name):
+    def with_aux(x):
+        return cubes(x), {"raw": [x, None], "note": "aux", "index": torch.arange(2)}
+
+    (call, wanted), x = AUX[name], randn(3)
+    assert_tree(call(with_aux, x), wanted(x, with_aux(x)[1]))
+
+
+@pytest.mark.parametrize("transform", [func.grad, func.jacrev, func.jacfwd])
+def test_what_is_not_differentiated_passes_through(transform):
+    def function(x, config, *, scale, mode):
+        assert (config["name"], mode) == ("cube", "train")
+        return (x["a"][config["index"]] ** config["power"]).sum() * scale["by"]
+
+    x, config = {"a": randn(2), "nothing": None}, {"power": 3, "name": "cube", "index": torch.arange(2)}
+    found = transform(function)(x, config, scale={"by": torch.tensor(2.0)}, mode="train")
+    assert_tree(found, {"a": 6 * x["a"] ** 2, "nothing": None})
+
+
+def test_is_leaf_keeps_a_subtree_opaque():
+    config, seen = {"weight": torch.tensor(2.0)}, []
+    for is_leaf in (None, lambda node: node is config):
+        gradient = func.grad(lambda x, config: (seen.append(config), x.sum())[1], is_leaf=is_leaf)
+        assert_tree(gradient(torch.ones(2), config), torch.ones(2))
+        assert (seen[-1] is config) == (is_leaf is not None)
+
+
+def test_attrs_classes():
+    attrs = pytest.importorskip("optree.integrations.attrs")
+
+    @attrs.frozen(namespace=NAMESPACE)
+    class Weights:
+        w: torch.Tensor
+        tag: str = attrs.field(default="t", pytree_node=False)
+
+    assert_tree(func.grad(lambda t: (t.w**2).sum(), **N)(Weights(torch.tensor([3.0]))), Weights(torch.tensor([6.0])))
+
+
+def test_an_argument_without_leaves_has_the_gradient_without_leaves():
+    assert func.grad(lambda buffers, x: x.sum())({}, torch.ones(2)) == {}
+    assert func.grad_and_value(lambda x, y: x.sum(), 1)(torch.ones(2), None) == (None, torch.tensor(2.0))
+
+
+def test_transformed_functions_keep_their_name_and_no_marks_of_the_compiler():
+    gradient = func.grad(torch.compiler.disable(loss))
+    assert gradient.__name__ == "loss"
+    assert not any(name.startswith("_torchdynamo") for name in vars(gradient))
+
+
+def test_graph_options_of_vjp():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    _, vjp_fn, aux = func.vjp(lambda t: (t["x"] ** 3, ("aux", t["x"])), {"x": x}, has_aux=True)
+    assert_tree(aux, ("aux", x))
+    assert not vjp_fn(torch.ones(2), create_graph=False)[0]["x"].requires_grad
+    assert_tree(vjp_fn(torch.ones(2), retain_graph=False), ({"x": 3 * x**2},))
+    with pytest.raises(RuntimeError, match="second time"):
+        vjp_fn(torch.ones(2))
+
+
+def test_complex_tensors():
+    z, z_dot = torch.randn(2, 3, dtype=torch.complex128)
+    assert_tree(func.grad(lambda tree: tree["z"].abs().square().sum())({"z": z}), {"z": 2 * z})
+    assert_tree(func.jvp(lambda t: t["z"] ** 2, ({"z": z},), ({"z": z_dot},)), (z**2, 2 * z * z_dot))
+
+
+@pytest.mark.parametrize("transform", [func.jacrev, func.jacfwd])
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+def test_empty_inputs_and_outputs(transform, chunk_size):
+    assert transform(lambda x: x[:0], chunk_size=chunk_size)(randn(4)).shape == (0, 4)
+    assert transform(lambda x: x * 2, chunk_size=chunk_size)(randn(0, 2)).shape == (0, 2, 0, 2)
+    constant = transform(lambda x: (x.sum() + torch.ones(3), {"x": x, "n": 1}), has_aux=True, chunk_size=chunk_size)
+    assert_tree(constant(torch.ones(0)), (torch.ones(3, 0), {"x": torch.ones(0), "n": 1}))
+    x = {"full": randn(2), "empty": randn(0)}
+    jacobian = transform(lambda t: {"y": t["full"] * 2, "none": t["empty"] * 1}, chunk_size=chunk_size)(x)
+    assert_tree(jacobian["y"], {"full": 2 * torch.eye(2, dtype=torch.float64), "empty": randn(2, 0)})
+    assert jacobian["none"]["full"].shape == (0, 2)
+
+
+# Hessian times a vector.
+
+
+def test_hvp_of_a_mean_squared_error():
+    """torch has no jvp of its backward where the target is a constant: "ZeroTensors are immutable"."""
+    x, target, v = randn(4), randn(4), randn(4)
+    (product,) = func.hvp(lambda tree: 3 * TF.mse_loss(tree["x"].exp(), target), ({"x": x},), ({"x": v},))
+    assert_tree(product, {"x": 3 * (2 * x.exp() - target) * x.exp() * v / 2})
+
+
+def test_hvp_holds_constant_what_has_no_tangent():
+    x, other = {"a": randn(3), "b": randn(3), "n": torch.tensor(2), "s": "text"}, {"c": randn(3), "d": (3,)}
+    v = {"a": randn(3), "b": None, "n": None, "s": None}
+
+    def function(t, other):
+        return ((t["a"] * t["b"]) ** t["n"] * other["c"] * other["d"][0]).sum() * len(t["s"])
+
+    product = func.hvp(function, (x, other), (v, None))
+    wanted = 24 * x["b"] ** 2 * other["c"] * v["a"]
+    assert_tree(product, ({"a": wanted, "b": None, "n": None, "s": "text"}, None))
+
+
+def test_hvp_makes_no_hessian():
+    def bytes_of(size):
+        return peak(lambda: func.hvp(lambda x: x.exp().sum(), (torch.ones(size),), (torch.ones(size),)))
+
+    assert bytes_of(4096) < 2.5 * bytes_of(2048)
+
+
+# Modules.
+
+
+def test_functional_call_by_flat_nested_and_several_trees():
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.randn(2)
+    weight, bias = torch.randn(3, 2), torch.randn(3)
+    for tree in (
+        {"0.weight": weight, "0.bias": bias},
+        ({"0": {"weight": weight}}, {"0.bias": bias, "unused": None}),
+        [{"0": {"weight": weight, "bias": bias}}],
+    ):
+        for args, kwargs in ((x, None), ((x,), None), ((), {"input": x})):
+            torch.testing.assert_close(func.functional_call(model, tree, args, kwargs), TF.linear(x, weight, bias))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        func.functional_call(model, {"0": {"weight": weight}}, x, strict=True)
+
+
+BUFFERS = {
+    "grad": lambda loss, p, b, x: func.grad(loss)(p, b, x),
+    "jacrev": lambda loss, p, b, x: func.jacrev(loss)(p, b, x),
+    "jacfwd": lambda loss, p, b, x: func.jacfwd(loss)(p, b, x),
+    "hvp": lambda loss, p, b, x: func.hvp(loss, (p, b, x), ({k: v.cos() for k, v in p.items()}, None, None))[0],
+}
+
+
+@pytest.mark.parametrize("name, is_compiled", [*[(name, False) for name in BUFFERS], ("grad", True)])
+def test_buffers_that_are_arguments_are_updated(name, is_compiled):
+    module, x = torch.nn.BatchNorm1d(2).double(), randn(4, 2)
+    params = {name: randn(2) for name, _ in module.named_parameters()}
+    ours, theirs = ({name: b.clone() for name, b in module.named_buffers()} for _ in range(2))
+
+    def loss(p, b, x):
+        return (func.functional_call(module, (p, b), x) ** 3).sum()
+
+    def function(p, b, x):
+        return BUFFERS[name](loss, p, b, x)
+
+    found = (compiled(function) if is_compiled else function)(params, ours, x)
+    wanted = torch.func.grad(loss)(params, theirs, x)
+    if name == "hvp":
+        rows = torch.func.hessian(loss)(params, {k: v.clone() for k, v in theirs.items()}, x)
+        wanted = {k: sum(row[other] @ params[other].cos() for other in row) for k, row in rows.items()}
+    assert_tree(found, wanted)
+    assert_tree(ours, theirs)
+    assert ours["num_batches_tracked"] == 1
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        func.grad(lambda p: loss(p, ours, x))(params)
+
+
+# Random numbers.
+
+
+@pytest.mark.parametrize("drop, chunk_size", [(TF.dropout, None), (pr.functional.dropout, 2)])
+def test_hessian_through_dropout(drop, chunk_size):
+    """One mask for the whole matrix, which an explicit loop over rows with that mask gives."""
+    x = torch.linspace(-1.0, 1.0, 5, dtype=torch.float64)
+
+    def seeded(function, *args, **options):
+        torch.manual_seed(1)
+        return function(lambda x: drop(x.sin(), 0.5).pow(3).sum(), *args, **options)
+
+    found = seeded(lambda loss: func.hessian(loss, randomness="same", chunk_size=chunk_size)(x))
+    torch.testing.assert_close(found, seeded(torch.autograd.functional.hessian, x), rtol=1e-12, atol=1e-12)
+    assert 0 < (found.diagonal() != 0).sum() < 5
+    (product,) = seeded(func.hvp, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(product, found.sum(1), rtol=1e-12, atol=1e-12)
+
+
+class NoisyBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, y_bar):
+        return y_bar * torch.rand((), dtype=y_bar.dtype)
+
+
+@pytest.mark.parametrize("number", [None, 2])
+@pytest.mark.parametrize("transform", [func.jacrev, func.jacfwd, func.vmap, func.chunk_vmap])
+def test_randomness(transform, number):
+    noisy = NoisyBackward.apply if transform is func.jacrev else lambda x: x * torch.rand(())
+    options = {} if number is None else {"chunks" if transform is func.chunk_vmap else "chunk_size": number}
+
+    def factors(randomness):
+        torch.manual_seed(0)
+        result = transform(noisy, randomness=randomness, **options)(torch.ones(6))
+        return (result.diagonal() if result.dim() == 2 else result).unique(), torch.rand(())
+
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        factors("error")
+    assert len(factors("different")[0]) == 6
+    (same,), after = factors("same")
+    torch.manual_seed(0)
+    assert same == torch.rand(())
+    assert after == torch.rand(()), "the generator moves on once"
+
+
+# Nestings over a layer norm of this package; torch's transforms take one that is written out.
+
+
+def written_out(x, w, b):
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w + b
+
+
+def energy(library):
+    def norm_energy(params, x):
+        if library is torch.func:
+            return written_out(x, params["w"], params["b"]).pow(3).sum()
+        return pr.functional.layer_norm(x, (4,), params["w"], params["b"]).pow(3).sum()
+
+    return norm_energy
+
+
+def along(mode, library, directions):
+    """One derivative along fixed directions: of a scalar function, another one."""
+
+    def derivative(function):
+        if mode == "jvp":
+            return lambda *args: library.jvp(function, args, directions)[1]
+        gradient = library.grad(function, BOTH)
+        return lambda *args: sum(
+            (g * d).sum() for g, d in zip(leaves(gradient(*args)), leaves(directions), strict=True)
+        )
+
+    return derivative
+
+
+@pytest.mark.parametrize("libraries", [(func,) * 3, (func, torch.func, func), (torch.func, func, torch.func)])
+@pytest.mark.parametrize("modes", list(itertools.product(("jvp", "grad"), repeat=3)), ids="-".join)
+def test_every_nesting_to_order_three_in_both_libraries(modes, libraries):
+    args = {"w": randn(4), "b": randn(4)}, randn(3, 4)
+    ours, wanted = energy(func), energy(torch.func)
+    for mode, library in zip(modes, libraries, strict=True):
+        directions = like(args)
+        ours, wanted = along(mode, library, directions)(ours), along(mode, torch.func, directions)(wanted)
+        torch.testing.assert_close(ours(*args), wanted(*args))
+
+
+# Of a library, a function, and its arguments.
+NESTINGS = {
+    "vmap of grad": lambda m, f, p, x: m.vmap(m.grad(f), (None, 0))(p, x),
+    "vmap of grad in chunks": lambda m, f, p, x: m.vmap(m.grad(f), (None, 0), chunk_size=2)(p, x),
+    "grad of vmap": lambda m, f, p, x: m.grad(lambda p, x: m.vmap(f, (None, 0))(p, x).square().sum(), BOTH)(p, x),
+    "vmap of vjp": lambda m, f, p, x: m.vmap(m.vjp(f, p, x)[1])(torch.arange(3, dtype=x.dtype)),
+    "grad of jvp": lambda m, f, p, x: m.grad(lambda p: m.jvp(f, (p, x), (p, x.exp()))[1])(p),
+    "vmap of hvp": lambda m, f, p, x: m.vmap(
+        lambda v: func.hvp(f, (p, x), (None, v))[1] if m is func else m.jvp(m.grad(f, 1), (p, x), (zeros(p), v))[1]
+    )(torch.stack([x, x.exp()])),
+}
+
+
+def zeros(tree):
+    return {name: torch.zeros_like(x) for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_nesting(name):
+    params, x = {"w": randn(4), "b": randn(4)}, randn(3, 4)
+    found, wanted = (NESTINGS[name](library, energy(library), params, x) for library in (func, torch.func))
+    assert_tree(found, wanted)
+
+
+# torch has no zero tangents of dynamic sizes.
+@pytest.mark.parametrize("name, sizes", [("grad of jvp", (4,)), ("vmap of grad", (4, 6))])
+def test_nestings_compile(name, sizes):
+    def function(params, x):
+        return NESTINGS[name](func, energy(func), params, x)
+
+    # A dict without leaves: Dynamo cannot represent what optree makes of one.
+    params, program = {"w": randn(4), "b": randn(4), "buffers": {"none": {}}}, compiled(function)
+    for size in sizes:
+        x = randn(size, 4)
+        assert_tree(program(params, x), function(params, x))
+
+
+def test_eager_autograd_and_forward_ad_see_through():
+    params, x = {"w": randn(4), "b": randn(4)}, randn(3, 4)
+
+    def gradient(library, w):
+        return library.grad(energy(library))({**params, "w": w}, x)["w"]
+
+    w = params["w"].clone().requires_grad_()
+    gradient(func, w).sum().backward()
+    wanted = torch.func.grad(lambda w: gradient(torch.func, w).sum())(params["w"])
+    torch.testing.assert_close(w.grad, wanted)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(params["w"], torch.ones_like(w))
+        tangent = torch.autograd.forward_ad.unpack_dual(gradient(func, dual)).tangent
+    torch.testing.assert_close(tangent, wanted)
+
+
+# Compilers.
+
+
+def broken(tree):
+    y = tree["x"].sin()
+    print()  # noqa: T201 - a graph break
+    return (y * tree["x"]).sum()
+
+
+@pytest.mark.parametrize(
+    "transform", [func.grad, func.jacrev, func.vmap, lambda f: lambda t: linearized(f, (t,), (t,))]
+)
+def test_a_graph_break_inside_runs_the_transform_eagerly(transform):
+    """Dynamo cannot go on between two levels of a transform, and fails on an assertion when it tries."""
+    function, tree = transform(broken), {"x": randn(2)}
+    assert_tree(torch.compile(function, backend="eager")(tree), function(tree))
