@@ -52,7 +52,7 @@ help:
 	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
-	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: two minutes)'
+	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: few of them)'
 	@echo 'make docs      run the examples in docs, README and docstrings'
 	@echo 'make clean     remove what the targets made'
 	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'

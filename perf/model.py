@@ -19,28 +19,26 @@ A device is described by a JSON file in which each value has its source and says
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import pathlib
-import sys
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from perf.workloads import CHANNEL_OPS, DROPOUT_P, GPU_WORKLOADS
+from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS
 from triton_kernels import costs, launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from perf.workloads import Workload
     from triton_kernels.costs import Cost
 
-DEVICES = pathlib.Path(__file__).parent / "devices"
-OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "perf"
-EPS = 1e-5
+DEVICES = Path(__file__).parent / "devices"
 MOMENTUM = 0.1
 
 # The launchers that a step of each mode calls: forward mode and Hessian-vector products compute the values beside the
@@ -89,35 +87,12 @@ class Device:
     l2_bytes: Value
     num_processors: Value
 
-    def planned_chip(self) -> launch.Chip:
-        """The chip that plans are made for."""
-        return dataclasses.replace(launch.CHIPS[self.chip], num_processors=int(self.num_processors.value))
 
-
-_VALUES = ("copy_bytes_per_second", "launch_seconds", "l2_bytes", "num_processors")
-
-
-def read_device(path: pathlib.Path | str) -> Device:
-    """The device that a file describes; a bare name stands for one of `perf/devices`.
-
-    Args:
-        path: Name (`"h200"`) or path of a JSON file.
-
-    Raises:
-        ValueError: If the file lacks a value, or names a chip that the planner does not know.
-    """
-    path = pathlib.Path(path)
-    if not path.suffix:
-        path = DEVICES / f"{path}.json"
+def read_device(name: str) -> Device:
+    """The device of a JSON file: name of one of `perf/devices` (`"h200"`), or a path."""
+    path = Path(name) if name.endswith(".json") else DEVICES / f"{name}.json"
     description = json.loads(path.read_text())
-    missing = [name for name in _VALUES if name not in description.get("values", {})]
-    if missing:
-        raise ValueError(f"{path.name}: values must have {', '.join(_VALUES)}; got none of {', '.join(missing)}.")
-    if description.get("chip") not in launch.CHIPS:
-        raise ValueError(
-            f"{path.name}: chip must be one of {', '.join(launch.CHIPS)}, got {description.get('chip')!r}."
-        )
-    values = {name: Value(**description["values"][name]) for name in _VALUES}
+    values = {name: Value(**value) for name, value in description["values"].items()}
     return Device(description["name"], description["chip"], **values)
 
 
@@ -129,30 +104,17 @@ class Prediction(NamedTuple):
     memory_us: float
     cost: Cost
 
-    @property
-    def launches(self) -> int:
-        """Kernels launched."""
-        return self.cost.launches
-
 
 def predict(workload: Workload, mode: str, device: Device) -> Prediction:
-    """What one step of a mode of the suite should take on the device, apart from what the host does.
-
-    Args:
-        workload: One of the suite's.
-        mode: One of `MODES`.
-        device: Described by `read_device`.
-    """
-    with launch.use_chip(device.planned_chip()):
+    """What one step of a mode of the suite should take on the device, apart from what the host does."""
+    chip = dataclasses.replace(launch.CHIPS[device.chip], num_processors=int(device.num_processors.value))
+    with launch.use_chip(chip):
         calls = calls_of(workload, mode)
-    total = calls[0]
-    for call in calls[1:]:
-        total += call
+    total = reduce(add, calls)
     reused = sum(_reused_bytes(call, device) for call in calls)
-    bandwidth, per_launch = device.copy_bytes_per_second.value, device.launch_seconds.value
 
     def microseconds(num_bytes: float, launches: int) -> float:
-        return 1e6 * (num_bytes / bandwidth + launches * per_launch)
+        return 1e6 * (num_bytes / device.copy_bytes_per_second.value + launches * device.launch_seconds.value)
 
     return Prediction(
         floor_us=microseconds(total.minimum_bytes, len(calls)),
@@ -173,9 +135,7 @@ def _reused_bytes(call: Cost, device: Device) -> float:
 
 
 def calls_of(workload: Workload, mode: str) -> list[Cost]:
-    """Costs of the launchers that one step of a mode calls, planned for the chip in force."""
-    if mode not in MODES:
-        raise ValueError(f"calls_of: mode must be one of {', '.join(MODES)}, got {mode!r}.")
+    """Costs of the launchers that one step of a mode, of `MODES`, calls, planned for the chip in force."""
     calls = _CALLS[workload.op](workload)
     names = _LAUNCHERS[mode]
     if workload.op == "log_softmax" and mode == "double_backward":
@@ -260,19 +220,9 @@ _CALLS = {
 }
 
 
-def predictions(workloads: Sequence[Workload], device: Device) -> Mapping[tuple[str, str], Prediction]:
-    """Predictions by key of the workload and mode, for the modes that the suite measures of it."""
-    return {
-        (workload.key, mode): predict(workload, mode, device)
-        for workload in workloads
-        for mode in workload.modes
-        if mode in MODES
-    }
-
-
-def format_table(found: Mapping[tuple[str, str], Prediction], device: Device) -> str:
-    """Markdown page with the predictions and the values behind them."""
-    values = {name.replace("_", " "): getattr(device, name) for name in _VALUES}
+def page(device: Device) -> str:
+    """Markdown page with the predictions for every workload and mode, and the values behind them."""
+    values = {field.name: getattr(device, field.name) for field in dataclasses.fields(device)[2:]}
     lines = [
         f"# Predicted times on {device.name}",
         "",
@@ -280,28 +230,18 @@ def format_table(found: Mapping[tuple[str, str], Prediction], device: Device) ->
         "",
         "| value of the device | | measured | source |",
         "|---|---:|---|---|",
-        *(f"| {name} | {v.value:g} | {'yes' if v.measured else 'no'} | {v.source} |" for name, v in values.items()),
+    ]
+    for name, (value, measured, source) in values.items():
+        lines.append(f"| {name.replace('_', ' ')} | {value:g} | {'yes' if measured else 'no'} | {source} |")
+    lines += [
         "",
         "| workload | mode | launches | minimum MB | moved MB | floor us | cached us | memory us |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for (key, mode), p in found.items():
-        megabytes = f"{p.cost.minimum_bytes / 1e6:.1f} | {p.cost.bytes_moved / 1e6:.1f}"
-        times = f"{p.floor_us:.1f} | {p.cached_us:.1f} | {p.memory_us:.1f}"
-        lines.append(f"| {key} | {mode} | {p.launches} | {megabytes} | {times} |")
+    for workload in GPU_WORKLOADS:
+        for mode in workload.modes:
+            found = predict(workload, mode, device)
+            figures = (found.cost.minimum_bytes / 1e6, found.cost.bytes_moved / 1e6, *found[:3])
+            cells = [workload.key, mode, str(found.cost.launches), *(f"{figure:.1f}" for figure in figures)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of predictions, or write it to a file."""
-    parser = argparse.ArgumentParser(prog="python -m perf predict", description="Predict the times of the suite.")
-    parser.add_argument("--device", default="h200", help="name in perf/devices or path of a description")
-    parser.add_argument("--write", action="store_true", help="write the page of the docs")
-    options = parser.parse_args(argv)
-    device = read_device(options.device)
-    page = format_table(predictions(GPU_WORKLOADS, device), device)
-    if options.write:
-        (OUTPUT / f"predictions_{pathlib.Path(options.device).stem}.md").write_text(page)
-    else:
-        sys.stdout.write(page)
-    return 0

@@ -2,6 +2,9 @@
 
 The perf suite measures them and the machine-code gate compiles them. A name says which model a shape comes from; Llama
 itself has RMS norms, of which layer norm at the same width is the neighbor.
+
+A shape is added as a line below. An operation is added to `OPS`, with its calls in `perf.suite.providers`, a formula in
+`perf.suite.reference`, minimum passes in `perf.suite.modes` and launchers in `perf.model`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 OPS = ("layer_norm", "log_softmax", "batch_norm", "batch_norm_eval", "dropout")
 # Ops whose statistics belong to channels, in dim 1.
 CHANNEL_OPS = ("batch_norm", "batch_norm_eval")
+EPS = 1e-5
 # Probability of zero of the dropouts that are measured.
 DROPOUT_P = 0.1
 # `perf.suite.modes` defines what each mode computes.
@@ -26,7 +30,6 @@ MODES = ("forward", "backward", "jvp", "hvp", "double_backward", "forward_backwa
 # Modes of single operations, which the suite measures on a GPU unless told otherwise.
 KERNEL_MODES = MODES[:5]
 FIRST_ORDER = MODES[:3]
-# Those that a full run measures of every workload.
 BASIC_MODES = MODES[:2]
 TRAINING = MODES[-1]
 CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", TRAINING)
@@ -52,8 +55,6 @@ class Workload:
         modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
-        telling: Whether it stands for its family: a quick run measures all of its modes too, and peers that tune for
-            long take part.
     """
 
     name: str
@@ -66,7 +67,6 @@ class Workload:
     modes: tuple[str, ...] = KERNEL_MODES
     quick: bool = False
     whole: bool = False
-    telling: bool = False
 
     @property
     def key(self) -> str:
@@ -143,12 +143,12 @@ class TrainingWorkload(NamedTuple):
 
 def _layer_norms() -> Iterator[Workload]:
     # Other dtypes of a shape show whether the plans hold for them; their second derivatives would only cost time.
-    yield Workload("GPT-2", "layer_norm", (8192, 768), quick=True)
+    yield Workload("GPT-2", "layer_norm", (8192, 768), whole=True)
     yield Workload("GPT-2 XL", "layer_norm", (8192, 1600))
     yield Workload("ViT-B/16", "layer_norm", (12608, 768))
     yield Workload("ViT-L/16", "layer_norm", (12608, 1024), dtype="float16", modes=FIRST_ORDER)
     yield Workload("DiT-XL/2", "layer_norm", (16384, 1152), affine=False)
-    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True, telling=True)
+    yield Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True)
     yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float16", modes=FIRST_ORDER)
     yield Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float32")
     yield Workload("Llama 8B width, few rows", "layer_norm", (1024, 4096))
@@ -161,21 +161,21 @@ def _layer_norms() -> Iterator[Workload]:
     yield Workload("odd", "layer_norm", (8192, 5124))
     yield Workload("long rows", "layer_norm", (2048, 32768))
     yield Workload("long rows", "layer_norm", (1024, 65536))
-    yield Workload("long rows", "layer_norm", (512, 131072), quick=True)
+    yield Workload("long rows", "layer_norm", (512, 131072), whole=True)
     yield Workload("long rows", "layer_norm", (256, 262144))
 
 
 def _log_softmaxes() -> Iterator[Workload]:
     yield Workload("ImageNet head", "log_softmax", (8192, 1000))
     yield Workload("attention rows", "log_softmax", (32768, 1024))
-    yield Workload("attention rows", "log_softmax", (8192, 4096), quick=True)
+    yield Workload("attention rows", "log_softmax", (8192, 4096), whole=True)
     yield Workload("odd", "log_softmax", (8192, 4097), whole=True)
     yield Workload("odd", "log_softmax", (8192, 5124), modes=FIRST_ORDER)
     yield Workload("Llama 2 vocabulary", "log_softmax", (4096, 32000), whole=True)
-    yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), quick=True)
+    yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), whole=True)
     yield Workload("GPT-2 vocabulary", "log_softmax", (4096, 50257), dtype="float32", modes=FIRST_ORDER)
     yield Workload("long rows", "log_softmax", (2048, 65536))
-    yield Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True, telling=True)
+    yield Workload("Llama 3 vocabulary", "log_softmax", (2048, 128256), quick=True)
     yield Workload("long rows", "log_softmax", (1024, 131072), dtype="float16", modes=FIRST_ORDER)
     yield Workload("Gemma vocabulary", "log_softmax", (1024, 262144))
     yield Workload("segmentation", "log_softmax", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER)
@@ -193,8 +193,8 @@ def _batch_norms() -> Iterator[Workload]:
                 (64, channels, side, side),
                 channels_last=channels_last,
                 modes=KERNEL_MODES if second else FIRST_ORDER,
-                quick=channels == 256,
-                telling=channels == 256 and not channels_last,
+                quick=channels == 256 and not channels_last,
+                whole=channels == 256,
             )
     yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float16", modes=FIRST_ORDER)
     yield Workload("ResNet-50", "batch_norm", (64, 256, 56, 56), dtype="float32", modes=FIRST_ORDER)

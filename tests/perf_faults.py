@@ -1,54 +1,40 @@
-"""A tiny suite with planted faults, as a plug-in of the workers of a run and as a program that starts one.
+"""A tiny suite with planted faults, as a plug-in of the workers of a run.
 
-torch's layer norm is off by a percent at two rows, ends its process at three, and has the run stopped at four,
-which comes last because xdist puts off what a dead worker was given.
+torch's layer norm is off by a percent at two rows, and has the run stopped at four.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 from perf import workloads
 from perf.suite import providers
 
-workloads.CPU_WORKLOADS = tuple(
-    workloads.Workload("tiny", "layer_norm", (rows, 8), dtype="float32", quick=True) for rows in (2, 3, 4, 5)
-)
-workloads.CPU_TRAINING = ()
+TINY = tuple(workloads.Workload("tiny", "layer_norm", (n, 8), dtype="float32", quick=True) for n in (2, 3, 4))
 provider = providers.provider
 
 
 def faulty(name):
     side = provider(name)
-    make = side.functions["layer_norm"]
 
-    def layer_norm(workload):
-        right = make(workload)
+    def function(workload):
+        right = side.function(workload)
 
-        def function(x, *params):
-            if len(x) == 3:
-                os._exit(3)
+        def layer_norm(x, *params):
             if len(x) == 4:
                 os.kill(os.getppid(), signal.SIGINT)
                 time.sleep(60)
             return right(x, *params) * (1.01 if len(x) == 2 else 1.0)
 
-        return function
+        return layer_norm
 
-    if name == "torch":
-        side.functions["layer_norm"] = layer_norm
-    return side
+    return side._replace(function=function) if name == "torch" else side
 
 
-# Before the modules are imported that call it.
-providers.provider = faulty
-
-if __name__ == "__main__":
-    from perf.__main__ import main
-
-    # A shell that runs tests in the background has them ignore Ctrl-C, and a run leaves ignored signals ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+def pytest_configure(config):
+    # Before the modules are imported that call it.
+    if hasattr(config, "workerinput"):
+        workloads.CPU_WORKLOADS = TINY
+        providers.provider = faulty

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
-import subprocess
-import sys
+import signal
 import types
 import weakref
 from pathlib import Path
@@ -15,51 +15,50 @@ from pathlib import Path
 import pytest
 import torch
 
+from perf import workloads
 from perf.__main__ import main
-from perf.suite import modes, reference, report, results, timing
+from perf.suite import modes, reference, report, results, timing, unit
 from perf.suite.compare import compare
-from perf.suite.plan import Options, make_plan, suite, summary
+from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import provider
 from perf.suite.results import row_for
 from perf.suite.run import Collector
 from perf.suite.targets import verdicts
-from perf.suite.unit import Bench, measure
-from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, PROVIDERS, TUNED, Workload
+from perf.workloads import CPU_WORKLOADS, GPU_WORKLOADS, KERNEL_MODES, OPS, PROVIDERS, Workload
+from tests.perf_faults import TINY as FAULTY
 
 ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
 
 # One run.
 
 
-def test_a_run_keeps_what_is_right_beside_a_wrong_peer_a_dead_worker_and_ctrl_c(tmp_path):
+def test_a_run_keeps_what_is_right_beside_a_wrong_peer_and_ctrl_c(tmp_path, monkeypatch, capsys):
     out = tmp_path / "result.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p tests.perf_faults"}
-    command = ["-m", "tests.perf_faults", "run", "--device", "cpu", "--only", "tiny", "--modes", "forward"]
-    done = subprocess.run(
-        [sys.executable, *command, "--seconds", "600", "--out", str(out)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Stopped: what was measured is kept." in done.stderr
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p tests.perf_faults")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(workloads, "CPU_WORKLOADS", FAULTY)
+    # A shell that runs tests in the background has them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = main(["run", "--device", "cpu", "--only", "tiny", "--modes", "forward", "--out", str(out)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 0
+    assert "Stopped: what was measured is kept." in capsys.readouterr().err
     result = results.load(out)
-    found = {(row["shape"][0], row["provider"]): row for row in result["rows"]}
-    statuses = [[found[rows, name]["status"] for rows in (2, 3, 5, 4)] for name in ("primitives", "torch")]
-    assert statuses == [["ok", "ok", "ok", "skipped"], ["wrong", "error", "ok", "skipped"]]
+    wrong, right = result["rows"][1::2]
+    assert [row["status"] for row in result["rows"]] == ["ok", "wrong", "ok", "ok"]
     assert not result["complete"]
     # A provider that is wrong is not timed.
-    assert found[2, "torch"]["call_us"] is None
-    assert found[2, "torch"]["error"] == pytest.approx(1e-2, rel=0.1)
-    assert "the process died" in found[3, "torch"]["message"]
-    ours = found[5, "primitives"]
-    assert ours["call_us"]["samples"] >= timing.MIN_ROUNDS
+    assert wrong["call_us"] is None
+    assert wrong["error"] == pytest.approx(1e-2, rel=0.1)
+    ours = result["rows"][2]
+    assert ours["call_us"]["samples"] == right["call_us"]["samples"] >= timing.MIN_ROUNDS
     assert ours["device_us"] is None
     assert ours["fraction_of_copy"] > 0
-    assert ours["vs_torch_call"]["samples"] == ours["call_us"]["samples"]
+    ratio = ours["call_us"]["median"] / right["call_us"]["median"]
+    assert ours["vs_torch_call"]["median"] == pytest.approx(ratio, rel=0.3)
     assert result["package"]["version"]
 
 
@@ -68,7 +67,6 @@ def test_a_run_keeps_what_is_right_beside_a_wrong_peer_a_dead_worker_and_ctrl_c(
     [
         (["--modes", "sideways"], "--modes"),
         (["--providers", "nobody"], "--providers"),
-        (["--seconds", "nan"], "--seconds"),
         (["--out", "."], "--out"),
         (["--only", "nothing like it"], "no workload is left"),
     ],
@@ -79,68 +77,51 @@ def test_options_that_mean_nothing_are_refused_before_anything_is_measured(optio
     assert word in capsys.readouterr().err
 
 
-def test_the_page_has_the_plan():
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    everybody = dict.fromkeys(PROVIDERS) | dict.fromkeys(("liger", "quack", "flash-attn", "apex"), "not here")
-    plan, _, rest = summary(make_plan(Options("cuda"), everybody)).partition("\nforward, backward:\n")
-    assert plan in page
-    assert rest
-    for options in (Options("cuda", quick=True), Options("cpu"), Options("cpu", quick=True)):
-        assert summary(make_plan(options, everybody)).splitlines()[0] in page
+def test_a_plan_has_the_quick_ones_first_and_all_modes_of_what_is_asked_for():
+    whole, quick = (make_plan(Options("cuda", quick=quick)) for quick in (False, True))
+    assert whole[: len(quick)] == quick
+    assert {workload.op for workload, _ in quick} == set(OPS)
+    assert {workload.key for workload, _ in whole} == {w.key for w in (*GPU_WORKLOADS, *workloads.GPU_TRAINING)}
+    assert [mode for _, mode in make_plan(Options("cuda", only=("GPT-2 XL",)))] == list(KERNEL_MODES)
 
 
-def test_a_unit_has_rows_of_who_is_left_out_and_of_who_cannot_do_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "keep_freed_memory", lambda: None)
-    everybody = dict.fromkeys(PROVIDERS)
-    left_out = next(u["left_out"] for u in make_plan(Options("cuda"), everybody)["units"] if u["left_out"])
-    (unit,) = make_plan(Options("cpu", only=("BatchNorm1d",), modes=("forward",)), everybody)["units"]
-    bench = Bench(timing.CpuTimer(), 0.0, math.inf, tmp_path / "doing", left_out, {})
-    rows = {row["provider"]: row for row in measure(unit, ["primitives", TUNED, "quack"], bench)}
-    assert [row["status"] for row in rows.values()] == ["ok", "skipped", "skipped"]
-    assert rows[TUNED]["message"].startswith("left out: tuned")
-    assert rows["primitives"]["call_us"]["samples"] == timing.MIN_ROUNDS
-    # A device that answers with errors alone ends the process, which says who was under way.
-    ended = []
-    monkeypatch.setattr(os, "_exit", lambda code: ended.append(bench.doing.read_text()))
-    monkeypatch.setattr(bench.timer, "wait", lambda: 1 // 0)
-    measure(unit, ["torch"], bench)
-    assert ended[0] == "torch"
+SMALL = (Workload("small", "layer_norm", (4, 8), dtype="float32", affine=False), "forward")
 
 
-class FakeGpu(timing.CpuTimer):
-    """A processor with a device time; `refuses` says whose steps cannot be captured, by their place."""
-
-    has_device_time = True
-
-    def __init__(self, refuses):
-        super().__init__()
-        self.captures = iter([False] * 3 + refuses)
-
-    def prepare(self, steps, seconds):
-        refused = next(self.captures)
-        return timing.Prepared(steps, launches=1, obstacle="it waits" if refused else None)
-
-    def device_seconds(self, prepared):
-        return self.call_seconds(prepared, 1)
-
-
-@pytest.mark.parametrize("refuses, statuses", [([False, True], ["ok", "ok"]), ([True, False], ["error", "ok"])])
-def test_a_peer_that_cannot_be_captured_keeps_its_call_time_and_this_package_fails(
-    tmp_path, monkeypatch, refuses, statuses
-):
-    monkeypatch.setattr(timing, "keep_freed_memory", lambda: None)
-    (unit,) = make_plan(Options("cpu", only=("BatchNorm1d",), modes=("forward",)), dict.fromkeys(PROVIDERS))["units"]
-    bench = Bench(FakeGpu(refuses), 0.0, math.inf, tmp_path / "doing", {}, {})
-    ours, peer = measure(unit, ["primitives", "torch"], bench)
-    assert [ours["status"], peer["status"]] == statuses
-    for row, refused in zip((ours, peer), refuses, strict=True):
-        assert (row["device_us"] is None) == (row["gbps"] is None) == refused
+@pytest.mark.parametrize("refused, statuses", [("torch", ["ok", "ok"]), ("primitives", ["error", "ok"])])
+def test_a_peer_that_cannot_be_captured_keeps_its_call_time_and_this_package_fails(monkeypatch, refused, statuses):
+    timer = timing.CpuTimer()
+    # The first capture is that of the copy.
+    captures = iter([False, refused == "primitives", refused == "torch"])
+    monkeypatch.setattr(timer, "has_device_time", True)
+    monkeypatch.setattr(timer, "device_seconds", lambda prepared: 1.0)
+    monkeypatch.setattr(
+        timer, "prepare", lambda steps, _: timing.Prepared(steps, obstacle="it" * next(captures) or None)
+    )
+    ours, peer, lacking = unit.measure(SMALL, ["primitives", "torch", "apex"], timer, 0.0)
+    assert [ours["status"], peer["status"], lacking["status"]] == [*statuses, "cannot"]
+    for row in (ours, peer):
+        assert (row["device_us"] is None) == (row["gbps"] is None) == (row["provider"] == refused)
         assert (row["call_us"] is None) == (row["status"] == "error")
-        assert ("it waits" in (row["message"] or "")) == refused
+        assert (row["message"] is not None) == (row["provider"] == refused)
 
 
-def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
-    collector = Collector({"gpus": ["a", "b"], "units": []}, tmp_path)
+def test_a_device_that_answers_with_errors_alone_ends_the_process(monkeypatch):
+    class EndError(BaseException):
+        pass
+
+    def end(code):
+        raise EndError
+
+    timer = timing.CpuTimer()
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(timer, "wait", lambda: 1 // 0)
+    with pytest.raises(EndError):
+        unit.measure(SMALL, ["torch"], timer, 0.0)
+
+
+def test_a_new_worker_gets_the_gpu_of_the_one_that_died_and_what_it_was_at_once_more():
+    collector = Collector([SMALL], ["primitives"], ["a", "b"])
     nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
     for node in nodes[:2]:
         collector.pytest_configure_node(node)
@@ -148,13 +129,20 @@ def test_a_new_worker_gets_the_gpu_of_the_one_that_died(tmp_path):
     collector.pytest_testnodedown(nodes[1])
     collector.pytest_configure_node(nodes[2])
     assert nodes[2].workerinput["gpu"] == "b"
+    again, item = [], f"test_suite.py::test_unit[{unit_id(SMALL)}]"
+    for _ in range(2):
+        collector.pytest_handlecrashitem(item, types.SimpleNamespace(mark_test_pending=again.append))
+    assert again == [item]
+    crashed = pytest.TestReport(item, ("", None, ""), {}, "failed", "worker 'gw0' crashed", "???")
+    collector.pytest_runtest_logreport(crashed)
+    (row,) = collector.rows[unit_id(SMALL)]
+    assert (row["status"], row["message"]) == ("error", "worker 'gw0' crashed")
 
 
-def test_workloads_cover_the_ops_and_move_the_bytes_that_their_launchers_declare():
+def test_workloads_move_the_bytes_that_their_launchers_declare():
     model = pytest.importorskip("perf.model", reason="costs of kernels need triton")
     keys = [workload.key for workload in (*GPU_WORKLOADS, *CPU_WORKLOADS)]
     assert len(set(keys)) == len(keys)
-    assert {workload.op for workload in GPU_WORKLOADS if workload.quick} == set(OPS)
     for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
         least = modes.minimum_bytes(workload, mode)
         with model.launch.use_chip(model.launch.CHIPS["sm_90"]):
@@ -190,7 +178,7 @@ LINEAR = ("batch_norm_eval", "dropout")
 )
 def test_the_check_passes_what_is_right_and_nothing_else(name, mode):
     workload = TINY[name]
-    sample = modes.make_sample(workload, mode, torch.device("cpu"))
+    sample = modes.make_sample(workload, mode, CPU)
     right = provider("primitives")
     leaves = modes.leaves(modes.make_steps(mode, right.function(workload), right.wrap)(sample)())
     one_value = [leaf.detach().clone() for leaf in leaves]
@@ -202,14 +190,14 @@ def test_the_check_passes_what_is_right_and_nothing_else(name, mode):
 
 
 def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same():
-    sample = modes.make_sample(TINY["dropout"], "jvp", torch.device("cpu"))
+    sample = modes.make_sample(TINY["dropout"], "jvp", CPU)
 
     def noise(p, seed):
         return (torch.rand(sample.x.shape, generator=torch.Generator().manual_seed(seed)) >= p) / (1 - p)
 
     def error(first, second):
         made = {"it": (sample.x * first, sample.x_dot * second)}
-        return reference.errors(TINY["dropout"], "jvp", sample, made, chunk_elements=500)["it"]
+        return reference.errors(TINY["dropout"], "jvp", sample, made)["it"]
 
     one = noise(0.1, 0)
     assert error(one, one) < 1e-6
@@ -222,45 +210,32 @@ def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same()
 
 
 def test_providers_take_turns_and_the_first_one_changes():
-    now, order = [0.0], []
+    order = []
 
     def sampler(name):
-        def sample():
-            order.append(name)
-            now[0] += 1.0
-            return now[0]
-
-        return sample
+        return lambda: order.append(name) or float(len(order))
 
     samplers = {name: sampler(name) for name in "abc"}
-    samples = timing.interleave(samplers, 12.0, 60, min_rounds=2, clock=lambda: now[0])
+    samples = timing.interleave(samplers, 12.0, 60, min_rounds=2, clock=lambda: float(len(order)))
     assert order == list("abcbcacababc")
     assert samples["b"] == [2.0, 4.0, 9.0, 11.0]
     # The least number of rounds is run whatever the budget.
-    assert len(timing.interleave({"a": sampler("a")}, 0.0, 60, min_rounds=3, clock=lambda: now[0])["a"]) == 3
+    assert len(timing.interleave({"a": sampler("a")}, 0.0, 60, min_rounds=3)["a"]) == 3
     assert timing.spread([5.0, 1.0, 2.0, 3.0, 4.0, 100.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0, "samples": 6}
-    assert timing.spread([2.0]) == {"median": 2.0, "p20": 2.0, "p80": 2.0, "samples": 1}
 
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
     """torch.cuda as far as the timer calls it; `capturing` says whether a capture is under way."""
-    state = types.SimpleNamespace(capturing=False, replays=0, sync_mode="default")
+    state = types.SimpleNamespace(capturing=False, sync_mode="default", sleeps=[])
 
-    class Event:
-        def __init__(self, enable_timing):
-            self.elapsed_time = lambda end: 6.0
-            self.record = lambda: None
-
-        def synchronize(self):
-            assert not state.capturing
-
-    class Graph:
-        def __init__(self, keep_graph):
-            self.instantiate = Event(True).synchronize
-
-        def replay(self):
-            state.replays += 1
+    def event(enable_timing):
+        return types.SimpleNamespace(
+            record=lambda: None,
+            query=lambda: len(state.sleeps) < 3,
+            synchronize=lambda: None,
+            elapsed_time=lambda end: 6.0,
+        )
 
     @contextlib.contextmanager
     def capture(graph, stream):
@@ -278,11 +253,11 @@ def fake_cuda(monkeypatch):
         "Stream": object,
         "set_stream": lambda stream: None,
         "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=60 * 2**20),
-        "synchronize": lambda device: Event(True).synchronize(),
-        "CUDAGraph": Graph,
+        "synchronize": lambda device: None,
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),
         "graph": capture,
-        "Event": Event,
-        "_sleep": lambda cycles: None,
+        "Event": event,
+        "_sleep": state.sleeps.append,
         "set_sync_debug_mode": lambda mode: setattr(state, "sync_mode", mode),
         "reset_peak_memory_stats": lambda device: None,
         "memory_allocated": lambda device: 100,
@@ -299,26 +274,21 @@ def test_a_graph_goes_round_over_all_sets_and_keeps_their_results(fake_cuda):
     assert [timer.num_sets(size) for size in (2**20, 59 * 2**20, 10**9)] == [180, 4, 1]
     order, made = [], []
 
-    class Result:
-        pass
+    def step(index):
+        # The memory of the last result of this set may be had again, that of the sets since then may not.
+        assert not fake_cuda.capturing or all(earlier() is not None for earlier in made[-4:])
+        order.append((fake_cuda.capturing, index))
+        result = set()
+        if fake_cuda.capturing:
+            made.append(weakref.ref(result))
+        return result
 
-    def make_step(index):
-        def step():
-            # The memory of the last result of this set may be had again, that of the sets since then may not.
-            assert not fake_cuda.capturing or all(earlier() is not None for earlier in made[-4:])
-            order.append((fake_cuda.capturing, index))
-            result = Result()
-            if fake_cuda.capturing:
-                made.append(weakref.ref(result))
-            return result
-
-        return step
-
-    prepared = timer.prepare([make_step(i) for i in range(5)], seconds=3e-6)
+    prepared = timer.prepare([functools.partial(step, index) for index in range(5)], seconds=3e-6)
     assert [index for capturing, index in order if capturing] == [i % 5 for i in range(timing.MAX_GRAPH_CALLS)]
     assert {index for capturing, index in order if not capturing} == set(range(5))
     assert timer.device_seconds(prepared) == pytest.approx(6e-3 / timing.MAX_GRAPH_CALLS)
-    assert fake_cuda.replays == 1
+    # Replays that began before they were all queued up are not taken.
+    assert fake_cuda.sleeps == [timing.SLEEP_CYCLES * factor for factor in (1, 2, 4)]
     # Calls go round too, and share what a clock says that is asked before and after them.
     timer.clock = iter((2.0, 9.0)).__next__
     assert timer.call_seconds(prepared, 7) == 1.0
@@ -363,43 +333,39 @@ def spread(median):
     return {"median": median, "p20": median * 0.99, "p80": median * 1.01, "samples": 20}
 
 
-def make_row(unit, name, copies):
+def make_row(measured, name, copies):
     copy_us = MINIMUM_BYTES / COPY_GBPS * 1e-3
     timed = {"device_us": spread(copies * copy_us), "call_us": spread(copies * copy_us + 10), "gpu": "0"}
-    timed |= {"error": 1e-3, "tolerance": 4e-2, "peak_bytes": 67_000_000, "launches": 1}
+    timed |= {"error": 1e-3, "tolerance": 4e-2, "peak_bytes": 67_000_000}
     if name != "torch":
         timed["vs_torch_device"] = spread(copies / COPIES["torch"])
-    if unit["mode"] != "training_step":
-        timed |= {"minimum_bytes": MINIMUM_BYTES, "copy_gbps": COPY_GBPS, "gbps": COPY_GBPS / copies}
-        timed["fraction_of_copy"] = 1 / copies
-    return row_for(unit, name, "ok", **timed)
+    if measured[1] != "training_step":
+        timed |= {"copy_gbps": COPY_GBPS, "gbps": COPY_GBPS / copies, "fraction_of_copy": 1 / copies}
+    return row_for(measured, name, "ok", **timed)
 
 
-def gpu_result(slower=1.0, quick=True, **options):
+def gpu_result(slower=1.0, quick=True):
     """A run on a GPU; `slower` multiplies the times of this package."""
-    plan = make_plan(Options("cuda", quick=quick, **options), dict.fromkeys(PROVIDERS))
     rows = []
-    for unit, (name, copies) in itertools.product(plan["units"], COPIES.items()):
-        if name == "liger" and unit["mode"] == "jvp":
-            rows.append(row_for(unit, name, "cannot", "RuntimeError: liger | has no JVP"))
-        elif name == "torch" and unit["mode"] == "jvp" and unit["op"] == "log_softmax":
-            rows.append(row_for(unit, name, "wrong", "error 9.0e-01", error=0.9, tolerance=4e-2))
+    for measured, (name, copies) in itertools.product(make_plan(Options("cuda", quick=quick)), COPIES.items()):
+        if name == "liger" and measured[1] == "jvp":
+            rows.append(row_for(measured, name, "cannot", message="RuntimeError: liger | has no JVP"))
+        elif name == "torch" and measured[1] == "jvp" and measured[0].op == "log_softmax":
+            rows.append(row_for(measured, name, "wrong", message="error 9.0e-01", error=0.9, tolerance=4e-2))
         else:
-            rows.append(make_row(unit, name, copies * (slower if name == "primitives" else 1.0)))
-    device = {"type": "cuda", "name": "Imaginary GPU", "capability": "9.0", "processors": 132}
+            rows.append(make_row(measured, name, copies * (slower if name == "primitives" else 1.0)))
     asked = [{"driver_version": "1", "clocks.sm": sm, "clocks.mem": "3201 MHz"} for sm in ("345 MHz", "1980 MHz")]
     return {
         "schema": results.SCHEMA,
         "created": "2026-01-01T00:00:00+00:00",
-        "options": plan["options"],
+        "options": {"quick": quick},
         "complete": True,
         "package": {"version": "1.0", "revision": "0123456789abcdef", "dirty": True},
         "seconds": {"total": 100.0},
-        "device": {**device, "l2_bytes": 60 * 2**20, "gpus": ["0"]},
+        "device": {"type": "cuda", "name": "Imaginary GPU"},
         "environment": {"python": "3.12", "packages": {"torch": "2.11"}, "threads": 1, "cores": 16, "processor": "CPU"},
         "clocks": {"0": asked},
         "providers": {name: None if name in COPIES else "ModuleNotFoundError" for name in PROVIDERS},
-        "calibration": {"0": {"512000000": {"copy_gbps": COPY_GBPS}}},
         "overhead": None,
         "rows": rows,
     }
@@ -410,26 +376,22 @@ def save(path, result):
     return str(path)
 
 
-@pytest.mark.parametrize("slower, status", [(1.0, 0), (1.052, 0), (1.053, 1), (1.3, 1), (0.8, 0)])
-def test_compare_flags_a_fall_of_more_than_five_percent(tmp_path, capsys, slower, status):
-    before, after = save(tmp_path / "a.json", gpu_result()), save(tmp_path / "b.json", gpu_result(slower))
-    assert main(["compare", before, after]) == status
-    text = capsys.readouterr().out
+@pytest.mark.parametrize("slower, failed", [(1.052, False), (1.053, True), (0.8, False)])
+def test_compare_flags_a_fall_of_more_than_five_percent(slower, failed):
+    # Where all is half as fast, only what is relative to the same run means something.
+    other = gpu_result(slower)
+    other["device"] = {"type": "cuda", "name": "half as fast"}
+    for row in other["rows"]:
+        row["device_us"] = row["device_us"] and {name: 2 * value for name, value in row["device_us"].items()}
+    text, found = compare(gpu_result(), other)
+    assert found == failed
     assert "device time over a copy" in text
-    assert (("FELL" in text), ("rose" in text), ("WARNING" in text)) == (status == 1, slower < 0.9, False)
+    assert (("FELL" in text), ("rose" in text)) == (failed, slower < 0.9)
+    assert "WARNING: device differs: Imaginary GPU and then half as fast." in text
+    assert "WARNING" not in compare(gpu_result(), gpu_result(slower))[0]
 
 
-def test_a_fall_within_the_spread_says_so_and_fails_too():
-    noisy = gpu_result(1.07)
-    for row in noisy["rows"]:
-        if row["device_us"]:
-            row["device_us"]["p20"] /= 3
-    comparison = compare(gpu_result(), noisy)
-    assert comparison.failed
-    assert "measure again" in comparison.text
-
-
-@pytest.mark.parametrize("status", ["wrong", "error", "skipped", None])
+@pytest.mark.parametrize("status", ["wrong", "error", None])
 def test_what_broke_or_is_gone_fails(tmp_path, capsys, status):
     before, after = gpu_result(), gpu_result()
     if status is None:
@@ -438,35 +400,20 @@ def test_what_broke_or_is_gone_fails(tmp_path, capsys, status):
         after["rows"][0].update(status=status, message="for a reason")
     paths = [save(tmp_path / "a.json", before), save(tmp_path / "b.json", after)]
     assert main(["compare", *paths]) == 1
-    text = capsys.readouterr().out
     what = f"{before['rows'][0]['workload']}: {before['rows'][0]['mode']}"
-    assert f"{'BROKEN' if status in {'wrong', 'error'} else 'GONE':<8}{what}" in text
+    assert f"{'GONE' if status is None else 'BROKEN':<8}{what}" in capsys.readouterr().out
     # The other way round something was mended, or is new, and nothing is held against it.
     assert main(["compare", *reversed(paths)]) == 0
-    assert (f"new     {what}" if status is None else f"fixed   {what}: was {status}") in capsys.readouterr().out
+    assert f"{'new' if status is None else 'fixed':<8}{what}" in capsys.readouterr().out
     # A row that is right in neither is said; a run that shares nothing with the first proves nothing.
-    assert ("STILL" in compare(after, after).text) == (status in {"wrong", "error"})
-    assert compare({**before, "rows": []}, before).failed
+    assert ("STILL" in compare(after, after)[0]) == (status is not None)
+    assert compare({**before, "rows": []}, before)[1]
 
 
-def test_compare_says_what_differs():
-    other = gpu_result()
-    other["device"] = {"type": "cuda", "name": "half as fast"}
-    for row in other["rows"]:
-        row["device_us"] = row["device_us"] and {name: 2 * value for name, value in row["device_us"].items()}
-        row["copy_gbps"] = row["copy_gbps"] and row["copy_gbps"] / 2
-    comparison = compare(gpu_result(), other)
-    assert not comparison.failed
-    assert "WARNING: device differs: Imaginary GPU and then half as fast." in comparison.text
-
-
-def test_files_that_are_damaged_or_of_another_schema_are_refused(tmp_path, capsys):
-    other = save(tmp_path / "a.json", {**gpu_result(), "schema": 0})
-    damaged = gpu_result()
-    del damaged["rows"][3]["call_us"]
-    for path, words in ((other, "schema must be"), (save(tmp_path / "b.json", damaged), "rows[3].call_us")):
-        assert main(["compare", path, path]) == 2
-        assert words in capsys.readouterr().err
+def test_files_of_another_schema_are_refused(tmp_path, capsys):
+    path = save(tmp_path / "a.json", {**gpu_result(), "schema": 0})
+    assert main(["compare", path, path]) == 2
+    assert "schema must be" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.json"), "--out", str(tmp_path)]) == 2
 
 
@@ -482,7 +429,7 @@ def judged(result):
 
 
 def large_row(result, name="primitives", op="layer_norm"):
-    large = {w.key for w, _ in suite("cuda") if isinstance(w, Workload) and w.op == op and w.pass_bytes >= 32e6}
+    large = {w.key for w in GPU_WORKLOADS if w.op == op and w.pass_bytes >= 32e6}
     return next(r for r in result["rows"] if (r["provider"], r["mode"]) == (name, "forward") and r["workload"] in large)
 
 
@@ -496,9 +443,7 @@ def test_targets_are_met_by_every_shape_that_they_speak_of():
     assert judged(gpu_result())[COPY_TARGET].startswith("not measured (")
 
 
-@pytest.mark.parametrize(
-    "status, text", [("error", "NOT MET"), ("skipped", "not measured ("), (None, "not measured (")]
-)
+@pytest.mark.parametrize("status, text", [("error", "NOT MET"), (None, "not measured (")])
 def test_one_row_of_ours_decides_whatever_the_others_are(status, text):
     result = gpu_result(quick=False)
     row = large_row(result)
@@ -508,21 +453,16 @@ def test_one_row_of_ours_decides_whatever_the_others_are(status, text):
     if status is None:
         result["rows"].remove(row)
     else:
-        row.update(row_for(row, "primitives", status, "out of time"))
+        row["status"] = status
     found = judged(result)
     assert found[COPY_TARGET].startswith(text)
     assert found[FASTEST].startswith(text)
 
 
-@pytest.mark.parametrize(
-    "status, message, text",
-    [("wrong", "error 1.0", "met"), ("skipped", "out of time: x", "not measured ("), ("skipped", "left out: x", "met")],
-)
-def test_a_peer_that_fails_is_no_failure_of_ours_and_one_that_was_not_measured_is_unknown(status, message, text):
+def test_a_peer_that_fails_is_no_failure_of_ours_and_one_that_was_not_measured_is_unknown():
     result = gpu_result(quick=False)
-    row = large_row(result, "liger")
-    row.update(row_for(row, "liger", status, message))
-    assert judged(result)[FASTEST].startswith(text)
+    large_row(result, "liger")["status"] = "wrong"
+    assert judged(result)[FASTEST] == "met"
     # Who was not asked may be faster than all who were; one that is faster decides.
     del result["providers"]["apex"]
     assert judged(result)[FASTEST].startswith("not measured (")
@@ -531,8 +471,9 @@ def test_a_peer_that_fails_is_no_failure_of_ours_and_one_that_was_not_measured_i
 
 
 def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DPI", 50)
+    monkeypatch.setattr(report, "DPI", 30)
     result = gpu_result()
+    result["rows"] = [row for row in result["rows"] if row["mode"] in {"forward", "jvp"}]
     # A peer that could not be captured has a call time alone, which no device time is measured against.
     result["rows"][2]["device_us"] = None
     assert main(["report", save(tmp_path / "a.json", result), "--out", str(tmp_path / "out")]) == 0
@@ -544,16 +485,17 @@ def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path
         "revision 0123456789ab with changes that are not committed",
         "1.79 (63.6 us)",
         "by call (",
-        "| 45.5 | 1 | 67.0 |",
+        "| 45.5 | 67.0 |",
     ):
         assert words in page
     for name in ("speedup", "forward", "jvp"):
         assert f"![imaginary-gpu-{name}](imaginary-gpu-{name}.png)" in page
-        assert (tmp_path / "out" / f"imaginary-gpu-{name}.png").stat().st_size > 5_000
+        assert (tmp_path / "out" / f"imaginary-gpu-{name}.png").stat().st_size > 2_000
 
 
 def test_the_committed_page_of_the_cpu_is_the_report_of_its_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DPI", 50)
+    # Drawing takes seconds; the report above does.
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: path.touch())
     folder = ROOT / "docs" / "perf"
     assert main(["report", str(folder / "cpu.json"), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "cpu.md").read_text() == (folder / "cpu.md").read_text()

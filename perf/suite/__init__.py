@@ -2,5 +2,5 @@
 
 `plan` chooses units (one workload in one mode); `run` starts a session of pytest over them, in which each is a test
 (`test_suite`, `conftest`) that does what `unit` says, with `modes`, `providers`, `reference` and `timing`; `results`,
-`tables`, `compare`, `targets`, `report` and `plots` deal with the JSON file that comes out.
+`compare`, `targets` and `report` deal with the JSON file that comes out.
 """

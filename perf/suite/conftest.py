@@ -4,70 +4,54 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
+
+from perf.suite.plan import Options, make_plan, unit_id
 
 if TYPE_CHECKING:
     from perf.suite.timing import CpuTimer
 
 
-class Worker(NamedTuple):
-    """What a worker measures with.
-
-    Attributes:
-        plan: Of the run.
-        directory: Of the run.
-        gpu: UUID of the GPU that it owns; None on a processor.
-        timer: Of the device.
-        calibrations: Copy speeds of the device by bytes.
-    """
-
-    plan: dict[str, Any]
-    directory: Path
-    gpu: str | None
-    timer: CpuTimer
-    calibrations: dict[str, dict[str, float]]
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the plan of the run lies."""
-    parser.addoption("--plan", type=Path, help="file with the plan of a run; `python -m perf run` writes it")
-
-
-def _plan(config: pytest.Config) -> dict[str, Any]:
-    if config.option.plan is None:
-        raise pytest.UsageError("the units of the perf suite are run by `python -m perf run`.")
-    return json.loads(config.option.plan.read_text(encoding="utf-8"))
-
-
-def _gpu(config: pytest.Config) -> str | None:
-    return getattr(config, "workerinput", {}).get("gpu")
+    """How the options of a run reach its workers."""
+    parser.addoption("--run-options", help="JSON that `python -m perf run` writes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Show a worker the one GPU that it owns, before torch looks for GPUs."""
-    if (gpu := _gpu(config)) is not None:
+    if (gpu := getattr(config, "workerinput", {}).get("gpu")) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+
+
+def _options(config: pytest.Config) -> Options:
+    if config.option.run_options is None:
+        raise pytest.UsageError("the units of the perf suite are run by `python -m perf run`.")
+    values = json.loads(config.option.run_options)
+    device, quick, *lists = (values[name] for name in ("device", "quick", "only", "modes", "providers"))
+    return Options(device, quick, *map(tuple, lists))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each unit of the plan."""
     if "unit" in metafunc.fixturenames:
-        units = _plan(metafunc.config)["units"]
-        metafunc.parametrize("unit", units, ids=[unit["id"] for unit in units])
+        metafunc.parametrize("unit", make_plan(_options(metafunc.config)), ids=unit_id)
 
 
 @pytest.fixture(scope="session")
-def worker(pytestconfig: pytest.Config) -> Worker:
-    """The state of this worker."""
+def options(pytestconfig: pytest.Config) -> Options:
+    """Those of the run, with the providers that take part."""
+    return _options(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def timer(options: Options) -> CpuTimer:
+    """That of this worker's device."""
     import torch._functorch.config as functorch_config
 
     from perf.suite import timing
 
     # Backward passes are run more than once, which buffers that Inductor gives away would not survive.
     functorch_config.donated_buffer = False
-    plan = _plan(pytestconfig)
-    timer = timing.CudaTimer() if plan["device"] == "cuda" else timing.CpuTimer()
-    return Worker(plan, pytestconfig.option.plan.parent, _gpu(pytestconfig), timer, {})
+    return timing.CudaTimer() if options.device == "cuda" else timing.CpuTimer()

@@ -10,17 +10,11 @@ step and what is prepared before the clock runs:
     jvp                y and y_dot = df(x_dot, weight_dot, bias_dot)
     hvp                the Hessian of sum(y * y_bar) times (x_dot, weight_dot, bias_dot), and the gradient
     double_backward    cotangents of x, weight and y_bar for one of x_bar; x_bar is there already
-
-The minimum of bytes of a mode reads every full-size operand once and writes every result once, parameters and
-statistics included. A public call may take several operators: `torch.func.jvp` computes y first, and then y_dot from x
-and x_dot, which reads x twice.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -35,7 +29,7 @@ if TYPE_CHECKING:
     from perf.workloads import Workload
 
     Step = Callable[[], Any]
-    Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+    Function = Callable[..., Any]
 
 # Which of the tensors of the size of x a mode takes beside x.
 OPERANDS = {
@@ -61,7 +55,7 @@ _DROPOUT_PASSES = {"backward": 2, "forward_backward": 4}
 
 
 def minimum_bytes(workload: Workload, mode: str) -> int:
-    """Bytes of `mode` of `workload` at least."""
+    """Bytes of `mode` of `workload` at least: each operand read once, each result written once."""
     full, params, statistics = _PASSES[mode]
     if workload.op in {"log_softmax", "dropout"}:
         passes = _DROPOUT_PASSES.get(mode, full) if workload.op == "dropout" else full
@@ -71,8 +65,7 @@ def minimum_bytes(workload: Workload, mode: str) -> int:
     return full * workload.pass_bytes + params * workload.num_params * ITEMSIZES[workload.param_dtype] + rows
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One set of tensors: the input, its parameters, and tangents and cotangents where the mode takes them.
 
     Attributes:
@@ -89,21 +82,10 @@ class Sample:
     x_bar_bar: Tensor | None = None
     constants: tuple[Tensor, ...] = ()
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        """The sample with `function` applied to every tensor."""
-        values: Any = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        mapped: Any = optree.tree_map(function, values)
-        return Sample(**mapped)
 
-    def with_params(self, dtype: torch.dtype) -> Sample:
-        """The sample with parameters of another dtype."""
-        cast = {name: tuple(x.to(dtype) for x in getattr(self, name)) for name in ("params", "param_dots")}
-        return dataclasses.replace(self, **cast)
-
-
-def make_sample(workload: Workload, mode: str, device: torch.device, seed: int = 0) -> Sample:
-    """Random tensors for `mode` of `workload`; the same ones for the same seed and device."""
-    generator = torch.Generator(device).manual_seed(seed)
+def make_sample(workload: Workload, mode: str, device: torch.device) -> Sample:
+    """Random tensors for `mode` of `workload`; the same ones on the same device."""
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
@@ -130,19 +112,16 @@ def leaves(values: Any) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def make_steps(mode: str, function: Callable[..., Any], wrap: Wrap) -> Callable[[Sample], Step]:
+def make_steps(mode: str, function: Function, wrap: Callable[[Function], Function]) -> Callable[[Sample], Step]:
     """From a function to what makes a step of each set of tensors; what `wrap` compiles is shared by all steps."""
     if mode in _FUNCTIONAL:
         transformed = wrap(_FUNCTIONAL[mode])
-        return lambda sample: (
-            lambda: transformed(
-                function,
-                (sample.x, *sample.params),
-                (sample.x_dot, *sample.param_dots),
-                sample.y_bar,
-                sample.constants,
-            )
-        )
+
+        def make_functional(sample: Sample) -> Step:
+            x, params, param_dots, y_bar, x_dot, _, constants = sample
+            return lambda: transformed(function, (x, *params), (x_dot, *param_dots), y_bar, constants)
+
+        return make_functional
     wrapped = wrap(function)
 
     def make(sample: Sample) -> Step:
@@ -153,11 +132,11 @@ def make_steps(mode: str, function: Callable[..., Any], wrap: Wrap) -> Callable[
     return make
 
 
-def _jvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor | None, constants: tuple) -> Any:
+def _jvp(function: Function, primals: tuple, tangents: tuple, y_bar: Tensor | None, constants: tuple) -> Any:
     return torch.func.jvp(lambda *primals: function(*primals, *constants), primals, tangents)
 
 
-def _hvp(function: Callable[..., Any], primals: tuple, tangents: tuple, y_bar: Tensor, constants: tuple) -> Any:
+def _hvp(function: Function, primals: tuple, tangents: tuple, y_bar: Tensor, constants: tuple) -> Any:
     def gradient(*primals: Tensor) -> Any:
         return torch.func.vjp(lambda *primals: function(*primals, *constants), *primals)[1](y_bar)
 
@@ -169,9 +148,7 @@ def _backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) -> Step
     return lambda: torch.autograd.grad(y, inputs, sample.y_bar, retain_graph=True)
 
 
-def _double_backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) -> Step:
-    if sample.y_bar is None:
-        raise ValueError("double_backward: the sample must have y_bar.")
+def _double_backward(forward: Step, inputs: tuple[Tensor, ...], sample: Any) -> Step:
     y_bar = sample.y_bar.detach().requires_grad_()
     (x_bar,) = torch.autograd.grad(forward(), inputs[:1], y_bar, create_graph=True)
     # The bias does not enter x_bar.
@@ -180,8 +157,8 @@ def _double_backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) 
 
 
 # Modes of torch.func take plain tensors; the others differentiate with respect to leaves.
-_FUNCTIONAL: dict[str, Callable[..., Any]] = {"jvp": _jvp, "hvp": _hvp}
-_REVERSE = {
+_FUNCTIONAL: dict[str, Function] = {"jvp": _jvp, "hvp": _hvp}
+_REVERSE: dict[str, Callable[..., Step]] = {
     "forward": lambda forward, inputs, sample: forward,
     "backward": _backward,
     "forward_backward": lambda forward, inputs, sample: lambda: torch.autograd.grad(forward(), inputs, sample.y_bar),

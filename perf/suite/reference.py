@@ -13,21 +13,22 @@ for all results of a call, with about p of it zero.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import optree
 import torch
 
-from perf.suite.modes import Sample, leaves, make_steps
-from perf.workloads import CHANNEL_OPS, DROPOUT_P
+from perf.suite.modes import leaves, make_steps
+from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
+    from perf.suite.modes import Sample
     from perf.workloads import Workload
 
-EPS = 1e-5
 # Largest error over the largest value of a result. A dozen roundings to the input's dtype pass: torch composes
 # derivatives of kernels that round in between. A formula that is wrong misses by tens of percent.
 TOLERANCES = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
@@ -70,87 +71,63 @@ def errors(
         mode: In which mode.
         sample: From which tensors.
         results: What the step of each provider returned.
-        chunk_elements: How much is computed at a time.
+        chunk_elements: How much of the truth is computed at a time.
 
     Returns:
         Names of providers and errors; infinite where a result is not finite or not of the right structure.
     """
-    found = {name: leaves(result) for name, result in results.items()}
     if workload.op == "dropout":
-        return {name: _dropout_error(mode, sample, tensors, chunk_elements) for name, tensors in found.items()}
-    meters = {name: [_Meter() for _ in tensors] for name, tensors in found.items()}
-    sums: dict[int, Tensor] = {}
-    broken: set[str] = set()
-    for where, chunk in _chunks(workload, sample, chunk_elements):
-        truth = leaves(make_steps(mode, formula(workload), lambda function: function)(chunk)())
-        broken |= {name for name, tensors in found.items() if [t.dim() for t in tensors] != [t.dim() for t in truth]}
-        for i, exact in enumerate(truth):
-            if exact.dim() < len(workload.shape) and workload.op not in CHANNEL_OPS:
-                # A derivative of a parameter: every chunk has its share of it.
-                sums[i] = sums[i] + exact if i in sums else exact
-                continue
-            for name in found.keys() - broken:
-                meters[name][i].compare(found[name][i][where if exact.dim() > 1 else where[1:]], exact)
-    for i, exact in sums.items():
-        for name in found.keys() - broken:
-            meters[name][i].compare(found[name][i], exact)
-    return {name: math.inf if name in broken else _error(meters[name]) for name in found}
+        return {name: _dropout_error(mode, sample, leaves(result)) for name, result in results.items()}
+    truth = _truth(workload, mode, sample, chunk_elements)
+    return {name: _error(leaves(result), truth) for name, result in results.items()}
 
 
-def _chunks(workload: Workload, sample: Sample, chunk_elements: int) -> Iterator[tuple[tuple[slice, ...], Sample]]:
+def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -> list[Tensor]:
+    """The results in float64."""
     axis = 1 if workload.op in CHANNEL_OPS else 0
     size = workload.shape[axis]
-    step = max(size * chunk_elements // workload.num_elements, 1)
-    for start in range(0, size, step):
-        index = (slice(None),) * axis + (slice(start, start + step),)
+    width = max(size * chunk_elements // workload.num_elements, 1)
+    chunks: list[list[Tensor]] = []
+    for start in range(0, size, width):
+        index = (slice(None),) * axis + (slice(start, start + width),)
 
         def cut(value: Tensor, index: tuple[slice, ...] = index) -> Tensor:
             # Parameters belong to channels, and to no rows.
             return value[index if value.dim() > 1 else index[1:]].detach().double()
 
-        yield index, sample.map(cut)
+        chunk: Any = optree.tree_map(cut, cast("Any", sample))
+        step = make_steps(mode, formula(workload), lambda function: function)(chunk)
+        chunks.append([value.detach() for value in leaves(step())])
+
+    def whole(parts: Sequence[Tensor]) -> Tensor:
+        if parts[0].dim() > 1:
+            return torch.cat(list(parts), axis)
+        # Of a derivative of a parameter every chunk of rows has its share, one of channels the values themselves.
+        return torch.cat(list(parts)) if axis else torch.stack(list(parts)).sum(0)
+
+    return [whole(parts) for parts in zip(*chunks, strict=True)]
 
 
-def _dropout_error(mode: str, sample: Sample, tensors: Sequence[Tensor], chunk_elements: int) -> float:
+def _dropout_error(mode: str, sample: Sample, found: Sequence[Tensor]) -> float:
     named = {"forward": (sample.x,), "jvp": (sample.x, sample.x_dot)}.get(mode, (sample.y_bar,))
     operands = [operand for operand in named if operand is not None]
-    if [tensor.shape for tensor in tensors] != [operand.shape for operand in operands]:
+    if [value.shape for value in found] != [operand.shape for operand in operands]:
         return math.inf
-    meters = [_Meter() for _ in tensors]
-    rows = max(chunk_elements * len(sample.x) // sample.x.numel(), 1)
-    num_kept = num_drawn = 0
-    for start in range(0, len(sample.x), rows):
-        chunk = slice(start, start + rows)
-        values = [operand[chunk].double() for operand in operands]
-        # Where the operand is zero, nothing tells what was drawn.
-        told, kept = values[0] != 0, tensors[0][chunk] != 0
-        num_drawn, num_kept = num_drawn + told.sum().item(), num_kept + (kept & told).sum().item()
-        for meter, tensor, value in zip(meters, tensors, values, strict=True):
-            meter.compare(tensor[chunk] * told, value * (kept & told) / (1 - DROPOUT_P))
-    deviation = math.sqrt(num_drawn * DROPOUT_P * (1 - DROPOUT_P))
-    if abs(num_kept - num_drawn * (1 - DROPOUT_P)) > DROPOUT_DEVIATIONS * deviation:
+    # Where the operand is zero, nothing tells what was drawn.
+    told, kept = operands[0] != 0, found[0] != 0
+    drawn, dropped = told.sum().item(), (told & ~kept).sum().item()
+    if abs(dropped - drawn * DROPOUT_P) > DROPOUT_DEVIATIONS * math.sqrt(drawn * DROPOUT_P * (1 - DROPOUT_P)):
         return math.inf
-    return _error(meters)
+    return _error(found, [operand.double() * (kept | ~told) / (1 - DROPOUT_P) for operand in operands])
 
 
-class _Meter:
-    """Largest difference and largest value so far, left on the device until the end."""
-
-    def __init__(self) -> None:
-        self.pairs: list[Tensor] = []
-
-    def compare(self, value: Tensor, exact: Tensor) -> None:
-        if value.shape != exact.shape:
-            exact = exact.new_tensor([math.nan])
-        self.pairs.append(torch.stack([(value.detach().double() - exact).abs().amax(), exact.abs().amax()]))
-
-    def error(self) -> float:
-        # A NaN is the largest of all.
-        difference, scale = torch.stack(self.pairs).amax(0).tolist() if self.pairs else (math.nan, 1.0)
-        # Results that are zero throughout, as the tangent of bias_bar, are measured in units of one.
-        return difference / (scale or 1.0)
-
-
-def _error(meters: Sequence[_Meter]) -> float:
-    found = [meter.error() for meter in meters]
-    return max(found) if all(map(math.isfinite, found)) else math.inf
+def _error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    if [value.shape for value in found] != [exact.shape for exact in truth]:
+        return math.inf
+    off, scales = (
+        torch.stack([value.abs().amax() for value in values])
+        for values in ([value.detach() - exact for value, exact in zip(found, truth, strict=True)], truth)
+    )
+    # Results that are zero throughout, as the tangent of bias_bar, are measured in units of one. A NaN is the largest.
+    worst = (off / scales.where(scales > 0, 1.0)).amax().item()
+    return worst if math.isfinite(worst) else math.inf

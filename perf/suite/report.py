@@ -7,12 +7,12 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from perf.suite.results import OK, SKIPPED, WRONG, check_writable, load, write_json
-from perf.suite.targets import FASTEST, by_case, is_gpu, speedup, speedups, verdicts
+from perf.suite.results import OK, WRONG, load, write_json
+from perf.suite.targets import FASTEST, by_case, speedup, speedups, verdicts
 from perf.workloads import CHANNEL_OPS, OURS, PROVIDERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -23,36 +23,26 @@ if TYPE_CHECKING:
 DPI = 150
 # Readable with every common kind of color blindness, and apart in gray.
 _SHADES = ("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#c0392b", "#7d4fa3", "#8c6d46", "#777777")
-COLORS = dict(zip(PROVIDERS, _SHADES, strict=True)) | {FASTEST: "#c0392b", "copy": "#999999"}
+COLORS = dict(zip(PROVIDERS, _SHADES, strict=True)) | {FASTEST: "#c0392b"}
 _BASIS = """
 A target is met if every shape of the suite that it speaks of was measured and reaches it, and not met if one does \
 not, or is wrong or fails."""
 
 
 def print_summary(result: dict[str, Any]) -> None:
-    """Print the means, and everything of this package that is not right."""
+    """Print the means, and everything that is not right."""
     print(f"{result['device']['name']}: {len(result['rows'])} rows in {result['seconds']['total']:.0f} s")
-    print(f"{'mode':<18}{'against':<28}{'speed-up':>9}{'least':>7}{'cases':>7}")
-    for (mode, against), values in speedups(result).items():
-        print(f"{mode:<18}{against:<28}{statistics.geometric_mean(values):>9.2f}{min(values):>7.2f}{len(values):>7}")
-    for row in result["rows"]:
-        if row["provider"] == OURS and row["status"] not in {OK, SKIPPED}:
-            print(f"{row['status'].upper()}: {row['workload']}: {row['mode']}: {row['message']}")
+    for line in (*_speedups(result), *_failures(result)):
+        print(line)
     print(", ".join(f"{count} {status}" for status, count in Counter(row["status"] for row in result["rows"]).items()))
-    if not result["complete"]:
-        print("The run is not complete: see the rows that are skipped.")
 
 
 def write_report(path: Path, directory: Path) -> Path:
-    """Write the page of the result at `path`, its plots and a copy of it into `directory`; return the page.
-
-    Raises:
-        ResultError: If there is no result file of this schema, or nothing can be written into the directory.
-    """
+    """Write the page of the result at `path`, its plots and a copy of it into `directory`; return the page."""
     result = load(path)
-    device = result["device"] or {"name": "no device"}
-    name = re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-") if is_gpu(result) else "cpu"
-    check_writable(directory / f"{name}.json")
+    device = result["device"]
+    name = "cpu" if device["type"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-")
+    directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / f"{name}.json", result)
     figures = [_speedup_plot(result, directory / f"{name}-speedup.png")]
     for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
@@ -63,53 +53,64 @@ def write_report(path: Path, directory: Path) -> Path:
     return page
 
 
+def _table(headings: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {headings} |\n" + "|---" * (headings.count("|") + 1) + "|"
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+
+
 def _page(result: dict[str, Any], figures: list[str]) -> Iterator[str]:
-    yield f"# Measured on {(result['device'] or {'name': 'no device'})['name']}\n"
+    yield f"# Measured on {result['device']['name']}\n"
     yield (
         "Written by `python -m perf report`; [performance.md](../performance.md) says how it is measured and what the "
         "columns mean.\n"
     )
     yield from _circumstances(result)
-    yield "\n## Targets\n\n| target | figure | |\n|---|---|---|"
-    for verdict in verdicts(result):
-        yield f"| {verdict.target} | {verdict.figure} | {verdict.text} |"
+    yield "\n## Targets\n"
+    yield from _table("target | figure |", verdicts(result))
     yield _BASIS
     yield "\n## Speed-ups\n\nGeometric means over the cases in which both sides are right, and the least of them.\n"
-    yield "| mode | against | mean | least | cases |\n|---|---|---|---|---|"
-    for (mode, against), values in speedups(result).items():
-        name = "fastest of all others" if against == FASTEST else against
-        yield f"| {mode} | {name} | {statistics.geometric_mean(values):.2f} | {min(values):.2f} | {len(values)} |"
+    yield from _speedups(result)
     yield from (f"\n![{name}]({name}.png)" for name in figures)
     yield from _cases(result)
     yield from _failures(result)
     if result["overhead"]:
         yield "\n## Overhead of the front end\n"
         yield "Time of a call over that of the same through `torch.library.custom_op`.\n"
-        yield "| what | ratio | p20 to p80 | limit | |\n|---|---|---|---|---|"
-        for name, found in result["overhead"]["modes"].items():
-            spread = f"{found['ratio_p20']:.2f} to {found['ratio_p80']:.2f}"
-            verdict = "ok" if found["ratio"] <= found["limit"] else "MISSED"
-            yield f"| {name} | {found['ratio']:.2f} | {spread} | {found['limit']:.1f} | {verdict} |"
+        modes = result["overhead"]["modes"]
+        yield from _table("what | ratio | p20 to p80 | limit |", (_overhead(name, modes[name]) for name in modes))
+
+
+def _overhead(name: str, found: dict[str, float]) -> list[str]:
+    verdict = "ok" if found["ratio"] <= found["limit"] else "MISSED"
+    spread = f"{found['ratio_p20']:.2f} to {found['ratio_p80']:.2f}"
+    return [name, f"{found['ratio']:.2f}", spread, f"{found['limit']:.1f}", verdict]
+
+
+def _speedups(result: dict[str, Any]) -> Iterator[str]:
+    found = [
+        (mode, against, f"{statistics.geometric_mean(values):.2f}", f"{min(values):.2f}", str(len(values)))
+        for (mode, against), values in speedups(result).items()
+    ]
+    return _table("mode | against | mean | least | cases", found)
 
 
 def _circumstances(result: dict[str, Any]) -> Iterator[str]:
-    environment, package = result["environment"] or {}, result["package"]
-    packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
-    yield f"{result['created'][:10]}, Python {environment.get('python')}, {packages}."
-    cores = f"{environment.get('threads')} threads on {environment.get('cores')} cores"
-    clock = "" if is_gpu(result) else f", timed in {environment.get('clock')}"
+    environment, package = result["environment"], result["package"]
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    yield f"{result['created'][:10]}, Python {environment['python']}, {packages}."
+    on_gpu = result["device"]["type"] == "cuda"
+    cores = f"{environment['threads']} threads on {environment['cores']} cores"
+    clock = "" if on_gpu else f", timed in {environment['clock']}"
     seconds = result["seconds"]["total"]
-    yield f"Processor: {cores} ({environment.get('processor')}){clock}. The run took {seconds:.0f} s."
+    yield f"Processor: {cores} ({environment['processor']}){clock}. The run took {seconds:.0f} s."
     revision = "not from a checkout" if package["revision"] is None else f"revision {package['revision'][:12]}"
     changed = " with changes that are not committed" if package["dirty"] else ""
     yield f"Package: version {package['version']}, {revision}{changed}."
-    if len(gpus := (result["device"] or {}).get("gpus", [])) > 1:
-        yield f"Measured on {len(gpus)} GPUs of this kind ({', '.join(gpus)}); each row of the data says on which."
     for gpu, asked in result["clocks"].items():
         sm, memory = (sorted(float(s[name].split()[0]) for s in asked) for name in ("clocks.sm", "clocks.mem"))
         clocks = f"SM clock {sm[0]:g} to {sm[-1]:g} MHz, memory {memory[0]:g} to {memory[-1]:g} MHz"
         yield f"GPU {gpu}: driver {asked[0]['driver_version']}, {clocks}."
-    if is_gpu(result) and not result["clocks"]:
+    if on_gpu and not result["clocks"]:
         yield "Clocks: not known, NVML could not be asked."
     missing = [f"{name} ({reason})" for name, reason in result["providers"].items() if reason]
     if missing:
@@ -123,25 +124,27 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
     cases = by_case(result["rows"])
     on_device = any(row["device_us"] for row in result["rows"])
     others = [name for name, reason in result["providers"].items() if name != OURS and not reason]
-    columns = ["us", "p20 to p80", "GB/s", "of copy", *(("call us", "launches", "peak MB") if on_device else ())]
+    columns = ["us", "p20 to p80", "GB/s", "of copy", *(("call us", "peak MB") if on_device else ())]
     headings = ["workload", *columns, *(f"against {name}" for name in others), "error"]
     for mode in dict.fromkeys(mode for _, mode in cases):
         yield f"\n## {mode}\n"
-        yield "| " + " | ".join(headings) + " |\n|" + "---|" * len(headings)
+        rows = []
         for (workload, other), case in cases.items():
-            if other == mode and OURS in case and case[OURS]["status"] != SKIPPED:
-                row = case[OURS]
-                cells = _cells(row)[: len(columns)] if row["status"] == OK else [row["status"]]
-                cells += [""] * (len(columns) - len(cells)) + [_other(case, name) for name in others]
-                yield "| " + " | ".join([workload, *cells, _number(row["error"], ".1e")]) + " |"
+            if other == mode and OURS in case:
+                cells = _cells(case[OURS])[: len(columns)]
+                rows.append([workload, *cells, *(_other(case, name) for name in others)])
+                rows[-1].append(_number(case[OURS]["error"], ".1e"))
+        yield from _table(" | ".join(headings), rows)
 
 
 def _cells(row: Row) -> list[str]:
     """The figures of a row of this package, those of a device last."""
+    if row["status"] != OK:
+        return [row["status"], *[""] * 5]
     times = _times(row)
     cells = [f"{times['median']:.1f}", f"{times['p20']:.1f} to {times['p80']:.1f}", _number(row["gbps"], ".1f")]
     cells += [_number(row["fraction_of_copy"], ".2f"), f"{row['call_us']['median']:.1f}"]
-    return [*cells, _number(row["launches"], "d"), _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f")]
+    return [*cells, _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f")]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -169,7 +172,7 @@ def _other(case: Case, name: str) -> str:
 
 
 def _failures(result: dict[str, Any]) -> Iterator[str]:
-    """What is wrong, cannot be done or was skipped, grouped by what was said about it."""
+    """What is wrong or cannot be done, grouped by what was said about it."""
     said: dict[tuple[str, str, str], list[Row]] = {}
     for row in result["rows"]:
         # A row that is right may have something to say too: why it has no device time.
@@ -177,12 +180,13 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
             # Sizes of errors differ from case to case; the largest is shown.
             message = "" if row["status"] == WRONG else row["message"]
             said.setdefault((row["provider"], row["status"], message), []).append(row)
-    if said:
+    rows = []
+    for (name, status, message), found in said.items():
+        text = " ".join((_wrong(found) if status == WRONG else message).split()).replace("|", "\\|")
+        rows.append([name, status, str(len(found)), f"{found[0]['workload']}: {found[0]['mode']}", text[:200]])
+    if rows:
         yield "\n## What others cannot do, what is wrong, and what was left out\n"
-        yield "| provider | | cases | first of them | message |\n|---|---|---|---|---|"
-    for (name, status, message), rows in said.items():
-        text = " ".join((_wrong(rows) if status == WRONG else message).split()).replace("|", "\\|")
-        yield f"| {name} | {status} | {len(rows)} | {rows[0]['workload']}: {rows[0]['mode']} | {text[:200]} |"
+        yield from _table("provider | | cases | first of them | message", rows)
 
 
 def _wrong(rows: list[Row]) -> str:
@@ -196,21 +200,23 @@ def _wrong(rows: list[Row]) -> str:
 # Plots.
 
 
-def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
-    """Minimum bytes over time against columns, one panel for each op; None where nothing has a bandwidth."""
+def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
-    rows = [r for r in result["rows"] if r["mode"] == mode and r["status"] == OK and r["gbps"] is not None]
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
+    """Minimum bytes over time against columns, one panel for each op; None where nothing has a bandwidth."""
+    rows = [row for row in result["rows"] if row["mode"] == mode and row["gbps"] is not None]
     if not (ops := list(dict.fromkeys(row["op"] for row in rows))):
         return None
-    figure = Figure(figsize=(3.6 * len(ops) + 1.0, 4.2), dpi=DPI, layout="constrained")
+    figure = _figure(3.6 * len(ops) + 1.0, 4.2)
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for op, panel in zip(ops, panels, strict=True):
         _bandwidth_panel(panel, op, [row for row in rows if row["op"] == op])
-    # Once all panels are drawn: a limit that is set ends the search for the others.
     panels[0].set_ylim(bottom=0)
-    time = "device time" if any(row["device_us"] for row in rows) else "call time"
-    panels[0].set_ylabel(f"GB/s (minimum bytes over {time})")
+    panels[0].set_ylabel("GB/s (minimum bytes over time)")
     handles = {label: h for p in panels for h, label in zip(*p.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.suptitle(f"{mode.replace('_', ' ')} on {result['device']['name']}", fontsize=12)
@@ -226,16 +232,13 @@ def _bandwidth_panel(panel: Axes, op: str, rows: list[Row]) -> None:
 
     for name in dict.fromkeys(row["provider"] for row in rows):
         own = [row for row in rows if row["provider"] == name]
-        style = {"color": COLORS[name], "zorder": 3 if name == OURS else 2}
-        panel.plot(*middle(own, "gbps"), linewidth=1.4 if name == OURS else 0.9, alpha=0.7, label=name, **style)
+        panel.plot(*middle(own, "gbps"), alpha=0.7, label=name, color=COLORS[name])
         for row in own:
-            panel.plot(row["columns"], row["gbps"], "s" if row["layout"] else "o", markersize=4.5, **style)
-    panel.plot(*middle(rows, "copy_gbps"), "--_", color=COLORS["copy"], zorder=1, label="copy of as many bytes")
+            panel.plot(row["columns"], row["gbps"], "s" if row["layout"] else "o", markersize=4.5, color=COLORS[name])
+    panel.plot(*middle(rows, "copy_gbps"), "--_", color="#999999", zorder=1, label="copy of as many bytes")
     if any(row["layout"] for row in rows):
         panel.plot([], [], "s", color="#444444", markersize=5, label="channels_last")
     panel.set_xscale("log", base=2)
-    if len(columns := {row["columns"] for row in rows}) == 1:
-        panel.set_xlim(min(columns) / 2, min(columns) * 2)
     panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
     panel.set_title(op.replace("_", " "), fontsize=10)
     panel.grid(alpha=0.25)
@@ -243,13 +246,11 @@ def _bandwidth_panel(panel: Axes, op: str, rows: list[Row]) -> None:
 
 def _speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
     """Bars of geometric means for each mode, and a dot for each case; None where there is nothing to compare with."""
-    from matplotlib.figure import Figure
-
     found = speedups(result)
     modes, sides = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
     if not sides:
         return None
-    figure = Figure(figsize=(min(max(0.55 * len(modes) * len(sides) + 2, 6.4), 12), 4.4), dpi=DPI, layout="constrained")
+    figure = _figure(min(max(0.55 * len(modes) * len(sides) + 2, 6.4), 12), 4.4)
     axes = figure.subplots()
     width = 0.8 / len(sides)
     for (mode, against), values in found.items():
@@ -260,16 +261,13 @@ def _speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
         # In one line at the foot, where no dot hides them.
         axes.text(place, 0.015, f"{mean:.2f}", transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
     for against in sides:
-        name = "fastest of all others" if against == FASTEST else against
-        axes.bar(0, 0, bottom=1.0, color=COLORS[against], label=f"against {name}")
+        axes.bar(0, 0, bottom=1.0, color=COLORS[against], label=f"against {against}")
     axes.axhline(1.0, color="#444444", linewidth=1)
     axes.set_yscale("log", base=2)
     axes.margins(y=0.12)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks(range(len(modes)), [mode.replace("_", "\n") for mode in modes])
     axes.set_ylabel("times as fast (bar: geometric mean)")
     axes.set_title(f"primitives against others on {result['device']['name']}", fontsize=12)
-    axes.grid(axis="y", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=len(sides), frameon=False, fontsize=9)
     figure.savefig(path)
     return path

@@ -7,13 +7,9 @@ is compared has seen the same clock and the same neighbors.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import itertools
 import math
-import statistics
-import sys
 import time
 import timeit
 from dataclasses import dataclass
@@ -34,7 +30,6 @@ CACHES_PER_ROTATION = 3
 MAX_SETS = 256
 MAX_CALLS = 400
 MIN_ROUNDS = 5
-WARM_UP_SECONDS = 0.2
 CALIBRATION_SECONDS = 0.05
 # Long enough that what comes before the first kernel of a replay, one or two microseconds, is a thousandth of it.
 GRAPH_SECONDS = 1.5e-3
@@ -42,16 +37,10 @@ GRAPH_SECONDS = 1.5e-3
 MAX_GRAPH_CALLS = 128
 # No kernel takes less, however small.
 SHORTEST_SECONDS = 2e-6
-# Cycles that keep the device busy while the events and the replay are queued up behind: 50 microseconds for a call, and
-# half a microsecond for each node of the graph. A sleep that ends too soon would count as time of the kernels.
-SLEEP_CYCLES, NODE_CYCLES = 100_000, 1_000
-# Where the nodes cannot be counted: as many as the longest eager chains have.
-UNKNOWN_LAUNCHES = 60
+# Cycles for which the device is kept busy while the events and a replay are queued up: 50 microseconds at first.
+SLEEP_CYCLES, MAX_SLEEP_CYCLES = 100_000, 25_600_000
 # Triton and Inductor tune, and cuBLAS allocates, in the first calls; neither may happen in a capture.
 CALLS_BEFORE_CAPTURE = 3
-# Parameters of glibc's mallopt: how much free memory at the end of the heap goes back to the system, and how many large
-# allocations may be mappings of their own.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 
 
 @dataclass(frozen=True)
@@ -62,8 +51,6 @@ class Prepared:
     # Replayed for the device time.
     graph: Any = None
     graph_calls: int = 0
-    # Kernels, copies and memsets of a step, if the driver says.
-    launches: int | None = None
     # Why there is no graph where there should be one.
     obstacle: str | None = None
 
@@ -86,7 +73,6 @@ class CpuTimer:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        keep_freed_memory()
 
     def num_sets(self, set_bytes: int) -> int:
         """Sets of tensors: one, as in training a call finds in the cache what the call before has left there."""
@@ -117,22 +103,6 @@ class CpuTimer:
     def wait(self) -> None:
         """Return when the device is idle; raises what went wrong on it since the last time."""
 
-    def release(self) -> None:
-        """Give memory back that nobody holds."""
-        gc.collect()
-
-
-def keep_freed_memory() -> None:
-    """Have the process keep the memory that it frees, where its C library is glibc.
-
-    Otherwise it follows from what was allocated before whether a call finds its output's memory at hand, or fetches it
-    from the system page by page, which takes as long as layer norm itself.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, -1)
-        mallopt(_MMAP_MAX, 0)
-
 
 class CudaTimer(CpuTimer):
     """Replays CUDA graphs whose steps go round over sets of tensors, on the GPU that the worker owns.
@@ -157,6 +127,7 @@ class CudaTimer(CpuTimer):
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
         self.cache_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        self.sleep_cycles = SLEEP_CYCLES
 
     def num_sets(self, set_bytes: int) -> int:
         """Sets that are three times as large as the L2 cache together."""
@@ -171,34 +142,24 @@ class CudaTimer(CpuTimer):
         for step in [*steps, *[steps[0]] * CALLS_BEFORE_CAPTURE]:
             step()
         self.wait()
-        obstacle = "an earlier capture failed in this process" if self.unfit else self._waits(steps[0])
-        if obstacle is not None:
-            return Prepared(steps, obstacle=obstacle)
+        if self.unfit:
+            return Prepared(steps, obstacle="an earlier capture failed in this process")
+        graph = torch.cuda.CUDAGraph()
         calls = max(len(steps), min(math.ceil(GRAPH_SECONDS / max(seconds, SHORTEST_SECONDS)), MAX_GRAPH_CALLS))
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # Whatever it is, the step works without a capture, as the calls above have shown.
         try:
-            self._capture(graph, steps, calls)
-        # Whatever it is, the step works without a capture, as the calls above have shown. The end of a failed capture
-        # raises over the reason why it failed.
-        except Exception as error:
+            torch.cuda.set_sync_debug_mode("error")
+            steps[0]()
+            torch.cuda.set_sync_debug_mode("default")
             self.unfit = True
-            return Prepared(steps, obstacle=describe(error.__context__ or error))
-        graph.instantiate()
-        nodes = _graph_nodes(graph)
-        return Prepared(steps, graph, calls, None if nodes is None else round(nodes / calls))
-
-    def _waits(self, step: Step) -> str | None:
-        """What torch says if a step waits for the device, which no capture allows; None if it does not."""
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        # Only torch knows the type; that a step without this mode raises nothing was seen before.
+            self._capture(graph, steps, calls)
+            self.unfit = False
         except Exception as error:
-            return describe(error)
+            # The end of a failed capture raises over the reason why it failed.
+            return Prepared(steps, obstacle=describe(error.__context__ or error))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        self.wait()
-        return None
+        return Prepared(steps, graph, calls)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, steps: Sequence[Step], calls: int) -> None:
         results: list[Any] = [None] * len(steps)
@@ -213,14 +174,18 @@ class CudaTimer(CpuTimer):
 
     def device_seconds(self, prepared: Prepared) -> float:
         """Seconds of a step in a replay, between two events that wait with it behind a busy device."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        launches = UNKNOWN_LAUNCHES if prepared.launches is None else prepared.launches
-        torch.cuda._sleep(SLEEP_CYCLES + NODE_CYCLES * launches * prepared.graph_calls)
-        start.record()
-        prepared.graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3 / prepared.graph_calls
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(self.sleep_cycles)
+            start.record()
+            prepared.graph.replay()
+            end.record()
+            # A sleep that ends too soon would count as time of the kernels.
+            too_soon = start.query() and self.sleep_cycles < MAX_SLEEP_CYCLES
+            end.synchronize()
+            if not too_soon:
+                return start.elapsed_time(end) * 1e-3 / prepared.graph_calls
+            self.sleep_cycles *= 2
 
     def peak_bytes(self, prepared: Prepared) -> int | None:
         """Memory that the allocator handed out at most during a step, beyond what was in use before."""
@@ -234,26 +199,11 @@ class CudaTimer(CpuTimer):
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
 
-    def release(self) -> None:
-        """Destroy graphs that nobody holds, and give cached memory back to other processes."""
-        gc.collect()
-        torch.cuda.empty_cache()
 
-
-def _graph_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
-    """Nodes of a captured graph: kernels, copies, memsets. None where the driver is not NVIDIA's."""
-    count = ctypes.c_size_t()
-    with contextlib.suppress(OSError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)) == 0:
-            return count.value
-    return None
-
-
-def describe(error: BaseException, characters: int = 500) -> str:
+def describe(error: BaseException) -> str:
     """Type and first paragraph of an error, short enough for a table."""
     text = str(error).strip().split("\n\n")[0]
-    return f"{type(error).__name__}: {text}"[:characters]
+    return f"{type(error).__name__}: {text}"[:500]
 
 
 def calls_per_sample(seconds: float, sample_seconds: float) -> int:
@@ -262,12 +212,10 @@ def calls_per_sample(seconds: float, sample_seconds: float) -> int:
 
 
 def spread(samples: Sequence[float], unit: float = 1.0) -> Spread:
-    """Median, 20 % and 80 % quantiles, and number of at least one sample, in `unit`."""
-    low, _, _, high = statistics.quantiles(
-        samples if len(samples) > 1 else [*samples, *samples], n=5, method="inclusive"
-    )
-    middle = statistics.median(samples)
-    return {"median": middle * unit, "p20": low * unit, "p80": high * unit, "samples": len(samples)}
+    """Median, 20 % and 80 % quantiles, and number of samples, in `unit`."""
+    parts = torch.tensor((0.2, 0.5, 0.8), dtype=torch.float64)
+    low, middle, high = torch.tensor(samples, dtype=torch.float64).mul(unit).quantile(parts).tolist()
+    return {"median": middle, "p20": low, "p80": high, "samples": len(samples)}
 
 
 def interleave(
@@ -304,38 +252,26 @@ def interleave(
     return samples
 
 
-def warm_up(samplers: Mapping[str, Callable[[], float]], seconds: float) -> dict[str, float]:
-    """Run all providers in turn until `seconds` have passed, at least twice, and say how long the last samples took."""
-    samples = interleave(samplers, seconds, sys.maxsize, min_rounds=2)
-    return {name: taken[-1] for name, taken in samples.items()}
-
-
-def calibrate(timer: CpuTimer, total_bytes: int) -> dict[str, float]:
-    """Bandwidths in GB/s of moving `total_bytes`, all reads and writes: copied, only read, two reads for one write.
+def copy_speed(timer: CpuTimer, total_bytes: int) -> float:
+    """GB/s of a copy that moves `total_bytes`, all reads and writes.
 
     Raises:
         RuntimeError: If a copy cannot be captured; a fraction of its speed would mean nothing then.
     """
 
-    def tensors(parts: int) -> list[torch.Tensor]:
-        return [torch.ones(max(total_bytes // parts // 4, 1), device=timer.device) for _ in range(parts)]
+    def tensor() -> torch.Tensor:
+        return torch.ones(max(total_bytes // 2 // 4, 1), device=timer.device)
 
-    kinds: dict[str, tuple[int, Callable[..., Any]]] = {
-        "copy_gbps": (2, lambda source, target: target.copy_(source)),
-        "read_gbps": (1, torch.sum),
-        "two_reads_one_write_gbps": (3, lambda first, second, target: torch.add(first, second, out=target)),
-    }
-    samplers: dict[str, Callable[[], float]] = {}
-    for name, (parts, operate) in kinds.items():
-        steps = [partial(operate, *tensors(parts)) for _ in range(timer.num_sets(total_bytes))]
-        # Any bandwidth of this order sizes the samples well enough.
-        prepared = timer.prepare(steps, total_bytes / 4e12)
-        if prepared.obstacle is not None:
-            raise RuntimeError(f"calibration: no copy can be captured: {prepared.obstacle}.")
-        samplers[name] = partial(timer.device_seconds, prepared)
-        if not timer.has_device_time:
-            calls = calls_per_sample(timer.call_seconds(prepared, 1), timer.sample_seconds)
-            samplers[name] = partial(timer.call_seconds, prepared, calls)
-    warm_up(samplers, CALIBRATION_SECONDS / 2)
-    samples = interleave(samplers, CALIBRATION_SECONDS, timer.max_rounds)
-    return {name: total_bytes / statistics.median(taken) / 1e9 for name, taken in samples.items()}
+    steps = [partial(tensor().copy_, tensor()) for _ in range(timer.num_sets(total_bytes))]
+    # Any bandwidth of this order sizes the samples well enough.
+    prepared = timer.prepare(steps, total_bytes / 4e12)
+    if prepared.obstacle is not None:
+        raise RuntimeError(f"copy_speed: no copy can be captured: {prepared.obstacle}.")
+    take = partial(timer.device_seconds, prepared)
+    if not timer.has_device_time:
+        take = partial(
+            timer.call_seconds, prepared, calls_per_sample(timer.call_seconds(prepared, 1), timer.sample_seconds)
+        )
+    # The first half is for warming up.
+    _, samples = (interleave({"copy": take}, CALIBRATION_SECONDS / 2, timer.max_rounds) for _ in range(2))
+    return total_bytes / spread(samples["copy"])["median"] / 1e9

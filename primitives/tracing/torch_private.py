@@ -14,6 +14,7 @@ from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import functional_utils
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -200,9 +201,23 @@ def is_computed(x: Tensor) -> bool:
 
 def bottom(x: Tensor) -> Tensor:
     """What the transforms of `torch.func` have wrapped."""
+    return unbatched(x)[0]
+
+
+def unbatched(x: Tensor) -> tuple[Tensor, list[int]]:
+    """What the transforms of `torch.func` have wrapped, and the levels of its batch axes, the outermost first."""
+    levels: list[int] = []
     while is_in_a_transform(x):
+        if _functorch.is_batchedtensor(x):
+            levels.insert(0, _functorch.maybe_get_level(x))
         x = _functorch.get_unwrapped(x)
-    return x
+    return x, levels
+
+
+def levels_that_draw_differently() -> list[int]:
+    """Levels of the `vmap`s with `randomness="different"`, the outermost first."""
+    vmaps = [i for i in retrieve_all_functorch_interpreters() if isinstance(i, VmapInterpreter)]
+    return sorted(i.level() for i in vmaps if i.randomness() == "different")
 
 
 def differentiated_outside(values: Sequence[Any]) -> bool:

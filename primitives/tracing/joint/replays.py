@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from primitives.tracing.errors import TraceError
 from primitives.tracing.lines import current_line
-from primitives.tracing.random.operations import arguments_of, draws_nothing
-from primitives.tracing.random.rng import innermost_replay, is_random
+from primitives.tracing.random.operations import arguments_of, draws_nothing, is_random
+from primitives.tracing.random.rng import innermost_replay
 from primitives.tracing.recompute import replaying_checkpoints
 from primitives.tracing.torch_private import is_tracing
 

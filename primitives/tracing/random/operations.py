@@ -1,7 +1,11 @@
-"""Which random operation of torch draws what: one entry for each, in terms of `draws`.
+"""What torch's random operations draw, made of Philox words: one function for each operation.
 
-An entry is a function `(source, arguments) -> result`, where the arguments of the operation come by the names of its
-schema. In-place operations write their result into their first argument.
+A source is a function `(size) -> words`: random integers in `[0, 2**32)`, int64, of the size asked for. Every operation
+takes a fixed number of words per element of its result: docs/tracing/functionalize_rng.md has the table. torch's own
+definitions (`torch._refs`) draw uniform numbers in the dtype of the result, of which bfloat16 has 256.
+
+References:
+    Box, Muller, "A note on the generation of random normal deviates", Ann. Math. Statist. 29, 1958.
 """
 
 from __future__ import annotations
@@ -12,24 +16,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.tracing.random import draws
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from primitives.tracing.random.draws import Source
+    Source = Callable[[Sequence[Any]], Tensor]
 
-__all__ = ["FILLING", "NEVER_DRAWING", "OPERATIONS", "WHOLE", "arguments_of", "device_of", "draws_nothing"]
+__all__ = ["FILLING", "OPERATIONS", "WHOLE", "arguments_of", "device_of", "draws_nothing", "is_random"]
 
+_WORD = 2**32
+# Largest number of bits of which every integer, and every multiple of 2**-bits below 1, is a number of the dtype.
+_MANTISSA_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+_REAL_DTYPES = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_INT64_VALUES = 2**63
 # These carry torch's mark of randomness and draw nothing.
-NEVER_DRAWING = frozenset(
+_NEVER_DRAWING = frozenset(
     {"_flash_attention_forward_no_dropout_inplace", "_fused_sdp_choice", "_nested_tensor_softmax_with_shape"}
 )
 
-# These draw for a whole tensor at once; every other one draws for each element.
-WHOLE = frozenset({"multinomial", "randperm"})
+
+# Calls.
+
+
+@functools.cache
+def is_random(func: Any) -> bool:
+    """Whether an operator draws random numbers, if its arguments do not say that it has nothing to draw."""
+    if func._schema.name.removeprefix("aten::") in _NEVER_DRAWING:
+        return False
+    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    return takes_generator or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def arguments_of(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -42,14 +58,10 @@ def arguments_of(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, An
 
 def draws_nothing(a: dict[str, Any]) -> bool:
     """Whether the arguments of a call say that it has nothing to draw."""
-    for name in ("train", "training"):
-        # None means training.
-        if a.get(name, True) is False:
-            return True
-    for name in ("dropout_p", "dropout"):
-        if name in a:
-            return a[name] == 0
-    return False
+    # In `train`, None means training.
+    if a.get("train", True) is False or a.get("training", True) is False:
+        return True
+    return next((a[name] == 0 for name in ("dropout_p", "dropout") if name in a), False)
 
 
 def device_of(a: dict[str, Any]) -> torch.device:
@@ -71,63 +83,160 @@ def _placed(values: Tensor, a: dict[str, Any]) -> Tensor:
     return values.pin_memory() if a.get("pin_memory") else values
 
 
-def _made(a: dict[str, Any], draw: Callable[[Sequence[Any], torch.dtype], Tensor], default: Any = None) -> Tensor:
-    """What `draw(size, dtype)` draws, of the size that is asked for or like a tensor."""
+def _require(op: str, holds: Any, requirement: str, got: Any) -> None:
+    """Raise what torch raises for a parameter out of range, unless the requirement holds."""
+    if not holds:
+        raise RuntimeError(f"{op}: {requirement}, got {got}.")
+
+
+# Numbers.
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """`words >> bits`, by a name that works on a `DTensor` too: the operator leaves that as it is."""
+    return torch.bitwise_right_shift(words, bits)
+
+
+def _standard_uniform(source: Source, size: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1); of complex ones both parts."""
+    if dtype in _REAL_DTYPES:
+        return torch.view_as_complex(_standard_uniform(source, (*size, 2), _REAL_DTYPES[dtype]))
+    bits = _MANTISSA_BITS[dtype]
+    if bits > 32:
+        words = source((*size, 2))
+        integer = words[..., 0] * 2 ** (bits - 32) + _shifted(words[..., 1], 64 - bits)
+    else:
+        integer = _shifted(source(size), 32 - bits)
+    return integer.to(dtype) * 2.0**-bits
+
+
+def _inner_uniform(source: Source, size: Sequence[Any]) -> Tensor:
+    """Uniform float64 numbers in (0, 1): where distribution functions have an inverse."""
+    return (source(size).to(torch.float64) + 0.5) / _WORD
+
+
+def _standard_normal(source: Source, size: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Normal numbers of mean 0 and variance 1; a complex one has half of it in either part."""
+    if dtype in _REAL_DTYPES:
+        parts = _standard_normal(source, (*size, 2), _REAL_DTYPES[dtype])
+        return torch.view_as_complex(parts * math.sqrt(0.5))
+    if dtype == torch.float64:
+        u, v = (_standard_uniform(source, (*size, 2), dtype)).unbind(-1)
+        u = 1.0 - u
+    else:
+        words = source((*size, 2))
+        u, v = (words[..., 0] + 1).to(torch.float32) / _WORD, words[..., 1].to(torch.float32) / _WORD
+    return ((-2.0 * u.log()).sqrt() * (v * (2.0 * math.pi)).cos()).to(dtype)
+
+
+def _integers(source: Source, size: Sequence[Any], low: Any, high: Any) -> Tensor:
+    """Integers in [low, high), int64."""
+    if not isinstance(high, torch.Tensor):
+        _require("randint", low < high, "the range must not be empty", f"[{low}, {high})")
+        _require("randint", high - low <= _INT64_VALUES, "the range must have at most 2**63 values", f"[{low}, {high})")
+    words = source((*size, 2))
+    # 32 bits of one word and 31 of the other, so that the sign stays out of it.
+    bits = words[..., 0] * 2**31 + _shifted(words[..., 1], 1)
+    if isinstance(high, int) and high - low == _INT64_VALUES:
+        return bits + low
+    return bits % (high - low) + low
+
+
+# Operations, each a function of a source and of the arguments of a call by name.
+
+
+def _made(draw: Callable[..., Tensor], source: Source, a: dict[str, Any], default: Any = None) -> Tensor:
+    """What `draw(source, size, dtype)` draws, of the size that is asked for or like a tensor."""
     if "self" not in a:
-        return _placed(draw(a["size"], _dtype(a, default)), a)
+        return _placed(draw(source, a["size"], _dtype(a, default)), a)
     x = a["self"]
     options = {name: a[name] for name in ("dtype", "device", "memory_format") if a.get(name) is not None}
-    return torch.empty_like(x, **options).copy_(draw(x.shape, _dtype(a, x.dtype)))
-
-
-def _rand(source: Source, a: dict[str, Any]) -> Tensor:
-    return _made(a, functools.partial(draws.standard_uniform, source))
-
-
-def _randn(source: Source, a: dict[str, Any]) -> Tensor:
-    return _made(a, functools.partial(draws.standard_normal, source))
+    return torch.empty_like(x, **options).copy_(draw(source, x.shape, _dtype(a, x.dtype)))
 
 
 def _randint(source: Source, a: dict[str, Any]) -> Tensor:
-    low, high = a.get("low", 0), a["high"]
-    return _made(a, lambda size, dtype: draws.integers(source, size, low, high).to(dtype), torch.int64)
+    def draw(source: Source, size: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return _integers(source, size, a.get("low", 0), a["high"]).to(dtype)
+
+    return _made(draw, source, a, torch.int64)
+
+
+def _random(source: Source, a: dict[str, Any]) -> Tensor:
+    """Integers up to the largest that the dtype counts to exactly, if there is no limit."""
+    dtype, high = a["self"].dtype, a.get("to")
+    if high is None and dtype.is_floating_point:
+        high = 2 ** _MANTISSA_BITS[dtype] + 1
+    elif high is None:
+        high = 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
+    return _integers(source, a["self"].shape, a.get("from", 0), high)
 
 
 def _randperm(source: Source, a: dict[str, Any]) -> Tensor:
-    keys = draws.integers(source, (a["n"],), 0, draws.INT64_VALUES)
+    keys = _integers(source, (a["n"],), 0, _INT64_VALUES)
     return _placed(keys.argsort(stable=True).to(_dtype(a, torch.int64)), a)
 
 
 def _bernoulli(source: Source, a: dict[str, Any]) -> Tensor:
-    return draws.bernoulli(source, a["self"].shape, a.get("p", a["self"]))
+    p, size = a.get("p", a["self"]), a["self"].shape
+    if isinstance(p, torch.Tensor):
+        return source(size) < p.to(torch.float64) * _WORD
+    _require("bernoulli", 0.0 <= p <= 1.0, "p must be in [0, 1]", p)
+    return source(size) < math.ceil(p * _WORD)
 
 
-def _normal_of(source: Source, a: dict[str, Any]) -> Tensor:
-    """`torch.normal`, in which mean and standard deviation may be tensors."""
+def _uniform(source: Source, a: dict[str, Any]) -> Tensor:
+    low, high = a["from"], a["to"]
+    _require("uniform", low <= high, "the lower bound must not exceed the upper one", f"[{low}, {high})")
+    return _standard_uniform(source, a["self"].shape, a["self"].dtype) * (high - low) + low
+
+
+def _normal(source: Source, a: dict[str, Any]) -> Tensor:
+    """Of a size or a tensor to fill, or of means and standard deviations that are tensors."""
     mean, std = a["mean"], a["std"]
     tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
     if not tensors:
-        draws.require("normal", std >= 0.0, "the standard deviation must not be negative", std)
-        return _placed(draws.standard_normal(source, a["size"], _dtype(a)) * std + mean, a)
-    shape = torch.broadcast_shapes(*(value.shape for value in tensors))
-    dtype = tensors[0].dtype if len(tensors) == 1 else torch.promote_types(mean.dtype, std.dtype)
-    return (draws.standard_normal(source, shape, dtype) * std + mean).to(dtype)
+        _require("normal", std >= 0.0, "the standard deviation must not be negative", std)
+        size, dtype = (a["size"], _dtype(a)) if "size" in a else (a["self"].shape, a["self"].dtype)
+    else:
+        size = torch.broadcast_shapes(*(value.shape for value in tensors))
+        dtype = tensors[0].dtype if len(tensors) == 1 else torch.promote_types(mean.dtype, std.dtype)
+    return _placed((_standard_normal(source, size, dtype) * std + mean).to(dtype), a)
+
+
+def _exponential(source: Source, a: dict[str, Any]) -> Tensor:
+    """Never 0, so that its logarithm is finite."""
+    _require("exponential", a["lambd"] > 0.0, "lambd must be positive", a["lambd"])
+    values = (-_inner_uniform(source, a["self"].shape).log() / a["lambd"]).to(a["self"].dtype)
+    return values.clamp_min(torch.finfo(values.dtype).tiny)
+
+
+def _geometric(source: Source, a: dict[str, Any]) -> Tensor:
+    """Number of trials up to the first success, at least 1."""
+    p = a["p"]
+    _require("geometric", 0.0 < p <= 1.0, "p must be in (0, 1]", p)
+    log_failure = math.log1p(-p) if p < 1.0 else -math.inf
+    return (_inner_uniform(source, a["self"].shape).log() / log_failure).ceil().clamp_min(1.0)
+
+
+def _cauchy(source: Source, a: dict[str, Any]) -> Tensor:
+    _require("cauchy", a["sigma"] > 0.0, "sigma must be positive", a["sigma"])
+    return (math.pi * (_inner_uniform(source, a["self"].shape) - 0.5)).tan() * a["sigma"] + a["median"]
 
 
 def _multinomial(source: Source, a: dict[str, Any]) -> Tensor:
     weights, count = a["self"].to(torch.float64), a["num_samples"]
     if a.get("replacement"):
         total = weights.cumsum(-1)
-        points = draws.standard_uniform(source, (*weights.shape[:-1], count), torch.float64) * total[..., -1:]
+        points = _standard_uniform(source, (*weights.shape[:-1], count), torch.float64) * total[..., -1:]
         return torch.searchsorted(total, points, right=True).clamp_max(weights.shape[-1] - 1)
-    draws.require("multinomial", count <= weights.shape[-1], "num_samples must not exceed the categories", count)
+    _require("multinomial", count <= weights.shape[-1], "num_samples must not exceed the categories", count)
     # The largest of weights over exponential numbers are a sample without replacement.
-    return (weights / draws.exponential(source, weights, 1.0)).topk(count, -1).indices
+    return (weights / _exponential(source, {"self": weights, "lambd": 1.0})).topk(count, -1).indices
 
 
 def _native_dropout(source: Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     x, p = a["input"], a["p"]
-    kept = source(x.shape) >= math.ceil(p * draws.WORD)
+    kept = source(x.shape) >= math.ceil(p * _WORD)
     noise = kept.to(torch.promote_types(x.dtype, torch.float32)) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
     return torch.empty_like(x).copy_(x * noise), torch.empty_like(x, dtype=torch.bool).copy_(kept)
 
@@ -135,7 +244,7 @@ def _native_dropout(source: Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def _rrelu(source: Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and slopes of the randomized leaky rectifier."""
     x = a["self"]
-    slope = torch.where(x <= 0, draws.uniform(source, x, a["lower"], a["upper"]), 1.0)
+    slope = torch.where(x <= 0, _uniform(source, {"self": x, "from": a["lower"], "to": a["upper"]}), 1.0)
     return x * slope, slope
 
 
@@ -145,59 +254,32 @@ def _rrelu_with_noise(source: Source, a: dict[str, Any]) -> Tensor:
     return output
 
 
-def _filled(draw: Callable[..., Tensor], *names: str) -> Callable[[Source, dict[str, Any]], Tensor]:
-    """Entry of an operation of `FILLING` whose further arguments are called `names`."""
-
-    def operation(source: Source, a: dict[str, Any]) -> Tensor:
-        return draw(source, a["self"], *[a[name] for name in names])
-
-    return operation
-
-
-def _normal(source: Source, a: dict[str, Any]) -> Tensor:
-    return draws.normal(source, a["self"], a["mean"], a["std"]) if "self" in a else _normal_of(source, a)
-
-
-def _random(source: Source, a: dict[str, Any]) -> Tensor:
-    return draws.random(source, a["self"], a.get("from", 0), a.get("to"))
-
-
-# The results of these have the values alone: what holds them is `self`, or is made like it.
-FILLING = frozenset(
-    {
-        "bernoulli",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "normal",
-        "normal_functional",
-        "random",
-        "rrelu_with_noise",
-        "uniform",
-    }
-)
-
-# By the name of the operation without the underscore of its in-place form.
-OPERATIONS: dict[str, Callable[[Source, dict[str, Any]], Any]] = {
+# These draw for a whole tensor at once; every other one draws for each element.
+WHOLE = frozenset({"multinomial", "randperm"})
+# By the name of the operation without the underscore of its in-place form. The results of the first ones have the
+# values alone: what holds them is `self`, or is made like it.
+FILLING: dict[str, Callable[[Source, dict[str, Any]], Any]] = {
     "bernoulli": _bernoulli,
-    "cauchy": _filled(draws.cauchy, "median", "sigma"),
-    "exponential": _filled(draws.exponential, "lambd"),
-    "geometric": _filled(draws.geometric, "p"),
-    "log_normal": _filled(draws.log_normal, "mean", "std"),
+    "cauchy": _cauchy,
+    "exponential": _exponential,
+    "geometric": _geometric,
+    "log_normal": lambda source, a: _normal(source, a).exp(),
+    "normal": _normal,
+    "normal_functional": _normal,
+    "random": _random,
+    "rrelu_with_noise": _rrelu_with_noise,
+    "uniform": _uniform,
+}
+OPERATIONS = {
+    **FILLING,
     "multinomial": _multinomial,
     "native_dropout": _native_dropout,
-    "normal": _normal,
-    "normal_functional": _filled(draws.normal, "mean", "std"),
-    "rand": _rand,
-    "rand_like": _rand,
+    "rand": functools.partial(_made, _standard_uniform),
+    "rand_like": functools.partial(_made, _standard_uniform),
     "randint": _randint,
     "randint_like": _randint,
-    "randn": _randn,
-    "randn_like": _randn,
-    "random": _random,
+    "randn": functools.partial(_made, _standard_normal),
+    "randn_like": functools.partial(_made, _standard_normal),
     "randperm": _randperm,
-    "rrelu_with_noise": _rrelu_with_noise,
     "rrelu_with_noise_functional": _rrelu,
-    "uniform": _filled(draws.uniform, "from", "to"),
 }

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._C import _functorch  # type: ignore[attr-defined] - no stub
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
 from primitives.ops._philox import WORDS_PER_BLOCK
 from primitives.ops.philox import philox_p
+from primitives.tracing import torch_private
 from primitives.tracing.errors import errors_in_trace
 from primitives.tracing.random.operations import (
     FILLING,
-    NEVER_DRAWING,
     OPERATIONS,
     WHOLE,
     arguments_of,
     device_of,
     draws_nothing,
+    is_random,
 )
 from primitives.tracing.recompute import replaying_checkpoints
 
@@ -70,8 +69,8 @@ def _checked(state: Any) -> PhiloxState:
     if not isinstance(state, tuple) or len(state) != len(PhiloxState._fields):
         raise DtypeError(f"functionalize_rng: state must be a PhiloxState, got {type(state).__name__}.")
     for name, value in zip(PhiloxState._fields, state, strict=True):
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
-            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        got = getattr(value, "dtype", type(value).__name__)
+        if got != torch.int64:
             raise DtypeError(f"functionalize_rng: state.{name} must be an int64 tensor, got {got}.")
         if value.dim():
             raise ShapeError(
@@ -110,11 +109,16 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         super().__init__()
         self._given = _checked(state)
         seed, offset = self._given
-        if any(map(_functorch.is_functorch_wrapped_tensor, self._given)):
-            # Either of the two may be batched without the other.
+        if any(map(torch_private.is_in_a_transform, self._given)):
+            # Either of the two may be batched without the other. A result has its batch axes first, and so has a random
+            # operation, which arrives below the transforms.
             seed, offset = seed + 0 * offset, offset + 0 * seed
-        (self._seed, levels), (self._offset, _) = _unwrapped(seed), _unwrapped(offset)
-        _require_different(levels)
+        (self._seed, levels), (self._offset, _) = torch_private.unbatched(seed), torch_private.unbatched(offset)
+        if levels and torch_private.levels_that_draw_differently()[: len(levels)] != levels:
+            raise RuntimeError(
+                'functionalize_rng: vmap over states must have randomness="different", and the outermost vmap that has '
+                "it must be one over states."
+            )
         self._batch = self._seed.shape
         self._num_blocks: Any = 0
         self._contexts: list[contextlib.ExitStack] = []
@@ -166,8 +170,7 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
             return composed
         if stem in WHOLE and self._batch:
             raise MissingRuleError(f"functionalize_rng: {func} has no rule for vmap over states. Draw it outside vmap.")
-        mesh, source = _mesh_of(a), functools.partial(self._words, device_of(a))
-        result = operation(source if mesh is None else _distributed(source, mesh), a)
+        result = operation(_of_all_ranks(functools.partial(self._words, device_of(a)), a), a)
         if in_place:
             return a["self"].copy_(result)
         if a.get("out") is not None:
@@ -182,15 +185,10 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
                 f"functionalize_rng: under vmap over {list(self._batch)} states, a random operation drew {list(size)}."
             )
         # The first draw of all begins at the offset itself.
-        offset = (
-            self._offset
-            if isinstance(self._num_blocks, int) and not self._num_blocks
-            else self._offset + self._num_blocks
-        )
+        is_first = isinstance(self._num_blocks, int) and not self._num_blocks
+        offset = self._offset if is_first else self._offset + self._num_blocks
         words = philox_p(self._seed.to(device), offset.to(device), rest)
-        count = 1
-        for length in rest:
-            count = count * length
+        count = math.prod(rest)
         self._num_blocks = self._num_blocks + (count + WORDS_PER_BLOCK - 1) // WORDS_PER_BLOCK
         return words
 
@@ -207,34 +205,9 @@ def innermost_replay() -> Callable[[], rng_mode] | None:
     return None if mode is None else mode.replay()
 
 
-def _unwrapped(value: Tensor) -> tuple[Tensor, list[int]]:
-    """What the transforms of `torch.func` have wrapped, and the levels of its batch axes, the outermost first.
-
-    The value is a result of an operation, which has these axes first. So has a random operation, which arrives below
-    the transforms.
-    """
-    levels: list[int] = []
-    while _functorch.is_functorch_wrapped_tensor(value):
-        if _functorch.is_batchedtensor(value):
-            levels.insert(0, _functorch.maybe_get_level(value))
-        value = _functorch.get_unwrapped(value)
-    return value, levels
-
-
-def _require_different(levels: list[int]) -> None:
-    """Raise unless the batch axes of a state, which have these levels, are the first of a random operation."""
-    stack = retrieve_all_functorch_interpreters() if levels else ()
-    different = [i.level() for i in stack if isinstance(i, VmapInterpreter) and i.randomness() == "different"]
-    if sorted(different)[: len(levels)] != levels:
-        raise RuntimeError(
-            'functionalize_rng: vmap over states must have randomness="different", and the outermost vmap that has '
-            "it must be one over states."
-        )
-
-
 def _draws_inside(kind: Any) -> bool:
     """Whether a subclass runs its operations on the tensors inside, where each draws its own numbers."""
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, (FunctionalTensor, *_distributed_kinds()))
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, _distributed_kinds())
 
 
 def _distributed_kinds() -> tuple[type, ...]:
@@ -243,26 +216,10 @@ def _distributed_kinds() -> tuple[type, ...]:
     return () if module is None else (module.DTensor,)
 
 
-def _mesh_of(a: dict[str, Any]) -> Any:
-    """The mesh of a `DTensor` among arguments, or `None`."""
-    kinds = _distributed_kinds()
-    return next((x.device_mesh for x in a.values() if kinds and isinstance(x, kinds)), None)
-
-
-def _distributed(source: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def _of_all_ranks(source: Callable[..., Any], a: dict[str, Any]) -> Callable[..., Any]:
     """Words for the whole of a `DTensor` on every rank, so that its numbers do not depend on how it is sharded."""
-    (kind,) = _distributed_kinds()
-    replicated: Any = kind.from_local  # type: ignore[attr-defined] - of the class that was imported
-    return lambda size: replicated(source(size), mesh, run_check=False)
-
-
-@functools.cache
-def is_random(func: Any) -> bool:
-    """Whether an operator draws random numbers, if its arguments do not say that it has nothing to draw."""
-    if func._schema.name.removeprefix("aten::") in NEVER_DRAWING:
-        return False
-    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
-    return takes_generator or torch.Tag.nondeterministic_seeded in func.tags
+    x = next((x for x in a.values() if isinstance(x, _distributed_kinds())), None)
+    return source if x is None else lambda size: type(x).from_local(source(size), x.device_mesh, run_check=False)
 
 
 def functionalize_rng(fn: Callable[..., Any]) -> Callable[..., tuple[Any, PhiloxState]]:
