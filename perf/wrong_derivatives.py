@@ -1,18 +1,18 @@
-"""Which nested derivatives torch gets wrong, measured against float64 formulas; writes the page in docs/.
+"""Which nested derivatives torch gets wrong, measured against float64 formulas: prints the page in docs/.
 
-Run: `python -m perf.wrong_derivatives [--order N] [--output docs/wrong_derivatives.md]`. Without `--output` the page
-goes to standard output.
+Run: `python -m perf.wrong_derivatives > docs/wrong_derivatives.md`.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import itertools
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.func import jacfwd, jacrev
 
 import primitives as pr
@@ -21,10 +21,9 @@ from primitives.decompositions import differentiate_through
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
 # Float64 rounding in these small examples stays far below, and no wrong derivative comes near.
 TOLERANCE = 1e-8
+MAX_ORDER = 3
 TRANSFORMS = {"jacfwd": jacfwd, "jacrev": jacrev}
 
 PAGE = """# Derivatives that torch gets wrong
@@ -35,7 +34,7 @@ written out in plain arithmetic, in float64. An error above {tolerance:.0e} coun
 say "raises", the wrong number comes silently. Nestings read from the outside in: `jacrev(jacfwd)` differentiates a
 forward-mode derivative in reverse mode.
 
-torch {version}, CPU. Written by `python -m perf.wrong_derivatives --output docs/wrong_derivatives.md`.
+torch {version}, CPU. Written by `python -m perf.wrong_derivatives > docs/wrong_derivatives.md`.
 
 {summary}
 
@@ -51,36 +50,20 @@ instead.
 """
 
 
-class Operation(NamedTuple):
-    """One operation three ways: torch's, this package's, and in plain arithmetic."""
-
-    torch: Callable[[Tensor], Tensor]
-    here: Callable[[Tensor], Tensor]
-    truth: Callable[[Tensor], Tensor]
-
-
-def _operation(name: str, truth: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> Operation:
-    first, second = getattr(torch.nn.functional, name), getattr(pr.functional, name)
-    return Operation(lambda x: first(x, *args, **options), lambda x: second(x, *args, **options), truth)
-
-
 def _standardized(x: Tensor, axis: int) -> Tensor:
     centered = x - x.mean(axis, keepdim=True)
     return centered / (centered.square().mean(axis, keepdim=True) + 1e-5).sqrt()
 
 
-# As functions of a matrix `[4, 3]`.
-OPERATIONS = {
-    "layer norm": _operation("layer_norm", lambda x: _standardized(x, 1), (3,)),
-    "batch norm (training)": _operation("batch_norm", lambda x: _standardized(x, 0), None, None, training=True),
-    "log-softmax": _operation("log_softmax", lambda x: x - x.exp().sum(1, keepdim=True).log(), 1),
+# For torch's functions or this package's, an operation on a matrix `[4, 3]`; and the same in plain arithmetic.
+OPERATIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "layer norm": (lambda f, x: f.layer_norm(x, (3,)), lambda x: _standardized(x, 1)),
+    "batch norm (training)": (
+        lambda f, x: f.batch_norm(x, None, None, training=True),
+        lambda x: _standardized(x, 0),
+    ),
+    "log-softmax": (lambda f, x: f.log_softmax(x, 1), lambda x: x - x.exp().sum(1, keepdim=True).log()),
 }
-
-
-def nestings(max_order: int) -> Iterator[tuple[str, ...]]:
-    """Names of the transforms of every nesting up to `max_order`, outermost first."""
-    for order in range(1, max_order + 1):
-        yield from itertools.product(TRANSFORMS, repeat=order)
 
 
 def _nested(function: Callable[[Tensor], Tensor], weights: Tensor, nesting: tuple[str, ...]) -> Callable:
@@ -93,26 +76,27 @@ def _nested(function: Callable[[Tensor], Tensor], weights: Tensor, nesting: tupl
     return result
 
 
-def _error(function: Callable, x: Tensor, weights: Tensor, nesting: tuple[str, ...], truth: Tensor) -> float | str:
-    try:
-        value = _nested(function, weights, nesting)(x)
-    except (RuntimeError, NotImplementedError) as error:
-        return f"raises {type(error).__name__}"
-    return ((value - truth).abs().max() / truth.abs().max()).item()
-
-
-def measure(operation: Operation, max_order: int) -> dict[tuple[str, ...], dict[str, float | str]]:
-    """Relative error of each provider in each nesting."""
+def measure(name: str) -> Iterator[tuple[tuple[str, ...], list[float | str]]]:
+    """For every nesting, outermost transform first, the errors of torch, of this package, and of torch decomposed."""
     generator = torch.Generator().manual_seed(0)
     x, weights = (torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in range(2))
-    results = {}
-    for nesting in nestings(max_order):
-        truth = _nested(operation.truth, weights, nesting)(x)
-        row = {name: _error(getattr(operation, name), x, weights, nesting, truth) for name in ("torch", "here")}
-        with differentiate_through():
-            row["decomposed"] = _error(operation.torch, x, weights, nesting, truth)
-        results[nesting] = row
-    return results
+    operation, plain = OPERATIONS[name]
+    providers = (
+        (torch.nn.functional, contextlib.nullcontext),
+        (pr.functional, contextlib.nullcontext),
+        (torch.nn.functional, differentiate_through),
+    )
+    for nesting in (word for n in range(1, MAX_ORDER + 1) for word in itertools.product(TRANSFORMS, repeat=n)):
+        truth = _nested(plain, weights, nesting)(x)
+        errors: list[float | str] = []
+        for functions, context in providers:
+            try:
+                with context():
+                    value = _nested(partial(operation, functions), weights, nesting)(x)
+                errors.append(((value - truth).abs().max() / truth.abs().max()).item())
+            except (RuntimeError, NotImplementedError) as error:
+                errors.append(f"raises {type(error).__name__}")
+        yield nesting, errors
 
 
 def is_right(error: float | str) -> bool:
@@ -125,22 +109,22 @@ def _cell(error: float | str) -> str:
     return text if is_right(error) else f"**{text}**"
 
 
-def page(max_order: int) -> str:
+def page() -> str:
     """The page, in Markdown."""
     summary = ["| | nestings | torch right | here right | decomposed right |", "|---|---|---|---|---|"]
     tables = []
-    for name, operation in OPERATIONS.items():
-        results = measure(operation, max_order)
-        columns = zip(*(row.values() for row in results.values()), strict=True)
+    for name in OPERATIONS:
+        results = list(measure(name))
+        columns = zip(*(errors for _, errors in results), strict=True)
         right = " | ".join(str(sum(map(is_right, column))) for column in columns)
         summary.append(f"| {name} | {len(results)} | {right} |")
         tables.append(f"## {name[0].upper()}{name[1:]}\n\n| nesting | torch | here | decomposed |\n|---|---|---|---|")
-        for nesting, row in results.items():
+        for nesting, errors in results:
             nested = f"{'('.join(nesting)}{')' * (len(nesting) - 1)}"
-            tables.append(f"| `{nested}` | {' | '.join(map(_cell, row.values()))} |")
+            tables.append(f"| `{nested}` | {' | '.join(map(_cell, errors))} |")
         tables.append("")
     return PAGE.format(
-        order=max_order,
+        order=MAX_ORDER,
         tolerance=TOLERANCE,
         version=torch.__version__.split("+")[0],
         summary="\n".join(summary),
@@ -148,21 +132,7 @@ def page(max_order: int) -> str:
     )
 
 
-def main() -> None:
-    """Measure and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--order", type=int, default=3, help="highest order (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="file to write")
-    options = parser.parse_args()
+if __name__ == "__main__":
     # Torch deprecates for its own callers; what counts here is numbers.
     warnings.simplefilter("ignore")
-    text = page(options.order)
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
-        print(f"wrote {options.output}")
-    else:
-        print(text)
-
-
-if __name__ == "__main__":
-    main()
+    print(page(), end="")
