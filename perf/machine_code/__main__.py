@@ -10,7 +10,7 @@ import sys
 
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
-from perf.machine_code.workers import find_keys, make_rows
+from perf.machine_code.workers import in_processes
 from triton_kernels.launch.chips import CHIPS
 
 
@@ -23,7 +23,6 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--folder", type=pathlib.Path, default=TABLE, help="where the table lies")
     options = parser.parse_args(argv)
-    options.check = options.check or options.keys
     if os.environ.get("TRITON_INTERPRET", "0") not in {"", "0"}:
         parser.error("TRITON_INTERPRET must not be set: the interpreter compiles nothing")
     return options
@@ -34,36 +33,33 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     import triton
 
-    version, chips = triton.__version__, options.chip or list(CHIPS)
-    is_of_table = read_version(options.folder) == version
-    needed = find_keys(chips, options.jobs)
-    old = {chip: {row.key: row for row in read_table(chip, options.folder)} for chip in chips}
-    wanted = needed
-    if options.keys:
-        wanted = {chip: {} for chip in chips}
-    elif is_of_table and not (options.all or options.check):
-        wanted = {chip: {key: v for key, v in needed[chip].items() if key not in old[chip]} for chip in chips}
-    made = make_rows(wanted, options.jobs)
-
-    problems = [row for rows in made.values() for row in rows.values() if isinstance(row, str)]
+    chips, jobs, writes = options.chip or list(CHIPS), options.jobs, not (options.check or options.keys)
+    version, of_table = triton.__version__, read_version(options.folder)
+    if not writes and version != of_table:
+        sys.stdout.write(f"The table is of Triton {of_table}, this is {version}: nothing to compare.\n")
+        return 0
+    needed = in_processes([(chip, None) for chip in chips], jobs)
+    problems = []
     for chip in chips:
-        new = {key: row for key, row in made[chip].items() if isinstance(row, Row)}
+        old = {row.key: row for row in read_table(chip, options.folder)}
+        recompiles = options.all or options.check or version != of_table
+        wanted = {} if options.keys else {k: v for k, v in needed[chip].items() if recompiles or k not in old}
+        shares = [{key: wanted[key] for key in list(wanted)[share::jobs]} for share in range(min(jobs, len(wanted)))]
+        made = in_processes([(chip, share) for share in shares], jobs).get(chip, {})
+        problems += [row for row in made.values() if isinstance(row, str)]
         # The case of a row that needs no compiling is the first one of today.
-        kept = {key: row for key, row in old[chip].items() if key in needed[chip] and key not in wanted[chip]}
-        rows = {key: dataclasses.replace(row, case=needed[chip][key][1]) for key, row in kept.items()} | new
-        checked = new if options.check and not is_of_table else rows
-        problems += [problem for row in checked.values() for problem in broken_rules(chip, row, version)]
-        if not options.check:
-            write_table(chip, rows.values(), options.folder)
-        elif is_of_table:
-            problems += [f"{chip}: not in the table: {needed[chip][key]}" for key in needed[chip].keys() - old[chip]]
-            differing = sorted(set(rows.values()) ^ set(old[chip].values()))
-            problems += [f"{chip}: differs from the table: {row}" for row in differing]
-        sys.stdout.write(f"{chip}: {len(needed[chip])} kernels, {len(made[chip])} compiled\n")
-    if not options.check:
-        (options.folder / VERSION_FILE.name).write_text(f"{version}\n")
-    elif not is_of_table:
-        sys.stdout.write(f"The table is of Triton {read_version(options.folder)}, this is {version}: rules alone.\n")
+        kept = [(old[key], case) for key, (_, case) in needed[chip].items() if key in old and key not in wanted]
+        rows = [dataclasses.replace(row, case=case) for row, case in kept]
+        rows += [row for row in made.values() if isinstance(row, Row)]
+        problems += [problem for row in rows for problem in broken_rules(chip, row)]
+        if writes:
+            write_table(chip, rows, options.folder)
+        else:
+            problems += [f"{chip}: not in the table: {needed[chip][key]}" for key in needed[chip].keys() - old]
+            problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old.values()})]
+        sys.stdout.write(f"{chip}: {len(needed[chip])} kernels, {len(made)} compiled\n")
+    if writes:
+        (options.folder / VERSION_FILE).write_text(f"{version}\n")
     sys.stderr.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,11 +62,6 @@ class Shape:
     def param_dtype(self) -> torch.dtype:
         """Dtype of parameters: that of the input, but at least float32 for batch norm."""
         return torch.promote_types(self.torch_dtype, torch.float32) if self.op in CHANNEL_OPS else self.torch_dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the input."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
     def run(self) -> int:
@@ -129,7 +125,7 @@ def cases() -> Iterator[tuple[str, Shape, Callable[[], object]]]:
     """Name, shape and launch of every case; launching allocates tensors that are never touched."""
     for shape in shapes():
         for mode in shape.modes:
-            yield f"{shape} {mode}", shape, lambda shape=shape, mode=mode: launch_mode(shape, mode)
+            yield f"{shape} {mode}", shape, partial(launch_mode, shape, mode)
 
 
 def launch_mode(shape: Shape, mode: str) -> None:
@@ -137,7 +133,7 @@ def launch_mode(shape: Shape, mode: str) -> None:
     # Nobody touches its memory, which a change of its format would.
     memory_format = torch.channels_last if shape.channels_last else torch.contiguous_format
     x = torch.empty(shape.shape, dtype=shape.torch_dtype, memory_format=memory_format)
-    _LAUNCH[shape.op](shape, mode, x)
+    (_launch_evaluation if mode == "evaluation" else _LAUNCH[shape.op])(shape, mode, x)
 
 
 # What the pairing of a norm is asked for in each mode, each as `(with tangents of the parameters, wanted)`. Where the
@@ -157,31 +153,40 @@ _LOG_SOFTMAX_PAIRINGS = {
 }
 
 
-def _launch_layer_norm(shape: Shape, mode: str, x: Tensor) -> None:
-    weight = torch.empty(x.shape[-1], dtype=shape.param_dtype) if shape.affine else None
-    stat = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    params = (weight is not None,) * 2
-    operands = (x, x, weight, stat, stat)
+def _launch_norm(shape: Shape, mode: str, x: Tensor) -> None:  # noqa: C901 - one branch for each mode
+    """Layer norm, or batch norm in training: their launchers differ in the axes that they are told of."""
+    is_rows = shape.op == "layer_norm"
+    first, second = (layer_norm, layer_norm_second_order) if is_rows else (batch_norm, batch_norm_second_order)
+    prefix = "layer_norm" if is_rows else "batch_norm_train"
+    bwd, jvp = getattr(first, f"{prefix}_bwd"), getattr(first, f"{prefix}_jvp")
+    pairing, bwd_jvp = getattr(second, f"{shape.op}_pairing"), getattr(second, f"{shape.op}_bwd_jvp")
+    weight = torch.empty(x.shape[-1 if is_rows else 1], dtype=shape.param_dtype) if shape.affine else None
+    stat = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32)) if is_rows else weight
+    operands, axes, params = (x, x, weight, stat, stat), (1, 0) if is_rows else (0,), (weight is not None,) * 2
     if mode == "forward":
-        layer_norm.layer_norm_fwd(x, weight, weight, 1, 0, EPS)
+        if is_rows:
+            layer_norm.layer_norm_fwd(x, weight, weight, *axes, EPS)
+        for running in () if is_rows else (None, weight):
+            batch_norm.batch_norm_train_fwd(x, weight, weight, running, running, *axes, MOMENTUM, EPS)
     elif mode == "backward":
-        layer_norm.layer_norm_bwd(*operands, 1, 0, (True, *params))
+        bwd(*operands, *axes, (True, *params))
     elif mode == "jvp":
-        layer_norm.layer_norm_jvp(x, weight, stat, stat, x, weight, weight, 1, 0)
+        jvp(*operands[1:], x, weight, weight, *axes)
     elif mode == "hvp":
         # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
         for y_bar_dot in (None, x):
-            layer_norm_second_order.layer_norm_bwd_jvp(*operands, y_bar_dot, x, weight, 1, 0, (True, *params))
+            bwd_jvp(*operands, y_bar_dot, x, weight, *axes, (True, *params))
     elif mode == "x_only":
-        layer_norm.layer_norm_bwd(*operands, 1, 0, (True, False, False))
-        layer_norm_second_order.layer_norm_pairing(*operands, x, None, None, 1, 0, (True, True, *(False,) * 4))
-        layer_norm_second_order.layer_norm_bwd_jvp(*operands, x, x, None, 1, 0, (True, False, False))
+        bwd(*operands, *axes, (True, False, False))
+        if is_rows:
+            pairing(*operands, x, None, None, *axes, (True, True, *(False,) * 4))
+        bwd_jvp(*operands, x if is_rows else None, x, None, *axes, (True, False, False))
     else:
         for with_param_dots, wanted in _PAIRINGS[mode]:
             param_dot = weight if with_param_dots else None
             # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
-            results = [want and (shape.affine or number in {0, 1, 3}) for number, want in enumerate(wanted)]
-            layer_norm_second_order.layer_norm_pairing(*operands, x, param_dot, param_dot, 1, 0, results)
+            results = tuple(want and (shape.affine or number in {0, 1, 3}) for number, want in enumerate(wanted))
+            pairing(*operands, x, param_dot, param_dot, *axes, results)
 
 
 def _launch_log_softmax(shape: Shape, mode: str, x: Tensor) -> None:
@@ -200,41 +205,17 @@ def _launch_log_softmax(shape: Shape, mode: str, x: Tensor) -> None:
         log_softmax_second_order.log_softmax_pairing(x, x, x, dim, wanted)
 
 
-def _launch_batch_norm(shape: Shape, mode: str, x: Tensor) -> None:
+def _launch_evaluation(shape: Shape, mode: str, x: Tensor) -> None:
+    """Of batch norm; only the mode `"evaluation"` differentiates the running statistics."""
     weight = torch.empty(x.shape[1], dtype=shape.param_dtype)
-    operands = (x, x, weight, weight, weight)
-    if mode == "forward":
-        for running in (None, weight):
-            batch_norm.batch_norm_train_fwd(x, weight, weight, running, running, 0, MOMENTUM, EPS)
-    elif mode == "backward":
-        batch_norm.batch_norm_train_bwd(*operands, 0, (True, True, True))
-    elif mode == "jvp":
-        batch_norm.batch_norm_train_jvp(x, weight, weight, weight, x, weight, weight, 0)
-    elif mode == "hvp":
-        for y_bar_dot in (None, x):
-            batch_norm_second_order.batch_norm_bwd_jvp(*operands, y_bar_dot, x, weight, 0, (True, True, True))
-    elif mode == "x_only":
-        batch_norm.batch_norm_train_bwd(*operands, 0, (True, False, False))
-        batch_norm_second_order.batch_norm_bwd_jvp(*operands, None, x, None, 0, (True, False, False))
-    elif mode == "evaluation":
-        batch_norm.batch_norm_eval_fwd(x, weight, weight, weight, weight, 0, EPS)
-        batch_norm.batch_norm_eval_bwd(*operands, 0, EPS, (True,) * 5)
-        batch_norm.batch_norm_eval_jvp(x, weight, weight, weight, x, weight, weight, weight, weight, 0, EPS)
-    else:
-        for with_param_dots, wanted in _PAIRINGS[mode]:
-            param_dot = weight if with_param_dots else None
-            batch_norm_second_order.batch_norm_pairing(*operands, x, param_dot, param_dot, 0, wanted)
-
-
-def _launch_batch_norm_eval(shape: Shape, mode: str, x: Tensor) -> None:
-    """With running statistics, which nobody differentiates."""
-    weight = torch.empty(x.shape[1], dtype=shape.param_dtype)
-    if mode == "forward":
-        batch_norm.batch_norm_eval_fwd(x, weight, weight, weight, weight, 0, EPS)
-    elif mode == "backward":
-        batch_norm.batch_norm_eval_bwd(x, x, weight, weight, weight, 0, EPS, (True, True, True, False, False))
-    else:
-        batch_norm.batch_norm_eval_jvp(x, weight, weight, weight, x, weight, weight, None, None, 0, EPS)
+    operands, has_all = (x, weight, weight, weight), mode == "evaluation"
+    dot = weight if has_all else None
+    if has_all or mode == "forward":
+        batch_norm.batch_norm_eval_fwd(x, weight, *operands[1:], 0, EPS)
+    if has_all or mode == "backward":
+        batch_norm.batch_norm_eval_bwd(x, *operands, 0, EPS, (True, True, True, has_all, has_all))
+    if has_all or mode == "jvp":
+        batch_norm.batch_norm_eval_jvp(*operands, x, weight, weight, dot, dot, 0, EPS)
 
 
 def _launch_dropout(shape: Shape, mode: str, x: Tensor) -> None:
@@ -247,9 +228,9 @@ def _launch_dropout(shape: Shape, mode: str, x: Tensor) -> None:
 
 
 _LAUNCH = {
-    "layer_norm": _launch_layer_norm,
+    "layer_norm": _launch_norm,
     "log_softmax": _launch_log_softmax,
-    "batch_norm": _launch_batch_norm,
-    "batch_norm_eval": _launch_batch_norm_eval,
+    "batch_norm": _launch_norm,
+    "batch_norm_eval": _launch_evaluation,
     "dropout": _launch_dropout,
 }

@@ -47,10 +47,7 @@ class Launch(NamedTuple):
 
     Attributes:
         key: Hash of all that the machine code depends on, and of what is expected of it.
-        kernel: The `Kernel`.
-        grid: Its grid.
-        args: Its positional arguments.
-        constants: Its compile-time constants and options.
+        kernel: The `Kernel`, then its grid, positional arguments, and compile-time constants and options.
         widths: For each tensor among `args`, the widest access that its size and alignment allow to all its elements;
             None for those that are not large.
         register_budget: Registers per thread that the plan counts on.
@@ -74,10 +71,9 @@ class Launch(NamedTuple):
 
 
 class StandInDriver:
-    """Stands in for the driver of a chip, with what Triton asks of one before it loads a kernel."""
+    """Stands in for the driver of a chip of `CHIPS`, with what Triton asks of one before it loads a kernel."""
 
     def __init__(self, chip_name: str) -> None:
-        """Stand in for that of a chip of `CHIPS`."""
         self._chip_name, self._chip = chip_name, CHIPS[chip_name]
         self.utils = self
 
@@ -115,12 +111,9 @@ class StandInDriver:
 
 @contextlib.contextmanager
 def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launch], None]) -> Iterator[None]:
-    """Context in which every launch is handed to `callback` instead, planned and described for the chip.
+    """Context in which every launch is handed to `callback` instead, planned and described for a chip of `CHIPS`.
 
-    Args:
-        chip_name: A key of `CHIPS`.
-        shape: One shape, that of the case under way; the caller sets it.
-        callback: Is given each launch.
+    `shape` holds one shape, that of the case under way; the caller sets it.
     """
     driver = StandInDriver(chip_name)
     triton.runtime.driver.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
@@ -142,7 +135,7 @@ def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launc
 
 
 def _width(tensor: torch.Tensor, shape: Shape) -> int | None:
-    if tensor.nbytes < _LARGE_SHARE * shape.num_bytes:
+    if tensor.nbytes < _LARGE_SHARE * math.prod(shape.shape) * shape.torch_dtype.itemsize:
         return None
     return math.gcd(_MAX_ACCESS_BYTES, shape.run * tensor.element_size(), tensor.data_ptr() % _MAX_ACCESS_BYTES)
 
@@ -165,80 +158,49 @@ def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[s
     return min(chip.registers // threads // 8 * 8, _MAX_REGISTERS[chip_name])
 
 
-def needed_keys(chip_name: str) -> dict[str, tuple[str, str]]:
-    """For every kernel variant that the cases launch on a chip its kernel's name and the first case with it, by key."""
-    return _walk(chip_name, lambda launch, case: (launch.kernel.__name__, case))
-
-
-def compile_keys(
-    chip_name: str, wanted: Callable[[str], bool], case_names: Collection[str] | None = None
-) -> dict[str, Row | str]:
-    """Rows of the kernel variants whose keys are wanted, by key; where the compiler failed, its complaint.
-
-    Args:
-        chip_name: A key of `CHIPS`.
-        wanted: Says whether a key is.
-        case_names: The cases to go through, if not all have to be.
-    """
-
-    def compiled(launch: Launch, case: str) -> Row | str | None:
-        return try_compile(chip_name, launch, case) if wanted(launch.key) else None
-
-    return {key: row for key, row in _walk(chip_name, compiled, case_names).items() if row is not None}
-
-
-def _walk(chip_name: str, visit: Callable, case_names: Collection[str] | None = None) -> dict:
+def walk(
+    chip_name: str, visit: Callable[[Launch, str], Any], case_names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """What `visit` makes of the first launch with each key and of its case; all cases if none are named."""
     found = {}
     current: list[Shape] = []
-    case_name = [""]
+    case_name = ""
 
     def on_launch(launch: Launch) -> None:
         if launch.key not in found:
-            found[launch.key] = visit(launch, case_name[0])
+            found[launch.key] = visit(launch, case_name)
 
     with watch_launches(chip_name, current, on_launch):
-        for name, shape, launch_case in cases():
-            if case_names is None or name in case_names:
-                current[:], case_name[0] = [shape], name
+        for case_name, shape, launch_case in cases():
+            if case_names is None or case_name in case_names:
+                current[:] = [shape]
                 launch_case()
     return found
 
 
 def try_compile(chip_name: str, launch: Launch, case: str) -> Row | str:
-    """The row of a launch, or what the compiler complains of."""
+    """The row of a launch, or what the compiler complains of: it has many ways to fail, and the others are to go on."""
     try:
-        return _compile(chip_name, launch, case)
-    # The compiler has many ways to fail, and the other kernels are to go on.
+        compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
+        registers, spills, local_bytes = usage(chip_name, compiled)
+        loads, stores, narrow = _global_accesses(launch, compiled.asm["llir"])
     except Exception as error:
         return f"{chip_name} {launch.kernel.__name__} ({case}): {type(error).__name__}: {error}"
+    num_warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
+    used = (num_warps, registers, launch.register_budget, spills, local_bytes, shared_bytes)
+    return Row(launch.kernel.__name__, case, *used, loads, stores, narrow, launch.key)
 
 
-def _compile(chip_name: str, launch: Launch, case: str) -> Row:
-    compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
-    llvm_ir = compiled.asm["llir"]
-    registers, spills, local_bytes = usage(chip_name, compiled)
+def _global_accesses(launch: Launch, llvm_ir: str) -> tuple[str, str, int]:
+    """Loads and stores of large tensors by their widths, and how many are narrow."""
     counts = {"load": collections.Counter(), "store": collections.Counter()}
-    narrow = 0
+    # A large tensor whose accesses are not found might be read or written in any way.
+    narrow = sum(n < len(launch.widths) and launch.widths[n] is not None for n in unseen_pointers(llvm_ir))
     for kind, num_bytes, pointer in accesses(llvm_ir):
         # An access that cannot be traced counts as one of a large tensor with nothing in its way.
         width = 16 if pointer is None or pointer >= len(launch.widths) else launch.widths[pointer]
         if width is not None:
             counts[kind][num_bytes] += 1
             narrow += num_bytes < width
-    # A large tensor whose accesses are not found might be read or written in any way.
-    narrow += sum(n < len(launch.widths) and launch.widths[n] is not None for n in unseen_pointers(llvm_ir))
     texts = [" ".join(f"{width}x{count[width]}" for width in sorted(count, reverse=True)) for count in counts.values()]
-    return Row(
-        kernel=launch.kernel.__name__,
-        case=case,
-        num_warps=compiled.metadata.num_warps,
-        registers=registers,
-        register_budget=launch.register_budget,
-        spills=spills,
-        local_bytes=local_bytes,
-        shared_bytes=compiled.metadata.shared,
-        loads=texts[0],
-        stores=texts[1],
-        narrow=narrow,
-        key=launch.key,
-    )
+    return texts[0], texts[1], narrow

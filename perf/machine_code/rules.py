@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from perf.machine_code.table import Row
 
 # On NVIDIA, float64 division and square root are subroutines, around whose calls a few registers go to the stack.
@@ -28,63 +26,17 @@ KNOWN_SPILLS = {
 KNOWN_NARROW = {"batch_norm_statistics_kernel": 1}
 
 
-class ReleaseExceptions(NamedTuple):
-    """What a release of Triton may do beyond what every release may.
-
-    Attributes:
-        spills: Bytes, on AMD registers, by chip, kernel and case.
-        registers: Registers beyond the budget, likewise.
-        narrow: Accesses by kernel.
-    """
-
-    spills: Mapping[tuple[str, str, str], int]
-    registers: Mapping[tuple[str, str, str], int]
-    narrow: Mapping[str, int]
-
-
-# By major and minor number. 3.6 loads the one element of a channel once for each element that a thread holds of a tile,
-# eight at most, instead of once: a few loads of one address per program. Its ptxas gives the backward of the longest
-# rows 64 registers, of the 128 that there are, and spills the rest; that of 3.9 takes 50. On gfx942 it takes 174
-# registers where 3.9 takes 144, so that one program of two waits for room on a processor, and a merge of batch norm,
-# which takes microseconds whatever it does, keeps 58 values in other registers.
-RELEASES = {
-    "3.6": ReleaseExceptions(
-        spills={
-            ("sm_90", "log_softmax_linear_looped_kernel", "log_softmax 2048x65536 bfloat16 backward"): 8,
-            ("gfx942", "batch_norm_second_merge_kernel", "batch_norm 64x1024x14x14 bfloat16 channels_last hvp"): 58,
-        },
-        registers={("gfx942", "layer_norm_bwd_kernel", "layer_norm 8192x4096 float32 backward"): 6},
-        narrow={"batch_norm_statistics_kernel": 8},
-    ),
-}
-_NOTHING = ReleaseExceptions({}, {}, {})
-
-
-def broken_rules(chip_name: str, row: Row, version: str) -> list[str]:
-    """What is wrong with a row, in words; empty if nothing is.
-
-    Args:
-        chip_name: A key of `CHIPS`.
-        row: What came out.
-        version: Release of Triton that compiled it.
-    """
+def broken_rules(chip_name: str, row: Row) -> list[str]:
+    """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
     shape, _, _ = row.case.rpartition(" ")
-    release = RELEASES.get(".".join(version.split(".")[:2]), _NOTHING)
-    spills = KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
-    spills = max(spills, release.spills.get((chip_name, row.kernel, row.case), 0))
-    allowed = FLOAT64_SPILLS if " float64 " in row.case else spills
-    found = []
-    if row.spills > allowed:
-        found.append(f"spills {row.spills}, allowed are {allowed}")
-    if row.local_bytes:
-        found.append(f"{row.local_bytes} bytes of local memory")
-    extra_registers = release.registers.get((chip_name, row.kernel, row.case), 0)
-    if row.registers > row.register_budget + extra_registers:
-        found.append(f"{row.registers} registers, the plan counts on {row.register_budget}")
-    if row.shared_bytes > CHIPS[chip_name].shared_bytes:
-        found.append(f"{row.shared_bytes} bytes of shared memory, the chip has {CHIPS[chip_name].shared_bytes}")
-    if row.narrow > max(KNOWN_NARROW.get(row.kernel, 0), release.narrow.get(row.kernel, 0)):
-        found.append(
-            f"{row.narrow} narrow accesses among loads {row.loads or 'none'} and stores {row.stores or 'none'}"
-        )
-    return [f"{chip_name} {row.kernel} ({row.case}): {problem}" for problem in found]
+    spills = FLOAT64_SPILLS if " float64 " in row.case else KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
+    shared_bytes = CHIPS[chip_name].shared_bytes
+    problems = {
+        f"spills {row.spills}, allowed are {spills}": row.spills > spills,
+        f"{row.local_bytes} bytes of local memory": row.local_bytes > 0,
+        f"{row.registers} registers, the plan counts on {row.register_budget}": row.registers > row.register_budget,
+        f"{row.shared_bytes} bytes of shared memory, the chip has {shared_bytes}": row.shared_bytes > shared_bytes,
+        f"{row.narrow} narrow accesses among loads {row.loads or 'none'} and stores {row.stores or 'none'}": row.narrow
+        > KNOWN_NARROW.get(row.kernel, 0),
+    }
+    return [f"{chip_name} {row.kernel} ({row.case}): {text}" for text, is_broken in problems.items() if is_broken]

@@ -1,6 +1,6 @@
 """The committed table: one line per compiled kernel and chip, sorted, so that a change shows as a readable diff.
 
-Each line ends in a checksum of the rest, so that figures which somebody has edited by hand are found without compiling.
+Each line ends in a checksum of the rest: one that somebody has edited by hand is not of the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TABLE = pathlib.Path(__file__).parents[2] / "docs" / "perf" / "machine_code"
 # The release of Triton whose compiler made the table; another one makes other code.
-VERSION_FILE = TABLE / "triton_version.txt"
+VERSION_FILE = "triton_version.txt"
 
 
 @dataclass(frozen=True, order=True)
@@ -54,57 +54,34 @@ class Row:
     key: str
 
 
-FIELDS = [field.name for field in dataclasses.fields(Row)]
-CHECKSUM = "checksum"
-_NUMBERS = {field.name for field in dataclasses.fields(Row) if field.type == "int"}
+FIELDS: dict[str, Any] = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Row)}
 
 
-def table_path(chip_name: str, folder: pathlib.Path = TABLE) -> pathlib.Path:
-    """File with the rows of one chip."""
-    return folder / f"{chip_name}.csv"
+def _checksum(row: Row) -> str:
+    text = "\n".join(f"{name}={getattr(row, name)}" for name in FIELDS)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
     """Rows of one chip that are as `write_table` has written them; none where there is no table."""
-    return [_row_of(line) for line in _lines(chip_name, folder) if line.get(CHECKSUM) == _checksum(line)]
-
-
-def edited_lines(chip_name: str, folder: pathlib.Path = TABLE) -> list[str]:
-    """Lines of one chip that somebody else has written, each with its first two fields."""
-    lines = _lines(chip_name, folder)
-    return [f"{line['kernel']} ({line['case']})" for line in lines if line.get(CHECKSUM) != _checksum(line)]
-
-
-def _lines(chip_name: str, folder: pathlib.Path) -> list[dict[str, str]]:
-    path = table_path(chip_name, folder)
+    path = folder / f"{chip_name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _checksum(line: dict[str, str]) -> str:
-    text = "\n".join(f"{name}={line.get(name)}" for name in FIELDS)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _row_of(line: dict[str, str]) -> Row:
-    values: dict[str, Any] = {name: int(line[name]) if name in _NUMBERS else line[name] for name in FIELDS}
-    return Row(**values)
+        lines = [(Row(*(kind(line[name]) for name, kind in FIELDS.items())), line) for line in csv.DictReader(file)]
+    return [row for row, line in lines if line["checksum"] == _checksum(row)]
 
 
 def write_table(chip_name: str, rows: Iterable[Row], folder: pathlib.Path = TABLE) -> None:
     """Write the rows of one chip, sorted."""
     folder.mkdir(parents=True, exist_ok=True)
-    with table_path(chip_name, folder).open("w", newline="") as file:
+    with (folder / f"{chip_name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*FIELDS, CHECKSUM])
-        for row in sorted(rows):
-            line = {name: str(getattr(row, name)) for name in FIELDS}
-            writer.writerow([*line.values(), _checksum(line)])
+        writer.writerow([*FIELDS, "checksum"])
+        writer.writerows([*dataclasses.astuple(row), _checksum(row)] for row in sorted(rows))
 
 
 def read_version(folder: pathlib.Path = TABLE) -> str:
     """Release of Triton that the table is of; empty where there is no table."""
-    path = folder / VERSION_FILE.name
+    path = folder / VERSION_FILE
     return path.read_text().strip() if path.exists() else ""

@@ -20,9 +20,9 @@ import pytest
 import triton
 
 from perf.machine_code.assembly import Access, accesses, unseen_pointers
-from perf.machine_code.rules import RELEASES, broken_rules
+from perf.machine_code.rules import broken_rules
 from perf.machine_code.sources import UnknownGlobalError, source_text
-from perf.machine_code.table import Row, edited_lines, read_table, read_version, write_table
+from perf.machine_code.table import Row, read_table, read_version, write_table
 from tests.kernels.compiled_cases import changed
 from triton_kernels.launch.chips import CHIPS, cluster_limit
 
@@ -75,7 +75,7 @@ def test_another_batch_size_compiles_nothing() -> None:
 def test_mistakes_of_plans_are_caught() -> None:
     """One warp for a long row, and rows of unknown alignment."""
     for row, complaint in zip(compiled("faults", "sm_90"), ("spills", "narrow"), strict=True):
-        assert any(complaint in problem for problem in broken_rules("sm_90", Row(**row), triton.__version__)), row
+        assert any(complaint in problem for problem in broken_rules("sm_90", Row(**row))), row
 
 
 @pytest.mark.nightly
@@ -86,17 +86,16 @@ def test_kernels_compile_in_clusters(chip_name: str) -> None:
     assert len(rows) == (6 if cluster_limit(CHIPS[chip_name]) > 1 else 0)
     for row in rows:
         assert not isinstance(row, str), row
-        assert not broken_rules(chip_name, Row(**row), triton.__version__)
+        assert not broken_rules(chip_name, Row(**row))
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
 def test_every_row_keeps_the_rules(chip_name: str) -> None:
-    assert not edited_lines(chip_name), f"{OUT_OF_DATE}; somebody has edited it"
     rows = read_table(chip_name)
     assert rows == sorted(rows)
     for op in ("layer_norm", "batch_norm", "log_softmax"):
         assert sum(row.case.startswith(op) for row in rows) > 50
-    broken = [problem for row in rows for problem in broken_rules(chip_name, row, read_version())]
+    broken = [problem for row in rows for problem in broken_rules(chip_name, row)]
     assert not broken, "\n".join(broken)
 
 
@@ -127,8 +126,8 @@ ROW = Row("kernel", "layer_norm 8192x4096 bfloat16 forward", 8, 40, 255, 0, 0, 1
     ids=str,
 )
 def test_rules_reject(change: dict, complaint: str) -> None:
-    assert not broken_rules("sm_90", ROW, "3.9.0")
-    (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change), "3.9.0")
+    assert not broken_rules("sm_90", ROW)
+    (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change))
     assert complaint in found
 
 
@@ -136,11 +135,9 @@ def test_figures_that_are_written_by_hand_are_found(tmp_path: pathlib.Path) -> N
     other = dataclasses.replace(ROW, kernel="another", spills=3)
     write_table("sm_90", [ROW, other], tmp_path)
     assert read_table("sm_90", tmp_path) == [other, ROW]
-    assert edited_lines("sm_90", tmp_path) == []
     text = (tmp_path / "sm_90.csv").read_text()
     assert text.count(",8,40,255,3,") == 1
     (tmp_path / "sm_90.csv").write_text(text.replace(",8,40,255,3,", ",8,40,255,0,"))
-    assert len(edited_lines("sm_90", tmp_path)) == 1
     assert read_table("sm_90", tmp_path) == [ROW]
 
 
@@ -157,30 +154,14 @@ def test_exceptions_are_of_one_kernel_and_case() -> None:
     row = dataclasses.replace(
         ROW, kernel="layer_norm_second_kernel", case="layer_norm 8192x8192 bfloat16 all_results", spills=8
     )
-    assert not broken_rules("sm_100", row, "3.9.0")
-    assert broken_rules("sm_90", row, "3.9.0")
+    assert not broken_rules("sm_100", row)
+    assert broken_rules("sm_90", row)
     for change in (
         {"spills": 12},
         {"kernel": "layer_norm_bwd_kernel"},
         {"case": "layer_norm 8192x4096 bfloat16 all_results"},
     ):
-        assert broken_rules("sm_100", dataclasses.replace(row, **change), "3.9.0")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kernel": "log_softmax_linear_looped_kernel", "case": "log_softmax 2048x65536 bfloat16 backward", "spills": 8},
-        {"kernel": "batch_norm_statistics_kernel", "loads": "16x4 2x8", "narrow": 8},
-    ],
-    ids=["spills", "narrow"],
-)
-def test_a_release_has_its_own_exceptions(change: dict) -> None:
-    row = dataclasses.replace(ROW, **change)
-    assert not broken_rules("sm_90", row, "3.6.0")
-    assert broken_rules("sm_90", row, "3.9.0")
-    assert broken_rules("sm_90", dataclasses.replace(row, spills=12, narrow=9), "3.6.0")
-    assert ".".join(read_version().split(".")[:2]) not in RELEASES
+        assert broken_rules("sm_100", dataclasses.replace(row, **change))
 
 
 LLVM = """
