@@ -256,6 +256,13 @@ def trace(
         return make(*args)
 
 
+def definition_of(func: Any) -> Callable[..., Any] | None:
+    """What torch composes an operator of, or `None`."""
+    from torch import _decomp, _refs  # noqa: F401 - it fills the table
+
+    return func.decompose if func._can_decompose() else _decomp.decomposition_table.get(func)
+
+
 # Sizes that are symbols.
 
 

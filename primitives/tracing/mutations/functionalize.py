@@ -148,12 +148,15 @@ class _Input:
         # A function of `functionalize_mutations` within has written to a copy.
         self.is_copied = not watch.copied.isdisjoint(self._memories)
         if torch_private.is_functional(used):
-            self.is_data = torch_private.has_data_mutation(used)
-            self.is_moved = torch_private.has_other_storage(used)
+            self.is_data, is_moved = torch_private.has_data_mutation(used), torch_private.has_other_storage(used)
         else:
-            self.is_data = not watch.written.isdisjoint(self._memories)
-            self.is_moved = memories(used) != self._memories
-        self.is_changed = self.is_data or self.is_moved or self.is_reshaped
+            self.is_data, is_moved = not watch.written.isdisjoint(self._memories), memories(used) != self._memories
+        if is_moved or used.numel() != self.x.numel():
+            raise MutationError(
+                f"{_FUNCTION}: {self.label} is given other memory, or another number of elements, in place (as by "
+                "resize_ or set_). Return the new tensor instead."
+            )
+        self.is_changed = self.is_data or self.is_reshaped
         # Autograd has seen none of the writes: torch then takes the new value for one without a history.
         self.is_hidden = used.grad_fn is self._grad_fn
 
@@ -162,9 +165,8 @@ class _Input:
         x = self.x
         if y is self.used and (self.is_back or not self.is_changed):
             return x
-        if not (y is self.used or (self._memories and memories(y) == self._memories)):
-            return None
-        if (self.is_data or self.is_moved) and not self.is_back:
+        is_view = y is self.used or (self._memories and memories(y) == self._memories)
+        if not is_view or (self.is_data and not self.is_back):
             return None
         if not self._fits or is_wrapped(x) or y.dtype != x.dtype or (y.requires_grad and not x.requires_grad):
             return None
@@ -175,19 +177,9 @@ class _Input:
         """Make the input what the function has made of it."""
         x, used = self.x, self.used
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_hidden):
-            if self.is_moved or (self.is_reshaped and used.numel() > x.numel()):
-                x.set_(value.detach())  # type: ignore[arg-type] - a tensor is a source too
-            elif self.is_reshaped:
-                if self.is_data and used.numel() < x.numel():
-                    # Other views of the memory have the part that the new shape leaves out.
-                    if value.requires_grad:
-                        raise MutationError(
-                            f"{_FUNCTION}: {self.label} is written to and made smaller, and the part that its new "
-                            "shape leaves out would lose its derivative. Change the shape out of place."
-                        )
-                    x.copy_(value.as_strided(*self._geometry))
+            if self.is_reshaped:
                 x.as_strided_(used.shape, used.stride(), x.storage_offset() + used.storage_offset() - self._geometry[2])
-            if self.is_data and not self.is_moved:
+            if self.is_data:
                 x.copy_(value)
         self.is_back = True
 
@@ -246,7 +238,7 @@ class _Call:
 
     def new_value(self, each: _Input) -> Tensor:
         """What an input is afterwards, if it is left alone."""
-        view = None if each.is_data or each.is_moved else each.outside(each.used)
+        view = None if each.is_data else each.outside(each.used)
         value = self.plain(each.used) if view is None else view
         return value.detach() if value.requires_grad and each.is_data and each.is_hidden else value
 
@@ -275,8 +267,8 @@ class PureFunction:
             by key path (`"args[0]['w']"`), in the order of the leaves of `args` and then `kwargs`.
 
         Raises:
-            MutationError: If the function writes a tensor that is neither an input nor made inside; one of several
-                inputs that overlap in memory; or, in a trace, in a way that cannot be made pure.
+            MutationError: If the function writes a tensor that is neither an input nor made inside, or one of several
+                inputs that overlap in memory; or gives an input other memory or another number of elements.
             TraceError: In a trace, if it asks for the values of a tensor.
             LeafError: If an object with a tensor inside, that optree does not take apart, is passed or returned.
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
@@ -284,7 +276,7 @@ class PureFunction:
         call = _Call(self.fn, args, kwargs)
         if self.keep_data_mutations:
             for each in call.inputs:
-                if each.is_data and not (each.is_moved or each.is_reshaped or each.x.requires_grad):
+                if each.is_data and not (each.is_reshaped or each.x.requires_grad):
                     each.write_back(call.plain(each.used))
         left = [each for each in call.inputs if each.is_changed and not each.is_back]
         mutated = OrderedDict((each.label, call.new_value(each)) for each in left)
@@ -337,7 +329,7 @@ def functionalize_mutations(fn: Callable[..., Any], *, keep_data_mutations: bool
     """`fn` as a function that leaves its inputs untouched, and returns what it would have written to them.
 
     Writes to values (`add_`, `copy_`, `x[i] = ...`, through views, of inputs that share memory) and to metadata
-    (`transpose_`, `resize_`, `set_`) all count. Derivatives, of any order, are those of `fn`; leaves that require grad
+    (`transpose_`, `unsqueeze_`) all count. Derivatives, of any order, are those of `fn`; leaves that require grad
     may be written to. Outputs that are inputs, or views of inputs, still are. `make_fx` records a graph without writes.
 
     An input counts as written to if an operation wrote to its memory, whatever the values; if one of several inputs

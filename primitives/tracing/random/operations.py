@@ -1,8 +1,7 @@
 """What torch's random operations draw, made of Philox words: one function for each operation.
 
 A source is a function `(size) -> words`: random integers in `[0, 2**32)`, int64, of the size asked for. Every operation
-takes a fixed number of words per element of its result: docs/tracing/functionalize_rng.md has the table. torch's own
-definitions (`torch._refs`) draw uniform numbers in the dtype of the result, of which bfloat16 has 256.
+takes a fixed number of words per element of its result: docs/tracing/functionalize_rng.md has the table.
 
 References:
     Box, Muller, "A note on the generation of random normal deviates", Ann. Math. Statist. 29, 1958.
@@ -110,11 +109,6 @@ def _standard_uniform(source: Source, size: Sequence[Any], dtype: torch.dtype) -
     return integer.to(dtype) * 2.0**-bits
 
 
-def _inner_uniform(source: Source, size: Sequence[Any]) -> Tensor:
-    """Uniform float64 numbers in (0, 1): where distribution functions have an inverse."""
-    return (source(size).to(torch.float64) + 0.5) / _WORD
-
-
 def _standard_normal(source: Source, size: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Normal numbers of mean 0 and variance 1; a complex one has half of it in either part."""
     if dtype in _REAL_DTYPES:
@@ -204,23 +198,11 @@ def _normal(source: Source, a: dict[str, Any]) -> Tensor:
 
 
 def _exponential(source: Source, a: dict[str, Any]) -> Tensor:
-    """Never 0, so that its logarithm is finite."""
+    """Never 0, so that its logarithm is finite; torch's definition is infinite for one of 256 bfloat16 numbers."""
     _require("exponential", a["lambd"] > 0.0, "lambd must be positive", a["lambd"])
-    values = (-_inner_uniform(source, a["self"].shape).log() / a["lambd"]).to(a["self"].dtype)
+    uniform = (source(a["self"].shape).to(torch.float64) + 0.5) / _WORD
+    values = (-uniform.log() / a["lambd"]).to(a["self"].dtype)
     return values.clamp_min(torch.finfo(values.dtype).tiny)
-
-
-def _geometric(source: Source, a: dict[str, Any]) -> Tensor:
-    """Number of trials up to the first success, at least 1."""
-    p = a["p"]
-    _require("geometric", 0.0 < p <= 1.0, "p must be in (0, 1]", p)
-    log_failure = math.log1p(-p) if p < 1.0 else -math.inf
-    return (_inner_uniform(source, a["self"].shape).log() / log_failure).ceil().clamp_min(1.0)
-
-
-def _cauchy(source: Source, a: dict[str, Any]) -> Tensor:
-    _require("cauchy", a["sigma"] > 0.0, "sigma must be positive", a["sigma"])
-    return (math.pi * (_inner_uniform(source, a["self"].shape) - 0.5)).tan() * a["sigma"] + a["median"]
 
 
 def _multinomial(source: Source, a: dict[str, Any]) -> Tensor:
@@ -260,10 +242,7 @@ WHOLE = frozenset({"multinomial", "randperm"})
 # values alone: what holds them is `self`, or is made like it.
 FILLING: dict[str, Callable[[Source, dict[str, Any]], Any]] = {
     "bernoulli": _bernoulli,
-    "cauchy": _cauchy,
     "exponential": _exponential,
-    "geometric": _geometric,
-    "log_normal": lambda source, a: _normal(source, a).exp(),
     "normal": _normal,
     "normal_functional": _normal,
     "random": _random,

@@ -160,8 +160,9 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         in_place, stem = name.endswith("_"), name.removesuffix("_")
         operation = OPERATIONS.get(stem) if namespace == "aten" else None
         if operation is None:
+            definition = torch_private.definition_of(func)
             with self:
-                composed = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+                composed = NotImplemented if definition is None else definition(*args, **kwargs)
             if composed is NotImplemented:
                 raise MissingRuleError(
                     f"functionalize_rng: {func} is random, and it is not known how to draw it from a Philox state. "
