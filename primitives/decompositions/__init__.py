@@ -10,9 +10,9 @@ from primitives.core.decomposition import (
     register_decomposition,
     register_decomposition_for_jvp,
 )
-from primitives.decompositions import _batch_norm_names as _batch_norm_names
-from primitives.decompositions import _group_norms as _group_norms
+from primitives.decompositions import _batch_norms as _batch_norms
 from primitives.decompositions import _losses as _losses
+from primitives.decompositions import _norms as _norms
 from primitives.decompositions._graph import decomposition_graph
 from primitives.decompositions._mode import differentiate_through
 

@@ -10,22 +10,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from primitives.core.decomposition import get_decomposition
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 __all__ = ["decomposition_graph"]
-
-_graphs: dict[tuple, tuple[Callable, torch.fx.GraphModule]] = {}
-
-
-def _layout(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device)
-    return type(leaf).__name__, repr(leaf)
 
 
 @contextlib.contextmanager
@@ -44,29 +36,10 @@ def _outside_everything() -> Iterator[None]:
         yield
 
 
-def _trace(decomposition: Callable, example_args: tuple, example_kwargs: dict[str, Any]) -> torch.fx.GraphModule:
-    names = list(example_kwargs)
-
-    def function(*args: Any) -> Any:
-        split = len(args) - len(names)
-        return decomposition(*args[:split], **dict(zip(names, args[split:], strict=True)))
-
-    def blank(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-
-    with FakeTensorMode():
-        # Only layouts matter, so tensors of a transform and of a mode will do as examples.
-        blanks = tree_map(blank, (*example_args, *example_kwargs.values()))
-    return make_fx(function, tracing_mode="fake")(*blanks)
-
-
-def _copied(source: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(source.graph, {}))
-    graph.set_codegen(source.graph._codegen)
-    return torch.fx.GraphModule(source, graph)
+def _blank(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
 def decomposition_graph(
@@ -74,8 +47,8 @@ def decomposition_graph(
 ) -> torch.fx.GraphModule:
     """The decomposition of `op` as an FX graph of ATen operators.
 
-    It is traced once for each layout of the tensors and each value of the other arguments, with fake tensors: nothing
-    is computed and no memory is used. Transforms and modes around the call have no part in it.
+    It is traced with fake tensors: nothing is computed and no memory is used. Transforms and modes around the call have
+    no part in it.
 
     Args:
         op: What `get_decomposition` takes.
@@ -84,7 +57,7 @@ def decomposition_graph(
         **example_kwargs: Arguments of the operator by name. The graph takes them by position, after the others.
 
     Returns:
-        The graph, the caller's own; call it with arguments like the examples, read it as `.code` or `.graph`.
+        The graph; call it with arguments like the examples, read it as `.code` or `.graph`.
 
     Raises:
         MissingRuleError: If there is no decomposition.
@@ -97,12 +70,13 @@ def decomposition_graph(
         >>> graph(torch.ones(3, 3))
         tensor(3.)
     """
-    decomposition = get_decomposition(op, for_jvp=for_jvp)
-    leaves, structure = tree_flatten((example_args, example_kwargs))
-    key = (op, for_jvp, str(structure), *map(_layout, leaves))
+    decomposition, count = get_decomposition(op, for_jvp=for_jvp), len(example_args)
+
+    def function(*args: Any) -> Any:
+        return decomposition(*args[:count], **dict(zip(example_kwargs, args[count:], strict=True)))
+
     with _outside_everything():
-        cached = _graphs.get(key)
-        # A table may have been given another decomposition since.
-        if cached is None or cached[0] is not decomposition:
-            cached = _graphs[key] = (decomposition, _trace(decomposition, example_args, example_kwargs))
-    return _copied(cached[1])
+        with FakeTensorMode():
+            # Only layouts matter, so tensors of a transform and of a mode will do as examples.
+            blanks = tree_map(_blank, (*example_args, *example_kwargs.values()))
+        return make_fx(function, tracing_mode="fake")(*blanks)

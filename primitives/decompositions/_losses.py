@@ -49,33 +49,7 @@ def log_sigmoid(self: Tensor) -> Tensor:
     return decomposition_table[aten.log_sigmoid_forward.default](self)[0]
 
 
-def _nll_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> Tensor:
-    axis = 0 if self.dim() < 2 else 1
-    if reduction == REDUCTION_MEAN:
-        grad_output = grad_output / total_weight
-    # Labels may be uint8, which neither holds a negative ignore_index nor indexes.
-    target = target.to(torch.int64).unsqueeze(axis)
-    kept = target != ignore_index
-    index = torch.where(kept, target, 0)
-    picked = torch.zeros_like(self).scatter(axis, index, -1.0)
-    if weight is not None:
-        shape = [1] * self.dim()
-        shape[axis] = weight.shape[0]
-        picked = picked * weight.reshape(shape)
-    if grad_output.dim() > 0 and grad_output.dim() < self.dim():
-        grad_output = grad_output.unsqueeze(axis)
-    return picked * torch.where(kept, grad_output, 0)
-
-
-@register_decomposition(aten.nll_loss_backward)
+@register_decomposition([aten.nll_loss_backward, aten.nll_loss2d_backward])
 def nll_loss_backward(
     grad_output: Tensor,
     self: Tensor,
@@ -85,22 +59,19 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """Cotangent of the log-probabilities `self`, `[C]` or `[N, C]`: minus the class weight where the target is."""
-    return _nll_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight)
-
-
-@register_decomposition(aten.nll_loss2d_backward)
-def nll_loss2d_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> Tensor:
-    """Cotangent of the log-probabilities `self`, `[N, C, H, W]`: minus the class weight where the target is."""
-    return _nll_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight)
+    """Cotangent of the log-probabilities `self`, `[C]` or `[N, C, *]`: minus the class weight where the target is."""
+    axis = 0 if self.dim() < 2 else 1
+    if reduction == REDUCTION_MEAN:
+        grad_output = grad_output / total_weight
+    # Labels may be uint8, which neither holds a negative ignore_index nor indexes.
+    target = target.to(torch.int64).unsqueeze(axis)
+    kept = target != ignore_index
+    picked = torch.zeros_like(self).scatter(axis, torch.where(kept, target, 0), -1.0)
+    if weight is not None:
+        picked = picked * weight.reshape([weight.shape[0], *[1] * (self.dim() - 1 - axis)])
+    if 0 < grad_output.dim() < self.dim():
+        grad_output = grad_output.unsqueeze(axis)
+    return picked * torch.where(kept, grad_output, 0)
 
 
 @register_decomposition(aten._log_softmax_backward_data)

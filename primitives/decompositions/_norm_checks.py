@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,12 +23,17 @@ def _check_dtypes(caller: str, x: Tensor, *parameters: Tensor | None) -> None:
         raise NotImplementedError(f"{caller}: input must be floating point, got {x.dtype}.")
     allowed = [x.dtype, torch.float32] if x.dtype in (torch.float16, torch.bfloat16) else [x.dtype]
     found = [parameter.dtype for parameter in parameters if parameter is not None]
-    for dtype in found:
-        if dtype != found[0] or dtype not in allowed:
-            raise RuntimeError(
-                f"{caller}: weight, bias and any running statistics must have one dtype, "
-                f"{' or '.join(map(str, allowed))} for an input of {x.dtype}, got {', '.join(map(str, found))}."
-            )
+    if any(dtype != found[0] or dtype not in allowed for dtype in found):
+        raise RuntimeError(
+            f"{caller}: weight, bias and any running statistics must have one dtype, "
+            f"{' or '.join(map(str, allowed))} for an input of {x.dtype}, got {', '.join(map(str, found))}."
+        )
+
+
+def _check_shapes(caller: str, wanted: list[int], source: str, parameters: dict[str, Tensor | None]) -> None:
+    for name, value in parameters.items():
+        if value is not None and list(value.shape) != wanted:
+            raise RuntimeError(f"{caller}: {name} must have shape {wanted} ({source}), got {list(value.shape)}.")
 
 
 def check_layer_norm(
@@ -38,29 +43,10 @@ def check_layer_norm(
     shape = list(normalized_shape)
     if not shape:
         raise RuntimeError(f"{caller}: normalized_shape must have at least one axis, got [].")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and list(parameter.shape) != shape:
-            raise RuntimeError(
-                f"{caller}: {name} must have shape {shape} (normalized_shape), got {list(parameter.shape)}."
-            )
+    _check_shapes(caller, shape, "normalized_shape", {"weight": weight, "bias": bias})
     if list(x.shape[-len(shape) :]) != shape:
         raise RuntimeError(f"{caller}: the last axes of input must be {shape} (normalized_shape), got {list(x.shape)}.")
     _check_dtypes(caller, x, weight, bias)
-
-
-def _check_channels(caller: str, x: Tensor, training: bool, running: dict[str, Any], affine: dict[str, Any]) -> None:
-    num_channels = x.shape[1] if x.dim() > 1 else 0
-    for name, statistic in running.items():
-        if statistic is None and not training:
-            raise _MissingStatisticsError(f"{caller}: {name} must be given in evaluation mode.")
-    for name, value in {**running, **affine}.items():
-        if value is None:
-            continue
-        # torch counts the elements of weight and bias, whatever their shape.
-        if value.numel() != num_channels or (name in running and value.dim() != 1):
-            raise RuntimeError(
-                f"{caller}: {name} must have shape [{num_channels}] (axis 1 of input), got {list(value.shape)}."
-            )
 
 
 def check_batch_norm(
@@ -74,7 +60,14 @@ def check_batch_norm(
 ) -> None:
     """Raise what torch raises for these arguments of a batch norm."""
     running = {"running_mean": running_mean, "running_var": running_var}
-    _check_channels(caller, x, training, running, {"weight": weight, "bias": bias})
+    for name, statistic in running.items():
+        if statistic is None and not training:
+            raise _MissingStatisticsError(f"{caller}: {name} must be given in evaluation mode.")
+    channels = [x.shape[1] if x.dim() > 1 else 0]
+    # torch counts the elements of weight and bias, whatever their shape.
+    affine = {"weight": weight, "bias": bias}
+    flat = {name: None if value is None else value.flatten() for name, value in affine.items()}
+    _check_shapes(caller, channels, "axis 1 of input", {**running, **flat})
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"{caller}: running_mean and running_var must be given together or not at all.")
     if x.dim() < 2:
@@ -107,9 +100,5 @@ def check_group_norm(caller: str, x: Tensor, num_groups: int, weight: Tensor | N
     channels = x.shape[1]
     if num_groups < 1 or channels % num_groups:
         raise RuntimeError(f"{caller}: num_groups must be positive and divide {channels} channels, got {num_groups}.")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != (channels,):
-            raise RuntimeError(
-                f"{caller}: {name} must have shape [{channels}] (axis 1 of input), got {list(value.shape)}."
-            )
+    _check_shapes(caller, [channels], "axis 1 of input", {"weight": weight, "bias": bias})
     _check_dtypes(caller, x, weight, bias)

@@ -11,7 +11,7 @@ from primitives.core.primitive import Primitive
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["accumulated", "channel_shape", "constant_p", "moments", "saved_dtype"]
+__all__ = ["accumulated", "channel_shape", "constant_p", "moments", "saved_dtype", "scaled"]
 
 # A value that no mode differentiates: Tensor.detach stops reverse mode alone.
 constant_p = Primitive(
@@ -44,3 +44,10 @@ def moments(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
 def channel_shape(x: Tensor) -> list[int]:
     """Shape in which a vector with one entry per channel broadcasts against `x`, `[N, C, *]`."""
     return [1, x.shape[1], *[1] * (x.dim() - 2)]
+
+
+def scaled(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int] | None = None) -> Tensor:
+    """`x_hat * weight + bias`, of what is there, each in this shape."""
+    weight, bias = (p if p is None or shape is None else p.reshape(shape) for p in (weight, bias))
+    y = x_hat if weight is None else x_hat * weight
+    return y if bias is None else y + bias
