@@ -127,24 +127,9 @@ def test_derivatives_in_training(kind, name):
     torch.testing.assert_close(found, TRANSFORMS[name](by_hand, params), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("momentum", MOMENTA)
-def test_statistics_per_sample(momentum):
-    pure = functional_call(net("torch", momentum))
-    params, buffers = pure.init()
-    _, new_buffers = vmap(lambda x: jvp(lambda p: pure(p, buffers, x[None]), (params,), (params,), has_aux=True)[1:])(X)
-    for i, x in enumerate(X):
-        one = net("torch", momentum)
-        one(x[None])
-        assert_buffers({name: value[i] for name, value in new_buffers.items()}, one)
-
-
-def compact():
-    """As little as a compiler needs to see."""
-    return net("torch", momentum=None)[:2].append(nn.Flatten()).append(nn.Linear(18, 3).double())
-
-
 def test_compiled_training_step():
-    model = compact()
+    # As little as a compiler needs to see.
+    model = net("torch", momentum=None)[:2].append(nn.Flatten()).append(nn.Linear(18, 3).double())
     pure, before = functional_call(model), snapshot(model)
     params, buffers = pure.init()
 
@@ -161,11 +146,3 @@ def test_compiled_training_step():
         torch.testing.assert_close((gradient, buffers), (expected_gradient, expected), **CLOSE)
     assert buffers["1.num_batches_tracked"] == 2
     assert_untouched(model, before)
-
-
-def test_compiled_ensemble():
-    pure = functional_call(compact())
-    params, buffers = ({n: torch.stack([v, v + 1]) for n, v in tree.items()} for tree in pure.init())
-    run = vmap(pure, in_dims=(0, 0, None))
-    compiled = torch.compile(run, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(params, buffers, X), run(params, buffers, X), **CLOSE)
