@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
 
-from primitives.core.errors import DtypeError, LeafError
+from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
-__all__ = ["Leaves", "refuse_opaque", "require_tensor"]
+    from torch import Tensor
+
+__all__ = ["Leaves", "like", "refuse_opaque"]
 
 
 class Leaves(NamedTuple):
@@ -62,10 +65,29 @@ class Leaves(NamedTuple):
         """What stands in `tree` in the place of each leaf; `TreeError` if the structure differs."""
         return align(function, name, tree, like_name, self.skeleton, {"namespace": "", "is_leaf": None})
 
+    def cotangents(self, function: str, tangents: Any, taken: Container[int]) -> list[Any]:
+        """What stands in `tangents` in the place of each leaf of an output; `LeafError` where one is not `taken`."""
+        pieces = self.aligned(function, "tangents", tangents, "outs")
+        for i, piece in enumerate(pieces):
+            if piece is not None and i not in taken:
+                raise LeafError(
+                    f"{function}: {self._replace(roots='tangents').label(i)} must be None: this output takes no "
+                    "cotangent, as it is not a floating-point tensor, does not require grad, shares memory with an "
+                    "input, or was traced without one."
+                )
+        return pieces
+
     def join(self, values: Sequence[Any]) -> Any:
         """The tree, with other leaves."""
         # Dynamo follows this, and not the use of a treespec that it has not made.
         return optree.tree_map(lambda i: values[i], self.skeleton)
+
+    def filled(self, places: Sequence[int], values: Sequence[Any]) -> Any:
+        """The tree, with other leaves in some places."""
+        leaves = list(self.values)
+        for place, value in zip(places, values, strict=True):
+            leaves[place] = value
+        return self.join(leaves)
 
 
 def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], str]) -> None:
@@ -91,9 +113,22 @@ def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], s
             )
 
 
-def require_tensor(label: str, x: Any, dtype: torch.dtype) -> None:
-    """Raise `LeafError` or `DtypeError` unless `x` is a tensor of `dtype`."""
+def like(
+    label: str, x: Any, model: Tensor, sizes: Sequence[Any], *, viewable: bool = False, any_device: bool = False
+) -> Tensor:
+    """`x`, if it is a tensor like `model`, of these sizes (`None` for any); if `viewable`, viewed in them."""
     if not isinstance(x, torch.Tensor):
         raise LeafError(f"{label} must be a tensor, got {type(x).__name__}.")
-    if x.dtype != dtype:
-        raise DtypeError(f"{label} must have dtype {dtype}, got {x.dtype}.")
+    if x.dtype != model.dtype:
+        raise DtypeError(f"{label} must have dtype {model.dtype}, got {x.dtype}.")
+    if x.device.type != model.device.type and not any_device:
+        raise DeviceError(f"{label} must be on {model.device}, got {x.device}.")
+    y = x
+    if viewable and x.shape != tuple(sizes) and sizes.count(None) <= 1:
+        with contextlib.suppress(RuntimeError):
+            y = x.view([-1 if n is None else n for n in sizes])
+    if y.dim() == len(sizes) and all(n in (None, m) for n, m in zip(sizes, y.shape, strict=True)):
+        return y
+    wanted = [model.shape[i] if n is None else n for i, n in enumerate(sizes)]
+    advice = f" with strides {list(x.stride())}, which cannot be viewed in it" if viewable else ""
+    raise ShapeError(f"{label} must have shape {wanted}, got {list(x.shape)}{advice}.")

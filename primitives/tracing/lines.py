@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import linecache
 import pathlib
-import re
 import sys
 import sysconfig
 import traceback
@@ -15,10 +14,10 @@ import optree
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import TracebackType
 
-__all__ = ["current_line", "current_stack", "is_users", "line_of_error", "user_part"]
+__all__ = ["current_line", "current_stack", "line_of_error"]
 
 _FOREIGN = tuple(
     f"{path}/"
@@ -31,58 +30,46 @@ _FOREIGN = tuple(
 )
 # Code that has no file, but that of a prompt or a doctest, is made by libraries.
 _GENERATED = ("<string>", "<frozen", "<eval")
-_NO_LINE = "(a line outside Python files)"
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+.*\n(?:    .*\n?)?', re.MULTILINE)
 
 
 @functools.cache
-def is_users(filename: str) -> bool:
+def _is_users(filename: str) -> bool:
     """Whether a file is the user's, or a library's, and not torch's, Python's or of this package."""
     installed = "site-packages" in filename and not filename.startswith(_FOREIGN)
     return installed or not (filename.startswith(_FOREIGN) or filename.startswith(_GENERATED))
 
 
-def _running() -> Iterator[Any]:
-    """The frames of the user that are running, the innermost first."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
+def _users(frames: Iterable[tuple[Any, int]]) -> Iterator[tuple[str, int, str, str]]:
+    """File, line, function and source of those frames that are the user's."""
+    for frame, number in frames:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+            yield code.co_filename, number, code.co_name, source
+
+
+def _described(found: tuple[str, int, str, str] | None) -> str:
+    if found is None:
+        return "(a line outside Python files)"
+    filename, number, _, source = found
+    return f"{filename}:{number}" + (f": {source}" if source else "")
 
 
 def current_line() -> str:
     """`file:line: source` of the innermost frame of the user that is running."""
-    frame = next(_running(), None)
-    return _described(frame, frame.f_lineno) if frame is not None else _NO_LINE
+    return _described(next(_users(traceback.walk_stack(sys._getframe(1))), None))
 
 
 def line_of_error(trace: TracebackType | None) -> str:
     """`file:line: source` of the innermost frame of the user in the traceback of an error."""
-    found = [entry for entry in traceback.walk_tb(trace) if is_users(entry[0].f_code.co_filename)]
-    return _described(*found[-1]) if found else _NO_LINE
-
-
-def _described(frame: Any, number: int) -> str:
-    source = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
-    return f"{frame.f_code.co_filename}:{number}" + (f": {source}" if source else "")
+    return _described(next(_users(reversed([*traceback.walk_tb(trace)])), None))
 
 
 def current_stack() -> str:
     """The frames of the user that are running, as in a traceback."""
     # By hand, as `traceback` would read the source of every other frame too.
-    return "".join(reversed([_formatted(frame, frame.f_lineno) for frame in _running()]))
-
-
-def _formatted(frame: Any, number: int) -> str:
-    filename = frame.f_code.co_filename
-    source = linecache.getline(filename, number, frame.f_globals).strip()
-    line = f'  File "{filename}", line {number}, in {frame.f_code.co_name}\n'
-    return line + (f"    {source}\n" if source else "")
-
-
-@functools.lru_cache(maxsize=4096)
-def user_part(stack_trace: str) -> str:
-    """Those frames of a formatted stack trace that are the user's."""
-    frames = [match[0] for match in _FRAME.finditer(stack_trace) if is_users(match["file"])]
-    return "".join(frame if frame.endswith("\n") else f"{frame}\n" for frame in frames)
+    frames = [
+        f'  File "{filename}", line {number}, in {name}\n' + (f"    {source}\n" if source else "")
+        for filename, number, name, source in _users(traceback.walk_stack(sys._getframe(1)))
+    ]
+    return "".join(reversed(frames))

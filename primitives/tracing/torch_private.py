@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 import threading
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import _C
+from torch import _C, _decomp, _ops, fx, nn
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import functional_utils
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.fx import _lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -37,17 +39,33 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from primitives.tracing.lines import current_stack
+from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, fx
+    from torch import Tensor
 
 # Raised where tensors have no memory and a value or a size is asked for.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+get_decompositions = _decomp.get_decompositions
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+leaves_of = _pytree.arg_tree_leaves
+
+# Operators.
+
+
+def schema_of(func: Any) -> Any:
+    """The schema of an operator; `None` for anything else, operators of higher order included."""
+    return func._schema if isinstance(func, _ops.OpOverload) else None
+
+
+def is_collective(func: Any) -> bool:
+    """Whether `func` is an operator of `torch.distributed`."""
+    return isinstance(func, _ops.OpOverload) and func.namespace == "c10d"
+
 
 # What is recorded.
 
@@ -61,7 +79,7 @@ def is_tracing(*, pre_dispatch: bool = False) -> bool:
 def recorded_nodes() -> list[fx.Node]:
     """The nodes that `make_fx` has recorded up to here."""
     mode: Any = get_proxy_mode()
-    return [] if mode is None else list(mode.tracer.graph.nodes)
+    return list(mode.tracer.graph.nodes)
 
 
 def node_of(x: Tensor) -> fx.Node:
@@ -79,55 +97,45 @@ def record_as(copy: Tensor, x: Tensor) -> None:
     slot.proxy.node.meta["val"] = plain(copy)
 
 
-class Lines:
-    """The user's lines, for the nodes that `make_fx` records; a backward node gets those of the forward pass."""
-
-    def __init__(self) -> None:
-        self._by_number: dict[int, str] = {}
-        self._is_forward = True
-
-    def end_forward(self) -> None:
-        """The nodes from here on belong to the backward pass."""
-        self._is_forward = False
-
-    def current(self) -> str:
-        """The stack trace for a node that is recorded now."""
-        running: Any = _C._current_autograd_node()
-        if running is not None:
-            number = running._sequence_nr()
-            # A write to a view has a node of its own, made right after that of the operation.
-            return self._by_number.get(number) or self._by_number.get(number - 1, "")
-        if not self._is_forward:
-            # Autograd adds up gradients, for no line.
-            return ""
-        stack = current_stack()
-        # The first one that is recorded after autograd has made its own is the operation that this undoes.
-        self._by_number.setdefault(torch.autograd._get_sequence_nr() - 1, stack)
-        return stack
-
-
 @contextlib.contextmanager
-def lines_recorded() -> Iterator[Lines]:
-    """Context in which every node that `make_fx` records gets the user's lines."""
-    lines, mode = Lines(), get_proxy_mode()
-    tracer: Any = None if mode is None else mode.tracer
-    if tracer is None or "create_node" in vars(tracer):
+def nodes_seen(see: Callable[[fx.Node, Callable[[fx.Node], Any]], None]) -> Iterator[None]:
+    """Context in which `see` gets each node that `make_fx` records, before it runs, and what tells its constant."""
+    mode: Any = get_proxy_mode()
+    if mode is None or "create_node" in vars(mode.tracer):
         # Outside a trace, or within a joint function that is traced.
-        yield lines
+        yield
         return
-    create_node = tracer.create_node
+    tracer, create_node = mode.tracer, mode.tracer.create_node
 
-    def create_with_line(*args: Any, **kwargs: Any) -> fx.Node:
+    def create_and_see(*args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(*args, **kwargs)
-        if not node.stack_trace:
-            node.stack_trace = lines.current()
+        see(node, lambda node: getattr(tracer.root, str(node.target), None))
         return node
 
-    tracer.create_node = create_with_line
+    tracer.create_node = create_and_see
     try:
-        yield lines
+        yield
     finally:
         del tracer.create_node
+
+
+def viewed_node(node: fx.Node) -> fx.Node:
+    """The node of which `node` is a view, or a view of a view."""
+    schema = schema_of(node.target)
+    if schema is None or not node.all_input_nodes or not any(y.alias_info for y in schema.returns):
+        return node
+    return viewed_node(node.all_input_nodes[0])
+
+
+def running_number() -> int | None:
+    """Number of the autograd node whose backward is running."""
+    running: Any = _C._current_autograd_node()
+    return None if running is None else running._sequence_nr()
+
+
+def last_number() -> int:
+    """Number of the autograd node that was made last."""
+    return torch.autograd._get_sequence_nr() - 1
 
 
 # Tensors without memory, and functionalized ones.
@@ -160,33 +168,29 @@ has_data_mutation = functional_utils.has_data_mutation
 is_in_a_transform = _functorch.is_functorch_wrapped_tensor
 # In it, `make_fx` records nothing.
 unrecorded = disable_proxy_modes_tracing
+# In it, writes to `wrapped` tensors are recorded as new tensors.
+functional_world = FunctionalTensorMode
 
 
-def functional_world(*, functionalize: bool = True) -> contextlib.AbstractContextManager:
-    """Context in which writes to `wrapped` tensors are recorded as new tensors."""
-    return FunctionalTensorMode() if functionalize else contextlib.nullcontext()
+def memory_of(x: Tensor) -> int:
+    """Identity of the memory behind a tensor, as long as it is held."""
+    return x.untyped_storage()._cdata
+
+
+def parts(x: Any) -> list[Tensor]:
+    """The tensors inside a wrapper subclass."""
+    inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    return [y for y in inner if isinstance(y, torch.Tensor)]
 
 
 def is_functional(x: Any) -> bool:
     """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
-    if is_traceable_wrapper_subclass(x):
-        return any(is_functional(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-    return isinstance(x, FunctionalTensor)
+    return any(map(is_functional, parts(x))) if is_wrapper_subclass(x) else isinstance(x, FunctionalTensor)
 
 
 def has_other_storage(x: Any) -> bool:
     """Whether a functional tensor was given other memory, by `set_` or `.data`."""
     return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
-
-
-def is_traced(x: Tensor) -> bool:
-    """Whether a trace made `x`, or was given it, and it is not a tensor from elsewhere."""
-    if isinstance(x, (FunctionalTensor, FakeTensor)):
-        return True
-    if is_traceable_wrapper_subclass(x):
-        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-        return all(is_traced(y) for y in inner if isinstance(y, torch.Tensor))
-    return False
 
 
 def is_computed(x: Tensor) -> bool:
@@ -249,10 +253,12 @@ def trace(
     function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, table: dict[Any, Any] | None
 ) -> fx.GraphModule:
     """Graph of a function of flat tensors, which are fake."""
-    functionalize = _C.DispatchKeySet(_C.DispatchKey.Functionalize)
     make = make_fx(function, decomposition_table=table, tracing_mode="real")
+    # Nobody runs the code of this module.
+    without_code = _lazy_graph_module._use_lazy_graph_module(True)
+    excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
-    with _C._ExcludeDispatchKeyGuard(functionalize), torch.autograd.set_multithreading_enabled(False), mode:
+    with excluded, without_code, torch.autograd.set_multithreading_enabled(False), mode:
         return make(*args)
 
 
@@ -266,18 +272,13 @@ def definition_of(func: Any) -> Callable[..., Any] | None:
 # Sizes that are symbols.
 
 
-def guards_hold(mode: FakeTensorMode, fakes: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether the sizes of these tensors are ones that the graph was traced for."""
-    shape_env: Any = mode.shape_env
-    return shape_env is None or shape_env.evaluate_guards_for_args(fakes, tensors, ignore_static=False)
-
-
 def failing_guards(mode: FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
     """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
     shape_env: Any = mode.shape_env
-    guards = shape_env.guards if shape_env is not None else ()
-    texts = [str(guard.expr) for guard in guards if str(guard.expr.xreplace(symbols)) == "False"]
-    return list(dict.fromkeys(texts))
+    guards = [guard.expr for guard in shape_env.guards] if shape_env is not None else ()
+    texts = [str(guard) for guard in guards if str(guard.xreplace(symbols)) == "False"]
+    # Torch takes each symbol for 2 at least.
+    return list(dict.fromkeys([*(f"{symbol} >= 2" for symbol, n in symbols.items() if n < 2), *texts]))
 
 
 # Partitions, pickles and compilation.
@@ -288,15 +289,6 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch import _dynamo
 
     return _dynamo.nonstrict_trace(function)
-
-
-def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool) -> tuple[Any, Any]:
-    """Forward and backward module, out of a joint module whose placeholders have torch's names."""
-    from torch._functorch import partitioners
-
-    split = partitioners.min_cut_rematerialization_partition if min_cut else partitioners.default_partition
-    with functorch_config.patch(functionalize_rng_ops=False), _recomputing_in_one_pass():
-        return split(module, None, num_fwd_outputs=num_forward_outputs)
 
 
 # Besides torch's elementwise operators and views, these may be computed again: they read their inputs once or twice and
@@ -314,43 +306,41 @@ _RULES_FOR_TIME = (
 _partitioner_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def _recomputing_in_one_pass() -> Iterator[None]:
-    """Context in which the min-cut partitioner may compute again whatever costs no more than a pass over memory."""
+def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool) -> tuple[Any, Any]:
+    """Forward and backward module, out of a joint module whose placeholders have torch's names."""
     from torch._functorch import partitioners
 
+    split = partitioners.min_cut_rematerialization_partition if min_cut else partitioners.default_partition
     ours = [getattr(getattr(torch.ops, space), name, None) for space, names in _ONE_PASS.items() for name in names]
     # The partitioner takes no list: it looks its own up by this name.
-    with _partitioner_lock, functorch_config.patch(dict.fromkeys(_RULES_FOR_TIME, False)):
+    with _partitioner_lock, functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False)):
         original = partitioners.get_default_op_list
         kinds = original()
         allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *(op for op in ours if op is not None)])
-        extended = dataclasses.replace(kinds, recomputable_ops=allowed)
-        partitioners.get_default_op_list = lambda: extended
+        partitioners.get_default_op_list = lambda: dataclasses.replace(kinds, recomputable_ops=allowed)
         try:
-            yield
+            return split(module, None, num_fwd_outputs=num_forward_outputs)
         finally:
             partitioners.get_default_op_list = original
 
 
-def dumped(module: fx.GraphModule) -> bytes:
-    """A module without attributes, whose graph describes its values, as bytes."""
+def dumped(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
+    """A graph as bytes, and its constants, of which torch's pickler for graphs would keep the shapes alone."""
     from torch.fx._graph_pickler import GraphPickler, Options
 
+    constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
+    bare = fx.GraphModule(dict.fromkeys(constants, nn.Module()), copy.deepcopy(module.graph))
     kept = ("val", "stack_trace", "partitioner_tag")
-    return GraphPickler.dumps(module, Options(ops_filter=None, node_metadata_key_filter=kept.__contains__))
+    options = Options(ops_filter=None, node_metadata_key_filter=kept.__contains__)
+    return GraphPickler.dumps(bare, options), constants
 
 
-def loaded(data: bytes, mode: FakeTensorMode) -> Any:
-    """The module again, its values in `mode`."""
+def loaded(data: bytes, constants: dict[str, Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """The graph again, its values without memory in `mode`."""
     from torch.fx._graph_pickler import GraphPickler
 
-    return GraphPickler.loads(data, mode)
-
-
-def sizes_fit(sizes: Sequence[int | None], x: Tensor) -> bool:
-    """Whether `x` has these sizes, as far as they are known."""
-    return x.dim() == len(sizes) and all(n in (None, m) for n, m in zip(sizes, x.shape, strict=True))
+    graph: Any = GraphPickler.loads(data, mode)
+    return fx.GraphModule(constants, copy.deepcopy(graph.graph), "JointGraph")
 
 
 def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
@@ -379,20 +369,17 @@ def hinted_size(n: Any) -> int:
     return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
 
 
-def axis_order(x: Tensor) -> list[int] | None:
-    """Axes from the outermost in memory to the innermost; `None` if elements overlap or have gaps between them."""
-    sizes = [hinted_size(n) for n in x.shape]
-    strides = [hinted_size(n) for n in x.stride()]
-    order = sorted(range(len(sizes)), key=lambda i: (-strides[i], -sizes[i]))
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements of `x` lie side by side in memory, without gaps, in any order of the axes."""
+    sizes, strides = ([hinted_size(n) for n in numbers] for numbers in (x.shape, x.stride()))
     expected = 1
-    for i in reversed(order):
-        if sizes[i] != 1 and strides[i] != expected:
-            return None
-        expected *= sizes[i]
-    return order
+    for stride, n in sorted((stride, n) for stride, n in zip(strides, sizes, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= n
+    return True
 
 
 def num_bytes(x: Any) -> tuple[int, int]:
     """Identity and bytes of the memory behind a value without memory."""
-    storage = x.untyped_storage()
-    return storage._cdata, hinted_size(storage.nbytes())
+    return memory_of(x), hinted_size(x.untyped_storage().nbytes())

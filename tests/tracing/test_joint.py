@@ -127,9 +127,9 @@ ONES = torch.ones(3, dtype=torch.float64)
 MISTAKES = {
     "structure": (TreeError, {"y": [ONES], **TANGENTS}, "tangents['y']"),
     "key": (TreeError, {"z": ONES, **TANGENTS}, "tangents"),
-    "shape": (ShapeError, {"y": torch.ones(4, dtype=torch.float64), **TANGENTS}, "tangents['y'] must have the shape"),
+    "shape": (ShapeError, {"y": torch.ones(4, dtype=torch.float64), **TANGENTS}, "tangents['y'] must have shape"),
     "strides": (ShapeError, {"y": torch.ones((), dtype=torch.float64).expand(3, 1, 2), **TANGENTS}, "tangents['y']"),
-    "dtype": (DtypeError, {"y": ONES.float(), **TANGENTS}, "tangents['y'] must have the dtype"),
+    "dtype": (DtypeError, {"y": ONES.float(), **TANGENTS}, "tangents['y'] must have dtype"),
     "constant": (LeafError, {"y": ONES, **TANGENTS, "constant": ONES}, "tangents['constant'] must be None"),
     "alias": (LeafError, {"y": ONES, **TANGENTS, "alias": ONES}, "tangents['alias'] must be None"),
 }

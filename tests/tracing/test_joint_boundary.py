@@ -148,7 +148,7 @@ def test_cotangents_that_are_left_out():
         for bars in (graph((w, x), tangents)[1], graph.backward_graph()(saved, tangents)):
             assert torch.equal(bars[0], expected)
     # Too short, and it would be broadcast.
-    with pytest.raises(ShapeError, match=re.escape("tangents[1] must be viewable as [4], got [1]")):
+    with pytest.raises(ShapeError, match=re.escape("tangents[1] must have shape [4], got [1]")):
         graph((w, x), (None, torch.ones(1).double()))
     with pytest.raises(TreeError, match="tangents must have the structure"):
         graph((w, x))

@@ -121,19 +121,22 @@ SUBCLASS = TwoTensor(torch.ones(3), torch.ones(3))
 OUTSIDE = {
     "leaf": (lambda x: x * WEIGHT, LeafError, "WEIGHT requires grad"),
     "parameter": (lambda x: MODULE(x[None].expand(2, 3)), (LeafError, MutationError), "MODULE."),
-    "buffer": (lambda x: (STATISTIC.add_(x.detach()), x.sin())[1], MutationError, "STATISTIC is written to"),
+    "buffer": (lambda x: (STATISTIC.add_(x.detach()), x.sin())[1], MutationError, "a tensor that is not an input"),
     "by a constant": (lambda x: (STATISTIC.add_(1), x.sin())[1], MutationError, "STATISTIC is written to"),
-    "subclass": (lambda x: (SUBCLASS.mul_(2), x.sin())[1], MutationError, "SUBCLASS is written to"),
+    "subclass": (
+        lambda x: (SUBCLASS.mul_(2), x.sin())[1],
+        MutationError,
+        "a tensor [3] of torch.float32 is written to",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
-@pytest.mark.parametrize("functionalize", [True, False])
-def test_tensors_from_elsewhere(case, functionalize):
+def test_tensors_from_elsewhere(case):
     fn, error, text = OUTSIDE[case]
     before = [x.clone() for x in (STATISTIC, MODULE.running_mean, SUBCLASS.a)]
     with pytest.raises(error, match=rf"trace_joint: {re.escape(text)}.*{LINE}"):
-        trace_joint(fn, leaf(3), functionalize=functionalize)
+        trace_joint(fn, leaf(3))
     assert all(map(torch.equal, before, (STATISTIC, MODULE.running_mean, SUBCLASS.a)))
 
 
@@ -207,16 +210,12 @@ def test_writes_that_autograd_does_not_see(write):
     fn, x = HIDDEN[write], leaf(3)
     y = fn(x)
     (bar,) = torch.autograd.grad(y.sum(), x)
-    for functionalize in (True, False):
-        graph = trace_joint(fn, leaf(3), functionalize=functionalize)
-        assert len(graph.tangent_names) == 1
-        given = leaf(3)
-        outs, (found,) = graph((given,), (ONES, OrderedDict(x=None)) if functionalize else ONES)
-        out, new = (outs[0], outs[1]["x"]) if functionalize else (outs, given.detach())
-        assert torch.equal(out, y.detach())
-        assert torch.equal(found, bar)
-        assert torch.equal(new, x.detach())
-        assert torch.equal(given, leaf(3) if functionalize else x)
+    graph = trace_joint(fn, leaf(3))
+    assert len(graph.tangent_names) == 1
+    (out, mutated), (found,) = graph((leaf(3),), (ONES, OrderedDict(x=None)))
+    assert torch.equal(out, y.detach())
+    assert torch.equal(found, bar)
+    assert torch.equal(mutated["x"], x.detach())
     given = leaf(3)
     out, (found,) = create_joint(fn)((given,), ONES)
     assert torch.equal(out, y.detach())
@@ -229,31 +228,8 @@ def test_writes_to_leaves():
     for x in (leaf(3), leaf(3) * 1):
         with pytest.raises(MutationError, match=r"create_joint: .*written to in place"):
             create_joint(lambda x: x.mul_(2).sin())((x,), ONES)
-    with pytest.raises(MutationError, match=rf"trace_joint: .*in place.*{LINE}"):
-        trace_joint(lambda x: x.mul_(2).sin(), leaf(3), functionalize=False)
     _, (bar,) = trace_joint(lambda x: x.mul_(2).sin(), leaf(3))((leaf(3),), (ONES, OrderedDict(x=None)))
     assert torch.equal(bar, 2 * (2 * leaf(3).detach()).cos())
-
-
-def test_a_batched_write_to_what_has_no_batch():
-    def fn(x):
-        total = torch.zeros(3, dtype=x.dtype)
-        total[0].add_(x)
-        return total
-
-    with pytest.raises(MutationError, match=r"(?s)trace_joint: .*vmap.*" + LINE):
-        trace_joint(lambda x: torch.func.vmap(fn)(x).sum(0), leaf(3))
-
-
-def test_a_view_that_functionalization_cannot_make():
-    def fn(w):
-        x = w * 2
-        v = x.t()
-        v.masked_fill_(v > 0.5, 0.25)
-        return x.reshape(-1).sum()
-
-    with pytest.raises(MutationError, match=r"cannot be viewed.*" + LINE):
-        trace_joint(fn, leaf(3, 4))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -297,7 +273,7 @@ def test_collectives_that_write_in_place():
         distributed.all_reduce(x)
         return (w * x).sum()
 
-    with pytest.raises(TraceError, match=r"trace_joint: the collective .*allreduce_.*" + LINE):
+    with pytest.raises(TraceError, match=r"(?s)trace_joint: .*collective.*" + LINE):
         trace_joint(reduces, leaf(3), torch.ones(3, dtype=torch.float64))
 
 

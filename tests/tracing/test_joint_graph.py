@@ -73,7 +73,6 @@ def test_names_nodes_and_structure():
     assert "layer_norm_bwd" in str(graph)
     assert "test_joint.py" in str(graph)
     assert "batch_x" in graph.code
-    assert "4 outputs, 2 gradients" in repr(graph)
 
 
 def test_saved_values_and_their_bytes():
@@ -90,7 +89,6 @@ def test_saved_values_and_their_bytes():
     # A view of a primal takes no memory in addition.
     assert [entry.shape for entry in forward.saved if entry.is_input] == [(8, 8), (8, 8)]
     assert forward.saved[0].name in graph.backward_graph().input_names
-    assert "saved for the backward pass, 512 bytes" in str(forward)
     # Nor does a view of another saved value: both the exponential and its transpose are saved.
     turned = trace_joint(lambda x, w: (x.exp().t() @ w).sum(), x, w, no_tangents=True).forward_graph(min_cut=False)
     assert [entry.num_bytes for entry in turned.saved if not entry.is_input] == [matrix, 0]
@@ -129,9 +127,9 @@ def test_several_batch_sizes():
     for batch in (5, 2, 7):
         check(fn, primals(batch), graph=graph)
     w, x, labels = primals(4)
-    with pytest.raises(ShapeError, match="a symbol is one size wherever it stands"):
+    with pytest.raises(ShapeError, match=re.escape("x must have shape [4, 4], got [3, 4]")):
         graph((w, x[:3], labels))
-    with pytest.raises(ShapeError, match=re.escape("x must have shape [s")):
+    with pytest.raises(ShapeError, match=re.escape("x must have shape [4, 4], got [4, 2]")):
         graph((w, x[:, :2], labels))
     with pytest.raises(ShapeError, match="axis 0 of x cannot be dynamic"):
         trace_joint(lambda w, x: (x.reshape(5, 4) @ w).sum(), w, primals(5)[1], no_tangents=True, dynamic=(None, 0))

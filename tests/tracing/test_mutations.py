@@ -100,9 +100,6 @@ def test_inputs_that_overlap_are_read_and_not_written():
     assert torch.equal(base, data(6))
     total, mutated = functionalize_mutations(lambda a, b: (a * b[:4]).sum())(base[:4], base[2:])
     assert (total, mutated) == ((base[:4] * base[2:]).sum(), {})
-    within = functionalize_mutations(lambda a, b: pure(a, b)[0])
-    with pytest.raises(MutationError, match="share memory"):
-        within(base[:4], base[2:])
     # Inputs that share a storage and no element, and one tensor in two places, are nothing special.
     assert list(pure(base[:2], base[2:])[1]) == ["args[0]"]
     assert torch.equal(pure(base, base)[0], 2 * base.sum())

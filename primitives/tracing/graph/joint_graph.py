@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import optree
+import torch
 
-from primitives.core.errors import MutationError, ShapeError
-from primitives.tracing import torch_private as internals
-from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, Runnable, run, split
-from primitives.tracing.graph.rewriting import is_backward, packed, unpacked, writing_nodes
-from primitives.tracing.graph.summary import table
-from primitives.tracing.memory import refuse_sharing, sharing
+from primitives.core.errors import ShapeError
+from primitives.tracing import torch_private
+from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, Graph, laid_out_like, split
+from primitives.tracing.leaves import like
+from primitives.tracing.memory import refuse_sharing
 from primitives.tracing.random.rng import PhiloxState
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["JointGraph"]
 
 
-class JointGraph(Runnable):
+class JointGraph(Graph):
     """Forward and backward pass of a function as one graph; made by `trace_joint`.
 
     It can be pickled, with `torch.save` too, and copied.
@@ -47,40 +47,33 @@ class JointGraph(Runnable):
         fakes: Their values when traced, without memory.
     """
 
-    def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any, *, functionalize: bool) -> None:
-        super().__init__(module)
-        self.signature = signature
+    def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any) -> None:
+        self.signature, self._mode = signature, mode
         self.primal_names, self.tangent_names = signature.primal_names, signature.tangent_names
-        self.output_names, self.gradient_names = signature.output_names, signature.gradient_names
+        self.output_names = signature.outs.labels(signature.computed)
+        self.gradient_names = tuple(f"{name}_bar" for name in signature.primals.labels(signature.gradient_places))
         self.mutated_names = signature.primals.labels(signature.mutated)
         self.in_treespec = optree.tree_structure(signature.primals.skeleton)
         self.out_treespec = optree.tree_structure(signature.outs.skeleton)
+        states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
+        outputs = [*self.output_names, *states[:2], *self.gradient_names, *states[2:]]
+        super().__init__(module, [*self.primal_names, *self.tangent_names, *states], outputs)
         placeholders = self.graph.find_nodes(op="placeholder")
-        self._states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
-        names = [*self.primal_names, *self.tangent_names, *self._states]
-        self.labels = {node.name: name for node, name in zip(placeholders, names, strict=True)}
+        self.labels = {node.name: name for node, name in zip(placeholders, self.input_labels, strict=True)}
         self.fakes = [node.meta["val"] for node in placeholders]
-        self._mode = mode
-        self._functionalize = functionalize
-        self._sizes_known_to_fit: set[tuple] = set()
+        # Values of the symbols in sizes that the graph is valid for.
+        self._fitting: set[tuple] = set()
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[Any, ...]:
         """What is pickled, and copied by `copy.deepcopy`: nodes with their values, lines and constants."""
-        data, constants = packed(self.module)
-        return {
-            "data": data,
-            "constants": constants,
-            "signature": self.signature,
-            "symbolic": self._mode.shape_env is not None,
-            "functionalize": self._functionalize,
-        }
+        return *torch_private.dumped(self.module), self.signature, self._mode.shape_env is not None
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         """The graph again, in a mode of its own."""
-        mode = internals.fake_mode(symbolic=state["symbolic"])
-        module = unpacked(state["data"], state["constants"], mode)
-        self.__init__(module, state["signature"], mode, functionalize=state["functionalize"])
+        data, constants, signature, symbolic = state
+        mode = torch_private.fake_mode(symbolic=symbolic)
+        self.__init__(torch_private.loaded(data, constants, mode), signature, mode)
 
     def __call__(self, primals: tuple, tangents: Any = None, *, rng: Any = None) -> tuple:
         """Run the graph.
@@ -95,7 +88,7 @@ class JointGraph(Runnable):
 
         Raises:
             TreeError: If a structure is not the one that was traced, or a constant differs.
-            LeafError: If a leaf is no tensor where one was traced, or a cotangent is given that was not.
+            LeafError: If a leaf is not a tensor where one was traced, or a cotangent is given that was not.
             ShapeError: If a size differs that was not to be dynamic, or one that the graph is not valid for.
             DtypeError: If a dtype differs.
             DeviceError: If a kind of device differs.
@@ -105,48 +98,52 @@ class JointGraph(Runnable):
         results = self._compute(
             signature.tensors_of(primals), signature.cotangents_of(tangents), signature.flat_states(rng)
         )
-        num = signature.num_forward_outputs
-        forward, backward = results[:num], results[num:]
-        if not signature.has_states:
-            return signature.join_outs(forward), signature.join_gradients(backward)
-        states = PhiloxState(*forward[-2:]), PhiloxState(*backward[-2:])
-        return signature.join_outs(forward[:-2]), signature.join_gradients(backward[:-2]), states
+        outs, forward_state = signature.joined_outs(results[: signature.num_forward_outputs])
+        bars, backward_state = signature.joined_gradients(results[signature.num_forward_outputs :])
+        return (outs, bars, (*forward_state, *backward_state)) if signature.has_states else (outs, bars)
 
     def _flat(self, primals: list[Any], cotangents: list[Any], states: list[Tensor]) -> list[Any]:
-        """What the graph computes: outputs, forward state, gradients, backward state."""
-        args = self.checked_primals(primals)
-        symbols = internals.bindings(self.fakes[: len(args)], args)
-        args += self.signature.checked_cotangents(cotangents, self.fakes, symbols, args)
-        if not self._functionalize:
-            overlapping = sharing(args, self.signature.alone)
-            refuse_sharing("JointGraph", [(*self.primal_names, *self.tangent_names)[i] for i in overlapping])
-        return run(self.module, [*args, *states])
+        args, symbols = self.checked_primals(primals)
+        return self.run([*args, *self.checked_cotangents(cotangents, symbols, args), *states])
 
-    def checked_primals(self, given: list[Any]) -> list[Any]:
-        """The tensors among the primals, checked; in the order of `primal_names`."""
-        fakes = self.fakes[: len(self.signature.places)]
-        tensors = self.signature.checked_primals(given, fakes, in_place=not self._functionalize)
-        # As numbers: where `torch.compile` has symbols, it takes those of the call.
-        sizes = tuple(tuple(int(n) for n in x.shape) for x in tensors)
-        if sizes not in self._sizes_known_to_fit:
-            if not internals.guards_hold(self._mode, fakes, tensors):
-                raise self._misfit(fakes, tensors)
-            self._sizes_known_to_fit.add(sizes)
-        return tensors
+    def checked_primals(self, given: list[Any]) -> tuple[list[Tensor], dict[Any, int]]:
+        """The tensors among the primals, in the order of `primal_names`, and the sizes that symbols stand for."""
+        fakes = self.fakes[: len(given)]
+        symbols = torch_private.bindings(fakes, given)
+        tensors = []
+        for name, x, fake in zip(self.primal_names, given, fakes, strict=True):
+            sizes = torch_private.bound_sizes(fake.shape, symbols)
+            tensors.append(laid_out_like(like(f"JointGraph: {name}", x, fake, sizes), fake, symbols))
+        # As given: a copy that was made for its strides shares nothing.
+        refuse_sharing("JointGraph", self.primal_names, given, self.signature.alone)
+        if tuple(symbols.values()) not in self._fitting:
+            failing = torch_private.failing_guards(self._mode, symbols)
+            if failing:
+                got, traced = (
+                    ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, values, strict=True))
+                    for values in (tensors, fakes)
+                )
+                raise ShapeError(
+                    f"JointGraph: the graph was made for {traced}, under {', '.join(failing)}, which does not hold, "
+                    f"got {got}."
+                )
+            self._fitting.add(tuple(symbols.values()))
+        return tensors, symbols
 
-    def _misfit(self, fakes: Sequence[Any], tensors: Sequence[Any]) -> ShapeError:
-        got, traced = (
-            ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, values, strict=True))
-            for values in (tensors, fakes)
-        )
-        failing = internals.failing_guards(self._mode, internals.bindings(fakes, tensors))
-        conditions = f", under {', '.join(failing)}, which does not hold" if failing else ""
-        return ShapeError(
-            f"JointGraph: the graph was made for {traced} (a symbol is one size wherever it stands, and at least 2)"
-            f"{conditions}, got {got}."
-        )
-
-    # Its parts.
+    def checked_cotangents(self, given: list[Any], symbols: dict[Any, int], others: Sequence[Any]) -> list[Tensor]:
+        """The cotangents, with zeros for 0, on the device of `others`."""
+        found = []
+        fakes = self.fakes[len(self.primal_names) :]
+        for name, x, fake in zip(self.tangent_names, given, fakes, strict=False):
+            sizes: list[Any] = torch_private.bound_sizes(fake.shape, symbols)
+            if isinstance(x, int) and None not in sizes:
+                devices = [y.device for y in others if isinstance(y, torch.Tensor)]
+                device = next((d for d in devices if d.type == fake.device.type), fake.device)
+                found.append(torch.zeros(sizes, dtype=fake.dtype, device=device))
+                continue
+            y_bar = like(f"JointGraph: {name}", None if isinstance(x, int) else x, fake, sizes, viewable=True)
+            found.append(laid_out_like(y_bar, fake, symbols))
+        return found
 
     def forward_graph(self, *, min_cut: bool = True) -> ForwardGraph:
         """The forward pass: `(primals) -> (outs, saved)`.
@@ -159,9 +156,6 @@ class JointGraph(Runnable):
 
         Returns:
             The graph, which lists what it saves, with bytes.
-
-        Raises:
-            MutationError: If the graph writes in place, as one traced with `functionalize=False` may.
         """
         return self._split(min_cut)[0]
 
@@ -173,39 +167,10 @@ class JointGraph(Runnable):
 
         Returns:
             The graph.
-
-        Raises:
-            MutationError: If the graph writes in place.
         """
         return self._split(min_cut)[1]
 
     def _split(self, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
         if min_cut not in self._parts:
-            writing = writing_nodes(self.graph)
-            if writing and not self._functionalize:
-                raise MutationError(
-                    f"JointGraph: a graph that writes in place cannot be split, and {writing[0]} does. Trace it with "
-                    "functionalize=True."
-                )
             self._parts[min_cut] = split(self, min_cut=min_cut)
         return self._parts[min_cut]
-
-    # How it looks.
-
-    def __str__(self) -> str:
-        """One line for each input, operation and output."""
-        return table(self.graph, [*self.labels.values()], self.output_labels())
-
-    def __repr__(self) -> str:
-        """How much there is of what."""
-        calls = [node for node in self.graph.nodes if node.op == "call_function"]
-        backward = sum(map(is_backward, calls))
-        return (
-            f"JointGraph({len(self.primal_names)} primals, {len(self.tangent_names)} tangents -> "
-            f"{len(self.output_names)} outputs, {len(self.gradient_names)} gradients; {len(calls) - backward} forward "
-            f"and {backward} backward operations)"
-        )
-
-    def output_labels(self) -> list[str]:
-        """What the outputs of the graph are called, in order."""
-        return [*self.output_names, *self._states[:2], *self.gradient_names, *self._states[2:]]

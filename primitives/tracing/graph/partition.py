@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from primitives.core.errors import LeafError, ShapeError
-from primitives.tracing import torch_private as internals
+from primitives.tracing import torch_private
 from primitives.tracing.graph.rewriting import SEED
-from primitives.tracing.graph.summary import in_bytes, line_of, shape_of, table
-from primitives.tracing.leaves import require_tensor
-from primitives.tracing.random.rng import PhiloxState
+from primitives.tracing.graph.summary import line_of, table
+from primitives.tracing.leaves import like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["BackwardGraph", "ForwardGraph", "Runnable", "Saved", "run", "split"]
+    from torch import Tensor
+
+    from primitives.tracing.random.rng import PhiloxState
+
+__all__ = ["BackwardGraph", "ForwardGraph", "Graph", "Saved", "laid_out_like", "split"]
 
 # Name of the backward graph's input for the cotangent of a loss, which the joint graph makes itself.
 _SEED_INPUT = "tangents_seed"
@@ -46,28 +48,41 @@ class Saved(NamedTuple):
     line: str
 
 
-class Runnable:
-    """A graph that is called with trees.
+class Graph:
+    """A graph that is called with trees; `print` shows one line for each input, operation and output.
 
     Attributes:
         module: The graph, as a function of flat tensors.
         graph: The nodes.
+        input_labels: What its inputs are called, in order.
+        output_labels: What its outputs are called, in order.
     """
 
     _flat: Callable[..., list[Any]]
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-        self.graph = module.graph
-        self._compute = internals.as_one_operation(self._flat)
+    def __init__(self, module: fx.GraphModule, input_labels: Sequence[str], output_labels: Sequence[str]) -> None:
+        self.module, self.graph = module, module.graph
+        self.input_labels, self.output_labels = tuple(input_labels), tuple(output_labels)
+        self._compute = torch_private.as_one_operation(self._flat)
 
     @property
     def code(self) -> str:
         """The graph as Python code."""
         return self.module.code.strip()
 
+    def __repr__(self) -> str:
+        """The table that is printed."""
+        return table(self.graph, self.input_labels, self.output_labels)
 
-class _Part(Runnable):
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """What the graph computes; it has a history if a caller differentiates in an argument."""
+        flat = args if torch_private.differentiated_outside(args) else [torch_private.detached(x) for x in args]
+        # Under `no_grad`, kernels leave out what a backward pass reads: the workspace of a recurrent layer.
+        with torch.enable_grad():
+            return list(self.module(*flat))
+
+
+class _Part(Graph):
     """What the two parts have in common.
 
     Attributes:
@@ -79,25 +94,18 @@ class _Part(Runnable):
     _method: str
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        output_names: Sequence[str],
-        saved: Sequence[Saved],
-        values: Sequence[Any],
-        joint: Any,
-        min_cut: bool,
+        self, module: fx.GraphModule, outputs: Sequence[str], saved: list[Saved], joint: Any, cut: Any
     ) -> None:
-        super().__init__(module)
         labels = {**joint.labels, _SEED_INPUT: SEED}
-        self.input_names = tuple(labels.get(n.name, n.name) for n in module.graph.find_nodes(op="placeholder"))
-        self.output_names = tuple(output_names)
+        inputs = [labels.get(node.name, node.name) for node in module.graph.find_nodes(op="placeholder")]
+        super().__init__(module, inputs, outputs)
+        self.input_names, self.output_names = self.input_labels, self.output_labels
         self.saved = tuple(saved)
-        self._values = values
-        self._joint, self._min_cut = joint, min_cut
+        self._joint, self._cut = joint, cut
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The joint graph, to be split again."""
-        return operator.methodcaller(self._method, min_cut=self._min_cut), (self._joint,)
+        return operator.methodcaller(self._method, min_cut=self._cut), (self._joint,)
 
     def _states(self, rng: PhiloxState | None) -> list[Any]:
         return self._joint.signature.flat_states(None if rng is None else (rng, rng))[:2]
@@ -106,22 +114,6 @@ class _Part(Runnable):
     def saved_bytes(self) -> int:
         """Memory that what is saved takes between the two passes, primals not counted, for the sizes traced."""
         return sum(entry.num_bytes for entry in self.saved if not entry.is_input)
-
-    def __str__(self) -> str:
-        """One line for each input, operation and output, and the list of what is saved."""
-        lines = [table(self.graph, self.input_names, self.output_names)]
-        lines.append(f"saved for the backward pass, {in_bytes(self.saved_bytes)} besides primals:")
-        for entry in self.saved:
-            size = "primal" if entry.is_input else in_bytes(entry.num_bytes)
-            lines.append(f"  {entry.name}: {shape_of(entry.shape, entry.dtype)}, {size}")
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        """How much there is of what."""
-        return (
-            f"{type(self).__name__}({len(self.input_names)} inputs -> {len(self.output_names)} outputs; "
-            f"{len(self.saved)} saved, {in_bytes(self.saved_bytes)} besides primals)"
-        )
 
 
 class ForwardGraph(_Part):
@@ -146,15 +138,11 @@ class ForwardGraph(_Part):
         """
         signature = self._joint.signature
         results = self._compute(signature.tensors_of(primals), self._states(rng))
-        num = signature.num_forward_outputs
-        outs, saved = results[:num], tuple(results[num:])
-        if not signature.has_states:
-            return signature.join_outs(outs), saved
-        return signature.join_outs(outs[:-2]), saved, PhiloxState(*outs[-2:])
+        outs, state = signature.joined_outs(results[: signature.num_forward_outputs])
+        return outs, tuple(results[signature.num_forward_outputs :]), *state
 
     def _flat(self, primals: list[Any], states: list[Any]) -> list[Any]:
-        """Outputs, state, and what is saved."""
-        return run(self.module, [*self._joint.checked_primals(primals), *states])
+        return self.run([*self._joint.checked_primals(primals)[0], *states])
 
 
 class BackwardGraph(_Part):
@@ -180,91 +168,77 @@ class BackwardGraph(_Part):
                 were traced; see `JointGraph`.
         """
         signature = self._joint.signature
-        results = self._compute(saved, signature.cotangents_of(tangents), self._states(rng))
-        if not signature.has_states:
-            return signature.join_gradients(results)
-        return signature.join_gradients(results[:-2]), PhiloxState(*results[-2:])
+        bars, state = signature.joined_gradients(
+            self._compute(saved, signature.cotangents_of(tangents), self._states(rng))
+        )
+        return (bars, *state) if state else bars
 
     def _flat(self, saved: Sequence[Any], cotangents: list[Any], states: list[Any]) -> list[Any]:
-        """Gradients and state."""
         joint, names = self._joint, [entry.name for entry in self.saved]
-        symbols = _check_saved(saved, self._values, [joint.labels.get(name, name) for name in names])
-        tangents = joint.signature.checked_cotangents(cotangents, joint.fakes, symbols, saved)
+        if len(saved) != len(names):
+            raise ValueError(f"BackwardGraph: saved must have {len(names)} entries, got {len(saved)}.")
+        placeholders = self.graph.find_nodes(op="placeholder")
+        fakes = {node.name: node.meta["val"] for node in placeholders}
+        described = [fakes.get(name) for name in names]
+        symbols = torch_private.bindings(described, saved)
+        for i, (x, fake) in enumerate(zip(saved, described, strict=True)):
+            if isinstance(fake, torch.Tensor):
+                label = f"BackwardGraph: saved[{i}] ({joint.labels.get(names[i], names[i])})"
+                # Torch describes the workspace of a recurrent layer as empty, which it is not.
+                sizes = [n or None for n in torch_private.bound_sizes(fake.shape, symbols)]
+                like(label, x, fake, sizes, any_device=True)
+        tangents = joint.checked_cotangents(cotangents, symbols, saved)
         # The forward state is an input of the joint graph too, and of this one if it is saved.
         inputs, values = [*joint.labels][len(joint.primal_names) :], [*tangents, *states, *states]
         given = dict(zip([*inputs, *names], [*values, *saved], strict=True))
-        given |= {_SEED_INPUT: seed.target(*seed.args, **seed.kwargs) for seed in _seeds(joint)}  # noqa: B035 - at most one
-        return run(self.module, [given[node.name] for node in self.graph.find_nodes(op="placeholder")])
+        for seed in _seeds(joint.graph):
+            y = seed.meta["val"]
+            given[_SEED_INPUT] = torch.ones(y.shape, dtype=y.dtype, device=y.device)
+        return self.run([given[node.name] for node in placeholders])
 
 
-def run(module: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
-    """What a graph computes; it has a history if a caller differentiates in an argument."""
-    flat = args if internals.differentiated_outside(args) else [internals.detached(x) for x in args]
-    # Under `no_grad`, kernels leave out what a backward pass reads: the workspace of a recurrent layer.
-    with torch.enable_grad():
-        return list(module(*flat))
+def laid_out_like(x: Tensor, fake: Tensor, symbols: dict[Any, int]) -> Tensor:
+    """`x` with the strides that the graph was traced for, without a lazy conjugate or negative."""
+    x, strides = x.resolve_conj().resolve_neg(), torch_private.bound_sizes(fake.stride(), symbols)
+    if not torch_private.is_dense(fake) or None in strides or list(x.stride()) == strides:
+        return x
+    return x.new_empty_strided(x.shape, strides).copy_(x)  # type: ignore[arg-type] - no None
 
 
-def _check_saved(saved: Sequence[Any], described: Sequence[Any], labels: Sequence[str]) -> dict[Any, int]:
-    """What the symbols in sizes stand for; raises unless `saved` is like what the forward graph saved."""
-    if not isinstance(saved, (tuple, list)):
-        raise TypeError(f"BackwardGraph: saved must be the tuple that the forward graph gave, got {saved!r}.")
-    if len(saved) != len(described):
-        raise ValueError(f"BackwardGraph: saved must have {len(described)} entries, got {len(saved)}.")
-    symbols = internals.bindings(described, saved)
-    for i, (x, fake) in enumerate(zip(saved, described, strict=True)):
-        label = f"BackwardGraph: saved[{i}] ({labels[i]})"
-        if isinstance(fake, torch.Tensor):
-            require_tensor(label, x, fake.dtype)
-            sizes = internals.bound_sizes(fake.shape, symbols)
-            # Torch describes the workspace of a recurrent layer as empty, which it is not.
-            if 0 not in sizes and not internals.sizes_fit(sizes, x):
-                raise ShapeError(f"{label} must have shape {sizes}, got {list(x.shape)}.")
-        elif isinstance(x, torch.Tensor):
-            raise LeafError(f"{label} must be a size, got {type(x).__name__}.")
-    return symbols
-
-
-def _seeds(joint: Any) -> list[Any]:
+def _seeds(graph: fx.Graph) -> list[fx.Node]:
     """The node that makes the cotangent 1 of the loss, if the graph does."""
-    return [node for node in joint.graph.nodes if node.name == SEED] if joint.signature.has_seed else []
+    return [node for node in graph.nodes if node.name == SEED and node.op == "call_function"]
 
 
-def _for_partitioner(joint: Any) -> fx.GraphModule:
-    """A copy whose placeholders tell torch's partitioner what they are."""
+def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
+    """Forward and backward graph of a joint graph."""
     graph = copy.deepcopy(joint.graph)
+    # By these names torch's partitioner tells what placeholders are.
     targets = [f"primals_{i}" for i, _ in enumerate(joint.primal_names)]
     targets += [f"tangents_{i}" for i, _ in enumerate(joint.tangent_names)]
     targets += ["primals_seed", "primals_offset", "bwd_seed_0", "bwd_base_offset_0"] * joint.signature.has_states
     for node, target in zip(graph.find_nodes(op="placeholder"), targets, strict=True):
         node.target = target
-    seeds = {node.name for node in _seeds(joint)}
-    for seed in [node for node in graph.nodes if node.name in seeds]:
+    for seed in _seeds(graph):
         # What depends on it is the backward pass.
         with graph.inserting_before(seed):
             new = graph.placeholder(_SEED_INPUT)
         new.meta = dict(seed.meta)
         seed.replace_all_uses_with(new)
         graph.erase_node(seed)
-    return fx.GraphModule(joint.module, graph)
-
-
-def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
-    """Forward and backward graph of a joint graph."""
     num = joint.signature.num_forward_outputs
-    forward, backward = internals.partition(_for_partitioner(joint), num, min_cut=min_cut)
-    nodes = forward.graph.output_node().args[0][num:]
-    values = [node.meta["val"] for node in nodes]
-    saved, outputs = _described(forward, nodes), joint.output_labels()
+    forward, backward = torch_private.partition(fx.GraphModule(joint.module, graph), num, min_cut=min_cut)
+    saved = _described(forward, forward.graph.output_node().args[0][num:])
+    outputs = [*joint.output_labels[:num], *(entry.name for entry in saved)]
     return (
-        ForwardGraph(forward, [*outputs[:num], *(entry.name for entry in saved)], saved, values, joint, min_cut),
-        BackwardGraph(backward, outputs[num:], saved, values, joint, min_cut),
+        ForwardGraph(forward, outputs, saved, joint, min_cut),
+        BackwardGraph(backward, joint.output_labels[num:], saved, joint, min_cut),
     )
 
 
 def _described(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Saved]:
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    of_inputs = {internals.num_bytes(x)[0] for x in inputs if isinstance(x, torch.Tensor)}
+    of_inputs = {torch_private.num_bytes(x)[0] for x in inputs if isinstance(x, torch.Tensor)}
     seen: set[int] = set()
     entries = []
     for node in nodes:
@@ -272,9 +246,8 @@ def _described(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Saved]:
         if not isinstance(value, torch.Tensor):
             entries.append(Saved(node.name, (), None, 0, False, line))
             continue
-        storage, size = internals.num_bytes(value)
-        is_input = node.op == "placeholder" or storage in of_inputs
+        storage, size = torch_private.num_bytes(value)
         size = 0 if storage in seen else size
-        entries.append(Saved(node.name, tuple(value.shape), value.dtype, size, is_input, line))
+        entries.append(Saved(node.name, tuple(value.shape), value.dtype, size, storage in of_inputs, line))
         seen.add(storage)
     return entries

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
-
-from primitives.tracing import torch_private as internals
-from primitives.tracing.lines import user_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,10 +18,7 @@ __all__ = [
     "identifier",
     "is_backward",
     "mark_forward",
-    "packed",
     "tidied",
-    "unpacked",
-    "writing_nodes",
 ]
 
 # Torch's partitioner reads this too.
@@ -56,13 +49,8 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get(_TAG) == "is_backward"
 
 
-def writing_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes that write in place."""
-    return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
-
-
 def tidied(
-    module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], *, num_primals: int, pure: bool
+    module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], *, num_primals: int
 ) -> fx.GraphModule:
     """The graph anew.
 
@@ -71,7 +59,6 @@ def tidied(
         names: One name for each placeholder.
         tangent_names: One name for each stand-in of a cotangent, which become placeholders.
         num_primals: How many of the placeholders come before these.
-        pure: Whether nothing in it writes in place.
     """
     graph, made = fx.Graph(), {}
     stand_ins = [node for node in module.graph.nodes if node.meta.get(ROLE) == TANGENT]
@@ -84,7 +71,7 @@ def tidied(
     for node in module.graph.nodes:
         if node in made:
             continue
-        if pure and _is_identity(node):
+        if _is_identity(node):
             made[node] = made[node.args[0]]
             continue
         made[node] = new = graph.node_copy(node, made.__getitem__)
@@ -92,10 +79,7 @@ def tidied(
             new.name = SEED
         if node.op != "output":
             new.meta.setdefault(_TAG, "is_backward")
-        if new.stack_trace:
-            new.stack_trace = user_part(new.stack_trace)
-    if pure:
-        graph.eliminate_dead_code()
+    graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(module, graph, "JointGraph")
 
@@ -104,7 +88,7 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def _is_identity(node: fx.Node) -> bool:
-    """Whether a node of a graph without writes stands for its argument, in derivatives too."""
+    """Whether a node stands for its argument, in derivatives too."""
     return node.target is torch.ops.aten.alias.default or (node.target is _DETACH and not _stops(node))
 
 
@@ -112,27 +96,3 @@ def _stops(node: fx.Node) -> bool:
     """Whether a `detach` is the user's: autograd's own are for the backward pass alone."""
     forward = [user for user in node.users if user.op == "output" or user.meta.get(_TAG) == "is_forward"]
     return any(user.target is not _DETACH or _stops(user) for user in forward)
-
-
-def packed(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
-    """A graph as bytes, and its constants, of which torch's pickler for graphs would keep the shapes alone."""
-    constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
-    return internals.dumped(fx.GraphModule(_module(dict.fromkeys(constants)), copy.deepcopy(module.graph))), constants
-
-
-def unpacked(data: bytes, constants: dict[str, Any], mode: Any) -> fx.GraphModule:
-    """The graph again.
-
-    Args:
-        data: As `packed` gave it.
-        constants: The constants.
-        mode: Where the values without memory are to live.
-    """
-    return fx.GraphModule(_module(constants), copy.deepcopy(internals.loaded(data, mode).graph), "JointGraph")
-
-
-def _module(attributes: dict[str, Any]) -> torch.nn.Module:
-    module = torch.nn.Module()
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module

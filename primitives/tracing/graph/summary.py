@@ -9,37 +9,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.tracing.graph.rewriting import is_backward
+from primitives.tracing.torch_private import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import fx
 
-__all__ = ["in_bytes", "line_of", "operation_of", "shape_of", "table"]
+__all__ = ["line_of", "table"]
 
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
-_KILO = 1024
 
 
-def in_bytes(count: int) -> str:
-    """A number of bytes, in words."""
-    if count < _KILO:
-        return f"{count} bytes"
-    return f"{count / _KILO:.1f} KiB" if count < _KILO**2 else f"{count / _KILO**2:.1f} MiB"
-
-
-def shape_of(shape: Sequence[Any], dtype: torch.dtype | None) -> str:
+def _shape(shape: Sequence[Any], dtype: torch.dtype | None) -> str:
     """Dtype and shape, as in `float32[2, 3]`."""
     return "size" if dtype is None else f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
-def operation_of(node: fx.Node) -> str:
+def _operation(node: fx.Node) -> str:
     """The operation of a node, in short."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, _, name = target._schema.name.partition("::")
-        return name if namespace == "aten" else f"{namespace}.{name}"
-    return getattr(target, "__name__", str(target))
+    schema = schema_of(node.target)
+    if schema is None:
+        return getattr(node.target, "__name__", str(node.target))
+    return schema.name.removeprefix("aten::").replace("::", ".")
 
 
 def line_of(node: fx.Node) -> str:
@@ -55,7 +47,7 @@ def _value(node: fx.Node) -> str:
     value = node.meta.get("val")
     if not isinstance(value, (tuple, list)):
         value = [] if value is None else [value]
-    return ", ".join(shape_of(x.shape, x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in value)
+    return ", ".join(_shape(x.shape, x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in value)
 
 
 def table(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> str:
@@ -67,7 +59,7 @@ def table(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> str
         elif node.op != "output":
             direction = "backward" if is_backward(node) else "forward"
             operands = ", ".join(n.name for n in node.all_input_nodes)
-            rows.append((direction, node.name, f"{operation_of(node)}({operands})", _value(node), line_of(node)))
+            rows.append((direction, node.name, f"{_operation(node)}({operands})", _value(node), line_of(node)))
     results = graph.output_node().args[0]
     for label, node in zip(outputs, results, strict=True):  # type: ignore[arg-type] - a tuple of nodes
         rows.append(("output", str(node), label, "", ""))

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import LeafError, MutationError
-from primitives.tracing import torch_private as internals
+from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
-from primitives.tracing.joint.replays import draws_refused, replays_refused
-from primitives.tracing.joint.tangents import match_tangents, require_loss, takes_cotangent
-from primitives.tracing.leaves import Leaves, refuse_opaque
-from primitives.tracing.watching import UserCalls
+from primitives.tracing.leaves import Leaves, like, refuse_opaque
+from primitives.tracing.memory import memories
+from primitives.tracing.watching import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["checked_primals", "create_joint", "outside_inference_mode", "run_joint"]
+__all__ = ["checked_primals", "create_joint", "outside_inference_mode", "require_loss", "run_joint", "takes_cotangent"]
 
 _FUNCTION = "create_joint"
+_nothing = contextlib.nullcontext()
 
 
 def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callable[..., tuple[Any, Any]]:
@@ -73,55 +73,73 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
 
     # Two functions: a graph of a function with defaults is not valid code in torch 2.13.
     def joint(primals: tuple, tangents: Any) -> tuple[Any, Any]:
-        return _run(fn, primals, lambda outs, taken: match_tangents(_FUNCTION, outs, taken, tangents))
+        def cotangents_of(outs: Leaves, taken: Sequence[int]) -> list[Tensor | None]:
+            pieces, names = outs.cotangents(_FUNCTION, tangents, taken), outs._replace(roots="tangents")
+            return [
+                None if piece is None else like(f"{_FUNCTION}: {names.label(i)}", piece, y, y.shape, viewable=True)
+                for i, (piece, y) in enumerate(zip(pieces, outs.values, strict=True))
+            ]
+
+        return _run(fn, primals, cotangents_of)
 
     def joint_of_loss(primals: tuple) -> tuple[Any, Any]:
-        return _run(fn, primals, _loss_tangents)
+        def cotangents_of(outs: Leaves, taken: Sequence[int]) -> list[Tensor | None]:
+            require_loss(_FUNCTION, outs, taken)
+            return [torch.ones_like(outs.values[0]), *[None] * (len(outs.values) - 1)]
+
+        return _run(fn, primals, cotangents_of)
 
     return joint_of_loss if no_tangents else joint
 
 
-def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which differentiates, in spite of an inference mode around it."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False):
-            return function(*args, **kwargs)
-
-    return run
+def outside_inference_mode() -> contextlib.AbstractContextManager:
+    """Context for what differentiates, in spite of an inference mode around it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _nothing
 
 
-def _loss_tangents(outs: Leaves, taken: Sequence[bool]) -> list[Tensor | None]:
-    require_loss(_FUNCTION, outs, taken)
-    return [torch.ones_like(outs.values[0]), *[None] * (len(outs.values) - 1)]
+def takes_cotangent(y: Any, inputs: Sequence[Any]) -> bool:
+    """Whether `y` is differentiable, requires grad and shares no memory with an input."""
+    if not isinstance(y, torch.Tensor) or not has_derivatives(y.dtype) or not y.requires_grad:
+        return False
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return {number for x in tensors for number in memories(x)}.isdisjoint(memories(y))
 
 
-@outside_inference_mode
+def require_loss(function: str, outs: Leaves, taken: Sequence[int]) -> None:
+    """Raise unless the first leaf of `outs` is a scalar loss, one of those `taken` that take a cotangent."""
+    y = outs.values[0] if outs.values else None
+    if 0 in taken and isinstance(y, torch.Tensor) and y.numel() == 1:
+        return
+    got = f"{list(y.shape)} of {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+    raise LeafError(
+        f"{function}: with no_tangents=True the first output must be a floating-point tensor of one element that "
+        f"requires grad, got {got}{'' if 0 in taken else ', which takes no cotangent'}."
+    )
+
+
 def _run(fn: Callable[..., Any], primals: tuple, cotangents_of: Callable[..., list[Tensor | None]]) -> tuple[Any, Any]:
     if not isinstance(primals, tuple):
         raise TypeError(
             f"{_FUNCTION}: primals must be the tuple of the positional arguments, got {type(primals).__name__}."
         )
     given = checked_primals(_FUNCTION, fn, primals)
-    passes_on = internals.differentiated_outside(given.values)
-    leaves, used = zip(*(_of_its_own(x, passes_on=passes_on) for x in given.values), strict=True)
-    histories = [_history(x) for x in used] if passes_on else []
+    with outside_inference_mode():
+        passes_on = torch_private.differentiated_outside(given.values)
+        leaves, used = zip(*(_of_its_own(x, passes_on=passes_on) for x in given.values), strict=True)
+        histories = [_history(x) for x in used] if passes_on else []
 
-    def cotangents(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
-        for i, history in enumerate(histories):
-            if _history(used[i]) is not history:
-                raise MutationError(
-                    f"{_FUNCTION}: {given.label(i)} requires grad and is written to in place. Return the new value, or "
-                    "use functionalize_mutations."
-                )
-        return outs, cotangents_of(outs, [takes_cotangent(y, used) for y in outs.values])
+        def cotangents(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
+            for i, history in enumerate(histories):
+                if _history(used[i]) is not history:
+                    raise MutationError(
+                        f"{_FUNCTION}: {given.label(i)} requires grad and is written to in place. Return the new "
+                        "value, or use functionalize_mutations."
+                    )
+            return outs, cotangents_of(outs, [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)])
 
-    outs, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents, create_graph=passes_on)
-    values = outs.values if passes_on else [internals.detached(y) for y in outs.values]
-    return outs.join(values), given.join(bars)
+        outs, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents, create_graph=passes_on)
+        values = outs.values if passes_on else [torch_private.detached(y) for y in outs.values]
+        return outs.join(values), given.join(bars)
 
 
 def checked_primals(function: str, fn: Callable[..., Any], primals: tuple) -> Leaves:
@@ -166,53 +184,32 @@ def run_joint(
     used: Sequence[Any],
     cotangents_of: Callable[[Leaves], tuple[Leaves, list[Tensor | None]]],
     *,
-    forward: Sequence[contextlib.AbstractContextManager] = (),
-    backward: Sequence[contextlib.AbstractContextManager] = (),
+    captures: bool = True,
+    modes: Sequence[contextlib.AbstractContextManager] = (),
     create_graph: bool = False,
 ) -> tuple[Leaves, list[Tensor | None]]:
     """Outputs of `fn` and gradients: what `create_joint` runs and `trace_joint` traces.
 
-    Args:
-        function: Name of the public function, for errors.
-        fn: The function.
-        given: Its arguments, for their structure.
-        leaves: What gradients are taken in.
-        used: What `fn` is called with, made of `leaves`.
-        cotangents_of: Called with the outputs; returns them, or more of them, and a cotangent or `None` for each.
-        forward: Contexts of the forward pass.
-        backward: Contexts of the backward pass.
-        create_graph: Whether the gradients have a history.
+    Gradients are taken in `leaves`, of which `used`, the leaves of the arguments, is made. `cotangents_of` gets the
+    outputs and returns them, or more of them, and a cotangent or `None` for each. With `captures`, `fn` may
+    differentiate in tensors from elsewhere. `modes`, if there are any, are contexts of the two passes.
     """
-    is_tracing = internals.is_tracing()
-    with typed_errors(function), torch.enable_grad(), internals.lines_recorded() as lines:
-        with _together(replays_refused(function), *forward, *[UserCalls(function)] * is_tracing):
+    recorder = Recorder(function, None if captures else fn) if torch_private.is_tracing() else None
+    forward, backward = modes or (_nothing, _nothing)
+    with typed_errors(function), torch.enable_grad(), recorder.recording() if recorder else _nothing:
+        with forward, recorder.forward() if recorder else _nothing:
             outs = Leaves.of(fn(*given.join(used)), "outs")
-        lines.end_forward()
         refuse_opaque(function, outs.values, outs.label)
         outs, cotangents = cotangents_of(outs)
-        with _together(*backward), draws_refused(function):
-            return outs, _gradients(leaves, outs.values, cotangents, create_graph=create_graph)
-
-
-@contextlib.contextmanager
-def _together(*contexts: contextlib.AbstractContextManager) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _gradients(
-    inputs: Sequence[Any], outputs: Sequence[Any], cotangents: Sequence[Tensor | None], *, create_graph: bool
-) -> list[Tensor | None]:
-    """One gradient for each input, `None` where it takes none or no output with a cotangent depends on it."""
-    pairs = [(y, y_bar) for y, y_bar in zip(outputs, cotangents, strict=True) if y_bar is not None]
-    places = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-    bars: list[Tensor | None] = [None] * len(inputs)
-    if pairs and places:
-        ys, y_bars = zip(*pairs, strict=True)
-        xs = [inputs[i] for i in places]
-        found = torch.autograd.grad(ys, xs, y_bars, allow_unused=True, create_graph=create_graph)
-        for i, bar in zip(places, found, strict=True):
-            bars[i] = bar
-    return bars
+        places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        pairs = [(y, y_bar) for y, y_bar in zip(outs.values, cotangents, strict=True) if y_bar is not None]
+        bars: list[Tensor | None] = [None] * len(leaves)
+        if pairs and places:
+            ys, y_bars = zip(*pairs, strict=True)
+            with backward:
+                found = torch.autograd.grad(
+                    ys, [leaves[i] for i in places], y_bars, allow_unused=True, create_graph=create_graph
+                )
+            for i, bar in zip(places, found, strict=True):
+                bars[i] = bar
+        return outs, bars

@@ -7,22 +7,25 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._decomp import get_decompositions
 
 from primitives.core.errors import DeviceError, LeafError, ShapeError
 from primitives.core.trees.overlay import spread
 from primitives.decompositions import decomposition_table
-from primitives.tracing import torch_private as internals
+from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.graph.joint_graph import JointGraph
 from primitives.tracing.graph.rewriting import ROLE, SEED, TANGENT, identifier, mark_forward, tidied
 from primitives.tracing.graph.signature import Signature
-from primitives.tracing.joint.create import checked_primals, outside_inference_mode, run_joint
-from primitives.tracing.joint.tangents import match_tangents, require_loss, takes_cotangent
+from primitives.tracing.joint.create import (
+    checked_primals,
+    outside_inference_mode,
+    require_loss,
+    run_joint,
+    takes_cotangent,
+)
 from primitives.tracing.leaves import Leaves
-from primitives.tracing.memory import is_wrapped, memories, refuse_sharing, sharing
+from primitives.tracing.memory import is_wrapped, refuse_sharing
 from primitives.tracing.random.rng import PhiloxState, rng_mode
-from primitives.tracing.watching import OutsideWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,13 +38,11 @@ _FUNCTION = "trace_joint"
 _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_offset")
 
 
-@outside_inference_mode
 def trace_joint(
     fn: Callable[..., Any],
     *primals: Any,
     tangents: Any = None,
     no_tangents: bool = False,
-    functionalize: bool = True,
     functionalize_rng: bool = False,
     decompose: Any = None,
     dynamic: Any = False,
@@ -52,7 +53,10 @@ def trace_joint(
     Nothing is computed and no memory is taken: the primals may be real tensors, fake ones, or tensors on the device
     `"meta"`, and only their shapes, strides, dtypes, devices and `requires_grad` count. `fn` is called once.
     Leaves that are not tensors are constants of the graph. Tensors that `fn` takes from elsewhere are constants too,
-    and must neither require grad nor be written to; for modules, use `functional_call`.
+    and must neither require grad nor be written to; for modules, use `functional_call`. Writes in place become pure
+    operations: if `fn` writes to inputs, `outs` is `(outs, mutated)`, as with `functionalize_mutations`, with the new
+    values of these inputs by key path, in the order of the leaves of `primals`. (`make_fx` of `create_joint(fn)` keeps
+    writes in place.)
 
     Args:
         fn: Function of pytrees.
@@ -62,9 +66,6 @@ def trace_joint(
             is to get none. By default, every output that takes one gets one.
         no_tangents: Whether the first leaf of the output is a scalar loss, whose cotangent is 1; the graph has no
             tangents then.
-        functionalize: Whether writes in place become pure operations. If `fn` writes to inputs, `outs` is
-            `(outs, mutated)`, as with `functionalize_mutations`: the new values of these inputs by key path, in the
-            order of the leaves of `primals`.
         functionalize_rng: Whether random operations draw from two states, `rng=(forward, backward)`, each a
             `PhiloxState`. The graph takes them as further inputs, and hands them out advanced.
         decompose: Operators to take apart: a list of operators, of which torch has decompositions; a table from
@@ -82,12 +83,12 @@ def trace_joint(
             a leaf of the primals or of the output is an object with a tensor in an attribute, or `tangents` has a leaf
             where it must not.
         TreeError: If `tangents` or `dynamic` does not fit.
-        DeviceError: If a CUDA device is to be traced for, and there is none.
         MutationError: If `fn` writes to a captured tensor or to one of several inputs that overlap in memory, or
             assigns to the `.data` of any tensor.
         TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do, or calls a collective that
             writes in place; or if the backward pass draws random numbers, as a checkpoint around dropout does, without
             `functionalize_rng`.
+        DeviceError: If a CUDA device is to be traced for, and there is none.
         ShapeError: If a size was to be dynamic and `fn` fixes it.
 
     Example:
@@ -100,21 +101,22 @@ def trace_joint(
     """
     given = checked_primals(_FUNCTION, fn, primals)
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
-    _require_dense(given, places)
+    tensors = [_dense(given.label(i), given.values[i]) for i in places]
     axes = _dynamic_axes(primals, given, dynamic)
-    mode = internals.fake_mode(symbolic=any(axes))
-    devices = [given.values[i].device if device is None else torch.device(device) for i in places]
-    _require_devices(devices)
-    args = [internals.fake_of(mode, given.values[i], axes[i], on) for i, on in zip(places, devices, strict=True)]
-    with mode:
-        args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in _STATE_NAMES * functionalize_rng]
     if no_tangents and tangents is not None:
         raise TypeError(f"{_FUNCTION}: with no_tangents=True there are no tangents to pass.")
-    joint = _FlatJoint(fn, given, places, tangents, functionalize, no_tangents)
-    with typed_errors(_FUNCTION):
-        module = internals.trace(joint, args, mode, _table(decompose))
-    overlapping = sharing([given.values[i] for i in places], joint.alone)
-    refuse_sharing(_FUNCTION, [given.label(places[i]) for i in overlapping])
+    mode = torch_private.fake_mode(symbolic=any(axes))
+    devices = [x.device if device is None else torch.device(device) for x in tensors]
+    if any(on.type == "cuda" for on in devices) and not torch.cuda.is_available():
+        # Autograd asks the driver for the stream of every CUDA tensor, fake ones too, and aborts the process.
+        raise DeviceError(f"{_FUNCTION}: tracing for a CUDA device needs one, and there is none. Trace on the CPU.")
+    joint = _FlatJoint(fn, given, places, tangents, no_tangents)
+    with outside_inference_mode(), typed_errors(_FUNCTION):
+        fakes = zip(tensors, places, devices, strict=True)
+        args = [torch_private.fake_of(mode, x, axes[i], on) for x, i, on in fakes]
+        with mode:
+            args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in _STATE_NAMES * functionalize_rng]
+        module = torch_private.trace(joint, args, mode, _table(decompose))
     computed = tuple(i for i, y in enumerate(joint.outs.values) if _is_computed(y))
     signature = Signature(
         primals=given._replace(values=[None if i in places else x for i, x in enumerate(given.values)]),
@@ -123,16 +125,22 @@ def trace_joint(
         computed=computed,
         with_tangent=() if no_tangents else joint.with_cotangent,
         gradient_places=joint.gradient_places,
-        mutated=joint.written if functionalize else (),
-        alone=joint.alone,
+        mutated=joint.written,
         has_states=functionalize_rng,
-        has_seed=no_tangents,
     )
+    refuse_sharing(_FUNCTION, signature.primal_names, tensors, signature.alone)
     names = [*map(identifier, signature.primal_names), *_STATE_NAMES * functionalize_rng]
     tangent_names = [*map(identifier, signature.tangent_names)]
-    module = tidied(module, names, tangent_names, num_primals=len(places), pure=functionalize)
-    graph = JointGraph(module, signature, mode, functionalize=functionalize)
-    _require_dynamic(graph, [(i, axis) for i, place in enumerate(places) for axis in axes[place]], dynamic)
+    module = tidied(module, names, tangent_names, num_primals=len(places))
+    graph = JointGraph(module, signature, mode)
+    for i, place in enumerate(places):
+        sizes = torch_private.bound_sizes(graph.fakes[i].shape)
+        for axis in axes[place] if dynamic is not True else ():
+            if sizes[axis] is not None:
+                raise ShapeError(
+                    f"{_FUNCTION}: axis {axis} of {graph.primal_names[i]} cannot be dynamic: the function, or torch "
+                    f"for sizes 0 and 1, fixes its size to {sizes[axis]}."
+                )
     return graph
 
 
@@ -144,14 +152,11 @@ class _FlatJoint:
     given: Leaves
     places: Sequence[int]
     tangents: Any
-    functionalize: bool
     no_tangents: bool
     # The output, with what was written to.
     outs: Leaves = dataclasses.field(init=False)
     # Places of the primals that are written to.
     written: tuple[int, ...] = ()
-    # Numbers, among the tensors, of these and of those that a pure function within writes copies of.
-    alone: tuple[int, ...] = ()
     # Places of the leaves of the output that have a cotangent.
     with_cotangent: tuple[int, ...] = ()
     # Places of the primals that get a gradient.
@@ -159,109 +164,89 @@ class _FlatJoint:
 
     def __call__(self, *args: Tensor) -> tuple:
         """Outputs, forward state, gradients, backward state."""
-        with internals.functional_world(functionalize=self.functionalize):
-            inputs = [internals.wrapped(x) for x in args] if self.functionalize else args
-            return tuple(internals.plain(x) for x in self._run(inputs))
+        with torch_private.functional_world():
+            return tuple(map(torch_private.plain, self._run([torch_private.wrapped(x) for x in args])))
 
     def _run(self, args: Sequence[Tensor]) -> list[Any]:
         leaves = list(self.given.values)
         for place, x in zip(self.places, args, strict=False):
             leaves[place] = x
-        used = [self._copy(x) for x in leaves]
-        before = {i: (used[i].grad_fn, used[i]._version, used[i].shape, used[i].stride()) for i in self.places}
+        used = [_copy(x) for x in leaves]
+        before = {i: (used[i].grad_fn, used[i].shape, used[i].stride()) for i in self.places}
         states = args[len(self.places) :]
         random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
-        watch = OutsideWatch(_FUNCTION, self.fn)
         results: list[Any] = []
 
         def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
-            self.written = tuple(i for i in self.places if self._is_written(used[i], *before[i]))
-            copied = [i for i in self.places if not watch.copied.isdisjoint(memories(used[i]))]
-            self.alone = tuple(sorted(map(self.places.index, {*self.written, *copied})))
-            outs, taken = self._with_written(outs, used, {i: before[i][0] for i in self.written})
+            self.written = tuple(i for i, (_, *geometry) in before.items() if _is_written(used[i], *geometry))
+            taken = [takes_cotangent(y, used) for y in outs.values]
+            if self.written:
+                mutated = OrderedDict((self.given.label(i), used[i]) for i in self.written)
+                outs = Leaves.of((outs.join(outs.values), mutated), "outs")
+                # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
+                taken += [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in self.written]
             self.outs = outs
             results.extend(y for y in outs.values if _is_computed(y))
             results.extend(random[0].state if random else ())
             for y in results:
-                internals.plain(y)
-            mark_forward(internals.recorded_nodes())
-            found = self._cotangents(outs, taken)
-            self.with_cotangent = tuple(i for i, y_bar in enumerate(found) if y_bar is not None)
-            return outs, found
+                torch_private.plain(y)
+            mark_forward(torch_private.recorded_nodes())
+            self.with_cotangent = tuple(self._with_cotangent([i for i, flag in enumerate(taken) if flag]))
+            wanted = [i in self.with_cotangent for i in range(len(taken))]
+            return outs, [self._stand_in(y) if flag else None for y, flag in zip(outs.values, wanted, strict=True)]
 
-        _, bars = run_joint(
-            *(_FUNCTION, self.fn, self.given, leaves, used, cotangents_of),
-            forward=[watch, *random[:1]],
-            backward=random[1:],
-        )
+        _, bars = run_joint(_FUNCTION, self.fn, self.given, leaves, used, cotangents_of, captures=False, modes=random)
         self.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
         return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
 
-    def _copy(self, x: Any) -> Any:
-        """What `fn` may write to: the gradient is that before any write, and autograd lets none be made to a leaf."""
-        if not (isinstance(x, torch.Tensor) and x.requires_grad):
-            return x
-        # A copy has other strides where elements overlap or lie apart; the graph must not come to rely on these.
-        is_dense = internals.axis_order(x) is not None
-        with internals.unrecorded():
-            copy = x.clone() if self.functionalize and is_dense else torch.ops.aten.alias.default(x)
-        internals.record_as(copy, x)
-        return copy
-
-    def _is_written(self, x: Tensor, _: Any, version: int, shape: Any, stride: Any) -> bool:
-        is_new = internals.has_data_mutation(x) if self.functionalize else x._version != version
-        return is_new or x.shape != shape or x.stride() != stride
-
-    def _with_written(self, outs: Leaves, used: Sequence[Any], histories: dict[int, Any]) -> tuple[Leaves, list[bool]]:
-        """The output, what was written to behind it, and whether each leaf takes a cotangent."""
-        taken = [takes_cotangent(y, used) for y in outs.values]
-        if not (self.functionalize and histories):
-            return outs, taken
-        mutated = OrderedDict((self.given.label(i), used[i]) for i in histories)
-        # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
-        taken += [takes_cotangent(used[i], ()) and used[i].grad_fn is not history for i, history in histories.items()]
-        return Leaves.of((outs.join(outs.values), mutated), "outs"), taken
-
-    def _cotangents(self, outs: Leaves, taken: Sequence[bool]) -> list[Tensor | None]:
-        """Stand-ins, whose nodes become inputs of the graph."""
-        wanted = list(taken)
+    def _with_cotangent(self, taken: Sequence[int]) -> Sequence[int]:
+        """Those leaves of the output that are to have a cotangent."""
         if self.no_tangents:
-            require_loss(_FUNCTION, outs, taken)
-            wanted = [i == 0 for i in range(len(taken))]
-        elif self.tangents is not None:
-            pieces = outs.aligned(_FUNCTION, "tangents", self.tangents, "outs")
-            likes = [None if piece is None else y for piece, y in zip(pieces, outs.values, strict=True)]
-            wanted = [y is not None for y in match_tangents(_FUNCTION, outs, taken, outs.join(likes))]
-        return [self._stand_in(y) if flag else None for y, flag in zip(outs.values, wanted, strict=True)]
+            require_loss(_FUNCTION, self.outs, taken)
+            return [0]
+        if self.tangents is None:
+            return taken
+        pieces = self.outs.cotangents(_FUNCTION, self.tangents, taken)
+        return [i for i, piece in enumerate(pieces) if piece is not None]
 
     def _stand_in(self, y: Tensor) -> Tensor:
+        """A tensor whose node becomes an input of the graph, or the cotangent of a loss."""
         with torch.no_grad():
             if self.no_tangents:
                 made, role = torch.full(y.shape, 1, dtype=y.dtype, device=y.device), SEED
             else:
                 made, role = torch.empty_like(y), TANGENT
-        internals.node_of(made).meta[ROLE] = role
+        torch_private.node_of(made).meta[ROLE] = role
         return made
+
+
+def _copy(x: Any) -> Any:
+    """What `fn` may write to: the gradient is that before any write, and autograd lets none be made to a leaf."""
+    if not (isinstance(x, torch.Tensor) and x.requires_grad):
+        return x
+    # A copy has other strides where elements overlap or lie apart; the graph must not come to rely on these.
+    is_dense = torch_private.is_dense(x)
+    with torch_private.unrecorded():
+        copy = x.clone() if is_dense else torch.ops.aten.alias.default(x)
+    torch_private.record_as(copy, x)
+    return copy
+
+
+def _is_written(x: Tensor, shape: Any, stride: Any) -> bool:
+    return torch_private.has_data_mutation(x) or x.shape != shape or x.stride() != stride
 
 
 def _is_computed(y: Any) -> bool:
     return isinstance(y, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _require_dense(given: Leaves, places: Sequence[int]) -> None:
-    for i in places:
-        x = given.values[i]
-        if x.layout != torch.strided or x.is_nested or is_wrapped(x):
-            raise LeafError(
-                f"{_FUNCTION}: {given.label(i)} must be a dense tensor of its own, got {type(x).__name__} of "
-                f"{x.layout}. Pass its values and indices; for a wrapper subclass, use unwrap_subclasses."
-            )
-
-
-def _require_devices(devices: Sequence[torch.device]) -> None:
-    # Autograd asks the driver for the stream of every CUDA tensor, fake ones too.
-    if any(device.type == "cuda" for device in devices) and not torch.cuda.is_available():
-        raise DeviceError(f"{_FUNCTION}: tracing for a CUDA device needs one, and there is none. Trace on the CPU.")
+def _dense(label: str, x: Tensor) -> Tensor:
+    if x.layout != torch.strided or x.is_nested or is_wrapped(x):
+        raise LeafError(
+            f"{_FUNCTION}: {label} must be a dense tensor of its own, got {type(x).__name__} of {x.layout}. Pass its "
+            "values and indices; for a wrapper subclass, use unwrap_subclasses."
+        )
+    return x
 
 
 def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]]:
@@ -284,18 +269,6 @@ def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]
     return axes
 
 
-def _require_dynamic(graph: JointGraph, axes: Sequence[tuple[int, int]], dynamic: Any) -> None:
-    """Raise if an axis that was named as dynamic has got a fixed size."""
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    for i, axis in axes if dynamic is not True else ():
-        size = internals.bound_sizes(placeholders[i].meta["val"].shape)[axis]
-        if size is not None:
-            raise ShapeError(
-                f"{_FUNCTION}: axis {axis} of {graph.primal_names[i]} cannot be dynamic: the function, or torch for "
-                f"sizes 0 and 1, fixes its size to {size}."
-            )
-
-
 def _table(decompose: Any) -> dict[Any, Any]:
     if decompose is None:
         # Without any table, torch 2.15 records no `detach`, and a derivative of the graph would pass it.
@@ -304,4 +277,4 @@ def _table(decompose: Any) -> dict[Any, Any]:
         if decompose != "primitives":
             raise ValueError(f'{_FUNCTION}: decompose must be "primitives", a list or a table, got {decompose!r}.')
         return dict(decomposition_table)
-    return dict(decompose) if isinstance(decompose, dict) else get_decompositions(list(decompose))
+    return dict(decompose) if isinstance(decompose, dict) else torch_private.get_decompositions(list(decompose))

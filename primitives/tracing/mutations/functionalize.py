@@ -8,8 +8,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import arg_tree_leaves
 
 from primitives.core.autograd import LinearMap, apply_linear
 from primitives.core.errors import MissingRuleError, MutationError
@@ -17,8 +15,8 @@ from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.leaves import Leaves, refuse_opaque
 from primitives.tracing.lines import current_line
-from primitives.tracing.memory import is_wrapped, memories, refuse_sharing, sharing
-from primitives.tracing.watching import UserCalls, WriteWatcher, written_by
+from primitives.tracing.memory import is_wrapped, memories, refuse_sharing
+from primitives.tracing.watching import UserCalls, written_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,8 +33,10 @@ _lift_fresh = _aten.lift_fresh.default
 _write_back = torch.ops.primitives.write_back.default
 
 
-class _Watch(WriteWatcher):
+class _Watch(torch_private.TorchDispatchMode):
     """Context that notes which memory is written to, and refuses writes to what is neither an input nor made inside."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +63,14 @@ class _Watch(WriteWatcher):
                     f"written to, at {current_line()}. Make it an input, or return the new value; for a module, use "
                     "functional_call."
                 )
-            if torch.Tag.inplace_view not in getattr(func, "tags", ()) or func._schema.name == "aten::set_":
+            if (
+                torch.Tag.inplace_view not in getattr(func, "tags", ())
+                or torch_private.schema_of(func).name == "aten::set_"
+            ):
                 self.written.update(memories(x))
         result = func(*args, **kwargs)
         if func is _lift_fresh or not _may_alias(func):
-            self.take([x for x in arg_tree_leaves(result) if isinstance(x, torch.Tensor)])
+            self.take([x for x in torch_private.leaves_of(result) if isinstance(x, torch.Tensor)])
         return result
 
 
@@ -75,15 +78,15 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes, those included of which its schema says nothing."""
     if func in _BATCH_NORMS:
         return [x for x in args[3:5] if args[5] and x is not None]
-    if func is _write_back or (getattr(func, "namespace", "") == "c10d" and func._opname.endswith("_")):
-        return [x for x in arg_tree_leaves(args[0]) if isinstance(x, torch.Tensor)]
+    if func is _write_back:
+        return [x for x in torch_private.leaves_of(args[0]) if isinstance(x, torch.Tensor)]
     return written_by(func, args, kwargs)
 
 
 @functools.cache
 def _may_alias(func: Any) -> bool:
     """Whether a result may share memory with an argument."""
-    schema = getattr(func, "_schema", None)
+    schema = torch_private.schema_of(func)
     return schema is not None and any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
 
 
@@ -145,8 +148,6 @@ class _Input:
         """See what the function has done to it."""
         used = self.used
         self.is_reshaped = _geometry(used) != self._geometry
-        # A function of `functionalize_mutations` within has written to a copy.
-        self.is_copied = not watch.copied.isdisjoint(self._memories)
         if torch_private.is_functional(used):
             self.is_data, is_moved = torch_private.has_data_mutation(used), torch_private.has_other_storage(used)
         else:
@@ -216,11 +217,8 @@ class _Call:
                 each.look(watch)
             self._plain = {} if world is None else world.plain([*self._outs.values, *used])
             refuse_opaque(_FUNCTION, self._outs.values, self._outs.label)
-        overlapping = sharing(tensors, [i for i, each in enumerate(self.inputs) if each.is_data or each.is_copied])
-        refuse_sharing(_FUNCTION, [self.inputs[i].label for i in overlapping])
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, WriteWatcher):
-                mode.copied.update(number for each in self.inputs if each.is_data for number in memories(each.x))
+        names = [each.label for each in self.inputs]
+        refuse_sharing(_FUNCTION, names, tensors, [i for i, each in enumerate(self.inputs) if each.is_data])
 
     def plain(self, y: Any) -> Any:
         """A leaf, or what the function got, as a tensor of the caller."""
