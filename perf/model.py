@@ -152,7 +152,7 @@ def _operands(workload: Workload) -> tuple[torch.Tensor, torch.Tensor | None, to
 
     x = meta(workload.shape, workload.torch_dtype)
     x = x.contiguous(memory_format=torch.channels_last) if workload.channels_last else x
-    weight = meta((workload.num_params,), getattr(torch, workload.param_dtype)) if workload.num_params else None
+    weight = meta((workload.num_params,), workload.param_dtype) if workload.num_params else None
     return x, weight, meta(workload.shape[1:2] if workload.op in CHANNEL_OPS else workload.shape[:-1], torch.float32)
 
 

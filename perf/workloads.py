@@ -14,10 +14,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 OPS = ("layer_norm", "log_softmax", "batch_norm", "batch_norm_eval", "dropout")
 # Ops whose statistics belong to channels, in dim 1.
@@ -34,11 +34,10 @@ BASIC_MODES = MODES[:2]
 TRAINING = MODES[-1]
 CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", TRAINING)
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Who is measured; `perf.suite.providers` defines what each does.
 OURS, EAGER, COMPILED, TUNED = "primitives", "torch", "torch.compile", "torch.compile max-autotune"
 # Peers that have a layer norm, and nothing else of ours.
-LIBRARIES = ("liger", "quack", "flash-attn", "apex")
+LIBRARIES = ("liger", "flash-attn", "apex")
 PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES)
 
 
@@ -78,19 +77,12 @@ class Workload:
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch's object."""
-        import torch
-
         return getattr(torch, self.dtype)
 
     @property
-    def param_dtype(self) -> str:
+    def param_dtype(self) -> torch.dtype:
         """Dtype of weight and bias: torch's layer norm wants that of the input, batch norm keeps float32."""
-        return "float32" if self.op in CHANNEL_OPS else self.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the input."""
-        return ITEMSIZES[self.dtype]
+        return torch.float32 if self.op in CHANNEL_OPS else self.torch_dtype
 
     @property
     def num_elements(self) -> int:
@@ -100,7 +92,7 @@ class Workload:
     @property
     def pass_bytes(self) -> int:
         """Bytes of one pass: of the input, and of every other tensor of its size."""
-        return self.num_elements * self.itemsize
+        return self.num_elements * self.torch_dtype.itemsize
 
     @property
     def num_cols(self) -> int:
@@ -118,15 +110,7 @@ class Workload:
 
 
 class TrainingWorkload(NamedTuple):
-    """A training step of one of the demo's models.
-
-    Attributes:
-        name: What it is, unique.
-        model: `ConvNet` or `VisionTransformer`.
-        sizes: Keyword arguments of the model.
-        batch: Images of a step.
-        quick: Whether a quick run has it.
-    """
+    """A training step of one of the demo's models, with so many images and these keyword arguments of the model."""
 
     name: str
     model: str
@@ -136,7 +120,7 @@ class TrainingWorkload(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Unique and stable, by which results of two runs are matched."""
+        """As that of a workload."""
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"{self.model} {self.name} {sizes} batch={self.batch}"
 
@@ -203,9 +187,11 @@ def _batch_norms() -> Iterator[Workload]:
 
 
 def _evaluations() -> Iterator[Workload]:
-    shape = (64, 256, 56, 56)
-    yield Workload("ResNet-50", "batch_norm_eval", shape, modes=FIRST_ORDER, quick=True)
-    yield Workload("ResNet-50", "batch_norm_eval", shape, channels_last=True, modes=FIRST_ORDER)
+    for channels_last in (False, True):
+        shape, quick = (64, 256, 56, 56), not channels_last
+        yield Workload(
+            "ResNet-50", "batch_norm_eval", shape, channels_last=channels_last, modes=FIRST_ORDER, quick=quick
+        )
 
 
 def _dropouts() -> Iterator[Workload]:
@@ -214,17 +200,11 @@ def _dropouts() -> Iterator[Workload]:
     yield Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=FIRST_ORDER)
 
 
-def _mixed(*families: Iterator[Workload]) -> Iterator[Workload]:
-    for workloads in itertools.zip_longest(*families):
-        yield from (workload for workload in workloads if workload is not None)
-
-
-GPU_WORKLOADS: tuple[Workload, ...] = tuple(
-    _mixed(_layer_norms(), _log_softmaxes(), _batch_norms(), _evaluations(), _dropouts())
-)
+_FAMILIES = (_layer_norms(), _log_softmaxes(), _batch_norms(), _evaluations(), _dropouts())
+GPU_WORKLOADS = tuple(w for workloads in itertools.zip_longest(*_FAMILIES) for w in workloads if w is not None)
 
 # Training sizes at which a CPU is still used. First derivatives of bfloat16 stand for autocast on CPU.
-CPU_WORKLOADS: tuple[Workload, ...] = (
+CPU_WORKLOADS = (
     Workload("GPT-2", "layer_norm", (2048, 768), dtype="float32", quick=True),
     Workload("Llama 8B width", "layer_norm", (512, 4096), dtype="float32"),
     Workload("ViT-B/16", "layer_norm", (1576, 768), dtype="bfloat16"),
@@ -236,11 +216,11 @@ CPU_WORKLOADS: tuple[Workload, ...] = (
     Workload("BatchNorm1d", "batch_norm", (2048, 1024), dtype="float32"),
 )
 
-GPU_TRAINING: tuple[TrainingWorkload, ...] = (
+GPU_TRAINING = (
     TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024),
     TrainingWorkload("wide", "ConvNet", {"channels": 128}, 4096),
 )
-CPU_TRAINING: tuple[TrainingWorkload, ...] = (
+CPU_TRAINING = (
     TrainingWorkload("narrow", "VisionTransformer", {"width": 128, "num_heads": 4, "num_blocks": 2}, 64, True),
     TrainingWorkload("narrow", "ConvNet", {"channels": 32}, 64),
 )

@@ -88,22 +88,25 @@ def test_a_plan_has_the_quick_ones_first_and_all_modes_of_what_is_asked_for():
 SMALL = (Workload("small", "layer_norm", (4, 8), dtype="float32", affine=False), "forward")
 
 
-@pytest.mark.parametrize("refused, statuses", [("torch", ["ok", "ok"]), ("primitives", ["error", "ok"])])
-def test_a_peer_that_cannot_be_captured_keeps_its_call_time_and_this_package_fails(monkeypatch, refused, statuses):
+@pytest.mark.parametrize("refused, status", [("torch", "cannot"), ("primitives", "error")])
+def test_who_cannot_be_captured_has_no_times_and_only_ours_is_an_error(monkeypatch, refused, status):
     timer = timing.CpuTimer()
     # The first capture is that of the copy.
     captures = iter([False, refused == "primitives", refused == "torch"])
-    monkeypatch.setattr(timer, "has_device_time", True)
-    monkeypatch.setattr(timer, "device_seconds", lambda prepared: 1.0)
-    monkeypatch.setattr(
-        timer, "prepare", lambda steps, _: timing.Prepared(steps, obstacle="it" * next(captures) or None)
-    )
-    ours, peer, lacking = unit.measure(SMALL, ["primitives", "torch", "apex"], timer, 0.0)
-    assert [ours["status"], peer["status"], lacking["status"]] == [*statuses, "cannot"]
-    for row in (ours, peer):
-        assert (row["device_us"] is None) == (row["gbps"] is None) == (row["provider"] == refused)
-        assert (row["call_us"] is None) == (row["status"] == "error")
-        assert (row["message"] is not None) == (row["provider"] == refused)
+
+    def prepare(steps, seconds):
+        if next(captures):
+            raise RuntimeError("it waits")
+        return timing.Prepared(steps)
+
+    monkeypatch.setattr(timer, "prepare", prepare)
+    timer.kinds["device"] = lambda prepared, calls: 1.0
+    names = ["primitives", "torch", "apex"]
+    rows = dict(zip(names, unit.measure(SMALL, names, timer, 0.0), strict=True))
+    assert rows.pop("apex")["status"] == "cannot"
+    bad, good = rows.pop(refused), *rows.values()
+    assert (bad["status"], bad["message"], bad["call_us"]) == (status, "RuntimeError: it waits", None)
+    assert (good["status"], good["device_us"]["median"], good["fraction_of_copy"]) == ("ok", 1e6, 1.0)
 
 
 def test_a_device_that_answers_with_errors_alone_ends_the_process(monkeypatch):
@@ -286,7 +289,7 @@ def test_a_graph_goes_round_over_all_sets_and_keeps_their_results(fake_cuda):
     prepared = timer.prepare([functools.partial(step, index) for index in range(5)], seconds=3e-6)
     assert [index for capturing, index in order if capturing] == [i % 5 for i in range(timing.MAX_GRAPH_CALLS)]
     assert {index for capturing, index in order if not capturing} == set(range(5))
-    assert timer.device_seconds(prepared) == pytest.approx(6e-3 / timing.MAX_GRAPH_CALLS)
+    assert timer.device_seconds(prepared, 1) == pytest.approx(6e-3 / timing.MAX_GRAPH_CALLS)
     # Replays that began before they were all queued up are not taken.
     assert fake_cuda.sleeps == [timing.SLEEP_CYCLES * factor for factor in (1, 2, 4)]
     # Calls go round too, and share what a clock says that is asked before and after them.
@@ -307,16 +310,17 @@ def test_what_waits_for_the_device_or_cannot_be_captured_says_so(fake_cuda):
         if fake_cuda.capturing:
             raise ValueError("not in a capture")
 
-    prepared = timer.prepare([waits], seconds=1e-3)
-    assert (prepared.graph, prepared.obstacle) == (None, "RuntimeError: called a synchronizing CUDA operation")
+    with pytest.raises(RuntimeError, match="a synchronizing CUDA operation"):
+        timer.prepare([waits], seconds=1e-3)
     # Nothing was captured, so nothing is broken.
     assert (timer.unfit, fake_cuda.sync_mode) == (False, "default")
-    assert timer.prepare([lambda: None], seconds=1e-3).obstacle is None
-    prepared = timer.prepare([refuses], seconds=1e-3)
-    assert (prepared.graph, prepared.obstacle) == (None, "ValueError: not in a capture")
+    timer.prepare([lambda: None], seconds=1e-3)
+    with pytest.raises(RuntimeError, match="ValueError: not in a capture"):
+        timer.prepare([refuses], seconds=1e-3)
     # A process in which a capture failed captures nothing more.
     assert timer.unfit
-    assert "earlier capture failed" in timer.prepare([lambda: None], seconds=1e-3).obstacle
+    with pytest.raises(RuntimeError, match="an earlier capture"):
+        timer.prepare([lambda: None], seconds=1e-3)
     # What a step raises by itself is not about captures.
     with pytest.raises(ZeroDivisionError):
         timer.prepare([lambda: 1 // 0], seconds=1e-3)
@@ -354,7 +358,7 @@ def gpu_result(slower=1.0, quick=True):
             rows.append(row_for(measured, name, "wrong", message="error 9.0e-01", error=0.9, tolerance=4e-2))
         else:
             rows.append(make_row(measured, name, copies * (slower if name == "primitives" else 1.0)))
-    asked = [{"driver_version": "1", "clocks.sm": sm, "clocks.mem": "3201 MHz"} for sm in ("345 MHz", "1980 MHz")]
+    asked = [{"driver": "1", "sm_mhz": sm, "memory_mhz": 3201} for sm in (345, 1980)]
     return {
         "schema": results.SCHEMA,
         "created": "2026-01-01T00:00:00+00:00",
@@ -474,8 +478,6 @@ def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path
     monkeypatch.setattr(report, "DPI", 30)
     result = gpu_result()
     result["rows"] = [row for row in result["rows"] if row["mode"] in {"forward", "jvp"}]
-    # A peer that could not be captured has a call time alone, which no device time is measured against.
-    result["rows"][2]["device_us"] = None
     assert main(["report", save(tmp_path / "a.json", result), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "imaginary-gpu.md").read_text()
     for words in (
@@ -484,7 +486,6 @@ def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path
         "SM clock 345 to 1980 MHz",
         "revision 0123456789ab with changes that are not committed",
         "1.79 (63.6 us)",
-        "by call (",
         "| 45.5 | 67.0 |",
     ):
         assert words in page

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -> tuple[str, bool]:
-    """Compare the rows of this package in two results.
-
-    Args:
-        before: The result to hold on to.
-        after: The result in question.
-        fall: Part of its speed that a row may lose, by the medians.
+    """Compare the rows of this package in two results, of which each may lose the part `fall` of its speed.
 
     Returns:
         What came out, in words, and whether the second run is not acceptable.
@@ -69,23 +64,18 @@ def _fate(old: Row | None, new: Row | None) -> tuple[str, bool]:
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What besides this package's sources can have changed a time, in words."""
     first, second = _facts(before), _facts(after)
-    found = [
-        f"{name} differs: {first.get(name)} and then {second.get(name)}."
-        for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
-    ]
-    runs = {"first": before, "second": after}
-    return found + [f"the {name} run is not complete." for name, run in runs.items() if not run["complete"]]
+    names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
+    return [f"{name} differs: {first.get(name)} and then {second.get(name)}." for name in names]
 
 
 def _facts(result: dict[str, Any]) -> dict[str, Any]:
     environment = result["environment"]
     return {
         "device": result["device"]["name"],
-        "driver": sorted({asked[0]["driver_version"] for asked in result["clocks"].values()}),
+        "driver": sorted({asked[0]["driver"] for asked in result["clocks"].values()}),
         **{name: environment[name] for name in ("python", "threads")},
         **environment["packages"],
-        "quick": result["options"]["quick"],
+        "complete": result["complete"],
     }
 
 

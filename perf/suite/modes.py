@@ -1,15 +1,8 @@
 """What each mode computes, as a step without arguments over one set of tensors, and the bytes that it must move.
 
 A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what no derivative is taken of, as running
-statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called, and what of it belongs to the
-step and what is prepared before the clock runs:
-
-    forward            y = f(x, weight, bias), with what a backward pass needs
-    backward           the cotangents of x, weight and bias for y_bar; y is there already
-    forward_backward   both of them
-    jvp                y and y_dot = df(x_dot, weight_dot, bias_dot)
-    hvp                the Hessian of sum(y * y_bar) times (x_dot, weight_dot, bias_dot), and the gradient
-    double_backward    cotangents of x, weight and y_bar for one of x_bar; x_bar is there already
+statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called. `backward` has y already, and
+`double_backward` x_bar; `jvp` and `hvp` are those of torch.func, with tangents of all inputs.
 """
 
 from __future__ import annotations
@@ -18,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
-
-from perf.workloads import ITEMSIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +24,6 @@ if TYPE_CHECKING:
 
 # Which of the tensors of the size of x a mode takes beside x.
 OPERANDS = {
-    "forward": (),
     "backward": ("y_bar",),
     "forward_backward": ("y_bar",),
     "jvp": ("x_dot",),
@@ -62,7 +52,7 @@ def minimum_bytes(workload: Workload, mode: str) -> int:
         return passes * workload.pass_bytes
     # Statistics are float32.
     rows = 4 * statistics * (workload.num_elements // workload.num_cols)
-    return full * workload.pass_bytes + params * workload.num_params * ITEMSIZES[workload.param_dtype] + rows
+    return full * workload.pass_bytes + params * workload.num_params * workload.param_dtype.itemsize + rows
 
 
 class Sample(NamedTuple):
@@ -95,11 +85,12 @@ def make_sample(workload: Workload, mode: str, device: torch.device) -> Sample:
         return value.contiguous(memory_format=torch.channels_last) if workload.channels_last else value
 
     def params() -> tuple[Tensor, ...]:
-        dtype = getattr(torch, workload.param_dtype)
-        return tuple(random((workload.num_params,), dtype) for _ in range(2 if workload.num_params else 0))
+        return tuple(
+            random((workload.num_params,), workload.param_dtype) for _ in range(2 if workload.num_params else 0)
+        )
 
     constants: tuple[Tensor, ...] = ()
-    operands = {name: full() for name in OPERANDS[mode]}
+    operands = {name: full() for name in OPERANDS.get(mode, ())}
     if workload.op == "batch_norm_eval":
         mean, variance = (random((workload.shape[1],), torch.float32) for _ in range(2))
         constants = mean, variance.square_().add_(0.5)

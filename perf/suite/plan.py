@@ -12,15 +12,7 @@ Unit = tuple[Workload | TrainingWorkload, str]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run; empty tuples stand for the defaults of the device.
-
-    Attributes:
-        device: `cpu` or `cuda`.
-        quick: Whether to measure few workloads.
-        only: Words of which a workload's key must contain one.
-        modes: Modes.
-        providers: Providers.
-    """
+    """The options of a run, as `python -m perf run` documents them; empty tuples stand for the device's defaults."""
 
     device: str
     quick: bool = False

@@ -33,12 +33,10 @@ class Provider(NamedTuple):
     Attributes:
         name: One of `PROVIDERS`.
         function: Makes `f(x, weight, bias)` for a workload; raises `NotImplementedError` where there is none.
-        param_dtype: Dtype of parameters, if it is not the workload's.
     """
 
     name: str
     function: Callable[[Workload], Function]
-    param_dtype: torch.dtype | None = None
 
     def wrap(self, function: Function) -> Function:
         """`function` as this provider runs it."""
@@ -68,7 +66,6 @@ def _family(source: Any, workload: Workload) -> Function:
 # Module and call of each library's layer norm, the only op of them that is ours too.
 _LIBRARIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "liger": ("liger_kernel.transformers.functional", lambda m, x, w, b: m.liger_layer_norm(x, w, b, EPS)),
-    "quack": ("quack.rmsnorm", lambda m, x, w, b: m.layernorm_fwd(x, w, b, eps=EPS)),
     "flash-attn": ("flash_attn.ops.triton.layer_norm", lambda m, x, w, b: m.layer_norm_fn(x, w, b, eps=EPS)),
     "apex": (
         "apex.normalization.fused_layer_norm",
@@ -94,8 +91,7 @@ def provider(name: str) -> Provider:
             raise NotImplementedError(f"{name} has only a layer norm, with a weight and a bias.")
         return lambda x, weight, bias: call(module, x, weight, bias)
 
-    # The layer norm of quack takes float32 parameters alone.
-    return Provider(name, function, torch.float32 if name == "quack" else None)
+    return Provider(name, function)
 
 
 def reason_against(name: str) -> str | None:

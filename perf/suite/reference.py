@@ -64,17 +64,9 @@ def formula(workload: Workload) -> Callable[..., Tensor]:
 def errors(
     workload: Workload, mode: str, sample: Sample, results: Mapping[str, Any], chunk_elements: int = CHUNK_ELEMENTS
 ) -> dict[str, float]:
-    """Error of each provider's results: the largest over all tensors, in units of the largest value of the tensor.
+    """Error of what the step of each provider returned, infinite where that is not finite or of the right structure.
 
-    Args:
-        workload: What was computed.
-        mode: In which mode.
-        sample: From which tensors.
-        results: What the step of each provider returned.
-        chunk_elements: How much of the truth is computed at a time.
-
-    Returns:
-        Names of providers and errors; infinite where a result is not finite or not of the right structure.
+    The truth is computed in chunks of so many elements.
     """
     if workload.op == "dropout":
         return {name: _dropout_error(mode, sample, leaves(result)) for name, result in results.items()}

@@ -7,6 +7,8 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.figure import Figure
+
 from perf.suite.results import OK, WRONG, load, write_json
 from perf.suite.targets import FASTEST, by_case, speedup, speedups, verdicts
 from perf.workloads import CHANNEL_OPS, OURS, PROVIDERS
@@ -15,14 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from matplotlib.axes import Axes
-
     from perf.suite.results import Row
     from perf.suite.targets import Case
 
 DPI = 150
 # Readable with every common kind of color blindness, and apart in gray.
-_SHADES = ("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#c0392b", "#7d4fa3", "#8c6d46", "#777777")
+_SHADES = ("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#7d4fa3", "#8c6d46", "#777777")
 COLORS = dict(zip(PROVIDERS, _SHADES, strict=True)) | {FASTEST: "#c0392b"}
 _BASIS = """
 A target is met if every shape of the suite that it speaks of was measured and reaches it, and not met if one does \
@@ -41,7 +41,7 @@ def write_report(path: Path, directory: Path) -> Path:
     """Write the page of the result at `path`, its plots and a copy of it into `directory`; return the page."""
     result = load(path)
     device = result["device"]
-    name = "cpu" if device["type"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-")
+    name = "cpu" if device["type"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", device["name"].lower())
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / f"{name}.json", result)
     figures = [_speedup_plot(result, directory / f"{name}-speedup.png")]
@@ -98,22 +98,20 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
     environment, package = result["environment"], result["package"]
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     yield f"{result['created'][:10]}, Python {environment['python']}, {packages}."
-    on_gpu = result["device"]["type"] == "cuda"
-    cores = f"{environment['threads']} threads on {environment['cores']} cores"
+    cores = f"{environment['threads']} threads on {environment['cores']} cores ({environment['processor']})"
+    on_gpu, seconds = result["device"]["type"] == "cuda", result["seconds"]["total"]
     clock = "" if on_gpu else f", timed in {environment['clock']}"
-    seconds = result["seconds"]["total"]
-    yield f"Processor: {cores} ({environment['processor']}){clock}. The run took {seconds:.0f} s."
+    yield f"Processor: {cores}{clock}. The run took {seconds:.0f} s."
     revision = "not from a checkout" if package["revision"] is None else f"revision {package['revision'][:12]}"
     changed = " with changes that are not committed" if package["dirty"] else ""
     yield f"Package: version {package['version']}, {revision}{changed}."
     for gpu, asked in result["clocks"].items():
-        sm, memory = (sorted(float(s[name].split()[0]) for s in asked) for name in ("clocks.sm", "clocks.mem"))
-        clocks = f"SM clock {sm[0]:g} to {sm[-1]:g} MHz, memory {memory[0]:g} to {memory[-1]:g} MHz"
-        yield f"GPU {gpu}: driver {asked[0]['driver_version']}, {clocks}."
+        sm, memory = ([one[name] for one in asked] for name in ("sm_mhz", "memory_mhz"))
+        clocks = f"SM clock {min(sm)} to {max(sm)} MHz, memory {min(memory)} to {max(memory)} MHz"
+        yield f"GPU {gpu}: driver {asked[0]['driver']}, {clocks}."
     if on_gpu and not result["clocks"]:
         yield "Clocks: not known, NVML could not be asked."
-    missing = [f"{name} ({reason})" for name, reason in result["providers"].items() if reason]
-    if missing:
+    if missing := [f"{name} ({reason})" for name, reason in result["providers"].items() if reason]:
         yield f"Not installed: {'; '.join(missing)}."
     if not result["complete"]:
         yield "The run is not complete: cases without a row below were not reached."
@@ -122,18 +120,17 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
 def _cases(result: dict[str, Any]) -> Iterator[str]:
     """One table for each mode, one line for each workload."""
     cases = by_case(result["rows"])
-    on_device = any(row["device_us"] for row in result["rows"])
     others = [name for name, reason in result["providers"].items() if name != OURS and not reason]
-    columns = ["us", "p20 to p80", "GB/s", "of copy", *(("call us", "peak MB") if on_device else ())]
+    columns = ["us", "p20 to p80", "GB/s", "of copy"]
+    columns += ["call us", "peak MB"] if any(row["device_us"] for row in result["rows"]) else []
     headings = ["workload", *columns, *(f"against {name}" for name in others), "error"]
     for mode in dict.fromkeys(mode for _, mode in cases):
-        yield f"\n## {mode}\n"
         rows = []
         for (workload, other), case in cases.items():
             if other == mode and OURS in case:
-                cells = _cells(case[OURS])[: len(columns)]
-                rows.append([workload, *cells, *(_other(case, name) for name in others)])
-                rows[-1].append(_number(case[OURS]["error"], ".1e"))
+                cells, error = _cells(case[OURS])[: len(columns)], _number(case[OURS]["error"], ".1e")
+                rows.append([workload, *cells, *(_other(case, name) for name in others), error])
+        yield f"\n## {mode}\n"
         yield from _table(" | ".join(headings), rows)
 
 
@@ -141,7 +138,7 @@ def _cells(row: Row) -> list[str]:
     """The figures of a row of this package, those of a device last."""
     if row["status"] != OK:
         return [row["status"], *[""] * 5]
-    times = _times(row)
+    times = row["device_us"] or row["call_us"]
     cells = [f"{times['median']:.1f}", f"{times['p20']:.1f} to {times['p80']:.1f}", _number(row["gbps"], ".1f")]
     cells += [_number(row["fraction_of_copy"], ".2f"), f"{row['call_us']['median']:.1f}"]
     return [*cells, _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f")]
@@ -151,32 +148,23 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _times(row: Row) -> dict[str, float]:
-    """The times by which a row is compared: of the device where it has them, else of the call."""
-    return row["device_us"] or row["call_us"]
-
-
 def _other(case: Case, name: str) -> str:
     """How many times as fast this package is, or why that cannot be said."""
-    row = case.get(name)
-    if row is None:
+    if (row := case.get(name)) is None:
         return ""
     if row["status"] == WRONG:
-        error = f" ({row['error']:.0e})" if row["error"] is not None else ""
-        return f"{name} is wrong here{error}"
-    if row["status"] != OK:
-        return row["status"]
+        return f"{name} is wrong here" + (f" ({row['error']:.0e})" if row["error"] is not None else "")
     value = speedup(case, name)
-    kind = " by call" if case[OURS]["device_us"] and not row["device_us"] else ""
-    return "" if value is None else f"{value:.2f}{kind} ({_times(row)['median']:.1f} us)"
+    if row["status"] != OK or value is None:
+        return row["status"]
+    return f"{value:.2f} ({(row['device_us'] or row['call_us'])['median']:.1f} us)"
 
 
 def _failures(result: dict[str, Any]) -> Iterator[str]:
     """What is wrong or cannot be done, grouped by what was said about it."""
     said: dict[tuple[str, str, str], list[Row]] = {}
     for row in result["rows"]:
-        # A row that is right may have something to say too: why it has no device time.
-        if row["message"]:
+        if row["status"] != OK:
             # Sizes of errors differ from case to case; the largest is shown.
             message = "" if row["status"] == WRONG else row["message"]
             said.setdefault((row["provider"], row["status"], message), []).append(row)
@@ -200,48 +188,32 @@ def _wrong(rows: list[Row]) -> str:
 # Plots.
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-
-
 def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
     """Minimum bytes over time against columns, one panel for each op; None where nothing has a bandwidth."""
     rows = [row for row in result["rows"] if row["mode"] == mode and row["gbps"] is not None]
     if not (ops := list(dict.fromkeys(row["op"] for row in rows))):
         return None
-    figure = _figure(3.6 * len(ops) + 1.0, 4.2)
+    figure = Figure(figsize=(3.6 * len(ops) + 1.0, 4.2), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for op, panel in zip(ops, panels, strict=True):
-        _bandwidth_panel(panel, op, [row for row in rows if row["op"] == op])
+        shown = sorted((row for row in rows if row["op"] == op), key=lambda row: row["columns"])
+        for name in dict.fromkeys(row["provider"] for row in rows):
+            own = [row for row in shown if row["provider"] == name]
+            columns = [row["columns"] for row in own]
+            panel.plot(columns, [row["gbps"] for row in own], "o-", alpha=0.7, label=name, color=COLORS[name])
+        copies = [row["copy_gbps"] for row in shown]
+        panel.plot([row["columns"] for row in shown], copies, "_", color="#999999", label="copy of as many bytes")
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
+        panel.set_title(op.replace("_", " "), fontsize=10)
+        panel.grid(alpha=0.25)
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("GB/s (minimum bytes over time)")
-    handles = {label: h for p in panels for h, label in zip(*p.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.suptitle(f"{mode.replace('_', ' ')} on {result['device']['name']}", fontsize=12)
     figure.savefig(path)
     return path
-
-
-def _bandwidth_panel(panel: Axes, op: str, rows: list[Row]) -> None:
-    def middle(points: list[Row], what: str) -> tuple[list[int], list[float]]:
-        # Workloads of one length differ in rows and dtype: the line goes through their middle.
-        columns = sorted({row["columns"] for row in points})
-        return columns, [statistics.median(row[what] for row in points if row["columns"] == c) for c in columns]
-
-    for name in dict.fromkeys(row["provider"] for row in rows):
-        own = [row for row in rows if row["provider"] == name]
-        panel.plot(*middle(own, "gbps"), alpha=0.7, label=name, color=COLORS[name])
-        for row in own:
-            panel.plot(row["columns"], row["gbps"], "s" if row["layout"] else "o", markersize=4.5, color=COLORS[name])
-    panel.plot(*middle(rows, "copy_gbps"), "--_", color="#999999", zorder=1, label="copy of as many bytes")
-    if any(row["layout"] for row in rows):
-        panel.plot([], [], "s", color="#444444", markersize=5, label="channels_last")
-    panel.set_xscale("log", base=2)
-    panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
-    panel.set_title(op.replace("_", " "), fontsize=10)
-    panel.grid(alpha=0.25)
 
 
 def _speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
@@ -250,7 +222,8 @@ def _speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
     modes, sides = (list(dict.fromkeys(key[i] for key in found)) for i in range(2))
     if not sides:
         return None
-    figure = _figure(min(max(0.55 * len(modes) * len(sides) + 2, 6.4), 12), 4.4)
+    size = (min(max(0.55 * len(modes) * len(sides) + 2, 6.4), 12), 4.4)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(sides)
     for (mode, against), values in found.items():

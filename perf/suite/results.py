@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,17 +84,15 @@ def describe(device: str) -> dict[str, Any]:
     return {"type": "cuda", **dict(values), "gpus": [f"GPU-{str(one.uuid).removeprefix('GPU-')}" for one in found]}
 
 
-def clocks(uuid: str) -> dict[str, str]:
-    """Clocks and driver of a GPU; nothing where NVML cannot be asked."""
+def clocks(uuid: str) -> dict[str, Any]:
+    """Driver and clocks in MHz of a GPU; nothing where NVML cannot be asked."""
     try:
         pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return {
-            "driver_version": pynvml.nvmlSystemGetDriverVersion(),
-            "clocks.sm": f"{pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)} MHz",
-            "clocks.mem": f"{pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)} MHz",
-        }
+        clock = partial(pynvml.nvmlDeviceGetClockInfo, gpu)
+        found = {"sm_mhz": clock(pynvml.NVML_CLOCK_SM), "memory_mhz": clock(pynvml.NVML_CLOCK_MEM)}
+        return {"driver": pynvml.nvmlSystemGetDriverVersion(), **found}
     # A driver without NVML, and one that does not tell: the page says that clocks are not known.
     except Exception:
         return {}

@@ -33,13 +33,7 @@ KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "
 
 
 class Collector:
-    """Plug-in of the controller: gives workers their GPUs, and collects what they report.
-
-    Args:
-        plan: The units of the run.
-        names: Providers that take part.
-        gpus: UUIDs; none on a processor.
-    """
+    """Plug-in of the controller: gives workers their GPUs (UUIDs, none on a processor), and collects their reports."""
 
     def __init__(self, plan: Sequence[Unit], names: Sequence[str], gpus: Sequence[str]) -> None:
         self.units, self.names, self.gpus = {unit_id(unit): unit for unit in plan}, names, gpus
@@ -83,12 +77,7 @@ class Collector:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure, and return the result; after Ctrl-C what there is of it.
-
-    Raises:
-        ValueError: If the options mean nothing, or leave nothing to measure.
-        RuntimeError: If there is no GPU where one is asked for, or if there are several kinds.
-    """
+    """Measure, and return the result; after Ctrl-C what there is of it."""
     start = time.time()
     plan, device = make_plan(options), results.describe(options.device)
     available = {name: reason_against(name) for name in options.names}

@@ -44,17 +44,14 @@ def by_case(rows: list[Row]) -> dict[Key, Case]:
 
 
 def speedup(case: Case, against: str) -> float | None:
-    """How many times as fast this package is in a case as another provider, or as the fastest of all others.
-
-    Times of the same kind are compared: of the device where both sides have one, else of calls.
-    """
+    """How many times as fast this package is in a case as another provider, or as the fastest of all others."""
     if against == FASTEST:
         found = [speedup(case, name) for name in case if name != OURS]
         return min((value for value in found if value is not None), default=None)
     ours, row = case.get(OURS), case.get(against)
     if ours is None or row is None or not ours["status"] == row["status"] == OK:
         return None
-    kind = "device" if ours["device_us"] and row["device_us"] else "call"
+    kind = "device" if ours["device_us"] else "call"
     # Round by round, which a drifting clock does not touch.
     if against == EAGER and (ratio := ours[f"vs_torch_{kind}"]):
         return 1 / ratio["median"]
@@ -97,16 +94,13 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     if device == "cpu":
         for mode, most in MAX_OVER_TORCH.items():
             words = f"at most {most} of the time of torch.nn" if most != 1 else "faster than torch's"
-            chosen = [key for key in keys if key[1] == mode]
-            yield _judge(f"{mode}: {words}", chosen, cases, time, most=most)
+            yield _judge(f"{mode}: {words}", [key for key in keys if key[1] == mode], cases, time, most=most)
         yield _overhead((result["overhead"] or {}).get("modes", {}))
         return
     for mode, least in COPY_FRACTIONS.items():
         target = f"{mode}: at least {least} of copy speed at every shape of 32 MB and more, where one kernel can do it"
         chosen = [key for key in keys if key[1] == mode and _is_copy_bound(workloads[key[0]], mode)]
         yield _judge(target, chosen, cases, lambda case: case[OURS]["fraction_of_copy"], least)
-    operations = [key for key in keys if key[1] != TRAINING]
-    training = [key for key in keys if key[1] == TRAINING]
     # Peers that could not be imported are known not to be there; those that were not asked for may be the fastest.
     everybody = set(PROVIDERS) - {TUNED} <= set(result["providers"])
 
@@ -114,9 +108,13 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
         found = _over(case, FASTEST)
         return found if everybody or (found is not None and found < 1) else None
 
-    yield _judge("as fast as the fastest peer at each shape", operations, cases, over_fastest, 1.0)
+    def over_compiled(case: Case) -> float | None:
+        return _over(case, COMPILED)
+
     target = f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean"
-    yield _judge(target, operations, cases, lambda case: _over(case, COMPILED), MIN_OVER_COMPILED, by_mean=True)
+    operations, training = ([key for key in keys if (key[1] == TRAINING) == is_step] for is_step in (False, True))
+    yield _judge("as fast as the fastest peer at each shape", operations, cases, over_fastest, 1.0)
+    yield _judge(target, operations, cases, over_compiled, MIN_OVER_COMPILED, by_mean=True)
     yield _judge("training_step: as fast as the fastest peer", training, cases, over_fastest, 1.0)
 
 
@@ -148,17 +146,10 @@ def _judge(
     most: float = math.inf,
     by_mean: bool = False,
 ) -> Verdict:
-    """The verdict on a target.
+    """The verdict on a target that speaks of `keys`, by the figure `value` of each case in which this package is right.
 
-    Args:
-        target: In words.
-        keys: Workload and mode of each case that it speaks of.
-        cases: Those that the run has.
-        value: The figure by which a case is judged in which this package is right; None if that was not measured,
-            `NO_PEER` if there is nothing to compare with.
-        least: That each figure must reach.
-        most: That no figure may exceed.
-        by_mean: Whether their geometric mean decides instead.
+    None as a figure says that it was not measured, `NO_PEER` that there is nothing to compare with. Every figure must
+    be within `least` and `most`, or else their geometric mean.
     """
     ours = {key: cases[key][OURS] for key in keys if OURS in cases.get(key, ())}
     failed = [key for key, row in ours.items() if row["status"] != OK]

@@ -12,9 +12,8 @@ import itertools
 import math
 import time
 import timeit
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import benchmark
@@ -23,14 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Step = Callable[[], Any]
-    Spread = dict[str, float]
 
 # A rotation leaves this many cache sizes between two uses of a tensor.
 CACHES_PER_ROTATION = 3
 MAX_SETS = 256
 MAX_CALLS = 400
 MIN_ROUNDS = 5
-CALIBRATION_SECONDS = 0.05
 # Long enough that what comes before the first kernel of a replay, one or two microseconds, is a thousandth of it.
 GRAPH_SECONDS = 1.5e-3
 # Steps of dozens of kernels take long to capture, and need no more for a long replay.
@@ -43,16 +40,12 @@ SLEEP_CYCLES, MAX_SLEEP_CYCLES = 100_000, 25_600_000
 CALLS_BEFORE_CAPTURE = 3
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A provider's steps, one for each set of tensors, ready to be timed."""
+class Prepared(NamedTuple):
+    """A provider's steps, one for each set of tensors, and the graph that is replayed for the device time."""
 
     steps: Sequence[Step]
-    # Replayed for the device time.
     graph: Any = None
     graph_calls: int = 0
-    # Why there is no graph where there should be one.
-    obstacle: str | None = None
 
 
 class CpuTimer:
@@ -61,7 +54,6 @@ class CpuTimer:
     With one thread it is processor time, which other processes on the machine take no part of; with more, wall time.
     """
 
-    has_device_time = False
     # A processor's clock resolves a hundredth of it. More calls in a row would find their own code in the caches, which
     # in training everything else has been through since.
     sample_seconds = 2e-4
@@ -73,6 +65,8 @@ class CpuTimer:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        # What takes a sample of a step over so many calls, by the kind of time; the last shows memory traffic best.
+        self.kinds: dict[str, Callable[[Prepared, int], float]] = {"call": self.call_seconds}
 
     def num_sets(self, set_bytes: int) -> int:
         """Sets of tensors: one, as in training a call finds in the cache what the call before has left there."""
@@ -81,10 +75,6 @@ class CpuTimer:
     def prepare(self, steps: Sequence[Step], seconds: float) -> Prepared:
         """Make `steps` ready, of which one takes about `seconds`."""
         return Prepared(steps)
-
-    def device_seconds(self, prepared: Prepared) -> float:
-        """One sample of the time of a step on the device, without what the processor does for it."""
-        raise NotImplementedError("CpuTimer: there is no device time on a CPU.")
 
     def call_seconds(self, prepared: Prepared, calls: int) -> float:
         """One sample of the time of a step as a user calls it, over `calls` calls in a row."""
@@ -105,17 +95,14 @@ class CpuTimer:
 
 
 class CudaTimer(CpuTimer):
-    """Replays CUDA graphs whose steps go round over sets of tensors, on the GPU that the worker owns.
+    """Replays CUDA graphs whose steps go round over sets of tensors, on one stream for all that a worker does.
 
-    Everything that a worker does on the device runs on one stream of its own, so that captures, and the backward passes
-    in them, which run on the stream of their forward pass, need no synchronization with another.
-
+    Backward passes run on the stream of their forward pass, which a capture could not wait for if it were another one.
     A capture that fails leaves torch's allocator waiting for its end, and its generator of random numbers in the state
     of the capture; nothing that this process measures afterwards could be trusted. A step is therefore first tried with
     synchronization forbidden, which is what most captures fail of, and the process is `unfit` after a failed capture.
     """
 
-    has_device_time = True
     # Long enough for a clock to resolve a thousandth of it.
     sample_seconds = 2e-3
     max_rounds = 60
@@ -124,6 +111,7 @@ class CudaTimer(CpuTimer):
         self.device = torch.device("cuda", torch.cuda.current_device())
         # It waits for the device.
         self.clock = benchmark.timer
+        self.kinds = {"call": self.call_seconds, "device": self.device_seconds}
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
         self.cache_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -136,43 +124,37 @@ class CudaTimer(CpuTimer):
     def prepare(self, steps: Sequence[Step], seconds: float) -> Prepared:
         """Capture enough steps for a sample; the results of a round stay alive during it, so that they differ.
 
-        Without a graph, and with what stands in the way of one, where the step waits for the device or the capture
-        fails. What the step itself raises goes to the caller.
+        Raises:
+            RuntimeError: If the step waits for the device, or cannot be captured.
         """
         for step in [*steps, *[steps[0]] * CALLS_BEFORE_CAPTURE]:
             step()
         self.wait()
         if self.unfit:
-            return Prepared(steps, obstacle="an earlier capture failed in this process")
-        graph = torch.cuda.CUDAGraph()
-        calls = max(len(steps), min(math.ceil(GRAPH_SECONDS / max(seconds, SHORTEST_SECONDS)), MAX_GRAPH_CALLS))
-        # Whatever it is, the step works without a capture, as the calls above have shown.
+            raise RuntimeError("an earlier capture failed in this process.")
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            torch.cuda.set_sync_debug_mode("error")
             steps[0]()
-            torch.cuda.set_sync_debug_mode("default")
-            self.unfit = True
-            self._capture(graph, steps, calls)
-            self.unfit = False
-        except Exception as error:
-            # The end of a failed capture raises over the reason why it failed.
-            return Prepared(steps, obstacle=describe(error.__context__ or error))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        return Prepared(steps, graph, calls)
-
-    def _capture(self, graph: torch.cuda.CUDAGraph, steps: Sequence[Step], calls: int) -> None:
-        results: list[Any] = [None] * len(steps)
+        graph, results = torch.cuda.CUDAGraph(), [None] * len(steps)
+        calls = max(len(steps), min(math.ceil(GRAPH_SECONDS / max(seconds, SHORTEST_SECONDS)), MAX_GRAPH_CALLS))
+        self.unfit = True
         # A collection in between could destroy other graphs, which a capture may not see.
         gc.disable()
         try:
             with torch.cuda.graph(graph, stream=self.stream):
                 for i in range(calls):
                     results[i % len(steps)] = steps[i % len(steps)]()
+        except Exception as error:
+            # The end of a failed capture raises over the reason why it failed.
+            raise RuntimeError(f"it cannot be captured: {describe(error.__context__ or error)}") from error
         finally:
             gc.enable()
+        self.unfit = False
+        return Prepared(steps, graph, calls)
 
-    def device_seconds(self, prepared: Prepared) -> float:
+    def device_seconds(self, prepared: Prepared, calls: int) -> float:
         """Seconds of a step in a replay, between two events that wait with it behind a busy device."""
         while True:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -211,7 +193,7 @@ def calls_per_sample(seconds: float, sample_seconds: float) -> int:
     return max(1, min(math.ceil(sample_seconds / max(seconds, 1e-9)), MAX_CALLS))
 
 
-def spread(samples: Sequence[float], unit: float = 1.0) -> Spread:
+def spread(samples: Sequence[float], unit: float = 1.0) -> dict[str, float]:
     """Median, 20 % and 80 % quantiles, and number of samples, in `unit`."""
     parts = torch.tensor((0.2, 0.5, 0.8), dtype=torch.float64)
     low, middle, high = torch.tensor(samples, dtype=torch.float64).mul(unit).quantile(parts).tolist()
@@ -225,20 +207,10 @@ def interleave(
     min_rounds: int = MIN_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Samples of all providers in rounds, of which each begins with another provider.
+    """Samples of all providers in rounds, until so many seconds of `clock` have passed or `max_rounds` are over.
 
-    A clock that drifts, or a neighbor that comes and goes, then favors nobody, and the samples of one round can be
-    compared with each other.
-
-    Args:
-        samplers: What takes one sample, for each provider.
-        seconds: Time after which no round begins.
-        max_rounds: Rounds after which there is nothing to gain.
-        min_rounds: Rounds that are run whatever they take.
-        clock: Seconds.
-
-    Returns:
-        The samples of each provider, one for every round.
+    Each round begins with another provider. A clock that drifts, or a neighbor that comes and goes, then favors nobody,
+    and the samples of one round can be compared with each other.
     """
     names = list(samplers)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -252,26 +224,10 @@ def interleave(
     return samples
 
 
-def copy_speed(timer: CpuTimer, total_bytes: int) -> float:
-    """GB/s of a copy that moves `total_bytes`, all reads and writes.
-
-    Raises:
-        RuntimeError: If a copy cannot be captured; a fraction of its speed would mean nothing then.
-    """
+def copies(device: torch.device, total_bytes: int, count: int) -> list[Step]:
+    """Copies that move `total_bytes` each, all reads and writes, of so many tensors."""
 
     def tensor() -> torch.Tensor:
-        return torch.ones(max(total_bytes // 2 // 4, 1), device=timer.device)
+        return torch.ones(max(total_bytes // 8, 1), device=device)
 
-    steps = [partial(tensor().copy_, tensor()) for _ in range(timer.num_sets(total_bytes))]
-    # Any bandwidth of this order sizes the samples well enough.
-    prepared = timer.prepare(steps, total_bytes / 4e12)
-    if prepared.obstacle is not None:
-        raise RuntimeError(f"copy_speed: no copy can be captured: {prepared.obstacle}.")
-    take = partial(timer.device_seconds, prepared)
-    if not timer.has_device_time:
-        take = partial(
-            timer.call_seconds, prepared, calls_per_sample(timer.call_seconds(prepared, 1), timer.sample_seconds)
-        )
-    # The first half is for warming up.
-    _, samples = (interleave({"copy": take}, CALIBRATION_SECONDS / 2, timer.max_rounds) for _ in range(2))
-    return total_bytes / spread(samples["copy"])["median"] / 1e9
+    return [partial(tensor().copy_, tensor()) for _ in range(count)]

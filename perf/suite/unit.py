@@ -20,7 +20,7 @@ from perf.suite import reference
 from perf.suite.modes import leaves, make_sample, make_steps, minimum_bytes
 from perf.suite.providers import provider
 from perf.suite.results import CANNOT, ERROR, OK, WRONG, Row, row_for
-from perf.suite.timing import calls_per_sample, copy_speed, describe, interleave, spread
+from perf.suite.timing import calls_per_sample, copies, describe, interleave, spread
 from perf.workloads import EAGER, LIBRARIES, OURS, TrainingWorkload, Workload
 
 if TYPE_CHECKING:
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from perf.suite.modes import Sample
     from perf.suite.plan import Unit
     from perf.suite.timing import CpuTimer, Prepared, Step
 
     StepMaker = Callable[[int], list[Step]]
 
 WARM_UP_SECONDS = 0.2
+# Who takes turns with the providers: a copy of the minimum of bytes.
+COPY = "copy"
+TYPICAL_BYTES_PER_SECOND = 4e12
 # Small enough that the weights of a timed model stay where they are.
 LEARNING_RATE = 1e-6
 # Of the whole gradient, relative to its length: bfloat16 in a dozen layers, and float32.
@@ -62,18 +64,12 @@ class Operation:
         side = provider(name)
         make = make_steps(self.mode, side.function(self.workload), side.wrap)
 
-        def make_step(sample: Sample) -> Step:
-            if (dtype := side.param_dtype) is not None:
-                params, dots = (tuple(x.to(dtype) for x in values) for values in (sample.params, sample.param_dots))
-                sample = sample._replace(params=params, param_dots=dots)
-            return make(sample)
-
         def make_all(count: int) -> list[Step]:
             while len(self.samples) < count:
                 self.samples.append(make_sample(self.workload, self.mode, self.samples[0].x.device))
-            return [make_step(sample) for sample in self.samples]
+            return [make(sample) for sample in self.samples]
 
-        return make_all, make_step(self.samples[0])()
+        return make_all, make(self.samples[0])()
 
     def errors(self, results: Mapping[str, Any]) -> dict[str, float]:
         """How far off the results of the providers are."""
@@ -167,24 +163,22 @@ def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -
     rows = {name: row_for(unit, name) for name in names}
     if isinstance(workload, TrainingWorkload):
         task = TrainingStep(workload, timer.device)
+        sets, estimate = 1, 1e-2
     else:
         task = Operation(workload, mode, timer.device)
+        # Only the order of magnitude matters for a capture.
+        sets, estimate = timer.num_sets(task.bytes), task.bytes / TYPICAL_BYTES_PER_SECOND
     makers, prepared = _right(task, rows, timer), {}
-    # Only the order of magnitude matters: samples follow from what the warm-up takes.
-    sets, estimate = 1, 1e-2
-    if task.bytes is not None:
-        copy_gbps = copy_speed(timer, task.bytes)
-        sets, estimate = timer.num_sets(task.bytes), task.bytes / copy_gbps * 1e-9
-        for row in rows.values():
-            row.update(minimum_bytes=task.bytes, copy_gbps=copy_gbps)
+    if task.bytes:
+        prepared[COPY] = timer.prepare(copies(timer.device, task.bytes, sets), estimate)
     for name, make in makers.items():
         with _laid_at(rows[name], timer):
             prepared[name] = timer.prepare(make(sets), estimate)
-            if obstacle := prepared[name].obstacle:
-                # A peer still has its call time. This package must be capturable.
-                rows[name]["message"] = f"no device time: {obstacle}"
-                rows[name]["status"] = ERROR if name == OURS else OK
-    _time(rows, {name: ready for name, ready in prepared.items() if rows[name]["status"] == OK}, timer, seconds)
+    prepared = {name: ready for name, ready in prepared.items() if name == COPY or rows[name]["status"] == OK}
+    samples = _samples(prepared, timer, seconds)
+    for name in prepared.keys() - {COPY}:
+        _note(rows[name], samples, task.bytes)
+        rows[name]["peak_bytes"] = timer.peak_bytes(prepared[name])
     return list(rows.values())
 
 
@@ -204,32 +198,34 @@ def _right(task: Operation | TrainingStep, rows: Mapping[str, Row], timer: CpuTi
     return {name: make for name, make in makers.items() if rows[name]["status"] == OK}
 
 
-def _time(rows: Mapping[str, Row], prepared: Mapping[str, Prepared], timer: CpuTimer, seconds: float) -> None:
-    """Write device and call times, ratios to torch, bandwidths and memory into the rows."""
+def _samples(prepared: Mapping[str, Prepared], timer: CpuTimer, seconds: float) -> dict[str, dict[str, list[float]]]:
+    """Seconds of calls, and on the device, of all in turn."""
     single = {name: partial(timer.call_seconds, ready, 1) for name, ready in prepared.items()}
-    taken = interleave(single, WARM_UP_SECONDS, sys.maxsize, min_rounds=2)
+    once = interleave(single, WARM_UP_SECONDS, sys.maxsize, min_rounds=2)
     # As many calls of one provider in every round, so that a round is one stretch of time for each.
-    calls = {name: calls_per_sample(samples[-1], timer.sample_seconds) for name, samples in taken.items()}
-    kinds = {"call": {name: partial(timer.call_seconds, ready, calls[name]) for name, ready in prepared.items()}}
-    if timer.has_device_time:
-        captured = {name: ready for name, ready in prepared.items() if ready.obstacle is None}
-        kinds["device"] = {name: partial(timer.device_seconds, ready) for name, ready in captured.items()}
-    for kind, samplers in kinds.items():
-        taken = interleave(samplers, seconds / len(kinds), timer.max_rounds)
-        for name, samples in taken.items():
-            rows[name][f"{kind}_us"] = spread(samples, 1e6)
-            if name != EAGER and EAGER in taken:
-                # Round by round, which a drifting clock does not touch.
-                ratios = [a / b for a, b in zip(samples, taken[EAGER], strict=True)]
-                rows[name][f"vs_torch_{kind}"] = spread(ratios)
-    for name, ready in prepared.items():
-        row = rows[name]
-        row["peak_bytes"] = timer.peak_bytes(ready)
-        # By the time that memory traffic shows in.
-        times = row["device_us" if timer.has_device_time else "call_us"]
-        if times and row["minimum_bytes"]:
-            row["gbps"] = row["minimum_bytes"] / times["median"] * 1e-3
-            row["fraction_of_copy"] = row["gbps"] / row["copy_gbps"]
+    calls = {name: calls_per_sample(samples[-1], timer.sample_seconds) for name, samples in once.items()}
+    return {
+        kind: interleave(
+            {name: partial(take, ready, calls[name]) for name, ready in prepared.items()},
+            seconds / len(timer.kinds),
+            timer.max_rounds,
+        )
+        for kind, take in timer.kinds.items()
+    }
+
+
+def _note(row: Row, samples: Mapping[str, Mapping[str, list[float]]], minimum: int | None) -> None:
+    """Write times, ratios to torch and bandwidths into a row."""
+    name, times, taken = row["provider"], {}, {}
+    for kind, taken in samples.items():
+        row[f"{kind}_us"] = times = spread(taken[name], 1e6)
+        if name != EAGER and EAGER in taken:
+            # Round by round, which a drifting clock does not touch.
+            row[f"vs_torch_{kind}"] = spread([a / b for a, b in zip(taken[name], taken[EAGER], strict=True)])
+    if minimum:
+        copy_us = spread(taken[COPY], 1e6)["median"]
+        row.update(minimum_bytes=minimum, gbps=minimum / times["median"] * 1e-3, copy_gbps=minimum / copy_us * 1e-3)
+        row["fraction_of_copy"] = copy_us / times["median"]
 
 
 def clean() -> None:
