@@ -13,8 +13,6 @@ from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeErro
 from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 __all__ = ["backward", "grad"]
@@ -125,14 +123,14 @@ def grad(
     roots = _leaves("grad", "outputs", outputs, namespace)
     targets = _leaves("grad", "inputs", inputs, namespace)
     for leaves in (roots, targets) if is_grads_batched else ():
-        _refuse_nested("grad", leaves)
+        leaves.refuse_nested()
     cotangents = _cotangents("grad", roots, "grad_outputs", grad_outputs, batched=is_grads_batched)
-    batch_size = cast("Tensor", cotangents[0]).shape[0] if is_grads_batched else None
+    batch = cast("Tensor", cotangents[0]).shape[:1] if is_grads_batched else ()
     # torch cannot map over an empty axis: one gradient, of zeros, is computed and cut off.
-    empty = batch_size == 0
+    empty = 0 in batch
     if empty:
         cotangents = [value.new_zeros(value.shape[1:]) for value in cast("list[Tensor]", cotangents)]
-    gradients = torch.autograd.grad(
+    gradients: Any = torch.autograd.grad(
         roots.values,
         targets.values,
         cotangents,
@@ -143,15 +141,32 @@ def grad(
     )
     if empty:
         gradients = [None if gradient is None else gradient[None][:0] for gradient in gradients]
-    if any(gradient is None for gradient in gradients):
-        batch = () if batch_size is None else (batch_size,)
-        gradients = _unused(targets, gradients, bool(allow_unused), materialize_grads, batch, create_graph)
+    unused = [i for i, gradient in enumerate(gradients) if gradient is None]
+    if unused and not (allow_unused or materialize_grads):
+        raise RuntimeError(
+            f"grad: every one of inputs must be used to compute outputs, but {', '.join(map(targets.label, unused))} "
+            "is not. Pass allow_unused=True for a gradient of None, or materialize_grads=True for zeros."
+        )
+    if unused and materialize_grads:
+        gradients = list(gradients)
+        for i in unused:
+            leaf = targets.values[i]
+            if _is_edge(leaf):
+                raise RuntimeError(
+                    "grad: materialize_grads=True must have tensors for unused inputs, got a GradientEdge at "
+                    f"{targets.label(i)}."
+                )
+            # torch would give zeros without the batch axis.
+            zeros = torch.zeros_like(leaf)
+            zeros = zeros.expand((*batch, *leaf.shape)).clone() if batch else zeros
+            gradients[i] = zeros.requires_grad_(create_graph)
     return optree.tree_unflatten(targets.treespec, gradients)
 
 
 class _Leaves(NamedTuple):
-    """A tree of tensors and gradient edges: its name, its leaves, its structure, and how it was taken apart."""
+    """A tree of tensors and gradient edges: whose argument it is, its leaves, and how it was taken apart."""
 
+    function: str
     name: str
     values: list[Any]
     treespec: Any
@@ -161,6 +176,15 @@ class _Leaves(NamedTuple):
     def label(self, index: int, root: str | None = None) -> str:
         """Key path of one leaf."""
         return key_path(self.treespec.accessors()[index], self.name if root is None else root)
+
+    def refuse_nested(self) -> None:
+        """Raise where torch would, as an internal error: it has no batches of cotangents of nested tensors."""
+        for i, leaf in enumerate(self.values):
+            if _meta(leaf).shape is None:
+                raise LeafError(
+                    f"{self.function}: {self.label(i)} must not be a nested tensor with is_grads_batched=True, which "
+                    "torch has no batches of. Call it once for each cotangent."
+                )
 
 
 def _collected(tree: Any, options: dict[str, Any]) -> Any:
@@ -178,7 +202,7 @@ def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
     """Leaves of `outputs` or `inputs`, each a gradient edge or a tensor that requires grad."""
     options: dict[str, Any] = {"namespace": namespace, "is_leaf": _is_edge}
     tree = _collected(tree, options)
-    leaves = _Leaves(name, *optree.tree_flatten(tree, **options), tree, options)
+    leaves = _Leaves(function, name, *optree.tree_flatten(tree, **options), tree, options)
     if not leaves.values:
         raise TreeError(f"{function}: {name} must hold at least one tensor, got none.")
     for i, leaf in enumerate(leaves.values):
@@ -206,21 +230,8 @@ class _Meta(NamedTuple):
 
 def _meta(leaf: Any) -> _Meta:
     source = leaf.node._input_metadata[leaf.output_nr] if _is_edge(leaf) else leaf
-    return _Meta(None if _is_nested(leaf) else tuple(source.shape), source.dtype, source.device)
-
-
-def _is_nested(leaf: Any) -> bool:
-    return leaf.node._input_metadata[leaf.output_nr].is_nested_tensor if _is_edge(leaf) else leaf.is_nested
-
-
-def _refuse_nested(function: str, leaves: _Leaves) -> None:
-    """Raise what torch would, as an internal error, for batches of cotangents of nested tensors or for them."""
-    for i, leaf in enumerate(leaves.values):
-        if _is_nested(leaf):
-            raise LeafError(
-                f"{function}: {leaves.label(i)} must not be a nested tensor with is_grads_batched=True, which torch "
-                "has no batches of. Call it once for each cotangent."
-            )
+    is_nested = source.is_nested_tensor if _is_edge(leaf) else source.is_nested
+    return _Meta(None if is_nested else tuple(source.shape), source.dtype, source.device)
 
 
 def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batched: bool) -> list[Tensor | None]:
@@ -268,47 +279,10 @@ def _check_cotangent(function: str, label: str, output_label: str, value: Any, m
         kinds = ("a nested", "a plain") if meta.shape is None else ("a plain", "a nested")
         raise ShapeError(f"{function}: {label} must be {kinds[0]} tensor ({output_label}), got {kinds[1]} one.")
     # Torch itself compares what is inside of nested tensors.
-    own_shape = None if value.is_nested else tuple(value.shape[1:] if batched else value.shape)
-    if meta.shape is not None and (own_shape != meta.shape or (batched and value.dim() == 0)):
-        wanted = ["batch", *meta.shape] if batched else list(meta.shape)
-        written = "[" + ", ".join(map(str, wanted)) + "]"
-        raise ShapeError(f"{function}: {label} must have shape {written} ({output_label}), got {list(value.shape)}.")
+    if meta.shape is not None and (value.shape[batched:] != meta.shape or (batched and value.dim() == 0)):
+        wanted = ", ".join(map(str, ["batch", *meta.shape] if batched else meta.shape))
+        raise ShapeError(f"{function}: {label} must have shape [{wanted}] ({output_label}), got {list(value.shape)}.")
     if value.dtype != meta.dtype:
         raise DtypeError(f"{function}: {label} must have dtype {meta.dtype} ({output_label}), got {value.dtype}.")
     if value.device != meta.device:
         raise DeviceError(f"{function}: {label} must be on {meta.device} ({output_label}), got {value.device}.")
-
-
-def _unused(
-    inputs: _Leaves,
-    gradients: Sequence[Tensor | None],
-    allow_unused: bool,
-    materialize_grads: bool,
-    batch: tuple[int, ...],
-    create_graph: bool,
-) -> list[Tensor | None]:
-    """The gradients with those of unused inputs as asked for.
-
-    torch would give zeros without the batch axis, and name no input.
-    """
-    unused = [i for i, gradient in enumerate(gradients) if gradient is None]
-    if not (allow_unused or materialize_grads):
-        listed = ", ".join(inputs.label(i) for i in unused)
-        raise RuntimeError(
-            f"grad: every one of inputs must be used to compute outputs, but {listed} is not. Pass allow_unused=True "
-            "for a gradient of None, or materialize_grads=True for zeros."
-        )
-    if not materialize_grads:
-        return list(gradients)
-    edges = [inputs.label(i) for i in unused if _is_edge(inputs.values[i])]
-    if edges:
-        raise RuntimeError(
-            f"grad: materialize_grads=True must have tensors for unused inputs, got a GradientEdge at {edges[0]}."
-        )
-    result = list(gradients)
-    for i in unused:
-        leaf = inputs.values[i]
-        zeros = torch.zeros_like(leaf)
-        zeros = zeros.expand((*batch, *leaf.shape)).clone() if batch else zeros
-        result[i] = zeros.requires_grad_(create_graph)
-    return result

@@ -111,7 +111,8 @@ def _instance_norm(
     check_instance_norm("instance_norm", x, weight, bias, *running, use_input_stats)
     samples, channels = x.shape[:2]
     flat = x.reshape(1, samples * channels, *x.shape[2:])
-    args = flat, *[None if p is None else p.repeat(samples) for p in (weight, bias, *running)], use_input_stats, *rest
+    repeated = [None if p is None else p.repeat(samples) for p in (weight, bias, *running)]
+    args: tuple[Any, ...] = flat, *repeated, use_input_stats, *rest
     if x.numel() == 0:
         result = _Normalized(_impl_index(*args)[0], flat, flat, *args[3:5])
     else:

@@ -37,22 +37,9 @@ def eager_after_break(function: F) -> F:
 class FlatCall:
     """`func(*args, **kwargs)` as a function of the tensors among its arguments.
 
-    Args:
-        function: Name of the public function, for errors.
-        func: The user's function.
-        args: Positional arguments, each a pytree.
-        kwargs: Keyword arguments.
-        options: `namespace` and `is_leaf`.
-        root: Name of the positional arguments in errors.
-        has_aux: Whether `func` returns `(output, aux)`.
-        allowed: The leaves that the output may have: tensors of `"any"` dtype, only `"differentiable"` ones, only
-            `"real"` ones, or one real number, the `"scalar"` that is the root of a gradient.
-
-    Attributes:
-        num_args: Number of positional arguments.
-        tensors: All tensors of the arguments, positional ones first.
-        output: Puts the output together from its tensors, after a call of `flat`.
-        aux: The same for the auxiliary output.
+    `function` is the name of the public function and `root` that of the arguments, for errors. `allowed` says which
+    leaves the output may have: tensors of `"any"` dtype, only `"differentiable"` ones, only `"real"` ones, or one real
+    number, the `"scalar"` that is the root of a gradient. `output` and `aux` put the results together after a call.
     """
 
     def __init__(
@@ -84,14 +71,7 @@ class FlatCall:
         return self._func(*args, **kwargs)
 
     def flat(self, *tensors: Any) -> tuple[Any, tuple[Tensor, ...]]:
-        """The tensors of the output, checked, and those of aux; of a `"scalar"` the output itself.
-
-        Raises:
-            TreeError: If `has_aux` and the user's function returned no pair, or there is no tensor in the output.
-            LeafError: If a leaf of the output is not a tensor.
-            ShapeError: If a scalar is required and the output has axes.
-            DtypeError: If a dtype is not allowed.
-        """
+        """The tensors of the output, checked, and those of aux; of a `"scalar"` the output itself."""
         output: Any = self(*tensors)
         aux: Any = ()
         if self._has_aux:
@@ -145,17 +125,7 @@ class FlatCall:
         return [part.label(i, root) for part, root, count in pairs for i in range(count)]
 
     def differentiated(self, argnums: Sequence[int], *, some: bool = True) -> tuple[int, ...]:
-        """Positions of the tensors of some arguments, all of whose leaves must be differentiable.
-
-        Args:
-            argnums: Positions of the arguments.
-            some: Whether there must be a tensor among them.
-
-        Raises:
-            LeafError: If a leaf is not a floating-point tensor (nor a complex one, unless the output has to be real),
-                or is a nested one, naming its key path.
-            TreeError: If there is none.
-        """
+        """Positions of the tensors of some arguments, whose leaves must be differentiable and, with `some`, exist."""
         positions: list[int] = []
         for argnum in argnums:
             part, label = self.parts[argnum], f"{self.root}[{argnum}]"
@@ -190,10 +160,7 @@ class FlatCall:
         return matched
 
     def match_variables(self, name: str, tangents: Any) -> dict[int, Tensor]:
-        """Tangents by position of their tensor, checked as by `match_primals`, where some are given as `None`.
-
-        `None` stands for a leaf or for a whole argument.
-        """
+        """Tangents by position of their tensor, where some are `None`: for a leaf, or for a whole argument."""
         self._check_number(name, tangents)
         found: dict[int, Tensor] = {}
         for i, tangent in enumerate(tangents):
@@ -237,11 +204,7 @@ def _wanted(*, real: bool) -> str:
 def primals_call(
     function: str, func: Callable[..., Any], primals: Any, options: dict[str, Any], *, has_aux: bool = False
 ) -> FlatCall:
-    """`func(*primals)` as a function of flat tensors.
-
-    Raises:
-        TreeError: If `primals` is not a tuple.
-    """
+    """`func(*primals)` as a function of flat tensors."""
     if not isinstance(primals, tuple):
         raise TreeError(
             f"{function}: primals must be a tuple of the arguments of func, got {type(primals).__name__}. "
@@ -278,12 +241,7 @@ def named_like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
 
 def wrap_argnums(function: str, argnums: Any, num_args: int) -> tuple[int, ...]:
-    """`argnums` as non-negative positions.
-
-    Raises:
-        DtypeError: If it is neither an int nor a tuple of ints.
-        AxisError: If a position is out of range, named twice, or none is named.
-    """
+    """`argnums` as non-negative positions."""
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in positions):
         raise DtypeError(f"{function}: argnums must be an int or a tuple of ints, got {argnums!r}.")
@@ -301,13 +259,7 @@ def wrap_argnums(function: str, argnums: Any, num_args: int) -> tuple[int, ...]:
 
 
 def check_vmap_options(function: str, randomness: str, name: str, number: Any) -> None:
-    """Raise unless `randomness` is one that vmap knows and `number`, of chunks or of their size, is positive or `None`.
-
-    Raises:
-        RuntimeError: What torch raises, if `randomness` is none of the three.
-        DtypeError: If `number` is not an int.
-        ShapeError: If it is less than 1.
-    """
+    """Raise unless vmap knows `randomness`, and `number`, of chunks or of their size, is positive or `None`."""
     if randomness not in ("error", "same", "different"):
         raise RuntimeError(f"{function}: randomness must be 'error', 'same' or 'different', got {randomness!r}.")
     if number is None:

@@ -18,7 +18,7 @@ from primitives.func._calls import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -106,12 +106,7 @@ def jacfwd(
         Function of the arguments of `func` that returns what that of `jacrev` returns.
 
     Raises:
-        RuntimeError: If `randomness` is none of the three.
-        ShapeError: If `chunk_size` is less than 1.
-        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
-        LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
-        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are no ints.
-        TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is no pair.
+        Exception: What `jacrev` raises.
 
     Example:
         >>> jacfwd(lambda x, y: x * y, argnums=(0, 1))(torch.tensor([1.0, 2.0]), torch.tensor(3.0))
@@ -157,11 +152,7 @@ def hessian(
 
     Raises:
         RuntimeError: If `randomness` is none of the three, or is `"error"` and `func` draws random numbers.
-        ShapeError: If `chunk_size` is less than 1.
-        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
-        LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
-        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are no ints.
-        TreeError: If there is no output or nothing to differentiate.
+        Exception: What `jacrev` raises.
 
     Example:
         >>> hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
@@ -185,106 +176,75 @@ def _jacobian(
     chunk_size: int | None,
 ) -> Any:
     call = FlatCall(function, func, args, kwargs, options, has_aux=has_aux, allowed="real")
-    problem = _Problem(call, argnums, chunk_size)
-    if function == "jacfwd":
-        return _by_columns(problem, randomness)
-    return _by_rows(problem, randomness, one_by_one=chunk_size == 1)
+    positions = call.differentiated(wrap_argnums(function, argnums, call.num_args))
+    inputs = [call.tensors[i] for i in positions]
+    blocks, aux = (_rows if function == "jacrev" else _columns)(call, positions, inputs, randomness, chunk_size)
+    return call.with_aux((call.output.join([call.in_structure(argnums, row) for row in blocks]),), aux)
 
 
-class _Problem:
-    """What both modes share: the flat function of the differentiated tensors, and the tree of the result.
+def _rows(
+    call: FlatCall, positions: tuple[int, ...], inputs: list[Tensor], randomness: str, chunk_size: int | None
+) -> tuple[list[list[Tensor]], Any]:
+    """One block for each pair of output and input, from vector-Jacobian products; and aux."""
+    outputs, pull, aux = vjp_of(call.flat, call.tensors, positions)
 
-    Args:
-        call: The call to differentiate.
-        argnums: What to differentiate with respect to, as the user gave it.
-        chunk_size: Number of rows or columns at a time, `None` for all.
-    """
+    def one(basis: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        return [row.unsqueeze(0) for row in pull(tuple([vector.squeeze(0) for vector in basis]))]
 
-    def __init__(self, call: FlatCall, argnums: Any, chunk_size: int | None) -> None:
-        self._call, self._argnums, self._chunk_size = call, argnums, chunk_size
-        self._positions = call.differentiated(wrap_argnums(call.function, argnums, call.num_args))
-        self.inputs = [call.tensors[i] for i in self._positions]
-
-    def pullback(self) -> tuple[Any, Any, Any]:
-        """Tensors of the output, their pullback, and tensors of aux."""
-        return vjp_of(self._call.flat, self._call.tensors, self._positions)
-
-    def pushforward(self, *tangents: Tensor) -> tuple[Any, Any]:
-        """Tangents of the tensors of the output, and tensors of aux."""
-        _, pushed, aux = jvp_of(self._call.flat, self._call.tensors, tangents, self._positions)
-        return pushed, aux
-
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the standard basis of `tensors` is one chunk."""
-        return self._chunk_size is None or sum([tensor.numel() for tensor in tensors]) <= self._chunk_size
-
-    def chunks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """The standard basis of `tensors` taken as one vector: for each, vectors along a new first axis, in chunks."""
-        total = sum([tensor.numel() for tensor in tensors])
-        step = self._chunk_size or total
-        for start in range(0, total, step or 1):
-            yield _basis(tensors, start, min(start + step, total))
-
-    def result(self, blocks: Sequence[Sequence[Tensor]], aux: Sequence[Tensor]) -> Any:
-        """The tree of the Jacobian, from one tensor for each pair of output and input."""
-        jacobian = self._call.output.join([self._call.in_structure(self._argnums, row) for row in blocks])
-        return self._call.with_aux((jacobian,), aux)
-
-
-def _by_rows(problem: _Problem, randomness: str, *, one_by_one: bool) -> Any:
-    """The Jacobian from vector-Jacobian products."""
-    outputs, pull, aux = problem.pullback()
-    generators = _rewound(problem, outputs, randomness)
-    chunks: list[Sequence[Tensor]] = []
-    for basis in problem.chunks(outputs):
-        if generators is not None:
-            generators.rewind()
-        if one_by_one:
-            chunks.append([row.unsqueeze(0) for row in pull(tuple([vector.squeeze(0) for vector in basis]))])
-        else:
-            chunks.append(torch.func.vmap(pull, randomness=randomness)(basis))
-    numels = [output.numel() for output in outputs]
-    stacked = _concatenated(chunks) or [x.new_zeros((0, *x.shape)) for x in problem.inputs]
-    columns = [column.split(numels) for column in stacked]
+    run = one if chunk_size == 1 else torch.func.vmap(pull, randomness=randomness)
+    stacked = _of_basis(run, outputs, randomness, chunk_size)
+    columns = [column.split([output.numel() for output in outputs]) for column in stacked]
     blocks = [
-        [column[i].reshape((*output.shape, *x.shape)) for column, x in zip(columns, problem.inputs, strict=True)]
+        [column[i].reshape((*output.shape, *x.shape)) for column, x in zip(columns, inputs, strict=True)]
         for i, output in enumerate(outputs)
     ]
-    return problem.result(blocks, aux)
+    return blocks, aux
 
 
-def _by_columns(problem: _Problem, randomness: str) -> Any:
-    """The Jacobian from Jacobian-vector products."""
-    inputs = problem.inputs
-    mapped = torch.func.vmap(problem.pushforward, randomness=randomness)
-    generators = _rewound(problem, inputs, randomness)
-    chunks: list[Sequence[Tensor]] = []
-    aux: Sequence[Tensor] = ()
-    for basis in problem.chunks(inputs):
-        if generators is not None:
-            generators.rewind()
-        tangents, aux = mapped(*basis)
-        chunks.append(tangents)
-    numels = [x.numel() for x in inputs]
-    stacked = _concatenated(chunks)
-    if not stacked:
-        # Nothing to push forward: the function is still to be called, for the shapes of its output and for aux.
-        tangents, aux = mapped(*[x.new_zeros((1, *x.shape)) for x in inputs])
-        stacked = [tangent[:0] for tangent in tangents]
-    rows = [row.movedim(0, -1).split(numels, -1) for row in stacked]
+def _columns(
+    call: FlatCall, positions: tuple[int, ...], inputs: list[Tensor], randomness: str, chunk_size: int | None
+) -> tuple[list[list[Tensor]], Any]:
+    """The same from Jacobian-vector products."""
+    aux: list[Tensor] = []
+
+    def pushforward(*tangents: Tensor) -> tuple[Any, Any]:
+        return jvp_of(call.flat, call.tensors, tangents, positions)[1:]
+
+    mapped = torch.func.vmap(pushforward, randomness=randomness)
+
+    def run(basis: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        pushed, own_aux = mapped(*basis)
+        aux[:] = [leaf[0] for leaf in own_aux]
+        return pushed
+
+    stacked = _of_basis(run, inputs, randomness, chunk_size)
+    rows = [row.movedim(0, -1).split([x.numel() for x in inputs], -1) for row in stacked]
     blocks = [
         [block.reshape((*block.shape[:-1], *x.shape)) for block, x in zip(row, inputs, strict=True)] for row in rows
     ]
-    return problem.result(blocks, [leaf[0] for leaf in aux])
+    return blocks, aux
 
 
-def _rewound(problem: _Problem, tensors: Sequence[Tensor], randomness: str) -> Generators | None:
-    """The generators to rewind before each chunk of the standard basis of `tensors`, if there are several."""
-    return Generators(tensors) if randomness == "same" and not problem.fits(tensors) else None
+def _of_basis(
+    run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], randomness: str, chunk_size: int | None
+) -> list[Tensor]:
+    """What `run` makes of the standard basis of `tensors` taken as one vector, in chunks, along a new first axis."""
+    total = sum([tensor.numel() for tensor in tensors])
+    if total == 0:
+        # The function is still to be called, for the shapes of its results.
+        return [result[:0] for result in run(_basis(tensors, 0, 1))]
+    step = chunk_size or total
+    generators = Generators(tensors) if randomness == "same" and step < total else None
+    chunks = []
+    for start in range(0, total, step):
+        if generators is not None:
+            generators.rewind()
+        chunks.append(run(_basis(tensors, start, min(start + step, total))))
+    return list(chunks[0]) if len(chunks) == 1 else [torch.cat(column) for column in zip(*chunks, strict=True)]
 
 
 def _basis(tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
-    """Vectors `start` to `stop` of the standard basis of `tensors` taken as one vector."""
+    """Vectors `start` to `stop` of the standard basis."""
     blocks, offset = [], 0
     for tensor in tensors:
         block = tensor.new_zeros(stop - start, tensor.numel())
@@ -292,9 +252,3 @@ def _basis(tensors: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ..
         blocks.append(block.view((stop - start, *tensor.shape)))
         offset += tensor.numel()
     return tuple(blocks)
-
-
-def _concatenated(chunks: list[Sequence[Tensor]]) -> list[Tensor]:
-    if len(chunks) <= 1:
-        return list(chunks[0]) if chunks else []
-    return [torch.cat(column) for column in zip(*chunks, strict=True)]

@@ -99,12 +99,8 @@ def chunk_vmap(
         Function of the arguments of `func` with the mapped axes, whose output has one too.
 
     Raises:
-        RuntimeError: If `randomness` is none of the three.
-        ShapeError: If `chunks` is less than 1, or, by the returned function, mapped axes differ in size.
-        TreeError: If `in_dims` or `out_dims` is no tree prefix or holds something else than ints and `None`, or
-            nothing is mapped.
-        AxisError: If a leaf has no such axis.
-        LeafError: If a leaf with an axis to map is no tensor.
+        ShapeError: If `chunks` is less than 1.
+        Exception: What `vmap` raises.
 
     Example:
         >>> chunk_vmap(lambda x: x.sum(), chunks=3)(torch.ones(5, 2))
@@ -129,17 +125,7 @@ def _run(call: tuple, in_dims: Any, out_dims: Any, randomness: str, chunk_size: 
 
 
 class _MappedCall:
-    """One call of a mapped function: its tensors, and the axis of each.
-
-    Args:
-        call: The call as a function of flat tensors.
-        args: Its positional arguments.
-        in_dims: Mapped axes of the arguments.
-        out_dims: Places of the mapped axis in the output.
-
-    Attributes:
-        batch_size: Length of the mapped axes.
-    """
+    """One call of a mapped function: its tensors, and the axis of each."""
 
     def __init__(self, call: FlatCall, args: tuple, in_dims: Any, out_dims: Any) -> None:
         self._call, self._out_dims = call, out_dims
@@ -242,17 +228,7 @@ def _leaf_dims(
     tensors: Sequence[Tensor],
     extra_axes: int,
 ) -> list[int | None]:
-    """The entry of `dims` for each tensor of `tree`, checked.
-
-    Args:
-        function: Name of the public function, for errors.
-        names: Names of `dims` and `tree`.
-        dims: A tree prefix of `tree`.
-        tree: The tree.
-        partition: The partition that `tree` was split by.
-        tensors: The tensors that it was split into.
-        extra_axes: Number of axes that the tensors will have beyond those that they have.
-    """
+    """The entry of `dims`, a prefix of `tree`, for each of its tensors, which are to have some `extra_axes`."""
     dims_name, tree_name = names
     if dims is None or _is_axis(dims):
         values = [dims] * partition.num_leaves
@@ -286,12 +262,7 @@ def _is_axis(dim: Any) -> bool:
 
 
 def _common_size(call: FlatCall, dims: Sequence[int | None]) -> int:
-    """Length of the mapped axes.
-
-    Raises:
-        TreeError: If there are none.
-        ShapeError: If they differ.
-    """
+    """Length of the mapped axes."""
     sizes = [None if dim is None else tensor.size(dim) for tensor, dim in zip(call.tensors, dims, strict=True)]
     found = [size for size in sizes if size is not None]
     if not found:
