@@ -39,15 +39,19 @@ def good(**changes):
 
 
 BACKWARD_MISTAKES = {
-    "not a dict": ([None, None], pr.TreeError, "a dict from argument name to cotangent, got list"),
-    "missing key": ({"x": None}, pr.TreeError, r"keys \['params', 'x'\], .* lacks \['params'\]"),
-    "extra key": (good(bias=None), pr.TreeError, r"has \['bias'\]"),
-    "wrong tree": (good(params=[None, None]), pr.TreeError, "params is a list of 2 where params has a dict"),
-    "not a tensor": (good(x=[X, X]), LeafError, "the cotangent of x must be a tensor or None, got list"),
-    "for no tensor": (good(params={"w": None, "n": Y}), LeafError, r"params\['n'\] must be None, .*of shape \[3\]"),
-    "shape": (good(params={"w": X, "n": None}), pr.ShapeError, r"params\['w'\] must have shape \[3\], got \[2, 3\]"),
-    "dtype": (good(x=X.double()), pr.DtypeError, r"x must have dtype torch\.float32, got torch\.float64"),
-    "device": (good(x=X.to("meta")), pr.DeviceError, "x must be on cpu, got meta"),
+    "not a dict": ([None, None], pr.TreeError, "a dict from argument name to cotangent, .* got list"),
+    "missing key": ({"x": None}, pr.TreeError, r"keys \['params', 'x'\], got keys \['x'\]"),
+    "extra key": (good(bias=None), pr.TreeError, r"got keys \['bias', 'params', 'x'\]"),
+    "wrong tree": (
+        good(params=[None, None]),
+        pr.TreeError,
+        "the cotangent of params must have the structure of params",
+    ),
+    "not a tensor": (good(x=[X, X]), LeafError, "the cotangent of x must be a tensor like x, got list"),
+    "for no tensor": (good(params={"w": None, "n": Y}), LeafError, r"params\['n'\] must be None, .*got Tensor"),
+    "shape": (good(params={"w": X, "n": None}), pr.ShapeError, r"params\['w'\] must have shape \[3\] .*got \[2, 3\]"),
+    "dtype": (good(x=X.double()), pr.DtypeError, r"x must have dtype torch\.float32 .*got torch\.float64"),
+    "device": (good(x=X.to("meta")), pr.DeviceError, "x must be on cpu .*got meta"),
 }
 
 
@@ -62,8 +66,8 @@ def test_mistakes_of_def_backward(mistake):
 
 
 JVP_MISTAKES = {
-    "wrong tree": ({"y": X}, pr.TreeError, "the structure of output, but the tangent of output is a dict"),
-    "shape": ({"y": Y, "z": (None,)}, pr.ShapeError, r"output\['y'\] must have shape \[2, 3\], got \[3\]"),
+    "wrong tree": ({"y": X}, pr.TreeError, "the tangent of output must have the structure of output"),
+    "shape": ({"y": Y, "z": (None,)}, pr.ShapeError, r"output\['y'\] must have shape \[2, 3\] .*got \[3\]"),
     "dtype": ({"y": X.double(), "z": None}, pr.DtypeError, r"output\['y'\] must have dtype"),
     "not a tensor": ({"y": X, "z": (1,)}, LeafError, r"output\['z'\]\[0\] must be a tensor"),
 }
@@ -87,32 +91,28 @@ def test_the_dtype_of_a_tangent_is_checked():
 VMAP_MISTAKES = {
     "not a pair": ({"y": X}, pr.TreeError, r"must return \(output, out_dims\), got dict"),
     "axis": (({"y": X, "z": (Y,)}, 4), pr.TreeError, "axes of the output or None, got 4"),
-    "axes": (({"y": X, "z": (Y,)}, (0, 0, 0)), pr.TreeError, "out_dims must be an int, None or a tree prefix"),
-    "tree": ((X, 0), pr.TreeError, "a result with the tree of the reference's"),
+    "axes": (({"y": X, "z": (Y,)}, (0, 0, 0)), pr.TreeError, "out_dims must be one value or a tree prefix"),
+    "tree": ((X, 0), pr.TreeError, "a result with the tree that it had before"),
     "samples": (({"y": X[:1], "z": (Y,)}, 0), pr.ShapeError, r"output\['y'\] must have 2 samples .*got shape \[1, 3\]"),
 }
 
 
-@pytest.mark.parametrize("called_before", [True, False])
 @pytest.mark.parametrize("mistake", VMAP_MISTAKES)
-def test_mistakes_of_def_vmap(mistake, called_before):
+def test_mistakes_of_def_vmap(mistake):
     result, error, text = VMAP_MISTAKES[mistake]
     op = operator(vmap=lambda info, in_dims, inputs: result)
-    if called_before:
-        op({"w": Y, "n": 3}, X)
+    op({"w": Y, "n": 3}, X)
     with pytest.raises(error, match=rf"def_vmap \({HERE}:\d+\).*{text}"):
         vmap(lambda x: op({"w": Y, "n": 3}, x))(torch.stack([X, X]))
 
 
 def test_mistakes_of_kernels_and_references():
-    params = {"w": Y, "n": 3}
-    # One of these needs data to know its tree.
-    for reference in (None, lambda params, x: {"y": params["w"] * x.sum().item(), "z": (x.sum(),)}):
-        op = operator(reference=reference)
-        kernel = op.def_kernel("cpu")(lambda params, x: [params["w"] * x, x.sum()])
-        place = rf"def_kernel\('cpu'\) \({HERE}:{kernel.__code__.co_firstlineno}\)"
-        with pytest.raises(pr.TreeError, match=rf"{place} must return a result with the tree of the reference's"):
-            op(params, X)
+    params, op = {"w": Y, "n": 3}, operator()
+    op(params, X)
+    kernel = op.def_kernel("cpu")(lambda params, x: [params["w"] * x, x.sum()])
+    place = rf"def_kernel\('cpu'\) \({HERE}:{kernel.__code__.co_firstlineno}\)"
+    with pytest.raises(pr.TreeError, match=rf"{place} must return a result with the tree that it had before"):
+        op(params, X)
     with pytest.raises(LeafError, match=r"reference .* but output\['y'\] is int"):
         operator(reference=lambda params, x: {"y": 3})(params, X)
     for view in (lambda params, x: [x.clone(), params["w"]], lambda params, x: [x.clone(), params["w"][1:]]):

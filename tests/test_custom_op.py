@@ -35,9 +35,9 @@ def test_it_is_one_operator_whatever_the_trees():
     with torch.profiler.profile(acc_events=True) as profile:
         affine(Affine(weight), x)
     assert any(event.key == "tests::affine" for event in profile.key_averages())
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         affine(Affine(weight))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
+    with pytest.raises(TypeError, match=r"tests::affine.* unexpected keyword argument 'epsilon'"):
         affine(Affine(weight), x, epsilon=1)
 
 

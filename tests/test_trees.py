@@ -110,7 +110,9 @@ def test_prefix_trees_of_parameters():
 def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
     x = {"a": leaf(0), "b": {"c": leaf(1), "d": [leaf(2), leaf(3)]}}
     weight = weight(leaf(4)[0])
-    with pytest.raises(pr.TreeError, match=r"^layer_norm: weight must be a tensor or a tree prefix of input") as caught:
+    with pytest.raises(
+        pr.TreeError, match=r"^layer_norm: weight must be one value or a tree prefix of input"
+    ) as caught:
         pr.functional.layer_norm(x, (3,), weight)
     # Where, and both structures.
     for part in (path, *[str(optree.tree_structure(tree, none_is_leaf=True)) for tree in (weight, x)]):
@@ -144,7 +146,7 @@ def batch_norm_state():
 def test_a_wrong_prefix_for_batch_norm_is_named(name):
     state = dict(zip(("running_mean", "running_var"), batch_norm_state(), strict=True))
     for x, wrong in (([leaf(0), leaf(1)], [torch.ones(3).double()]), (leaf(0), {"a": torch.ones(3).double()})):
-        with pytest.raises(pr.TreeError, match=f"^batch_norm: {name} must be a tensor or a tree prefix of input"):
+        with pytest.raises(pr.TreeError, match=f"^batch_norm: {name} must be one value or a tree prefix of input"):
             pr.functional.batch_norm(x, **{**state, name: wrong})
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C
@@ -28,7 +28,6 @@ from torch.autograd import forward_ad
 
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DtypeError, ShapeError
-from primitives.core.fallbacks import decomposed_vjp
 from primitives.core.fast_path import FAST_PATH_CPU
 from primitives.core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
 from primitives.core.statistics import refuse_cotangent, refused_tangent
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from primitives.core.spec import Spec
 
 __all__ = [
-    "LinearMap",
     "apply_linear",
     "autograd_kernel",
     "below_this_level",
@@ -141,23 +139,6 @@ def _redispatch(rules: RuleTable) -> Callable:
     return run
 
 
-def _redispatcher(rules: RuleTable) -> Callable:
-    """`(keyset, args) -> outputs`: run the implementation below this level."""
-    redispatch, below_autograd = _redispatch(rules), _C._AutoDispatchBelowAutograd
-    peek = _functorch.peek_interpreter_stack
-
-    def run(keyset: Any, args: Sequence[Any]) -> Any:
-        # `below_this_level` spelled out: a context manager written in Python costs as much as the rest of a call.
-        with below_autograd():
-            if peek() is None:
-                return redispatch(keyset, *args)
-            # Levels outside this one still differentiate.
-            with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
-                return redispatch(keyset, *args)
-
-    return run
-
-
 def _function_class(name: str, forward: Callable, backward: Callable, jvp: Callable | None = None) -> type:
     """An autograd function of these static methods, for one level: the only place in the package that builds one."""
 
@@ -171,37 +152,32 @@ def _function_class(name: str, forward: Callable, backward: Callable, jvp: Calla
     return type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
 
 
-class LinearMap(NamedTuple):
+def apply_linear(forward: Callable[..., Any], transpose: Callable[..., Sequence[Any]], *tensors: Any) -> Any:
     """A linear map of tensors that can be no operator, since an operator would not see its arguments as they are.
 
-    Attributes:
+    It is differentiable in reverse mode to every order; integers are constants.
+
+    Args:
         forward: `(*tensors) -> output`, or a tuple of outputs.
         transpose: `(*cotangents) -> cotangents of the tensors`, differentiable.
-    """
-
-    forward: Callable[..., Any]
-    transpose: Callable[..., Sequence[Any]]
-
-
-def apply_linear(linear: LinearMap, *tensors: Any) -> Any:
-    """The outputs of a linear map, which are differentiable in reverse mode to every order; integers are constants.
+        *tensors: Its arguments.
 
     Raises:
         RuntimeError: Inside a transform of `torch.func`, and in forward mode, for which there is no rule.
     """
-    return _Linear.apply(linear, *tensors)  # type: ignore[attr-defined] - of every autograd function
+    return _Linear.apply(forward, transpose, *tensors)  # type: ignore[attr-defined] - of every autograd function
 
 
-def _linear_forward(ctx: Any, linear: LinearMap, *tensors: Any) -> Any:
-    ctx.linear = linear
-    output = linear.forward(*tensors)
+def _linear_forward(ctx: Any, forward: Callable, transpose: Callable, *tensors: Any) -> Any:
+    ctx.transpose = transpose
+    output = forward(*tensors)
     outputs = output if isinstance(output, tuple) else (output,)
     ctx.mark_non_differentiable(*[y for y in outputs if not has_derivatives(y.dtype)])
     return output
 
 
 def _linear_backward(ctx: Any, *cotangents: Any) -> tuple:
-    return (None, *ctx.linear.transpose(*cotangents))
+    return (None, None, *ctx.transpose(*cotangents))
 
 
 _Linear = _function_class("LinearMap", _linear_forward, _linear_backward)
@@ -219,8 +195,8 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
     what is no tensor for longer than at a tensor.
     """
     spec, jvp_layout = rules.spec, rules.layouts[1]
-    redispatch, make_tangents = _redispatcher(rules), tuple_maker(namedtuple("Tangents", spec.tensors))
-    below_autograd, on_cpu = _C._AutoDispatchBelowAutograd, rules.cpu
+    redispatch, make_tangents = _redispatch(rules), tuple_maker(namedtuple("Tangents", spec.tensors))
+    below_autograd, on_cpu, peek = _C._AutoDispatchBelowAutograd, rules.cpu, _functorch.peek_interpreter_stack
     num_outputs, has_lists, returns_list = len(spec.outputs), bool(spec.list_arguments), spec.returns_list
     statistics = [(spec.outputs.index(name), name) for name in spec.statistics]
     differentiable = [spec.outputs.index(name) for name in spec.differentiable_outputs]
@@ -228,11 +204,16 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
 
     def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
         keyset, reverse, tangents, lengths, args = call
-        if keyset is FAST_PATH_CPU:
-            with below_autograd():
+        # `below_this_level` spelled out: a context manager written in Python costs as much as the rest of a call.
+        with below_autograd():
+            if keyset is FAST_PATH_CPU:
                 output = on_cpu(*args)
-        else:
-            output = redispatch(keyset, args)
+            elif peek() is None:
+                output = redispatch(keyset, *args)
+            else:
+                # Levels outside this one still differentiate.
+                with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
+                    output = redispatch(keyset, *args)
         outputs = output if num_outputs > 1 else (output,)
         if has_lists:
             ctx.lengths = lengths
@@ -301,7 +282,7 @@ def autograd_kernel(rules: RuleTable) -> Callable:
     apply_rules = _rules_class(rules, residuals, rules.flat_vjp).apply
     # Without a vjp rule the value still comes from the kernel, and the decomposition runs when its derivative is asked
     # for. torch.func.grad always prepares for that, and mostly nobody asks.
-    late_vjp = functools.partial(rules.apply_flat, functools.partial(decomposed_vjp, rules))
+    late_vjp = functools.partial(rules.apply_flat, rules.decomposed_vjp)
     apply_late_rules = _rules_class(rules, every_argument, late_vjp).apply
     redispatch, below_autograd = _redispatch(rules), _C._AutoDispatchBelowAutograd
     any_requires_grad, is_grad_enabled = _C._any_requires_grad, torch.is_grad_enabled

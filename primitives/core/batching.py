@@ -1,18 +1,23 @@
-"""Vocabulary of vmap rules: which arguments carry a batch axis, and how to bring it to the front."""
+"""Batches: what vmap rules are told, and the loop over the samples for an operator that has none."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from primitives.core.sequences import flatten, regroup
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["BatchInfo", "legacy_vmap_kernel", "to_front"]
+    from primitives.core.spec import Spec
+
+__all__ = ["BatchInfo", "legacy_vmap_kernel", "to_front", "vmap_by_loop"]
 
 
 class BatchInfo(NamedTuple):
@@ -74,3 +79,58 @@ def _without_level(x: Tensor, level: int) -> Tensor:
     one, two = (torch._remove_batch_dim(x, level, size, 0) for size in (1, 2))
     # Torch expands a tensor without that axis to the size it is told.
     return one if one.shape[0] == two.shape[0] else x
+
+
+def _random_states(on_cuda: bool) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+
+
+def _each_sample(name: str, randomness: str, size: int, tensors: Sequence[Any]) -> Iterator[int]:
+    """The samples of a loop, which draw what vmap's `randomness` says: the same numbers, or none."""
+    # A tracer's tensors draw no numbers.
+    if randomness == "different" or detect_fake_mode(list(tensors)) is not None:
+        yield from range(size)
+        return
+    on_cuda = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
+    first = _random_states(on_cuda)
+    for i in range(size):
+        if randomness == "same":
+            torch.set_rng_state(first[0])
+            if on_cuda:
+                torch.cuda.set_rng_state(first[1])
+        yield i
+        if randomness == "error" and not all(map(torch.equal, _random_states(on_cuda), first)):
+            raise RuntimeError(
+                f"vmap: {name} called a random operation while in randomness error mode. Please either use "
+                "the 'same' or 'different' randomness flags on vmap or perform the randomness operation out of vmap."
+            )
+
+
+def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
+    """The batching rule of a primitive that has none: one call for each sample.
+
+    torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
+    """
+    # An argument that is no list has one axis or None, a list has a list of them.
+    (flat, lengths), (flat_axes, _) = flatten(args, spec.list_arguments), flatten(axes, spec.list_arguments)
+
+    def outputs_of(sample: list) -> Sequence[Any]:
+        output = spec.overload(*regroup(sample, lengths))
+        return output if spec.returns_list or len(spec.outputs) > 1 else (output,)
+
+    def sample(i: int) -> list:
+        return [x if axis is None else x.select(axis, i) for x, axis in zip(flat, flat_axes, strict=True)]
+
+    if size:
+        rows = [outputs_of(sample(i)) for i in _each_sample(spec.name, randomness, size, flat)]
+        stacks = [torch.stack(column) for column in zip(*rows, strict=True)]
+    else:
+        # The shapes and dtypes of the results for no sample are those for a sample of zeros.
+        zeros = [
+            x if axis is None else x.new_zeros(x.movedim(axis, 0).shape[1:])
+            for x, axis in zip(flat, flat_axes, strict=True)
+        ]
+        stacks = [x.new_empty((0, *x.shape)) for x in outputs_of(zeros)]
+    if spec.returns_list:
+        return stacks, [0] * len(stacks)
+    return (tuple(stacks), (0,) * len(stacks)) if len(stacks) > 1 else (stacks[0], 0)

@@ -49,7 +49,6 @@ class OverloadPattern(NamedTuple):
     required: tuple[str, ...]
     tensors: tuple[str, ...]
     numbers: tuple[str, ...]
-    out: tuple[str, ...]
 
     @classmethod
     def of(cls, overload: OpOverload) -> OverloadPattern:
@@ -63,7 +62,6 @@ class OverloadPattern(NamedTuple):
             tuple(a.name for a in arguments if not a.has_default_value()),
             tuple(name for name, kind in types.items() if kind == "Tensor"),
             tuple(name for name, kind in types.items() if "Tensor" not in kind),
-            tuple(a.name for a in arguments if a.is_out),
         )
 
     def accepts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -145,34 +143,11 @@ def _enter_names(op: Any, overloads: Sequence[OpOverload]) -> None:
         _overloads_by_name[op] = tuple(overloads)
 
 
-def _out_names(overload: OpOverload) -> list[str]:
-    return [argument.name for argument in overload._schema.arguments if argument.is_out]
-
-
-def _with_out(overload: OpOverload, decomposition: Callable, names: list[str]) -> Callable:
-    """`decomposition` for an out= overload: compute the results, then write them where they are wanted."""
-    label = str(overload)
-
-    def decompose_out(*args: Any, **kwargs: Any) -> Any:
-        missing = [name for name in names if name not in kwargs]
-        if missing:
-            raise TypeError(f"{label}: missing keyword argument {', '.join(missing)}: where the result is written to.")
-        targets = [kwargs.pop(name) for name in names]
-        results = decomposition(*args, **kwargs)
-        values = results if isinstance(results, tuple) else (results,)
-        for target, value in zip(targets, values, strict=True):
-            if value is None:
-                continue
-            if target.shape != value.shape:
-                target.resize_(value.shape)
-            target.copy_(value)
-        return targets[0] if len(targets) == 1 else tuple(targets)
-
-    return decompose_out
-
-
 def _register(table: dict, caller: str, op: Any, allow_existing: bool) -> Callable[[Callable], Callable]:
-    overloads = overloads_of(op, caller)
+    # Torch differentiates no operator that writes its result somewhere.
+    overloads = [o for o in overloads_of(op, caller) if not any(a.is_out for a in o._schema.arguments)]
+    if not overloads:
+        raise TypeError(f"{caller}: {op} writes its results into out= arguments; register the operator without them.")
 
     def decorator(decomposition: Callable) -> Callable:
         existing = [str(overload) for overload in overloads if overload in table]
@@ -180,9 +155,7 @@ def _register(table: dict, caller: str, op: Any, allow_existing: bool) -> Callab
             raise ValueError(
                 f"{caller}: {', '.join(existing)} already has a decomposition; pass allow_existing=True to replace it."
             )
-        for overload in overloads:
-            names = _out_names(overload)
-            table[overload] = _with_out(overload, decomposition, names) if names else decomposition
+        table.update(dict.fromkeys(overloads, decomposition))
         _enter_names(op, overloads)
         return decomposition
 
@@ -193,9 +166,8 @@ def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> C
     """Decorator that enters a function into `decomposition_table`.
 
     Args:
-        op_or_ops: An operator overload (`torch.ops.aten.trace.default`), an operator with all its overloads
-            (`torch.ops.aten.trace`), a `Primitive`, or a sequence of these. For an `out=` overload the function is
-            called without the out arguments, and its results are written to them.
+        op_or_ops: An operator overload (`torch.ops.aten.trace.default`), an operator with all its overloads but those
+            with `out=` (`torch.ops.aten.trace`), a `Primitive`, or a sequence of these.
         allow_existing: Whether an operator that has a decomposition gets the new one.
 
     Returns:
@@ -234,16 +206,11 @@ def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:
         MissingRuleError: If there is none, naming the operator.
         TypeError: If `op` is no operator.
     """
-    tables: Sequence[dict] = (decomposition_table_for_jvp, decomposition_table) if for_jvp else (decomposition_table,)
     overloads = overloads_of(op, "get_decomposition")
-    for table in tables:
-        found = [overload for overload in overloads if overload in table and not _out_names(overload)]
-        if found:
-            return table[found[0]]
-    # An out= overload is asked for by name alone.
-    for table in tables:
-        if len(overloads) == 1 and overloads[0] in table:
-            return table[overloads[0]]
+    for table in (decomposition_table_for_jvp, decomposition_table) if for_jvp else (decomposition_table,):
+        for overload in overloads:
+            if overload in table:
+                return table[overload]
     raise _missing(
         overloads, "register_decomposition_for_jvp or register_decomposition" if for_jvp else "register_decomposition"
     )

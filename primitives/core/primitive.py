@@ -11,14 +11,12 @@ from torch import _C
 
 from primitives.core import backend
 from primitives.core.autograd import autograd_kernel
-from primitives.core.batching import BatchInfo, legacy_vmap_kernel
+from primitives.core.batching import BatchInfo, legacy_vmap_kernel, vmap_by_loop
 from primitives.core.decomposition import register_decomposition
-from primitives.core.fallbacks import vmap_by_loop
 from primitives.core.fast_path import FastPathTensors, fast_path_keys
 from primitives.core.inductor import register_inductor_lowering
-from primitives.core.library import NAMESPACE, library
 from primitives.core.rules import RuleTable
-from primitives.core.spec import Spec
+from primitives.core.spec import NAMESPACE, Spec, library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

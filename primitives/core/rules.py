@@ -5,20 +5,75 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from primitives.core import backend
 from primitives.core.decomposition import forget_decompositions, get_decomposition
 from primitives.core.errors import MissingRuleError
-from primitives.core.implementations import runner
 from primitives.core.residuals import ResidualLayout
 from primitives.core.sequences import flatten, regroup, tuple_getter, tuple_maker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from primitives.core.residuals import Residuals
     from primitives.core.spec import Spec
 
 __all__ = ["RuleTable"]
+
+
+_are_tensors = frozenset([torch.Tensor]).issuperset
+
+
+def _runner(spec: Spec, implementations: Mapping[str, Callable]) -> Callable[..., Any]:
+    """`(*args) -> outputs`, by the implementation for the backend in force.
+
+    What it returns is held to the schema here, since the fast path has no dispatcher that would. A kernel that returns
+    `None` leaves the call to the reference.
+    """
+    count, returns_list = len(spec.outputs), spec.returns_list
+
+    def run(*args: Any) -> Any:
+        implementation = implementations[backend.selected]
+        out = implementation(*args)
+        kind = type(out)
+        if returns_list:
+            # A copy: the list is the caller's, who may change it.
+            if kind is list and _are_tensors(map(type, out)):
+                return [*out]
+        elif count == 1:
+            if kind is torch.Tensor:
+                return out
+        elif kind is tuple and len(out) == count and _are_tensors(map(type, out)):
+            return out
+        if out is None and count and implementation is not implementations["reference"]:
+            out = implementations["reference"](*args)
+        return _conformed(spec, out)
+
+    return run
+
+
+def _conformed(spec: Spec, out: Any) -> Any:
+    """Outputs as the dispatcher returns them: a tensor, a tuple of as many as the schema names, a list, or nothing.
+
+    Raises:
+        TypeError: If they are anything else.
+    """
+    count = len(spec.outputs)
+    if count == 0 and out is None:
+        return None
+    if count == 1 and not spec.returns_list and isinstance(out, torch.Tensor):
+        return out
+    if isinstance(out, (tuple, list)) and all(isinstance(x, torch.Tensor) for x in out):
+        if spec.returns_list:
+            return list(out)
+        if len(out) == count != 1:
+            return tuple(out)
+    wanted = "a list of tensors" if spec.returns_list else "a tensor" if count == 1 else f"a tuple of {count} tensors"
+    found = type(out).__name__
+    if isinstance(out, (tuple, list)):
+        found = f"a {found} of {', '.join(type(x).__name__ for x in out) or 'nothing'}"
+    raise TypeError(f"{spec.name}: an implementation must return {wanted}, got {'None' if out is None else found}.")
 
 
 class RuleTable:
@@ -53,7 +108,7 @@ class RuleTable:
         every_argument = ResidualLayout(spec, (*spec.tensors, *spec.statistics))
         self.layouts: tuple[Residuals, Residuals, Residuals] = (declared, declared, every_argument)
         self.implementations: dict[str, dict[str, Callable]] = {"cpu": {}, "cuda": {}}
-        self.cpu, self.cuda = (runner(spec, table) for table in self.implementations.values())
+        self.cpu, self.cuda = (_runner(spec, table) for table in self.implementations.values())
         self._tensor_names = frozenset(spec.tensors)
         self._get_differentiable = tuple_getter([spec.outputs.index(name) for name in spec.differentiable_outputs])
         self._wanted = tuple_maker(namedtuple("Wanted", spec.tensors))
@@ -145,6 +200,34 @@ class RuleTable:
                 "register_decomposition."
             ) from error
 
+    def decomposed_vjp(self, residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
+        """The vjp rule of an operator that has none: that of its decomposition."""
+        spec, decomposition = self.spec, self.require_decomposition("vjp")
+        args = {name: getattr(residuals, name) for name in spec.arguments}
+        # A pullback may run after its level has ended: what it saved is wrapped for one that another level takes.
+        flat, lengths = flatten([args[name] for name in spec.tensors], spec.list_tensors)
+        tensors = [_alive(x) for x in flat]
+        mask = wanted._replace(**dict.fromkeys(spec.cached, False))
+        active = [i for i, want in enumerate(flatten(mask, spec.list_tensors)[0]) if want]
+        places = range(len(cotangents[0])) if spec.returns_list else map(spec.outputs.index, cotangents._fields)
+        by_place = zip(places, cotangents[0] if spec.returns_list else cotangents, strict=True)
+        given = {place: _alive(cotangent) for place, cotangent in by_place if cotangent is not None}
+
+        def function(*values: Any) -> tuple:
+            substituted = list(tensors)
+            for i, value in zip(active, values, strict=True):
+                substituted[i] = value
+            substitutes = zip(spec.tensors, regroup(substituted, lengths), strict=True)
+            outputs = decomposition(*{**args, **dict(substitutes)}.values())
+            flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+            return tuple(flat[place] for place in given)
+
+        pullback = torch.func.vjp(function, *[tensors[i] for i in active])[1]
+        result: list[Any] = [None] * len(tensors)
+        for i, cotangent in zip(active, pullback(tuple(given.values())), strict=True):
+            result[i] = cotangent
+        return dict(zip(spec.tensors, regroup(result, lengths), strict=True))
+
     def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
         """Apply the vjp rule to flat cotangents and flags; one cotangent per tensor, lists taken apart."""
         return self.apply_flat(self.given["vjp"], residuals, cotangents, lengths, wanted)
@@ -186,3 +269,7 @@ class RuleTable:
 
     def before_loop(self) -> None:
         """Called before vmap loops over the samples, for want of a batching rule."""
+
+
+def _alive(value: Any) -> Any:
+    return torch._C._functorch.unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value  # type: ignore[attr-defined] - no stub

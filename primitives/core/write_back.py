@@ -11,7 +11,7 @@ from primitives.core.autograd import is_transforming
 from primitives.core.errors import MutationError
 from primitives.core.fast_path import are_unwatched
 from primitives.core.inductor import register_inductor_write
-from primitives.core.library import NAMESPACE, library
+from primitives.core.spec import NAMESPACE, library
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch._dynamo
 from torch.utils._pytree import tree_map
 
-from primitives.custom.registry import find
+from primitives.custom._rules import operators
 
 # Stand for None, which Dynamo (up to torch 2.13) takes neither as an argument nor as a result of an opaque function. It
 # takes strings as arguments alone, and numbers as results. Nor does it make namedtuples of results: they are lists of
@@ -28,7 +28,7 @@ def call(qualified_name: str, form: str, args: tuple, kwargs: dict[str, Any]) ->
 
 @torch._dynamo.nonstrict_trace
 def _traced(qualified_name: str, form: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    function = getattr(find(qualified_name), form)
+    function = getattr(operators[qualified_name], form)
     return _hidden(function(*_replaced(args, ABSENT, None), **_replaced(kwargs, ABSENT, None)))
 
 

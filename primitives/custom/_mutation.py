@@ -12,8 +12,6 @@ import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.errors import MutationError
-from primitives.core.statistics import refuse_cotangent, refused_tangent
-from primitives.core.write_back import write_back
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,26 +49,17 @@ def _unwrapped(x: Tensor) -> Tensor:
     return x
 
 
-def _extent(x: Tensor) -> tuple[Any, Any]:
-    """First byte of a tensor in its storage, and one past its last."""
-    first = x.storage_offset() * x.itemsize
+def _end(x: Tensor) -> Any:
+    """One past the last byte of a tensor in its storage."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return first, first + (reach * x.itemsize if x.numel() else 0)
+    return (x.storage_offset() + (reach if x.numel() else 0)) * x.itemsize
 
 
 def _overlaps(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors may have bytes in common; what is interleaved counts as overlapping."""
-    if x is y:
-        return True
-    if not shares_memory(x, y):
-        return False
-    (x_first, x_end), (y_first, y_end) = _extent(x), _extent(y)
-    return x_first < y_end and y_first < x_end
-
-
-def write(structure: Structure, leaves: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write the new values into the tensors that the caller owns."""
-    write_back([leaves[i] for i in structure.mutated], [value.detach() for value in values])
+    if x is y or not shares_memory(x, y):
+        return x is y
+    return x.storage_offset() * x.itemsize < _end(y) and y.storage_offset() * y.itemsize < _end(x)
 
 
 def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) -> None:
@@ -89,18 +78,3 @@ def check_targets(op_name: str, structure: Structure, leaves: Sequence[Tensor]) 
                     f"{op_name}: {label} is updated in place and shares memory with {structure.label(j)}, which would "
                     "see the update or undo it. Pass a clone."
                 )
-
-
-def refuse_cotangents(op_name: str, structure: Structure, cotangents: Sequence[Any]) -> None:
-    """Raise `MissingRuleError` for a cotangent of a new value: def_backward has no place for it."""
-    for i, cotangent in zip(structure.mutated, cotangents, strict=True):
-        if cotangent is not None:
-            refuse_cotangent(op_name, f"new {structure.label(i)}")
-
-
-def refused_tangents(op_name: str, structure: Structure, values: Sequence[Tensor]) -> list[Tensor]:
-    """Tangents of the new values that raise when they are used: def_jvp gives none."""
-    return [
-        refused_tangent(op_name, f"new {structure.label(i)}", value)
-        for i, value in zip(structure.mutated, values, strict=True)
-    ]

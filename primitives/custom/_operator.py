@@ -13,10 +13,9 @@ from primitives.core.fast_path import fast_path_keys
 from primitives.core.primitive import Primitive
 from primitives.core.trees.calls import Signature
 from primitives.core.trees.table import StructureTable
-from primitives.custom._mutation import check_targets, write
-from primitives.custom._rule_table import TreeRuleTable
-from primitives.custom._rules import Rules
-from primitives.custom.registry import operators
+from primitives.core.write_back import write_back
+from primitives.custom._mutation import check_targets
+from primitives.custom._rules import Rules, operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,19 +66,21 @@ class CustomOp:
         self.tree_namespace = tree_namespace
         self.signature = Signature(qualified_name, function, mutates)
         self.table = StructureTable(qualified_name, self.signature, tree_namespace)
-        self._rules = Rules(qualified_name, self.table, tree_namespace, materialize, output_differentiability)
-        self._rules.add("reference", function)
-        previous, decomposable = operators.get(qualified_name), differentiate == "reference"
-        if previous is None:
-            self.primitive = Primitive.of(TreeRuleTable(namespace, name, self._rules, decomposable=decomposable))
+        if qualified_name in operators:
+            self.primitive = operators[qualified_name].primitive
         else:
-            previous._rules.replace(self._rules)
-            self._rules, self.primitive = previous._rules, previous.primitive
-            self.primitive.rules.forget(decomposable=decomposable)
+            self.primitive = Primitive.of(Rules(namespace, name))
+        self._rules: Any = self.primitive.rules
+        self._rules.begin(
+            self.table,
+            materialize=materialize,
+            output_differentiability=output_differentiability,
+            decomposable=differentiate == "reference",
+        )
+        self._rules.add("reference", function)
         self.primitive.def_reference(self._rules.implementation("reference"))
-        if decomposable:
+        if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
-        self._rules.overload = self.primitive.overload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as the function is called."""
@@ -87,15 +88,16 @@ class CustomOp:
             from primitives.custom import _compiled
 
             return _compiled.call(self.qualified_name, "__call__", args, kwargs)
-        trees, static = self.signature.bind(args, kwargs)
+        trees, static = self.signature.bind(*args, **kwargs)
         leaves, structure = self.table.flatten(trees, static)
         if structure.mutated:
             check_targets(self.qualified_name, structure, leaves)
-            values = self._call(leaves, structure.number)
-            result = structure.output_tree(values)
-            write(structure, leaves, values[structure.num_outputs :])
-            return result
-        return structure.output_tree(self._call(leaves, structure.number))
+        values = self._call(leaves, structure.number)
+        results = structure.results or structure.settled
+        if structure.mutated:
+            new = [value.detach() for value in values[results.num_tensors :]]
+            write_back([leaves[i] for i in structure.mutated], new)
+        return results.tree(values)
 
     def _call(self, leaves: list[Tensor], number: int) -> list[Tensor]:
         """What `Primitive.__call__` does, for arguments whose types are known."""
@@ -119,10 +121,11 @@ class CustomOp:
             from primitives.custom import _compiled
 
             return _compiled.call(self.qualified_name, "pure", args, kwargs)
-        trees, static = self.signature.bind(args, kwargs)
+        trees, static = self.signature.bind(*args, **kwargs)
         leaves, structure = self.table.flatten(trees, static)
         values = self._call(leaves, structure.number)
-        return structure.output_tree(values), *structure.new_trees(values)
+        results = structure.results or structure.settled
+        return results.tree(values), *structure.new_trees(values[results.num_tensors :])
 
     def __repr__(self) -> str:
         return f"CustomOp({self.qualified_name})"

@@ -1,19 +1,27 @@
-"""Users' rules over trees, as the rules over lists of tensors that a `Primitive` takes."""
+"""Users' rules over trees, as the rule table of the operator over lists of tensors that torch sees."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import warnings
+from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 
+from primitives.core.autograd import below_this_level, is_transforming, tangents_possible
 from primitives.core.dtypes import has_derivatives
-from primitives.core.errors import MissingRuleError, TreeError
-from primitives.custom._mistakes import Meta, RuleErrors, place_of
-from primitives.custom._mutation import refuse_cotangents, refused_tangents, shares_memory, with_copies
+from primitives.core.errors import MissingRuleError, ShapeError, TreeError
+from primitives.core.residuals import ResidualLayout
+from primitives.core.rules import RuleTable
+from primitives.core.spec import Spec
+from primitives.core.statistics import refuse_cotangent, refused_tangent
+from primitives.core.trees.calls import Results
+from primitives.core.trees.leaves import Partition
+from primitives.core.trees.overlay import spread
+from primitives.custom._mutation import shares_memory, with_copies, without_written
+from primitives.custom._user_rule import BackwardContext, UserRule, VmapInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -21,8 +29,14 @@ if TYPE_CHECKING:
     from primitives.core.trees.calls import Structure
     from primitives.core.trees.table import StructureTable
 
+SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
 
-def _meta(x: Tensor) -> Meta:
+operators: dict[str, Any] = {}
+"""Every `CustomOp` of this process by qualified name."""
+
+
+def _meta(x: Tensor) -> tuple:
+    """The fields of a `Meta`."""
     return x.shape, x.dtype, x.device
 
 
@@ -35,122 +49,150 @@ def _is_tuple_of_tensors(value: Any, length: int) -> bool:
     return True
 
 
-def _zeros(meta: Meta) -> Tensor | None:
+def _zeros(meta: tuple) -> Tensor | None:
     """A derivative that is zero; `None` for dtypes that have none."""
     shape, dtype, device = meta
     return torch.zeros(shape, dtype=dtype, device=device) if has_derivatives(dtype) else None
 
 
-class BackwardContext:
-    """What a backward rule is told beside what was saved."""
+class SavedTree:
+    """What def_save_for_backward returns: its tensors in autograd's care, the rest beside them."""
 
-    __slots__ = ("_structure", "_wanted")
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
 
-    def __init__(self, structure: Structure, wanted: Sequence[bool]) -> None:
-        self._structure = structure
-        self._wanted = wanted
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[list, tuple]:
+        """The tensors to save, and how to make the tree again."""
+        if not self._rules.complete:
+            self._rules.require_both()
+        (leaves, number), (flat_outputs,) = args, outputs
+        structure = self._rules.structures[number]
+        if is_transforming():
+            with below_this_level():
+                tree = self._save(structure, leaves, flat_outputs)
+        else:
+            tree = self._save(structure, leaves, flat_outputs)
+        partition = None
+        if type(tree) is tuple and _is_tuple_of_tensors(tree, len(tree)):
+            tensors = list(tree)
+        else:
+            partition = Partition(self._rules.table.namespace)
+            tensors = partition.split(tree)
+        num_saved, given = len(tensors), {*map(id, leaves), *map(id, flat_outputs)}
+        # What the rule computed is a function of the inputs that autograd has not seen: a derivative of higher order
+        # computes it again, from inputs that it has seen.
+        computed = [x for x in tensors if id(x) not in given]
+        if computed and any(has_derivatives(x.dtype) for x in computed):
+            tensors += leaves
+        if structure.mutated:
+            tensors = without_written(structure, leaves, tensors)
+        # Where one output alone has a derivative, its cotangent is never absent.
+        is_single = len(flat_outputs) - len(structure.results.constants) == 1
+        output_metas = None if is_single else [(x.shape, x.dtype, x.device) for x in flat_outputs]
+        input_metas = [(x.shape, x.dtype, x.device) for x in leaves]
+        return tensors, (structure, partition, num_saved, input_metas, output_metas)
 
-    @property
-    def needs_input_grad(self) -> Any:
-        """By argument name, a tree like the argument with a bool in the place of every tensor.
+    def unpack(self, tensors: Sequence[Any], static: tuple) -> tuple:
+        """The structure, the tree, and what cotangents must be like."""
+        structure, partition, num_saved, input_metas, output_metas = static
+        if len(tensors) > num_saved and (torch.is_grad_enabled() or tangents_possible()):
+            leaves = list(tensors[num_saved:])
+            tree = self._save(structure, leaves, self._rules.spec.overload(leaves, structure.number))
+        else:
+            tree = tuple(tensors[:num_saved]) if partition is None else partition.join(tensors[:num_saved])
+        return structure, tree, input_metas, output_metas
 
-        What is not needed may be `None`.
-        """
-        return self._structure.masks(self._wanted)
-
-    @property
-    def static(self) -> Any:
-        """The keyword-only arguments by name."""
-        return self._structure.static_values
+    def _save(self, structure: Structure, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        rule = self._rules.users["def_save_for_backward"]
+        return rule.function(structure.inputs(leaves), structure.results.tree(outputs))
 
 
-class VmapInfo(NamedTuple):
-    """What a vmap rule is told beside its arguments.
+class Inputs(ResidualLayout):
+    """What the reference takes that is differentiated in the place of a missing vjp rule."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules.spec, ("leaves",))
+        self._rules = rules
+
+    def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
+        """The arguments, with copies of what the call will write."""
+        leaves, number = args
+        return super().pack((without_written(self._rules.structures[number], leaves, leaves), number), outputs)
+
+
+class Rules(RuleTable):
+    """The rules that users gave to one operator over trees, where core asks for rules over lists of tensors.
 
     Attributes:
-        batch_size: Length of the batch axis.
-        randomness: `"error"`, `"same"` or `"different"`.
+        users: What the users gave, by decorator.
+        table: The structures that the operator was called with.
+        structures: The same by number.
+        complete: Whether reverse mode has both rules that it takes.
     """
 
-    batch_size: int
-    randomness: str
+    # A user's kernel may do anything: nobody but torch's own `triton_op` could trace it.
+    kernels_are_traceable = False
 
+    def __init__(self, namespace: str, name: str) -> None:
+        super().__init__(Spec.parse(name, namespace, SCHEMA), ("leaves", "outputs"))
+        self.layouts = (SavedTree(self), self.layouts[0], Inputs(self))
+        self._name = self.spec.qualified_name
 
-class Rules:
-    """The rules that users gave to one operator, and their translation.
-
-    Args:
-        op_name: Qualified name of the operator.
-        table: Its structures.
-        namespace: optree namespace of custom nodes.
-        materialize: Whether rules get zeros for absent cotangents and tangents.
-        output_differentiability: For each output whether it has derivatives; `None` for all that can.
-    """
-
-    def __init__(
+    def begin(
         self,
-        op_name: str,
         table: StructureTable,
-        namespace: str,
+        *,
         materialize: bool,
         output_differentiability: Sequence[bool] | None,
+        decomposable: bool,
     ) -> None:
-        self.op_name = op_name
-        self.table = table
-        self.structures = table.by_number
-        self.materialize = materialize
-        self.given: dict[str, Callable] = {}
-        # The operator itself, over lists; set when it is registered.
-        self.overload: Callable[..., Any] = self._unregistered
+        """Begin without rules, also where the operator is defined again: torch keeps what refers to this object.
+
+        Args:
+            table: For its structures.
+            materialize: Whether rules get zeros for absent cotangents and tangents.
+            output_differentiability: For each output whether it has derivatives; `None` for all that can.
+            decomposable: Whether the reference is differentiated where a rule is missing.
+        """
+        self.forget(decomposable=decomposable)
+        self.table, self.structures = table, table.by_number
+        self.users: dict[str, UserRule] = {}
         self.complete = False
-        self._errors: dict[str, RuleErrors] = {}
-        self.namespace = namespace
-        self._output_differentiability = output_differentiability
-
-    def replace(self, other: Rules) -> None:
-        """Become `other`, for an operator that is defined again: torch keeps what refers to these rules."""
-        vars(self).update(vars(other))
-
-    def _unregistered(self, *args: Any) -> Any:
-        raise MissingRuleError(f"{self.op_name}: the operator is not registered yet.")
+        self._materialize, self._output_differentiability = materialize, output_differentiability
+        self._warned = False
 
     def add(self, kind: str, rule: Callable) -> None:
         """Take the rule that was given to the decorator `kind`."""
         if not callable(rule):
-            raise TypeError(f"{self.op_name}: {kind} takes a function, got {type(rule).__name__}.")
-        self.given[kind] = rule
-        self.complete = "def_backward" in self.given and "def_save_for_backward" in self.given
-        self._errors[kind] = RuleErrors(self.op_name, kind, rule, self.namespace)
-
-    def errors(self, kind: str) -> RuleErrors:
-        """Checks of what the rule `kind` returned."""
-        return self._errors[kind]
+            raise TypeError(f"{self._name}: {kind} takes a function, got {type(rule).__name__}.")
+        self.users[kind] = UserRule(self._name, kind, rule, self.table.namespace)
+        self.complete = self.users.keys() >= {"def_save_for_backward", "def_backward"}
 
     # Implementations: `(leaves, number) -> outputs`.
 
     def implementation(self, kind: str) -> Callable[[list[Tensor], int], list[Tensor]]:
         """The function given as `kind`, a whole implementation of the operator, over lists."""
-        function, errors, is_alias_of = self.given[kind], self._errors[kind], torch._C._is_alias_of  # type: ignore[attr-defined] - no stub
+        rule, is_alias_of = self.users[kind], torch._C._is_alias_of  # type: ignore[attr-defined] - no stub
+        function = rule.function
 
         def run(leaves: list[Tensor], number: int) -> list[Tensor]:
             structure = self.structures[number]
             updated: list[Tensor] = []
             if structure.mutated:
                 leaves, updated = with_copies(structure, leaves)
-            trees = leaves if structure.is_flat else structure.trees(leaves)
-            output = function(*trees, **structure.static)
-            if structure.single_output and isinstance(output, torch.Tensor):
+            output = function(*(leaves if structure.is_flat else structure.trees(leaves)), **structure.static)
+            results = structure.results
+            if results is not None and results.is_single and isinstance(output, torch.Tensor):
                 outputs = [output]
-            elif structure.tuple_output and _is_tuple_of_tensors(output, structure.num_outputs):
+            elif results is not None and results.is_flat and _is_tuple_of_tensors(output, results.num_tensors):
                 outputs = list(output)
             else:
-                outputs, treespec = errors.flat_outputs(output)
-                self._hold_to_reference(kind, structure, output, treespec, leaves)
+                outputs = self._settle(rule, structure, output)
             known = list(leaves)
-            for x in outputs:
+            for i, x in enumerate(outputs):
                 for y in known:
                     if is_alias_of(x, y):
-                        errors.refuse_alias(outputs, x, leaves, structure)
+                        rule.refuse_alias(structure, leaves, outputs, i)
                 known.append(x)
             return outputs + updated if updated else outputs
 
@@ -158,75 +200,85 @@ class Rules:
 
     def differentiable(self, kind: str) -> Callable[[list[Tensor], int], list[Tensor]]:
         """`implementation` for a function that torch differentiates: what it returns may share memory with inputs."""
-        function, errors = self.given[kind], self._errors[kind]
+        rule = self.users[kind]
 
         def run(leaves: list[Tensor], number: int) -> list[Tensor]:
             structure = self.structures[number]
             leaves, updated = with_copies(structure, leaves)
-            output = function(*structure.trees(leaves), **structure.static)
-            outputs, treespec = errors.flat_outputs(output)
-            self._hold_to_reference(kind, structure, output, treespec, leaves)
-            return [x.detach() if i in structure.constants else x for i, x in enumerate(outputs)] + updated
+            outputs = self._settle(rule, structure, rule.function(*structure.trees(leaves), **structure.static))
+            constants = structure.results.constants
+            return [x.detach() if i in constants else x for i, x in enumerate(outputs)] + updated
 
         return run
 
-    def _hold_to_reference(
-        self, kind: str, structure: Structure, output: Any, treespec: Any, leaves: Sequence[Tensor]
-    ) -> None:
-        """Note the tree of the results where it is new, and hold it to the reference's."""
-        if structure.output is None and kind not in ("reference", "def_fake"):
-            self._learn_from_reference(structure, leaves)
-        if structure.output is None:
-            structure.settle(output, treespec, self._output_differentiability)
-        elif treespec != structure.settled.treespec:
-            self._errors[kind].same_tree("a result", treespec, structure.settled.treespec, "the reference's")
-
-    def _learn_from_reference(self, structure: Structure, leaves: Sequence[Tensor]) -> None:
-        """Run the reference on tensors without data, to know the tree that a kernel has to return."""
-        from torch._subclasses import FakeTensorMode
-
-        kind = "def_fake" if "def_fake" in self.given else "reference"
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                fakes = [mode.from_tensor(leaf.detach()) for leaf in leaves]
-                output = self.given[kind](*structure.trees(fakes), **structure.static)
-        except Exception:
-            # What needs data fails without them, in many ways.
-            kind = "reference"
-            output = self.given[kind](*structure.trees([leaf.detach().clone() for leaf in leaves]), **structure.static)
-        _, treespec = self._errors[kind].flat_outputs(output)
-        structure.settle(output, treespec, self._output_differentiability)
+    def _settle(self, rule: UserRule, structure: Structure, output: Any) -> list[Tensor]:
+        """The tensors of a result, whose tree is noted where it is new, and held to what was noted."""
+        outputs, treespec = rule.flat_outputs(output)
+        if structure.results is None:
+            structure.results = Results.of(self._name, output, treespec, self._output_differentiability)
+        elif treespec != structure.results.treespec:
+            raise TreeError(
+                f"{rule.where} must return a result with the tree that it had before, {structure.results.treespec}, "
+                f"got {treespec}."
+            )
+        return outputs
 
     # Derivatives.
 
+    def constant_outputs(self, args: Sequence[Any]) -> Collection[int]:
+        """Those that output_differentiability marks."""
+        return self.structures[args[1]].results.constants
+
+    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
+        """Key path of an input."""
+        return self.structures[args[1]].label(index)
+
+    def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
+        """Where no kernel gives the value: a reference that draws random numbers must not be run again for them."""
+        return not self.has_kernel_for(args[0][0].device.type)
+
     def require_both(self) -> None:
         """Raise `MissingRuleError` if one of def_backward and def_save_for_backward is given without the other."""
-        pair = ("def_save_for_backward", "def_backward")
-        found = [kind for kind in pair if kind in self.given]
-        if len(found) == 1:
-            (missing,) = set(pair) - set(found)
-            raise MissingRuleError(
-                f"{self.op_name}: reverse mode takes both def_save_for_backward and def_backward, but there is only "
-                f"{found[0]} ({place_of(self.given[found[0]])}); add {missing}."
-            )
+        for kind, missing in (("def_save_for_backward", "def_backward"), ("def_backward", "def_save_for_backward")):
+            if kind in self.users and missing not in self.users:
+                raise MissingRuleError(
+                    f"{self._name}: reverse mode takes both def_save_for_backward and def_backward, but there is only "
+                    f"{kind} ({self.users[kind].place}); add {missing}."
+                )
 
-    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    def require_decomposition(self, kind: str) -> Callable:
+        """The reference, if it may be differentiated.
+
+        Raises:
+            MissingRuleError: Naming what to register.
+        """
+        if self.decomposable:
+            return super().require_decomposition(kind)
+        self.require_both()
+        mode, rules = ("reverse", "def_save_for_backward and def_backward") if kind == "vjp" else ("forward", "def_jvp")
+        raise MissingRuleError(
+            f"{self._name}: {mode}-mode differentiation was asked for, but there is no rule for it. "
+            f'Register {rules}, or create the operator with differentiate="reference" to differentiate its reference.'
+        )
+
+    def flat_vjp(self, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any) -> list[Any]:
         """The cotangents of the tensors of a call, from those of the results, by def_backward."""
         structure, saved, input_metas, output_metas = residuals
-        errors = self._errors["def_backward"]
+        results = structure.results
         if structure.mutated:
-            refuse_cotangents(self.op_name, structure, cotangents[structure.num_outputs :])
-            cotangents = cotangents[: structure.num_outputs]
-        if self.materialize and output_metas is not None:
+            for i, cotangent in zip(structure.mutated, cotangents[results.num_tensors :], strict=True):
+                if cotangent is not None:
+                    refuse_cotangent(self._name, f"new {structure.label(i)}")
+        if self._materialize and output_metas is not None:
             cotangents = [
-                _zeros(meta) if cotangent is None and i not in structure.constants else cotangent
+                _zeros(meta) if cotangent is None and i not in results.constants else cotangent
                 for i, (cotangent, meta) in enumerate(zip(cotangents, output_metas, strict=False))
             ]
-        ctx = BackwardContext(structure, wanted)
-        result = self.given["def_backward"](ctx, saved, *structure.output_entries(cotangents))
-        return self._flat_cotangents(errors, structure, result, input_metas)
+        rule = self.users["def_backward"]
+        found = rule.function(BackwardContext(structure, wanted), saved, *results.entries(cotangents))
+        return self._flat_cotangents(rule, structure, found, input_metas)
 
-    def _flat_cotangents(self, errors: RuleErrors, structure: Structure, result: Any, metas: Sequence[Meta]) -> list:
+    def _flat_cotangents(self, rule: UserRule, structure: Structure, result: Any, metas: Sequence[tuple]) -> list:
         if structure.is_flat and type(result) is dict and len(result) == len(metas):
             flat = list(map(result.get, structure.spans))
             for value, meta in zip(flat, metas, strict=True):
@@ -239,100 +291,83 @@ class Rules:
                     break
             else:
                 return flat
-        if not isinstance(result, dict):
-            raise TreeError(
-                f"{errors.where} must return a dict from argument name to cotangent, got {type(result).__name__}."
-            )
         spans = structure.spans
-        if result.keys() != spans.keys():
-            missing, extra = sorted(spans.keys() - result.keys()), sorted(map(str, result.keys() - spans.keys()))
-            found = [f"lacks {missing}"] * bool(missing) + [f"has {extra}"] * bool(extra)
+        if not isinstance(result, dict) or result.keys() != spans.keys():
+            found = f"keys {sorted(map(str, result))}" if isinstance(result, dict) else type(result).__name__
             raise TreeError(
-                f"{errors.where} must return a dict with the keys {list(spans)}, but what it returned "
-                f"{' and '.join(found)}; None stands for a cotangent of zeros."
+                f"{rule.where} must return a dict from argument name to cotangent, with the keys {list(spans)}, got "
+                f"{found}; None stands for a cotangent of zeros."
             )
         flat = []
         for name, span in spans.items():
-            value = result[name]
-            if value is None:
-                flat += [None] * (span.stop - span.start)
-            else:
-                like = metas[span.start : span.stop]
-                flat += errors.flat_like("the cotangent of", value, span.treespec, name, like, span.is_tensor)
+            like = metas[span.tensors]
+            flat += rule.flat_like("the cotangent of", result[name], span.treespec, name, like, span.is_tensor)
         return flat
 
     def jvp(self, residuals: Any, tangents: Any) -> tuple[list]:
         """The jvp rule over lists, from def_jvp."""
-        structure, leaves, outputs = residuals
-        errors = self._errors["def_jvp"]
-        dots = tangents.leaves
-        if self.materialize:
+        leaves, outputs, number = residuals
+        structure, rule, dots = self.structures[number], self.users["def_jvp"], tangents.leaves
+        results = structure.results
+        if self._materialize:
             dots = [_zeros(_meta(x)) if dot is None else dot for x, dot in zip(leaves, dots, strict=True)]
-        output = structure.output_tree(outputs)
-        result = self.given["def_jvp"](structure.inputs(leaves), output, structure.masks(dots))
-        count = structure.num_outputs
-        metas = list(map(_meta, outputs[:count]))
-        flat = errors.flat_like("the tangent of", result, structure.settled.treespec, "output", metas)
+        result = rule.function(structure.inputs(leaves), results.tree(outputs), structure.masks(dots))
+        metas = list(map(_meta, outputs[: results.num_tensors]))
+        flat = rule.flat_like("the tangent of", result, results.treespec, "output", metas)
         # Torch takes no absent tangent of an output that has one.
         dots = [_zeros(meta) if dot is None else dot for dot, meta in zip(flat, metas, strict=True)]
-        return (dots + refused_tangents(self.op_name, structure, outputs[count:]),)
+        for i, value in zip(structure.mutated, outputs[results.num_tensors :], strict=True):
+            dots.append(refused_tangent(self._name, f"new {structure.label(i)}", value))
+        return (dots,)
 
     # Batching and casting.
 
+    def before_loop(self) -> None:
+        """Say once that vmap is slow."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._name}: vmap runs a loop over the batch, because there is no batching rule; "
+                "register one with def_vmap.",
+                stacklevel=3,
+            )
+
     def vmap(self, batch: BatchInfo, primals: Any) -> tuple[list, list]:
         """The vmap rule over lists, from def_vmap."""
-        structure = self.structures[primals.structure]
-        errors = self._errors["def_vmap"]
-        in_dims = structure.masks(batch.axes[0])
+        structure, rule = self.structures[primals.structure], self.users["def_vmap"]
         info = VmapInfo(batch.size, batch.randomness)
-        result = self.given["def_vmap"](info, in_dims, structure.inputs(primals.leaves))
+        result = rule.function(info, structure.masks(batch.axes[0]), structure.inputs(primals.leaves))
         if not isinstance(result, tuple) or len(result) != 2:
-            raise TreeError(f"{errors.where} must return (output, out_dims), got {type(result).__name__}.")
+            raise TreeError(f"{rule.where} must return (output, out_dims), got {type(result).__name__}.")
         output, out_dims = result
-        outputs, treespec = errors.flat_outputs(output)
-        samples = [
-            x if axis is None else x.movedim(axis, 0).new_zeros(x.movedim(axis, 0).shape[1:])
-            for x, axis in zip(primals.leaves, batch.axes[0], strict=True)
-        ]
-        self._hold_to_reference("def_vmap", structure, output, treespec, samples)
-        axes = self._flat_axes(errors, out_dims, output, outputs)
+        outputs = self._settle(rule, structure, output)
+        axes = spread(rule.where, "out_dims", out_dims, "output", output, {"namespace": self.table.namespace})
         for i, (x, axis) in enumerate(zip(outputs, axes, strict=True)):
+            if axis is not None and (type(axis) is not int or not -x.dim() <= axis < x.dim()):
+                raise TreeError(f"{rule.where}: out_dims must be axes of the output or None, got {axis!r}.")
             if axis is not None and x.shape[axis] != batch.size:
-                errors.refuse_batch(structure, i, axis, batch.size, x.shape)
+                raise ShapeError(
+                    f"{rule.where}: {structure.results.label(i)} must have {batch.size} samples along axis {axis}, got "
+                    f"shape {list(x.shape)}."
+                )
         # What shares memory with an input would be written by whoever writes to the result.
         return [x.clone() if any(shares_memory(x, leaf) for leaf in primals.leaves) else x for x in outputs], axes
 
-    def _flat_axes(self, errors: RuleErrors, out_dims: Any, output: Any, outputs: Sequence[Tensor]) -> list:
-        options: dict[str, Any] = {"none_is_leaf": True, "namespace": self.namespace}
-        try:
-            axes = optree.broadcast_prefix(out_dims, output, **options)
-        except ValueError:
-            raise TreeError(
-                f"{errors.where}: out_dims must be an int, None or a tree prefix of the output, "
-                f"{optree.tree_structure(output, **options)}, got {out_dims!r}."
-            ) from None
-        leaves = optree.tree_leaves(output, **options)
-        flat = [axis for axis, leaf in zip(axes, leaves, strict=True) if leaf is not None]
-        for axis, x in zip(flat, outputs, strict=True):
-            if axis is not None and (type(axis) is not int or not -x.dim() <= axis < x.dim()):
-                raise TreeError(f"{errors.where}: out_dims must be axes of the output or None, got {axis!r}.")
-        return flat
-
     def autocast(self, kind: str) -> Callable[[Any], tuple]:
         """The autocast rule over lists, from def_autocast."""
-        rule, errors = self.given[kind], self._errors[kind]
+        rule = self.users[kind]
 
         def cast_inputs(primals: Any) -> tuple:
             structure = self.structures[primals.structure]
-            inputs = structure.inputs(primals.leaves)
-            result = rule(inputs)
+            inputs, signature = structure.inputs(primals.leaves), structure.signature
+            result = rule.function(inputs)
             if not isinstance(result, type(inputs)):
                 raise TreeError(
-                    f"{errors.where} must return its inputs, a namedtuple, with other values; got "
+                    f"{rule.where} must return its inputs, a namedtuple, with other values; got "
                     f"{type(result).__name__}."
                 )
-            count = structure.signature.num_positional
-            static = dict(zip(structure.signature.static, result[count:], strict=True))
+            count = len(signature.positional)
+            static = dict(zip(signature.static, result[count:], strict=True))
             leaves, structure.cast = self.table.flatten(tuple(result[:count]), static)
             return leaves, structure.cast.number
 

@@ -170,7 +170,7 @@ class FlatCall:
             for j, tensor in enumerate(self.own(i, self.tensors)):
                 self._refuse_nested(tensor, part, j, label)
             names = f"{name}[{i}]", tangent, label
-            matched = part.match_some(self.function, *names, self.own(i, self.tensors))
+            matched = part.match(self.function, *names, self.own(i, self.tensors), some=True)
             start, _ = self._spans[i]
             found.update({start + j: value for j, value in enumerate(matched) if value is not None})
         return found

@@ -64,8 +64,8 @@ def _import_of(op: Any) -> list[str]:
     code = getattr(inspect.unwrap(function), "__code__", None)
     place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
     if isinstance(op, CustomOp):
-        find = f"op = find({op.qualified_name!r})"
-        return ["from primitives.custom.registry import find", "", f"# Defined at {place}.", find]
+        find = f"op = operators[{op.qualified_name!r}]"
+        return ["from primitives.custom import operators", "", f"# Defined at {place}.", find]
     return [f"# op is {path} of {place}, which no import reaches."]
 
 

@@ -70,7 +70,7 @@ class Subject:
             raise TypeError(f"check_rules: the arguments of {op.qualified_name} are positional, got {sorted(static)}.")
         if isinstance(op, CustomOp):
             namespace = namespace or op.tree_namespace
-            args, static = op.signature.bind(args, static)
+            args, static = op.signature.bind(*args, **static)
         subject = cls(op, args, static, namespace)
         if not subject.tensors:
             raise TypeError(f"check_rules: the arguments of {subject.name} must hold a tensor, got none.")
@@ -220,7 +220,8 @@ class Subject:
         if isinstance(self.op, CustomOp):
             structure = self.op.table.flatten(self.args, self.static)[1]
             # New values of what is updated have no derivative.
-            return {*structure.constants, *range(structure.num_outputs, structure.num_outputs + len(structure.mutated))}
+            results = structure.settled
+            return {*results.constants, *range(results.num_tensors, results.num_tensors + len(structure.mutated))}
         spec = self.op.spec
         return {i for i, name in enumerate(spec.outputs) if name not in spec.differentiable_outputs}
 

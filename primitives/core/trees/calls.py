@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, cast
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import optree
 
@@ -20,81 +21,116 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """The tree of the results: its treespec, and how many tensors belong to each top-level entry.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """The tree of the results of a call. A tuple is several outputs, anything else is one.
 
-    A tuple is several outputs, anything else is one.
+    Attributes:
+        treespec: Its treespec.
+        outputs: Treespec of each output.
+        constants: Positions of the tensors that have no derivative because the operator says so.
+        num_tensors: Number of tensors.
+        is_single: Whether it is one tensor and no tree.
+        is_flat: Whether it is a tuple of tensors.
     """
 
     treespec: Any
-    entries: tuple[int, ...]
-    is_tuple: bool
+    outputs: list[Any]
+    constants: frozenset[int]
+    num_tensors: int
+    is_single: bool
+    is_flat: bool
 
     @classmethod
-    def of(cls, tree: Any, treespec: Any) -> Output:
-        """The description of `tree`, whose treespec is given."""
+    def of(cls, name: str, tree: Any, treespec: Any, differentiability: Sequence[bool] | None) -> Results:
+        """The description of `tree`.
+
+        Raises:
+            TreeError: If `differentiability` has another length than the results, or is true for one without tensors.
+        """
         is_tuple = isinstance(tree, tuple)
-        entries = tuple(child.num_leaves for child in treespec.children()) if is_tuple else (treespec.num_leaves,)
-        return cls(treespec, entries, is_tuple)
+        outputs = treespec.children() if is_tuple else [treespec]
+        flags = [True] * len(outputs) if differentiability is None else differentiability
+        if len(flags) != len(outputs):
+            raise TreeError(
+                f"{name}: output_differentiability must have one bool for each of {len(outputs)} outputs, "
+                f"got {len(flags)}."
+            )
+        constants: set[int] = set()
+        stops = accumulate(child.num_leaves for child in outputs)
+        for i, (flag, child, stop) in enumerate(zip(flags, outputs, stops, strict=True)):
+            if flag and child.num_leaves == 0 and differentiability is not None:
+                raise TreeError(
+                    f"{name}: output_differentiability marks output {i} as differentiable, but it holds no tensor."
+                )
+            if not flag:
+                constants.update(range(stop - child.num_leaves, stop))
+        is_flat = treespec.type is tuple and all(child.is_leaf() for child in outputs)
+        is_single = not is_tuple and treespec.is_leaf()
+        return cls(treespec, outputs, frozenset(constants), treespec.num_leaves, is_single, is_flat)
 
-    @property
-    def children(self) -> list[Any]:
-        """Treespec of each top-level entry."""
-        return self.treespec.children() if self.is_tuple else [self.treespec]
+    def tree(self, values: Sequence[Any]) -> Any:
+        """The tree of the results with `values` for its tensors; the new values after them are left out."""
+        if self.is_single:
+            return values[0]
+        values = values[: self.num_tensors]
+        return tuple(values) if self.is_flat else self.treespec.unflatten(values)
 
-    def split(self, flat: Sequence[Any]) -> list[Any]:
-        """`flat`, one value per tensor, as one tree per top-level entry."""
-        trees, start = [], 0
-        for child, length in zip(self.children, self.entries, strict=True):
-            trees.append(optree.tree_unflatten(child, flat[start : start + length]))
-            start += length
-        return trees
+    def entries(self, values: Sequence[Any]) -> Sequence[Any]:
+        """`values`, one for each tensor of the results, as one tree per output."""
+        if self.is_single or self.is_flat:
+            return values[: self.num_tensors]
+        rest = iter(values)
+        return [child.unflatten(list(islice(rest, child.num_leaves))) for child in self.outputs]
+
+    def label(self, index: int) -> str:
+        """Key path of tensor `index`."""
+        return key_path(self.treespec.accessors()[index], "output")
+
+
+class Span(NamedTuple):
+    """Where the tensors of an argument lie among all, its treespec, and which of its leaves are tensors."""
+
+    tensors: slice
+    treespec: Any
+    is_tensor: list[bool]
 
 
 class Structure:
-    """Trees of the positional arguments, their leaves that are no tensors, and the static arguments.
+    """Trees of the positional arguments, their leaves that are not tensors, and the static arguments.
 
     Attributes:
         number: What stands for it in a graph.
-        treespec: Treespec of the tuple of positional arguments.
         static: Keyword-only arguments by name.
         static_values: The same as a namedtuple.
-        output: Description of the results; `None` before the first call.
-        constants: Positions of the result tensors that have no derivative because the operator says so.
+        results: `Results`; `None` before the first call.
+        cast: What autocast made of it: the results have its tree.
         spans: The tensors that belong to each positional argument, by name.
         mutated: Positions of the tensors that are updated; their new values follow the results.
-        num_outputs: Number of tensors of the results.
-        single_output: Whether the result is one tensor and no tree.
-        tuple_output: Whether the result is a tuple of tensors.
         is_flat: Whether every positional argument is a tensor.
     """
 
     def __init__(self, signature: Signature, number: int, treespec: Any, template: list[Any], static: dict) -> None:
         self.signature = signature
         self.number = number
-        self.treespec = treespec
         self.static = static
         self.static_values = signature.Static(**static)
-        self.output: Output | None = None
-        # What autocast made of it: the results have its tree.
+        self.results: Any = None
         self.cast: Structure | None = None
-        self.constants: frozenset[int] = frozenset()
-        self.single_output = self.tuple_output = False
+        self._treespec = treespec
         # None in the place of every tensor: a Structure outlives the call that it was made for.
         self._template = template
         self._places = [i for i, leaf in enumerate(template) if leaf is None]
         self._only_tensors = len(self._places) == len(template)
-        self.is_flat = self._only_tensors and all(child.is_leaf() for child in treespec.children())
-        self.spans = self._find_spans()
-        spans = self.spans
-        self.mutated = [i for name in signature.mutates for i in range(spans[name].start, spans[name].stop)]
-        self.num_outputs = 0
-
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors a call has."""
-        return len(self._places)
+        children = treespec.children()
+        self.is_flat = self._only_tensors and all(child.is_leaf() for child in children)
+        self.spans: dict[str, Span] = {}
+        leaves, start = iter(template), 0
+        for name, child in zip(signature.positional, children, strict=True):
+            is_tensor = [leaf is None for leaf in islice(leaves, child.num_leaves)]
+            self.spans[name] = Span(slice(start, start + sum(is_tensor)), child, is_tensor)
+            start += sum(is_tensor)
+        self.mutated = [i for name in signature.mutates for i in range(start)[self.spans[name].tensors]]
 
     def trees(self, values: Sequence[Any], other: Any = ...) -> tuple:
         """The positional arguments with `values` for the tensors, and `other` (default: as they are) for the rest."""
@@ -105,7 +141,7 @@ class Structure:
             leaves = list(self._template) if other is ... else [other] * len(self._template)
             for place, value in zip(self._places, values, strict=True):
                 leaves[place] = value
-        return cast("tuple", self.treespec.unflatten(leaves))
+        return cast("tuple", self._treespec.unflatten(leaves))
 
     def inputs(self, values: Sequence[Any]) -> Any:
         """All arguments by name: trees with `values` for the tensors, and the static arguments."""
@@ -115,123 +151,26 @@ class Structure:
 
     def masks(self, values: Sequence[Any]) -> Any:
         """One tree per positional argument by name, with `values` for the tensors and `None` for all other leaves."""
-        if self.is_flat:
-            return self.signature.Inputs(*values, *[None] * len(self.static))
         return self.signature.Inputs(*self.trees(values, None), *[None] * len(self.static))
+
+    def new_trees(self, values: Sequence[Any]) -> list[Any]:
+        """The updated arguments, from the new values of their tensors."""
+        updated = dict(zip(self.mutated, values, strict=True))
+        trees = self.trees([updated.get(i) for i in range(len(self._places))])
+        return [trees[self.signature.positional.index(name)] for name in self.signature.mutates]
 
     def label(self, index: int) -> str:
         """Key path of tensor `index`, starting with the name of its argument."""
-        accessor = self.treespec.accessors()[self._places[index]]
-        name = self.signature.positional[accessor[0].entry]
-        return key_path(optree.PyTreeAccessor(accessor[1:]), name)
-
-    def _find_spans(self) -> dict[str, Span]:
-        spans, leaf, start = {}, 0, 0
-        tensors = set(self._places)
-        for name, child in zip(self.signature.positional, self.treespec.children(), strict=True):
-            is_tensor = tuple(i in tensors for i in range(leaf, leaf + child.num_leaves))
-            is_plain = child.is_leaf() and is_tensor[0]
-            spans[name] = Span(leaf, start, start + sum(is_tensor), child, is_tensor, is_plain)
-            leaf, start = leaf + child.num_leaves, start + sum(is_tensor)
-        return spans
-
-    def settle(self, output: Any, treespec: Any, differentiability: Sequence[bool] | None) -> None:
-        """Note the tree of the results.
-
-        Raises:
-            TreeError: If `differentiability` has another length than the results, or is true for one without tensors.
-        """
-        name = self.signature.name
-        described = Output.of(output, treespec)
-        constants: set[int] = set()
-        if differentiability is not None:
-            if len(differentiability) != len(described.entries):
-                raise TreeError(
-                    f"{name}: output_differentiability must have one bool for each of {len(described.entries)} "
-                    f"outputs, got {len(differentiability)}."
-                )
-            start = 0
-            for i, (length, differentiable) in enumerate(zip(described.entries, differentiability, strict=True)):
-                if differentiable and length == 0:
-                    raise TreeError(
-                        f"{name}: output_differentiability marks output {i} as differentiable, but it holds no tensor."
-                    )
-                if not differentiable:
-                    constants.update(range(start, start + length))
-                start += length
-        self.constants = frozenset(constants)
-        self.num_outputs = treespec.num_leaves
-        self.single_output = not described.is_tuple and treespec.is_leaf()
-        self.tuple_output = treespec.type is tuple and all(child.is_leaf() for child in treespec.children())
-        self.output = described
+        return self.signature.label(self._treespec.accessors()[self._places[index]])
 
     @property
-    def settled(self) -> Output:
-        """`output`, after the first call."""
-        if self.output is None and self.cast is not None and self.cast.output is not None:
-            for name in ("constants", "num_outputs", "single_output", "tuple_output", "output"):
-                setattr(self, name, getattr(self.cast, name))
-        if self.output is None:
+    def settled(self) -> Results:
+        """`results`, after the first call."""
+        if self.results is None and self.cast is not None:
+            self.results = self.cast.results
+        if self.results is None:
             raise TreeError(f"{self.signature.name}: the tree of the results is not known before the first call.")
-        return self.output
-
-    def output_tree(self, values: Sequence[Any]) -> Any:
-        """The tree of the results with `values` for its tensors; the new values after them are left out."""
-        if self.output is None:
-            self.settled  # noqa: B018 - known now, or it raises
-        if self.single_output:
-            return values[0]
-        if self.tuple_output:
-            return tuple(values[: self.num_outputs])
-        return self.settled.treespec.unflatten(values[: self.num_outputs])
-
-    def new_trees(self, values: Sequence[Any]) -> list[Any]:
-        """The updated arguments, from the results and the new values after them."""
-        updated = dict(zip(self.mutated, values[self.num_outputs :], strict=True))
-        trees = []
-        for name in self.signature.mutates:
-            span = self.spans[name]
-            tensors = iter([updated[i] for i in range(span.start, span.stop)])
-            rest = iter(self._template[span.leaf :])
-            leaves = [
-                next(tensors) if is_tensor else other for is_tensor, other in zip(span.is_tensor, rest, strict=False)
-            ]
-            trees.append(optree.tree_unflatten(span.treespec, leaves))
-        return trees
-
-    def output_entries(self, values: Sequence[Any]) -> Sequence[Any]:
-        """`values`, one for each tensor of the results, as one tree per output."""
-        return values[: self.num_outputs] if self.single_output or self.tuple_output else self.settled.split(values)
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Where an argument lies.
-
-    Attributes:
-        leaf: Its first leaf among the leaves of all arguments.
-        start: Its first tensor among the tensors of all arguments.
-        stop: One past its last tensor.
-        treespec: Its treespec.
-        is_tensor: Which of its leaves are tensors.
-        is_plain: Whether it is one tensor and no tree.
-    """
-
-    leaf: int
-    start: int
-    stop: int
-    treespec: Any
-    is_tensor: tuple[bool, ...]
-    is_plain: bool
-
-
-def _check_names(op_name: str, mutates: Sequence[str], positional: Sequence[str]) -> None:
-    """Raise `TypeError` or `ValueError` unless `mutates` is a sequence of names of positional arguments."""
-    if isinstance(mutates, str):
-        raise TypeError(f"{op_name}: mutates must be a sequence of names, got {mutates!r}; write ({mutates!r},).")
-    for name in mutates:
-        if name not in positional:
-            raise ValueError(f"{op_name}: mutates names {name!r}, which is none of the arguments {list(positional)}.")
+        return self.results
 
 
 class Signature:
@@ -242,6 +181,7 @@ class Signature:
         positional: Names of the arguments that hold tensors.
         mutates: Names of the positional arguments that are updated in place.
         static: Names of the keyword-only arguments.
+        bind: The call itself, as Python binds it: positional arguments as a tuple and static ones by name.
         Inputs: Namedtuple with all of these names as fields.
         Static: Namedtuple with the names of the keyword-only arguments as fields.
     """
@@ -249,40 +189,32 @@ class Signature:
     def __init__(self, name: str, function: Callable, mutates: Sequence[str]) -> None:
         self.name = name
         self.mutates = tuple(mutates)
-        self._parsed = inspect.signature(function)
-        self.positional: list[str] = []
-        self.static: list[str] = []
-        for parameter in self._parsed.parameters.values():
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise TypeError(
                     f"{name}: the function takes {parameter}, but an operator has a fixed number of arguments; take a "
                     "tuple or a dict."
                 )
-            (self.static if parameter.kind is parameter.KEYWORD_ONLY else self.positional).append(parameter.name)
-        defaults = {n: p.default for n, p in self._parsed.parameters.items() if p.default is not p.empty}
+        self.positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        if isinstance(mutates, str):
+            raise TypeError(f"{name}: mutates must be a sequence of names, got {mutates!r}; write ({mutates!r},).")
+        for other in set(mutates).difference(self.positional):
+            raise ValueError(f"{name}: mutates names {other!r}, which is none of the arguments {self.positional}.")
         self.Inputs = namedtuple("Inputs", [*self.positional, *self.static])
         self.filled = tuple_maker(self.Inputs)
         self.Static = namedtuple("Static", self.static)
-        _check_names(name, mutates, self.positional)
-        self.num_positional = len(self.positional)
-        self._static = frozenset(self.static)
-        self._required = frozenset(n for n in self.static if n not in defaults)
-        self._static_defaults = [(name, defaults.get(name)) for name in self.static]
-        # By the number of arguments given: the defaults of the others, if all have one.
-        self._tails = {
-            count: tuple(defaults[name] for name in self.positional[count:])
-            for count in range(len(self.positional) + 1)
-            if all(name in defaults for name in self.positional[count:])
-        }
+        # A function of these parameters binds in a tenth of the time that `inspect.Signature.bind` takes.
+        names, star = "".join(f"{name}, " for name in self.positional), "*, " if self.static else ""
+        static = ", ".join(f"{name!r}: {name}" for name in self.static)
+        bind: Any = eval(f"lambda {names}{star}{', '.join(self.static)}: (({names}), {{{static}}})")
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        bind.__defaults__ = tuple(defaults[n] for n in self.positional if n in defaults)
+        bind.__kwdefaults__ = {n: defaults[n] for n in self.static if n in defaults}
+        bind.__name__ = bind.__qualname__ = name
+        self.bind: Callable[..., tuple[tuple, dict[str, Any]]] = bind
 
-    def bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Positional arguments as a tuple and static ones by name, defaults filled in; as a Python call binds them."""
-        if not (self.static or kwargs) and len(args) == self.num_positional:
-            return args, kwargs
-        tail = self._tails.get(len(args))
-        if tail is not None and self._required <= kwargs.keys() <= self._static:
-            return args + tail, {name: kwargs.get(name, default) for name, default in self._static_defaults}
-        bound = self._parsed.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        return tuple(given[name] for name in self.positional), {name: given[name] for name in self.static}
+    def label(self, accessor: optree.PyTreeAccessor) -> str:
+        """Key path of a leaf of the positional arguments, starting with the name of its argument."""
+        return key_path(optree.PyTreeAccessor(accessor[1:]), self.positional[accessor[0].entry])

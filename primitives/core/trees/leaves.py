@@ -6,11 +6,12 @@ making of errors is code that Dynamo traces.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import optree
 import torch
 
+from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError
 from primitives.core.trees.overlay import align, is_leafless, key_path, tracing_predicate
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Partition", "check_like"]
+__all__ = ["Meta", "Partition", "check_like", "is_like"]
 
 
 class Partition:
@@ -66,7 +67,7 @@ class Partition:
         return [values[i] for i in self._places]
 
     def others(self, values: Sequence[Any], root: str) -> list[tuple[str, Any, Any]]:
-        """Key path, entry of `values` and leaf, for each leaf that is no tensor."""
+        """Key path, entry of `values` and leaf, for each leaf that is not a tensor."""
         places = set(self._places)
         rest = [i for i, leaf in enumerate(self._template) if i not in places and not is_leafless(leaf)]
         if not rest:
@@ -82,64 +83,60 @@ class Partition:
         """Raise unless every leaf of the tree that was split is a tensor.
 
         Raises:
-            LeafError: Naming the first leaf that is none, by key path.
+            LeafError: Naming the first leaf that is not one, by key path.
         """
         for label, _, leaf in self.others(self._template, root):
             raise LeafError(f"{function}: {label} must be a tensor{purpose}, got {type(leaf).__name__}.")
 
-    def match(self, function: str, name: str, tree: Any, like_name: str, like: Sequence[Tensor]) -> list[Tensor]:
-        """The leaves of `tree`, checked to be tensors like those of the tree that was split.
+    def match(
+        self, function: str, name: str, tree: Any, like_name: str, like: Sequence[Tensor], *, some: bool = False
+    ) -> list[Any]:
+        """What stands in `tree` for each tensor, checked to be like that of the tree that was split.
 
         Args:
             function: Name of the public function, for errors.
             name: Name of `tree`, the root of its key paths.
             tree: A tree that must have the structure of the one that was split.
             like_name: Name of the tree that was split.
-            like: Its tensors, which must be all of its leaves.
+            like: Its tensors.
+            some: Whether `None` may stand for a tensor, and must for a leaf that cannot be differentiated.
 
         Raises:
             TreeError: If the structures differ.
-            LeafError: If a leaf of `tree` is no tensor.
+            LeafError: If what stands for a tensor is not one, or if anything stands for a leaf without derivatives.
             ShapeError: If a shape differs.
             DtypeError: If a dtype differs.
             DeviceError: If a device differs.
         """
-        leaves = self.own(align(function, name, tree, like_name, self.join(like), self.options))
+        pieces = align(function, name, tree, like_name, self.join(like), self.options)
+        given = [(label, leaf) for label, piece, leaf in self.others(pieces, like_name) if some and piece is not None]
+        for label, leaf in given:
+            raise LeafError(
+                f"{function}: {label} must be a tensor to be differentiated, got {type(leaf).__name__}. "
+                f"Pass None in {name} to hold it constant."
+            )
+        leaves = self.own(pieces)
         for i, (leaf, wanted) in enumerate(zip(leaves, like, strict=True)):
-            if not _is_like(leaf, wanted):
+            if some and leaf is not None and not has_derivatives(wanted.dtype):
+                raise LeafError(
+                    f"{function}: {self.label(i, like_name)} must be floating point or complex to be differentiated, "
+                    f"got {wanted.dtype}. Pass None in {name} to hold it constant."
+                )
+            if not (is_like(leaf, wanted) or (some and leaf is None)):
                 check_like(function, self.label(i, name), leaf, self.label(i, like_name), wanted)
         return leaves
 
-    def match_some(
-        self, function: str, name: str, tree: Any, like_name: str, like: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """What stands in `tree` for each tensor, checked as by `match`, or `None` where that stands there.
 
-        Raises:
-            LeafError: If anything but `None` stands in `tree` for a leaf that is no floating-point or complex tensor.
-        """
-        pieces = align(function, name, tree, like_name, self.join(like), self.options)
-        advice = f"Pass None in {name} to hold it constant."
-        for label, piece, leaf in self.others(pieces, like_name):
-            if piece is not None:
-                raise LeafError(
-                    f"{function}: {label} must be a tensor to be differentiated, got {type(leaf).__name__}. {advice}"
-                )
-        leaves = self.own(pieces)
-        for i, (leaf, wanted) in enumerate(zip(leaves, like, strict=True)):
-            if leaf is None:
-                continue
-            label = self.label(i, like_name)
-            if not (wanted.is_floating_point() or wanted.is_complex()):
-                raise LeafError(
-                    f"{function}: {label} must be floating point or complex to be differentiated, got "
-                    f"{wanted.dtype}. {advice}"
-                )
-            check_like(function, self.label(i, name), leaf, label, wanted)
-        return leaves
+class Meta(NamedTuple):
+    """What a derivative must share with the tensor that it belongs to."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
-def _is_like(leaf: Any, wanted: Tensor) -> bool:
+def is_like(leaf: Any, wanted: Tensor | Meta) -> bool:
+    """Whether `leaf` is a tensor with the shape, dtype and device of `wanted`."""
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.shape == wanted.shape
@@ -148,7 +145,7 @@ def _is_like(leaf: Any, wanted: Tensor) -> bool:
     )
 
 
-def check_like(function: str, label: str, leaf: Any, wanted_label: str, wanted: Tensor) -> None:
+def check_like(function: str, label: str, leaf: Any, wanted_label: str, wanted: Tensor | Meta) -> None:
     """Raise unless `leaf` is a tensor with the shape, dtype and device of `wanted`."""
     if not isinstance(leaf, torch.Tensor):
         raise LeafError(f"{function}: {label} must be a tensor like {wanted_label}, got {type(leaf).__name__}.")

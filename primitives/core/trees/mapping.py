@@ -7,27 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 import torch
 
-from primitives.core.errors import DtypeError, TreeError
+from primitives.core.errors import DtypeError
+from primitives.core.trees.overlay import spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["map_tensors"]
-
-
-def _broadcast(op_name: str, argument: str, prefix: Any, tree: Any, num_leaves: int, namespace: str) -> list:
-    """One value of `prefix` per leaf of `tree`."""
-    if prefix is None or isinstance(prefix, torch.Tensor):
-        return [prefix] * num_leaves
-    options: dict[str, Any] = {"none_is_leaf": True, "namespace": namespace}
-    errors = optree.prefix_errors(prefix, tree, **options)
-    if errors:
-        trees = [optree.tree_structure(t, **options) for t in (prefix, tree)]
-        raise TreeError(
-            f"{op_name}: {argument} must be a tensor or a tree prefix of input. {errors[0](argument)}\n"
-            f"{argument}: {trees[0]}\ninput: {trees[1]}"
-        )
-    return optree.broadcast_prefix(prefix, tree, **options)
 
 
 def _are_tensors(values: Iterable[Any]) -> bool:
@@ -75,7 +61,13 @@ def map_tensors(
             return compute(tree, *values)
     leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)
     accessors = treespec.accessors()
-    columns = [_broadcast(op_name, name, p, tree, len(leaves), namespace) for name, p in prefixes.items()]
+    options = {"namespace": namespace, "none_is_leaf": True}
+    columns = [
+        [prefix] * len(leaves)
+        if prefix is None or isinstance(prefix, torch.Tensor)
+        else spread(op_name, name, prefix, "input", tree, options)
+        for name, prefix in prefixes.items()
+    ]
     calls = list(zip(leaves, *columns, strict=True))
     for accessor, call in zip(accessors, calls, strict=True):
         if call[0] is None:

@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["align", "is_leafless", "key_path", "spread", "tracing_predicate"]
 
-_DICTS = ("dict", "OrderedDict", "defaultdict")
-
 
 def align(function: str, name: str, tree: Any, like_name: str, like: Any, options: dict[str, Any]) -> list[Any]:
     """What stands in `tree` at each leaf of `like`.
 
     Args:
         function: Name of the public function, for errors.
-        name: Name of `tree`, the root of its key paths.
+        name: Name of `tree`.
         tree: The tree to take apart.
-        like_name: Name of `like`.
+        like_name: Name of `like`, the root of its key paths.
         like: The tree whose structure is required.
         options: `namespace` and `is_leaf` of both.
 
@@ -35,12 +33,8 @@ def align(function: str, name: str, tree: Any, like_name: str, like: Any, option
     try:
         return [piece for _, piece in _overlaid(like, tree, options)]
     except ValueError:
-        requirement = f"{name} must have the structure of {like_name}"
-        found = _first_difference(name, like, tree, options)
-        if found is not None:
-            label, wanted, given = found
-            requirement += f", but {label} is {given} where {like_name} has {wanted}"
-        raise _error(function, requirement, {name: tree, like_name: like}, options) from None
+        requirement = f"{function}: {name} must have the structure of {like_name}"
+        raise _error(requirement, {like_name: like, name: tree}, options) from None
 
 
 def spread(function: str, name: str, prefix: Any, tree_name: str, tree: Any, options: dict[str, Any]) -> list[Any]:
@@ -52,21 +46,16 @@ def spread(function: str, name: str, prefix: Any, tree_name: str, tree: Any, opt
         prefix: A tree prefix of `tree`.
         tree_name: Name of `tree`.
         tree: The tree to cover.
-        options: `namespace` and `is_leaf` of `tree`.
+        options: `namespace`, `is_leaf` and `none_is_leaf` of `tree`.
 
     Raises:
-        TreeError: If `prefix` is no tree prefix of `tree`.
+        TreeError: If `prefix` is not a tree prefix of `tree`.
     """
     try:
         pairs = _overlaid(prefix, tree, {"none_is_leaf": True, "namespace": options["namespace"]})
     except ValueError:
-        with_none = {**options, "none_is_leaf": True}
-        requirement = f"{name} must be an int, None or a tree prefix of {tree_name}"
-        found = _first_difference(name, prefix, tree, with_none)
-        if found is not None:
-            label, given, wanted = found
-            requirement += f", but {label} is {given} where {tree_name} has {wanted}"
-        raise _error(function, requirement, {name: prefix, tree_name: tree}, with_none) from None
+        requirement = f"{function}: {name} must be one value or a tree prefix of {tree_name}"
+        raise _error(requirement, {name: prefix, tree_name: tree}, {**options, "none_is_leaf": True}) from None
     result: list[Any] = []
     for value, subtree in pairs:
         result += [value] * len(optree.tree_leaves(cast("Any", subtree), **options))
@@ -142,41 +131,10 @@ def _is_constant(node: Any) -> bool:
     return node is None or isinstance(node, (int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
-def _error(function: str, requirement: str, trees: dict[str, Any], options: dict[str, Any]) -> TreeError:
+def _error(requirement: str, trees: dict[str, Any], options: dict[str, Any]) -> TreeError:
+    """Says where the second of two trees lacks what the first has, and shows both."""
     specs = [f"{name}: {optree.tree_structure(tree, **options)}" for name, tree in trees.items()]
-    return TreeError("\n".join([f"{function}: {requirement}.", *specs]))
-
-
-def _first_difference(label: str, prefix: Any, full: Any, options: dict[str, Any]) -> tuple[str, str, str] | None:
-    """Key path of the first node of `prefix` that `full` lacks, with both nodes described."""
-    if optree.tree_is_leaf(prefix, **options):
-        return None
-    # Only the children of this node, whatever they are, count as leaves.
-    accessors, children, treespec = _one_level(prefix, options)
-    described = _describe(prefix, treespec)
-    if optree.tree_is_leaf(full, **options):
-        return label, described, _describe(full, None)
-    _, full_children, full_spec = _one_level(full, options)
-    if described != _describe(full, full_spec) or len(children) != len(full_children):
-        return label, described, _describe(full, full_spec)
-    for accessor, child, full_child in zip(accessors, children, full_children, strict=True):
-        found = _first_difference(key_path(accessor, label), child, full_child, options)
-        if found is not None:
-            return found
-    return None
-
-
-def _one_level(node: Any, options: dict[str, Any]) -> tuple[list[Any], list[Any], Any]:
-    return optree.tree_flatten_with_accessor(node, **{**options, "is_leaf": lambda child: child is not node})
-
-
-def _describe(node: Any, treespec: Any) -> str:
-    """A node in words: its type and, for a container, what tells it from others of the type."""
-    name = type(node).__name__
-    if treespec is None or node is None:
-        return "None" if node is None else f"a leaf of type {name}"
-    if name in _DICTS:
-        return f"a dict with keys {sorted(node, key=str)}"
-    if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
-        return f"a {name} of {len(node)}"
-    return f"a node of type {name}"
+    differences = [
+        f" {difference(next(iter(trees)))}" for difference in optree.prefix_errors(*trees.values(), **options)
+    ]
+    return TreeError("\n".join([f"{requirement}.{''.join(differences[:1])}", *specs]))

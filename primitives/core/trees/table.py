@@ -13,7 +13,6 @@ import torch
 
 from primitives.core.errors import LeafError, TreeError
 from primitives.core.trees.calls import Signature, Structure
-from primitives.core.trees.overlay import key_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,17 +44,18 @@ class StructureTable:
     """The structures of one operator, by number and by content.
 
     Attributes:
+        namespace: optree namespace of custom nodes.
         by_number: The structures by number; an unknown number raises `TreeError`.
     """
 
     def __init__(self, name: str, signature: Signature, namespace: str) -> None:
         self._name = name
         self._signature = signature
-        self._namespace = namespace
+        self.namespace = namespace
         self.by_number: dict[int, Structure] = _ByNumber(name)
         self._by_content: dict[Any, Structure] = {}
         # Of calls with tensors and dicts of tensors alone: the structure, and for each dict its keys in optree's order.
-        self._by_keys: dict[Any, tuple[Structure, list]] = {}
+        self._plain: dict[Any, tuple[Structure, list]] = {}
         self._lock = threading.Lock()
 
     def flatten(self, args: tuple, static: dict[str, Any]) -> tuple[list[Tensor], Structure]:
@@ -72,10 +72,10 @@ class StructureTable:
                 structure = self._by_content.get((len(args), static_key))
                 if structure is not None:
                     return list(args), structure
-            found = self._of_plain_dicts(args, static_key)
+            found = self._of_plain_call(args, static_key)
             if found is not None:
                 return found
-            leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
+            leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self.namespace)
             tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if len(tensors) < len(leaves):
                 leaves = [_concrete(leaf) for leaf in leaves]
@@ -91,45 +91,24 @@ class StructureTable:
             raise
         return tensors, structure or self._intern(args, treespec, leaves, static, key)
 
-    def _of_plain_dicts(self, args: tuple, static_key: tuple) -> tuple[list[Tensor], Structure] | None:
-        """The tensors and the structure of a known call whose arguments are tensors and dicts of tensors."""
-        shape = []
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                shape.append(None)
-            elif type(arg) is dict:
-                shape.append(tuple(arg))
-            else:
-                return None
-        known = self._by_keys.get((*shape, static_key))
+    def _of_plain_call(self, args: tuple, static_key: tuple) -> tuple[list[Tensor], Structure] | None:
+        """What `flatten` returns for a known call with tensors and dicts of tensors: a treespec takes longer."""
+        # The keys of a dict, `None` for a tensor, and for anything else what no known call has.
+        keys = [None if isinstance(arg, torch.Tensor) else tuple(arg) if type(arg) is dict else ... for arg in args]
+        known = self._plain.get((*keys, static_key))
         if known is None:
             return None
-        structure, keys_by_argument = known
+        structure, entries = known
         tensors: list[Tensor] = []
-        for arg, keys in zip(args, keys_by_argument, strict=True):
-            if keys is None:
+        for arg, names in zip(args, entries, strict=True):
+            if names is None:
                 tensors.append(arg)
             else:
-                tensors += [arg[key] for key in keys]
+                tensors += [arg[name] for name in names]
         for x in tensors:
             if not isinstance(x, torch.Tensor):
                 return None
         return tensors, structure
-
-    def _note_plain_dicts(self, args: tuple, static_key: tuple, structure: Structure) -> None:
-        """Make `_of_plain_dicts` know a call, if it is one of these: a lookup by keys is cheaper than a treespec."""
-        if not all(
-            isinstance(arg, torch.Tensor)
-            or (type(arg) is dict and all(isinstance(value, torch.Tensor) for value in arg.values()))
-            for arg in args
-        ):
-            return
-        shape = [None if isinstance(arg, torch.Tensor) else tuple(arg) for arg in args]
-        keys = [
-            None if isinstance(arg, torch.Tensor) else child.entries()
-            for arg, child in zip(args, structure.treespec.children(), strict=True)
-        ]
-        self._by_keys[(*shape, static_key)] = structure, keys
 
     def _intern(self, args: tuple, treespec: Any, leaves: list, static: dict, key: Any) -> Structure:
         template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -152,9 +131,15 @@ class StructureTable:
             structure = Structure(self._signature, number, treespec, template, static)
             self.by_number[number] = structure
             self._by_content[key] = structure
-            if all(isinstance(arg, torch.Tensor) for arg in args):
+            if structure.is_flat:
                 self._by_content[(len(args), key[-1])] = structure
-            self._note_plain_dicts(args, key[-1], structure)
+            elif all(
+                isinstance(x, torch.Tensor) for arg in args for x in (arg.values() if type(arg) is dict else [arg])
+            ):
+                pairs = zip(args, treespec.children(), strict=True)
+                entries = [child.entries() if type(arg) is dict else None for arg, child in pairs]
+                keys = [tuple(arg) if type(arg) is dict else None for arg in args]
+                self._plain[(*keys, key[-1])] = structure, entries
             count = len(self.by_number)
         if count == MANY_STRUCTURES:
             warnings.warn(
@@ -166,27 +151,20 @@ class StructureTable:
 
     def _refuse_unhashable(self, args: tuple, static: dict[str, Any]) -> None:
         """Raise for the first value that is not hashable."""
-        leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self._namespace)
-        named = [(f"static argument {name}", value) for name, value in static.items()]
-        accessors = treespec.accessors()
-        for accessor, leaf in zip(accessors, leaves, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                path = key_path(optree.PyTreeAccessor(accessor[1:]), self._signature.positional[accessor[0].entry])
-                named.append((path, leaf))
+        leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self.namespace)
+        paths = map(self._signature.label, treespec.accessors())
+        named = [
+            *[(f"static argument {name}", value) for name, value in static.items()],
+            *zip(paths, leaves, strict=True),
+        ]
         for label, value in named:
-            if not _is_hashable(value):
+            try:
+                hash(value)
+            except TypeError:
                 raise LeafError(
                     f"{self._name}: {label} must be hashable, as everything but tensors, got {type(value).__name__}; "
                     "pass a tuple, or register its class with optree if it holds tensors."
-                )
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+                ) from None
 
 
 def _concrete(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.autograd import LinearMap, apply_linear
+from primitives.core.autograd import apply_linear
 from primitives.core.errors import MissingRuleError, MutationError
 from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
@@ -125,9 +125,9 @@ class _World:
                 )
                 return [torch_private.plain(bar) for bar in bars]
 
-        linear = LinearMap(lambda *_: tuple(plain[key] for key in tracked), transpose)
+        inputs = [self._tensors[i] for i in places]
         with torch_private.unrecorded():
-            results = apply_linear(linear, *(self._tensors[i] for i in places))
+            results = apply_linear(lambda *_: tuple(plain[key] for key in tracked), transpose, *inputs)
         return {**plain, **dict(zip(tracked, results, strict=True))}
 
 

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from primitives.core.autograd import LinearMap, apply_linear
+from primitives.core.autograd import apply_linear
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import LeafError
 from primitives.tracing.torch_private import hinted_size
@@ -190,7 +190,7 @@ def wrapped(
             record(found)
         return treespec.flatten_up_to(unwrapped(found, x_bar))
 
-    return apply_linear(LinearMap(forward, transpose), *leaves)
+    return apply_linear(forward, transpose, *leaves)
 
 
 def unwrapped(spec: SubclassSpec, x: Any) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def unwrapped(spec: SubclassSpec, x: Any) -> dict[str, Any]:
             raise LeafError(f"unwrap_subclasses: {spec}, with integers inside, has no cotangent of its kind. {_HINT}")
         return (wrapped(spec, treespec.unflatten(leaves_bar)),)
 
-    return treespec.unflatten(apply_linear(LinearMap(forward, transpose), x))
+    return treespec.unflatten(apply_linear(forward, transpose, x))
 
 
 def leaves_inside(spec: SubclassSpec, x: Any) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""A user's rule: what it is told, and checks of what it returns, which name the operator, the rule and the key path."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+
+from primitives.core.dtypes import has_derivatives
+from primitives.core.errors import LeafError
+from primitives.core.trees.leaves import Meta, check_like, is_like
+from primitives.core.trees.overlay import align, key_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from primitives.core.trees.calls import Structure
+
+# Stands for a tensor where only the tree matters.
+_LEAF = object()
+
+
+class BackwardContext:
+    """What a backward rule is told beside what was saved."""
+
+    __slots__ = ("_structure", "_wanted")
+
+    def __init__(self, structure: Structure, wanted: Sequence[bool]) -> None:
+        self._structure = structure
+        self._wanted = wanted
+
+    @property
+    def needs_input_grad(self) -> Any:
+        """By argument name, a tree like the argument with a bool in the place of every tensor.
+
+        What is not needed may be `None`.
+        """
+        return self._structure.masks(self._wanted)
+
+    @property
+    def static(self) -> Any:
+        """The keyword-only arguments by name."""
+        return self._structure.static_values
+
+
+class VmapInfo(NamedTuple):
+    """What a vmap rule is told beside its arguments.
+
+    Attributes:
+        batch_size: Length of the batch axis.
+        randomness: `"error"`, `"same"` or `"different"`.
+    """
+
+    batch_size: int
+    randomness: str
+
+
+class UserRule:
+    """One rule of an operator.
+
+    Args:
+        op_name: Qualified name of the operator.
+        kind: Name of the decorator that the rule was given to.
+        function: The rule.
+        namespace: optree namespace of custom nodes.
+
+    Attributes:
+        function: The rule.
+        place: Its file and line.
+        where: What errors begin with.
+    """
+
+    def __init__(self, op_name: str, kind: str, function: Callable, namespace: str) -> None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.function = function
+        self.place = repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        self.where = f"{op_name}: {kind} ({self.place})"
+        self._namespace = namespace
+
+    def flat_outputs(self, tree: Any) -> tuple[list[Tensor], Any]:
+        """The tensors of a result, and its treespec.
+
+        Raises:
+            LeafError: If a leaf is not a tensor.
+        """
+        leaves, treespec = optree.tree_flatten(tree, namespace=self._namespace)
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                path = key_path(treespec.accessors()[i], "output")
+                raise LeafError(
+                    f"{self.where} must return a tree of tensors (and Nones), but {path} is {type(leaf).__name__}."
+                )
+        return leaves, treespec  # type: ignore[return-value] - every leaf was seen to be a tensor
+
+    def refuse_alias(self, structure: Structure, leaves: Sequence[Tensor], outputs: Sequence[Tensor], i: int) -> None:
+        """Raise `LeafError` for output `i`, which shares memory with an input or an earlier output.
+
+        Torch relies on operators that none does.
+        """
+        shares, results = torch._C._is_alias_of, structure.results  # type: ignore[attr-defined] - no stub
+        found = [f"the argument {structure.label(j)}" for j, x in enumerate(leaves) if shares(outputs[i], x)]
+        found += [results.label(j) for j, x in enumerate(outputs[:i]) if shares(outputs[i], x)]
+        raise LeafError(
+            f"{self.where} must return new tensors, but {results.label(i)} shares its memory with {found[0]}; return a "
+            "clone."
+        )
+
+    def flat_like(
+        self,
+        what: str,
+        tree: Any,
+        treespec: Any,
+        root: str,
+        like: Sequence[tuple],
+        is_tensor: Sequence[bool] | None = None,
+    ) -> list[Any]:
+        """One derivative or `None` for each tensor of a tree that has the given treespec.
+
+        Args:
+            what: What the tree is, for errors.
+            tree: What the rule returned: such a tree with `None` where a derivative is zero, or `None` for all of it.
+            treespec: Its required treespec.
+            root: Name that key paths start with.
+            like: For each tensor of the tree the fields of its `Meta`.
+            is_tensor: Which leaves of the treespec are tensors; by default all.
+
+        Raises:
+            TreeError: If the tree has another structure.
+            LeafError: If a derivative is not a tensor, or belongs to something that is not one.
+            ShapeError: If a shape differs.
+            DtypeError: If a dtype differs.
+            DeviceError: If a device differs.
+        """
+        try:
+            # Leaf by leaf: None may stand for a whole subtree.
+            values = _up_to(treespec, tree)
+        except ValueError:
+            wanted_tree = optree.tree_unflatten(treespec, [_LEAF] * treespec.num_leaves)
+            # Raises, naming the first difference.
+            align(self.where, f"{what} {root}", tree, root, wanted_tree, {"namespace": self._namespace})
+            raise
+        results, metas = [], iter(like)
+        for i, value in enumerate(values):
+            if is_tensor is not None and not is_tensor[i]:
+                if value is not None:
+                    path = key_path(treespec.accessors()[i], root)
+                    raise LeafError(
+                        f"{self.where}: {what} {path} must be None, because that is not a tensor, got "
+                        f"{type(value).__name__}."
+                    )
+                continue
+            meta = Meta(*next(metas))
+            if value is not None and not is_like(value, meta):
+                path = key_path(treespec.accessors()[i], root)
+                check_like(self.where, f"{what} {path}", value, path, meta)
+            # A tensor of integers has no derivative; one that is given could only be zero.
+            results.append(value if has_derivatives(meta.dtype) else None)
+        return results
+
+
+def _up_to(treespec: Any, tree: Any) -> list[Any]:
+    """What stands in `tree` at the leaves of `treespec`; `None` in the place of a subtree stands for all its leaves."""
+    if tree is None or treespec.is_leaf():
+        return [tree] * treespec.num_leaves
+    pairs = zip(treespec.children(), treespec.one_level().flatten_up_to(tree), strict=True)
+    return [value for child, part in pairs for value in _up_to(child, part)]
