@@ -37,11 +37,10 @@ import primitives as pr
 from perf.machine_code.cases import Shape, launch_mode
 from perf.workloads import KERNEL_MODES
 from primitives.core import inductor, registered_primitives
-from tests.kernels.recording_driver import activate
+from tests.kernels.kernel_calls import driver as stand_in
 from triton_kernels._kernel import Kernel, UntraceableLaunchError, intercept
 from triton_kernels.launch.chips import CHIPS, use_chip
 
-activate()
 # The patterns that Inductor looks for in joint graphs take seconds to make, and cannot be made for CUDA without it.
 joint_graph.lazy_init = lambda *args, **kwargs: None
 
@@ -276,8 +275,7 @@ ONES = (
 
 def ones() -> dict[str, list[str]]:
     """Of launches with numbers of one, by kernel, what Triton has against them as Inductor compiles them."""
-    driver: Any = triton.runtime.driver
-    target = driver.active.get_current_target()
+    target = stand_in.get_current_target()
     compiler: Any = make_backend(target)
     options = compiler.parse_options({})
     found: dict[str, list[str]] = {}

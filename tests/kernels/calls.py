@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from tests.kernels.truth import EPS, MOMENTUM, channel_dims, statistics
+from tests.kernels.truth import EPS, MOMENTUM
 from triton_kernels import (
     batch_norm,
     batch_norm_second_order,
@@ -21,9 +21,10 @@ from triton_kernels import (
     log_softmax_second_order,
     philox,
 )
+from triton_kernels._runtime import accumulation_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -39,6 +40,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def positive(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Numbers fit for a variance."""
     return random(*shape, dtype=torch.float64, seed=seed).abs().add(0.1).to(dtype)
+
+
+def statistics(x: Tensor, dims: tuple[int, ...]) -> dict[str, Tensor]:
+    """The mean and the reciprocal standard deviation that a forward hands to the derivatives."""
+    var, mean = torch.var_mean(x.double(), dims, correction=0)
+    dtype = accumulation_dtype(x.dtype)
+    return {"mean": mean.to(dtype), "rstd": ((var + EPS) ** -0.5).to(dtype)}
 
 
 def far_apart(values: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -74,6 +82,15 @@ def short_rows(num_cols: int, max_splits: int) -> dict[str, int]:
     return limits | tiles | {"layer_norm_fwd_bytes": num_cols * 2, "max_row_splits": max_splits, "double_divisor": 1}
 
 
+# Plans that rows of more than 16 columns take under other limits.
+ROW_PLANS = {
+    "in registers": {},
+    "sums apart": {f"layer_norm_{name}": 16 for name in ("second_summed_cols", "accumulated_cols", "param_cols")},
+    "swept": short_rows(16, 1),
+    "shared": short_rows(16, 4),
+}
+
+
 class Call(NamedTuple):
     """A launcher, its arguments, and how many operands it copies first because no view fits their strides."""
 
@@ -95,8 +112,9 @@ class _Operands:
     """What the operands of all ops have: modes, each a launcher that takes its arguments by their names from here."""
 
     MODES: ClassVar[dict[str, Callable[..., Any]]]
-    # How many results there are to choose from, where they are not three.
+    # How many results there are to choose from, where they are not three, and operands that may be absent.
     RESULTS: ClassVar[dict[str, int]] = {}
+    OPTIONAL: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def call(self, mode: str, wanted: Sequence[bool] | None = None) -> Call:
         """A call of one mode, by default of all its results."""
@@ -109,6 +127,22 @@ class _Operands:
         """A call of each of these modes, by default of all."""
         return [self.call(mode) for mode in modes or self.MODES]
 
+    def calls_with(self, name: str) -> list[Call]:
+        """A call of each mode that takes the named operand."""
+        return [
+            self.call(mode) for mode, launcher in self.MODES.items() if name in inspect.signature(launcher).parameters
+        ]
+
+    def choices(self, mode: str) -> Iterator[Call]:
+        """Calls in which any two of the operands that may be absent and the results meet in all four ways."""
+        names = self.OPTIONAL.get(mode, ())
+        num_results = self.RESULTS.get(mode, 3) if "wanted" in inspect.signature(self.MODES[mode]).parameters else 0
+        for choice in pairwise(len(names) + num_results):
+            absent = [name for name, is_there in zip(names, choice, strict=False) if not is_there]
+            # A launcher of tangents is called for one at least.
+            if not mode.endswith("jvp") or any(name.endswith("_dot") and name not in absent for name in names):
+                yield self.change(**dict.fromkeys(absent)).call(mode, choice[len(names) :])
+
     def derived(self) -> dict[str, Any]:
         """Arguments that follow from others."""
         raise NotImplementedError
@@ -116,10 +150,6 @@ class _Operands:
     def change(self, **fields: Any) -> Any:
         """The same with other tensors; None for one that is absent."""
         return dataclasses.replace(self, **fields)  # pyright: ignore[reportArgumentType]
-
-    def given(self, there: Sequence[bool], *names: str) -> Any:
-        """The same without those of the named tensors that are not there."""
-        return self.change(**{name: None for name, is_there in zip(names, there, strict=True) if not is_there})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +164,13 @@ class LayerNorm(_Operands):
         "bwd_jvp": layer_norm_second_order.layer_norm_bwd_jvp,
     }
     RESULTS: ClassVar = {"pairing": 6}
+    OPTIONAL: ClassVar = {
+        "forward": ("weight", "bias"),
+        "jvp": ("weight", "x_dot", "weight_dot", "bias_dot"),
+        "backward": ("weight",),
+        "pairing": ("weight", "x_dot", "weight_dot", "bias_dot"),
+        "bwd_jvp": ("weight", "y_bar_dot", "x_dot", "weight_dot"),
+    }
 
     x: Tensor
     y_bar: Tensor
@@ -163,8 +200,7 @@ class LayerNorm(_Operands):
 
     def derived(self) -> dict[str, Any]:
         """Statistics of x."""
-        mean, rstd = statistics(self.x, tuple(range(-self.norm_ndim, 0)))
-        return {"mean": mean, "rstd": rstd}
+        return statistics(self.x, tuple(range(-self.norm_ndim, 0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +218,16 @@ class BatchNorm(_Operands):
         "bwd_jvp": batch_norm_second_order.batch_norm_bwd_jvp,
     }
     RESULTS: ClassVar = {"pairing": 6, "eval_bwd": 5}
+    OPTIONAL: ClassVar = {
+        "train_fwd": ("weight", "bias", "running_mean", "running_var"),
+        "train_jvp": LayerNorm.OPTIONAL["jvp"],
+        "train_bwd": ("weight",),
+        "eval_fwd": ("weight", "bias"),
+        "eval_jvp": (*LayerNorm.OPTIONAL["jvp"], "running_mean_dot", "running_var_dot"),
+        "eval_bwd": ("weight",),
+        "pairing": LayerNorm.OPTIONAL["pairing"],
+        "bwd_jvp": LayerNorm.OPTIONAL["bwd_jvp"],
+    }
 
     x: Tensor
     y_bar: Tensor
@@ -216,8 +262,7 @@ class BatchNorm(_Operands):
 
     def derived(self) -> dict[str, Any]:
         """Statistics of x."""
-        mean, rstd = statistics(self.x, channel_dims(self.x, self.batch_ndim))
-        return {"mean": mean, "rstd": rstd}
+        return statistics(self.x, (self.batch_ndim, *range(self.batch_ndim + 2, self.x.dim())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +276,7 @@ class LogSoftmax(_Operands):
         "pairing": log_softmax_second_order.log_softmax_pairing,
         "bwd_jvp": log_softmax_second_order.log_softmax_bwd_jvp,
     }
+    OPTIONAL: ClassVar = {"bwd_jvp": ("y_bar_dot", "y_dot")}
 
     x: Tensor
     y: Tensor

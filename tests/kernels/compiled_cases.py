@@ -1,4 +1,4 @@
-"""What a process without the interpreter finds out for `test_machine_code`; prints it as JSON.
+"""What a process without the interpreter checks for `test_machine_code`.
 
 `python -m tests.kernels.compiled_cases anew|faults|clusters CHIP`
 """
@@ -6,24 +6,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.machine_code.cases import ALL_MODES, ALL_RESULTS, EPS, MOMENTUM, Shape, launch_mode
+from perf.machine_code.cases import ALL_MODES, Shape, launch_mode
 from perf.machine_code.compiling import Launch, try_compile, watch_launches
-from triton_kernels import batch_norm, batch_norm_second_order, layer_norm, layer_norm_second_order
+from perf.machine_code.rules import broken_rules
+from tests.kernels.calls import BatchNorm, LayerNorm
 from triton_kernels.launch._planned import set_advisor
+from triton_kernels.launch.chips import CHIPS, cluster_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perf.machine_code.table import Row
     from triton_kernels.launch._planned import Request
 
-_FIRST_ORDER = ("forward", "backward", "jvp")
 _MODES = {
     "layer_norm": ALL_MODES[:-1],
     "log_softmax": ALL_MODES[:-1],
@@ -61,21 +60,30 @@ def in_groups(num_rows: int) -> None:
     """Norms with parameters of their own for each of three groups, of `num_rows` rows or samples each."""
     # Columns that are a multiple of 8 alone: whether the distance of two groups is one of 16 depends on the rows.
     x, weight = torch.empty(3, num_rows, 1000, dtype=torch.bfloat16), torch.empty(3, 1000, dtype=torch.bfloat16)
-    given = (x, weight, *[torch.empty(3, num_rows)] * 2)
-    layer_norm.layer_norm_fwd(x, weight, weight, 1, 1, EPS)
-    layer_norm.layer_norm_bwd(x, *given, 1, 1, (True,) * 3)
-    layer_norm.layer_norm_jvp(*given, x, weight, weight, 1, 1)
-    layer_norm_second_order.layer_norm_pairing(x, *given, x, weight, weight, 1, 1, ALL_RESULTS)
-    layer_norm_second_order.layer_norm_bwd_jvp(x, *given, x, x, weight, 1, 1, (True,) * 3)
-    x, weight = torch.empty(3, num_rows, 256, 14, 14, dtype=torch.bfloat16), torch.empty(3, 256)
-    batch_norm.batch_norm_train_fwd(x, weight, weight, weight, weight, 1, MOMENTUM, EPS)
-    batch_norm.batch_norm_train_bwd(x, x, weight, weight, weight, 1, (True,) * 3)
-    dots = (x, weight, weight)
-    batch_norm_second_order.batch_norm_pairing(x, x, weight, weight, weight, *dots, 1, ALL_RESULTS)
+    images, param = torch.empty(3, num_rows, 256, 14, 14, dtype=torch.bfloat16), torch.empty(3, 256)
+    for call in (
+        *_WithoutNumbers(*[x] * 4, *[weight] * 4, batch_ndim=1).calls(),
+        *_ImagesWithoutNumbers(*[images] * 4, *[param] * 8, batch_ndim=1).calls("train_fwd", "train_bwd", "pairing"),
+    ):
+        call.results()
 
 
-def anew(chip_name: str) -> list[str]:
-    """The kernels that another number of rows compiles anew, and for which arguments; in words."""
+class _WithoutNumbers(LayerNorm):
+    """Nobody reads the statistics of launches that are described alone."""
+
+    def derived(self) -> dict[str, Any]:
+        return dict.fromkeys(("mean", "rstd"), torch.empty(self.x.shape[:2]))
+
+
+class _ImagesWithoutNumbers(BatchNorm):
+    """The same of images."""
+
+    def derived(self) -> dict[str, Any]:
+        return dict.fromkeys(("mean", "rstd"), self.weight)
+
+
+def anew(chip_name: str) -> None:
+    """Another number of rows compiles no kernel anew."""
 
     def described(shape: Shape, launch: Callable[[], object]) -> list[tuple[str, dict[str, str]]]:
         return [(one.kernel.__name__, one.described_arguments()) for one in launches(chip_name, shape, launch)]
@@ -96,7 +104,10 @@ def anew(chip_name: str) -> list[str]:
         problems += changed(
             f"groups of {num_rows} rows", first, described(_SHAPES[0][0], lambda n=num_rows: in_groups(n))
         )
-    return problems
+    assert not problems, "\n".join(problems)
+    # What this looks for is found, and named.
+    (complaint,) = changed("a case", [("kernel", {"n": "divisible by 16"})], [("kernel", {"n": "any"})])
+    assert complaint.endswith("compiled anew for n")
 
 
 def changed(case: str, first: list[tuple[str, dict[str, str]]], again: list[tuple[str, dict[str, str]]]) -> list[str]:
@@ -113,16 +124,16 @@ def changed(case: str, first: list[tuple[str, dict[str, str]]], again: list[tupl
     return sorted(found)
 
 
-def faults(chip_name: str) -> list[Any]:
-    """Rows of a layer norm backward with a mistake in its plan."""
+def faults(chip_name: str) -> None:
+    """A layer norm backward with a mistake in its plan breaks the rules: one warp for a long row, or no alignment."""
     shape = Shape("layer_norm", (8192, 4096))
     (launch, *_) = launches(chip_name, shape, lambda: launch_mode(shape, "backward"))
-    rows = []
     with watch_launches(chip_name, [shape], lambda launch: None):
-        for change in ({"num_warps": 1}, {"ALIGN": 1}):
+        for change, complaint in (({"num_warps": 1}, "spills"), ({"ALIGN": 1}, "narrow")):
             changed_launch = launch._replace(constants={**launch.constants, **change})
-            rows.append(try_compile(chip_name, changed_launch, f"{shape} with {change}"))
-    return _as_json(rows)
+            row = try_compile(chip_name, changed_launch, f"{shape} with {change}")
+            assert not isinstance(row, str), row
+            assert any(complaint in problem for problem in broken_rules(chip_name, row)), row
 
 
 class _ClusterAdvisor:
@@ -134,27 +145,23 @@ class _ClusterAdvisor:
         return next(clustered, request.default), False
 
 
-def clusters(chip_name: str) -> list[Any]:
-    """Rows of kernels in clusters, which only tuning launches: one of each op and mode that has such candidates."""
+def clusters(chip_name: str) -> None:
+    """Kernels compile in clusters, which only tuning launches: one of each op and mode that has such candidates."""
     rows = []
     for shape in (Shape("layer_norm", (512, 131072)), Shape("log_softmax", (2048, 128256))):
-        for mode in _FIRST_ORDER:
+        for mode in ("forward", "backward", "jvp"):
             set_advisor(_ClusterAdvisor())
-            try:
-                found: list[Launch] = []
-                with watch_launches(chip_name, [shape], found.append):
-                    launch_mode(shape, mode)
-                    clustered = [launch for launch in found if launch.constants.get("num_ctas", 1) > 1]
-                    rows += [try_compile(chip_name, launch, f"{shape} {mode} in clusters") for launch in clustered[:1]]
-            finally:
-                set_advisor(None)
-    return _as_json(rows)
-
-
-def _as_json(rows: list[Row | str]) -> list[Any]:
-    return [row if isinstance(row, str) else dataclasses.asdict(row) for row in rows]
+            found: list[Launch] = []
+            with watch_launches(chip_name, [shape], found.append):
+                launch_mode(shape, mode)
+                clustered = [launch for launch in found if launch.constants.get("num_ctas", 1) > 1]
+                rows += [try_compile(chip_name, launch, f"{shape} {mode} in clusters") for launch in clustered[:1]]
+    assert len(rows) == (6 if cluster_limit(CHIPS[chip_name]) > 1 else 0)
+    for row in rows:
+        assert not isinstance(row, str), row
+        assert not broken_rules(chip_name, row)
 
 
 if __name__ == "__main__":
     what, chip = sys.argv[1:]
-    json.dump({"anew": anew, "faults": faults, "clusters": clusters}[what](chip), sys.stdout)
+    {"anew": anew, "faults": faults, "clusters": clusters}[what](chip)

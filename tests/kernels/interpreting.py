@@ -11,6 +11,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
+import pathlib
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
 
 # Methods of the builder in which every load and store ends; their signatures differ between releases of Triton only
 # behind these: positions of the pointers and of the mask among their arguments, and what they count as.
@@ -237,6 +243,47 @@ def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patched
 
 
+def _remembering(function: Callable, name_of: Callable[..., Any]) -> Callable:
+    """A function, computed once for each name of its arguments."""
+    known: dict[Any, Any] = {}
+
+    def remembered(*args: Any) -> Any:
+        name = name_of(*args)
+        if name not in known:
+            known[name] = function(*args)
+        return known[name]
+
+    return remembered
+
+
+def _remember_types() -> None:
+    """Make what follows from types alone once: Triton does so again for each operation of each program."""
+    new_type, new_tensor = tl.core.block_type.__init__, tl.tensor.__init__
+
+    def fields_of_type(element_type: Any, shape: Any) -> dict[str, Any]:
+        new_type(like := object.__new__(tl.core.block_type), element_type, shape)
+        return vars(like)
+
+    def fields_of_tensor(type: Any) -> dict[str, Any]:
+        new_tensor(like := object.__new__(tl.tensor), None, type)
+        return vars(like)
+
+    known_types = _remembering(
+        fields_of_type, lambda element, shape: (element.name, *[getattr(size, "value", size) for size in shape])
+    )
+    known_tensors = _remembering(fields_of_tensor, lambda type: type.name)
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        vars(self).update(known_types(element_ty, shape))
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        vars(self).update(known_tensors(type))
+        self.handle = handle
+
+    tl.core.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype, lambda type: type.name)
+
+
 def install() -> None:
     """Hold every kernel that this process interprets to the elements of its arguments. Call it once.
 
@@ -247,6 +294,7 @@ def install() -> None:
     interpreter._implicit_cvt = _converting(interpreter._implicit_cvt)
     interpreter.GridExecutor.__call__ = _running_kernels(interpreter.GridExecutor.__call__)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    _remember_types()
 
 
 @contextlib.contextmanager
@@ -261,25 +309,27 @@ def watched() -> Iterator[list[Launch]]:
 
 
 @contextlib.contextmanager
-def reordered_programs() -> Iterator[list[int]]:
-    """Visit the programs of every launch inside from the last to the first, so that each two are exchanged.
-
-    Yields the numbers of programs of the launches.
-    """
+def reordered_programs() -> Iterator[None]:
+    """Visit the programs of every launch inside from the last to the first, so that each two are exchanged."""
     builder = interpreter.interpreter_builder
-    sizes: list[int] = []
-
-    def set_grid_dim(*dims: int) -> None:
-        type(builder).set_grid_dim(builder, *dims)
-        sizes.append(math.prod(dims))
 
     def set_grid_idx(*place: int) -> None:
         turned = (size - 1 - number for size, number in zip(builder.grid_dim, place, strict=True))
         type(builder).set_grid_idx(builder, *turned)
 
-    # Attributes of the one instance, in front of the methods of its class.
-    builder.set_grid_dim, builder.set_grid_idx = set_grid_dim, set_grid_idx
+    # An attribute of the one instance, in front of the method of its class.
+    builder.set_grid_idx = set_grid_idx
     try:
-        yield sizes
+        yield
     finally:
-        del builder.set_grid_dim, builder.set_grid_idx
+        del builder.set_grid_idx
+
+
+def run_compiled(module: str, *arguments: str, failure: str = "") -> str:
+    """What a module prints in a process without the interpreter, in which kernels are compiled."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{failure}\n{done.stderr[-4000:]}"
+    return done.stdout

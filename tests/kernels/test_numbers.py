@@ -1,0 +1,241 @@
+"""Numbers that cost digits or are not finite, on every plan; and the order in which kernels sweep what they read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import primitives as pr
+from tests.kernels.calls import ROW_PLANS, BatchNorm, Call, LayerNorm, LogSoftmax, random
+from tests.kernels.interpreting import watched
+from tests.kernels.truth import EPS, MOMENTUM, Exact, assert_close, check_values, expected
+from tests.op_cases import CASES
+from triton_kernels.batch_norm import batch_norm_train_fwd
+from triton_kernels.layer_norm import layer_norm_fwd
+from triton_kernels.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.op_cases import OpCase
+
+INF, NAN = math.inf, math.nan
+# The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.fixture(params=ROW_PLANS)
+def plan(request: pytest.FixtureRequest, use_limits: Callable[..., None]) -> str:
+    """Rows of more than 16 columns are those of each of the plans."""
+    use_limits(**ROW_PLANS[request.param])
+    return request.param
+
+
+@pytest.fixture(
+    params=[(0, "in registers"), (1, "in registers"), (0, "swept"), (1, "swept"), (0, "shared"), (1, "shared")]
+)
+def dim(request: pytest.FixtureRequest, use_limits: Callable[..., None]) -> int:
+    """Either dim of a matrix, whose rows are those of each of the plans of log-softmax."""
+    use_limits(**ROW_PLANS[request.param[1]])
+    return request.param[0]
+
+
+def test_nan_and_inf_stay_in_their_row(plan: str) -> None:
+    """Each operand has one, in a row of its own, in the last column of the last tile."""
+    rows = LayerNorm.draw((5, 33))
+    for number, name in enumerate(("x", "y_bar", "x_dot", "y_bar_dot")):
+        getattr(rows, name)[number, 32] = NAN if number % 2 else INF
+    for call in rows.calls():
+        for result, exact in zip(call.results(), expected(call), strict=True):
+            assert torch.equal(result.isfinite(), exact.value.isfinite())
+
+
+def test_large_common_offset_costs_no_digits(plan: str) -> None:
+    x = random(2, 70, dtype=torch.float64).float() + 1e4
+    y, _, _ = layer_norm_fwd(x, None, None, 1, 0, EPS)
+    # The mean itself is rounded to 2**-10 here; a variance from a difference of squares would have no digit right.
+    exact = F.layer_norm(x.double(), (70,), eps=EPS)
+    torch.testing.assert_close(y.double(), exact, rtol=0.0, atol=2e-3)
+
+
+def test_large_means_of_cotangent_and_tangent_cost_no_digits_of_their_product(plan: str) -> None:
+    rows = LayerNorm.draw((1, 80), torch.float64).change(weight=None, weight_dot=None, bias_dot=None)
+    moved = rows.change(y_bar=rows.y_bar + 1e4, x_dot=rows.x_dot + 1e4)
+    # Constants do not matter to the derivative for x; without them, autograd does not lose digits either.
+    rows = rows.change(y_bar=moved.y_bar - 1e4, x_dot=moved.x_dot - 1e4)
+    # A rounding error of 2**-53 of 1e4 is allowed, one of 2**-53 of the product of two such means (1e-8) is not.
+    results = [each.call("pairing").results()[1] for each in (moved, rows)]
+    torch.testing.assert_close(*results, rtol=0.0, atol=2e-11)
+
+
+def test_idle_lanes_of_huge_constant_rows(plan: str) -> None:
+    # mean * rstd overflows, and 21 columns leave idle lanes, where x_hat must not become infinite.
+    zero = LayerNorm.draw((1, 21)).change(x=torch.zeros(1, 21))
+    huge = zero.change(x=torch.full((1, 21), 2.0**126))
+    for mode in ("jvp", "backward", "pairing", "bwd_jvp"):
+        for result, plain in zip(huge.call(mode).results(), zero.call(mode).results(), strict=True):
+            torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-5)
+
+
+# Images first and last channels, and features.
+SHAPES = {"first": (8, 4, 12, 12), "last": (8, 4, 12, 12), "features": (300, 4)}
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_variance_survives_a_large_offset_and_a_drift(layout: str, use_limits: Callable[..., None]) -> None:
+    x = random(*SHAPES[layout])
+    x = x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
+    dims = tuple(axis for axis in range(x.dim()) if axis != 1)
+    drifting = x + 100 * torch.arange(len(x)).view(-1, *[1] * (x.dim() - 1))
+    for moved, limits, rtol in ((x + 1e4, {}, 1e-5), (drifting, {"channel_tile_bytes": 256}, 1e-6)):
+        use_limits(**limits)
+        var, count = moved.double().var(dims, correction=0), x.numel() // 4
+        _, mean, rstd, _, running_var = batch_norm_train_fwd(moved, None, None, None, torch.zeros(4), 0, 1.0, 0.0)
+        torch.testing.assert_close(rstd.double() ** -2, var, rtol=rtol, atol=0.0)
+        torch.testing.assert_close(running_var.double(), var * count / (count - 1), rtol=rtol, atol=0.0)
+        torch.testing.assert_close(mean.double(), moved.double().mean(dims), rtol=2e-7, atol=0.0)
+
+
+def test_one_element_per_channel() -> None:
+    features = BatchNorm.draw((1, 5))
+    y, mean, _, running_mean, running_var = features.call("train_fwd").results()
+    assert torch.equal(y, features.bias[None])
+    assert torch.equal(mean, features.x[0])
+    exact = (1 - MOMENTUM) * features.running_mean.double() + MOMENTUM * features.x[0].double()
+    assert_close(running_mean, Exact(exact, torch.float32), torch.float32)
+    # 0 / 0, as in torch below its check.
+    assert running_var.isnan().all()
+    for call in BatchNorm.draw((1, 1)).calls(*list(BatchNorm.MODES)[1:]):
+        check_values(call)
+
+
+def test_infinite_operands_without_a_factor_do_not_spread() -> None:
+    images = BatchNorm.draw((4, 3, 5)).change(x_dot=None, weight_dot=None, y_bar=torch.full((4, 3, 5), INF))
+    y_bar_bar, x_bar, *_ = images.call("pairing", (True, True, False, False, False, False)).results()
+    assert torch.equal(x_bar, torch.zeros(4, 3, 5))
+    assert torch.equal(y_bar_bar, images.bias_dot.view(3, 1).expand(4, 3, 5))
+    assert images.call("bwd_jvp").results()[1].isfinite().all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+def test_nan_and_infinity_propagate_as_in_torch(case: OpCase, value: float, device: torch.device) -> None:
+    inputs = case.inputs(case.small, torch.float32, device)
+    inputs["x"].view(-1)[1] = value
+    with pr.use_backend("triton"):
+        y = case.outputs(inputs, case.small)[0]
+    assert not y.isfinite().all()
+    theirs = case.torch_function(*inputs.values(), **dict(case.small.options))
+    torch.testing.assert_close(y, theirs, equal_nan=True)
+
+
+def test_large_offsets_cost_log_softmax_no_digits(dim: int) -> None:
+    x = random(*((33, 3) if dim == 0 else (3, 33)), seed=1) + 1e4
+    # In ascending order every tile moves the running maximum, in descending order only the first does.
+    for ordered in (x.sort(dim).values, x.sort(dim, descending=True).values):
+        check_values(Call(log_softmax_fwd, (ordered, dim, None)))
+
+
+def test_infinities_and_nans_of_log_softmax_as_in_torch(dim: int) -> None:
+    rows = torch.zeros(9, 37)
+    # Whole tiles of -inf at either end, a row of them, and what else is not finite in one tile or two.
+    rows[1, :], rows[2, 5:], rows[3, :30], rows[4, 33], rows[5, 7] = -INF, -INF, -INF, INF, NAN
+    rows[6, :3], rows[6, 3:36] = NAN, -INF
+    rows[7, 0], rows[7, 36] = INF, -INF
+    rows[8, :] = INF
+    x = rows if dim == 1 else rows.T.contiguous()
+    y = torch.log_softmax(x, dim)
+    torch.testing.assert_close(log_softmax_fwd(x, dim, None), y, equal_nan=True)
+    v = random(*x.shape)
+    v.select(1 - dim, 0)[3] = NAN
+    v.select(1 - dim, 2)[4] = INF
+    # A row some of whose probabilities are zero, and an infinity among its cotangents.
+    v.select(1 - dim, 3)[36] = -INF
+    theirs = torch._log_softmax_backward_data(v, y, dim, x.dtype)
+    torch.testing.assert_close(log_softmax_bwd(v, y, dim, x.dtype), theirs, equal_nan=True)
+    formula = v.double() - (y.double().exp() * v.double()).sum(dim, keepdim=True)
+    torch.testing.assert_close(log_softmax_jvp(v, y, dim), formula.float(), equal_nan=True)
+
+
+def test_infinities_and_nans_of_log_softmax_as_in_the_formula(dim: int) -> None:
+    rows = LogSoftmax.draw((8, 37), 1)
+    rows.y[0], rows.y[1, 7] = NAN, -INF
+    rows.y_bar[1, 7], rows.y_bar[2, 36] = INF, NAN
+    rows.x_dot[3, 5], rows.x_dot[4, 33], rows.x_dot[1, 7] = INF, NAN, -INF
+    rows.y_dot[5, 0], rows.y_dot[6, 35] = -INF, NAN
+    if dim == 0:
+        fields = {name: value.T.contiguous() for name, value in vars(rows).items() if hasattr(value, "T")}
+        rows = rows.change(**fields, dim=0)
+    for call in rows.calls("pairing", "bwd_jvp"):
+        check_values(call)
+
+
+def test_classes_of_probability_zero(dim: int) -> None:
+    x = random(3, 37, dtype=torch.float64)
+    x[0, 3:], x[1, :34], x[2, 35] = -INF, -INF, -INF
+    y = torch.log_softmax(x, 1).float()
+    y = y if dim == 1 else y.T.contiguous()
+    rows, zero = LogSoftmax.draw(y.shape, dim).change(y=y), y == -INF
+    y_bar_bar, output_bar, x_dot_bar = check_values(rows.call("pairing"))
+    assert (output_bar[zero] == 0).all()
+    assert torch.equal(x_dot_bar[zero], rows.y_bar[zero])
+    assert y_bar_bar.isfinite().all()
+    (x_bar_dot,) = check_values(rows.change(y_bar_dot=None).call("bwd_jvp"))
+    # A masked class of a loss has no gradient at all.
+    (x_bar,) = rows.change(y_bar=rows.y_bar.masked_fill(zero, 0.0)).call("backward").results()
+    assert (x_bar_dot[zero] == 0).all()
+    assert (x_bar[zero] == 0).all()
+
+
+# The order of sweeps: what was read last is in a cache.
+
+
+@pytest.mark.parametrize("plan", ["swept", "shared"])
+@pytest.mark.parametrize("mode", [LayerNorm.draw((2, 48)).call("forward"), LogSoftmax.draw((2, 48), 1).call("forward")])
+def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: Callable[..., None]) -> None:
+    use_limits(**ROW_PLANS[plan])
+    with watched() as launches:
+        mode.results()
+    x = mode.args[0]
+    loads = [load.within(x.data_ptr(), x.data_ptr() + x.nbytes).addresses for one in launches for load in one.loads]
+    tiles = [int(load[0] - x.data_ptr()) // (16 * x.itemsize) for load in loads if load.size]
+    # One program makes both sweeps of its row, several that share rows make the first one of all rows before.
+    assert [one.num_programs for one in launches] == ([2] if plan == "swept" else [6, 6])
+    sweeps = [[0, 1, 2], [3, 4, 5]] if plan == "swept" else [[0, 1, 2, 3, 4, 5]]
+    assert tiles == [tile for sweep in sweeps for tile in (*sweep, *reversed(sweep))]
+
+
+@pytest.mark.parametrize("mode, is_last", [("train_fwd", False), ("train_bwd", True), ("pairing", False)])
+def test_transform_of_images_begins_in_the_cache(
+    mode: str, is_last: bool, use_limits: Callable[..., None], use_processors: Callable[[int], None]
+) -> None:
+    """It reads first the third that the reduction before it, whose programs all run at once, has read last."""
+    use_limits(channel_tile_bytes=1024, channel_transform_programs=1)
+    use_processors(2)
+    images = BatchNorm.draw((8, 16, 8, 8) if is_last else (8, 4, 16, 16))
+    x = images.x.contiguous(memory_format=torch.channels_last) if is_last else images.x
+    with watched() as launches:
+        images.change(x=x, y_bar=torch.zeros_like(x), x_dot=torch.zeros_like(x)).call(mode).results()
+
+    def lines(launch: int) -> list[list[tuple[int, ...]]]:
+        """Lines of a cache that each load of x touches, for each program in the order in which programs start."""
+        programs: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for load in launches[launch].loads:
+            offsets = load.within(x.data_ptr(), x.data_ptr() + x.nbytes).addresses - x.data_ptr()
+            # One element of each channel says where its sums begin; a load of a whole tile is longer.
+            if len(set(offsets // 128)) > 1:
+                programs.setdefault(load.program[1::-1], []).append(tuple(sorted(set(offsets // 128))))
+        return [programs[number] for number in sorted(programs)]
+
+    at_once = [line for step in itertools.zip_longest(*lines(0), fillvalue=()) for load in step for line in load]
+    in_turn = [line for program in lines(2) for load in program for line in load]
+    before, after = list(dict.fromkeys(at_once[::-1])), list(dict.fromkeys(in_turn))
+    third = len(before) // 3
+    kept = set(before[:third])
+    assert len(kept & set(after[:third])) > 0.75 * third
+    assert len(kept & set(after[-third:])) < 0.25 * third

@@ -1,0 +1,312 @@
+"""Operands of every kind, held to the truth: absent ones, other dtypes, layouts, groups, far offsets, no elements.
+
+Each kernel and plan meets its truth under all meters in `test_every_launcher`; here is what it does not vary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tests.kernels.calls import DTYPES, ROW_PLANS, BatchNorm, LayerNorm, LogSoftmax, far_apart, random
+from tests.kernels.interpreting import watched
+from tests.kernels.truth import EPS, assert_close, check_values, expected
+from triton_kernels import _batch_norm_steps, _reduction_view, launch
+from triton_kernels import log_softmax as launchers
+from triton_kernels._channels import readable
+from triton_kernels._layer_norm_kernels import param_reduce_kernel
+from triton_kernels._runtime import row_view
+from triton_kernels.layer_norm import layer_norm_fwd
+from triton_kernels.log_softmax import log_softmax_fwd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# Several programs that share a row sum nothing over rows.
+GIVEN = {
+    "layer norm in registers": (LayerNorm.draw((2, 2, 20), batch_ndim=1), "in registers"),
+    "layer norm sums apart": (LayerNorm.draw((2, 20)), "sums apart"),
+    "layer norm swept": (LayerNorm.draw((2, 1, 20), batch_ndim=1), "swept"),
+    "layer norm shared": (LayerNorm.draw((1, 20)), "shared"),
+    "batch norm": (BatchNorm.draw((3, 3, 9)), "in registers"),
+    **{
+        f"log_softmax {dim} {plan}": (LogSoftmax.draw((2, 33) if dim else (33, 2), dim), plan)
+        for dim, plan in itertools.product((0, 1), ("in registers", "swept", "shared"))
+    },
+}
+
+
+@pytest.mark.parametrize("operands, plan", GIVEN.values(), ids=GIVEN)
+def test_what_is_given_and_wanted(operands: Any, plan: str, use_limits: Callable[..., None]) -> None:
+    use_limits(**ROW_PLANS[plan])
+    for mode in operands.MODES:
+        for call in operands.choices(mode):
+            check_values(call)
+
+
+def test_nothing_wanted_launches_nothing() -> None:
+    with watched() as launches:
+        check_values(LogSoftmax.draw((2, 5), 1).call("pairing", (False,) * 3))
+    assert not launches
+
+
+# Parameters wider than x, and narrower than the arithmetic; 17 columns begin another tile.
+PARAMETERS = {
+    "layer norm": LayerNorm.draw((3, 17), LOW, SINGLE),
+    "groups": LayerNorm.draw((2, 2, 20), DOUBLE, LOW, batch_ndim=1),
+    "images": BatchNorm.draw((6, 2, 4, 5), SINGLE, LOW),
+    "images of float64": BatchNorm.draw((6, 2, 4, 5), DOUBLE, LOW),
+    "features": BatchNorm.draw((11, 5), LOW, DOUBLE),
+}
+
+
+@pytest.mark.parametrize(
+    "name, plan", [*((name, "in registers") for name in PARAMETERS), ("layer norm", "sums apart"), ("groups", "swept")]
+)
+def test_dtypes_of_parameters(name: str, plan: str, use_limits: Callable[..., None]) -> None:
+    use_limits(**ROW_PLANS[plan])
+    for call in PARAMETERS[name].calls():
+        check_values(call)
+
+
+# Dtypes of y_bar, of y, and of x.
+@pytest.mark.parametrize("dtypes", [(SINGLE, LOW, HALF), (DOUBLE, LOW, SINGLE), (LOW, DOUBLE, HALF)], ids=str)
+@pytest.mark.parametrize("dim, plan", [(0, "swept"), (1, "in registers"), (1, "shared")])
+def test_mixed_dtypes_of_log_softmax(
+    dtypes: tuple[torch.dtype, ...], dim: int, plan: str, use_limits: Callable[..., None]
+) -> None:
+    use_limits(**ROW_PLANS[plan])
+    rows = LogSoftmax.draw((3, 33) if dim else (33, 3), dim, DOUBLE)
+    names = dict(zip(("y_bar", "y", "x", "y_bar_dot", "y_dot", "x_dot"), dtypes * 2, strict=True))
+    rows = rows.change(**{name: getattr(rows, name).to(dtype) for name, dtype in names.items()})
+    for call in (rows.call("pairing"), rows.call("pairing", (True, True, False)), rows.call("bwd_jvp")):
+        check_values(call)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_dtype_is_applied_before_anything_else() -> None:
+    for dtype, x_dtype in itertools.product(DTYPES, DTYPES):
+        rows = LogSoftmax.draw((3, 20), 1, dtype).change(x=random(3, 20, dtype=x_dtype), output_dtype=dtype)
+        # The interpreter truncates to bfloat16, where a GPU rounds.
+        for mode in ("forward", "backward") if dtype != LOW or x_dtype == dtype else ("backward",):
+            check_values(rows.call(mode))
+    # 1 + 2**-12 is 1 in float16, and 1e5 is infinite.
+    y = log_softmax_fwd(torch.tensor([[1.0, 1 + 2**-12], [1.0, 1e5]]), 1, HALF)
+    assert y[0, 0] == y[0, 1]
+    assert y[1].isnan().all()
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+# Operands in a layout, given the number of the operand, and whether kernels read them in place.
+ROWS: dict[str, tuple[Callable[[int], torch.Tensor], bool]] = {
+    "every second column": (lambda seed: random(6, 24, seed=seed)[:, ::2], True),
+    "transposed": (lambda seed: random(17, 6, seed=seed).T, True),
+    "padded outer dim": (lambda seed: random(3, 5, 10, seed=seed)[:, 1:4], True),
+    "permuted row dims": (lambda seed: random(4, 3, 10, seed=seed).transpose(0, 1), True),
+    "expanded outer dim": (lambda seed: random(4, 10, seed=seed).expand(3, 4, 10), True),
+    "no view": (lambda seed: random(2, 3, 4, 10, seed=seed).permute(2, 0, 1, 3)[:, :, 1:], False),
+}
+IMAGES: dict[str, tuple[Callable[[int], torch.Tensor], bool]] = {
+    "features sliced": (lambda seed: random(19, 11, seed=seed)[::2, 1:8:2], True),
+    "sequence transposed": (lambda seed: random(4, 33, 3, seed=seed).transpose(1, 2), True),
+    "one pixel": (lambda seed: random(19, 5, 1, 1, seed=seed), True),
+    "many channels last": (lambda seed: channels_last(random(2, 37, 2, 3, seed=seed)), True),
+    "sliced channels last": (lambda seed: channels_last(random(3, 10, 6, 7, seed=seed))[:, 2:5], True),
+    "cropped": (lambda seed: random(3, 3, 8, 9, seed=seed)[:, :, 1:7, 1:8], False),
+    "expanded pixels": (lambda seed: random(4, 3, 1, 1, seed=seed).expand(-1, -1, 3, 4), True),
+    "channels between": (lambda seed: random(3, 6, 3, 7, seed=seed).transpose(1, 2), False),
+    "volume channels last": (lambda seed: channels_last(random(2, 3, 4, 3, 5, seed=seed)), True),
+}
+
+
+def check_layout(operands: Any, view: Callable[[int], torch.Tensor], modes: tuple[str, ...] = ()) -> None:
+    """All operands of full size in a layout, and each alone."""
+    full_size = {name: view(seed) for seed, name in enumerate(("x", "y_bar", "x_dot", "y_bar_dot", "y", "y_dot"))}
+    full_size = {name: value for name, value in full_size.items() if hasattr(operands, name)}
+    for call in operands.change(**full_size).calls(*modes):
+        check_values(call)
+    for name, value in full_size.items():
+        for call in operands.change(**{name: value}).calls_with(name):
+            check_values(call)
+
+
+@pytest.mark.parametrize("layout", ROWS)
+def test_layouts_of_rows(layout: str) -> None:
+    view, is_readable = ROWS[layout]
+    x = view(0)
+    assert (row_view([x, torch.empty(x.shape)], 1, None).tensors[0] is x) == is_readable
+    check_layout(LayerNorm.draw(x.shape), view)
+    if x.dim() < 4:
+        check_layout(LogSoftmax.draw(x.shape, 0), view)
+
+
+@pytest.mark.parametrize("layout", IMAGES)
+def test_layouts_of_images(layout: str) -> None:
+    view, is_readable = IMAGES[layout]
+    x = view(0)
+    assert (readable(x, 0) is x) == is_readable
+    # Evaluation has the transforms of training.
+    check_layout(BatchNorm.draw(x.shape), view, ("train_fwd", "train_bwd", "pairing", "bwd_jvp"))
+
+
+def test_log_softmax_across_strides(use_limits: Callable[..., None]) -> None:
+    mixed = [random(2, 4, 3, 3, seed=seed) for seed in range(6)]
+    mixed[1::2] = [random(3, 6, 2, 4, seed=seed).transpose(0, 2)[:, ::2].transpose(1, 3) - 2 for seed in (1, 3, 5)]
+    for call in (*LogSoftmax(*mixed, dim=1).calls(), *LogSoftmax(*mixed, dim=3).calls()):
+        check_values(call)
+    use_limits(**ROW_PLANS["swept"])
+    swept = [random(40, 6, seed=seed)[:, ::2] - 2 for seed in range(6)]
+    mixed = [tensor.T if number % 3 else tensor.T.contiguous() for number, tensor in enumerate(swept)]
+    for call in (*LogSoftmax(*swept, dim=0).calls(), *LogSoftmax(*mixed, dim=1).calls()):
+        check_values(call)
+
+
+# Leading dims with parameters of their own, and operands that are one for all of them, or lie elsewhere.
+GROUPS = {
+    "rows": (LayerNorm.draw((2, 3, 4, 6), norm_ndim=2, batch_ndim=1), ("weight", "bias", "weight_dot")),
+    "rows of two dims": (LayerNorm.draw((2, 3, 20), batch_ndim=2), ("weight", "x")),
+    "images": (BatchNorm.draw((2, 2, 3, 2, 3, 5), batch_ndim=2), ("running_mean", "running_var")),
+    "features": (BatchNorm.draw((3, 6, 3), batch_ndim=1), ("bias", "weight_dot", "running_var", "x")),
+}
+
+
+@pytest.mark.parametrize("operands, shared", GROUPS.values(), ids=GROUPS)
+def test_groups(operands: Any, shared: tuple[str, ...]) -> None:
+    first = (0,) * operands.batch_ndim
+    alike = {name: getattr(operands, name)[first].expand(getattr(operands, name).shape) for name in shared}
+    for call in (*operands.calls(), *operands.change(**alike).calls()):
+        check_values(call)
+
+
+def test_groups_that_lie_elsewhere() -> None:
+    rows = LayerNorm.draw((3, 5, 12), batch_ndim=1)
+    rows = rows.change(x=random(5, 3, 12).transpose(0, 1), weight=random(12, 3).T)
+    params = {"weight": random(24)[::2], "bias": random(1).expand(12), "weight_dot": random(1).expand(12)}
+    stacked = torch.stack([channels_last(random(3, 5, 6, 7, seed=seed)) for seed in range(2)])
+    unflattened = channels_last(random(6, 5, 6, 7)).unflatten(0, (2, 3))
+    images = [BatchNorm.draw(x.shape, batch_ndim=1).change(x=x) for x in (stacked, unflattened)]
+    several = LayerNorm.draw((4, 12)).change(**params)
+    for call in (*rows.calls(), *several.calls(), *images[0].calls("train_fwd"), *images[1].calls("train_bwd")):
+        check_values(call)
+
+
+def test_more_segments_than_sums_over_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LAYER_NORM_MAX_SEGMENTS", 2)
+    rows = LayerNorm.draw((3, 3, 10)).change(x=random(3, 5, 10)[:, 1:4])
+    for call in rows.calls("backward", "pairing", "bwd_jvp"):
+        check_values(call)
+
+
+# In each, a product of a number and a stride that both fit in 32 bits does not.
+FAR_ROWS = {
+    "rows": (LayerNorm.draw((3, 20), HALF), (1 << 30, 1)),
+    "columns": (LayerNorm.draw((2, 20), HALF), (1, 1 << 27)),
+    "segments": (LayerNorm.draw((3, 1, 20), HALF, batch_ndim=1), (1 << 30, 32, 1)),
+    "log_softmax of rows": (LogSoftmax.draw((3, 17), 1, HALF), (2**30, 1)),
+    "log_softmax of columns": (LogSoftmax.draw((3, 3), 1, HALF), (1, 2**30)),
+}
+
+
+@pytest.mark.parametrize("plan", ROW_PLANS)
+@pytest.mark.parametrize("far", FAR_ROWS)
+def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..., None]) -> None:
+    use_limits(**ROW_PLANS[plan])
+    rows, strides = FAR_ROWS[far]
+    # Several programs that share a row read it as one does.
+    modes = ("jvp",) if plan == "shared" else list(rows.MODES)[1:]
+    names = [name for name in ("x", "y_bar", "x_dot", "y_bar_dot", "y") if hasattr(rows, name)]
+    for alone in (names[:1], names[1:]):
+        moved = rows.change(**{name: far_apart(getattr(rows, name), strides) for name in alone})
+        for call in moved.calls(*modes, *["forward"] * (alone == names[:1])):
+            check_values(call)
+
+
+FAR_STRIDES = {
+    "groups": (2**31, 8 * 3 * 20, 20, 1),
+    "samples": (320, 2**31 // 3 + 1, 20, 1),
+    "channels": (320, 20, 2**30 + 5, 1),
+    "spatial": (8, 24, 1, 2**31 // 19 + 3),
+}
+
+
+@pytest.mark.parametrize("far", FAR_STRIDES)
+def test_offsets_of_images_past_two_to_the_31(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, strides = BatchNorm.draw((2, 4, 3, 20), HALF, batch_ndim=1), FAR_STRIDES[far]
+    names = ("x", "y_bar", "x_dot", "y_bar_dot")
+    images = images.change(**{name: far_apart(getattr(images, name), strides) for name in names})
+    assert readable(images.x, 1) is images.x
+    for call in images.calls("train_bwd", "eval_jvp", "pairing", "bwd_jvp"):
+        check_values(call)
+    # Results are dense and so cannot be far apart within the memory of a test; these are made to be.
+    for call in images.calls("train_fwd", "eval_fwd"):
+        exact, y = expected(call)[0], far_apart(torch.empty_like(images.x), strides)
+        monkeypatch.setattr(_batch_norm_steps, "new_output", lambda like, batch_ndim, y=y: y)
+        assert_close(call.results()[0], exact, SINGLE)
+
+
+@pytest.mark.parametrize("strides", [(2**30, 3, 1), (3, 2**30, 1), (9, 3, 2**30)])
+@pytest.mark.parametrize("limits", [{}, {"log_softmax_row_cols": 2, "log_softmax_tile": 8}], ids=["whole", "swept"])
+def test_offsets_of_results_past_two_to_the_31(
+    strides: tuple[int, ...], limits: dict[str, int], use_limits: Callable[..., None]
+) -> None:
+    """Launchers make their results dense, which this does not: hence the launch below them."""
+    use_limits(**limits)
+    x, y = far_apart(random(3, 3, 3, dtype=HALF), strides), far_apart(torch.zeros(3, 3, 3).half(), strides)
+    view = _reduction_view.ReductionView(3, 3, 3, (x, y), (strides, strides))
+    kernels = (launchers.log_softmax_fwd_kernel, launchers.log_softmax_fwd_looped_kernel)
+    _reduction_view.launch_reduction(*kernels, 2, ("X", "Y"), view, SINGLE)
+    torch.testing.assert_close(y, torch.log_softmax(x.double(), 2).half())
+
+
+def test_groups_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of the partial rows of two groups on either side of element 2**31, as the last programs of a launch."""
+    groups, num_cols, num_parts = 2**20 + 1, 1024, 2
+    parts, sums = (
+        far_apart(torch.zeros(2, num_cols).half(), ((size - 1) * num_cols, 1)).as_strided(
+            (size, num_cols), (num_cols, 1)
+        )
+        for size in (groups * num_parts, groups)
+    )
+    parts[-2 * num_parts :] = random(2 * num_parts, num_cols, dtype=HALF)
+    program_id = interpreter.InterpreterBuilder.create_get_program_id
+
+    def shifted(self, axis):
+        handle = program_id(self, axis)
+        return interpreter.TensorHandle(handle.data + np.int32(groups - 2), handle.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", shifted)
+    flags = {"WANT_WEIGHT": True, "WANT_BIAS": False, "BLOCK_PARTS": 2, "BLOCK_COLS": 1024}
+    param_reduce_kernel[(2,)](parts, None, sums, None, num_parts, num_cols, **flags)
+    assert torch.equal(sums[-2:], parts[-2 * num_parts :].reshape(2, num_parts, num_cols).sum(1))
+
+
+EMPTY = [
+    *(
+        LayerNorm.draw(shape, batch_ndim=b)
+        for shape, b in (((0, 5), 0), ((3, 0, 5), 1), ((0, 3, 5), 0), ((0, 3, 5), 1))
+    ),
+    *(BatchNorm.draw(shape) for shape in ((0, 5), (0, 5, 4, 4), (3, 5, 0), (3, 0, 4))),
+    *(LogSoftmax.draw(shape, dim) for shape, dim in (((0, 5), 1), ((0, 5), 0), ((3, 0), 1), ((0,), 0))),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom.*")
+@pytest.mark.parametrize("operands", EMPTY, ids=lambda operands: f"{type(operands).__name__}{tuple(operands.x.shape)}")
+def test_no_elements(operands: Any) -> None:
+    for call in operands.calls():
+        for result, exact in zip(call.results(), expected(call), strict=True):
+            assert (result.shape, result.dtype) == (exact.value.shape, exact.dtype)
+            # Statistics of nothing mean nothing.
+            assert torch.equal(result.double(), exact.value) or exact.value.isnan().any()
+    y, mean, rstd = layer_norm_fwd(torch.empty(3, 0), None, None, 1, 0, EPS)
+    assert (y.shape, mean.tolist(), rstd.isnan().tolist()) == ((3, 0), [0.0] * 3, [True] * 3)
