@@ -9,7 +9,7 @@ import torch
 from primitives.core.decomposition import decomposition_table, register_decomposition
 from primitives.core.write_back import write_back
 from primitives.decompositions._norm_backwards import native_batch_norm_backward
-from primitives.decompositions._norm_checks import check_batch_norm, check_instance_norm
+from primitives.decompositions._norm_checks import check_batch_norm
 from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments, saved_dtype, scaled
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def _instance_norm(
 ) -> Tensor:
     """Batch norm in which every channel of every sample is a channel; running statistics average over the samples."""
     running = running_mean, running_var
-    check_instance_norm("instance_norm", x, weight, bias, *running, use_input_stats)
+    if not use_input_stats and (running_mean is None or running_var is None):
+        raise RuntimeError("instance_norm: running_mean and running_var must be given where use_input_stats is false.")
+    check_batch_norm("instance_norm", x, weight, bias, *running, use_input_stats)
     samples, channels = x.shape[:2]
     flat = x.reshape(1, samples * channels, *x.shape[2:])
     repeated = [None if p is None else p.repeat(samples) for p in (weight, bias, *running)]

@@ -42,8 +42,6 @@ def native_layer_norm_backward(
     axes = list(range(-len(normalized_shape), 0))
     rows = list(range(input.dim() - len(normalized_shape)))
     x, y_bar = accumulated(input), accumulated(grad_out)
-    if x.numel() == 0:
-        return _zeros(input, weight, bias, output_mask)
     mean, variance = moments(x, axes)
     # ATen does not pass eps on. It is what separates the variance from 1 / rstd**2, and no function of the input.
     eps = constant_p(rstd.to(x.dtype).pow(-2) - variance)
@@ -62,16 +60,6 @@ def native_layer_norm_backward(
 def _sum(v: Tensor, axes: list[int]) -> Tensor:
     # An empty list of axes means all of them to torch.
     return v.sum(axes) if axes else v
-
-
-def _zeros(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    zeros = [
-        torch.zeros_like(value) if wanted and value is not None else None
-        for value, wanted in zip((x, weight, bias), output_mask, strict=True)
-    ]
-    return zeros[0], zeros[1], zeros[2]
 
 
 @register_decomposition(aten.native_batch_norm_backward)
@@ -94,9 +82,6 @@ def native_batch_norm_backward(
     x, y_bar = accumulated(input), accumulated(grad_out)
     axes, shape = [0, *range(2, x.dim())], channel_shape(x)
     dtype = input.dtype if weight is None else weight.dtype
-    if x.numel() == 0:
-        channels = x.new_zeros(x.shape[1], dtype=dtype)
-        return _zeros(input, channels, channels, output_mask)
     if train:
         mean, variance = moments(x, axes)
     elif running_mean is None or running_var is None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["check_batch_norm", "check_group_norm", "check_instance_norm", "check_layer_norm"]
+__all__ = ["check_batch_norm", "check_group_norm", "check_layer_norm"]
 
 
 class _MissingStatisticsError(RuntimeError, ValueError):
@@ -76,21 +76,6 @@ def check_batch_norm(
     for name, statistic in running.items() if training and torch.is_grad_enabled() else ():
         if statistic is not None and statistic.requires_grad:
             raise RuntimeError(f"{caller}: {name} must not require grad in training: there it is state, not an input.")
-
-
-def check_instance_norm(
-    caller: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-) -> None:
-    """Raise what torch raises for these arguments of an instance norm."""
-    if not use_input_stats and (running_mean is None or running_var is None):
-        raise RuntimeError(f"{caller}: running_mean and running_var must be given where use_input_stats is false.")
-    check_batch_norm(caller, x, weight, bias, running_mean, running_var, use_input_stats)
 
 
 def check_group_norm(caller: str, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> None:

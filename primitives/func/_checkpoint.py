@@ -104,7 +104,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
-        constants = _constants(ctx.function)
+        constants = ctx.function.constants
         ctx.mark_non_differentiable(
             *[y for k, y in enumerate(output) if k in constants or not has_derivatives(y.dtype)]
         )
@@ -136,22 +136,35 @@ class _Recomputed(torch.autograd.Function):
         return results, (0,) * len(results)
 
 
-class _Batched:
+class _Derived:
+    """A function made of another one of the same region."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.region = inner, inner.region
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """Places of running statistics among the results: they have no derivative, whatever they are computed of."""
+        return self.inner.constants
+
+
+class _Batched(_Derived):
     """A function, mapped over batch axes."""
 
     def __init__(self, function: Any, in_dims: tuple, randomness: str) -> None:
-        self.region, self.inner = function.region, function
+        super().__init__(function)
         self._mapped = torch.vmap(function, in_dims=in_dims, randomness=randomness)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self._mapped(*tensors)
 
 
-class _Pushforward:
+class _Pushforward(_Derived):
     """A function together with its jvp: results, then the tangents of those that have any."""
 
     def __init__(self, function: Any, num_tensors: int, moving: Sequence[int]) -> None:
-        self.region, self.inner, self._count, self._moving = function.region, function, num_tensors, moving
+        super().__init__(function)
+        self._count, self._moving = num_tensors, moving
         self._with_tangent: list[int] = []
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -159,8 +172,7 @@ class _Pushforward:
         moved = _in_places(self.inner, tensors, self._moving)
         pair: Any = torch.func.jvp(moved, tuple(tensors[i] for i in self._moving), tangents)
         results, results_dot = pair
-        constants = _constants(self.inner)
-        self._with_tangent = [k for k, y in enumerate(results) if has_derivatives(y.dtype) and k not in constants]
+        self._with_tangent = [k for k, y in enumerate(results) if has_derivatives(y.dtype) and k not in self.constants]
         return *results, *(results_dot[k] for k in self._with_tangent)
 
     def tangents(self, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -171,16 +183,21 @@ class _Pushforward:
         return tuple(found)
 
 
-class _Pullback:
+class _Pullback(_Derived):
     """The vjp of a function: cotangents of the wanted tensors, from tensors and the cotangents of given results."""
 
     def __init__(self, function: Any, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> None:
-        self.region, self._function, self._count = function.region, function, num_tensors
-        self._wanted, self._given = wanted, given
+        super().__init__(function)
+        self._count, self._wanted, self._given = num_tensors, wanted, given
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """None: they are cotangents."""
+        return frozenset()
 
     def __call__(self, *values: Tensor) -> tuple[Any, ...]:
         tensors, cotangents = values[: self._count], values[self._count :]
-        inputs, moved = [tensors[i] for i in self._wanted], _in_places(self._function, tensors, self._wanted)
+        inputs, moved = [tensors[i] for i in self._wanted], _in_places(self.inner, tensors, self._wanted)
 
         def results(*inputs: Tensor) -> tuple[Tensor, ...]:
             found = moved(*inputs)
@@ -194,13 +211,6 @@ class _Pullback:
             pairs = [(y, y_bar) for y, y_bar in zip(results(*inputs), cotangents, strict=True) if y.requires_grad]
             bars = torch.autograd.grad([y for y, _ in pairs], inputs, [y_bar for _, y_bar in pairs], allow_unused=True)
         return tuple(torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, bars, strict=True))
-
-
-def _constants(function: Any) -> frozenset[int]:
-    """Places of running statistics among the results: they have no derivative, whatever they are computed of."""
-    if isinstance(function, Region):
-        return function.constants
-    return frozenset() if isinstance(function, _Pullback) else _constants(function.inner)
 
 
 def _in_places(function: Any, tensors: Sequence[Tensor], places: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:

@@ -97,12 +97,10 @@ def hvp(
         `(product, aux)`.
 
     Raises:
-        TreeError: If `primals` is no tuple or empty, `tangents` has another structure or no tensor, or `has_aux` and
-            the output is no pair.
-        LeafError: If a leaf with a tangent is no floating-point or complex tensor.
-        ShapeError: If the output has axes, or a tangent has another shape than its primal.
-        DtypeError: If the output is integral or complex, or a tangent has another dtype than its primal.
-        DeviceError: If a tangent is on another device than its primal.
+        TreeError: If `tangents` has no tensor.
+        ShapeError: If the output has axes.
+        DtypeError: If the output is integral or complex.
+        Exception: What `jvp` raises.
 
     Example:
         >>> primals = (torch.tensor(3.0), {"b": torch.tensor(5.0)})

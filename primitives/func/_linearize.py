@@ -50,11 +50,7 @@ def linearize(
         respect to whatever `primals` and the variables of `func` were computed from.
 
     Raises:
-        TreeError: If there are no primals or no output, or, by `jvp_fn`, a tangent has another structure.
-        LeafError: If a leaf of `primals` is no floating-point or complex tensor, or another one no tensor.
-        ShapeError: By `jvp_fn`, if a tangent has another shape than its primal.
-        DtypeError: By `jvp_fn`, if a tangent has another dtype than its primal.
-        DeviceError: By `jvp_fn`, if a tangent is on another device than its primal.
+        Exception: What `jvp` raises, by `jvp_fn` for its tangents.
         RuntimeError: By `jvp_fn`, if a tensor that it needs was changed in place.
 
     Example:
@@ -103,8 +99,7 @@ def _is_differentiable(tensor: Tensor) -> bool:
 class _Versions:
     """The tensors that a graph keeps, and how often each had been changed in place.
 
-    Autograd looks for such changes itself, but inside a transform only at the wrapper of a tensor, which a change
-    from outside passes by.
+    Autograd looks for that itself, but inside a transform only at a tensor's wrapper, which a change passes by.
     """
 
     def __init__(self) -> None:
@@ -125,11 +120,7 @@ class _Versions:
             nodes += [following for following, _ in node.next_functions]
 
     def check(self) -> None:
-        """Raise if one of the tensors has been changed since.
-
-        Raises:
-            RuntimeError: What autograd raises.
-        """
+        """Raise what autograd raises if one of the tensors has been changed since."""
         for tensor, version in self._kept:
             if tensor._version != version:
                 raise RuntimeError(

@@ -37,19 +37,13 @@ _write_back = torch.ops.primitives.write_back.default
 class Region:
     """A function with its arguments, as a function `(*tensors) -> tensors`; every run but the first is a repetition.
 
-    Args:
-        fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Attributes:
-        tensors: Those of the arguments, then what `fn` captures, then parameters and buffers of the modules it reaches.
-        changed: Places among them of buffers that `fn` changes, whose new values come last in the result.
-        constants: Places in the result of those that are running statistics of a norm, constant to every derivative.
-        region: The region itself, as every function made of it has one.
+    `tensors` are those of the arguments, then what `fn` captures, then parameters and buffers of the modules that it
+    reaches. `changed` are the places among them of buffers that `fn` changes, whose new values come last in the result;
+    `constants` the places there of those that are running statistics of a norm, constant to every derivative.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        # Every function made of a region has one.
         self._fn, self.region = fn, self
         self._leaves, self._treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]

@@ -81,11 +81,7 @@ def grad_and_value(
         `(gradient, (value, aux))`.
 
     Raises:
-        AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
-        LeafError: If a differentiated leaf is no floating-point or complex tensor, or the output is no tensor.
-        ShapeError: If the output has axes.
-        DtypeError: If the output is integral or complex.
-        TreeError: If `has_aux` and the output is no pair.
+        Exception: What `grad` raises.
 
     Example:
         >>> grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))

@@ -93,10 +93,10 @@ def chunk_vmap(
         randomness: As in `vmap`.
         chunks: Number of chunks, all of the same size but for the last; fewer if the mapped axis is shorter.
         namespace: optree namespace of custom pytree nodes.
-        is_leaf: Where it returns true, a subtree of an argument or of the output is a leaf.
+        is_leaf: As in `vmap`.
 
     Returns:
-        Function of the arguments of `func` with the mapped axes, whose output has one too.
+        What `vmap` returns.
 
     Raises:
         ShapeError: If `chunks` is less than 1.
