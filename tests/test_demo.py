@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
+
+from perf.demo import report
+from perf.demo.__main__ import main
+from perf.demo.derivatives import Errors
+from perf.demo.train import Contest, Duel, Run
 
 
 def row(output: str, name: str) -> list[float]:
@@ -18,17 +22,14 @@ def row(output: str, name: str) -> list[float]:
 
 
 # One test, because parallel workers would each train for a test of their own.
-def test_quick_run(tmp_path):
+def test_quick_run(tmp_path, capsys):
     folder = tmp_path / "new" / "pictures"
-    # The width keeps each row of a table on one line.
-    environment = {**os.environ, "COLUMNS": "140", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-m", "perf.demo", "--device", "cpu", "--quick", "--output", str(folder)]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    with torch.random.fork_rng():
+        status = main(["--device", "cpu", "--quick", "--output", str(folder)])
+    output = capsys.readouterr().out
+    assert status == 0, output
     for name in ("conv net", "transformer"):
-        required, torch_accuracy, our_accuracy, float64_gap, float32_gap, torch_ms, our_ms = row(done.stdout, name)
+        required, torch_accuracy, our_accuracy, float64_gap, float32_gap, torch_ms, our_ms = row(output, name)
         assert min(torch_accuracy, our_accuracy) >= required == 0.5
         assert float64_gap <= 1e-9
         # On the CPU both may call the same kernels of ATen, and agree in every bit.
@@ -36,17 +37,13 @@ def test_quick_run(tmp_path):
         assert min(torch_ms, our_ms) > 0
     for name in ("jvp(jvp)", "grad(jvp)", "third derivative"):
         # What torch is off by is printed, and not required: a torch that is mended must not fail this test.
-        _, our_conv, _, our_transformer = row(done.stdout, name)
+        _, our_conv, _, our_transformer = row(output, name)
         assert max(our_conv, our_transformer) <= 1e-9
     for name in ("loss_curves.png", "digits.png"):
         assert (folder / name).stat().st_size > 10_000
 
 
 def test_missed_bound_fails_the_run():
-    from perf.demo import report
-    from perf.demo.derivatives import Errors
-    from perf.demo.train import Contest, Duel, Run
-
     def duel(last_loss, accuracy):
         runs = [Run(None, [loss], 1.0) for loss in (1.0, 1.0, 1.0, last_loss)]
         return Duel(Contest("net", None, 1.0, 1, 0.9), *runs, 0.95, accuracy)

@@ -15,7 +15,6 @@ from tests.properties import check_second_order
 from tests.support import LAYOUTS, assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-pytestmark = pytest.mark.usefixtures("backend")
 
 
 @functools.cache
