@@ -9,7 +9,8 @@ import optree
 import torch
 from torch.autograd.graph import GradientEdge
 
-from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeError, TreeError
+from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
+from primitives.core.trees.leaves import Meta, check_like
 from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
@@ -101,14 +102,10 @@ def grad(
 
     Raises:
         ValueError: If `materialize_grads` and `allow_unused` is `False`.
-        RuntimeError: If an output or input does not require grad, an input is unused and that is not allowed, the
-            graph was freed, or `materialize_grads` meets an unused `GradientEdge`.
-        TreeError: If `outputs` or `inputs` is empty, or `grad_outputs` has another structure than `outputs`.
-        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is not a tensor.
-        ShapeError: If a cotangent has another shape than its output, is missing for an output of several elements, or
-            batch axes differ in size.
-        DtypeError: If a cotangent has another dtype than its output, or is missing for a complex one.
-        DeviceError: If a cotangent is on another device than its output.
+        RuntimeError: If an input is unused and that is not allowed, or `materialize_grads` meets an unused
+            `GradientEdge`.
+        ShapeError: If batch axes differ in size.
+        Exception: What `backward` raises.
 
     Example:
         >>> params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones((), requires_grad=True)}
@@ -220,18 +217,11 @@ def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
     return leaves
 
 
-class _Meta(NamedTuple):
+def _meta(leaf: Any) -> Meta:
     """What a cotangent must look like; a nested tensor has no shape of its own."""
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _meta(leaf: Any) -> _Meta:
     source = leaf.node._input_metadata[leaf.output_nr] if _is_edge(leaf) else leaf
     is_nested = source.is_nested_tensor if _is_edge(leaf) else source.is_nested
-    return _Meta(None if is_nested else tuple(source.shape), source.dtype, source.device)
+    return Meta(None if is_nested else torch.Size(source.shape), source.dtype, source.device)  # type: ignore[arg-type] - checked by name
 
 
 def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batched: bool) -> list[Tensor | None]:
@@ -256,10 +246,10 @@ def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batche
     return values
 
 
-def _check_implicit(function: str, label: str, output_label: str, meta: _Meta, *, batched: bool) -> None:
+def _check_implicit(function: str, label: str, output_label: str, meta: Meta, *, batched: bool) -> None:
     if batched:
         raise ShapeError(f"{function}: {label} must be given with is_grads_batched=True, got None.")
-    if meta.shape is None or torch.Size(meta.shape).numel() != 1:
+    if meta.shape is None or meta.shape.numel() != 1:
         given = "is a nested tensor" if meta.shape is None else f"has shape {list(meta.shape)}"
         raise ShapeError(
             f"{function}: {label} must be given, got None: it is implicitly 1 only for an output of one element, and "
@@ -272,17 +262,13 @@ def _check_implicit(function: str, label: str, output_label: str, meta: _Meta, *
         )
 
 
-def _check_cotangent(function: str, label: str, output_label: str, value: Any, meta: _Meta, *, batched: bool) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise LeafError(f"{function}: {label} must be a tensor or None, got {type(value).__name__}.")
-    if value.is_nested != (meta.shape is None):
+def _check_cotangent(function: str, label: str, output_label: str, value: Any, meta: Meta, *, batched: bool) -> None:
+    if isinstance(value, torch.Tensor) and value.is_nested != (meta.shape is None):
         kinds = ("a nested", "a plain") if meta.shape is None else ("a plain", "a nested")
         raise ShapeError(f"{function}: {label} must be {kinds[0]} tensor ({output_label}), got {kinds[1]} one.")
-    # Torch itself compares what is inside of nested tensors.
-    if meta.shape is not None and (value.shape[batched:] != meta.shape or (batched and value.dim() == 0)):
-        wanted = ", ".join(map(str, ["batch", *meta.shape] if batched else meta.shape))
-        raise ShapeError(f"{function}: {label} must have shape [{wanted}] ({output_label}), got {list(value.shape)}.")
-    if value.dtype != meta.dtype:
-        raise DtypeError(f"{function}: {label} must have dtype {meta.dtype} ({output_label}), got {value.dtype}.")
-    if value.device != meta.device:
-        raise DeviceError(f"{function}: {label} must be on {meta.device} ({output_label}), got {value.device}.")
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        # Torch itself compares what is inside.
+        return
+    if batched and isinstance(value, torch.Tensor):
+        meta = meta._replace(shape=torch.Size([*(value.shape[:1] or (1,)), *meta.shape]))
+    check_like(function, label, value, output_label, meta)

@@ -108,13 +108,13 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
 
     Every operator of the tables is replaced by its decomposition, by whatever name Python calls it: functions of
     `torch.nn.functional` and the modules that call them, functions of `torch`, methods of tensors, and
-    `torch.ops.<namespace>.<op>` with its overloads. What was computed inside is right
-    at every order, in forward and reverse mode, also when it is differentiated after the context has ended. Where an
-    argument carries a tangent, `decomposition_table_for_jvp` comes first.
+    `torch.ops.<namespace>.<op>` with its overloads. What was computed inside is right at every order, in both modes,
+    also when it is differentiated after the context has ended. Where an argument carries a tangent,
+    `decomposition_table_for_jvp` comes first.
 
     Arguments that torch refuses are refused with an error of the same type, before running statistics are written.
-    TorchScript is out of reach: a scripted module or function calls operators without asking Python. A function
-    that is run again outside, as by `torch.utils.checkpoint`, has to enter the context there too: pass
+    TorchScript is out of reach: it calls operators without asking Python. A function that is run again outside, as by
+    `torch.utils.checkpoint`, has to enter the context there too: pass it
     `context_fn=lambda: (contextlib.nullcontext(), differentiate_through())`.
 
     Args:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives.core.errors import AxisError, DtypeError, LeafError, ShapeError, TreeError
 from primitives.core.trees.leaves import Partition
@@ -76,9 +77,9 @@ class FlatCall:
         aux: Any = ()
         if self._has_aux:
             if not isinstance(output, tuple) or len(output) != 2:
-                given = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
                 raise TreeError(
-                    f"{self.function}: with has_aux=True, func must return a tuple (output, aux), got {given}."
+                    f"{self.function}: with has_aux=True, func must return a tuple (output, aux), got "
+                    f"{kind_of(output)}."
                 )
             output, aux = output
         checked = self._scalar(output) if self._allowed == "scalar" else self._split(output)
@@ -150,37 +151,26 @@ class FlatCall:
                 "torch.nested.to_padded_tensor."
             )
 
-    def match_primals(self, name: str, tangents: Any) -> list[Tensor]:
-        """The leaves of `tangents`, checked to be trees like the positional arguments, in shapes and dtypes too."""
-        self._check_number(name, tangents)
-        matched: list[Tensor] = []
-        for i, tangent in enumerate(tangents):
-            names = f"{name}[{i}]", tangent, f"{self.root}[{i}]"
-            matched += self.parts[i].match(self.function, *names, self.own(i, self.tensors))
-        return matched
+    def match(self, name: str, tangents: Any, *, some: bool = False) -> dict[int, Tensor]:
+        """Tangents by position of their tensor, checked to be trees like the positional arguments, in dtypes too.
 
-    def match_variables(self, name: str, tangents: Any) -> dict[int, Tensor]:
-        """Tangents by position of their tensor, where some are `None`: for a leaf, or for a whole argument."""
-        self._check_number(name, tangents)
+        With `some`, `None` may stand in place of a leaf, or of a whole argument.
+        """
+        if not isinstance(tangents, tuple) or len(tangents) != self.num_args:
+            raise TreeError(
+                f"{self.function}: {name} must be a tuple of {self.num_args}, one for each of {self.root}, got "
+                f"{kind_of(tangents)}."
+            )
         found: dict[int, Tensor] = {}
         for i, tangent in enumerate(tangents):
-            if tangent is None:
+            part, own, (start, _) = self.parts[i], self.own(i, self.tensors), self._spans[i]
+            if some and tangent is None:
                 continue
-            part, label = self.parts[i], f"{self.root}[{i}]"
-            for j, tensor in enumerate(self.own(i, self.tensors)):
-                self._refuse_nested(tensor, part, j, label)
-            names = f"{name}[{i}]", tangent, label
-            matched = part.match(self.function, *names, self.own(i, self.tensors), some=True)
-            start, _ = self._spans[i]
+            for j, tensor in enumerate(own):
+                self._refuse_nested(tensor, part, j, f"{self.root}[{i}]")
+            matched = part.match(self.function, f"{name}[{i}]", tangent, f"{self.root}[{i}]", own, some=some)
             found.update({start + j: value for j, value in enumerate(matched) if value is not None})
         return found
-
-    def _check_number(self, name: str, tangents: Any) -> None:
-        if not isinstance(tangents, tuple) or len(tangents) != self.num_args:
-            given = f"a tuple of {len(tangents)}" if isinstance(tangents, tuple) else type(tangents).__name__
-            raise TreeError(
-                f"{self.function}: {name} must be a tuple of {self.num_args}, one for each of {self.root}, got {given}."
-            )
 
     def in_structure(self, argnums: Any, values: Sequence[Any]) -> Any:
         """`values`, one for each differentiated tensor: one tree for an int `argnums`, a tuple of trees for a tuple."""
@@ -191,6 +181,11 @@ class FlatCall:
             trees.append(self.parts[argnum].join(remaining[: stop - start]))
             remaining = remaining[stop - start :]
         return tuple(trees) if isinstance(argnums, tuple) else trees[0]
+
+
+def kind_of(value: Any) -> str:
+    """A value in the words of an error about a tuple."""
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 def _is_differentiable(tensor: Tensor, *, real: bool) -> bool:
@@ -270,16 +265,12 @@ def check_vmap_options(function: str, randomness: str, name: str, number: Any) -
         raise ShapeError(f"{function}: {name} must be at least 1, got {number}.")
 
 
-class Generators:
-    """State of the random number generators that a function of `tensors` draws from."""
+def rewinder(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """A function that sets the generators which a function of `tensors` draws from back to what they are now."""
+    state, (devices, states) = torch.get_rng_state(), get_device_states(*tensors)
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._cpu = torch.get_rng_state()
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    def rewind() -> None:
+        torch.set_rng_state(state)
+        set_device_states(devices, states)
 
-    def rewind(self) -> None:
-        """Go back to the state at construction."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda:
-            torch.cuda.set_rng_state(state, device)
+    return rewind

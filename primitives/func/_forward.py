@@ -61,7 +61,7 @@ def jvp(
 def _jvp(func: Callable, primals: tuple, tangents: tuple, strict: bool, has_aux: bool, options: dict[str, Any]) -> Any:
     call = primals_call("jvp", func, primals, options, has_aux=has_aux)
     call.differentiated(range(call.num_args))
-    flat_tangents = call.match_primals("tangents", tangents)
+    flat_tangents = call.match("tangents", tangents).values()
     outputs, output_tangents, aux = torch.func.jvp(  # type: ignore[misc] - as long as has_aux says
         call.flat, tuple(call.tensors), tuple(flat_tangents), strict=strict, has_aux=True
     )
@@ -115,7 +115,7 @@ def hvp(
 @eager_after_break
 def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options: dict[str, Any]) -> Any:
     call = primals_call("hvp", func, primals, options, has_aux=has_aux)
-    by_position = call.match_variables("tangents", tangents)
+    by_position = call.match("tangents", tangents, some=True)
     if not by_position:
         raise TreeError("hvp: tangents must hold a tensor, got none.")
     positions = tuple(by_position)

@@ -8,11 +8,11 @@ import torch
 
 from primitives.func._calls import (
     FlatCall,
-    Generators,
     check_vmap_options,
     eager_after_break,
     jvp_of,
     named_like,
+    rewinder,
     vjp_of,
     wrap_argnums,
 )
@@ -91,22 +91,8 @@ def jacfwd(
 ) -> Callable[..., Any]:
     """Jacobian by forward mode: one Jacobian-vector product for each element of the differentiated arguments.
 
-    Args:
-        func: As in `jacrev`.
-        argnums: As in `jacrev`.
-        has_aux: Whether `func` returns `(output, aux)`.
-        randomness: What random operations in `func` do under the vmap that runs the products: `"error"`, the `"same"`
-            numbers in each, which makes it the Jacobian of one draw, or `"different"` ones.
-        chunk_size: Number of products computed at a time, which bounds the memory that they take. `None` computes
-            all at once.
-        namespace: optree namespace of custom pytree nodes.
-        is_leaf: Where it returns true, a subtree is a leaf.
-
-    Returns:
-        Function of the arguments of `func` that returns what that of `jacrev` returns.
-
-    Raises:
-        Exception: What `jacrev` raises.
+    Arguments, result and errors are those of `jacrev`, but that `randomness` says what random operations in `func` do:
+    `"same"` makes it the Jacobian of one draw.
 
     Example:
         >>> jacfwd(lambda x, y: x * y, argnums=(0, 1))(torch.tensor([1.0, 2.0]), torch.tensor(3.0))
@@ -132,27 +118,15 @@ def hessian(
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Callable[..., Any]:
-    """Hessian by forward-over-reverse mode: `jacfwd(jacrev(func))`.
+    """Hessian by forward-over-reverse mode: `jacfwd(jacrev(func))`, with their arguments and errors.
 
-    Args:
-        func: As in `jacrev`, without `has_aux`.
-        argnums: As in `jacrev`.
-        randomness: As in `jacfwd`. A network with dropout, in training, takes `"same"`: every column is then of the
-            function that one mask makes. What draws from an explicit state (`functionalize_rng`) needs none of the
-            three.
-        chunk_size: Number of columns computed at a time, which bounds the memory that they take. `None` computes all
-            at once.
-        namespace: optree namespace of custom pytree nodes.
-        is_leaf: Where it returns true, a subtree is a leaf.
+    A network with dropout, in training, takes `randomness="same"`: every column is then of the function that one mask
+    makes. What draws from an explicit state (`functionalize_rng`) needs none of the three. `chunk_size` counts columns.
 
     Returns:
         Function of the arguments of `func`. It returns the structure of the output, with the structure of the
         argument (for a tuple `argnums`, a tuple of them) at each leaf, and at each leaf of that the same structure
         again, with tensors of shape `[*output leaf, *argument leaf, *argument leaf]`.
-
-    Raises:
-        RuntimeError: If `randomness` is none of the three, or is `"error"` and `func` draws random numbers.
-        Exception: What `jacrev` raises.
 
     Example:
         >>> hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
@@ -234,11 +208,11 @@ def _of_basis(
         # The function is still to be called, for the shapes of its results.
         return [result[:0] for result in run(_basis(tensors, 0, 1))]
     step = chunk_size or total
-    generators = Generators(tensors) if randomness == "same" and step < total else None
+    rewind = rewinder(tensors) if randomness == "same" and step < total else None
     chunks = []
     for start in range(0, total, step):
-        if generators is not None:
-            generators.rewind()
+        if rewind is not None:
+            rewind()
         chunks.append(run(_basis(tensors, start, min(start + step, total))))
     return list(chunks[0]) if len(chunks) == 1 else [torch.cat(column) for column in zip(*chunks, strict=True)]
 

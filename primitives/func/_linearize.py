@@ -83,7 +83,7 @@ def _linearize(func: Callable, primals: tuple, options: dict[str, Any]) -> tuple
     _, push = torch.func.vjp(pullback, *[torch.zeros_like(result) for result in results])  # type: ignore[misc] - as long as has_aux says
 
     def jvp_fn(*tangents: Any) -> Any:
-        matched = call.match_primals("tangents", tangents)
+        matched = call.match("tangents", tangents).values()
         kept.check()
         pushed = iter(push(tuple(matched)))
         found = [next(pushed) if _is_differentiable(output) else torch.zeros_like(output) for output in outputs]

@@ -67,21 +67,11 @@ def grad_and_value(
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Callable[..., Any]:
-    """Gradient and value of a scalar function, from one evaluation.
-
-    Args:
-        func: As in `grad`.
-        argnums: As in `grad`.
-        has_aux: Whether `func` returns `(output, aux)`.
-        namespace: optree namespace of custom pytree nodes.
-        is_leaf: Where it returns true, a subtree of an argument or of aux is a leaf.
+    """Gradient and value of a scalar function, from one evaluation. Arguments and errors are those of `grad`.
 
     Returns:
         Function of the arguments of `func` that returns `(gradient, value)`; with `has_aux`,
         `(gradient, (value, aux))`.
-
-    Raises:
-        Exception: What `grad` raises.
 
     Example:
         >>> grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))

@@ -9,7 +9,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.errors import AxisError, LeafError, ShapeError, TreeError
 from primitives.core.trees.overlay import spread
-from primitives.func._calls import FlatCall, Generators, check_vmap_options, eager_after_break, named_like
+from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, named_like, rewinder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,23 +84,10 @@ def chunk_vmap(
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Callable[..., Any]:
-    """`vmap` in a given number of chunks, run one after the other.
+    """`vmap` in a given number of `chunks`, run one after the other.
 
-    Args:
-        func: As in `vmap`.
-        in_dims: As in `vmap`.
-        out_dims: As in `vmap`.
-        randomness: As in `vmap`.
-        chunks: Number of chunks, all of the same size but for the last; fewer if the mapped axis is shorter.
-        namespace: optree namespace of custom pytree nodes.
-        is_leaf: As in `vmap`.
-
-    Returns:
-        What `vmap` returns.
-
-    Raises:
-        ShapeError: If `chunks` is less than 1.
-        Exception: What `vmap` raises.
+    All are of the same size but for the last; there are fewer if the mapped axis is shorter. The other arguments, the
+    result and the errors are those of `vmap`; `chunks` less than 1 is a `ShapeError`.
 
     Example:
         >>> chunk_vmap(lambda x: x.sum(), chunks=3)(torch.ones(5, 2))
@@ -145,11 +132,11 @@ class _MappedCall:
             # The tensors as they are, not views of them: what the function writes to, or returns, is the argument.
             return self._joined([vectorized(*tensors)])
         split = [None if dim is None else self._split(i, chunk_size, dim) for i, dim in enumerate(self._in_dims)]
-        generators = Generators(tensors) if randomness == "same" else None
+        rewind = rewinder(tensors) if randomness == "same" else None
         chunks = []
         for i in range(-(-self.batch_size // chunk_size)):
-            if generators is not None:
-                generators.rewind()
+            if rewind is not None:
+                rewind()
             pairs = zip(tensors, split, strict=True)
             chunks.append(vectorized(*[tensor if pieces is None else pieces[i] for tensor, pieces in pairs]))
         return self._joined(chunks)
@@ -207,10 +194,9 @@ def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None
     if in_dims is None or _is_axis(in_dims):
         in_dims = (in_dims,) * len(args)
     if not isinstance(in_dims, tuple) or len(in_dims) != len(args):
-        given = f"a tuple of {len(in_dims)}" if isinstance(in_dims, tuple) else type(in_dims).__name__
         raise TreeError(
             f"{call.function}: in_dims must be an int, None or a tree prefix of args, a tuple of {len(args)}, "
-            f"got {given}."
+            f"got {kind_of(in_dims)}."
         )
     dims: list[int | None] = []
     for i, (arg, own_dims) in enumerate(zip(args, in_dims, strict=True)):
