@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH = 2
+_FAKES: dict[str, list] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,15 @@ class Call:
 
     @property
     def names(self) -> list[str]:
-        """Names of the arguments."""
         return [argument.name for argument in self.overload._schema.arguments]
 
     def argument(self, name: str) -> Any:
-        """Argument `name`."""
         return self.args[self.names.index(name)]
+
+    @property
+    def wanted(self) -> tuple:
+        """Which outputs are wanted, where a call can choose."""
+        return tuple(self.argument("wanted")) if "wanted" in self.names else ()
 
     @property
     def tensors(self) -> list[int]:
@@ -59,7 +62,6 @@ class CallRecorder(TorchDispatchMode):
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Note the call and run it."""
         if func.namespace == "primitives":
             plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
             padding = [a.default_value for a in func._schema.arguments[len(plain) :]]
@@ -77,17 +79,14 @@ def distinct(calls: Iterable[Call]) -> list[Call]:
     """One call for each primitive, set of present arguments and set of wanted outputs."""
     found: dict[tuple, Call] = {}
     for call in calls:
-        wanted = tuple(call.argument("wanted")) if "wanted" in call.names else ()
-        found.setdefault((call.overload, tuple(call.tensors), wanted), call)
+        found.setdefault((call.overload, tuple(call.tensors), call.wanted), call)
     return list(found.values())
 
 
 def fullest(calls: Iterable[Call], primitive: Any) -> Call:
     """Of the calls of `primitive`, the one with the most tensors and the most wanted outputs."""
     candidates = [call for call in calls if call.overload is primitive.overload]
-    return max(
-        candidates, key=lambda call: (len(call.tensors), sum(call.argument("wanted")) if "wanted" in call.names else 0)
-    )
+    return max(candidates, key=lambda call: (len(call.tensors), sum(call.wanted)))
 
 
 def in_float64(call: Call) -> tuple[Tensor, ...]:
@@ -110,16 +109,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def check_call(call: Call, *, again: bool = True, fake: bool = True, roundings: int = 1) -> None:
-    """What holds for every call of a primitive, whoever serves it.
+    """Outputs are sums in the accumulation dtype, rounded once, in memory of their own; no argument is written.
 
-    Its outputs are sums in the accumulation dtype, rounded once; in memory of their own; the same bits again; laid out
-    as a compiler is told. No argument is written.
-
-    Args:
-        call: The call.
-        again: Whether to make it twice.
-        fake: Whether to make it without data too.
-        roundings: How often an output may be rounded.
+    With `again`, a second call gives the same bits; with `fake`, they are laid out as a compiler is told.
     """
     before = [a.clone() if isinstance(a, torch.Tensor) else a for a in call.args]
     outputs, expected = call.outputs(), in_float64(call)
@@ -147,27 +139,13 @@ def check_call(call: Call, *, again: bool = True, fake: bool = True, roundings: 
 
 def check_fake(call: Call, outputs: Sequence[Tensor]) -> None:
     """A call on tensors without data has the shapes, dtypes and strides of the real call."""
-    described = (_Empty(a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in call.args)
-    args = tuple(tuple(a) if isinstance(a, list) else a for a in described)
-    device = next(call.args[i].device for i in call.tensors)
-    assert [layout_of(real) for real in outputs] == _fake_layouts(call.overload, args, device), str(call)
-
-
-class _Empty(NamedTuple):
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@functools.lru_cache(maxsize=64)
-def _fake_layouts(overload: Any, described: tuple, device: torch.device) -> list[tuple]:
-    """Layouts of the outputs of a call that is described so; it is asked for by one backend after the other."""
-    with FakeTensorMode():
-        args = [
-            torch.empty_strided(a.shape, a.strides, dtype=a.dtype, device=device) if isinstance(a, _Empty) else a
-            for a in described
-        ]
-        return [layout_of(fake) for fake in Call(overload, tuple(args)).outputs()]
+    given = [(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in call.args]
+    # One backend after the other asks for the same.
+    if (key := f"{call} {given}") not in _FAKES:
+        with FakeTensorMode() as mode:
+            args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in call.args]
+            _FAKES[key] = list(map(layout_of, call.outputs(args)))
+    assert list(map(layout_of, outputs)) == _FAKES[key], str(call)
 
 
 # Batching.
@@ -187,10 +165,7 @@ def check_vmap(
     in_dims = tuple(axis if i in positions else None for i in range(len(args)))
     full = [batched(a, axis) if i in positions else a for i, a in enumerate(args)]
     actual = torch.vmap(function, in_dims)(*full)
-    rows = [
-        function(*[a.select(axis, i) if dim is not None else a for a, dim in zip(full, in_dims, strict=True)])
-        for i in range(BATCH)
-    ]
+    rows = [function(*[a.select(axis, k) if i in positions else a for i, a in enumerate(full)]) for k in range(BATCH)]
     for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
         assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
 
@@ -212,18 +187,14 @@ def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -
     """`check_vmap` of a primitive for the tensors of `call`, batched over each of the chosen sets of them."""
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        args = list(call.args)
-        for position, tensor in zip(call.tensors, tensors, strict=True):
-            args[position] = tensor
-        return call.outputs(with_its_statistics(call, args))
+        given = dict(zip(call.tensors, tensors, strict=True))
+        return call.outputs(with_its_statistics(call, [given.get(i, a) for i, a in enumerate(call.args)]))
 
-    tensors = [call.args[i] for i in call.tensors]
     for positions in chosen:
         names = [call.names[call.tensors[i]] for i in positions]
-        check_vmap(function, tensors, positions, axis, f"{call} over {names}")
+        check_vmap(function, [call.args[i] for i in call.tensors], positions, axis, f"{call} over {names}")
 
 
 def alone_and_together(call: Call) -> list[tuple[int, ...]]:
     """Each tensor of `call` by itself, and all of them."""
-    count = len(call.tensors)
-    return [*[(i,) for i in range(count)], tuple(range(count))]
+    return [*[(i,) for i in range(len(call.tensors))], tuple(range(len(call.tensors)))]

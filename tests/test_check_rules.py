@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import pickle
 import re
+import runpy
 import unittest
 from typing import NamedTuple
 
@@ -16,11 +18,24 @@ import primitives as pr
 from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
-from tests import wrong_calls, wrong_ops
-from tests.check_rules_support import FAST, failure, run
-from tests.wrong_ops import WEIGHT, X
+from tests import wrong_ops
+from tests.wrong_ops import ALONE, OTHERS, WEIGHT, X, right_product
 
-EXPECTED = {**wrong_ops.EXPECTED, **wrong_calls.EXPECTED}
+# The compiler takes most of the time; it is checked where it matters.
+FAST = {"compile": False}
+Z = torch.complex(X, WEIGHT - 1)
+
+
+def failure(op, *args, **options):
+    with pytest.raises(RuleError) as caught:
+        check_rules(op, *args, **options)
+    return caught.value
+
+
+def run(program, tmp_path):
+    path = tmp_path / "reproducer.py"
+    path.write_text(program)
+    return runpy.run_path(str(path))
 
 
 @optree.dataclasses.dataclass(namespace="check_rules")
@@ -33,6 +48,10 @@ class Affine:
 class Pair(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
+
+
+class Mode(enum.Enum):
+    SQUARE = 1
 
 
 @pr.custom_op("check_rules::scaled", differentiate="reference", tree_namespace="check_rules")
@@ -51,14 +70,7 @@ def half_a_pair(x):
     return x.exp()
 
 
-@half_a_pair.def_backward
-def _half(ctx, saved, y_bar):
-    return {"x": saved * y_bar}
-
-
-@pr.custom_op("check_rules::returns_its_input")
-def returns_its_input(x):
-    return x
+half_a_pair.def_backward(lambda ctx, saved, y_bar: {"x": saved * y_bar})
 
 
 @pr.custom_op("check_rules::counts", mutates=("state",), differentiate="reference")
@@ -68,105 +80,86 @@ def counts(state, x):
     return x.square()
 
 
-# Right operators.
+def norm_of_tree(tree, weight, bias):
+    return pr.functional.layer_norm(tree, (3,), weight, bias)
 
 
-def test_a_right_op_passes_everything():
-    report = check_rules(wrong_ops.right_product, X, WEIGHT)
-    assert report.ok
-    assert [row.property for row in report.rows] == list(PROPERTIES)
-    other = {row.property: row.note for row in report.rows if row.status != "ok"}
-    assert other == {"static arguments": "no float, int or bool argument"}
+PARAMS, THREE = {"affine": Affine(torch.tensor([0.5, 1.0, 2.0])), "unused": None}, torch.tensor([0.5, 1.0, 2.0])
+STATE = {"mean": torch.zeros(()), "steps": torch.zeros((), dtype=torch.int64)}
+MEAN, RSTD = layer_norm_p(X, THREE, None, 1, 0, 1e-3)[1:]
+NO_KERNEL, NO_NUMBER, NO_OP = "reference against kernel", "static arguments", "opcheck"
+OF_DERIVATIVES = {name for name in PROPERTIES if re.search("grad|jvp|transpose|nest|deriv|cotangent", name)}
+# What does not apply beside the compiler, which is off.
+RIGHT = {
+    "trees": (scaled, (PARAMS, X), {}, {NO_KERNEL}),
+    "layer_norm_p": (layer_norm_p, (X, THREE, torch.zeros(3), 1, 0, 1e-3), {}, set()),
+    "layer_norm_bwd_p": (layer_norm_bwd_p, (WEIGHT, X, THREE, MEAN, RSTD, 1, 0, 1e-3, [True, False, True]), {}, set()),
+    "log_softmax_p": (log_softmax_p, (X, 1, None), {}, {NO_NUMBER}),
+    "plain": (norm_of_tree, ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {"order": 3},
+              {NO_KERNEL, NO_OP, NO_NUMBER}),
+    "keyword": (lambda x, *, p: x**p, (X.abs() + 0.5,), {"p": 2.0}, {NO_KERNEL, NO_OP}),
+    "updates": (counts, (STATE, X), {}, {NO_KERNEL, NO_NUMBER}),
+    **{f"product of {name}": (right_product, (x, x.contiguous() + 1), {}, {NO_NUMBER}) for name, x in {
+        "numbers": torch.tensor(2.0), "expanded": torch.ones(1, 3).expand(2, 3), "complex": Z,
+    }.items()},
+    "product of nothing": (right_product, (X[:0], X[:0]), {}, {NO_NUMBER, *OF_DERIVATIVES}),
+    "real and complex": (right_product, (Z, WEIGHT), {}, {NO_NUMBER}),
+    "real to complex": (lambda x: torch.complex(x.sin(), x.square()), (X,), {}, {NO_KERNEL, NO_OP, NO_NUMBER}),
+    "complex to real": (lambda z: z.abs().square() + z.real, (Z,), {}, {NO_KERNEL, NO_OP, NO_NUMBER}),
+    **{f"sqrt at {value}": (torch.sqrt, (torch.tensor([value, 2 * value]),), {}, {NO_KERNEL, NO_OP, NO_NUMBER})
+       for value in (1e-4, 1e4)},
+}  # fmt: skip
 
 
-def test_an_op_of_trees_that_differentiates_its_reference_passes():
-    params = {"affine": Affine(torch.tensor([0.5, 1.0, 2.0])), "unused": None}
-    report = check_rules(scaled, params, X, **FAST)
-    assert report["static arguments"].status == "ok"
-    assert report["vmap against loop"].note == "no def_vmap: a loop runs"
-    assert report["reference against kernel"].status == "not applicable"
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_operators_pass(case):
+    op, args, options, others = RIGHT[case]
+    report = check_rules(op, *args, **options, **FAST)
+    assert {row.property for row in report.rows if row.status != "ok"} == {"compile against eager", *others}
+    assert STATE["steps"] == 0
 
 
-def test_primitives_pass():
-    weight, bias = torch.tensor([0.5, 1.0, 2.0]), torch.zeros(3)
-    assert check_rules(layer_norm_p, X, weight, bias, 1, 0, 1e-3, **FAST)["static arguments"].status == "ok"
-    _, mean, rstd = layer_norm_p(X, weight, None, 1, 0, 1e-3)
-    check_rules(layer_norm_bwd_p, WEIGHT, X, weight, mean, rstd, 1, 0, 1e-3, [True, False, True], **FAST)
-    check_rules(log_softmax_p, X, 1, None, **FAST)
-
-
-def test_a_plain_function_passes():
-    def function(tree, weight, bias):
-        return pr.functional.layer_norm(tree, (3,), weight, bias)
-
-    tree = {"a": X.half(), "b": [X, None]}
-    report = check_rules(function, tree, torch.ones(3), torch.zeros(3), order=3, **FAST)
-    missing = {row.property for row in report.rows if row.status == "not applicable"}
-    assert missing == {"reference against kernel", "opcheck", "compile against eager", "static arguments"}
-
-
-def test_keyword_arguments_of_a_plain_function():
-    report = check_rules(lambda x, *, p: x**p, X.abs() + 0.5, p=2.0, **FAST)
-    assert report["static arguments"].status == "ok"
-
-
-def test_an_op_that_updates_an_argument_passes():
-    state = {"mean": torch.zeros(()), "steps": torch.zeros((), dtype=torch.int64)}
-    report = check_rules(counts, state, X, **FAST, raise_on_failure=False)
-    assert report.failed == ()
-    assert state["steps"] == 0
-
-
-@pytest.mark.parametrize("x", [torch.tensor(2.0), torch.ones(1, 3).expand(2, 3), torch.zeros(0, 3)])
-def test_scalars_expanded_and_empty_arguments_pass(x):
-    assert check_rules(wrong_ops.right_product, x, x.contiguous() + 1, **FAST).ok
-
-
-def test_what_is_given_stays_as_it_is():
-    x, random_state = X.clone(), torch.get_rng_state()
-    check_rules(wrong_ops.writes_to_input, x, WEIGHT, **FAST, raise_on_failure=False)
-    assert torch.equal(x, X)
+def test_a_right_op_passes_under_the_compiler_and_the_report_is_a_table():
+    random_state = torch.get_rng_state()
+    report = check_rules(right_product, X, WEIGHT)
     assert torch.equal(torch.get_rng_state(), random_state)
+    assert {row.property: row.note for row in report.rows if row.status != "ok"} == {
+        "static arguments": "no float, int or bool argument"
+    }
+    lines = str(report).splitlines()
+    assert lines[0] == "wrong::right_product:"
+    assert [line.strip().split("  ")[0] for line in lines[2:]] == list(PROPERTIES)
+    with pytest.raises(KeyError):
+        report["gradchek"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_right_derivatives_pass_at_every_dtype(dtype):
+    check_rule(right_product, "derivatives by dtype", X.to(dtype), WEIGHT.to(dtype), devices=("cpu",))
+    check_rule(torch.nn.functional.layer_norm, "derivatives by dtype", X.to(dtype), (3,), devices="cpu")
+
+
+def test_every_property_finds_what_no_other_finds():
+    assert set(ALONE.values()) == set(PROPERTIES)
+
+
+@pytest.mark.parametrize("op", {**ALONE, **OTHERS}, ids=lambda op: op.qualified_name)
+def test_the_fault_is_named_and_reproduced(op, tmp_path):
+    name = {**ALONE, **OTHERS}[op]
+    args = (X,) if op is wrong_ops.aliased_p else (X, WEIGHT)
+    error = failure(op, *args, compile=name.startswith("compile"))
+    assert (error.property, error.op) == (name, op.qualified_name)
+    assert op in OTHERS or error.report.failed == (name,)
+    assert str(error).startswith(f"{error.op}: {name} failed: {error.note}")
+    with pytest.raises(RuleError, match=re.escape(name)):
+        run(error.reproducer, tmp_path)
+    # The arguments, the process and its settings are as they were.
+    assert all(x._version == 0 for x in args)
     assert not torch.are_deterministic_algorithms_enabled()
     assert pr.current_backend() == "auto"
 
 
-# Planted faults.
-
-
-@pytest.mark.parametrize("op", EXPECTED, ids=lambda op: op.__name__)
-def test_the_fault_is_named_and_reproduced(op, tmp_path):
-    error = failure(op, X, WEIGHT, **FAST)
-    assert error.property == EXPECTED[op]
-    assert error.op == op.qualified_name
-    assert str(error).startswith(f"{op.qualified_name}: {error.property} failed: {error.note}")
-    with pytest.raises(RuleError, match=re.escape(error.property)):
-        run(error.reproducer, tmp_path)
-
-
-def test_the_reproducer_of_a_right_op_would_pass(tmp_path):
-    error = failure(wrong_ops.wrong_jvp_sign, X, WEIGHT, order=1, tolerances={torch.float32: 1e-5}, **FAST)
-    assert "order=1, tolerances={torch.float32: 1e-05}" in error.reproducer
-    run(error.reproducer.replace("wrong_jvp_sign", "right_product"), tmp_path)
-
-
-def test_an_output_that_is_an_input(tmp_path):
-    error = failure(wrong_ops.aliased_p, X, **FAST)
-    assert error.property == "aliasing and mutation"
-    assert error.note == "output shares its memory with x, expected memory of its own."
-    with pytest.raises(AssertionError):
-        run(error.reproducer, tmp_path)
-    # A custom_op refuses it at the call.
-    assert failure(returns_its_input, X, **FAST).note.startswith("LeafError: check_rules::returns_its_input: reference")
-
-
-def test_the_key_path_is_named():
-    error = failure(lambda tree: {"y": _Doubled.apply(tree["weights"][0])}, {"weights": (X,)}, **FAST)
-    assert error.property == "gradcheck"
-    assert "the cotangent of tree['weights'][0]" in error.note
-
-
-class _Doubled(torch.autograd.Function):
+class Tripled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return 2 * x
@@ -176,85 +169,122 @@ class _Doubled(torch.autograd.Function):
         return 3 * y_bar
 
 
-# Missing rules and mistakes.
+BF16 = torch.bfloat16
+BFLOAT16 = next(op for op in ALONE if op.qualified_name == "wrong::bfloat16")
+OF_CALLS = {
+    "key path": (lambda tree: {"y": Tripled.apply(tree["a"][0])}, ({"a": (X,)},), "gradcheck", "tree['a'][0]"),
+    "dtype": (BFLOAT16, (X.to(BF16), WEIGHT.to(BF16)), "derivatives by dtype", "the cotangent of x in torch.bfloat16"),
+    "conjugate of real": (wrong_ops.unconjugated, (Z, WEIGHT), "gradcheck", "the cotangent of x"),
+    "conjugate": (wrong_ops.unconjugated, (Z, Z + 1), "gradcheck", "the cotangent of x"),
+    "integers": (wrong_ops.gathered, (X, torch.tensor([1, 0, 1])), "vmap against loop", "vmap over index"),
+    "memory": (wrong_ops.aliased_p, (X,), "aliasing and mutation", "shares its memory with x"),
+    "half a pair": (half_a_pair, (X,), "gradcheck", "def_save_for_backward"),
+}  # fmt: skip
 
 
-def test_an_op_without_rules_is_not_differentiated():
-    report = check_rules(only_value, X, **FAST)
-    assert report["gradcheck"].note == "no def_backward"
-    assert report["jvp against differences"].note == "no def_jvp"
-    assert report["nestings"].status == "not applicable"
-    assert report["vmap against loop"].status == "ok"
+@pytest.mark.parametrize("case", OF_CALLS)
+def test_the_tensor_and_what_came_are_named(case):
+    op, args, name, words = OF_CALLS[case]
+    error = failure(op, *args, **FAST)
+    assert error.property == name
+    assert words in error.note
 
 
-def test_half_of_a_pair_of_rules_fails():
-    error = failure(half_a_pair, X, **FAST)
-    assert error.property == "gradcheck"
-    assert "MissingRuleError" in error.note
-    assert "def_save_for_backward" in error.note
+@pytest.mark.parametrize("wrong", [{"power": 2.0}, {"scales": (1, 0.5)}, {"negate": False}], ids=str)
+def test_constants_in_the_place_of_static_arguments_are_found(wrong):
+    op = wrong_ops.powers
+    op.def_backward(wrong_ops.power_backward(wrong))
+    with pytest.raises(RuleError, match=f"The derivative does not follow {next(iter(wrong))}"):
+        check_rule(op, "static arguments", X, WEIGHT)
+    op.def_backward(wrong_ops.power_backward({}))
+    check_rule(op, "static arguments", X, WEIGHT)
+    op.def_backward(wrong_ops.power_backward({"power": 2.0}))
 
 
-def test_orders():
-    assert check_rules(only_value, X, order=1, **FAST)["gradgradcheck"].note == "order=1"
-    report = check_rules(wrong_ops.detached_jvp, X, WEIGHT, order=1, **FAST)
-    assert report["nestings"].status == "ok"
-    with pytest.raises(ValueError, match="order must be at least 1"):
-        check_rules(only_value, X, order=0)
+def test_kernels_that_rules_call_run_in_the_interpreter(monkeypatch):
+    @pr.custom_op("wrong::interpreted_backward")
+    def backward(x, y_bar):
+        return 2 * x * y_bar
+
+    backward.def_kernel("cuda")(lambda x, y_bar: (2.0 if x.dtype is torch.float64 else 2.2) * x * y_bar)
+
+    @pr.custom_op("wrong::no_kernel_of_its_own")
+    def square(x):
+        return x.square()
+
+    square.def_save_for_backward(lambda inputs, output: inputs.x)
+    square.def_backward(lambda ctx, saved, y_bar: {"x": backward(saved, y_bar)})
+    for module in ("primitives.core.backend", "primitives.testing._check"):
+        monkeypatch.setattr(f"{module}.require_interpreter", lambda op_name: None)
+    error = failure(square, X, order=1, **FAST)
+    assert error.property == "derivatives by dtype"
+    assert error.note.endswith("(cpu, triton backend)")
 
 
-def test_errors_of_the_call():
-    with pytest.raises(TypeError, match="must hold a tensor"):
-        check_rules(only_value, None)
-    with pytest.raises(TypeError, match="op must be"):
-        check_rules(3, X)
-    with pytest.raises(TypeError, match="positional"):
-        check_rules(log_softmax_p, X, dim=1)
-    with pytest.raises(ValueError, match="must be one of reference against kernel"):
-        check_rule(only_value, "gradchek", X)
+@pr.custom_op("wrong::even_powers", differentiate="reference")
+def even_powers(x, *, power=2):
+    return x**power
 
 
-def test_tolerances():
-    assert check_rules(wrong_ops.wrong_kernel, X, WEIGHT, tolerances={torch.float32: 1e-2}, **FAST).ok
+@even_powers.def_kernel("cpu")
+def _even_powers(x, *, power=2):
+    if power % 2:
+        raise ValueError("power must be even")
+    return x**power
 
 
-# As tests of their own, and the texts.
+NOTED = {
+    "vjp": (only_value, "gradcheck", (X,), {}, "no def_backward"),
+    "jvp": (only_value, "jvp against differences", (X,), {}, "no def_jvp"),
+    "modes": (only_value, "nestings", (X,), {}, "no def_jvp, no def_backward"),
+    "vmap": (scaled, "vmap against loop", (PARAMS, X), {}, "no def_vmap: a loop runs"),
+    "order": (right_product, "nestings", (X, WEIGHT), {"order": 1}, "order=1"),
+    "index": (lambda x, i: x[i], "vmap against loop", (X, torch.tensor([1, 1])), {}, "it has one value only"),
+    "size": (even_powers, "static arguments", (X,), {}, "the operator refuses power=3, which the reference accepts"),
+}
 
 
-@pytest.mark.parametrize("rule", PROPERTIES)
-def test_every_property_is_a_test(rule):
-    check_rule(wrong_ops.right_product, rule, X, WEIGHT)
+@pytest.mark.parametrize("case", NOTED)
+def test_what_limits_a_check_is_noted(case):
+    op, name, args, options, note = NOTED[case]
+    try:
+        assert note in check_rule(op, name, *args, **options).note
+    except unittest.SkipTest as skipped:
+        assert note in str(skipped)
 
 
-def test_what_does_not_apply_is_skipped():
-    with pytest.raises(unittest.SkipTest, match="no def_jvp"):
-        check_rule(only_value, "jvp against differences", X)
+def test_mistakes_in_the_call_raise():
+    for error, words, call in (
+        (TypeError, "must hold a tensor", lambda: check_rules(only_value, None)),
+        (TypeError, "op must be", lambda: check_rules(3, X)),
+        (TypeError, "positional", lambda: check_rules(log_softmax_p, X, dim=1)),
+        (ValueError, "order must be at least 1", lambda: check_rules(only_value, X, order=0)),
+        (ValueError, "must be one of reference against kernel", lambda: check_rule(only_value, "gradchek", X)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
-def test_the_report_is_a_table():
-    report = check_rules(only_value, X, **FAST)
-    lines = str(report).splitlines()
-    assert lines[0] == "check_rules::only_value:"
-    assert lines[1].split() == ["property", "status", "error", "allowed", "note"]
-    assert [line.strip().split("  ")[0] for line in lines[2:]] == list(PROPERTIES)
-    with pytest.raises(KeyError):
-        report["gradchek"]
-
-
-def test_errors_go_between_processes():
-    error = failure(wrong_ops.wrong_kernel, X, WEIGHT, **FAST)
+def test_options_are_part_of_the_reproducer_and_errors_go_between_processes(tmp_path):
+    wrong = next(iter(ALONE))
+    assert check_rules(wrong, X, WEIGHT, tolerances={torch.float32: 1e-2}, **FAST).ok
+    error = failure(wrong, X, WEIGHT, order=1, tolerances={torch.float32: 1e-5}, **FAST)
+    assert "order=1, tolerances={torch.float32: 1e-05}" in error.reproducer
+    run(error.reproducer.replace(wrong.qualified_name, right_product.qualified_name), tmp_path)
     copy = pickle.loads(pickle.dumps(error))
-    assert str(copy) == str(error)
-    assert copy.reproducer == error.reproducer
+    assert (str(copy), copy.reproducer) == (str(error), error.reproducer)
 
 
-def test_trees_in_reproducers_are_code(tmp_path):
-    params = {"affine": Affine(torch.linspace(0, 1, 30).reshape(10, 3)), "unused": None}
-    error = failure(broken_on_trees, params, torch.tensor([True, False]), (1, float("inf")), **FAST)
+def broken(params, mask, numbers, *, mode):
+    raise ValueError(f"broken {numbers} {mode}")
+
+
+@pytest.mark.parametrize("mode", [Mode.SQUARE, torch.float16, (torch.device("cpu"), len), lambda: 1], ids=str)
+def test_arguments_in_reproducers_are_code(mode, tmp_path):
+    params = {"affine": Affine(torch.linspace(0, 1, 30).reshape(10, 3)), "pair": Pair(X, Z), "unused": None}
+    error = failure(broken, params, torch.tensor([True, False]), (1, float("inf")), mode=mode, **FAST)
     assert f"{__name__}.Affine(weight=torch.rand" in error.reproducer
-    assert "float('inf')" in error.reproducer
-    with pytest.raises(RuleError, match="broken"):
+    known = "None" if callable(mode) else re.escape(str(mode))
+    assert ("# None stands for <function" in error.reproducer) == callable(mode)
+    with pytest.raises(RuleError, match=rf"broken \(1, inf\) {known}"):
         run(error.reproducer, tmp_path)
-
-
-def broken_on_trees(params, mask, numbers):
-    raise ValueError(f"broken {numbers}")

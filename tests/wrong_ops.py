@@ -8,34 +8,18 @@ import primitives as pr
 from primitives.core import Primitive
 
 X, WEIGHT = torch.linspace(-1.5, 2.0, 6).reshape(2, 3), torch.linspace(0.5, 1.5, 6).reshape(2, 3)
+LARGEST = torch.iinfo(torch.int64).max
+BLOCKS = {2: 16, 3: 32}
 
 
-def product(name, **options):
-    """x^2 * weight with rules that are right, to be spoiled: a rule that is given again replaces the first."""
+def right_backward(ctx, saved, y_bar):
+    x, weight = saved
+    weight_bar = x.square().conj() * y_bar
+    return {"x": 2 * (x * weight).conj() * y_bar, "weight": weight_bar if weight.is_complex() else weight_bar.real}
 
-    def function(x, weight):
-        return x.square() * weight
 
-    op = pr.custom_op(f"wrong::{name}", **options)(function)
-
-    @op.def_save_for_backward
-    def save(inputs, output):
-        return inputs.x, inputs.weight
-
-    @op.def_backward
-    def backward(ctx, saved, y_bar):
-        x, weight = saved
-        return {"x": 2 * x * weight * y_bar, "weight": x.square() * y_bar}
-
-    @op.def_jvp
-    def jvp(inputs, output, tangents):
-        return 2 * inputs.x * inputs.weight * tangents.x + inputs.x.square() * tangents.weight
-
-    @op.def_vmap
-    def vmap(info, in_dims, inputs):
-        return op(*in_front(info, in_dims, inputs)), 0
-
-    return op
+def right_jvp(inputs, output, tangents):
+    return 2 * inputs.x * inputs.weight * tangents.x + inputs.x.square() * tangents.weight
 
 
 def in_front(info, in_dims, inputs):
@@ -44,55 +28,116 @@ def in_front(info, in_dims, inputs):
     return [x.expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0) for x, axis in pairs]
 
 
+def product(name, *, backward=right_backward, jvp=right_jvp, vmap=None, fake=None, kernel=None):
+    """x^2 * weight, by rules that are right but for those that are given; a vmap rule makes the batched result."""
+
+    @pr.custom_op(f"wrong::{name}")
+    def op(x, weight):
+        return x.square() * weight
+
+    op.def_vmap(lambda info, in_dims, inputs: ((vmap or op)(*in_front(info, in_dims, inputs)), 0))
+    op.def_jvp(jvp)
+    if backward is not None:
+        op.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
+        op.def_backward(backward)
+    if fake is not None:
+        op.def_fake(fake)
+    if kernel is not None:
+        op.def_kernel("cpu")(kernel)
+    return op
+
+
 def read_as_contiguous(x):
-    """What a kernel sees that takes no strides."""
+    """As a kernel sees it that takes no strides."""
     memory = x.as_strided((x.untyped_storage().size() // x.element_size(),), (1,), 0)
     return memory[: x.numel()].reshape(x.shape) if memory.numel() >= x.numel() else memory[:1].expand(x.shape)
 
 
-right_product = product("right_product")
+# Rules that are wrong.
 
 
-@right_product.def_kernel("cpu")
-def _right_kernel(x, weight):
-    return x * x * weight
+def forget_weight_alone(ctx, saved, y_bar):
+    return right_backward(ctx, saved, y_bar) if ctx.needs_input_grad.x else {"x": None, "weight": None}
 
 
-# Derivatives.
-
-wrong_jvp_sign = product("wrong_jvp_sign")
-
-
-@wrong_jvp_sign.def_jvp
-def _wrong_sign(inputs, output, tangents):
-    return 2 * inputs.x * inputs.weight * tangents.x - inputs.x.square() * tangents.weight
-
-
-dropped_cotangent = product("dropped_cotangent")
-
-
-@dropped_cotangent.def_backward
-def _forget_weight_alone(ctx, saved, y_bar):
-    x, weight = saved
-    both = ctx.needs_input_grad.x
-    return {"x": 2 * x * weight * y_bar, "weight": x.square() * y_bar if both else None}
-
-
-nan_cotangent = product("nan_cotangent")
-
-
-@nan_cotangent.def_backward
-def _square_by_logarithms(ctx, saved, y_bar):
+def square_by_logarithms(ctx, saved, y_bar):
     x, weight = saved
     return {"x": 2 * x * weight * y_bar, "weight": (2 * x.log()).exp() * y_bar}
 
 
-detached_jvp = product("detached_jvp")
+def wrong_sign(inputs, output, tangents):
+    return 2 * inputs.x * inputs.weight * tangents.x - inputs.x.square() * tangents.weight
 
 
-@detached_jvp.def_jvp
-def _detach(inputs, output, tangents):
+def forget_to_conjugate(ctx, saved, y_bar):
+    x, weight = saved
+    return {**right_backward(ctx, saved, y_bar), "x": 2 * x * weight * y_bar}
+
+
+def round_a_constant_to_float32(ctx, saved, y_bar):
+    return right_backward(ctx, saved, y_bar * (1 + 3e-8))
+
+
+def take_the_cotangent_for_constant(ctx, saved, y_bar):
+    return right_backward(ctx, saved, y_bar.detach())
+
+
+def detach_x(inputs, output, tangents):
     return 2 * inputs.x.detach() * inputs.weight * tangents.x + inputs.x.square() * tangents.weight
+
+
+def backward_right_in_double_precision(ctx, saved, y_bar):
+    return right_backward(ctx, saved, y_bar if y_bar.dtype is torch.float64 else 1.1 * y_bar)
+
+
+def jvp_right_in_double_precision(inputs, output, tangents):
+    return (right_jvp if inputs.x.dtype is torch.float64 else wrong_sign)(inputs, output, tangents)
+
+
+def take_stride_zero_for_ones(ctx, saved, y_bar):
+    ones = y_bar.dim() and y_bar.numel() > 1 and not any(y_bar.stride())
+    return right_backward(ctx, saved, torch.ones_like(y_bar) if ones else y_bar)
+
+
+def wrong_when_compiled(inputs, output, tangents):
+    return (wrong_sign if torch.compiler.is_compiling() else right_jvp)(inputs, output, tangents)
+
+
+def leave_the_last_out(x, weight):
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y.view(-1)[:-1] = (x.square() * weight).reshape(-1)[:-1]
+    return y
+
+
+def depend_on_unwritten_memory(x, weight):
+    y = x.square() * weight
+    y[torch.empty(x.shape, dtype=torch.int64) == LARGEST] = float("nan")
+    return y
+
+
+def write_to_weight(x, weight):
+    y = x.square() * weight
+    weight.mul_(0.5)
+    return y
+
+
+@pr.custom_op("wrong::forgets_none", materialize=False)
+def forgets_none(x, weight):
+    return x * weight, x.square()
+
+
+@forgets_none.def_save_for_backward
+def _save_both(inputs, output):
+    return inputs.x, inputs.weight
+
+
+@forgets_none.def_backward
+def _take_none_for_no_derivative(ctx, saved, product_bar, square_bar):
+    x, weight = saved
+    if product_bar is None:
+        return {"x": None, "weight": None}
+    more = 0 if square_bar is None else 2 * x * square_bar
+    return {"x": weight * product_bar + more, "weight": x * product_bar}
 
 
 @pr.custom_op("wrong::constant_statistics", output_differentiability=(True, False))
@@ -114,131 +159,104 @@ def _take_statistics_as_constants(ctx, saved, y_bar, _):
     return {"x": x_bar, "weight": x * rstd * y_bar}
 
 
-@pr.custom_op("wrong::fixed_eps")
-def fixed_eps(x, weight, *, eps=1e-3):
-    return x * weight * (x.square() + eps).rsqrt()
+@pr.custom_op("wrong::front_axis_alone")
+def front_axis_alone(x, weight):
+    return x.square() * weight
 
 
-@fixed_eps.def_save_for_backward
-def _save_without_eps(inputs, output):
-    return inputs.x, inputs.weight
+@front_axis_alone.def_vmap
+def _take_every_axis_for_the_first(info, in_dims, inputs):
+    pairs = zip(inputs[:2], in_dims[:2], strict=True)
+    return front_axis_alone(*[x.expand(info.batch_size, *x.shape) if axis is None else x for x, axis in pairs]), 0
 
 
-@fixed_eps.def_backward
-def _forget_eps(ctx, saved, y_bar):
-    x, weight = saved
-    rstd = (x.square() + 1e-3).rsqrt()
-    return {"x": y_bar * weight * rstd**3 * 1e-3, "weight": y_bar * x * rstd}
+@pr.custom_op("wrong::gathered")
+def gathered(x, index):
+    return x.index_select(0, index)
 
 
-# Batching and tracers.
-
-mixing_vmap = product("mixing_vmap")
-
-
-@mixing_vmap.def_vmap
-def _mix_samples(info, in_dims, inputs):
-    x, weight = in_front(info, in_dims, inputs)
-    return mixing_vmap(x, weight.roll(1, 0)), 0
+@gathered.def_vmap
+def _index_of_the_first_sample(info, in_dims, inputs):
+    x, index = in_front(info, in_dims, inputs)
+    return x.index_select(1, index[0]), 0
 
 
-wrong_fake_stride = product("wrong_fake_stride")
+@pr.custom_op("wrong::powers")
+def powers(x, weight, *, power=2.0, scales=(1, 0.5), negate=False):
+    y = scales[0] * x.abs() ** power * weight + scales[1] * x
+    return -y if negate else y
 
 
-@wrong_fake_stride.def_fake
-def _transposed_fake(x, weight):
-    return torch.empty(x.shape[::-1], dtype=x.dtype, device=x.device).permute(*reversed(range(x.dim())))
+def power_backward(wrong):
+    """Its rule, with a constant in the place of one static argument."""
+
+    def backward(ctx, saved, y_bar):
+        x, weight = saved
+        static = {**ctx.static._asdict(), **wrong}
+        power, scales, sign = static["power"], static["scales"], -1 if static["negate"] else 1
+        x_bar = scales[0] * power * x.abs() ** (power - 1) * x.sign() * weight + scales[1]
+        return {"x": sign * x_bar * y_bar, "weight": sign * scales[0] * x.abs() ** power * y_bar}
+
+    return backward
 
 
-# Kernels.
+powers.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
 
-wrong_kernel = product("wrong_kernel")
-
-
-@wrong_kernel.def_kernel("cpu")
-def _off_by_a_little(x, weight):
-    return x.square() * (weight + 1e-3)
-
-
-stride_ignoring_kernel = product("stride_ignoring_kernel")
-
-
-@stride_ignoring_kernel.def_kernel("cpu")
-def _ignore_strides(x, weight):
-    return read_as_contiguous(x).square() * weight
-
-
-times = product("times")
-
-
-@times.def_kernel("cpu")
-def _times_ignoring_strides(x, weight):
-    return x.square() * read_as_contiguous(weight)
-
-
-stride_ignoring_backward = product("stride_ignoring_backward")
-
-
-@stride_ignoring_backward.def_backward
-def _read_cotangent_as_contiguous(ctx, saved, y_bar):
-    x, weight = saved
-    return {"x": 2 * x * weight * y_bar, "weight": times(x, y_bar)}
-
-
-writes_to_input = product("writes_to_input")
-
-
-@writes_to_input.def_kernel("cpu")
-def _write_to_input(x, weight):
-    y = x.square() * weight
-    weight.mul_(0.5)
-    return y
-
-
-nondeterministic = product("nondeterministic")
-
-
-@nondeterministic.def_kernel("cpu")
-def _round_at_random(x, weight):
-    return x.square() * weight * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape))
-
-
-unwritten_output = product("unwritten_output")
-
-
-@unwritten_output.def_kernel("cpu")
-def _leave_the_last_out(x, weight):
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    y.view(-1)[:-1] = (x.square() * weight).reshape(-1)[:-1]
-    return y
-
+stride_ignoring_times = product("times", kernel=lambda x, weight: x.square() * read_as_contiguous(weight))
 
 aliased_p = Primitive("aliased", "(Tensor x) -> Tensor y", namespace="wrong", decomposable=True)
+aliased_p.def_reference(lambda x: x.clone(memory_format=torch.contiguous_format))
+aliased_p.def_kernel("cpu")(lambda x: x.view(x.shape))
 
+right_product = product("right_product", kernel=lambda x, weight: x * x * weight)
+unconjugated = product("unconjugated", backward=forget_to_conjugate)
 
-@aliased_p.def_reference
-def _copy(x):
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@aliased_p.def_kernel("cpu")
-def _return_the_input(x):
-    return x.view(x.shape)
-
-
-EXPECTED = {
-    wrong_kernel: "reference against kernel",
-    dropped_cotangent: "gradcheck",
-    nan_cotangent: "gradcheck",
-    wrong_jvp_sign: "jvp against differences",
-    constant_statistics: "gradgradcheck",
-    detached_jvp: "nestings",
-    mixing_vmap: "vmap against loop",
-    stride_ignoring_backward: "cotangent layouts",
-    stride_ignoring_kernel: "non-contiguous inputs",
-    wrong_fake_stride: "fake against real",
-    nondeterministic: "determinism",
-    unwritten_output: "uninitialized outputs",
-    writes_to_input: "aliasing and mutation",
-    fixed_eps: "static arguments",
+# One for each property that no other property notices.
+ALONE = {
+    product("kernel", kernel=lambda x, weight: x.square() * (weight + 1e-3)): "reference against kernel",
+    product("alone", backward=forget_weight_alone): "gradcheck",
+    product("sign", backward=None, jvp=wrong_sign): "jvp against differences",
+    product("constant", backward=round_a_constant_to_float32): "transpose identity",
+    product("detached_cotangent", backward=take_the_cotangent_for_constant): "nestings",
+    product("detached_jvp", jvp=detach_x): "nestings",
+    constant_statistics: "nestings",
+    product("bfloat16", backward=backward_right_in_double_precision): "derivatives by dtype",
+    product("bfloat16_jvp", jvp=jvp_right_in_double_precision): "derivatives by dtype",
+    front_axis_alone: "vmap against loop",
+    product("stride_zero", backward=take_stride_zero_for_ones): "cotangent layouts",
+    product(
+        "strides",
+        kernel=lambda x, weight: torch.empty_like(x).copy_(read_as_contiguous(x).square() * weight),
+        vmap=lambda x, weight: x.square() * weight,
+    ): "non-contiguous inputs",
+    product("detached_vmap", vmap=lambda x, weight: x.detach().square() * weight): "derivatives under vmap",
+    product("fake", fake=lambda x, weight: x.new_empty(x.shape)): "fake against real",
+    product("sizes", fake=lambda x, weight: torch.empty_like(x) if BLOCKS.get(x.shape[0], 64) else x): "opcheck",
+    product("compiled", jvp=wrong_when_compiled): "compile against eager",
+    product(
+        "random",
+        kernel=lambda x, weight: x.square() * weight * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape)),
+    ): "determinism",
+    product("unwritten", kernel=depend_on_unwritten_memory): "uninitialized outputs",
+    product(
+        "clamped", kernel=lambda x, weight: x.square() * weight.contiguous().clamp_(min=-9.0)
+    ): "aliasing and mutation",
+    powers: "static arguments",
 }
+# Others notice these too.
+OTHERS = {
+    forgets_none: "gradcheck",
+    product("logarithms", backward=square_by_logarithms): "gradcheck",
+    product("mixed", vmap=lambda x, weight: x.square() * weight.roll(1, 0)): "vmap against loop",
+    product(
+        "kernel_of_backward",
+        backward=lambda ctx, saved, y_bar: {
+            "x": 2 * saved[0] * saved[1] * y_bar,
+            "weight": stride_ignoring_times(saved[0], y_bar),
+        },
+    ): "cotangent layouts",
+    product("last", kernel=leave_the_last_out): "uninitialized outputs",
+    product("writes", kernel=write_to_weight): "aliasing and mutation",
+    aliased_p: "aliasing and mutation",
+}
+powers.def_backward(power_backward({"power": 2.0}))

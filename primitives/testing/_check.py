@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import unittest
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import torch
 
 from primitives.core.backend import current_backend, require_interpreter, use_backend
 from primitives.core.errors import BackendError
-from primitives.testing import _batching, _calls, _derivatives, _reproducer, _tracing, _values
+from primitives.testing import _derivatives, _reproducer, _transforms, _values
 from primitives.testing._compare import MismatchError, NotApplicableError, Record
 from primitives.testing._report import FAILED, NOT_APPLICABLE, OK, Report, Row, RuleError
 from primitives.testing._subject import Subject
@@ -24,39 +26,30 @@ if TYPE_CHECKING:
 
 _PROPERTIES: dict[str, Property] = {
     "reference against kernel": _values.reference_against_kernel,
-    "gradcheck": _derivatives.gradcheck,
-    "jvp against differences": _derivatives.jvp_against_differences,
+    "gradcheck": functools.partial(_derivatives.against_differences, _derivatives.REVERSE),
+    "jvp against differences": functools.partial(_derivatives.against_differences, _derivatives.FORWARD),
     "transpose identity": _derivatives.transpose_identity,
-    "gradgradcheck": _derivatives.gradgradcheck,
     "nestings": _derivatives.nestings,
-    "derivatives by dtype": _calls.derivatives_at_given_dtypes,
-    "vmap against loop": _batching.vmap_against_loop,
+    "derivatives by dtype": _derivatives.derivatives_at_given_dtypes,
+    "vmap against loop": _transforms.vmap_against_loop,
     "cotangent layouts": _values.cotangent_layouts,
     "non-contiguous inputs": _values.non_contiguous_inputs,
-    "derivatives under vmap": _batching.derivatives_under_vmap,
-    "fake against real": _tracing.fake_against_real,
-    "opcheck": _tracing.opcheck,
-    "compile against eager": _tracing.compile_against_eager,
+    "derivatives under vmap": _transforms.derivatives_under_vmap,
+    "fake against real": _transforms.fake_against_real,
+    "opcheck": _transforms.opcheck,
+    "compile against eager": _transforms.compile_against_eager,
     "determinism": _values.determinism,
     "uninitialized outputs": _values.uninitialized_outputs,
     "aliasing and mutation": _values.aliasing_and_mutation,
-    "static arguments": _calls.static_arguments,
+    "static arguments": _values.static_arguments,
 }
 PROPERTIES: tuple[str, ...] = tuple(_PROPERTIES)
 """Names of what is checked, in the order of the table."""
 
 # They make the outcome of others arbitrary, so they are what an error should name.
 _CAUSES = ("aliasing and mutation", "uninitialized outputs", "determinism", "non-contiguous inputs")
-# What no rule for derivatives takes part in.
-_OF_VALUES = ("reference against kernel", "fake against real")
 # In Triton's interpreter, which is slow: what depends on the kernel and not on the rules.
-_OF_KERNELS = (
-    "reference against kernel",
-    "derivatives by dtype",
-    "cotangent layouts",
-    "fake against real",
-    *_CAUSES,
-)
+_OF_KERNELS = ("reference against kernel", "derivatives by dtype", "cotangent layouts", "fake against real", *_CAUSES)
 # What changes arguments whose statistics are arguments too: only the reference computes those again.
 _OF_STALE_STATISTICS = ("vmap against loop", "derivatives under vmap", "static arguments")
 
@@ -101,15 +94,10 @@ def check_rules(
         TypeError: If `op` is not callable, or no argument holds a tensor.
         ValueError: If `order` is less than 1.
     """
-    options = _Options(order, devices, tolerances or {})
-    subject = Subject.of(op, args, static, tree_namespace)
-    rows = []
-    for name in PROPERTIES:
-        if name == "compile against eager" and not compile:
-            rows.append(Row(name, NOT_APPLICABLE, note="compile=False"))
-        else:
-            rows.append(_row(subject, name, options))
-    report = Report(subject.name, tuple(rows))
+    check = _Check.of(op, args, static, order, devices, tolerances, tree_namespace)
+    skipped = () if compile else ("compile against eager",)
+    rows = [Row(n, NOT_APPLICABLE, note="compile=False") if n in skipped else check.row(n) for n in PROPERTIES]
+    report = Report(check.subject.name, tuple(rows))
     if raise_on_failure and not report.ok:
         causes = [name for name in _CAUSES if name in report.failed and not report[name].raised]
         raise RuleError(report[[*causes, *report.failed][0]], report)
@@ -149,106 +137,77 @@ def check_rule(
     """
     if property not in PROPERTIES:
         raise ValueError(f"check_rule: the property must be one of {', '.join(PROPERTIES)}, got {property!r}.")
-    subject = Subject.of(op, args, static, tree_namespace)
-    row = _row(subject, property, _Options(order, devices, tolerances or {}))
+    check = _Check.of(op, args, static, order, devices, tolerances, tree_namespace)
+    row = check.row(property)
     if row.status == FAILED:
-        raise RuleError(row, Report(subject.name, (row,)))
+        raise RuleError(row, Report(check.subject.name, (row,)))
     if row.status == NOT_APPLICABLE:
-        raise unittest.SkipTest(f"{subject.name}: {property}: {row.note}")
+        raise unittest.SkipTest(f"{check.subject.name}: {property}: {row.note}")
     return row
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Check:
+    """One call of `check_rules` or `check_rule`."""
+
+    subject: Subject
     order: int
-    devices: Devices
+    devices: tuple[torch.device, ...]
     tolerances: Mapping[torch.dtype, float]
 
-    def __post_init__(self) -> None:
-        if self.order < 1:
-            raise ValueError(f"check_rules: order must be at least 1, got {self.order}.")
+    @classmethod
+    def of(
+        cls, op: Any, args: tuple, static: dict, order: int, devices: Devices, tolerances: Any, namespace: str
+    ) -> _Check:
+        if order < 1:
+            raise ValueError(f"check_rules: order must be at least 1, got {order}.")
+        subject = Subject.of(op, args, static, namespace)
+        if devices is None:
+            own = subject.tensors[0].device
+            devices = [own, "cuda"] if own.type == "cpu" and torch.cuda.is_available() else own
+        given = (devices,) if isinstance(devices, (str, torch.device)) else devices
+        return cls(subject, order, tuple(map(torch.device, given)), tolerances or {})
 
-    def given(self, subject: Subject) -> dict[str, Any]:
-        """Those that are not the usual ones, as keywords of `check_rule`."""
-        chosen = {"order": (self.order, 2), "tolerances": (dict(self.tolerances), {})}
-        chosen["tree_namespace"] = (subject.namespace, "")
-        return {name: value for name, (value, usual) in chosen.items() if value != usual}
+    def row(self, name: str) -> Row:
+        """The property everywhere: the first failure, or the result of the place that was least exact."""
+        places, rows = self._places(name), []
+        for device, backend in places:
+            with use_backend(backend), warnings.catch_warnings():
+                # What torch and operators warn of is their users' affair; here every corner is visited on purpose.
+                warnings.simplefilter("ignore")
+                row = self._row_at(name, device, backend)
+            if row.status == FAILED:
+                note = f"{row.note} ({device}, {backend} backend)" if len(places) > 1 else row.note
+                return dataclasses.replace(row, note=note)
+            rows.append(row)
+        fine = [row for row in rows if row.status == OK]
+        return max(fine or rows[:1], key=lambda row: (row.error or 0.0) / (row.allowed or 1.0))
 
+    def _places(self, name: str) -> list[tuple[torch.device, str]]:
+        """Devices and backends that the property is checked on."""
+        backend = "reference" if name in _OF_STALE_STATISTICS and self.subject.has_cached else current_backend()
+        places = [(device, backend) for device in self.devices]
+        on_cpu = [device for device in self.devices if device.type == "cpu"]
+        if name in _OF_KERNELS and backend == "auto" and on_cpu:
+            with contextlib.suppress(BackendError):
+                require_interpreter(self.subject.name)
+                places.append((on_cpu[0], "triton"))
+        return places
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    device: torch.device
-    backend: str
-
-    def __str__(self) -> str:
-        return f"{self.device}, {self.backend} backend"
-
-
-def _places(subject: Subject, name: str, options: _Options) -> list[_Place]:
-    """Where the property `name` is checked."""
-    own = subject.tensors[0].device
-    if options.devices is not None:
-        given = (options.devices,) if isinstance(options.devices, (str, torch.device)) else options.devices
-        devices = list(map(torch.device, given))
-    else:
-        devices = [own]
-        if own.type == "cpu" and torch.cuda.is_available():
-            devices.append(torch.device("cuda"))
-    backend = "reference" if name in _OF_STALE_STATISTICS and subject.has_cached else current_backend()
-    places = [_Place(device, backend) for device in devices]
-    if (
-        name in _OF_KERNELS
-        and backend == "auto"
-        and any(d.type == "cpu" for d in devices)
-        and _interpreted(subject, name)
-    ):
-        places.append(_Place(torch.device("cpu"), "triton"))
-    return places
-
-
-def _interpreted(subject: Subject, name: str) -> bool:
-    """Whether the operator has kernels, or its rules may call some, that Triton's interpreter can run."""
-    if name in _OF_VALUES and subject.primitive is not None and "cuda" not in subject.primitive.rules.kernels:
-        return False
-    try:
-        require_interpreter(subject.name)
-    except BackendError:
-        return False
-    return True
-
-
-def _row(subject: Subject, name: str, options: _Options) -> Row:
-    """The property everywhere; the first failure is the outcome, or the result of the place that was least exact."""
-    places = _places(subject, name, options)
-    rows = []
-    for place in places:
-        with use_backend(place.backend), warnings.catch_warnings():
-            # What torch and operators warn of is their users' affair; here every corner is visited on purpose.
-            warnings.simplefilter("ignore")
-            row = _row_at(subject.map(lambda x, place=place: x.to(place.device)), name, options, place)
-        if row.status == FAILED:
-            note = f"{row.note} ({place})" if len(places) > 1 else row.note
-            return dataclasses.replace(row, note=note)
-        rows.append(row)
-    fine = [row for row in rows if row.status == OK]
-    if not fine:
-        return rows[0]
-    return max(fine, key=lambda row: (row.error or 0.0) / (row.allowed or 1.0))
-
-
-def _row_at(subject: Subject, name: str, options: _Options, place: _Place) -> Row:
-    record = Record(options.order, options.tolerances)
-    try:
-        _PROPERTIES[name](subject, record)
-    except NotApplicableError as reason:
-        return Row(name, NOT_APPLICABLE, note=str(reason))
-    except MismatchError as mismatch:
-        text, raised = str(mismatch), ""
-    except Exception as error:
-        raised = type(error).__name__
-        text = f"{raised}: {error}"
-    else:
-        return Row(name, OK, record.error, record.allowed, "; ".join(record.notes))
-    program = _reproducer.program(subject, name, place.backend, options.given(subject))
-    numbers = (None, None) if raised else (record.error, record.allowed)
-    return Row(name, FAILED, *numbers, text, raised, program)
+    def _row_at(self, name: str, device: torch.device, backend: str) -> Row:
+        subject, record = self.subject.map(lambda x: x.to(device)), Record(self.order, self.tolerances)
+        try:
+            _PROPERTIES[name](subject, record)
+        except NotApplicableError as reason:
+            return Row(name, NOT_APPLICABLE, note=str(reason))
+        except MismatchError as mismatch:
+            note, raised, numbers = str(mismatch), "", (record.error, record.allowed)
+        except Exception as error:
+            raised, numbers = type(error).__name__, (None, None)
+            note = f"{raised}: {error}"
+        else:
+            return Row(name, OK, record.error, record.allowed, "; ".join(record.notes))
+        usual = {"order": 2, "tolerances": {}, "tree_namespace": ""}
+        given = {"order": self.order, "tolerances": dict(self.tolerances), "tree_namespace": subject.namespace}
+        options = {option: value for option, value in given.items() if value != usual[option]}
+        return Row(name, FAILED, *numbers, note, raised, _reproducer.program(subject, name, backend, options))

@@ -42,25 +42,35 @@ class MismatchError(Exception):
     """The property does not hold; the text says where, what came and what was expected."""
 
 
-def normal(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers in double precision on the CPU, the same in every run."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=dtype)
+def clone(x: Tensor) -> Tensor:
+    """`x` with memory of its own and the same strides, whatever they are; its version is 0."""
+    x = x.detach()
+    length = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((length,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def like(x: Tensor, seed: int) -> Tensor:
-    """Normal numbers with the shape, dtype and device of `x`."""
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return normal(x.shape, seed, wide).to(x.device, x.dtype)
+def contiguous(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in double precision, if it holds numbers that have one."""
+    return x.to(torch.promote_types(x.dtype, torch.float64)) if has_derivatives(x.dtype) else x
 
 
 def all_like(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
-    """Normal numbers like each of `xs`."""
-    return [like(x, 101 * seed + i) for i, x in enumerate(xs)]
+    """Normal numbers with the shape, dtype and device of each of `xs`, the same in every run and on every device."""
+    numbers = []
+    for i, x in enumerate(xs):
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        generator = torch.Generator().manual_seed(101 * seed + i)
+        numbers.append(torch.randn(x.shape, generator=generator, dtype=wide).to(x.device, x.dtype))
+    return numbers
 
 
-def directions(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
+def directions(xs: Sequence[Tensor], seed: int) -> list[Tensor]:
     """Tangents of `xs` along which differences are taken: random, and small where an element of `xs` is small."""
-    xs = list(xs)
     return [
         dot * torch.where(x == 0, torch.ones_like(x.abs()), x.abs().clamp(FLOOR, 1.0))
         for x, dot in zip(xs, all_like(xs, seed), strict=True)
@@ -68,13 +78,10 @@ def directions(xs: Iterable[Tensor], seed: int) -> list[Tensor]:
 
 
 def arranged(x: Tensor, layout: str) -> Tensor:
-    """`x` in a layout of `COTANGENT_LAYOUTS`.
-
-    `"expanded"` repeats the first entry of the first axis with stride 0, `"constant"` the first element everywhere.
-    """
+    """`x` in a layout of `COTANGENT_LAYOUTS`; the last two repeat the first entry, or element, with stride 0."""
     if layout == "transposed":
         axes = list(range(x.dim()))[::-1]
-        return x.permute(axes).clone(memory_format=torch.contiguous_format).permute(axes)
+        return contiguous(x.permute(axes)).permute(axes)
     if layout == "sliced" and x.dim() > 0:
         wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
         # What lies between the elements must never be read.
@@ -83,23 +90,10 @@ def arranged(x: Tensor, layout: str) -> Tensor:
         wide[..., ::2] = x
         return wide[..., ::2]
     if layout == "expanded" and x.dim() > 0 and x.shape[0] > 0:
-        return x[:1].clone(memory_format=torch.contiguous_format).expand(x.shape)
+        return contiguous(x[:1]).expand(x.shape)
     if layout == "constant" and x.numel() > 0:
         return x[(0,) * x.dim()].clone().expand(x.shape)
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def contiguous(x: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal to the last bit, NaNs too."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    bits = [x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*bits)
+    return contiguous(x)
 
 
 def largest(x: Tensor) -> float:
@@ -109,18 +103,11 @@ def largest(x: Tensor) -> float:
 
 @dataclasses.dataclass
 class Record:
-    """What one property keeps of its comparisons.
-
-    Attributes:
-        order: Highest order of derivatives that is wanted.
-        tolerances: Relative errors by dtype that take the place of the usual ones.
-        error: Error of the comparison that came nearest to what was allowed, or went beyond.
-        allowed: What was allowed there.
-        notes: Remarks for the table.
-    """
+    """What a property is to check, and what it keeps of its comparisons for the table."""
 
     order: int
     tolerances: Mapping[torch.dtype, float]
+    # Of the comparison that came nearest to what was allowed, or went beyond.
     error: float | None = None
     allowed: float | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -137,15 +124,11 @@ class Record:
             self.notes.append(text)
 
     def close(self, what: str, got: Tensor, want: Tensor, *dtypes: torch.dtype) -> None:
-        """Compare within the tolerance of the dtypes, by default those of both tensors."""
+        """Compare as `within` does, by the tolerance of the dtypes, by default those of both tensors."""
         self.within(what, got, want, self.tolerance(*(dtypes or (got.dtype, want.dtype))) * max(largest(want), 1.0))
 
     def within(self, what: str, got: Tensor, want: Tensor, allowed: float) -> None:
-        """Compare shapes, NaNs and values.
-
-        Raises:
-            MismatchError: If they differ.
-        """
+        """Compare shapes, NaNs and values; raise `MismatchError` if they differ."""
         if got.shape != want.shape:
             raise MismatchError(f"{what} has shape {list(got.shape)}, expected {list(want.shape)}.")
         wide = torch.complex128 if want.is_complex() or got.is_complex() else torch.float64
@@ -165,11 +148,12 @@ class Record:
                 f"largest error {error:.1e}, allowed {allowed:.1e}."
             )
 
-    def dtype(self, what: str, got: Tensor, want: torch.dtype) -> None:
-        """Compare a dtype.
-
-        Raises:
-            MismatchError: If it differs.
-        """
-        if got.dtype != want:
-            raise MismatchError(f"{what} has dtype {got.dtype}, expected {want}.")
+    def all_close(self, labels: Sequence[str], gots: Sequence[Tensor], wants: Sequence[Tensor], where: str) -> None:
+        """Compare how many there are, and the dtypes and values of all that are not empty."""
+        if len(gots) != len(wants):
+            raise MismatchError(f"there are {len(gots)} results{where}, expected {len(wants)}.")
+        for label, got, want in zip(labels, gots, wants, strict=True):
+            if got.dtype != want.dtype:
+                raise MismatchError(f"{label}{where} has dtype {got.dtype}, expected {want.dtype}.")
+            if want.numel() or got.numel():
+                self.close(f"{label}{where}", got, want)

@@ -47,10 +47,7 @@ class Report:
 
     def __getitem__(self, name: str) -> Row:
         """The row of the property `name`."""
-        for row in self.rows:
-            if row.property == name:
-                return row
-        raise KeyError(name)
+        return {row.property: row for row in self.rows}[name]
 
     @property
     def ok(self) -> bool:
@@ -63,23 +60,20 @@ class Report:
         return tuple(row.property for row in self.rows if row.status == FAILED)
 
     def __str__(self) -> str:
-        header = ("property", "status", "error", "allowed", "note")
-        lines = [header, *[_cells(row) for row in self.rows]]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        lines: list[tuple[str, ...]] = [("property", "status", "error", "allowed", "note")]
+        for row in self.rows:
+            numbers = ["" if value is None else f"{value:.1e}" for value in (row.error, row.allowed)]
+            note = row.note.split("\n")[0]
+            if len(note) > NOTE_WIDTH and row.status == FAILED:
+                note = f"{note[: NOTE_WIDTH - 3]}..."
+            lines.append((row.property, row.status, *numbers, note))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
         return "\n".join([f"{self.op}:", *[f"  {line}" for line in table]])
 
     __repr__ = __str__
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    numbers = ["" if value is None else f"{value:.1e}" for value in (row.error, row.allowed)]
-    note = row.note.split("\n")[0]
-    if len(note) > NOTE_WIDTH and row.status == FAILED:
-        note = f"{note[: NOTE_WIDTH - 3]}..."
-    return row.property, row.status, *numbers, note
 
 
 class RuleError(AssertionError):

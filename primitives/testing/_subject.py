@@ -13,8 +13,10 @@ import torch
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError
 from primitives.core.primitive import Primitive
+from primitives.core.trees.leaves import Partition
 from primitives.core.trees.overlay import key_path
 from primitives.custom import CustomOp
+from primitives.testing._compare import clone, widened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,28 +31,9 @@ CHANGES: dict[type, tuple[Callable, ...]] = {
 }
 
 
-def clone(x: Tensor) -> Tensor:
-    """`x` with memory of its own and the same strides, whatever they are; its version is 0."""
-    x = x.detach()
-    length = x.untyped_storage().nbytes() // x.element_size()
-    return x.as_strided((length,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def widened(x: Tensor) -> Tensor:
-    """`x` in double precision, if it holds numbers that have one."""
-    return x.to(torch.promote_types(x.dtype, torch.float64)) if has_derivatives(x.dtype) else x
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One call: the operator, its positional arguments with the tensors in them, and its keyword arguments.
-
-    Attributes:
-        op: A `CustomOp`, a `Primitive` or any function of pytrees of tensors.
-        args: Positional arguments.
-        static: Keyword arguments.
-        namespace: optree namespace of the trees.
-    """
+    """One call of a `CustomOp`, a `Primitive` or any function: its trees of tensors, and its keyword arguments."""
 
     op: Any
     args: tuple
@@ -59,11 +42,7 @@ class Subject:
 
     @classmethod
     def of(cls, op: Any, args: tuple, static: dict[str, Any], namespace: str) -> Subject:
-        """The call `op(*args, **static)`, bound as the operator binds it, with tensors of its own.
-
-        Raises:
-            TypeError: If `op` is not callable, or no argument holds a tensor.
-        """
+        """The call `op(*args, **static)`, bound as the operator binds it, with tensors of its own."""
         if not callable(op):
             raise TypeError(f"check_rules: op must be a custom_op, a Primitive or a function, got {type(op).__name__}.")
         if isinstance(op, Primitive) and static:
@@ -78,7 +57,6 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Name of the operator, for people."""
         return getattr(self.op, "qualified_name", None) or getattr(self.op, "__name__", None) or repr(self.op)
 
     @property
@@ -91,28 +69,24 @@ class Subject:
     # Trees.
 
     @functools.cached_property
-    def _flat(self) -> tuple[list[Any], Any]:
-        return optree.tree_flatten(cast("Any", self.args), namespace=self.namespace)
+    def _split(self) -> tuple[Partition, list[Tensor]]:
+        partition = Partition(self.namespace)
+        return partition, partition.split(self.args)
 
-    @functools.cached_property
-    def places(self) -> list[int]:
-        """Positions of the tensors among the leaves of the arguments."""
-        return [i for i, leaf in enumerate(self._flat[0]) if isinstance(leaf, torch.Tensor)]
-
-    @functools.cached_property
+    @property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the arguments."""
-        return [self._flat[0][i] for i in self.places]
+        return self._split[1]
 
     @functools.cached_property
     def labels(self) -> list[str]:
         """Key path of each tensor, starting with the name of its argument."""
-        accessors = self._flat[1].accessors()
-        return [self._label(accessors[i]) for i in self.places]
+        partition, _ = self._split
+        return [self._label(accessor) for accessor in partition.own(partition.treespec.accessors())]
 
     def _label(self, accessor: Any) -> str:
-        names, position = self._argument_names(), accessor[0].entry
-        root = names[position] if position < len(names) else f"args[{position}]"
+        names, root = self._argument_names(), accessor[0].entry
+        if isinstance(root, int):
+            root = names[root] if root < len(names) else f"args[{root}]"
         return key_path(optree.PyTreeAccessor(accessor[1:]), root)
 
     def _argument_names(self) -> list[str]:
@@ -124,15 +98,11 @@ class Subject:
             parameters = inspect.signature(self.op).parameters.values()
         except (TypeError, ValueError):
             return []
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return [p.name for p in parameters if p.kind in kinds]
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def trees(self, tensors: Sequence[Any]) -> tuple:
         """The positional arguments with other values for the tensors."""
-        leaves = list(self._flat[0])
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        return cast("tuple", optree.tree_unflatten(self._flat[1], leaves))
+        return self._split[0].join(tensors)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Subject:
         """The same call with every tensor replaced."""
@@ -146,50 +116,35 @@ class Subject:
 
     def call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All tensors that the operator returns."""
-        return self._run(self.runner, tensors)
+        return self._run(self.op.pure if self.mutates else self.op, tensors)
 
     @property
     def mutates(self) -> tuple[str, ...]:
-        """Names of the arguments that the operator updates in place."""
+        """Names of the arguments that the operator updates in place; it is checked in its pure form."""
         return self.op.signature.mutates if isinstance(self.op, CustomOp) else ()
 
-    @property
-    def runner(self) -> Callable:
-        """What is checked: the operator; of one that updates arguments, its pure form."""
-        return self.op.pure if self.mutates else self.op
-
-    @property
-    def definition(self) -> Callable | None:
-        """The reference over trees; `None` for a plain function."""
-        if isinstance(self.op, CustomOp):
-            return self.op.__wrapped__
-        return self.op.rule("reference") if isinstance(self.op, Primitive) else None
-
     def reference(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """All tensors that the reference returns."""
-        if self.definition is None:
-            raise ValueError(f"{self.name} has no reference.")
-        return self._run(self._pure_definition if self.mutates else self.definition, tensors)
-
-    def _pure_definition(self, *args: Any, **static: Any) -> tuple:
-        """The reference of an operator that updates arguments, as a function: it writes into copies."""
-        names = self._argument_names()
-        args = tuple(
-            optree.tree_map(torch.clone, arg, namespace=self.namespace) if name in self.mutates else arg
-            for name, arg in zip(names, args, strict=True)
-        )
-        output = self.op.__wrapped__(*args, **static)
-        return output, *[arg for name, arg in zip(names, args, strict=True) if name in self.mutates]
+        """All tensors that the definition returns; that of a plain function is the function itself."""
+        if not self.mutates:
+            if isinstance(self.op, CustomOp):
+                return self._run(self.op.__wrapped__, tensors)
+            return self._run(self.op.rule("reference") if isinstance(self.op, Primitive) else self.op, tensors)
+        # As the pure form: it writes into copies, and their new values follow the results.
+        args = self.trees([x.clone() for x in tensors])
+        output = self.op.__wrapped__(*args, **self.static)
+        updated = [arg for name, arg in zip(self._argument_names(), args, strict=True) if name in self.mutates]
+        return self.tensors_of((output, *updated))
 
     def _run(self, function: Callable, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        output = function(*self.trees(tensors), **self.static)
-        leaves = optree.tree_leaves(output, namespace=self.namespace)
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return self.tensors_of(function(*self.trees(tensors), **self.static))
+
+    def tensors_of(self, tree: Any) -> tuple[Tensor, ...]:
+        return tuple(x for x in optree.tree_leaves(tree, namespace=self.namespace) if isinstance(x, torch.Tensor))
 
     @functools.cached_property
     def output_labels(self) -> list[str]:
         """Key path of each tensor that the operator returns."""
-        output = self.runner(*self.map(clone).args, **self.static)
+        output = (self.op.pure if self.mutates else self.op)(*self.map(clone).args, **self.static)
         names = getattr(self.op, "output_names", ())
         if isinstance(self.op, Primitive) and isinstance(output, tuple) and len(output) == len(names):
             return list(names)
@@ -207,23 +162,20 @@ class Subject:
     @functools.cached_property
     def outputs(self) -> list[int]:
         """Which results have derivatives."""
-        active = [x.requires_grad_() if i in self.inputs else x for i, x in enumerate(map(clone, self.tensors))]
-        if isinstance(self.op, (CustomOp, Primitive)):
-            results = self.call(*map(clone, self.tensors))
-            constants = self._constants()
-            return [
-                i for i, y in enumerate(results) if has_derivatives(y.dtype) and i not in constants and y.numel() > 0
-            ]
-        return [i for i, y in enumerate(self.call(*active)) if y.requires_grad]
-
-    def _constants(self) -> set[int]:
-        if isinstance(self.op, CustomOp):
+        if self.primitive is None:
+            active = [clone(x).requires_grad_(i in self.inputs) for i, x in enumerate(self.tensors)]
+            return [i for i, y in enumerate(self.call(*active)) if y.requires_grad]
+        results = self.call(*map(clone, self.tensors))
+        if isinstance(self.op, Primitive):
+            constants = {
+                n for n, name in enumerate(self.op.spec.outputs) if name not in self.op.spec.differentiable_outputs
+            }
+        else:
             structure = self.op.table.flatten(self.args, self.static)[1]
             # New values of what is updated have no derivative.
-            results = structure.settled
-            return {*results.constants, *range(results.num_tensors, results.num_tensors + len(structure.mutated))}
-        spec = self.op.spec
-        return {i for i, name in enumerate(spec.outputs) if name not in spec.differentiable_outputs}
+            described = structure.settled
+            constants = {*described.constants, *range(described.num_tensors, len(results))}
+        return [i for i, y in enumerate(results) if has_derivatives(y.dtype) and i not in constants and y.numel()]
 
     @property
     def active(self) -> list[Tensor]:
@@ -232,7 +184,6 @@ class Subject:
 
     @property
     def active_labels(self) -> list[str]:
-        """Their key paths."""
         return [self.labels[i] for i in self.inputs]
 
     @property
@@ -269,12 +220,7 @@ class Subject:
                 return "no def_backward" if kind == "vjp" and isinstance(self.op, CustomOp) else f"no def_{kind}"
         return None if self.outputs else "no result can be differentiated"
 
-    def from_reference(self, kind: str) -> bool:
-        """Whether the mode of the rule `kind` is that of the reference itself."""
-        op = self.primitive
-        return op is not None and not (op.has_rule(kind) or op.has_rule("autograd"))
-
-    # Static arguments.
+    # Numbers.
 
     def perturbed(self) -> Iterator[tuple[str, Any, Subject]]:
         """For each number that is an argument, or inside one, the calls with that one changed: name, value, call.
@@ -282,21 +228,10 @@ class Subject:
         Of a `Primitive` only floats: its other numbers are tied to the shapes of its arguments.
         """
         changes = {float: CHANGES[float]} if isinstance(self.op, Primitive) else CHANGES
-        leaves, treespec = self._flat
-        for value, i, accessor in _numbers(leaves, treespec, changes):
-            args = cast("tuple", optree.tree_unflatten(treespec, [*leaves[:i], value, *leaves[i + 1 :]]))
-            yield self._label(accessor), value, dataclasses.replace(self, args=args)
-        for root, argument in self.static.items():
-            # Only the containers of Python are opened, which are hashable if what is in them is.
-            leaves, treespec = optree.tree_flatten(argument)
-            for value, i, accessor in _numbers(leaves, treespec, changes):
-                other = optree.tree_unflatten(treespec, [*leaves[:i], value, *leaves[i + 1 :]])
-                yield key_path(accessor, root), value, dataclasses.replace(self, static={**self.static, root: other})
-
-
-def _numbers(leaves: list[Any], treespec: Any, changes: dict[type, tuple]) -> Iterator[tuple[Any, int, Any]]:
-    """For each leaf of a type in `changes` and each change: the new value, the position of the leaf, its accessor."""
-    accessors = treespec.accessors()
-    for i, leaf in enumerate(leaves):
-        for change in changes.get(type(leaf), ()):
-            yield change(leaf), i, accessors[i]
+        call = cast("Any", (self.args, self.static))
+        accessors, leaves, treespec = optree.tree_flatten_with_accessor(call, namespace=self.namespace)
+        for i, (accessor, leaf) in enumerate(zip(accessors, leaves, strict=True)):
+            for change in changes.get(type(leaf), ()):
+                value = change(leaf)
+                args, static = cast("Any", optree.tree_unflatten(treespec, [*leaves[:i], value, *leaves[i + 1 :]]))
+                yield self._label(accessor[1:]), value, dataclasses.replace(self, args=args, static=static)
