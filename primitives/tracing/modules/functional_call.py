@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import optree
 import torch
@@ -16,7 +16,7 @@ from primitives.tracing.memory import bottom
 from primitives.tracing.modules.lending import attributes_kept, running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor, nn
 
@@ -25,88 +25,83 @@ __all__ = ["PureModule", "functional_call"]
 _ABSENT: Any = object()
 
 
-class _Slot(NamedTuple):
-    """One tensor of a module.
+class _Names:
+    """What a module has under the names of its parameters, or of its buffers, and what a call gives it.
 
     Attributes:
-        places: By each name that it has, as tied ones, the first name of the same place in the same module.
-        given: Those of the names that are given.
-        value: What a call puts there; `None` for a buffer without a value.
+        of: By name, tied ones included, the first name of the same place, and what the module has there.
+        values: By place, what a call puts there; of buffers, copies.
     """
 
-    places: dict[str, str]
-    given: list[str]
-    value: Any
-
-
-def _slots(what: str, module: nn.Module, tree: Any, *, strict: bool) -> list[_Slot]:
-    """The parameters or buffers of a module, with what is given for each in a dict by name."""
-    if not isinstance(tree, Mapping):
-        raise TreeError(f"functional_call: {what} must be a dict of tensors by name, got {type(tree).__name__}.")
-    first_names: dict[Any, str] = {}
-    slots: dict[Any, dict[str, str]] = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        first = first_names.setdefault(owner, prefix)
-        for leaf, x in (owner._parameters if what == "params" else owner._buffers).items():
-            place = f"{first}.{leaf}" if first else leaf
-            if x is not None or what == "buffers":
-                slots.setdefault(place if x is None else x, {})[f"{prefix}.{leaf}" if prefix else leaf] = place
-    if strict:
-        known = {name for places in slots.values() for name in places}
-        unexpected = [name for name in tree if name not in known]
-        missing = [next(iter(p)) for x, p in slots.items() if not isinstance(x, str) and not any(n in tree for n in p)]
-        if missing or unexpected:
+    def __init__(self, what: str, module: nn.Module, tree: Any, *, strict: bool) -> None:
+        self._what, self._tree = what, tree
+        self.of: dict[str, tuple[str, Any]] = {}
+        first_names: dict[Any, str] = {}
+        for prefix, owner in module.named_modules(remove_duplicate=False):
+            first = first_names.setdefault(owner, prefix)
+            for leaf, x in (owner._parameters if what == "params" else owner._buffers).items():
+                if x is not None or what == "buffers":
+                    name, place = (f"{path}.{leaf}" if path else leaf for path in (prefix, first))
+                    self.of[name] = place, x
+        if not isinstance(tree, Mapping):
+            raise TreeError(f"functional_call: {what} must be a dict of tensors by name, got {type(tree).__name__}.")
+        given = {name: self._checked(name, tree[name], strict=strict) for name in self.of if name in tree}
+        # A buffer that has no value is not tied to others.
+        by_tie: dict[Any, Any] = {}
+        for name, value in given.items():
+            if by_tie.setdefault(self._tie(name), value) is not value:
+                raise TreeError(
+                    f"functional_call: {what}[{name!r}] is tied to others in the module, and must be given the same "
+                    "tensor as they are. Give one of them."
+                )
+        own = {self._tie(name): (name, x) for name, (_, x) in reversed(self.of.items())}
+        missing = [name for tie, (name, x) in own.items() if x is not None and tie not in by_tie][::-1]
+        unexpected = [name for name in tree if name not in self.of]
+        if strict and (missing or unexpected):
             lists = {"Missing": missing, "Unexpected": unexpected}
             lines = [f"{kind} in {what}: {', '.join(map(repr, names))}." for kind, names in lists.items() if names]
-            requirement = f"{what} must have the names that {type(module).__name__} has."
-            raise TreeError("\n".join([f"functional_call: {requirement}", *lines]))
-    found = []
-    for original, places in slots.items():
-        given = [name for name in places if name in tree]
-        own = None if isinstance(original, str) else original
-        value = tree[given[0]] if given else own
-        if any(tree[name] is not value for name in given):
-            raise TreeError(
-                f"functional_call: {', '.join(map(repr, given))} are one tensor in the module (tied), and must be "
-                f"given the same one, got several. Give one of them in {what}."
+            requirement = f"functional_call: {what} must have the names that {type(module).__name__} has."
+            raise TreeError("\n".join([requirement, *lines]))
+        values = {tie: by_tie.get(tie, x) for tie, (_, x) in own.items()}
+        if what == "buffers":
+            values = {tie: None if x is None else x.clone() for tie, x in values.items()}
+        self.values = {place: values[self._tie(name)] for name, (place, _) in self.of.items()}
+
+    def _tie(self, name: str) -> Any:
+        place, x = self.of[name]
+        return place if x is None else x
+
+    def _checked(self, name: str, value: Any, *, strict: bool) -> Any:
+        label, own = f"functional_call: {self._what}[{name!r}]", self.of[name][1]
+        if value is None and self._what == "buffers":
+            return value
+        if not isinstance(value, torch.Tensor):
+            hint = " Names are dotted, as in 'layer.weight'." if isinstance(value, Mapping) else ""
+            raise LeafError(f"{label} must be a tensor, got {type(value).__name__}.{hint}")
+        if strict and own is not None and value.shape != own.shape:
+            raise ShapeError(f"{label} must have shape {list(own.shape)}, as in the module, got {list(value.shape)}.")
+        if strict and own is not None and value.dtype != own.dtype:
+            raise DtypeError(
+                f"{label} must have dtype {own.dtype}, as in the module, got {value.dtype}. Pass strict=False to run "
+                "the module in another dtype."
             )
-        if given and not (value is None and what == "buffers"):
-            _check(f"functional_call: {what}[{given[0]!r}]", value, own if strict else None)
-        found.append(_Slot(places, given, value))
-    return found
+        return value
 
+    def versions(self) -> dict[str, tuple[Tensor, int]]:
+        """Each given tensor, below all transforms, and how often it has been written, by name."""
+        given = {name: bottom(self._tree[name]) for name in self.of if name in self._tree}
+        return {name: (x, x._version) for name, x in given.items() if not x.is_inference()}
 
-def _check(label: str, value: Any, own: Tensor | None) -> None:
-    if not isinstance(value, torch.Tensor):
-        hint = " Names are dotted, as in 'layer.weight'." if isinstance(value, Mapping) else ""
-        raise LeafError(f"{label} must be a tensor, got {type(value).__name__}.{hint}")
-    if own is not None and value.shape != own.shape:
-        raise ShapeError(f"{label} must have shape {list(own.shape)}, as in the module, got {list(value.shape)}.")
-    if own is not None and value.dtype != own.dtype:
-        raise DtypeError(
-            f"{label} must have dtype {own.dtype}, as in the module, got {value.dtype}. Pass strict=False to run the "
-            "module in another dtype."
-        )
-
-
-def _versions(slots: Sequence[_Slot]) -> dict[str, tuple[Tensor, int]]:
-    """Each given tensor, below all transforms, and how often it has been written, by name."""
-    given = {slot.given[0]: bottom(slot.value) for slot in slots if slot.given}
-    return {name: (x, x._version) for name, x in given.items() if not x.is_inference()}
-
-
-def _current(slots: Sequence[_Slot], tensors: dict[str, Any]) -> dict[str, Any]:
-    """What is in the places now, by the names that were given."""
-    result: dict[str, Any] = {}
-    for slot in slots:
-        names = slot.given or list(slot.places)[:1]
-        shown = tensors[slot.places[names[0]]]
-        for name, place in slot.places.items():
-            # A tie that the call has broken shows, and so does a buffer that had no value before.
-            is_news = tensors[place] is not None and (tensors[place] is not shown or name in names)
-            if name in slot.given or is_news:
-                result[name] = tensors[place]
-    return result
+    def current(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """What is in the places now, by the names that were given."""
+        shown = {self._tie(name): tensors[place] for name, (place, _) in self.of.items() if name in self._tree}
+        result: dict[str, Any] = {}
+        for name, (place, _) in self.of.items():
+            x = tensors[place]
+            # A tie that the call has broken shows too, and so does a buffer that had no value before.
+            if name in self._tree or (x is not None and shown.setdefault(self._tie(name)) is not x):
+                shown[self._tie(name)] = result[name] = x
+        return result
 
 
 class PureModule:
@@ -167,19 +162,16 @@ class PureModule:
             MutationError: If the module has written a parameter in place.
             TraceError: In a trace of `make_fx`, if the module branches on a value that the graph does not have.
         """
-        given = _slots("params", self.module, params, strict=self.strict)
-        state = _slots("buffers", self.module, buffers, strict=self.strict)
-        tensors = {place: slot.value for slot in given for place in slot.places.values()}
-        for slot in state:
-            # One copy for all of its places.
-            tensors.update(dict.fromkeys(slot.places.values(), None if slot.value is None else slot.value.clone()))
+        given = _Names("params", self.module, params, strict=self.strict)
+        state = _Names("buffers", self.module, buffers, strict=self.strict)
+        tensors: dict[str, Any] = {**given.values, **state.values}
         is_compiling, owners = torch.compiler.is_compiling(), list(self.module.modules())
         # A compiler knows no versions.
-        versions = {} if is_compiling else _versions(given)
+        versions = {} if is_compiling else given.versions()
         errors = contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call")
         with attributes_kept(owners), stateless._reparametrize_module(self.module, tensors), running(owners), errors:
             output = self.module(*args, **kwargs)
-        new_buffers = _current(state, tensors)
+        new_buffers = state.current(tensors)
         for name, (value, version) in versions.items():
             if value._version != version:
                 raise MutationError(

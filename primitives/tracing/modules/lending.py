@@ -33,19 +33,15 @@ def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
     """Context after which the attributes of modules are what they were; a compiler sets no registered tensors back."""
     if torch.compiler.is_compiling():
         saved = [dict(owner.__dict__) if _DYNAMO_READS_ATTRIBUTES else {} for owner in owners]
-        momenta = [(owner, owner.momentum) for owner in owners if _counts_batches(owner)]
         try:
             yield
         finally:
             for owner, attributes in zip(owners, saved, strict=True):
-                if attributes:
-                    for name in [name for name in owner.__dict__ if name not in attributes]:
-                        del owner.__dict__[name]
+                for name in [name for name in owner.__dict__ if name not in attributes] if attributes else ():
+                    del owner.__dict__[name]
                 for name, value in attributes.items():
                     if owner.__dict__.get(name, owner) is not value:
                         owner.__dict__[name] = value
-            for owner, momentum in momenta:
-                owner.momentum = momentum
         return
     originals = [owner.__dict__ for owner in owners]
     try:
@@ -80,16 +76,18 @@ def running(owners: Sequence[nn.Module]) -> Iterator[None]:
     Args:
         owners: The module that is called, and all those inside.
     """
-    for owner in owners:
-        if _counts_batches(owner):
-            owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
-    mode = _PureMode(owners)
-    if torch.compiler.is_compiling():
-        with mode:
+    counting = [owner for owner in owners if _counts_batches(owner)]
+    for owner in counting:
+        owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
+    mode, checkpoints = _PureMode(owners), contextlib.nullcontext()
+    if not torch.compiler.is_compiling():
+        checkpoints = replaying_checkpoints(mode.moment, on_reentrant=mode.refuse_reentrant)
+    try:
+        with mode, checkpoints:
             yield
-        return
-    with mode, replaying_checkpoints(mode.moment, on_reentrant=mode.refuse_reentrant):
-        yield
+    finally:
+        for owner in counting:
+            owner.momentum = None  # type: ignore[assignment] - as it was
 
 
 class _PureMode(OverrideMode):
