@@ -148,10 +148,9 @@ class _Input:
         """See what the function has done to it."""
         used = self.used
         self.is_reshaped = _geometry(used) != self._geometry
+        self.is_data, is_moved = not watch.written.isdisjoint(self._memories), memories(used) != self._memories
         if torch_private.is_functional(used):
             self.is_data, is_moved = torch_private.has_data_mutation(used), torch_private.has_other_storage(used)
-        else:
-            self.is_data, is_moved = not watch.written.isdisjoint(self._memories), memories(used) != self._memories
         if is_moved or used.numel() != self.x.numel():
             raise MutationError(
                 f"{_FUNCTION}: {self.label} is given other memory, or another number of elements, in place (as by "
@@ -246,12 +245,10 @@ class PureFunction:
 
     Attributes:
         fn: The function that writes.
-        keep_data_mutations: Whether values are copied back to inputs that do not require grad.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, keep_data_mutations: bool = False) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.keep_data_mutations = keep_data_mutations
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, OrderedDict[str, Tensor]]:
         """Call the function, and leave its inputs as they are.
@@ -272,12 +269,7 @@ class PureFunction:
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
         """
         call = _Call(self.fn, args, kwargs)
-        if self.keep_data_mutations:
-            for each in call.inputs:
-                if each.is_data and not (each.is_reshaped or each.x.requires_grad):
-                    each.write_back(call.plain(each.used))
-        left = [each for each in call.inputs if each.is_changed and not each.is_back]
-        mutated = OrderedDict((each.label, call.new_value(each)) for each in left)
+        mutated = OrderedDict((each.label, call.new_value(each)) for each in call.inputs if each.is_changed)
         return call.output(), mutated
 
     def in_place(self, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +315,7 @@ def _copied(x: Tensor) -> Tensor:
     return copy
 
 
-def functionalize_mutations(fn: Callable[..., Any], *, keep_data_mutations: bool = False) -> PureFunction:
+def functionalize_mutations(fn: Callable[..., Any]) -> PureFunction:
     """`fn` as a function that leaves its inputs untouched, and returns what it would have written to them.
 
     Writes to values (`add_`, `copy_`, `x[i] = ...`, through views, of inputs that share memory) and to metadata
@@ -335,8 +327,6 @@ def functionalize_mutations(fn: Callable[..., Any], *, keep_data_mutations: bool
 
     Args:
         fn: Function of pytrees.
-        keep_data_mutations: Whether new values are copied, at the end, to the inputs they belong to, instead of being
-            returned; where an input requires grad, or its metadata changed as well, they are returned all the same.
 
     Returns:
         `pure(*args, **kwargs) -> (output, mutated)`; `mutated` is an `OrderedDict` from key path to new value, in the
@@ -355,4 +345,4 @@ def functionalize_mutations(fn: Callable[..., Any], *, keep_data_mutations: bool
         >>> pure.in_place(torch.ones(2), total), total
         (tensor([2., 2.]), tensor([1., 1.]))
     """
-    return PureFunction(fn, keep_data_mutations=keep_data_mutations)
+    return PureFunction(fn)
