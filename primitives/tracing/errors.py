@@ -29,21 +29,14 @@ class TraceError(RuntimeError):
     """A function does something that no graph can hold; the message names the line."""
 
 
-# What functionalization and autograd say of what they cannot record, and how to write it.
-_NOT_RECORDED = {
-    "mutating a non-functional tensor": (
-        MutationError,
-        "a tensor that is not an input is written to. Make it an input; for a module, use functional_call",
-    ),
-    "leaf Variable that requires grad": (
-        MutationError,
-        "an input that requires grad is written to in place. Return the new value, or use functionalize_mutations",
-    ),
-    "Could not find a token for effect": (
-        TraceError,
-        "an operation has an effect beside its result, as a collective that writes in place. Use those of "
-        "torch.distributed._functional_collectives",
-    ),
+# What functionalization and autograd say of writes that they cannot record, and how to write them.
+_NO_WRITES = {
+    "mutating a non-functional tensor": "a tensor that is not an input is written to. Make it an input; for a module, "
+    "use functional_call",
+    "leaf Variable that requires grad": "an input that requires grad is written to in place. Return the new value, or "
+    "use functionalize_mutations",
+    "Could not find a token for effect": "a collective writes in place. Use those of "
+    "torch.distributed._functional_collectives",
 }
 
 
@@ -69,9 +62,9 @@ def typed_errors(function: str) -> Iterator[None]:
             raise values_needed(function, what, line) from error
         if any(text in message for text in _NO_VALUES):
             raise values_needed(function, "an operation", line) from error
-        for text, (kind, meaning) in _NOT_RECORDED.items():
+        for text, meaning in _NO_WRITES.items():
             if text in message:
-                raise kind(f"{function}: {meaning}, at {line}. ({message.splitlines()[0]})") from error
+                raise MutationError(f"{function}: {meaning}, at {line}. ({message.splitlines()[0]})") from error
         raise
 
 

@@ -14,31 +14,12 @@ import torch
 from torch import _C, _decomp, _ops, fx, nn
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
+from torch._functorch import pyfunctorch
 from torch._functorch._aot_autograd import functional_utils
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses import fake_tensor, functional_tensor
 from torch.autograd import forward_ad
 from torch.fx import _lazy_graph_module
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    make_fx,
-    set_proxy_slot,
-)
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
@@ -47,7 +28,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Raised where tensors have no memory and a value or a size is asked for.
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+DATA_DEPENDENT = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    symbolic_shapes.GuardOnDataDependentSymNode,
+)
 
 get_decompositions = _decomp.get_decompositions
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -62,45 +47,40 @@ def schema_of(func: Any) -> Any:
     return func._schema if isinstance(func, _ops.OpOverload) else None
 
 
-def is_collective(func: Any) -> bool:
-    """Whether `func` is an operator of `torch.distributed`."""
-    return isinstance(func, _ops.OpOverload) and func.namespace == "c10d"
-
-
 # What is recorded.
 
 
 def is_tracing(*, pre_dispatch: bool = False) -> bool:
     """Whether `make_fx` is recording; with `pre_dispatch`, whether it records what autograd is given."""
-    mode = get_proxy_mode()
+    mode = proxy_tensor.get_proxy_mode()
     return mode is not None and (not pre_dispatch or bool(getattr(mode, "pre_dispatch", False)))
 
 
 def recorded_nodes() -> list[fx.Node]:
     """The nodes that `make_fx` has recorded up to here."""
-    mode: Any = get_proxy_mode()
+    mode: Any = proxy_tensor.get_proxy_mode()
     return list(mode.tracer.graph.nodes)
 
 
 def node_of(x: Tensor) -> fx.Node:
     """The node that computes `x` in the graph that is recorded."""
-    mode: Any = get_proxy_mode()
-    return get_proxy_slot(plain(x), mode.tracer).proxy.node
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return proxy_tensor.get_proxy_slot(plain(x), mode.tracer).proxy.node
 
 
 def record_as(copy: Tensor, x: Tensor) -> None:
     """Take `copy`, which was made `unrecorded`, for `x` in the graph that is recorded."""
-    mode: Any = get_proxy_mode()
-    slot = get_proxy_slot(plain(x), mode.tracer)
-    set_proxy_slot(plain(copy), mode.tracer, slot)
+    mode: Any = proxy_tensor.get_proxy_mode()
+    slot = proxy_tensor.get_proxy_slot(plain(x), mode.tracer)
+    proxy_tensor.set_proxy_slot(plain(copy), mode.tracer, slot)
     # Views are of the memory of the copy.
     slot.proxy.node.meta["val"] = plain(copy)
 
 
 @contextlib.contextmanager
 def nodes_seen(see: Callable[[fx.Node, Callable[[fx.Node], Any]], None]) -> Iterator[None]:
-    """Context in which `see` gets each node that `make_fx` records, before it runs, and what tells its constant."""
-    mode: Any = get_proxy_mode()
+    """Context in which `see` gets each node that is recorded, before it runs, and what tells its constant."""
+    mode: Any = proxy_tensor.get_proxy_mode()
     if mode is None or "create_node" in vars(mode.tracer):
         # Outside a trace, or within a joint function that is traced.
         yield
@@ -141,19 +121,24 @@ def last_number() -> int:
 # Tensors without memory, and functionalized ones.
 
 
-def fake_mode(*, symbolic: bool) -> FakeTensorMode:
+def fake_mode(*, symbolic: bool) -> fake_tensor.FakeTensorMode:
     """Mode in which tensors have no memory; with `symbolic`, they may have symbolic sizes."""
-    shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False) if symbolic else None
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    shape_env = (
+        symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False) if symbolic else None
+    )
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
 
 
-def fake_of(mode: FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device: torch.device) -> Tensor:
+def fake_of(mode: fake_tensor.FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device: torch.device) -> Tensor:
     """A tensor without memory like `x`, on `device`, a leaf of its own."""
     sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.stride()]
-    with unset_fake_temporarily(), torch.no_grad():
+    with fake_tensor.unset_fake_temporarily(), torch.no_grad():
         like = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
-    kinds = [DimDynamic.DYNAMIC if axis in dynamic_axes else DimDynamic.STATIC for axis in range(x.dim())]
-    context = StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
+    kinds = [
+        symbolic_shapes.DimDynamic.DYNAMIC if axis in dynamic_axes else symbolic_shapes.DimDynamic.STATIC
+        for axis in range(x.dim())
+    ]
+    context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
     fake = mode.from_tensor(like, symbolic_context=context)
     with mode, torch.no_grad():
         fake = torch.empty_strided(fake.shape, fake.stride(), dtype=x.dtype, device=device)
@@ -167,9 +152,9 @@ plain: Callable[[Any], Any] = functional_utils.from_fun
 has_data_mutation = functional_utils.has_data_mutation
 is_in_a_transform = _functorch.is_functorch_wrapped_tensor
 # In it, `make_fx` records nothing.
-unrecorded = disable_proxy_modes_tracing
+unrecorded = proxy_tensor.disable_proxy_modes_tracing
 # In it, writes to `wrapped` tensors are recorded as new tensors.
-functional_world = FunctionalTensorMode
+functional_world = functional_tensor.FunctionalTensorMode
 
 
 def memory_of(x: Tensor) -> int:
@@ -185,21 +170,25 @@ def parts(x: Any) -> list[Tensor]:
 
 def is_functional(x: Any) -> bool:
     """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
-    return any(map(is_functional, parts(x))) if is_wrapper_subclass(x) else isinstance(x, FunctionalTensor)
+    return (
+        any(map(is_functional, parts(x)))
+        if is_wrapper_subclass(x)
+        else isinstance(x, functional_tensor.FunctionalTensor)
+    )
 
 
 def has_other_storage(x: Any) -> bool:
     """Whether a functional tensor was given other memory, by `set_` or `.data`."""
-    return isinstance(x, FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
+    return isinstance(x, functional_tensor.FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
 
 
 def is_computed(x: Tensor) -> bool:
     """Whether a graph computes the value of `x`, and it is not a constant."""
     x = plain(bottom(x))
-    if isinstance(x, FakeTensor):
+    if isinstance(x, fake_tensor.FakeTensor):
         return x.constant is None
-    mode: Any = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    mode: Any = proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)
     return slot is not None and slot.constant is None
 
 
@@ -220,7 +209,7 @@ def unbatched(x: Tensor) -> tuple[Tensor, list[int]]:
 
 def levels_that_draw_differently() -> list[int]:
     """Levels of the `vmap`s with `randomness="different"`, the outermost first."""
-    vmaps = [i for i in retrieve_all_functorch_interpreters() if isinstance(i, VmapInterpreter)]
+    vmaps = [i for i in pyfunctorch.retrieve_all_functorch_interpreters() if isinstance(i, pyfunctorch.VmapInterpreter)]
     return sorted(i.level() for i in vmaps if i.randomness() == "different")
 
 
@@ -250,10 +239,10 @@ def detached(x: Any) -> Any:
 
 
 def trace(
-    function: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, table: dict[Any, Any] | None
+    function: Callable[..., Any], args: Sequence[Any], mode: fake_tensor.FakeTensorMode, table: dict[Any, Any] | None
 ) -> fx.GraphModule:
     """Graph of a function of flat tensors, which are fake."""
-    make = make_fx(function, decomposition_table=table, tracing_mode="real")
+    make = proxy_tensor.make_fx(function, decomposition_table=table, tracing_mode="real")
     # Nobody runs the code of this module.
     without_code = _lazy_graph_module._use_lazy_graph_module(True)
     excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
@@ -264,7 +253,7 @@ def trace(
 
 def definition_of(func: Any) -> Callable[..., Any] | None:
     """What torch composes an operator of, or `None`."""
-    from torch import _decomp, _refs  # noqa: F401 - it fills the table
+    from torch import _refs  # noqa: F401 - it fills the table
 
     return func.decompose if func._can_decompose() else _decomp.decomposition_table.get(func)
 
@@ -272,7 +261,7 @@ def definition_of(func: Any) -> Callable[..., Any] | None:
 # Sizes that are symbols.
 
 
-def failing_guards(mode: FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
+def failing_guards(mode: fake_tensor.FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
     """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
     shape_env: Any = mode.shape_env
     guards = [guard.expr for guard in shape_env.guards] if shape_env is not None else ()
@@ -298,11 +287,9 @@ _ONE_PASS = {
     "primitives": ("layer_norm", "batch_norm", "batch_norm_eval", "log_softmax", "dropout", "philox"),
 }
 # Rules by which torch's partitioner keeps what its compiler could not fuse into the backward pass: they look to time.
-_RULES_FOR_TIME = (
-    "ban_recompute_materialized_backward",
-    "ban_recompute_used_far_apart",
-    "ban_recompute_long_fusible_chains",
-)
+_RULES_FOR_TIME = [
+    f"ban_recompute_{name}" for name in ("materialized_backward", "used_far_apart", "long_fusible_chains")
+]
 _partitioner_lock = threading.Lock()
 
 
@@ -335,7 +322,7 @@ def dumped(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
     return GraphPickler.dumps(bare, options), constants
 
 
-def loaded(data: bytes, constants: dict[str, Any], mode: FakeTensorMode) -> fx.GraphModule:
+def loaded(data: bytes, constants: dict[str, Any], mode: fake_tensor.FakeTensorMode) -> fx.GraphModule:
     """The graph again, its values without memory in `mode`."""
     from torch.fx._graph_pickler import GraphPickler
 
@@ -344,12 +331,7 @@ def loaded(data: bytes, constants: dict[str, Any], mode: FakeTensorMode) -> fx.G
 
 
 def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
-    """What the symbols in the sizes of values without memory stand for.
-
-    Args:
-        fakes: Tensors without memory, and symbolic sizes.
-        values: What is passed for each.
-    """
+    """What the symbols in sizes stand for where `values` are passed for tensors without memory and symbolic sizes."""
     found: dict[Any, int] = {}
     for fake, value in zip(fakes, values, strict=True):
         tensors = isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)

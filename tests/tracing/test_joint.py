@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-import types
 
 import pytest
 import torch
@@ -39,37 +37,27 @@ TANGENTS = {"constant": None, "index": None, "alias": None, "none": None, "numbe
 def test_values_gradients_and_structure():
     w, x = leaf(4), leaf(3, 4, seed=1)
     unused, labels, y_bar = leaf(2), torch.arange(3), leaf(3, seed=2).detach()
-
-    def fn(w, batch, rest):
-        return rich(w, batch)
-
     primals = w, {"x": x, "k": 3}, [unused, labels, None]
-    outs, grads = create_joint(fn)(primals, {"y": y_bar, **TANGENTS})
+    outs, grads = create_joint(lambda w, batch, rest: rich(w, batch))(primals, {"y": y_bar, **TANGENTS})
     expected = rich(w, {"x": x, "k": 3})
     w_bar, x_bar = torch.autograd.grad(expected["y"], (w, x), y_bar)
     assert torch.equal(outs["y"], expected["y"])
     assert torch.equal(outs["index"], expected["index"])
-    assert outs["none"] is None
-    assert outs["number"] == 3
+    assert (outs["none"], outs["number"], grads[1]["k"], grads[2]) == (None, 3, None, [None, None, None])
     assert outs["alias"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert torch.equal(grads[0], w_bar)
     assert torch.equal(grads[1]["x"], x_bar)
-    assert grads[1]["k"] is None
-    assert grads[2] == [None, None, None]
     assert not outs["y"].requires_grad
     assert not grads[0].requires_grad
     assert w.grad is None
 
 
-def test_the_same_tensor_twice_gets_partial_gradients():
-    w = leaf(3)
-    _, grads = create_joint(lambda a, b: a * b.sin())((w, w), torch.ones(3, dtype=w.dtype))
+def test_partial_gradients_and_cotangents_that_are_viewed_or_none():
+    w, ones, y_bar = leaf(3), torch.ones(3, dtype=torch.float64), leaf(6).detach()
+    _, grads = create_joint(lambda a, b: a * b.sin())((w, w), ones)
     assert torch.equal(grads[0], w.detach().sin())
     assert torch.equal(grads[1], w.detach() * w.detach().cos())
-
-
-def test_a_cotangent_is_viewed_and_none_is_zero():
-    w, y_bar = leaf(2, 3), leaf(6).detach()
+    w = leaf(2, 3)
     _, (bar,) = create_joint(lambda w: (w.exp(), w.sin()))((w,), (None, y_bar))
     assert torch.equal(bar, y_bar.view(2, 3) * w.detach().cos())
 
@@ -82,31 +70,21 @@ def test_derivatives_of_higher_order():
         return pr.functional.layer_norm(x, (4,)).sin().sum()
 
     joint = create_joint(loss, no_tangents=True)
+
+    def through(x):
+        return joint((x,))[1][0].square().sum()
+
     (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
     found = [
         create_joint(lambda x: pr.func.grad(loss)(x).square().sum(), no_tangents=True)((x,))[1][0],
-        create_joint(lambda x: joint((x,))[1][0].square().sum(), no_tangents=True)((x,))[1][0],
-        torch.func.grad(lambda x: joint((x,))[1][0].square().sum())(x.detach()),
-        torch.autograd.functional.jacobian(lambda x: joint((x,))[1][0].square().sum(), x.detach()),
-        torch.autograd.grad(joint((x * 1,))[1][0].square().sum(), x)[0],
+        create_joint(through, no_tangents=True)((x,))[1][0],
+        torch.func.grad(through)(x.detach()),
+        torch.autograd.functional.jacobian(through, x.detach()),
+        torch.autograd.grad(through(x * 1), x)[0],
     ]
     for bar in found:
         torch.testing.assert_close(bar, second, rtol=1e-9, atol=1e-9)
-
-
-def test_an_object_among_the_primals_costs_nothing():
-    """A hundred thousand entries in it; a deep look into them took seconds."""
-    layers = [dict.fromkeys(range(1000)) for _ in range(100)]
-    w, config = leaf(3), types.SimpleNamespace(scale=2.0, layers=layers, module=torch)
-    joint = create_joint(lambda w, config: (w * config.scale).sin().sum(), no_tangents=True)
-    joint((w, config))
-    start = time.process_time()
-    for _ in range(10):
-        _, (bar, nothing) = joint((w, config))
-    assert time.process_time() - start < 0.5
-    assert nothing is None
-    assert torch.equal(bar, 2 * (2 * w.detach()).cos())
 
 
 def test_lines_of_the_forward_pass_stay_on_backward_nodes():
@@ -125,7 +103,7 @@ def test_lines_of_the_forward_pass_stay_on_backward_nodes():
 
 ONES = torch.ones(3, dtype=torch.float64)
 MISTAKES = {
-    "structure": (TreeError, {"y": [ONES], **TANGENTS}, "tangents['y']"),
+    "structure": ((TreeError, LeafError), {"y": [ONES], **TANGENTS}, "tangents['y']"),
     "key": (TreeError, {"z": ONES, **TANGENTS}, "tangents"),
     "shape": (ShapeError, {"y": torch.ones(4, dtype=torch.float64), **TANGENTS}, "tangents['y'] must have shape"),
     "strides": (ShapeError, {"y": torch.ones((), dtype=torch.float64).expand(3, 1, 2), **TANGENTS}, "tangents['y']"),
@@ -135,15 +113,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_wrong_tangents(name):
-    error, tangents, text = MISTAKES[name]
-    kinds = (TreeError, LeafError) if name == "structure" else error
-    with pytest.raises(kinds, match=re.escape(text)):
-        create_joint(rich)((leaf(4), {"x": leaf(3, 4), "k": 3}), tangents)
-
-
-def test_wrong_primals():
+def test_wrong_calls():
+    for error, tangents, text in MISTAKES.values():
+        with pytest.raises(error, match=re.escape(text)):
+            create_joint(rich)((leaf(4), {"x": leaf(3, 4), "k": 3}), tangents)
     joint = create_joint(torch.sin)
     with pytest.raises(TypeError, match="tuple of the positional arguments"):
         joint(leaf(3), ONES)
@@ -151,5 +124,3 @@ def test_wrong_primals():
         joint((torch.ones(3),), ONES)
     with pytest.raises(LeafError, match=re.escape("one element that requires grad, got [3]")):
         create_joint(torch.sin, no_tangents=True)((leaf(3),))
-    with pytest.raises(TypeError, match="positional argument"):
-        create_joint(torch.sin, no_tangents=True)((leaf(3),), ONES)

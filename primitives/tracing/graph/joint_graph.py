@@ -43,8 +43,6 @@ class JointGraph(Graph):
             output.
         in_treespec: Structure of the primals, and of the gradients.
         out_treespec: Structure of the output, and of the cotangents.
-        labels: The key path for which each placeholder stands.
-        fakes: Their values when traced, without memory.
     """
 
     def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any) -> None:
@@ -119,13 +117,10 @@ class JointGraph(Graph):
         if tuple(symbols.values()) not in self._fitting:
             failing = torch_private.failing_guards(self._mode, symbols)
             if failing:
-                got, traced = (
-                    ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, values, strict=True))
-                    for values in (tensors, fakes)
-                )
+                got = ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, tensors, strict=True))
                 raise ShapeError(
-                    f"JointGraph: the graph was made for {traced}, under {', '.join(failing)}, which does not hold, "
-                    f"got {got}."
+                    f"JointGraph: the graph is valid under {' and '.join(failing)}, which does not hold where "
+                    f"{symbols}, got {got}."
                 )
             self._fitting.add(tuple(symbols.values()))
         return tensors, symbols

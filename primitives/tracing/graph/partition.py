@@ -131,10 +131,7 @@ class ForwardGraph(_Part):
         Returns:
             `(outs, saved)`, where `saved` is a tuple of tensors and sizes for the backward graph, and the state,
             advanced, behind them if there is one.
-
-        Raises:
-            TypeError: If a state is missing, or there is none to pass.
-            ValueError: If `primals` are not like those that were traced; see `JointGraph`.
+            It raises what the joint graph raises.
         """
         signature = self._joint.signature
         results = self._compute(signature.tensors_of(primals), self._states(rng))
@@ -161,11 +158,7 @@ class BackwardGraph(_Part):
 
         Returns:
             The gradients, in the structure of the primals; with `rng`, `(grads, state)`.
-
-        Raises:
-            TypeError: If a state is missing, or there is none to pass.
-            ValueError: If there are too few or too many saved values, or they or the cotangents are not like those that
-                were traced; see `JointGraph`.
+            `ValueError` if there are too few or too many saved values.
         """
         signature = self._joint.signature
         bars, state = signature.joined_gradients(
@@ -177,8 +170,7 @@ class BackwardGraph(_Part):
         joint, names = self._joint, [entry.name for entry in self.saved]
         if len(saved) != len(names):
             raise ValueError(f"BackwardGraph: saved must have {len(names)} entries, got {len(saved)}.")
-        placeholders = self.graph.find_nodes(op="placeholder")
-        fakes = {node.name: node.meta["val"] for node in placeholders}
+        fakes = {node.name: node.meta["val"] for node in self.graph.find_nodes(op="placeholder")}
         described = [fakes.get(name) for name in names]
         symbols = torch_private.bindings(described, saved)
         for i, (x, fake) in enumerate(zip(saved, described, strict=True)):
@@ -194,7 +186,7 @@ class BackwardGraph(_Part):
         for seed in _seeds(joint.graph):
             y = seed.meta["val"]
             given[_SEED_INPUT] = torch.ones(y.shape, dtype=y.dtype, device=y.device)
-        return self.run([given[node.name] for node in placeholders])
+        return self.run([given[name] for name in fakes])
 
 
 def laid_out_like(x: Tensor, fake: Tensor, symbols: dict[Any, int]) -> Tensor:

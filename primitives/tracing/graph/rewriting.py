@@ -11,24 +11,12 @@ from torch import fx
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "ROLE",
-    "SEED",
-    "TANGENT",
-    "identifier",
-    "is_backward",
-    "mark_forward",
-    "tidied",
-]
+__all__ = ["ROLE", "SEED", "TAG", "TANGENT", "identifier", "tidied"]
 
-# Torch's partitioner reads this too.
-_TAG = "partitioner_tag"
-# Where the metadata of a node says what it stands for: `SEED` or `TANGENT`.
-ROLE = "joint_role"
-# Name of the cotangent of a loss, and role of its node.
-SEED = "loss_bar"
-# Role of nodes that stand for a cotangent to come.
-TANGENT = "tangent"
+# Which pass a node belongs to; torch's partitioner reads this too.
+TAG = "partitioner_tag"
+# Where the metadata of a node says what it stands for: a cotangent to come, or that of a loss, which has this name.
+ROLE, TANGENT, SEED = "joint_role", "tangent", "loss_bar"
 
 
 def identifier(label: str) -> str:
@@ -37,35 +25,13 @@ def identifier(label: str) -> str:
     return name if name[:1].isalpha() else f"_{name}"
 
 
-def mark_forward(nodes: Sequence[fx.Node]) -> None:
-    """Mark nodes, at the end of the forward pass; those that come later belong to the backward pass."""
-    for node in nodes:
-        if node.op not in ("placeholder", "output"):
-            node.meta[_TAG] = "is_forward"
-
-
-def is_backward(node: fx.Node) -> bool:
-    """Whether a node belongs to the backward pass."""
-    return node.meta.get(_TAG) == "is_backward"
-
-
-def tidied(
-    module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], *, num_primals: int
-) -> fx.GraphModule:
-    """The graph anew.
-
-    Args:
-        module: As `make_fx` made it.
-        names: One name for each placeholder.
-        tangent_names: One name for each stand-in of a cotangent, which become placeholders.
-        num_primals: How many of the placeholders come before these.
-    """
+def tidied(module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], first: int) -> fx.GraphModule:
+    """The graph of `make_fx` anew, with these names for its placeholders, and stand-ins as the `first`."""
     graph, made = fx.Graph(), {}
-    stand_ins = [node for node in module.graph.nodes if node.meta.get(ROLE) == TANGENT]
-    inputs = [*module.graph.find_nodes(op="placeholder")]
-    inputs[num_primals:num_primals] = stand_ins
-    names = [*names[:num_primals], *tangent_names, *names[num_primals:]]
-    for node, name in zip(inputs, names, strict=True):
+    inputs, labels = [*module.graph.find_nodes(op="placeholder")], [*names]
+    inputs[first:first] = [node for node in module.graph.nodes if node.meta.get(ROLE) == TANGENT]
+    labels[first:first] = tangent_names
+    for node, name in zip(inputs, labels, strict=True):
         made[node] = graph.placeholder(name)
         made[node].meta = {"val": node.meta["val"]}
     for node in module.graph.nodes:
@@ -78,7 +44,7 @@ def tidied(
         if node.meta.get(ROLE) == SEED:
             new.name = SEED
         if node.op != "output":
-            new.meta.setdefault(_TAG, "is_backward")
+            new.meta.setdefault(TAG, "is_backward")
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(module, graph, "JointGraph")
@@ -94,5 +60,5 @@ def _is_identity(node: fx.Node) -> bool:
 
 def _stops(node: fx.Node) -> bool:
     """Whether a `detach` is the user's: autograd's own are for the backward pass alone."""
-    forward = [user for user in node.users if user.op == "output" or user.meta.get(_TAG) == "is_forward"]
+    forward = [user for user in node.users if user.op == "output" or user.meta.get(TAG) == "is_forward"]
     return any(user.target is not _DETACH or _stops(user) for user in forward)

@@ -20,29 +20,29 @@ __all__ = ["Signature"]
 _FUNCTION = "JointGraph"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Signature:
-    """What the flat inputs and outputs of a joint graph mean.
+    """What the flat inputs and outputs of a joint graph mean; filled while it is traced.
 
     Attributes:
         primals: Leaves of the primals, with `None` in the places of tensors.
         places: Places of the tensors among them.
+        has_states: Whether random states are passed through.
         outs: Leaves of the output: the constants themselves, `None` for what the graph computes.
         computed: Places of what the graph computes among the leaves of the output.
         with_tangent: Places of the leaves of the output that have a cotangent among the inputs.
         gradient_places: Places of the primals that get a gradient.
         mutated: Places of the primals whose new values are outputs.
-        has_states: Whether random states are passed through.
     """
 
     primals: Leaves
     places: tuple[int, ...]
-    outs: Leaves
-    computed: tuple[int, ...]
-    with_tangent: tuple[int, ...]
-    gradient_places: tuple[int, ...]
-    mutated: tuple[int, ...]
     has_states: bool
+    outs: Leaves = dataclasses.field(init=False)
+    computed: tuple[int, ...] = ()
+    with_tangent: tuple[int, ...] = ()
+    gradient_places: tuple[int, ...] = ()
+    mutated: tuple[int, ...] = ()
 
     @property
     def primal_names(self) -> tuple[str, ...]:
@@ -107,8 +107,8 @@ class Signature:
     def joined_gradients(self, values: list[Any]) -> tuple[Any, tuple[PhiloxState, ...]]:
         """The gradients, in the structure of the primals, and the state behind them, if there is one."""
         values, state = self._without_state(values)
-        empty = self.primals._replace(values=[None] * len(self.primals.values))
-        return empty.filled(self.gradient_places, values), state
+        none = self.primals._replace(values=[None] * len(self.primals.values))
+        return none.filled(self.gradient_places, values), state
 
     def _without_state(self, values: list[Any]) -> tuple[list[Any], tuple[PhiloxState, ...]]:
         return (values[:-2], (PhiloxState(*values[-2:]),)) if self.has_states else (values, ())
@@ -118,11 +118,9 @@ def _same(x: Any, y: Any) -> bool:
     """Whether two constants are of one type and equal; numbers that are none, and arrays with them, may be so."""
     if x is y or type(x) is not type(y):
         return x is y
-    if any(getattr(x, name, None) != getattr(y, name, None) for name in ("dtype", "shape")):
-        return False
     try:
         same = (x == y) | ((x != x) & (y != y))
-        return bool(same.all() if hasattr(same, "all") else same)
+        return bool(same.all() and (x.dtype, x.shape) == (y.dtype, y.shape) if hasattr(same, "all") else same)
     except (RuntimeError, TypeError, ValueError):
         # Of some types there is no telling.
         return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.tracing.graph.rewriting import is_backward
+from primitives.tracing.graph.rewriting import TAG
 from primitives.tracing.torch_private import schema_of
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def table(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> str
         if node.op == "placeholder":
             rows.append(("input", node.name, next(labels), _value(node), ""))
         elif node.op != "output":
-            direction = "backward" if is_backward(node) else "forward"
+            direction = "backward" if node.meta.get(TAG) == "is_backward" else "forward"
             operands = ", ".join(n.name for n in node.all_input_nodes)
             rows.append((direction, node.name, f"{_operation(node)}({operands})", _value(node), line_of(node)))
     results = graph.output_node().args[0]

@@ -14,7 +14,7 @@ from primitives.decompositions import decomposition_table
 from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.graph.joint_graph import JointGraph
-from primitives.tracing.graph.rewriting import ROLE, SEED, TANGENT, identifier, mark_forward, tidied
+from primitives.tracing.graph.rewriting import ROLE, SEED, TAG, TANGENT, identifier, tidied
 from primitives.tracing.graph.signature import Signature
 from primitives.tracing.joint.create import (
     checked_primals,
@@ -41,7 +41,6 @@ _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_off
 def trace_joint(
     fn: Callable[..., Any],
     *primals: Any,
-    tangents: Any = None,
     no_tangents: bool = False,
     functionalize_rng: bool = False,
     decompose: Any = None,
@@ -62,8 +61,6 @@ def trace_joint(
         fn: Function of pytrees.
         *primals: Its positional arguments. Tensors that require grad get gradients. For keyword arguments of `fn`, pass
             a function that takes them by place: `lambda w, x: fn(w, x, scale=2.0)`.
-        tangents: What the cotangents will look like: a tree with the structure of the output, `None` where an output
-            is to get none. By default, every output that takes one gets one.
         no_tangents: Whether the first leaf of the output is a scalar loss, whose cotangent is 1; the graph has no
             tangents then.
         functionalize_rng: Whether random operations draw from two states, `rng=(forward, backward)`, each a
@@ -80,14 +77,12 @@ def trace_joint(
 
     Raises:
         LeafError: If no primal requires grad, a captured tensor does, a primal is sparse, nested or a wrapper subclass,
-            a leaf of the primals or of the output is an object with a tensor in an attribute, or `tangents` has a leaf
-            where it must not.
-        TreeError: If `tangents` or `dynamic` does not fit.
-        MutationError: If `fn` writes to a captured tensor or to one of several inputs that overlap in memory, or
-            assigns to the `.data` of any tensor.
-        TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do, or calls a collective that
-            writes in place; or if the backward pass draws random numbers, as a checkpoint around dropout does, without
-            `functionalize_rng`.
+            or a leaf of the primals or of the output is an object with a tensor in an attribute.
+        TreeError: If `dynamic` does not fit.
+        MutationError: If `fn` writes to a captured tensor or to one of several inputs that overlap in memory, assigns
+            to the `.data` of any tensor, or calls a collective that writes in place.
+        TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do; or if the backward pass draws
+            random numbers, as a checkpoint around dropout does, without `functionalize_rng`.
         DeviceError: If a CUDA device is to be traced for, and there is none.
         ShapeError: If a size was to be dynamic and `fn` fixes it.
 
@@ -103,36 +98,24 @@ def trace_joint(
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
     tensors = [_dense(given.label(i), given.values[i]) for i in places]
     axes = _dynamic_axes(primals, given, dynamic)
-    if no_tangents and tangents is not None:
-        raise TypeError(f"{_FUNCTION}: with no_tangents=True there are no tangents to pass.")
     mode = torch_private.fake_mode(symbolic=any(axes))
     devices = [x.device if device is None else torch.device(device) for x in tensors]
     if any(on.type == "cuda" for on in devices) and not torch.cuda.is_available():
         # Autograd asks the driver for the stream of every CUDA tensor, fake ones too, and aborts the process.
         raise DeviceError(f"{_FUNCTION}: tracing for a CUDA device needs one, and there is none. Trace on the CPU.")
-    joint = _FlatJoint(fn, given, places, tangents, no_tangents)
+    constants = given._replace(values=[None if i in places else x for i, x in enumerate(given.values)])
+    signature = Signature(constants, places, functionalize_rng)
     with outside_inference_mode(), typed_errors(_FUNCTION):
         fakes = zip(tensors, places, devices, strict=True)
         args = [torch_private.fake_of(mode, x, axes[i], on) for x, i, on in fakes]
         with mode:
             args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in _STATE_NAMES * functionalize_rng]
-        module = torch_private.trace(joint, args, mode, _table(decompose))
-    computed = tuple(i for i, y in enumerate(joint.outs.values) if _is_computed(y))
-    signature = Signature(
-        primals=given._replace(values=[None if i in places else x for i, x in enumerate(given.values)]),
-        places=places,
-        outs=joint.outs._replace(values=[None if _is_computed(y) else y for y in joint.outs.values]),
-        computed=computed,
-        with_tangent=() if no_tangents else joint.with_cotangent,
-        gradient_places=joint.gradient_places,
-        mutated=joint.written,
-        has_states=functionalize_rng,
-    )
+        flat = _FlatJoint(fn, signature, no_tangents)
+        module = torch_private.trace(flat, args, mode, _table(decompose))
     refuse_sharing(_FUNCTION, signature.primal_names, tensors, signature.alone)
     names = [*map(identifier, signature.primal_names), *_STATE_NAMES * functionalize_rng]
     tangent_names = [*map(identifier, signature.tangent_names)]
-    module = tidied(module, names, tangent_names, num_primals=len(places))
-    graph = JointGraph(module, signature, mode)
+    graph = JointGraph(tidied(module, names, tangent_names, len(places)), signature, mode)
     for i, place in enumerate(places):
         sizes = torch_private.bound_sizes(graph.fakes[i].shape)
         for axis in axes[place] if dynamic is not True else ():
@@ -146,21 +129,11 @@ def trace_joint(
 
 @dataclasses.dataclass
 class _FlatJoint:
-    """The joint function over flat tensors, as it is traced, and what tracing it found out."""
+    """The joint function over flat tensors; tracing it fills its signature."""
 
     fn: Callable[..., Any]
-    given: Leaves
-    places: Sequence[int]
-    tangents: Any
+    signature: Signature
     no_tangents: bool
-    # The output, with what was written to.
-    outs: Leaves = dataclasses.field(init=False)
-    # Places of the primals that are written to.
-    written: tuple[int, ...] = ()
-    # Places of the leaves of the output that have a cotangent.
-    with_cotangent: tuple[int, ...] = ()
-    # Places of the primals that get a gradient.
-    gradient_places: tuple[int, ...] = ()
 
     def __call__(self, *args: Tensor) -> tuple:
         """Outputs, forward state, gradients, backward state."""
@@ -168,55 +141,50 @@ class _FlatJoint:
             return tuple(map(torch_private.plain, self._run([torch_private.wrapped(x) for x in args])))
 
     def _run(self, args: Sequence[Tensor]) -> list[Any]:
-        leaves = list(self.given.values)
-        for place, x in zip(self.places, args, strict=False):
+        signature = self.signature
+        places, given = signature.places, signature.primals
+        leaves = list(given.values)
+        for place, x in zip(places, args, strict=False):
             leaves[place] = x
         used = [_copy(x) for x in leaves]
-        before = {i: (used[i].grad_fn, used[i].shape, used[i].stride()) for i in self.places}
-        states = args[len(self.places) :]
+        before = {i: (used[i].grad_fn, used[i].shape, used[i].stride()) for i in places}
+        states = args[len(places) :]
         random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
         results: list[Any] = []
 
         def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
-            self.written = tuple(i for i, (_, *geometry) in before.items() if _is_written(used[i], *geometry))
-            taken = [takes_cotangent(y, used) for y in outs.values]
-            if self.written:
-                mutated = OrderedDict((self.given.label(i), used[i]) for i in self.written)
-                outs = Leaves.of((outs.join(outs.values), mutated), "outs")
+            signature.mutated = tuple(i for i, (_, *geometry) in before.items() if _is_written(used[i], *geometry))
+            taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
+            if signature.mutated:
+                mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
+                outs, num = Leaves.of((outs.join(outs.values), mutated), "outs"), len(outs.values)
                 # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
-                taken += [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in self.written]
-            self.outs = outs
-            results.extend(y for y in outs.values if _is_computed(y))
-            results.extend(random[0].state if random else ())
+                seen = [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in signature.mutated]
+                taken += [num + i for i, flag in enumerate(seen) if flag]
+            signature.computed = tuple(i for i, y in enumerate(outs.values) if _is_computed(y))
+            signature.outs = outs._replace(values=[None if _is_computed(y) else y for y in outs.values])
+            results.extend([*(outs.values[i] for i in signature.computed), *(random[0].state if random else ())])
             for y in results:
                 torch_private.plain(y)
-            mark_forward(torch_private.recorded_nodes())
-            self.with_cotangent = tuple(self._with_cotangent([i for i, flag in enumerate(taken) if flag]))
-            wanted = [i in self.with_cotangent for i in range(len(taken))]
-            return outs, [self._stand_in(y) if flag else None for y, flag in zip(outs.values, wanted, strict=True)]
+            for node in torch_private.recorded_nodes():
+                if node.op != "placeholder":
+                    node.meta[TAG] = "is_forward"
+            if self.no_tangents:
+                require_loss(_FUNCTION, outs, taken)
+                taken = [0]
+            else:
+                signature.with_tangent = tuple(taken)
+            return outs, [self._stand_in(y) if i in taken else None for i, y in enumerate(outs.values)]
 
-        _, bars = run_joint(_FUNCTION, self.fn, self.given, leaves, used, cotangents_of, captures=False, modes=random)
-        self.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
+        _, bars = run_joint(_FUNCTION, self.fn, given, leaves, used, cotangents_of, captures=False, modes=random)
+        signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
         return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
-
-    def _with_cotangent(self, taken: Sequence[int]) -> Sequence[int]:
-        """Those leaves of the output that are to have a cotangent."""
-        if self.no_tangents:
-            require_loss(_FUNCTION, self.outs, taken)
-            return [0]
-        if self.tangents is None:
-            return taken
-        pieces = self.outs.cotangents(_FUNCTION, self.tangents, taken)
-        return [i for i, piece in enumerate(pieces) if piece is not None]
 
     def _stand_in(self, y: Tensor) -> Tensor:
         """A tensor whose node becomes an input of the graph, or the cotangent of a loss."""
         with torch.no_grad():
-            if self.no_tangents:
-                made, role = torch.full(y.shape, 1, dtype=y.dtype, device=y.device), SEED
-            else:
-                made, role = torch.empty_like(y), TANGENT
-        torch_private.node_of(made).meta[ROLE] = role
+            made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device) if self.no_tangents else torch.empty_like(y)
+        torch_private.node_of(made).meta[ROLE] = SEED if self.no_tangents else TANGENT
         return made
 
 
