@@ -46,18 +46,6 @@ def test_nothing_is_cast_on_the_cpu(call):
         assert torch.equal(ours, outside)
 
 
-def test_a_converted_model_under_autocast_follows_torch():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.LogSoftmax(1))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        theirs = model(data(torch.float32))
-    pr.nn.convert(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = model(data(torch.float32))
-    assert ours.dtype == theirs.dtype
-    assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("name", [n for n in registered_primitives() if n.startswith("primitives::")])
 def test_which_operators_cuda_autocast_changes(name):
     # Derivatives run in the dtypes of their forward; batch norm takes the dtype that comes, as torch's does.
@@ -66,39 +54,37 @@ def test_which_operators_cuda_autocast_changes(name):
     assert not _C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU")
 
 
-def test_layer_norm_runs_in_float32_under_cuda_autocast():
-    for dtype in DTYPES:
-        x, weight = data(dtype), data(dtype)[0]
-        y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
-        assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide)))
-    # Each argument of low precision is cast by itself.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operators_run_in_float32_under_cuda_autocast(dtype):
+    x, weight = data(dtype), data(dtype)[0]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5)
+    assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
+    assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide)))
+    for output_dtype in (None, torch.float16, torch.float64):
+        y = under_cuda_autocast(log_softmax_p, x, 1, output_dtype)
+        assert torch.equal(y, pr.functional.log_softmax(x, 1, dtype=output_dtype or wide))
+        assert y.dtype == (output_dtype or wide)
+
+
+def test_each_argument_of_low_precision_is_cast_by_itself():
     x, weight, bias = data(torch.bfloat16), data(torch.float32)[0], data(torch.float16)[1]
     y = under_cuda_autocast(layer_norm_p, x, weight, bias, 1, 0, 1e-5)[0]
     assert torch.equal(y, pr.functional.layer_norm(x.float(), (4,), weight, bias.float()))
 
 
-@pytest.mark.parametrize("output_dtype", [None, torch.float16, torch.float64], ids=str)
-def test_log_softmax_has_a_float32_result_under_cuda_autocast(output_dtype):
-    for dtype in DTYPES:
-        x = data(dtype)
-        y = under_cuda_autocast(log_softmax_p, x, 1, output_dtype)
-        default = torch.float64 if dtype == torch.float64 else torch.float32
-        assert y.dtype == (output_dtype or default)
-        assert torch.equal(y, pr.functional.log_softmax(x, 1, dtype=output_dtype or default))
-
-
 def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
     x, weight = data(torch.bfloat16).requires_grad_(), data(torch.bfloat16)[0].requires_grad_()
-    y = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5)[0]
-    z = under_cuda_autocast(log_softmax_p, x, 1, None)
+    y, z = (
+        under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5)[0],
+        under_cuda_autocast(log_softmax_p, x, 1, None),
+    )
     (y.square().sum() + z.square().sum()).backward()
-    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
-    x32, weight32 = (t.detach().float().requires_grad_() for t in (x, weight))
-    (F.layer_norm(x32, (4,), weight32).square().sum() + F.log_softmax(x32, 1).square().sum()).backward()
-    assert_close(x.grad.float(), x32.grad, rtol=1e-2, atol=5e-2)
-    assert_close(weight.grad.float(), weight32.grad, rtol=1e-2, atol=1e-2)
+    wide = [t.detach().float().requires_grad_() for t in (x, weight)]
+    (F.layer_norm(wide[0], (4,), wide[1]).square().sum() + F.log_softmax(wide[0], 1).square().sum()).backward()
+    for ours, theirs in zip((x, weight), wide, strict=True):
+        assert ours.grad.dtype == torch.bfloat16
+        assert_close(ours.grad.float(), theirs.grad, rtol=1e-2, atol=5e-2)
 
 
 @pytest.mark.gpu
