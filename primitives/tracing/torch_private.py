@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import _C, _decomp, _ops, fx, nn
+from torch import _C, _decomp, _ops, fx, nn, overrides
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor, functional_tensor
 from torch.autograd import forward_ad
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
+from torch.nn.utils import stateless
 from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ get_decompositions = _decomp.get_decompositions
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 leaves_of = _pytree.arg_tree_leaves
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+function_modes = overrides._get_current_function_mode_stack
+with_tensors = stateless._reparametrize_module
+# The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
+CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
 
 # Operators.
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import optree
 import torch
-from torch.nn.utils import stateless
 
 from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives.tracing import torch_private
 from primitives.tracing.errors import errors_in_trace
 from primitives.tracing.memory import bottom
 from primitives.tracing.modules.lending import attributes_kept, running
@@ -169,7 +169,7 @@ class PureModule:
         # A compiler knows no versions.
         versions = {} if is_compiling else given.versions()
         errors = contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call")
-        with attributes_kept(owners), stateless._reparametrize_module(self.module, tensors), running(owners), errors:
+        with attributes_kept(owners), torch_private.with_tensors(self.module, tensors), running(owners), errors:
             output = self.module(*args, **kwargs)
         new_buffers = state.current(tensors)
         for name, (value, version) in versions.items():

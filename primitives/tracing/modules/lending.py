@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
-from torch.overrides import _get_current_function_mode_stack
 
 from primitives.core.overrides import BatchWeight, OverrideMode
-from primitives.tracing.memory import bottom
 from primitives.tracing.recompute import replaying_checkpoints
+from primitives.tracing.torch_private import bottom, function_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +125,7 @@ class _PureMode(OverrideMode):
 
     def moment(self) -> Callable[[], contextlib.AbstractContextManager] | None:
         """What a checkpointed region that begins here is to be computed again in; `None` on another thread."""
-        if self not in _get_current_function_mode_stack():
+        if self not in function_modes():
             return None
         attributes = [_copied(owner.__dict__) for owner in self._owners]
         buffers = [x for each in attributes for x in each["_buffers"].values() if x is not None]
@@ -155,7 +154,7 @@ class _PureMode(OverrideMode):
 
     def refuse_reentrant(self) -> None:
         """Raise: a region of this kind takes the parameters that it finds in the module in the backward pass."""
-        if torch.is_grad_enabled() and self in _get_current_function_mode_stack():
+        if torch.is_grad_enabled() and self in function_modes():
             raise RuntimeError(
                 "functional_call: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
                 "pass cannot be given the parameters of the call. Pass use_reentrant=False."

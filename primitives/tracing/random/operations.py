@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from primitives.tracing.torch_private import schema_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -41,15 +43,15 @@ _NEVER_DRAWING = frozenset(
 @functools.cache
 def is_random(func: Any) -> bool:
     """Whether an operator draws random numbers, if its arguments do not say that it has nothing to draw."""
-    if func._schema.name.removeprefix("aten::") in _NEVER_DRAWING:
+    if schema_of(func).name.removeprefix("aten::") in _NEVER_DRAWING:
         return False
-    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    takes_generator = any(argument.name == "generator" for argument in schema_of(func).arguments)
     return takes_generator or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def arguments_of(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a call by the names of the schema, defaults included."""
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     named = {a.name: a.default_value for a in schema if a.has_default_value()}
     named.update(zip((a.name for a in schema), args, strict=False))
     return {**named, **kwargs}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
 from primitives.ops._philox import WORDS_PER_BLOCK
@@ -80,7 +78,7 @@ def _checked(state: Any) -> PhiloxState:
     return PhiloxState(*state)
 
 
-class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
+class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context in which random operations draw from a Philox state, and torch's generators are left alone.
 
     After the context, `state` is where the stream goes on. This is what `functionalize_rng` puts around a function;
@@ -121,7 +119,7 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
             )
         self._batch = self._seed.shape
         self._num_blocks: Any = 0
-        self._contexts: list[contextlib.ExitStack] = []
+        self._contexts: list[Any] = []
 
     @property
     def state(self) -> PhiloxState:
@@ -129,15 +127,14 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         return PhiloxState(self._given.seed, self._given.offset + self._num_blocks)
 
     def __enter__(self) -> rng_mode:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaying_checkpoints(innermost_replay))
-            super().__enter__()
-            self._contexts.append(stack.pop_all())
+        self._contexts.append(replaying_checkpoints(innermost_replay))
+        self._contexts[-1].__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        self._contexts.pop().close()
+        self._contexts.pop().__exit__(*exc_info)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Draw in the place of `func` if it is random; run it if not."""
@@ -156,7 +153,7 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
         return self._draw(func, a, args, kwargs)
 
     def _draw(self, func: Any, a: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = torch_private.schema_of(func).name.partition("::")
         in_place, stem = name.endswith("_"), name.removesuffix("_")
         operation = OPERATIONS.get(stem) if namespace == "aten" else None
         if operation is None:
@@ -201,7 +198,7 @@ class rng_mode(TorchDispatchMode):  # noqa: N801 - used like a function, as torc
 
 def innermost_replay() -> Callable[[], rng_mode] | None:
     """`replay` of the innermost `rng_mode` that is entered; `None` outside of any."""
-    stack = _get_current_dispatch_mode_stack()
+    stack = torch_private.dispatch_modes()
     mode = next((mode for mode in reversed(stack) if isinstance(mode, rng_mode)), None)
     return None if mode is None else mode.replay()
 

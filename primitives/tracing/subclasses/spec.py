@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives.core.autograd import apply_linear
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import LeafError
-from primitives.tracing.torch_private import hinted_size
+from primitives.tracing.torch_private import hinted_size, is_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +61,7 @@ class SubclassSpec:
         Raises:
             LeafError: If it is a nested tensor.
         """
-        if not is_traceable_wrapper_subclass(x):
+        if not is_wrapper_subclass(x):
             return None
         wrapper: Any = x
         if wrapper.is_nested:
