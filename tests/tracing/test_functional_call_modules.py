@@ -58,16 +58,12 @@ class Writer(nn.Module):
 
 CASES = {
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), IMAGES),
-    "InstanceNorm2d momentum None": (lambda: nn.InstanceNorm2d(3, momentum=None, track_running_stats=True), IMAGES),
-    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(3), IMAGES),
     "SyncBatchNorm momentum None": (lambda: nn.SyncBatchNorm(3, momentum=None), IMAGES),
-    "BatchNorm2d without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), IMAGES),
     "BatchNorm2d momentum None": (lambda: nn.BatchNorm2d(3, momentum=None), IMAGES),
     "BatchNorm2d of primitives": (lambda: pr.nn.BatchNorm2d(3), IMAGES),
     "BatchNorm2d in evaluation": (lambda: nn.BatchNorm2d(3).eval(), IMAGES),
     "LSTM": (lambda: nn.LSTM(3, 4), X),
     "MultiheadAttention": (lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), X),
-    "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 4)), X),
     "spectral_norm by hook": (lambda: nn.utils.spectral_norm(nn.Linear(3, 4)), X),
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), X),
     "GraphModule": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), X),
