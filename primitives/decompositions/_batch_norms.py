@@ -159,10 +159,7 @@ def _register(op: OpOverload, function: Callable[..., Any]) -> None:
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         return function(*args, *[kwargs[name] for name in names[len(args) :]])
 
-    # With the overloads that have `out`: those of the same arguments.
-    family = [getattr(op.overloadpacket, overload) for overload in op.overloadpacket.overloads()]
-    same = [o for o in family if tuple(a.name for a in o._schema.arguments if not a.is_out) == names]
-    register_decomposition(same)(decomposition)
+    register_decomposition(op)(decomposition)
 
 
 for _op, _function in _NAMES.items():
