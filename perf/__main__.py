@@ -1,11 +1,4 @@
-"""Measure the kernels, report, compare and predict.
-
-python -m perf run [--device cpu|cuda] [--quick] [--out FILE]   measure everything, write one JSON file
-python -m perf report FILE [FILE ...]                           tables and plots into docs/perf/
-python -m perf compare BEFORE AFTER                             exit status 1 if a row lost over 5 % of its speed, broke
-                                                                or is gone
-python -m perf predict [--device NAME] [--write]                times that the model expects of a device
-"""
+"""Measure the kernels, report, compare and predict; `docs/performance.md` says how."""
 
 from __future__ import annotations
 
@@ -15,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "perf"
 
@@ -37,30 +30,33 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m perf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="measure")
-    run.set_defaults(command=_run)
-    run.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    run.add_argument("--quick", action="store_true", help="few workloads")
-    run.add_argument("--only", nargs="+", default=[], metavar="WORDS", help="workloads whose key contains one of these")
-    run.add_argument("--modes", nargs="+", default=[], metavar="MODE", help="only these modes")
-    run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
-    run.add_argument("--out", type=Path, default=Path("perf_output/result.json"), help="(default: %(default)s)")
-    report = commands.add_parser("report", help="write tables and plots")
-    report.set_defaults(command=_report)
-    report.add_argument("results", nargs="+", type=Path, help="result files, of one device each")
-    report.add_argument("--out", type=Path, default=DOCS, help="directory (default: docs/perf)")
-    compare = commands.add_parser("compare", help="find what became slower, broke, or is gone")
-    compare.set_defaults(command=_compare)
-    compare.add_argument("before", type=Path)
-    compare.add_argument("after", type=Path)
-    predict = commands.add_parser("predict", help="what the time model expects")
-    predict.set_defaults(command=_predict)
-    predict.add_argument("--device", default="h200", help="name in perf/devices or path of a description")
-    predict.add_argument("--write", action="store_true", help="write the page of the docs")
+
+    def command(function: Callable[[argparse.Namespace], int]) -> Callable[..., object]:
+        made = commands.add_parser(function.__name__.removeprefix("_"), help=function.__doc__)
+        made.set_defaults(command=function)
+        return made.add_argument
+
+    add = command(_run)
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
+    add("--quick", action="store_true", help="few workloads")
+    add("--only", nargs="+", default=[], metavar="WORDS", help="workloads whose key contains one of these")
+    add("--modes", nargs="+", default=[], metavar="MODE", help="only these modes")
+    add("--providers", nargs="+", default=[], metavar="NAME", help="only these providers")
+    add("--out", type=Path, default=Path("perf_output/result.json"), help="(default: %(default)s)")
+    add = command(_report)
+    add("results", nargs="+", type=Path, help="result files, of one device each")
+    add("--out", type=Path, default=DOCS, help="directory (default: docs/perf)")
+    add = command(_compare)
+    add("before", type=Path)
+    add("after", type=Path)
+    add = command(_predict)
+    add("--device", default="h200", help="name in perf/devices or path of a description")
+    add("--write", action="store_true", help="write the page of the docs")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Measure."""
     import torch
 
     from perf.suite.plan import Options
@@ -85,6 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    """Write tables and plots."""
     from perf.suite.report import write_report
 
     for path in options.results:
@@ -93,6 +90,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    """Find what became slower, broke, or is gone."""
     from perf.suite.compare import compare
     from perf.suite.results import load
 
@@ -102,6 +100,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _predict(options: argparse.Namespace) -> int:
+    """What the time model expects."""
     from perf import model
 
     page = model.page(model.read_device(options.device))

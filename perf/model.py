@@ -33,13 +33,10 @@ from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS
 from triton_kernels import costs, launch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from perf.workloads import Workload
     from triton_kernels.costs import Cost
 
 DEVICES = Path(__file__).parent / "devices"
-MOMENTUM = 0.1
 
 # The launchers that a step of each mode calls: forward mode and Hessian-vector products compute the values beside the
 # tangents. The suite's Hessian-vector products are those of a loss that is linear in y, so y_bar has no tangent.
@@ -69,15 +66,12 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a device.
+    """What the model knows of a device: its name, a key of `launch.CHIPS` whose plans it gets, and values.
 
     Attributes:
-        name: As people call it.
-        chip: Key of `launch.CHIPS`, whose plans it gets.
         copy_bytes_per_second: Bytes read plus bytes written per second by a large copy.
         launch_seconds: Time between the ends of two kernels beyond what their bytes take.
         l2_bytes: Size of the last cache before memory.
-        num_processors: Streaming multiprocessors.
     """
 
     name: str
@@ -146,14 +140,11 @@ def calls_of(workload: Workload, mode: str) -> list[Cost]:
 
 def _operands(workload: Workload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The input, its weight, and a vector of statistics."""
-
-    def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x = meta(workload.shape, workload.torch_dtype)
-    x = x.contiguous(memory_format=torch.channels_last) if workload.channels_last else x
-    weight = meta((workload.num_params,), workload.param_dtype) if workload.num_params else None
-    return x, weight, meta(workload.shape[1:2] if workload.op in CHANNEL_OPS else workload.shape[:-1], torch.float32)
+    layout = torch.channels_last if workload.channels_last else torch.contiguous_format
+    x = torch.empty(workload.shape, dtype=workload.torch_dtype, device="meta", memory_format=layout)
+    weight = x.new_empty((workload.num_params,), dtype=workload.param_dtype) if workload.num_params else None
+    statistics = workload.shape[1:2] if workload.op in CHANNEL_OPS else workload.shape[:-1]
+    return x, weight, x.new_empty(statistics, dtype=torch.float32)
 
 
 def _layer_norm_calls(workload: Workload) -> dict[str, Cost]:
@@ -186,7 +177,7 @@ def _batch_norm_calls(workload: Workload) -> dict[str, Cost]:
     wanted = (True, weight is not None, weight is not None)
     operands = (x, x, weight, stat, stat)
     return {
-        "fwd": costs.batch_norm_train_fwd(x, weight, weight, None, None, 0, MOMENTUM, EPS),
+        "fwd": costs.batch_norm_train_fwd(x, weight, weight, None, None, 0, 0.1, EPS),
         "bwd": costs.batch_norm_train_bwd(*operands, 0, wanted),
         "jvp": costs.batch_norm_train_jvp(x, weight, stat, stat, x, weight, weight, 0),
         "bwd_jvp": costs.batch_norm_bwd_jvp(*operands, None, x, weight, 0, wanted),

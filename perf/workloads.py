@@ -85,20 +85,15 @@ class Workload:
         return torch.float32 if self.op in CHANNEL_OPS else self.torch_dtype
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the input."""
-        return math.prod(self.shape)
-
-    @property
     def pass_bytes(self) -> int:
         """Bytes of one pass: of the input, and of every other tensor of its size."""
-        return self.num_elements * self.torch_dtype.itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
     def num_cols(self) -> int:
         """Values that share their statistics: a row's columns, or what batch norm reduces of one channel."""
         if self.op in CHANNEL_OPS:
-            return self.num_elements // self.shape[1]
+            return math.prod(self.shape) // self.shape[1]
         return self.shape[self.dim if self.op == "log_softmax" else -1]
 
     @property
@@ -187,11 +182,9 @@ def _batch_norms() -> Iterator[Workload]:
 
 
 def _evaluations() -> Iterator[Workload]:
-    for channels_last in (False, True):
-        shape, quick = (64, 256, 56, 56), not channels_last
-        yield Workload(
-            "ResNet-50", "batch_norm_eval", shape, channels_last=channels_last, modes=FIRST_ORDER, quick=quick
-        )
+    shape = (64, 256, 56, 56)
+    yield Workload("ResNet-50", "batch_norm_eval", shape, modes=FIRST_ORDER, quick=True)
+    yield Workload("ResNet-50", "batch_norm_eval", shape, channels_last=True, modes=FIRST_ORDER)
 
 
 def _dropouts() -> Iterator[Workload]:

@@ -212,14 +212,15 @@ def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same()
 # Samples, and graphs on a made-up GPU.
 
 
-def test_providers_take_turns_and_the_first_one_changes():
+def test_providers_take_turns_and_the_first_one_changes(monkeypatch):
     order = []
 
     def sampler(name):
         return lambda: order.append(name) or float(len(order))
 
     samplers = {name: sampler(name) for name in "abc"}
-    samples = timing.interleave(samplers, 12.0, 60, min_rounds=2, clock=lambda: float(len(order)))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(len(order)))
+    samples = timing.interleave(samplers, 12.0, 60, min_rounds=2)
     assert order == list("abcbcacababc")
     assert samples["b"] == [2.0, 4.0, 9.0, 11.0]
     # The least number of rounds is run whatever the budget.
@@ -262,9 +263,6 @@ def fake_cuda(monkeypatch):
         "Event": event,
         "_sleep": state.sleeps.append,
         "set_sync_debug_mode": lambda mode: setattr(state, "sync_mode", mode),
-        "reset_peak_memory_stats": lambda device: None,
-        "memory_allocated": lambda device: 100,
-        "max_memory_allocated": lambda device: 350,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -296,7 +294,6 @@ def test_a_graph_goes_round_over_all_sets_and_keeps_their_results(fake_cuda):
     timer.clock = iter((2.0, 9.0)).__next__
     assert timer.call_seconds(prepared, 7) == 1.0
     assert [index for _, index in order[-7:]] == [0, 1, 2, 3, 4, 0, 1]
-    assert timer.peak_bytes(prepared) == 250
 
 
 def test_what_waits_for_the_device_or_cannot_be_captured_says_so(fake_cuda):
@@ -340,7 +337,7 @@ def spread(median):
 def make_row(measured, name, copies):
     copy_us = MINIMUM_BYTES / COPY_GBPS * 1e-3
     timed = {"device_us": spread(copies * copy_us), "call_us": spread(copies * copy_us + 10), "gpu": "0"}
-    timed |= {"error": 1e-3, "tolerance": 4e-2, "peak_bytes": 67_000_000}
+    timed |= {"error": 1e-3, "tolerance": 4e-2}
     if name != "torch":
         timed["vs_torch_device"] = spread(copies / COPIES["torch"])
     if measured[1] != "training_step":
@@ -486,7 +483,7 @@ def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path
         "SM clock 345 to 1980 MHz",
         "revision 0123456789ab with changes that are not committed",
         "1.79 (63.6 us)",
-        "| 45.5 | 67.0 |",
+        "| 45.5 |",
     ):
         assert words in page
     for name in ("speedup", "forward", "jvp"):

@@ -22,14 +22,20 @@ def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -
     Returns:
         What came out, in words, and whether the second run is not acceptable.
     """
-    lines = [f"WARNING: {text}" for text in _differences(before, after)]
+    # What besides this package's sources can have changed a time.
+    first, second = _facts(before), _facts(after)
+    lines = [
+        f"WARNING: {name} differs: {first.get(name)} and then {second.get(name)}."
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    ]
     kinds, changes, failures = Counter(), [], 0
     older, newer = (
-        {(row["workload"], row["mode"]): row for row in run["rows"] if row["provider"] == OURS}
+        {f"{row['workload']}: {row['mode']}": row for row in run["rows"] if row["provider"] == OURS}
         for run in (before, after)
     )
-    for where in dict.fromkeys([*older, *newer]):
-        what, old, new = f"{where[0]}: {where[1]}", older.get(where), newer.get(where)
+    for what in dict.fromkeys([*older, *newer]):
+        old, new = older.get(what), newer.get(what)
         if old is None or new is None or not old["status"] == new["status"] == OK:
             word, failed = _fate(old, new)
             lines.append(f"{word:<8}{what}: {'no row' if new is None else new['message'] or new['status']}")
@@ -40,14 +46,11 @@ def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -
         if abs(change) > fall:
             changes.append((change, f"{'rose' if change > 0 else 'FELL':<8}{change:+.1%}  {what}  ({by})"))
             failures += change < 0
-    lines.append(f"{sum(kinds.values())} rows compared" + "".join(f"; {n} by {by}" for by, n in kinds.items()) + ".")
-    lines += [line for _, line in sorted(changes)]
-    conclusion = f"Nothing broke, is gone or fell by more than {fall:.0%}."
-    if failures:
-        conclusion = f"Failed: {failures} rows broke, are gone or fell by more than {fall:.0%}."
-    elif not kinds:
-        conclusion = "Failed: no row is right in both runs."
-    return "\n".join([*lines, conclusion]), bool(failures) or not kinds
+    counts = "".join(f"; {count} by {by}" for by, count in kinds.items())
+    conclusion = f"{failures} rows broke, are gone or fell by more than {fall:.0%}."
+    lines += [f"{sum(kinds.values())} rows compared{counts}.", *(line for _, line in sorted(changes)), conclusion]
+    # Runs that share no row that is right in both prove nothing.
+    return "\n".join(lines), bool(failures) or not kinds
 
 
 def _fate(old: Row | None, new: Row | None) -> tuple[str, bool]:
@@ -59,13 +62,6 @@ def _fate(old: Row | None, new: Row | None) -> tuple[str, bool]:
         return ("new" if old is None else "fixed"), False
     # A row that was not measured before is judged by itself.
     return ("BROKEN", True) if was_right or old is None else ("STILL", False)
-
-
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What besides this package's sources can have changed a time, in words."""
-    first, second = _facts(before), _facts(after)
-    names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
-    return [f"{name} differs: {first.get(name)} and then {second.get(name)}." for name in names]
 
 
 def _facts(result: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ statistics, comes last) and may bring a compiler, `wrap`; the mode decides what 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -51,17 +52,14 @@ def minimum_bytes(workload: Workload, mode: str) -> int:
         passes = _DROPOUT_PASSES.get(mode, full) if workload.op == "dropout" else full
         return passes * workload.pass_bytes
     # Statistics are float32.
-    rows = 4 * statistics * (workload.num_elements // workload.num_cols)
+    rows = 4 * statistics * (math.prod(workload.shape) // workload.num_cols)
     return full * workload.pass_bytes + params * workload.num_params * workload.param_dtype.itemsize + rows
 
 
 class Sample(NamedTuple):
     """One set of tensors: the input, its parameters, and tangents and cotangents where the mode takes them.
 
-    Attributes:
-        x: The input; `y_bar`, `x_dot` and `x_bar_bar` (the cotangent of x_bar) are of its size.
-        params: Weight and bias, or nothing; `param_dots` are their tangents.
-        constants: Running mean and variance of batch norm in evaluation, or nothing.
+    `x_bar_bar` is the cotangent of x_bar; constants are the running mean and variance of batch norm in evaluation.
     """
 
     x: Tensor
@@ -105,14 +103,9 @@ def leaves(values: Any) -> list[Tensor]:
 
 def make_steps(mode: str, function: Function, wrap: Callable[[Function], Function]) -> Callable[[Sample], Step]:
     """From a function to what makes a step of each set of tensors; what `wrap` compiles is shared by all steps."""
-    if mode in _FUNCTIONAL:
-        transformed = wrap(_FUNCTIONAL[mode])
-
-        def make_functional(sample: Sample) -> Step:
-            x, params, param_dots, y_bar, x_dot, _, constants = sample
-            return lambda: transformed(function, (x, *params), (x_dot, *param_dots), y_bar, constants)
-
-        return make_functional
+    if transform := _FUNCTIONAL.get(mode):
+        transformed = wrap(transform)
+        return lambda sample: lambda: transformed(function, sample)
     wrapped = wrap(function)
 
     def make(sample: Sample) -> Step:
@@ -123,15 +116,16 @@ def make_steps(mode: str, function: Function, wrap: Callable[[Function], Functio
     return make
 
 
-def _jvp(function: Function, primals: tuple, tangents: tuple, y_bar: Tensor | None, constants: tuple) -> Any:
-    return torch.func.jvp(lambda *primals: function(*primals, *constants), primals, tangents)
+def _jvp(function: Function, sample: Sample) -> Any:
+    primals, tangents = (sample.x, *sample.params), (sample.x_dot, *sample.param_dots)
+    return torch.func.jvp(lambda *primals: function(*primals, *sample.constants), primals, tangents)
 
 
-def _hvp(function: Function, primals: tuple, tangents: tuple, y_bar: Tensor, constants: tuple) -> Any:
+def _hvp(function: Function, sample: Sample) -> Any:
     def gradient(*primals: Tensor) -> Any:
-        return torch.func.vjp(lambda *primals: function(*primals, *constants), *primals)[1](y_bar)
+        return torch.func.vjp(lambda *primals: function(*primals, *sample.constants), *primals)[1](sample.y_bar)
 
-    return torch.func.jvp(gradient, primals, tangents)
+    return torch.func.jvp(gradient, (sample.x, *sample.params), (sample.x_dot, *sample.param_dots))
 
 
 def _backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) -> Step:

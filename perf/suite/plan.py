@@ -42,20 +42,15 @@ def all_workloads(device: str) -> list[Workload | TrainingWorkload]:
 def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str, ...]:
     if isinstance(workload, TrainingWorkload):
         return (w.TRAINING,) if w.TRAINING in (options.modes or w.MODES) else ()
-    if options.modes:
-        return tuple(mode for mode in options.modes if mode != w.TRAINING)
-    if options.device == "cpu":
-        return tuple(mode for mode in w.CPU_MODES if mode != w.TRAINING)
+    if options.modes or options.device == "cpu":
+        has = (*workload.modes, "forward_backward")
+        return tuple(mode for mode in options.modes or w.CPU_MODES if mode in has)
     # A workload that is asked for itself has all of its modes.
     return workload.modes if workload.quick or workload.whole or options.only else w.BASIC_MODES
 
 
 def make_plan(options: Options) -> list[Unit]:
-    """The units of a run, or, with default options, of all that the targets speak of.
-
-    Raises:
-        ValueError: If an option means nothing, or nothing is left to measure.
-    """
+    """The units of a run, or, with default options, of all that the targets speak of."""
     for name, known in (("modes", w.MODES), ("providers", w.PROVIDERS)):
         if unknown := [value for value in getattr(options, name) if value not in known]:
             raise ValueError(f"--{name} must be among {', '.join(known)}, got {', '.join(unknown)}.")

@@ -28,12 +28,7 @@ COMPILE_MODES = {COMPILED: "default", TUNED: "max-autotune-no-cudagraphs"}
 
 
 class Provider(NamedTuple):
-    """One side of the comparison.
-
-    Attributes:
-        name: One of `PROVIDERS`.
-        function: Makes `f(x, weight, bias)` for a workload; raises `NotImplementedError` where there is none.
-    """
+    """One side of the comparison: its `function` makes `f(x, weight, bias)` for a workload, or raises."""
 
     name: str
     function: Callable[[Workload], Function]
@@ -75,11 +70,7 @@ _LIBRARIES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def provider(name: str) -> Provider:
-    """The provider of that name, one of `PROVIDERS`.
-
-    Raises:
-        ImportError: If it cannot be imported.
-    """
+    """The provider of that name, one of `PROVIDERS`; raises what its import raises."""
     if name not in LIBRARIES:
         source = pr.functional if name == OURS else F
         return Provider(name, lambda workload: _family(source, workload))

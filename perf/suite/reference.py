@@ -3,8 +3,8 @@
 The formulas are differentiated by torch; they are compositions of elementary operations, whose derivatives hold to any
 order. A large workload is worked off in chunks along a dim that no statistic crosses: rows, or channels of batch norm.
 
-An error is measured in units of the largest value of its tensor, so that a sum over many rows may be off by as much
-more as it is larger. A sum that was accumulated in the dtype of the input is off by more than that, and is wrong.
+An error is measured in units of the largest value of its tensor: a sum over many rows may be off by as much more as it
+is larger, and one that was accumulated in the dtype of the input is off by more than that.
 
 What a dropout drops is left to chance: its results must be their operands times a noise of 0 or 1/(1 - p), the same one
 for all results of a call, with about p of it zero.
@@ -78,7 +78,7 @@ def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -
     """The results in float64."""
     axis = 1 if workload.op in CHANNEL_OPS else 0
     size = workload.shape[axis]
-    width = max(size * chunk_elements // workload.num_elements, 1)
+    width = max(size * chunk_elements // math.prod(workload.shape), 1)
     chunks: list[list[Tensor]] = []
     for start in range(0, size, width):
         index = (slice(None),) * axis + (slice(start, start + width),)

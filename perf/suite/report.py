@@ -122,7 +122,7 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
     cases = by_case(result["rows"])
     others = [name for name, reason in result["providers"].items() if name != OURS and not reason]
     columns = ["us", "p20 to p80", "GB/s", "of copy"]
-    columns += ["call us", "peak MB"] if any(row["device_us"] for row in result["rows"]) else []
+    columns += ["call us"] if any(row["device_us"] for row in result["rows"]) else []
     headings = ["workload", *columns, *(f"against {name}" for name in others), "error"]
     for mode in dict.fromkeys(mode for _, mode in cases):
         rows = []
@@ -137,11 +137,10 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
 def _cells(row: Row) -> list[str]:
     """The figures of a row of this package, those of a device last."""
     if row["status"] != OK:
-        return [row["status"], *[""] * 5]
+        return [row["status"], *[""] * 4]
     times = row["device_us"] or row["call_us"]
     cells = [f"{times['median']:.1f}", f"{times['p20']:.1f} to {times['p80']:.1f}", _number(row["gbps"], ".1f")]
-    cells += [_number(row["fraction_of_copy"], ".2f"), f"{row['call_us']['median']:.1f}"]
-    return [*cells, _number(row["peak_bytes"] and row["peak_bytes"] / 1e6, ".1f")]
+    return [*cells, _number(row["fraction_of_copy"], ".2f"), f"{row['call_us']['median']:.1f}"]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -206,12 +205,10 @@ def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | Non
         panel.set_xscale("log", base=2)
         panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
         panel.set_title(op.replace("_", " "), fontsize=10)
-        panel.grid(alpha=0.25)
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("GB/s (minimum bytes over time)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.suptitle(f"{mode.replace('_', ' ')} on {result['device']['name']}", fontsize=12)
     figure.savefig(path)
     return path
 
@@ -231,16 +228,11 @@ def _speedup_plot(result: dict[str, Any], path: Path) -> Path | None:
         # Bars begin at one: above it this package is faster.
         axes.bar(place, mean - 1, width * 0.9, bottom=1.0, color=COLORS[against], alpha=0.85)
         axes.plot([place] * len(values), values, ".", color="#222222", markersize=3.5, alpha=0.55)
-        # In one line at the foot, where no dot hides them.
-        axes.text(place, 0.015, f"{mean:.2f}", transform=axes.get_xaxis_transform(), ha="center", fontsize=8)
     for against in sides:
         axes.bar(0, 0, bottom=1.0, color=COLORS[against], label=f"against {against}")
-    axes.axhline(1.0, color="#444444", linewidth=1)
     axes.set_yscale("log", base=2)
-    axes.margins(y=0.12)
     axes.set_xticks(range(len(modes)), [mode.replace("_", "\n") for mode in modes])
     axes.set_ylabel("times as fast (bar: geometric mean)")
-    axes.set_title(f"primitives against others on {result['device']['name']}", fontsize=12)
     figure.legend(loc="outside lower center", ncols=len(sides), frameon=False, fontsize=9)
     figure.savefig(path)
     return path

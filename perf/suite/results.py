@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.workloads import TrainingWorkload
+from perf.workloads import Workload
 
 if TYPE_CHECKING:
     from perf.suite.plan import Unit
@@ -27,8 +27,8 @@ PACKAGES = ("torch", "triton", "optree", "numpy", "liger-kernel", "quack-kernels
 SCHEMA = 3
 OK, WRONG, CANNOT, ERROR = "ok", "wrong", "cannot", "error"
 _VALUES = (
-    *("message", "error", "tolerance", "device_us", "call_us", "vs_torch_device", "vs_torch_call", "minimum_bytes"),
-    *("gpu", "gbps", "copy_gbps", "fraction_of_copy", "peak_bytes"),
+    *("message", "error", "tolerance", "device_us", "call_us", "vs_torch_device", "vs_torch_call"),
+    *("minimum_bytes", "gpu", "gbps", "copy_gbps", "fraction_of_copy"),
 )
 
 Row = dict[str, Any]
@@ -37,13 +37,9 @@ Row = dict[str, Any]
 def row_for(unit: Unit, provider: str, status: str = OK, **values: Any) -> Row:
     """A row with every field; those not given are null."""
     workload, mode = unit
-    row: Row = {"workload": workload.key, "name": workload.name, "mode": mode, "provider": provider, "status": status}
-    if isinstance(workload, TrainingWorkload):
-        row |= {"op": workload.model, "shape": [workload.batch], "dtype": None, "layout": "", "columns": None}
-    else:
-        row |= {"op": workload.op, "shape": list(workload.shape), "dtype": workload.dtype}
-        row |= {"layout": "channels_last" if workload.channels_last else "", "columns": workload.num_cols}
-    return {**row, **dict.fromkeys(_VALUES), **values}
+    op, columns = (workload.op, workload.num_cols) if isinstance(workload, Workload) else (workload.model, None)
+    row: Row = {"workload": workload.key, "op": op, "columns": columns, "mode": mode}
+    return {**row, "provider": provider, "status": status, **dict.fromkeys(_VALUES), **values}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -52,11 +48,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The result file at `path`.
-
-    Raises:
-        ValueError: If it is not a result file of this schema.
-    """
+    """The result file at `path`, which must be of this schema."""
     result = json.loads(path.read_text(encoding="utf-8"))
     found = result.get("schema") if isinstance(result, dict) else None
     if found != SCHEMA:
@@ -65,11 +57,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The device that is measured: for GPUs those that this process sees, which must be of one kind.
-
-    Raises:
-        RuntimeError: If there is no GPU where one is asked for, or if there are several kinds.
-    """
+    """The device that is measured: for GPUs those that this process sees, which must be of one kind."""
     if device == "cpu":
         return {"type": "cpu", "name": _processor()}
     if not torch.cuda.is_available():

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from perf.suite.timing import CpuTimer
 
 # Of samples, in each unit; tensors, first calls, the check, captures and warm-up take about twice as much.
-SAMPLING_SECONDS = {"cuda": 0.8, "cpu": 1.2}
-OVERHEAD_ROUNDS = {True: 10, False: 30}
+SAMPLING_SECONDS = 1.0
 
 
 def test_unit(unit: Unit, options: Options, timer: CpuTimer, record_property: Callable[[str, Any], None]) -> None:
@@ -31,7 +30,7 @@ def test_unit(unit: Unit, options: Options, timer: CpuTimer, record_property: Ca
         # What is left of the process cannot be trusted; the next one measures this unit.
         os._exit(UNFIT)
     gpu = os.environ["CUDA_VISIBLE_DEVICES"] if options.device == "cuda" else None
-    rows = measure(unit, options.providers, timer, SAMPLING_SECONDS[options.device])
+    rows = measure(unit, options.providers, timer, SAMPLING_SECONDS)
     clean()
     record_property("rows", [{**row, "gpu": gpu} for row in rows])
     record_property("clocks", gpu and results.clocks(gpu))
@@ -42,4 +41,4 @@ def test_unit(unit: Unit, options: Options, timer: CpuTimer, record_property: Ca
 
 def test_overhead(options: Options, record_property: Callable[[str, Any], None]) -> None:
     """The bench of the front end's overhead, which belongs to whole runs on a processor."""
-    record_property("overhead", measure_overhead(OVERHEAD_ROUNDS[options.quick]))
+    record_property("overhead", measure_overhead(10 if options.quick else 30))

@@ -32,8 +32,6 @@ MIN_ROUNDS = 5
 GRAPH_SECONDS = 1.5e-3
 # Steps of dozens of kernels take long to capture, and need no more for a long replay.
 MAX_GRAPH_CALLS = 128
-# No kernel takes less, however small.
-SHORTEST_SECONDS = 2e-6
 # Cycles for which the device is kept busy while the events and a replay are queued up: 50 microseconds at first.
 SLEEP_CYCLES, MAX_SLEEP_CYCLES = 100_000, 25_600_000
 # Triton and Inductor tune, and cuBLAS allocates, in the first calls; neither may happen in a capture.
@@ -79,16 +77,7 @@ class CpuTimer:
     def call_seconds(self, prepared: Prepared, calls: int) -> float:
         """One sample of the time of a step as a user calls it, over `calls` calls in a row."""
         steps = itertools.cycle(prepared.steps)
-
-        def rotate() -> None:
-            next(steps)()
-
-        step = rotate if len(prepared.steps) > 1 else prepared.steps[0]
-        return timeit.Timer(step, timer=self.clock).timeit(calls) / calls
-
-    def peak_bytes(self, prepared: Prepared) -> int | None:
-        """Memory that a step takes beyond its inputs; torch does not count allocations of a CPU."""
-        return None
+        return timeit.Timer(lambda: next(steps)(), timer=self.clock).timeit(calls) / calls
 
     def wait(self) -> None:
         """Return when the device is idle; raises what went wrong on it since the last time."""
@@ -138,7 +127,7 @@ class CudaTimer(CpuTimer):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         graph, results = torch.cuda.CUDAGraph(), [None] * len(steps)
-        calls = max(len(steps), min(math.ceil(GRAPH_SECONDS / max(seconds, SHORTEST_SECONDS)), MAX_GRAPH_CALLS))
+        calls = max(len(steps), min(math.ceil(GRAPH_SECONDS / seconds), MAX_GRAPH_CALLS))
         self.unfit = True
         # A collection in between could destroy other graphs, which a capture may not see.
         gc.disable()
@@ -169,14 +158,6 @@ class CudaTimer(CpuTimer):
                 return start.elapsed_time(end) * 1e-3 / prepared.graph_calls
             self.sleep_cycles *= 2
 
-    def peak_bytes(self, prepared: Prepared) -> int | None:
-        """Memory that the allocator handed out at most during a step, beyond what was in use before."""
-        self.wait()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        prepared.steps[0]()
-        return torch.cuda.max_memory_allocated(self.device) - before
-
     def wait(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
@@ -205,18 +186,17 @@ def interleave(
     seconds: float,
     max_rounds: int,
     min_rounds: int = MIN_ROUNDS,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Samples of all providers in rounds, until so many seconds of `clock` have passed or `max_rounds` are over.
+    """Samples of all providers in rounds, until so many seconds have passed or `max_rounds` are over.
 
     Each round begins with another provider. A clock that drifts, or a neighbor that comes and goes, then favors nobody,
     and the samples of one round can be compared with each other.
     """
     names = list(samplers)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    start = clock()
+    start = time.perf_counter()
     for index in range(max_rounds if names else 0):
-        if index >= min_rounds and clock() - start >= seconds:
+        if index >= min_rounds and time.perf_counter() - start >= seconds:
             break
         first = index % len(names)
         for name in names[first:] + names[:first]:

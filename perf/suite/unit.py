@@ -17,7 +17,7 @@ import primitives as pr
 from perf.demo import models
 from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
 from perf.suite import reference
-from perf.suite.modes import leaves, make_sample, make_steps, minimum_bytes
+from perf.suite.modes import make_sample, make_steps, minimum_bytes
 from perf.suite.providers import provider
 from perf.suite.results import CANNOT, ERROR, OK, WRONG, Row, row_for
 from perf.suite.timing import calls_per_sample, copies, describe, interleave, spread
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 WARM_UP_SECONDS = 0.2
 # Who takes turns with the providers: a copy of the minimum of bytes.
 COPY = "copy"
-TYPICAL_BYTES_PER_SECOND = 4e12
 # Small enough that the weights of a timed model stay where they are.
 LEARNING_RATE = 1e-6
 # Of the whole gradient, relative to its length: bfloat16 in a dozen layers, and float32.
@@ -46,12 +45,7 @@ UNFIT = 70
 
 
 class Operation:
-    """One operation in one mode.
-
-    Attributes:
-        tolerance: The largest error that is right.
-        bytes: What it cannot do without.
-    """
+    """One operation in one mode: the largest error that is right, and the bytes that it cannot do without."""
 
     def __init__(self, workload: Workload, mode: str, device: torch.device) -> None:
         self.workload, self.mode = workload, mode
@@ -65,8 +59,8 @@ class Operation:
         make = make_steps(self.mode, side.function(self.workload), side.wrap)
 
         def make_all(count: int) -> list[Step]:
-            while len(self.samples) < count:
-                self.samples.append(make_sample(self.workload, self.mode, self.samples[0].x.device))
+            missing, device = range(count - len(self.samples)), self.samples[0].x.device
+            self.samples += [make_sample(self.workload, self.mode, device) for _ in missing]
             return [make(sample) for sample in self.samples]
 
         return make_all, make(self.samples[0])()
@@ -77,10 +71,7 @@ class Operation:
 
 
 class TrainingStep:
-    """A forward and a backward pass of a model, under autocast on a GPU, and a plain gradient step.
-
-    The gradient is checked, the step is timed.
-    """
+    """Forward, backward, under autocast on a GPU, and a gradient step; the gradient is checked, the step is timed."""
 
     bytes = None
 
@@ -134,15 +125,12 @@ class TrainingStep:
 
 
 def _flat(gradient: Any) -> Tensor:
-    return torch.cat([value.detach().double().flatten() for value in leaves(gradient)])
+    return torch.cat([value.detach().double().flatten() for value in gradient])
 
 
 @contextlib.contextmanager
 def _laid_at(row: Row, timer: CpuTimer) -> Iterator[None]:
-    """Have what goes wrong be the answer of a provider: of ours an error, a peer just cannot do it.
-
-    A process whose device answers nothing but errors ends here, so that a new one goes on with the next unit.
-    """
+    """Have what goes wrong be the answer of a provider: of ours an error, a peer just cannot do it."""
     try:
         yield
         # What goes wrong on the device is laid at the right door.
@@ -152,7 +140,7 @@ def _laid_at(row: Row, timer: CpuTimer) -> Iterator[None]:
         row.update(status=ERROR if row["provider"] == OURS or machine else CANNOT, message=describe(error))
         try:
             timer.wait()
-        # Errors of kernels stay with the process: every further call reports them.
+        # Errors of kernels stay with the process, which can measure nothing more: a new one goes on.
         except Exception:
             os._exit(UNFIT)
 
@@ -161,16 +149,15 @@ def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -
     """The rows of a unit, one for each of the providers `names`, with samples for so many seconds."""
     workload, mode = unit
     rows = {name: row_for(unit, name) for name in names}
+    prepared = {}
+    # Only the order of magnitude of a step's seconds matters, for a capture.
     if isinstance(workload, TrainingWorkload):
-        task = TrainingStep(workload, timer.device)
-        sets, estimate = 1, 1e-2
+        task, sets, estimate = TrainingStep(workload, timer.device), 1, 1e-2
     else:
         task = Operation(workload, mode, timer.device)
-        # Only the order of magnitude matters for a capture.
-        sets, estimate = timer.num_sets(task.bytes), task.bytes / TYPICAL_BYTES_PER_SECOND
-    makers, prepared = _right(task, rows, timer), {}
-    if task.bytes:
+        sets, estimate = timer.num_sets(task.bytes), task.bytes / 4e12
         prepared[COPY] = timer.prepare(copies(timer.device, task.bytes, sets), estimate)
+    makers = _right(task, rows, timer)
     for name, make in makers.items():
         with _laid_at(rows[name], timer):
             prepared[name] = timer.prepare(make(sets), estimate)
@@ -178,7 +165,6 @@ def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -
     samples = _samples(prepared, timer, seconds)
     for name in prepared.keys() - {COPY}:
         _note(rows[name], samples, task.bytes)
-        rows[name]["peak_bytes"] = timer.peak_bytes(prepared[name])
     return list(rows.values())
 
 
@@ -193,8 +179,7 @@ def _right(task: Operation | TrainingStep, rows: Mapping[str, Row], timer: CpuTi
     for name, error in errors.items():
         rows[name]["error"] = error if math.isfinite(error) else None
         if not error <= task.tolerance:
-            message = f"error {error:.1e}, at most {task.tolerance:.0e} is right"
-            rows[name].update(status=WRONG, message=message)
+            rows[name].update(status=WRONG, message=f"error {error:.1e}, at most {task.tolerance:.0e} is right")
     return {name: make for name, make in makers.items() if rows[name]["status"] == OK}
 
 
@@ -204,14 +189,11 @@ def _samples(prepared: Mapping[str, Prepared], timer: CpuTimer, seconds: float) 
     once = interleave(single, WARM_UP_SECONDS, sys.maxsize, min_rounds=2)
     # As many calls of one provider in every round, so that a round is one stretch of time for each.
     calls = {name: calls_per_sample(samples[-1], timer.sample_seconds) for name, samples in once.items()}
-    return {
-        kind: interleave(
-            {name: partial(take, ready, calls[name]) for name, ready in prepared.items()},
-            seconds / len(timer.kinds),
-            timer.max_rounds,
-        )
-        for kind, take in timer.kinds.items()
-    }
+    samples = {}
+    for kind, take in timer.kinds.items():
+        samplers = {name: partial(take, ready, calls[name]) for name, ready in prepared.items()}
+        samples[kind] = interleave(samplers, seconds / len(timer.kinds), timer.max_rounds)
+    return samples
 
 
 def _note(row: Row, samples: Mapping[str, Mapping[str, list[float]]], minimum: int | None) -> None:
