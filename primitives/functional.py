@@ -13,7 +13,7 @@ import torch
 
 from primitives._batch_norm import batch_norm_of_tensors
 from primitives.checks import arguments, fast_path
-from primitives.core.trees.mapping import map_tensors
+from primitives.core.trees.leaves import map_tensors
 from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
@@ -88,7 +88,7 @@ def layer_norm(
     if fast_path.layer_norm(input, normalized_shape, weight, bias, eps):
         return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps)[0]
     shape = arguments.normalized_shape(normalized_shape)
-    arguments.eps("layer_norm", eps)
+    arguments.number("layer_norm", "eps", eps)
 
     def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         arguments.layer_norm(label, x, shape, weight, bias)
@@ -178,7 +178,7 @@ def _batch_norm_tree(
 ) -> BatchNormOutput:
     """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
     arguments.momentum(momentum)
-    arguments.eps("batch_norm", eps)
+    arguments.number("batch_norm", "eps", eps)
     if training:
         arguments.positive_eps(eps)
 

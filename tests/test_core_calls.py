@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwad
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.testing import assert_close
@@ -178,14 +176,12 @@ def test_a_dtype_can_be_kept_without_its_tensor():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda op: op(op(data(64).requires_grad_())),
-        lambda op: op(data(64).requires_grad_()).sum().backward(),
+        lambda op: op(op(data(64).requires_grad_())).sum().backward(),
         lambda op: torch.autograd.grad(op(x := data(64).requires_grad_()).sum(), x, create_graph=True),
-        lambda op: grad(lambda x: op(x).sum())(data(64)),
         lambda op: jacfwd(jacrev(op))(data(4)),
         lambda op: vmap(grad(op))(data(64)),
     ],
-    ids=["chain", "backward", "double", "func.grad", "jacfwd jacrev", "vmap"],
+    ids=["backward", "double", "jacfwd jacrev", "vmap"],
 )
 @pytest.mark.parametrize("residuals", [("x",), ("x", "y")], ids=str)
 def test_a_call_frees_its_tensors(call, residuals):
@@ -197,88 +193,13 @@ def test_a_call_frees_its_tensors(call, residuals):
         return y
 
     op = define(rules={**rules, "reference": reference}, residuals=residuals, decomposable=True)
-    call(op)
-    gc.collect()
-    references.clear()
     gc.disable()
     try:
         call(op)
-        alive = [reference() for reference in references if reference() is not None]
+        assert references
+        assert [reference() for reference in references if reference() is not None] == []
     finally:
         gc.enable()
-    assert references
-    assert not alive
-
-
-def test_a_tangent_dies_with_its_level():
-    op = define(rules=cube_rules(), residuals=("x",))
-    with fwad.dual_level():
-        tangent = data(5)
-        reference = weakref.ref(tangent)
-        y = op(fwad.make_dual(data(5), tangent))
-        del tangent
-        assert fwad.unpack_dual(y).tangent is not None
-    gc.collect()
-    assert reference() is None
-
-
-def test_a_saved_tensor_that_was_written_since_is_refused():
-    op, x = define(rules=cube_rules(), residuals=("x",)), data(3).requires_grad_()
-    value = x * 1
-    y = op(value)
-    write_back([value.detach()], [torch.zeros(3).double()])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_materialized_zeros_have_memory_of_their_own():
-    x, unused = data(3).requires_grad_(), data(2).requires_grad_()
-    cotangents = torch.eye(3, dtype=torch.float64)
-    zeros = pr.autograd.grad(x * 1, (x, unused), cotangents, is_grads_batched=True, materialize_grads=True)[1]
-    zeros[0] += 1
-    assert zeros.tolist() == [[1, 1], [0, 0], [0, 0]]
-
-
-# Threads, in reverse mode: torch has one forward-mode level for the whole process, which threads would share.
-
-
-def run_in_threads(work, count=8):
-    errors, barrier = [], threading.Barrier(count)
-
-    def target(i):
-        try:
-            barrier.wait()
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=target, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-
-
-def test_threads_define_and_call():
-    shared = define(rules={**cube_rules(), "vmap": lambda batch, primals: (shared(primals.x), 0)}, residuals=("x",))
-
-    def work(i):
-        rules = {
-            **cube_rules(),
-            "reference": lambda x: x.pow(3.0) + i,
-            "vmap": lambda batch, primals: (own(primals.x), 0),
-        }
-        own = define(rules=rules, residuals=("x",))
-        for op, offset in ((own, i), (shared, 0)) * 5:
-            x = data(6, seed=i).requires_grad_()
-            y = op(x)
-            assert_close(y, x.pow(3.0) + offset)
-            y.sum().backward()
-            assert_close(x.grad, 3 * x.detach().square())
-            assert_close(jacrev(grad(lambda x, op=op: op(x).sum()))(x.detach()), torch.diag(6 * x.detach()))
-
-    run_in_threads(work)
 
 
 # The fast path past the dispatcher.
@@ -368,20 +289,14 @@ def test_rules_call_on_the_fast_path(call, num_params, monkeypatch):
 
 
 def test_write_back_writes_in_place_and_counts_a_version():
-    targets, values = [data(3), data(2, 2)], [data(3, seed=1), data(2, 2, seed=1)]
+    targets, values, counter = [data(3), data(2, 2)], [data(3, seed=1), data(2, 2, seed=1)], torch.tensor(3)
     pointers = [t.data_ptr() for t in targets]
     write_back(targets, [value.requires_grad_() * 1 for value in values])
     assert_close(targets, [value.detach() for value in values], rtol=0, atol=0)
-    assert [(t._version, t.requires_grad) for t in targets] == [(1, False)] * 2
-    assert [t.data_ptr() for t in targets] == pointers
-    kept = targets[0].clone()
+    assert [(t._version, t.requires_grad, t.data_ptr()) for t in targets] == [(1, False, p) for p in pointers]
     with pytest.raises(pr.MutationError):
         write_back([targets[0].requires_grad_()], [torch.ones(3).double()])
-    assert torch.equal(targets[0], kept)
-
-
-def test_counting_is_seen_by_modes():
-    counter = torch.tensor(3)
+    assert_close(targets[0].detach(), values[0].detach(), rtol=0, atol=0)
     count_up(counter)
     assert (counter.item(), counter._version) == (4, 1)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -405,38 +320,16 @@ def test_write_back_under_grad_reaches_what_lies_outside():
     assert_close(targets, data(4, 3).square())
 
 
-@pytest.mark.parametrize("target_axis", [0, 1])
-@pytest.mark.parametrize("value_axis", [0, 1, None])
-def test_write_back_under_vmap(target_axis, value_axis):
-    target, value = data(4, 4), data(4, 4, seed=1) if value_axis is not None else data(4, seed=1)
-    vmap(lambda t, v: (write_back([t], [v]), t)[1], (target_axis, value_axis))(target, value)
-    expected = value.movedim(value_axis, 0) if value_axis is not None else value.expand(4, 4)
-    assert_close(target.movedim(target_axis, 0), expected)
+@pytest.mark.parametrize("axes", [(0, 0), (0, 1), (1, 0), (1, None)], ids=str)
+def test_write_back_under_vmap(axes):
+    """Where samples would be lost nothing is written."""
+    target, value = data(4, 4), data(4, 4, seed=1) if axes[1] is not None else data(4, seed=1)
+    vmap(lambda t, v: (write_back([t], [v]), t)[1], axes)(target, value)
+    expected = value.expand(4, 4) if axes[1] is None else value.movedim(axes[1], 0)
+    assert_close(target.movedim(axes[0], 0), expected)
     assert target._version == 1
-
-
-def test_write_back_under_vmap_refuses_to_lose_samples_and_writes_nothing():
-    batched, single = data(4, 3), data(3, seed=1)
+    single = torch.zeros(4)
     with pytest.raises(pr.MutationError, match=r"^vmap: .* has no batch axis\. Use the pure form"):
-        vmap(lambda t, v: (write_back([t, single], [v, v]), v)[1])(batched, data(4, 3, seed=2))
-    assert_close((batched, single), (data(4, 3), data(3, seed=1)), rtol=0, atol=0)
-    vmap(lambda v: (write_back([single], [torch.ones(3).double()]), v)[1])(batched)
-    assert torch.equal(single, torch.ones(3).double())
-
-
-def test_write_back_when_compiled():
-    target = torch.zeros(3).double()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(x):
-        y = x.square()
-        write_back([target], [y.detach()])
-        return y.sum() + target.sum()
-
-    x = data(3).requires_grad_()
-    for _ in range(2):
-        result = step(x)
-    result.backward()
-    assert_close(result, 2 * x.detach().square().sum())
-    assert_close(target, x.detach().square())
-    assert_close(x.grad, 2 * x.detach())
+        vmap(lambda t, v: (write_back([t, single], [v, v]), v)[1])(target, data(4, 4))
+    vmap(lambda v: (write_back([single], [torch.ones(4)]), v)[1])(target)
+    assert (target._version, single.tolist()) == (1, [1.0] * 4)

@@ -98,14 +98,6 @@ def test_many_structures_are_warned_of_once():
     counted(torch.zeros(1), step=1000)
 
 
-def test_backends_choose_the_kernel():
-    chosen = operator(lambda x: {"y": x + 1})
-    chosen.def_kernel("cpu")(lambda x: {"y": x + 2})
-    assert chosen(torch.zeros(1))["y"] == 2
-    with pr.use_backend("reference"):
-        assert chosen(torch.zeros(1))["y"] == 1
-
-
 def test_defining_the_same_function_again_replaces_the_operator():
     def define(factor, **options):
         @pr.custom_op("tests::cell", **options)
@@ -203,20 +195,7 @@ def test_several_threads_at_once():
     assert all(torch.equal(value, results[0]) for value in results)
 
 
-class Module(torch.nn.Module):
-    """A module that keeps an operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.op = affine
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.op({"weight": self.weight, "bias": None}, x)[0]
-
-
 def test_modules_with_an_operator_are_pickled_and_copied():
-    module, x = Module(), torch.ones(2, 3)
-    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
-        assert other.op is affine
-        assert_close(other(x), module(x))
+    module = torch.nn.Identity()
+    module.op = affine
+    assert all(other.op is affine for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)))

@@ -50,7 +50,7 @@ CASES = {
             layer_norm(X.to(BF16), weight=ones(4), bias=ones(4, dtype=BF16)), pr.DtypeError, ["weight and bias"],
         ),
         "weight number": (layer_norm(weight=1.0), pr.DtypeError, ["weight", "tensor", "float"]),
-        "weight list": (layer_norm(weight=[1.0] * 4), pr.TreeError, ["weight", "tensor"]),
+        "weight list": (layer_norm(weight=[1.0] * 4), pr.TreeError, ["weight", "tree prefix"]),
         "eps None": (layer_norm(eps=None), pr.DtypeError, ["eps", "NoneType"]),
     },
     "log_softmax": {

@@ -28,10 +28,10 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
 
 
-def eps(op_name: str, value: float) -> None:
+def number(op_name: str, name: str, value: float) -> None:
     """Raise unless `value` is a number."""
     if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise DtypeError(f"{op_name}: eps must be a number, got {type(value).__name__}.")
+        raise DtypeError(f"{op_name}: {name} must be a number, got {type(value).__name__}.")
 
 
 def floating(op_name: str, label: str, dtype: torch.dtype, hint: str = "") -> None:
@@ -42,46 +42,32 @@ def floating(op_name: str, label: str, dtype: torch.dtype, hint: str = "") -> No
         )
 
 
-def _companion(op_name: str, label: str, x: Tensor, name: str, value: Tensor | None) -> None:
-    """Raise unless a parameter's device and dtype go with those of x."""
-    if value is None:
-        return
-    if value.device != x.device:
-        raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
-    if _autocast_casts(op_name, x):
+def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str, **pair: Tensor | None) -> None:
+    """Raise unless both of a pair have this shape, one dtype, and a dtype and device that go with those of `x`."""
+    given = {name: value for name, value in pair.items() if value is not None}
+    for name, value in given.items():
+        if tuple(value.shape) != shape:
+            raise ShapeError(f"{op_name}: {name} must have shape {_list(shape)} ({what}), got {_list(value.shape)}.")
+        if value.device != x.device:
+            raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
+    if op_name == "layer_norm" and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        # Autocast will bring the arguments to one dtype.
         return
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
-    if value.dtype not in allowed:
-        names = " or ".join(str(dtype) for dtype in allowed)
-        raise DtypeError(
-            f"{op_name}: {name} must have dtype {names} for {label} of dtype {x.dtype}, got {value.dtype}."
-        )
-
-
-def _autocast_casts(op_name: str, x: Tensor) -> bool:
-    """Whether autocast will bring the arguments to one dtype, so that they may differ: layer norm's on CUDA."""
-    return op_name == "layer_norm" and x.is_cuda and torch.is_autocast_enabled("cuda")
-
-
-def _same_dtype(op_name: str, tensors: dict[str, Tensor | None]) -> None:
-    given = {name: value for name, value in tensors.items() if value is not None}
+    for name, value in given.items():
+        if value.dtype not in allowed:
+            names = " or ".join(str(dtype) for dtype in allowed)
+            raise DtypeError(
+                f"{op_name}: {name} must have dtype {names} for {label} of dtype {x.dtype}, got {value.dtype}."
+            )
     if len({value.dtype for value in given.values()}) > 1:
         listed = ", ".join(f"{name} {value.dtype}" for name, value in given.items())
         raise DtypeError(f"{op_name}: {' and '.join(given)} must have the same dtype, got {listed}.")
 
 
-def _are_like(x: Tensor, shape: tuple[int, ...], *values: Tensor | None) -> bool:
-    """Whether every value has this shape, and dtype and device of `x`: the common call, which needs no closer look."""
-    dtype, device = x.dtype, x.device
-    for value in values:
-        if value is not None and (value.dtype != dtype or value.shape != shape or value.device != device):
-            return False
-    return True
-
-
 def normalized_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
-    if isinstance(shape, int) or not isinstance(shape, Sequence):
+    if not isinstance(shape, Sequence):
         raise DtypeError(f"layer_norm: normalized_shape must be a sequence of ints, got {type(shape).__name__}.")
     if len(shape) == 0:
         raise ShapeError("layer_norm: normalized_shape must name at least one axis, got [].")
@@ -101,16 +87,7 @@ def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | N
         raise ShapeError(
             f"layer_norm: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
         )
-    if _are_like(x, shape, weight, bias):
-        return
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != shape:
-            raise ShapeError(
-                f"layer_norm: {name} must have shape {_list(shape)} (normalized_shape), got {_list(value.shape)}."
-            )
-        _companion("layer_norm", label, x, name, value)
-    if not _autocast_casts("layer_norm", x):
-        _same_dtype("layer_norm", {"weight": weight, "bias": bias})
+    _pair("layer_norm", label, x, shape, "normalized_shape", weight=weight, bias=bias)
 
 
 def positive_eps(value: float) -> None:
@@ -168,34 +145,14 @@ def batch_norm(
         )
     # torch takes an empty tensor of one axis for one without channels.
     channels = 0 if is_empty_row else x.shape[1]
-    if not _are_like(x, (channels,), running_mean, running_var, weight, bias):
-        _per_channel(label, x, channels, running_mean, running_var, weight, bias)
+    what = f"axis 1 of {label}"
+    _pair("batch_norm", label, x, (channels,), what, running_mean=running_mean, running_var=running_var)
+    _pair("batch_norm", label, x, (channels,), what, weight=weight, bias=bias)
     if training and math.prod(x.shape[2:], start=x.shape[0]) == 1:
         raise ShapeError(
             f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
             "Use a larger batch, or evaluation mode."
         )
-
-
-def _per_channel(
-    label: str,
-    x: Tensor,
-    channels: int,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> None:
-    """Raise unless shapes, dtypes and devices of what batch norm has per channel go with `x`."""
-    tensors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    for name, value in tensors.items():
-        if value is not None and tuple(value.shape) != (channels,):
-            raise ShapeError(
-                f"batch_norm: {name} must have shape [{channels}] (axis 1 of {label}), got {_list(value.shape)}."
-            )
-        _companion("batch_norm", label, x, name, value)
-    _same_dtype("batch_norm", {"weight": weight, "bias": bias})
-    _same_dtype("batch_norm", {"running_mean": running_mean, "running_var": running_var})
 
 
 def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None) -> None:
@@ -217,8 +174,7 @@ def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | Non
 
 def probability(op_name: str, p: float) -> None:
     """Raise unless `p` is a number in [0, 1]."""
-    if not isinstance(p, (int, float, torch.SymFloat, torch.SymInt)):
-        raise DtypeError(f"{op_name}: p must be a number, got {type(p).__name__}.")
+    number(op_name, "p", p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op_name}: p must be a probability, in [0, 1], got {p}.")
 

@@ -35,9 +35,8 @@ from primitives.core.statistics import refuse_cotangent, refused_tangent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from primitives.core.residuals import Residuals
     from primitives.core.rules import RuleTable
-    from primitives.core.spec import Spec
+    from primitives.core.spec import Residuals
 
 __all__ = [
     "apply_linear",
@@ -86,17 +85,6 @@ def _check_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> bo
                     f"primal, {primal.dtype}, got {tangent.dtype}."
                 )
     return dual
-
-
-def _by_output(spec: Spec, result: Any) -> tuple:
-    """What a jvp rule returned, as one tangent (or list of them) per differentiable output."""
-    tangents = result if isinstance(result, tuple) else (result,)
-    if len(tangents) != len(spec.differentiable_outputs):
-        raise ShapeError(
-            f"{spec.name}: the jvp rule must return one tangent for each of "
-            f"{', '.join(spec.differentiable_outputs)}, got {len(tangents)}."
-        )
-    return tangents
 
 
 @contextlib.contextmanager
@@ -258,7 +246,13 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
             saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
             residuals = jvp_layout.unpack(saved, ctx.jvp_static)
             by_name = regroup(tangents, ctx.lengths) if has_lists else tangents
-            computed = _by_output(spec, rules.rule("jvp")(residuals, make_tangents(by_name)))
+            result = rules.rule("jvp")(residuals, make_tangents(by_name))
+            computed = result if isinstance(result, tuple) else (result,)
+            if len(computed) != len(differentiable):
+                raise ShapeError(
+                    f"{spec.name}: the jvp rule must return one tangent for each of "
+                    f"{', '.join(spec.differentiable_outputs)}, got {len(computed)}."
+                )
             if returns_list:
                 return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
             out: list[Any] = [None] * num_outputs

@@ -12,7 +12,7 @@ The operator stays opaque, which costs no graph break, where
 - another compiler than Inductor asks, or `torch.export`, whose programs keep operators;
 - a kernel needs a compiler option that graphs do not have.
 
-Torch's own operator for zero tangents is replaced in the same place: see `_zeros_with_memory`.
+Torch's own operator for zero tangents is replaced in the same place, by zeros that have memory.
 """
 
 from __future__ import annotations
@@ -42,18 +42,31 @@ __all__ = ["register_inductor_lowering", "register_inductor_write"]
 _KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
-def register_inductor_lowering(rules: RuleTable, library: torch.library.Library) -> None:
-    """Register with torch what Inductor gets to see of an operator."""
+def _show(name: str, shown: Callable[..., Any], library: torch.library.Library | None = None) -> None:
+    """Register with torch what Inductor gets to see of an operator: `shown(types, args, kwargs)`, if it returns any."""
 
     def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if _is_shown(rules, types, args, kwargs):
+        if _is_graph_for_inductor():
             with mode:
-                outputs = backend.trace_kernel(rules.kernels["cuda"], args)
+                outputs = shown(types, args, kwargs)
             if outputs is not NotImplemented:
                 return outputs
         return mode.__torch_dispatch__(overload, types, args, kwargs)
 
-    torch.library.register_torch_dispatch(rules.spec.qualified_name, FunctionalTensorMode, rule, lib=library)
+    torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=library)
+
+
+def register_inductor_lowering(rules: RuleTable, library: torch.library.Library) -> None:
+    """Register with torch what Inductor gets to see of an operator."""
+
+    def shown(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return (
+            backend.trace_kernel(rules.kernels["cuda"], args)
+            if _is_shown(rules, types, args, kwargs)
+            else NotImplemented
+        )
+
+    _show(rules.spec.qualified_name, shown, library)
     _enter_cache_key(rules.spec.qualified_name)
 
 
@@ -62,51 +75,28 @@ def register_inductor_write(qualified_name: str, write: Callable[..., None], lib
 
     Its copies are then fused with each other, where the operator would make one launch of each.
     """
-
-    def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> None:
-        if not _is_graph_for_inductor():
-            return mode.__torch_dispatch__(overload, types, args, kwargs)
-        with mode:
-            return write(*args, **kwargs)
-
-    torch.library.register_torch_dispatch(qualified_name, FunctionalTensorMode, rule, lib=library)
+    _show(qualified_name, lambda types, args, kwargs: write(*args, **kwargs), library)
 
 
-def _zeros_with_memory(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What Inductor gets to see of `aten._efficientzerotensor`: zeros that have memory.
-
-    The operator makes a tensor without memory, which the dispatcher knows to be zero and compiled code does not:
-    Inductor reads its null pointer, or hands it on as a buffer to write to, and the process dies
-    (github.com/pytorch/pytorch/issues/177261). A tangent of a weight is such a tensor as soon as a linear layer of a
-    sequence is inside a `jvp` that is differentiated.
-    """
-    if not _is_graph_for_inductor():
-        return mode.__torch_dispatch__(overload, types, args, kwargs)
-    with mode:
-        return torch.zeros(*args, **kwargs)
-
-
-torch.library.register_torch_dispatch("aten::_efficientzerotensor", FunctionalTensorMode, _zeros_with_memory)
+# It makes a tensor without memory. The dispatcher knows it to be zero, compiled code does not: Inductor reads
+# its null pointer, or hands it on as a buffer to write to, and the process dies (pytorch issue 177261). A tangent of a
+# weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
+_show("aten::_efficientzerotensor", lambda types, args, kwargs: torch.zeros(*args, **kwargs))
 
 
 def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether this call becomes kernels: the conditions in the module's docstring, cheap ones first."""
-    if not _is_graph_for_inductor():
-        return False
     if kwargs or len(args) != len(rules.spec.arguments) or any(t not in _KNOWN_TYPES for t in types):
         return False
     if not (rules.kernels_are_traceable and rules.has_kernel_for("cuda")):
         return False
-    return _on_gpu(args) and not any(map(_is_symbolic, args))
+    on_gpu = all(x.is_cuda for x in args if isinstance(x, torch.Tensor))
+    return on_gpu and not any(map(_is_symbolic, args))
 
 
 def _is_graph_for_inductor() -> bool:
     # Ahead-of-time autograd also runs the function without a graph, to learn what it returns: the fake rule will do.
     return get_proxy_mode() is not None and _inductor_is_tracing() and functorch_config.decompose_custom_triton_ops
-
-
-def _on_gpu(args: tuple) -> bool:
-    return all(x.is_cuda for x in args if isinstance(x, torch.Tensor))
 
 
 def _inductor_is_tracing() -> bool:

@@ -10,14 +10,13 @@ import torch
 from primitives.core import backend
 from primitives.core.decomposition import forget_decompositions, get_decomposition
 from primitives.core.errors import MissingRuleError
-from primitives.core.residuals import ResidualLayout
 from primitives.core.sequences import flatten, regroup, tuple_getter, tuple_maker
+from primitives.core.spec import ResidualLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from primitives.core.residuals import Residuals
-    from primitives.core.spec import Spec
+    from primitives.core.spec import Residuals, Spec
 
 __all__ = ["RuleTable"]
 

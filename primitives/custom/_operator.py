@@ -78,7 +78,6 @@ class CustomOp:
             decomposable=differentiate == "reference",
         )
         self._rules.add("reference", function)
-        self.primitive.def_reference(self._rules.implementation("reference"))
         if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
 
@@ -136,6 +135,10 @@ class CustomOp:
 
     # Rules.
 
+    def _add(self, decorator: str, rule: Callable) -> Callable:
+        self._rules.add(decorator, rule)
+        return rule
+
     def def_kernel(self, device: str) -> Callable[[Callable], Callable]:
         """Decorator for the implementation on `"cuda"` or `"cpu"`: a function with the signature of the reference."""
         self.primitive.check_device("def_kernel", device)
@@ -153,27 +156,19 @@ class CustomOp:
 
         It gives shapes, dtypes and strides of the results. By default the reference does.
         """
-        self._rules.add("def_fake", rule)
-        self.primitive.def_fake(self._rules.implementation("def_fake"))
-        return rule
+        return self._add("def_fake", rule)
 
     def def_save_for_backward(self, rule: Callable) -> Callable:
         """Decorator for `(inputs, output) -> tree`: what `def_backward` gets as `saved`."""
-        self._rules.add("def_save_for_backward", rule)
-        self.primitive.def_vjp(self._rules.flat_vjp)
-        return rule
+        return self._add("def_save_for_backward", rule)
 
     def def_backward(self, rule: Callable) -> Callable:
         """Decorator for `(ctx, saved, *cotangents) -> dict`: by argument name, a cotangent tree or `None`."""
-        self._rules.add("def_backward", rule)
-        self.primitive.def_vjp(self._rules.flat_vjp)
-        return rule
+        return self._add("def_backward", rule)
 
     def def_jvp(self, rule: Callable) -> Callable:
         """Decorator for `(inputs, output, tangents) -> tree`: the tangent of the output."""
-        self._rules.add("def_jvp", rule)
-        self.primitive.def_jvp(self._rules.jvp)
-        return rule
+        return self._add("def_jvp", rule)
 
     def def_vmap(self, rule: Callable) -> Callable:
         """Decorator for `(info, in_dims, inputs) -> (output, out_dims)`; without one, `vmap` is a loop."""
@@ -181,18 +176,14 @@ class CustomOp:
             raise MutationError(
                 f"{self.qualified_name}: an operator that updates arguments takes no def_vmap; vmap runs a loop."
             )
-        self._rules.add("def_vmap", rule)
-        self.primitive.def_vmap(self._rules.vmap)
-        return rule
+        return self._add("def_vmap", rule)
 
     def def_autograd(self, rule: Callable) -> Callable:
         """Decorator for a function with the signature of the reference that is differentiated in its place.
 
         It wins over every other derivative rule. `below_autograd` calls what it stands for.
         """
-        self._rules.add("def_autograd", rule)
-        self.primitive.rules.define("autograd", self._rules.differentiable("def_autograd"))
-        return rule
+        return self._add("def_autograd", rule)
 
     def def_autocast(self, device: str) -> Callable[[Callable], Callable]:
         """Decorator for `inputs -> inputs`: what autocast does on `"cuda"` or `"cpu"`, usually a cast."""

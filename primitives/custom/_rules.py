@@ -10,9 +10,8 @@ import torch
 from primitives.core.autograd import below_this_level, is_transforming, tangents_possible
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError, ShapeError, TreeError
-from primitives.core.residuals import ResidualLayout
 from primitives.core.rules import RuleTable
-from primitives.core.spec import Spec
+from primitives.core.spec import ResidualLayout, Spec
 from primitives.core.statistics import refuse_cotangent, refused_tangent
 from primitives.core.trees.calls import Results
 from primitives.core.trees.leaves import Partition
@@ -167,6 +166,14 @@ class Rules(RuleTable):
             raise TypeError(f"{self._name}: {kind} takes a function, got {type(rule).__name__}.")
         self.users[kind] = UserRule(self._name, kind, rule, self.table.namespace)
         self.complete = self.users.keys() >= {"def_save_for_backward", "def_backward"}
+        if kind in ("reference", "def_fake"):
+            self.define(kind.removeprefix("def_"), self.implementation(kind))
+        elif kind == "def_autograd":
+            self.define("autograd", self.differentiable(kind))
+        elif kind in ("def_save_for_backward", "def_backward"):
+            self.define("vjp", self.flat_vjp)
+        elif kind in ("def_jvp", "def_vmap"):
+            self.define(kind.removeprefix("def_"), getattr(self, kind.removeprefix("def_")))
 
     # Implementations: `(leaves, number) -> outputs`.
 
