@@ -16,8 +16,7 @@ class Block(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind = kind
-        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.kind, self.linear, self.norm, self.dropout = kind, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
         for name in ("in_place", "assigned"):
             self.register_buffer(name, torch.zeros(4))
 
@@ -36,12 +35,11 @@ class Blocks(nn.Module):
         self.kind, self.first, self.second = kind, Block(kind), Block(kind)
 
     def forward(self, x):
-        x = self.second(self.first(x))
-
-        def again(x):
+        def twice(x):
             return self.first(self.second(x))
 
-        return checkpoint(again, x, use_reentrant=False) if self.kind == "nested" else again(x)
+        x = self.second(self.first(x))
+        return checkpoint(twice, x, use_reentrant=False) if self.kind == "nested" else twice(x)
 
 
 def eager(pure, params, buffers, x):
@@ -121,11 +119,11 @@ def test_a_region_of_another_thread_is_left_alone():
     class Waiting(nn.Module):
         factor = 1.0
 
-        def region(self, x):
-            return (x * self.factor).sin()
-
         def forward(self, x):
-            run = threading.Thread(target=lambda: found.append(checkpoint(self.region, x, use_reentrant=False)))
+            def region():
+                found.append(checkpoint(lambda x: (x * self.factor).sin(), x, use_reentrant=False))
+
+            run = threading.Thread(target=region)
             run.start()
             run.join()
             return x
