@@ -135,6 +135,40 @@ def test_private_names_are_read_in_their_own_module_alone():
     assert [name for name in foreign_names(TREES) if not DEVICE_FUNCTIONS.match(name)] == []
 
 
+def own_names(node):
+    """The name that a definition gives, or an assignment: to a variable, or to an attribute of `self`."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        yield node.attr
+
+
+def private_of_torch(source, own=frozenset()):
+    """Private names of torch that a module reads: imported, or attributes that no module of ours defines."""
+    for node in ast.walk(source):
+        texts = []
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            texts = [f"{prefix}{alias.name}" for alias in node.names if f"{prefix}{alias.name}.".startswith("torch.")]
+        elif isinstance(node, ast.Attribute) and node.attr not in {*own, *dir(collections.namedtuple("Any", ()))}:
+            texts = [ast.unparse(node)] if is_private(node.attr) else []
+        yield from (text for text in texts if is_private(text.split(".")[-1]) or "._" in text)
+
+
+def test_tracing_reads_private_names_of_torch_in_one_file():
+    fault = "import torch._C\nfrom torch.utils._pytree import tree_map\nx._version + self._own + torch.__version__"
+    assert len(list(private_of_torch(ast.parse(fault), {"_own"}))) == 3
+    rooms = {name: source for name, source in TREES.items() if name.startswith("primitives.tracing.")}
+    one = "primitives.tracing.torch_private"
+    own = {name for source in rooms.values() for node in ast.walk(source) for name in own_names(node)}
+    found = [f"{name}: {text}" for name in rooms if name != one for text in private_of_torch(rooms[name], own)]
+    # Operators of ATen, the stack of Python, and what torch's own notes tell its users to read.
+    allowed = re.compile(r" torch\.ops\.| sys\._getframe|\._(version|parameters|buffers)$")
+    assert [text for text in found if not allowed.search(text)] == []
+
+
 # Primitives.
 
 OURS = {name: op for name, op in registered_primitives().items() if name.startswith("primitives::")}
