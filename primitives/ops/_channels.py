@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-__all__ = [
-    "affine",
-    "arranged",
-    "axes_of",
-    "dense",
-    "memory_format",
-    "normalized",
-    "parameter_cotangents",
-    "per_channel",
-    "sum_of_terms",
-]
-
 
 def memory_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
     """Layout of the output, as torch chooses it: channels_last where the strides of x are, else contiguous."""
@@ -89,3 +77,12 @@ def parameter_cotangents(
 def sum_of_terms(terms: list[Tensor], x: Tensor, batch_ndim: int) -> Tensor:
     total = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype, copy=True)
     return arranged(total, x, batch_ndim)
+
+
+def moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
+    """The next running statistic; an empty batch leaves it as it is."""
+    if running is None:
+        return unwanted(x)
+    if x.numel() == 0:
+        return running.clone()
+    return (momentum * batch + (1 - momentum) * running.to(batch.dtype)).to(running.dtype)

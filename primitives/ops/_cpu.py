@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["block_elements", "cast", "in_accumulation_dtype", "is_well_conditioned", "ready", "row_blocks", "served"]
 
 # Elements per thread and operation: an operand of float32 is half a megabyte, which stays in the caches of a processor
 # and takes so long that the calls themselves hardly count.

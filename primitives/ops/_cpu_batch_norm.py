@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from primitives.ops._channels import moved_on
 from primitives.ops._cpu import cast, in_accumulation_dtype, is_well_conditioned, ready, served
 from primitives.ops._cpu_channels import LONGEST_BACKWARD, LONGEST_IMAGE, Channels, is_channels_last
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, unwanted
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-__all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
 
 
 # How many standard deviations a mean may be away from 0. The variance of planar_statistics loses offset**2 units in the
@@ -45,12 +44,6 @@ LENGTH_OF_LARGEST_OFFSET = 2**12
 LONGEST_AT_ONCE = 2**15
 # Axes of [N, C], whose channels always lie side by side.
 ROWS_DIM = 2
-
-
-def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
-    if running is None:
-        return unwanted(x)
-    return (momentum * batch + (1 - momentum) * running.to(batch.dtype)).to(running.dtype)
 
 
 def forward(
@@ -80,7 +73,7 @@ def forward(
         return None
     y = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
     unbiased = variance * (layout.num_values / max(layout.num_values - 1, 1))
-    new_mean, new_var = _moved_on(running_mean, mean, momentum, x), _moved_on(running_var, unbiased, momentum, x)
+    new_mean, new_var = moved_on(running_mean, mean, momentum, x), moved_on(running_var, unbiased, momentum, x)
     return y, mean, rstd, new_mean, new_var
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["bwd", "forward", "jvp"]
-
 
 def forward(
     x: Tensor,

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Channels", "is_channels_last"]
 
 # What ATen's whole backward may add up: the rows of channels that lie side by side, or one image. At these sizes
 # numbers of one sign lose up to 5e-4 and 3e-5 of their sum: so much is then wrong in the parameters' cotangents, and in
@@ -50,13 +49,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 class Channels(NamedTuple):
-    """The layout of x [N, C, *spatial], which all outputs of its shape have.
-
-    Attributes:
-        shape: [N, C, *spatial].
-        dtype: That of x.
-        format: Memory format: contiguous or one of the channels_last.
-    """
+    """The layout of x [N, C, *spatial], which all outputs of its shape have: contiguous or one of the channels_last."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Rows", "bwd", "forward", "jvp", "rows_of"]
 
 # ATen adds up in running sums of float32, of which n numbers of one sign lose up to n * 2**-26: additions of numbers
 # that are alike are all rounded to the same side. For parameter cotangents it has one per column, over all rows. At the
@@ -33,14 +32,7 @@ LONGEST_ROW = 2**14
 
 
 class Rows(NamedTuple):
-    """x as [rows, cols] with its statistics and parameters, ready for ATen.
-
-    Attributes:
-        x: Contiguous, in its own dtype.
-        mean: [rows, 1].
-        rstd: [rows, 1].
-        acc: Dtype of sums.
-    """
+    """Contiguous x [rows, cols] with its statistics [rows, 1] and the dtype of sums, ready for ATen."""
 
     x: Tensor
     mean: Tensor

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["bwd_jvp", "pairing"]
-
 
 def pairing(
     y_bar: Tensor,

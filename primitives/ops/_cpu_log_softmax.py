@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["bwd", "bwd_jvp", "forward", "jvp", "pairing"]
 
 # ATen adds up in running sums of float32, of which n numbers of one sign lose up to n * 2**-26. Along any axis but the
 # last it has one for each position beside it, along the last one for each lane of a vector, eight in AVX2. So at these
@@ -28,13 +27,7 @@ LONGEST_ROW = 2**16
 
 
 class _Block(NamedTuple):
-    """Some rows, [rows, length of the axis, inner], in the dtype of sums.
-
-    Attributes:
-        inputs: Blocks of the inputs.
-        outputs: Where to write the outputs.
-        spare: Room for one more tensor.
-    """
+    """Rows [rows, length of the axis, inner] of inputs and of outputs in the dtype of sums, and room for one tensor."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]

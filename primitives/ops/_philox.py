@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["WORDS_PER_BLOCK", "draw_words", "philox4x32"]
 
 WORDS_PER_BLOCK = 4
 
@@ -42,15 +41,7 @@ CHUNK_BLOCKS = 8192
 
 
 def philox4x32(seed: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words for each block number.
-
-    Args:
-        seed: Keys, int64, of as many axes as `block` and broadcast against it; a negative one stands for its 64 bits.
-        block: Block numbers, int64.
-
-    Returns:
-        Four int64 tensors of the shape of `block`, with values in `[0, 2**32)`.
-    """
+    """Four random words for each block number, int64 in `[0, 2**32)`; keys may be negative, and have as many axes."""
     axes = [1] * block.dim()
     rounds = torch.arange(NUM_ROUNDS, device=seed.device).view(-1, 1, *axes)
     steps, multipliers = (
@@ -73,14 +64,7 @@ def draw_words(
 ) -> Tensor:
     """The first `num_words` words of each stream from block `offset` on, or what `convert` makes of them.
 
-    Args:
-        seed: Keys `[*batch]`, int64.
-        offset: Block numbers at which to begin `[*batch]`, int64; None for 0.
-        num_words: How many words to draw.
-        convert: Elementwise function of words, which are int64 in `[0, 2**32)`.
-
-    Returns:
-        `[*batch, num_words]`.
+    `seed` and `offset` (None for 0) are `[*batch]`, the result is `[*batch, num_words]`; `convert` is elementwise.
     """
     num_blocks = -(-num_words // WORDS_PER_BLOCK)
     first = torch.zeros_like(seed) if offset is None else offset

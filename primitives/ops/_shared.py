@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "LOW_PRECISION",
-    "accumulation_dtype",
-    "batch_all",
-    "batch_rows",
-    "bind_launcher",
-    "cast_to_float32",
-    "fold_batch",
-    "norm_second_order",
-    "of_wanted",
-    "unwanted",
-]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -49,11 +37,14 @@ def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> li
     return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
 
 
-def bind_launcher(op: Primitive, module: str, name: str) -> None:
-    """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`.
+def bind_kernels(op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None) -> None:
+    """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
 
-    It gets the arguments of `op` that its own parameters are named after; the module is imported at the first call.
+    The launcher gets the arguments of `op` that its own parameters are named after; the module is imported at the first
+    call.
     """
+    if cpu is not None:
+        op.def_kernel("cpu")(cpu)
 
     @functools.cache
     def pick() -> Callable[[Sequence[Any]], tuple]:
@@ -78,14 +69,7 @@ def cast_to_float32(primals: Any) -> Any:
 
 
 def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
-    """Give the first-order operators of a norm their rules, which run `pairing` and `bwd_jvp`.
-
-    Args:
-        bwd: Backward, of y_bar, x, weight, mean, rstd, attributes, wanted.
-        jvp: Tangent, of x, weight, mean, rstd, x_dot, weight_dot, bias_dot, and the same attributes.
-        pairing: The gradient of the pairing of y_bar with y_dot, in all of their tensors.
-        bwd_jvp: The forward derivative of `bwd`.
-    """
+    """Give the first-order operators of a norm their rules: `pairing` is the gradient of <y_bar, y_dot> in all of it."""
     attributes = attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors])
 
     @bwd.def_vjp
@@ -137,12 +121,7 @@ def _output_axes(op: Primitive, primals: Any) -> Any:
 
 
 def batch_all(counter: str, *ops: Primitive) -> None:
-    """Give `ops` a vmap rule: the batch is the first axis of every tensor, and `counter` is one more.
-
-    Args:
-        counter: The argument that counts leading axes, or numbers an axis.
-        ops: Primitives all of whose tensors may have any leading axes.
-    """
+    """Give `ops` a vmap rule: the batch is the first axis of every tensor, and `counter` counts or numbers one more."""
     for op in ops:
 
         @op.def_vmap

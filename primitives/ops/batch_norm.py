@@ -32,12 +32,13 @@ from primitives.ops._channels import (
     arranged,
     axes_of,
     dense,
+    moved_on,
     normalized,
     parameter_cotangents,
     per_channel,
     sum_of_terms,
 )
-from primitives.ops._shared import batch_all, bind_launcher, fold_batch, unwanted
+from primitives.ops._shared import batch_all, bind_kernels, fold_batch, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,15 +88,6 @@ def project(v: Tensor, x_hat: Tensor, rstd: Tensor, batch_ndim: int) -> Tensor:
     return per_channel(rstd, v, batch_ndim) * centered
 
 
-def _moved_on(running: Tensor | None, batch: Tensor, momentum: float, x: Tensor) -> Tensor:
-    """The next running statistic; an empty batch leaves it as it is."""
-    if running is None:
-        return unwanted(x)
-    if x.numel() == 0:
-        return running.clone()
-    return (momentum * batch + (1 - momentum) * running.to(batch.dtype)).to(running.dtype)
-
-
 @batch_norm_p.def_reference
 def _batch_norm_reference(
     x: Tensor,
@@ -111,8 +103,8 @@ def _batch_norm_reference(
     mean, variance, rstd = statistics(x_acc, batch_ndim, eps)
     y = arranged(affine(normalized(x_acc, mean, rstd, batch_ndim), weight, bias, batch_ndim).to(x.dtype), x, batch_ndim)
     count = x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel()
-    new_mean = _moved_on(running_mean, mean, momentum, x)
-    new_var = _moved_on(running_var, variance * (count / max(count - 1, 1)), momentum, x)
+    new_mean = moved_on(running_mean, mean, momentum, x)
+    new_var = moved_on(running_var, variance * (count / max(count - 1, 1)), momentum, x)
     return y, mean, rstd, new_mean, new_var
 
 
@@ -164,18 +156,11 @@ def _batch_norm_jvp_reference(
     return sum_of_terms(terms, x, batch_ndim)
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(batch_norm_p, "batch_norm", "batch_norm_train_fwd")
-bind_launcher(batch_norm_bwd_p, "batch_norm", "batch_norm_train_bwd")
-bind_launcher(batch_norm_jvp_p, "batch_norm", "batch_norm_train_jvp")
-
-
-# Kernels for the CPU.
-
-batch_norm_p.def_kernel("cpu")(cpu.forward)
-batch_norm_bwd_p.def_kernel("cpu")(cpu.bwd)
-batch_norm_jvp_p.def_kernel("cpu")(cpu.jvp)
+bind_kernels(batch_norm_p, "batch_norm", "batch_norm_train_fwd", cpu.forward)
+bind_kernels(batch_norm_bwd_p, "batch_norm", "batch_norm_train_bwd", cpu.bwd)
+bind_kernels(batch_norm_jvp_p, "batch_norm", "batch_norm_train_jvp", cpu.jvp)
 
 
 # Derivatives.

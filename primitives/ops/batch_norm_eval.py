@@ -31,7 +31,7 @@ from primitives.ops._channels import (
     per_channel,
     sum_of_terms,
 )
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,18 +138,11 @@ def _batch_norm_eval_jvp_reference(
     return sum_of_terms(terms, x, batch_ndim)
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(batch_norm_eval_p, "batch_norm", "batch_norm_eval_fwd")
-bind_launcher(batch_norm_eval_bwd_p, "batch_norm", "batch_norm_eval_bwd")
-bind_launcher(batch_norm_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp")
-
-
-# Kernels for the CPU.
-
-batch_norm_eval_p.def_kernel("cpu")(cpu.forward)
-batch_norm_eval_bwd_p.def_kernel("cpu")(cpu.bwd)
-batch_norm_eval_jvp_p.def_kernel("cpu")(cpu.jvp)
+bind_kernels(batch_norm_eval_p, "batch_norm", "batch_norm_eval_fwd", cpu.forward)
+bind_kernels(batch_norm_eval_bwd_p, "batch_norm", "batch_norm_eval_bwd", cpu.bwd)
+bind_kernels(batch_norm_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp", cpu.jvp)
 
 
 # Derivatives.

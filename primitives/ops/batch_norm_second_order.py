@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import axes_of, dense, normalized, per_channel, sum_of_terms
-from primitives.ops._shared import batch_all, bind_launcher, norm_second_order, unwanted
+from primitives.ops._shared import batch_all, bind_kernels, norm_second_order, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, project, statistics
 
 if TYPE_CHECKING:
@@ -156,16 +156,10 @@ def _batch_norm_bwd_jvp_reference(
     )
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(batch_norm_pairing_p, "batch_norm_second_order", "batch_norm_pairing")
-bind_launcher(batch_norm_bwd_jvp_p, "batch_norm_second_order", "batch_norm_bwd_jvp")
-
-
-# Kernels for the CPU.
-
-batch_norm_pairing_p.def_kernel("cpu")(cpu.pairing)
-batch_norm_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
+bind_kernels(batch_norm_pairing_p, "batch_norm_second_order", "batch_norm_pairing", cpu.pairing)
+bind_kernels(batch_norm_bwd_jvp_p, "batch_norm_second_order", "batch_norm_bwd_jvp", cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

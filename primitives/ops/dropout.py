@@ -26,7 +26,7 @@ import torch
 
 from primitives.core import Primitive
 from primitives.ops._philox import draw_words
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def _dropout_fake(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batc
     return torch.empty_like(x)
 
 
-bind_launcher(dropout_p, "dropout", "dropout_fwd")
+bind_kernels(dropout_p, "dropout", "dropout_fwd")
 
 
 @dropout_p.def_vjp

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm as cpu
-from primitives.ops._shared import accumulation_dtype, batch_rows, bind_launcher, cast_to_float32, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,18 +166,11 @@ def _layer_norm_jvp_reference(
     return sum(terms[1:], terms[0]).to(x.dtype, copy=True)
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(layer_norm_p, "layer_norm", "layer_norm_fwd")
-bind_launcher(layer_norm_bwd_p, "layer_norm", "layer_norm_bwd")
-bind_launcher(layer_norm_jvp_p, "layer_norm", "layer_norm_jvp")
-
-
-# Kernels for the CPU.
-
-layer_norm_p.def_kernel("cpu")(cpu.forward)
-layer_norm_bwd_p.def_kernel("cpu")(cpu.bwd)
-layer_norm_jvp_p.def_kernel("cpu")(cpu.jvp)
+bind_kernels(layer_norm_p, "layer_norm", "layer_norm_fwd", cpu.forward)
+bind_kernels(layer_norm_bwd_p, "layer_norm", "layer_norm_bwd", cpu.bwd)
+bind_kernels(layer_norm_jvp_p, "layer_norm", "layer_norm_jvp", cpu.jvp)
 
 
 # Derivatives.

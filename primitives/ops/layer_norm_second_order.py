@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm_second_order as cpu
-from primitives.ops._shared import batch_rows, bind_launcher, norm_second_order, unwanted
+from primitives.ops._shared import batch_rows, bind_kernels, norm_second_order, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -183,16 +183,10 @@ def _layer_norm_bwd_jvp_reference(
     )
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(layer_norm_pairing_p, "layer_norm_second_order", "layer_norm_pairing")
-bind_launcher(layer_norm_bwd_jvp_p, "layer_norm_second_order", "layer_norm_bwd_jvp")
-
-
-# Kernels for the CPU.
-
-layer_norm_pairing_p.def_kernel("cpu")(cpu.pairing)
-layer_norm_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
+bind_kernels(layer_norm_pairing_p, "layer_norm_second_order", "layer_norm_pairing", cpu.pairing)
+bind_kernels(layer_norm_bwd_jvp_p, "layer_norm_second_order", "layer_norm_bwd_jvp", cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.

@@ -19,7 +19,7 @@ import torch
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, batch_all, bind_launcher
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, batch_all, bind_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,18 +73,11 @@ def _log_softmax_jvp_reference(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
     return (x_dot - (y_acc.exp() * x_dot).sum(dim, keepdim=True)).to(y.dtype)
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(log_softmax_p, "log_softmax", "log_softmax_fwd")
-bind_launcher(log_softmax_bwd_p, "log_softmax", "log_softmax_bwd")
-bind_launcher(log_softmax_jvp_p, "log_softmax", "log_softmax_jvp")
-
-
-# Kernels for the CPU.
-
-log_softmax_p.def_kernel("cpu")(cpu.forward)
-log_softmax_bwd_p.def_kernel("cpu")(cpu.bwd)
-log_softmax_jvp_p.def_kernel("cpu")(cpu.jvp)
+bind_kernels(log_softmax_p, "log_softmax", "log_softmax_fwd", cpu.forward)
+bind_kernels(log_softmax_bwd_p, "log_softmax", "log_softmax_bwd", cpu.bwd)
+bind_kernels(log_softmax_jvp_p, "log_softmax", "log_softmax_jvp", cpu.jvp)
 
 
 # Derivatives.

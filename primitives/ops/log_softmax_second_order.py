@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_launcher, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, unwanted
 from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p
 
 if TYPE_CHECKING:
@@ -83,16 +83,10 @@ def _log_softmax_bwd_jvp_reference(
     return sum(terms[1:], terms[0]).to(x_dtype, copy=True)
 
 
-# Triton kernels.
+# Kernels: Triton's and those for the CPU.
 
-bind_launcher(log_softmax_pairing_p, "log_softmax_second_order", "log_softmax_pairing")
-bind_launcher(log_softmax_bwd_jvp_p, "log_softmax_second_order", "log_softmax_bwd_jvp")
-
-
-# Kernels for the CPU.
-
-log_softmax_pairing_p.def_kernel("cpu")(cpu.pairing)
-log_softmax_bwd_jvp_p.def_kernel("cpu")(cpu.bwd_jvp)
+bind_kernels(log_softmax_pairing_p, "log_softmax_second_order", "log_softmax_pairing", cpu.pairing)
+bind_kernels(log_softmax_bwd_jvp_p, "log_softmax_second_order", "log_softmax_bwd_jvp", cpu.bwd_jvp)
 
 
 # Rules of the first-order operators.
