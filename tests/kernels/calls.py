@@ -52,14 +52,9 @@ def statistics(x: Tensor, dims: tuple[int, ...]) -> dict[str, Tensor]:
 def far_apart(values: Tensor, strides: tuple[int, ...]) -> Tensor:
     """`values` in memory of that many elements between them, of which only the pages that are used exist."""
     span = sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)) + 1
-    # Pages that nothing touches take no memory, as long as the allocation is not filled.
-    fill, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        False,
-    )
-    memory = torch.empty(span, dtype=values.dtype)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    return memory.as_strided(values.shape, strides).copy_(values)
+    # Pages that nothing touches take no memory, and storage that is made so is not filled.
+    storage = torch.UntypedStorage(span * values.element_size())
+    return torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape, strides).copy_(values)
 
 
 def pairwise(count: int) -> list[tuple[bool, ...]]:

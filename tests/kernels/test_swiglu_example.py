@@ -46,18 +46,3 @@ def test_check_rules(example):
     weights, x, _ = example["example"]()
     report = check_rules(example["swiglu"], weights, x, compile=False)
     assert report["reference against kernel"].status == "ok"
-
-
-def test_training_and_curvature(example):
-    weights, x, target = example["example"]()
-    train_step, loss, node = (example[name] for name in ("train_step", "loss", "Weights"))
-    first = loss(weights, x, target)
-    for _ in range(3):
-        weights, _ = train_step(weights, x, target)
-    assert loss(weights, x, target) < first
-    along = node(torch.ones_like(weights.gate), torch.zeros_like(weights.up))
-    (product,) = pr.func.hvp(lambda w: loss(w, x, target), (weights,), (along,), namespace="swiglu")
-    with pr.use_backend("reference"):
-        (expected,) = pr.func.hvp(lambda w: loss(w, x, target), (weights,), (along,), namespace="swiglu")
-    torch.testing.assert_close(product.gate, expected.gate)
-    torch.testing.assert_close(product.up, expected.up)

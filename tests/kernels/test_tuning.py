@@ -195,17 +195,6 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(toy, path):
     assert toy.last(6) == 1
 
 
-@pytest.mark.parametrize("numbers", [{"num_warps": True}, {"num_warps": "2"}, {"warps": 2}, {}])
-def test_numbers_that_are_no_plan_are_ignored(toy, path, numbers):
-    tuning.enable(path, toy.timer, on_any_device=True)
-    toy.launcher(X)
-    content = json.loads(path.read_text())
-    next(iter(content["choices"].values()))["plan_toy(6)"]["chosen"] = numbers
-    path.write_text(json.dumps(content))
-    tuning.enable(path, toy.timer)
-    assert toy.last(6) == 4
-
-
 def test_nothing_is_timed_where_it_must_not_be(toy, path, monkeypatch):
     tuning.enable(path, toy.timer)
     toy.launcher(X)
