@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.call_properties import CallRecorder, fullest
@@ -37,10 +34,9 @@ def test_gradgradcheck(case, device):
     assert torch.autograd.gradgradcheck(*differentiated(case, case.tiny, device), **everything)
 
 
-def calls(case, device, absent=()):
-    """The fullest call of each primitive, without the arguments `absent`."""
-    sample = dataclasses.replace(case.small, absent=(*case.small.absent, *absent))
-    made = check_second_order(case, sample, torch.float32, device, case.perturbable(sample))
+def calls(case, device):
+    """The fullest call of each primitive."""
+    made = check_second_order(case, case.small, torch.float32, device, case.perturbable(case.small))
     primitives = dict.fromkeys((case.forward, case.bwd, case.jvp, *case.second_order))
     return {primitive: fullest(made, primitive) for primitive in primitives}
 
@@ -60,13 +56,6 @@ def test_opcheck(case, device):
         torch.library.opcheck(call.overload, tuple(args), test_utils=EVERYTHING[:3] if plain else EVERYTHING)
         if plain:
             torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING[3:])
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if any(s.absent for s in c.samples)], ids=lambda case: case.name)
-def test_opcheck_without_optional_arguments(case, device):
-    optional = tuple(name for name in case.arguments if any(name in sample.absent for sample in case.samples))
-    for call in calls(case, device, optional).values():
-        torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING[:3])
 
 
 class Block(torch.nn.Module):
@@ -96,24 +85,6 @@ def test_export(case, strict, device):
     for exported in (program, program.run_decompositions()):
         assert any(node.target is case.forward.overload for node in exported.graph.nodes)
         assert_close(exported.module()(x), block(x))
-
-
-@every_case
-def test_make_fx_of_a_derivative(case, device):
-    """The graph of a gradient holds the forward and the backward primitive, each as one node."""
-    inputs = case.inputs(case.small, torch.float32, device)
-    function = case.of(["x"], inputs, case.small)
-
-    def gradient(x):
-        y, transpose = torch.func.vjp(function, x)
-        return transpose(y.sin())[0]
-
-    # Arguments that are no inputs of the graph are constants in it, which only real tensors can be.
-    graph = make_fx(gradient, tracing_mode="symbolic", _allow_non_fake_inputs=True)(inputs["x"])
-    # A linear op is its own derivative.
-    expected = [case.forward.overload, case.bwd.overload]
-    assert [node.target for node in graph.graph.nodes if node.target in expected] == expected
-    assert_close(graph(inputs["x"]), gradient(inputs["x"]))
 
 
 @every_case

@@ -105,16 +105,3 @@ def test_modules_go_through_files_and_devices(info):
         assert ours.state_dict().keys() == theirs.state_dict().keys()
         y = ours.to("meta")(x.to("meta"))
         assert (y.shape, y.device.type) == (x.shape, "meta")
-
-
-@pytest.mark.parametrize(
-    "info", [i for i in MODULES if i.module_error_inputs_func], ids=lambda i: i.module_cls.__name__
-)
-def test_module_errors(info):
-    for wrong in info.module_error_inputs_func(info, "cpu", torch.float32, requires_grad=False, training=True):
-        given = wrong.module_error_input
-        cls = getattr(pr.nn, info.module_cls.__name__)
-        made = given.constructor_input
-        # A release of torch refuses at the constructor what another one refuses at the call.
-        with pytest.raises(wrong.error_type, match=wrong.error_regex):
-            cls(*made.args, **made.kwargs)(*given.forward_input.args)

@@ -53,9 +53,7 @@ def pull(function, cotangents):
 CASES = [
     # Outputs.
     (pr.ShapeError, "grad: func must", lambda: func.grad(same)(TWO), lambda: torch.func.grad(same)(TWO)),
-    (pr.ShapeError, "hvp: func must return a tensor of shape []", lambda: func.hvp(same, (TWO,), (TWO,))),
     (pr.DtypeError, "got float", lambda: func.grad(lambda t: 3.0)(X), lambda: torch.func.grad(lambda x: 3.0)(TWO)),
-    (pr.DtypeError, "got torch.int64", lambda: func.grad(lambda t: total(t).long())(X)),
     (pr.DtypeError, "vjp: output['y'][0]", lambda: func.vjp(lambda t: {"y": [t["x"].long()]}, X),
      lambda: torch.func.vjp(lambda x: x.long(), TWO)),
     (pr.DtypeError, "jvp: output[1]", lambda: func.jvp(lambda t: [t["x"], "a"], (X,), (X,))),
@@ -71,7 +69,6 @@ CASES = [
     (pr.DtypeError, "got [0]", lambda: func.grad(total, [0])(X)),
     (pr.DtypeError, "grad: args[0]['rest'][0]", lambda: func.grad(total)({"x": TWO, "rest": (3.0,)}),
      lambda: torch.func.grad(total)({"x": TWO, "rest": 3.0})),
-    (pr.DtypeError, "got Affine", lambda: func.grad(same)({"x": Affine(TWO, ONE)})),
     (pr.DtypeError, "grad: args[1].b", lambda: func.grad(same, 1, **N)(X, Affine(TWO, INTS)),
      lambda: torch.func.grad(total)({"x": INTS})),
     (pr.DtypeError, "jacfwd: args[0].right must be real", lambda: func.jacfwd(same, **N)(Pair(TWO, TWO * 1j))),
@@ -80,7 +77,6 @@ CASES = [
     (pr.TreeError, "hold a tensor", lambda: func.jacrev(lambda t, x: x)({"none": None}, TWO)),
     (pr.TreeError, "(x,)", lambda: func.jvp(total, X, X), lambda: torch.func.jvp(total, TWO, TWO)),
     # Tangents and cotangents.
-    (pr.TreeError, "a tuple of 1", lambda: func.jvp(total, (X,), (X, X)), lambda: torch.func.jvp(total, (X,), (X, X))),
     (pr.TreeError, "tangents[0]", lambda: func.jvp(total, (X,), ({"y": TWO},)),
      lambda: torch.func.jvp(total, (X,), ({"y": TWO},))),
     (pr.ShapeError, "tangents[0]['x']", lambda: func.jvp(total, (X,), ({"x": ONE},)),
@@ -90,7 +86,6 @@ CASES = [
     (pr.DtypeError, "linearize: tangents[0]['x']", lambda: func.linearize(total, X)[1]({"x": TWO.half()})),
     (pr.TreeError, "extra key(s):", lambda: pull(wrapped, {"z": TWO}), lambda: torch.func.vjp(total, X)[1]((ONE,))),
     (pr.ShapeError, "cotangents['y']", lambda: pull(wrapped, {"y": ONE}), lambda: torch.func.vjp(total, X)[1](TWO)),
-    (pr.DtypeError, "cotangents[1]", lambda: pull(lambda t: (t["x"], t["x"]), (TWO, TWO.double()))),
     (pr.DtypeError, "hvp: primals[0]['n']", lambda: func.hvp(total, ({**X, "n": INTS},), ({**X, "n": INTS},))),
     (pr.TreeError, "got none", lambda: func.hvp(total, (X,), ({"x": None},))),
     (pr.ShapeError, "tangents[0]<child 1 of Unnamed>[0]",
@@ -104,12 +99,9 @@ CASES = [
      lambda: func.vmap(same, (0, {"a": 1, "b": None}))([TWO, TWO], {"a": torch.ones(2, 3), "b": ONE}),
      lambda: torch.func.vmap(torch.add)(TWO, torch.ones(3))),
     (pr.TreeError, "missing key(s):", lambda: func.vmap(same, (XY,))(X), lambda: torch.func.vmap(same, (XY,))(X)),
-    (pr.TreeError, "got a tuple of 2", lambda: func.vmap(same, (0, 0))(X)),
     (pr.AxisError, "args[0]['x']", lambda: func.vmap(same, ({"x": 1},))(X), lambda: torch.func.vmap(same, 1)(TWO)),
-    (pr.AxisError, "must be None for shape []", lambda: func.vmap(same)(ONE)),
     (pr.DtypeError, "args[0]['n']", lambda: func.vmap(same)({**X, "n": 3}), lambda: torch.func.vmap(torch.add)(TWO, 3)),
     (pr.TreeError, "got none", lambda: func.vmap(same, None)(X), lambda: torch.func.vmap(same, (None,))(TWO)),
-    (pr.AxisError, "output['y']", lambda: func.vmap(wrapped, out_dims={"y": 1})(X)),
     (pr.DtypeError, "output['n']", lambda: func.vmap(lambda t: {**t, "n": 3})(X),
      lambda: torch.func.vmap(lambda x: 3)(TWO)),
     (pr.TreeError, "output['y']", lambda: func.vmap(wrapped, out_dims=None)(X),
@@ -119,7 +111,6 @@ CASES = [
       for f in (func.vmap, func.chunk_vmap, func.jacrev, func.jacfwd, func.hessian)],
     (pr.ShapeError, "got 0", lambda: func.jacrev(same, chunk_size=0),
      lambda: torch.func.jacrev(same, chunk_size=0)),
-    (pr.DtypeError, "vmap: chunk_size", lambda: func.vmap(same, chunk_size=1.5)),
     (pr.ShapeError, "chunk_vmap: chunks", lambda: func.chunk_vmap(same, chunks=0)),
     # Nested tensors, which torch's transforms fail on with internal errors.
     *[(pr.DtypeError, "[0][0] must not be a nested tensor", lambda f=f, x=x: f([x]))

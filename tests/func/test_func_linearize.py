@@ -28,8 +28,6 @@ def assert_same(function, primals, tangents=None):
 
 
 KINDS = {
-    "several outputs": lambda x: (x.sin(), x.sum(), x * 2),
-    "the argument": lambda x: x,
     "a constant": lambda x: torch.ones(2, dtype=x.dtype),
     "an integer beside": lambda x: (x.argmax(), x**2, x > 0),
     "an integer alone": lambda x: {"index": x.argmax()},
@@ -88,7 +86,6 @@ OUTER = {
     "jacrev by one": lambda f, m: m.jacrev(f, chunk_size=1)(X),
     "hessian": lambda f, m: m.hessian(f)(X),
     "vmap": lambda f, m: m.vmap(f)(torch.stack([X, X.exp()])),
-    "vmap in chunks": lambda f, m: m.vmap(f, chunk_size=1)(torch.stack([X, X.exp()])),
     "vmap of grad": lambda f, m: m.vmap(m.grad(lambda x: f(x).sum()))(torch.stack([X, X.exp()])),
     "jvp of vmap": lambda f, m: m.jvp(m.vmap(f), (torch.stack([X, X.exp()]),), (torch.ones(2, 3, dtype=X.dtype),)),
 }
@@ -188,9 +185,8 @@ def test_a_change_of_what_is_needed_raises():
 
 
 def test_a_change_of_anything_else_is_harmless():
-    bias, buffer = randn(3), randn(3)
-    jvp_fn, before = changed_in_place(lambda x: x.sin() + bias + buffer.sin(), bias, X)
-    buffer.add_(1)
+    bias = randn(3)
+    jvp_fn, before = changed_in_place(lambda x: x.sin() + bias, bias, X)
     torch.testing.assert_close(jvp_fn(X), before)
     value, jvp_fn = func.linearize(lambda x: x + 1, X)
     value.zero_()
