@@ -8,11 +8,7 @@ The bytes are those of `triton_kernels.costs` under the plan that the device's c
     cached    what the plan reads again comes from the L2 cache as far as that can hold it, and costs nothing
     memory    what the plan reads again comes from memory
 
-A row that a program sweeps twice is taken to be in the cache the second time as far as the cache holds the rows that
-are under way at once: the second sweep runs against the first, so that it finds what was read last. What a later kernel
-reads again (batch norm's second phase, the second launch of rows that programs share, partial results) is taken to be
-in the cache up to one cache full. Parameters and statistics that every program loads are taken to come from the cache
-in all three.
+`docs/gates.md` says what is assumed of the cache.
 
 A device is described by a JSON file in which each value has its source and says whether it was measured.
 """

@@ -43,10 +43,10 @@ PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES)
 
 @dataclass(frozen=True)
 class Workload:
-    """One call of one operation.
+    """One call of one operation, which its `key` names.
 
     Attributes:
-        name: Where the shape comes from, unique together with `op`, `shape`, `dtype` and `channels_last`.
+        name: Where the shape comes from.
         op: One of `OPS`; `batch_norm_eval` is batch norm with given statistics.
         shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
             dim 1, in either memory format.

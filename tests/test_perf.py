@@ -65,22 +65,17 @@ def test_a_run_keeps_what_is_right_beside_a_wrong_peer_and_ctrl_c(tmp_path, monk
     assert status == 0
     assert "Stopped: what was measured is kept." in capsys.readouterr().err
     result = results.load(out)
+    _, wrong, ours, right = result["rows"]
     assert [row["status"] for row in result["rows"]] == ["ok", "wrong", "ok", "ok"]
     assert not result["complete"]
-    _, wrong, ours, right = result["rows"]
     # A provider that is wrong is not timed.
-    assert wrong["call_us"] is None
-    assert wrong["error"] == pytest.approx(1e-2, rel=0.1)
+    assert (wrong["call_us"], wrong["error"]) == (None, pytest.approx(1e-2, rel=0.1))
     assert ours["call_us"]["samples"] == right["call_us"]["samples"] >= timing.MIN_ROUNDS
-    assert ours["fraction_of_copy"] > 0
-    assert result["package"]["version"]
 
 
-@pytest.mark.parametrize(
-    "option, value", [("--modes", "sideways"), ("--providers", "nobody"), ("--out", "."), ("--only", "x y")]
-)
-def test_options_that_mean_nothing_are_refused_before_anything_is_measured(option, value, tmp_path, capsys):
-    assert main(["run", "--device", "cpu", "--out", str(tmp_path / "a"), option, value]) == 2
+@pytest.mark.parametrize("option", ["--modes", "--providers", "--only", "--out"])
+def test_options_that_mean_nothing_are_refused_before_anything_is_measured(option, tmp_path, capsys):
+    assert main(["run", "--device", "cpu", "--out", str(tmp_path / "a"), option, str(tmp_path)]) == 2
     assert option in capsys.readouterr().err
 
 
@@ -126,21 +121,18 @@ def test_a_device_that_answers_with_errors_alone_ends_the_process(monkeypatch):
 
 def test_a_new_worker_gets_the_gpu_of_the_one_that_died_and_what_it_was_at_once_more():
     collector = Collector([SMALL], ["primitives"], ["a", "b"])
-    first, second, third = (types.SimpleNamespace(workerinput={}) for _ in range(3))
-    collector.pytest_configure_node(first)
-    collector.pytest_configure_node(second)
-    assert (first.workerinput["gpu"], second.workerinput["gpu"]) == ("a", "b")
-    collector.pytest_testnodedown(second)
-    collector.pytest_configure_node(third)
-    assert third.workerinput["gpu"] == "b"
+    nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
+    collector.pytest_configure_node(nodes[0])
+    collector.pytest_configure_node(nodes[1])
+    collector.pytest_testnodedown(nodes[0])
+    collector.pytest_configure_node(nodes[2])
+    assert [node.workerinput.get("gpu") for node in nodes] == [None, "b", "a"]
     again, item = [], f"test_suite.py::test_unit[{unit_id(SMALL)}]"
     for _ in range(2):
         collector.pytest_handlecrashitem(item, types.SimpleNamespace(mark_test_pending=again.append))
     assert again == [item]
-    crashed = pytest.TestReport(item, ("", None, ""), {}, "failed", "worker 'gw0' crashed", "???")
-    collector.pytest_runtest_logreport(crashed)
-    (row,) = collector.rows[unit_id(SMALL)]
-    assert (row["status"], row["message"]) == ("error", "worker 'gw0' crashed")
+    collector.pytest_runtest_logreport(pytest.TestReport(item, ("", None, ""), {}, "failed", "gw0 crashed", "???"))
+    assert [(row["status"], row["message"]) for row in collector.rows[unit_id(SMALL)]] == [("error", "gw0 crashed")]
 
 
 def test_workloads_move_the_bytes_that_their_launchers_declare():
@@ -171,9 +163,9 @@ def test_the_check_passes_what_is_right_and_nothing_else(workload, mode):
     leaves = modes.leaves(modes.make_steps(mode, right.function(workload), right.wrap)(sample)())
     one_value = [leaf.detach().clone() for leaf in leaves]
     one_value[-1][(-1,) * one_value[-1].dim()] += 1e-2 * one_value[-1].abs().max() + 1e-2
-    wrong = {"one value": one_value, "missing": leaves[:-1], "nan": [*leaves[:-1], leaves[-1] * torch.nan]}
+    results = {"right": leaves, "one value": one_value, "missing": leaves[:-1], "nan": [v * torch.nan for v in leaves]}
     # Chunks of one row or channel: sums over rows come from all of them.
-    found = reference.errors(workload, mode, sample, {"right": leaves, **wrong}, chunk_elements=6)
+    found = reference.errors(workload, mode, sample, results, chunk_elements=6)
     assert {name for name, error in found.items() if error <= reference.TOLERANCES["float32"]} == {"right"}
 
 
@@ -183,9 +175,9 @@ def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same()
     def noise(p, seed):
         return (torch.rand(sample.x.shape, generator=torch.Generator().manual_seed(seed)) >= p) / (1 - p)
 
-    def error(first, second):
-        made = {"it": (sample.x * first, sample.x_dot * second)}
-        return reference.errors(TINY[-1], "jvp", sample, made)["it"]
+    def error(*noises):
+        made = [value * factor for value, factor in zip((sample.x, sample.x_dot), noises, strict=True)]
+        return reference.errors(TINY[-1], "jvp", sample, {"it": made})["it"]
 
     one, other = noise(0.1, 0), noise(0.2, 0) * 0.8 / 0.9
     assert error(one, one) < 1e-6
@@ -227,14 +219,12 @@ def fake_cuda(monkeypatch):
             yield
         # As torch does it: the end of a capture that failed raises over the reason.
         except ValueError as error:
-            raise RuntimeError("operation failed due to a previous error during capture") from error
+            raise RuntimeError("a previous error during capture") from error
         finally:
             cuda.capturing = False
 
     cuda.graph = capture
     monkeypatch.setattr(torch, "cuda", cuda)
-    # A mock is no integer.
-    monkeypatch.setattr(torch, "device", lambda *names: CPU)
     return cuda
 
 
@@ -255,7 +245,6 @@ def test_a_graph_goes_round_over_all_sets_and_keeps_their_results(fake_cuda):
 
     prepared = timer.prepare([functools.partial(step, index) for index in range(5)], seconds=3e-6)
     assert [index for capturing, index in order if capturing] == [i % 5 for i in range(timing.MAX_GRAPH_CALLS)]
-    assert {index for capturing, index in order if not capturing} == set(range(5))
     assert timer.device_seconds(prepared, 1) == pytest.approx(6e-3 / timing.MAX_GRAPH_CALLS)
     # Replays that began before they were all queued up are not taken.
     assert [each.args[0] // timing.SLEEP_CYCLES for each in fake_cuda._sleep.call_args_list] == [1, 2, 4]
@@ -276,7 +265,7 @@ def test_what_waits_for_the_device_or_cannot_be_captured_says_so(fake_cuda):
         if fake_cuda.capturing:
             raise ValueError("not in a capture")
 
-    # What a step raises by itself is not about captures. A process in which a capture failed captures nothing more.
+    # A process in which a capture failed captures nothing more.
     for step, words in ((lambda: 1 // 0, "by zero"), (waits, "synchronizing"), (refuses, "not in a"), (set, "earlier")):
         assert timer.unfit == (step is set)
         with pytest.raises((RuntimeError, ZeroDivisionError), match=words):
@@ -357,13 +346,11 @@ def test_commands_read_files_and_refuse_those_of_another_schema(tmp_path):
 
 # Targets and reports.
 
-COPY_TARGET = "forward: at least 0.92 of copy speed at every shape of 32 MB and more, where one kernel can do it"
-FASTEST = "as fast as the fastest peer at each shape"
-COMPILED = "1.15 times as fast as torch.compile in the geometric mean"
-
 
 def judged(result):
-    return {verdict.target: verdict.text for verdict in verdicts(result)}
+    """The verdicts on copy speed in forwards, on the fastest peer and on `torch.compile`, up to the cases measured."""
+    copies, _, _, fastest, compiled, _ = (verdict.text.partition(" (")[0] for verdict in verdicts(result))
+    return copies, fastest, compiled
 
 
 def large_row(result, name="primitives", op="layer_norm"):
@@ -372,32 +359,29 @@ def large_row(result, name="primitives", op="layer_norm"):
 
 
 def test_targets_are_met_by_every_shape_that_they_speak_of():
-    whole = judged(gpu_result(quick=False))
-    assert (whole[COPY_TARGET], whole[FASTEST], whole[COMPILED]) == ("met", "met", "NOT MET")
-    assert judged(gpu_result(0.9, quick=False))[COMPILED] == "met"
-    slow = judged(gpu_result(1.1, quick=False))
-    assert (slow[COPY_TARGET], slow[FASTEST]) == ("NOT MET", "NOT MET")
+    assert judged(gpu_result(quick=False)) == ("met", "met", "NOT MET")
+    assert judged(gpu_result(0.9, quick=False))[2] == "met"
+    assert judged(gpu_result(1.1, quick=False))[:2] == ("NOT MET", "NOT MET")
     # A quick run has a few of the shapes, all of them good: that says nothing of the others.
-    assert judged(gpu_result())[COPY_TARGET].startswith("not measured (")
+    assert judged(gpu_result())[0] == "not measured"
 
 
 def test_one_row_decides_whatever_the_others_are():
     result = gpu_result(quick=False)
-    # Batch norm, which no kernel does at the speed of a copy, is held against peers alone.
+    # Batch norm, which no kernel does at copy speed, is held against peers alone; one that fails does not count.
     large_row(result, op="batch_norm")["fraction_of_copy"] = 0.6
-    # A peer that fails is no failure of ours.
     large_row(result, "liger")["status"] = "wrong"
-    assert (judged(result)[COPY_TARGET], judged(result)[FASTEST]) == ("met", "met")
+    assert judged(result)[:2] == ("met", "met")
     # Who was not asked may be faster than all who were; one that is faster decides.
     del result["providers"]["apex"]
-    assert judged(result)[FASTEST].startswith("not measured (")
+    assert judged(result)[:2] == ("met", "not measured")
     ours = large_row(result)
     ours["vs_torch_device"]["median"] = 50.0
-    assert judged(result)[FASTEST] == "NOT MET"
+    assert judged(result)[:2] == ("met", "NOT MET")
     ours["status"] = "error"
-    assert (judged(result)[COPY_TARGET], judged(result)[FASTEST]) == ("NOT MET", "NOT MET")
+    assert judged(result)[:2] == ("NOT MET", "NOT MET")
     result["rows"].remove(ours)
-    assert judged(result)[COPY_TARGET].startswith("not measured (")
+    assert judged(result)[:2] == ("not measured", "not measured")
 
 
 def test_the_report_of_a_gpu_has_tables_plots_and_what_others_cannot_do(tmp_path, monkeypatch):

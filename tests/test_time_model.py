@@ -11,7 +11,6 @@ from perf.__main__ import DOCS, main
 from perf.workloads import Workload
 from triton_kernels.launch.chips import CHIPS
 
-# 67.1 MB and 102.8 MB.
 ROWS = Workload("by hand", "layer_norm", (8192, 4096), affine=False)
 LOGITS = Workload("by hand", "log_softmax", (8192, 4096))
 CHANNELS = Workload("by hand", "batch_norm", (64, 256, 56, 56), affine=False)
@@ -32,14 +31,12 @@ def device():
     [
         (ROWS, "forward", 2, 2, 1),
         (ROWS, "jvp", 2 + 3, 2 + 3, 2),
-        (ROWS, "double_backward", 3 + 2, 3 + 2, 1),
         (ROWS, "hvp", 2 + 3 + 3 + 4, 2 + 3 + 3 + 4, 4),
         (dataclasses.replace(ROWS, affine=True), "backward", 3, 3 + PARTIAL, 2),
         # A cotangent of y goes on to x through the backward.
         (LOGITS, "double_backward", 3 + 2 + 3, 3 + 2 + 3, 2),
         # Channels take two phases.
         (CHANNELS, "forward", 2, 3, 3),
-        (CHANNELS, "backward", 3, 5, 3),
         (CHANNELS, "double_backward", 5, 8, 3),
     ],
     ids=str,

@@ -6,8 +6,7 @@ order. A large workload is worked off in chunks along a dim that no statistic cr
 An error is measured in units of the largest value of its tensor: a sum over many rows may be off by as much more as it
 is larger, and one that was accumulated in the dtype of the input is off by more than that.
 
-What a dropout drops is left to chance: its results must be their operands times a noise of 0 or 1/(1 - p), the same one
-for all results of a call, with about p of it zero.
+What a dropout drops is left to chance: its results must be their operands times one noise of right values and share.
 """
 
 from __future__ import annotations

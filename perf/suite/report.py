@@ -205,6 +205,7 @@ def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | Non
         panel.set_xscale("log", base=2)
         panel.set_xlabel("values per channel" if op in CHANNEL_OPS else "columns")
         panel.set_title(op.replace("_", " "), fontsize=10)
+    figure.suptitle(f"{mode.replace('_', ' ')} on {result['device']['name']}")
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("GB/s (minimum bytes over time)")
     handles, labels = panels[0].get_legend_handles_labels()

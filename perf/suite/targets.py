@@ -162,7 +162,10 @@ def _judge(
         worst = (max if limited else min)(values, key=lambda key: values[key])
         parts.append(f"{mean:.2f} in the mean, at {'most' if limited else 'least'} {values[worst]:.2f} ({worst[0]})")
         reached = least <= (mean if by_mean else values[worst]) <= most
-    parts += [f"torch is {_status(cases[key][EAGER])} at {key[0]}" for key in alone if math.isfinite(most)]
+    for key in alone if math.isfinite(most) else ():
+        torch = cases[key][EAGER]
+        error = f" ({torch['error']:.0e})" if torch["error"] is not None else ""
+        parts.append(f"torch is {torch['status']}{error} at {key[0]}")
     parts += [f"wrong or failed in {len(failed)}, first {': '.join(failed[0])}"] if failed else []
     measured, expected = len(values) + len(failed), len(keys) - len(alone)
     text = f"not measured ({measured} of {expected})"
@@ -171,10 +174,6 @@ def _judge(
     elif values and measured == expected:
         text = "met"
     return Verdict(target, "; ".join(parts), text)
-
-
-def _status(row: Row) -> str:
-    return row["status"] + (f" ({row['error']:.0e})" if row["error"] is not None else "")
 
 
 def _overhead(found: dict[str, Any]) -> Verdict:
