@@ -1,12 +1,8 @@
 """Joint graphs of the demo's models: the same numbers as eager, what is saved for the backward pass, time to trace.
 
-Run: `python -m perf.joint_graphs [--batch N] [--blocks N] [--write FILE]`. For each model, with `torch.nn` and with the
-primitives, one training step in float64 by the joint graph, and by forward and backward graph one after the
-other, is compared with eager autograd bit by bit. Then the bytes between the two passes are counted for float32, by
-memory and not by tensor, parameters excluded: those that eager autograd saves, those that the graph saves if the
-backward pass computes nothing again, and those of the min-cut partition. The exit status is 1 if a bit differs, the
-partition saves more than eager autograd, or tracing the transformer takes longer than `TRACING_LIMIT`. `--write` puts
-the figures into a page: `docs/tracing/figures.md` is made so.
+Run: `python -m perf.joint_graphs [--batch N] [--write FILE]`. The exit status is 1 if a bit differs from eager
+autograd, the partition saves more than it, or tracing the transformer takes longer than `TRACING_LIMIT`. Bytes are
+counted by memory. `--write` puts the figures into a page: `docs/tracing/figures.md` is made so.
 """
 
 from __future__ import annotations
@@ -36,22 +32,15 @@ TRACING_LIMIT = 20.0
 """Seconds, for 12 blocks on two cores."""
 
 
-def torch_call(model: nn.Module) -> Callable[..., Any]:
-    """What `functional_call` gives, in terms of torch alone: it replaces no function of torch."""
-
-    def net(params: Any, buffers: Any, images: Tensor) -> Any:
-        new_buffers = {name: value.clone() for name, value in buffers.items()}
-        return torch.func.functional_call(model, (params, new_buffers), (images,)), new_buffers
-
-    return net
-
-
 def training_loss(model: nn.Module, *, primitives: bool = True) -> Callable[..., Any]:
     """`(params, buffers, images, labels) -> (loss, new_buffers)`, on the primitives or on torch's own operators."""
-    net = functional_call(model) if primitives else torch_call(model)
 
     def loss(params: Any, buffers: Any, images: Tensor, labels: Tensor) -> Any:
-        output, new_buffers = net(params, buffers, images)
+        if primitives:
+            output, new_buffers = functional_call(model)(params, buffers, images)
+        else:
+            new_buffers = {name: value.clone() for name, value in buffers.items()}
+            output = torch.func.functional_call(model, (params, new_buffers), (images,))
         return torch.nn.functional.nll_loss(output, labels), new_buffers
 
     return loss
@@ -66,26 +55,16 @@ def example(model: nn.Module, batch: int, dtype: torch.dtype) -> tuple:
     return {name: p.requires_grad_() for name, p in params.items()}, buffers, images, labels
 
 
-def eager_step(loss: Callable[..., Any], primals: tuple) -> tuple:
-    """Outputs and gradients by eager autograd."""
-    outs = loss(*primals)
-    grads = torch.autograd.grad(outs[0], [*primals[0].values()])
-    return optree.tree_map(torch.Tensor.detach, outs), dict(zip(primals[0], grads, strict=True))
-
-
-def same_bits(actual: Any, expected: Any) -> bool:
-    """Whether two trees of tensors agree in structure and in every bit."""
-    first, second = optree.tree_flatten(actual), optree.tree_flatten(expected)
-    return first[1] == second[1] and all(map(torch.equal, first[0], second[0]))
-
-
 def agrees_with_eager(loss: Callable[..., Any], graph: JointGraph, primals: tuple) -> bool:
-    """Whether the joint graph, and its two parts one after the other, give what eager autograd gives."""
+    """Whether the joint graph, and its two parts one after the other, give every bit that eager autograd gives."""
     outs, (grads, *_) = graph(primals)
     parts_outs, saved = graph.forward_graph()(primals)
     parts_grads, *_ = graph.backward_graph()(saved)
-    expected = eager_step(loss, primals)
-    return same_bits((outs, grads), expected) and same_bits((parts_outs, parts_grads), expected)
+    expected = loss(*primals)
+    bars = torch.autograd.grad(expected[0], [*primals[0].values()])
+    pairs: list[Any] = [(expected, dict(zip(primals[0], bars, strict=True))), (outs, grads), (parts_outs, parts_grads)]
+    (leaves, treespec), *found = map(optree.tree_flatten, pairs)
+    return all(spec == treespec and all(map(torch.equal, values, leaves)) for values, spec in found)
 
 
 def eager_saved_bytes(loss: Callable[..., Any], primals: tuple) -> int:
@@ -106,23 +85,14 @@ def eager_saved_bytes(loss: Callable[..., Any], primals: tuple) -> int:
 
 def graph_saved_bytes(graph: JointGraph, *, min_cut: bool) -> int:
     """The same for a joint graph: what it saves, parameters and their views excluded."""
-
-    def storage(node: torch.fx.Node) -> Any:
-        value = node.meta.get("val")
-        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
-
-    nodes = {node.name: node for node in graph.graph.nodes}
-    inputs = graph.graph.find_nodes(op="placeholder")
-    parameters = {storage(node) for node in inputs if node.name.startswith("params")}
+    storages = {
+        node.name: node.meta["val"].untyped_storage()._cdata
+        for node in graph.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    parameters = {number for name, number in storages.items() if name.startswith("params")}
     saved = graph.forward_graph(min_cut=min_cut).saved
-    return sum(e.num_bytes for e in saved if e.name not in nodes or storage(nodes[e.name]) not in parameters)
-
-
-def timed_trace(loss: Callable[..., Any], primals: tuple) -> tuple[JointGraph, float]:
-    """The joint graph, and the seconds that tracing it took."""
-    start = time.perf_counter()
-    graph = trace_joint(loss, *primals, no_tangents=True)
-    return graph, time.perf_counter() - start
+    return sum(entry.num_bytes for entry in saved if storages.get(entry.name) not in parameters)
 
 
 class Figures(NamedTuple):
@@ -148,7 +118,9 @@ def saved(model: nn.Module, batch: int, *, primitives: bool) -> tuple[int, int, 
     single = model.float()
     primals = example(single, batch, torch.float32)
     loss = training_loss(single, primitives=primitives)
-    graph, seconds = timed_trace(loss, primals)
+    start = time.perf_counter()
+    graph = trace_joint(loss, *primals, no_tangents=True)
+    seconds = time.perf_counter() - start
     everything, min_cut = (graph_saved_bytes(graph, min_cut=flag) for flag in (False, True))
     return eager_saved_bytes(loss, primals), everything, min_cut, seconds
 
@@ -161,18 +133,17 @@ def all_figures(batch: int) -> Iterator[Figures]:
             own = side == "primitives"
             if own:
                 pr.nn.convert(model)
-            loss = training_loss(model.double(), primitives=own)
-            primals = example(model, batch, torch.float64)
-            same = agrees_with_eager(loss, timed_trace(loss, primals)[0], primals)
+            loss, primals = training_loss(model.double(), primitives=own), example(model, batch, torch.float64)
+            same = agrees_with_eager(loss, trace_joint(loss, *primals, no_tangents=True), primals)
             yield Figures(f"{make.__name__}, {side}", same, *saved(model, batch, primitives=own))
 
 
-def traced_blocks(num_blocks: int, batch: int = 2, width: int | None = None) -> tuple[int, float]:
+def traced_blocks(num_blocks: int, batch: int = 2, **options: int) -> tuple[int, float]:
     """Nodes of the graph of the transformer with so many blocks, and the seconds that tracing it took."""
-    options = {} if width is None else {"width": width}
     model = VisionTransformer(num_blocks=num_blocks, **options)
-    graph, seconds = timed_trace(training_loss(model), example(model, batch, torch.float32))
-    return len(graph.graph.nodes), seconds
+    primals, start = example(model, batch, torch.float32), time.perf_counter()
+    graph = trace_joint(training_loss(model), *primals, no_tangents=True)
+    return len(graph.graph.nodes), time.perf_counter() - start
 
 
 def table(found: Sequence[Figures], batch: int, blocks: str) -> str:
@@ -208,15 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report, and return the exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--blocks", type=int, default=12, help="of the transformer whose tracing is timed")
     parser.add_argument("--write", type=pathlib.Path, help="file to write as a page, besides printing")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     found = list(all_figures(options.batch))
-    nodes, seconds = traced_blocks(options.blocks, options.batch)
+    nodes, seconds = traced_blocks(12, options.batch)
     blocks = (
-        f"VisionTransformer with {options.blocks} blocks: {nodes} nodes, traced in {seconds:.1f} s of "
-        f"{TRACING_LIMIT:.0f} s allowed."
+        f"VisionTransformer with 12 blocks: {nodes} nodes, traced in {seconds:.1f} s of {TRACING_LIMIT:.0f} s allowed."
     )
     printed = table(found, options.batch, blocks)
     print(printed)
