@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from primitives.core import registered_primitives
 from tests.support import DTYPES, LOW_PRECISION, arranged, normal, pairwise
 
 if TYPE_CHECKING:
@@ -22,14 +23,10 @@ __all__ = ["OpCase", "Sample", "make_options", "make_samples"]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One way to call an op, without its numbers.
+    """One way to call an op, without its numbers: shape of `x`, the first argument, and keyword arguments.
 
-    Attributes:
-        shape: Shape of `x`, the first argument.
-        options: Keyword arguments of the public function.
-        absent: Arguments that are `None`.
-        layout: Memory layout of every tensor, one of `support.LAYOUTS`.
-        mixed: Whether the other arguments are float32 beside a low-precision `x`.
+    Arguments that are `absent` are `None`; the layout of every tensor is one of `support.LAYOUTS`; `mixed` makes the
+    other arguments float32 beside a low-precision `x`.
     """
 
     shape: tuple[int, ...]
@@ -53,16 +50,11 @@ class Sample:
 class OpCase:
     """An op and what its tests need to know.
 
+    `function` is the public one, `(*arguments, **options)`, and returns `y` or a tuple that begins with it; `truth` is the
+    same by the definition, in plain torch operations, for float64 arguments; `torch_function` `y` of torch's own.
+
     Attributes:
-        name: Name in test ids.
-        forward: Primitive of the op itself.
-        bwd: Primitive of its vjp.
-        jvp: Primitive of its jvp.
-        function: The public function, `(*arguments, **options)`, returning `y` or a tuple that begins with it.
-        truth: The same by the definition, in plain torch operations, for float64 arguments.
-        torch_function: `y` of torch's own op, with the same arguments.
-        arguments: Names of the tensor arguments, `x` first.
-        differentiable: Those that have derivatives.
+        arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.
         parameter_shape: Shape of every argument but `x`, given a sample.
         samples: What reference and kernels are tested on.
         small: A few elements, for derivatives by differences, compilers and vmap.
@@ -70,14 +62,10 @@ class OpCase:
         large: Past the sizes up to which kernels hold rows, tiles and sums at once, in float64 on every chip.
         not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
         positive: Arguments that must be positive.
-        second_order: Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed.
-        dtypes: Supported dtypes.
+        is_linear: Whether the op is its own derivative: primitives of the vjp and jvp are that of the op.
     """
 
     name: str
-    forward: pr.core.Primitive
-    bwd: pr.core.Primitive
-    jvp: pr.core.Primitive
     function: Callable[..., Any]
     truth: Callable[..., Any]
     torch_function: Callable[..., Tensor]
@@ -90,7 +78,7 @@ class OpCase:
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
     positive: tuple[str, ...] = ()
-    second_order: tuple[pr.core.Primitive, ...] = ()
+    is_linear: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
     @property
@@ -98,14 +86,27 @@ class OpCase:
         """Supported dtypes but float64."""
         return tuple(dtype for dtype in self.dtypes if dtype is not torch.float64)
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether the op is its own derivative: primitives of the vjp and jvp are that of the op."""
-        return self.forward is self.bwd
+    def primitive(self, suffix: str) -> pr.core.Primitive:
+        """That of the name of the op with a suffix."""
+        return registered_primitives()[f"primitives::{self.name}{'' if self.is_linear else suffix}"]
 
-    def present(self, sample: Sample) -> list[str]:
-        """Arguments that are tensors in `sample`."""
-        return [name for name in self.arguments if name not in sample.absent]
+    @property
+    def forward(self) -> pr.core.Primitive:
+        return self.primitive("")
+
+    @property
+    def bwd(self) -> pr.core.Primitive:
+        return self.primitive("_bwd")
+
+    @property
+    def jvp(self) -> pr.core.Primitive:
+        return self.primitive("_jvp")
+
+    @property
+    def second_order(self) -> tuple[pr.core.Primitive, ...]:
+        """Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed."""
+        names = [f"primitives::{self.name}_{suffix}" for suffix in ("pairing", "bwd_jvp")]
+        return tuple(registered_primitives()[name] for name in names if name in registered_primitives())
 
     def perturbable(self, sample: Sample) -> list[str]:
         """Differentiable arguments that are tensors in `sample`."""

@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import primitives as pr
-from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_p
-from primitives.ops.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
-from primitives.ops.batch_norm_second_order import batch_norm_bwd_jvp_p, batch_norm_pairing_p
 from primitives.ops.dropout import dropout_p
-from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_p
-from primitives.ops.layer_norm_second_order import layer_norm_bwd_jvp_p, layer_norm_pairing_p
-from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_p
-from primitives.ops.log_softmax_second_order import log_softmax_bwd_jvp_p, log_softmax_pairing_p
 from tests.op_case import OpCase, Sample
 from tests.op_case import make_options as _options
 from tests.op_case import make_samples as _samples
@@ -51,10 +44,6 @@ def _true_layer_norm(x: Tensor, weight: Any, bias: Any, norm_ndim: int) -> Tenso
 _ONE_AXIS = _options(norm_ndim=1)
 LAYER_NORM = OpCase(
     name="layer_norm",
-    forward=layer_norm_p,
-    bwd=layer_norm_bwd_p,
-    jvp=layer_norm_jvp_p,
-    second_order=(layer_norm_pairing_p, layer_norm_bwd_jvp_p),
     function=functools.partial(_layer_norm, pr.functional),
     truth=_true_layer_norm,
     torch_function=functools.partial(_layer_norm, F),
@@ -139,10 +128,6 @@ _LARGE_CHANNELS = (
 _NO_RUNNING = ("running_mean", "running_var")
 BATCH_NORM = OpCase(
     name="batch_norm",
-    forward=batch_norm_p,
-    bwd=batch_norm_bwd_p,
-    jvp=batch_norm_jvp_p,
-    second_order=(batch_norm_pairing_p, batch_norm_bwd_jvp_p),
     function=_batch_norm,
     truth=_true_batch_norm,
     torch_function=functools.partial(_written_batch_norm, F, True),
@@ -174,9 +159,6 @@ def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Tenso
 
 BATCH_NORM_EVAL = OpCase(
     name="batch_norm_eval",
-    forward=batch_norm_eval_p,
-    bwd=batch_norm_eval_bwd_p,
-    jvp=batch_norm_eval_jvp_p,
     function=functools.partial(_written_batch_norm, pr.functional, False),
     truth=_true_batch_norm_eval,
     torch_function=functools.partial(_written_batch_norm, F, False),
@@ -203,10 +185,6 @@ def _true_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 LOG_SOFTMAX = OpCase(
     name="log_softmax",
-    forward=log_softmax_p,
-    bwd=log_softmax_bwd_p,
-    jvp=log_softmax_jvp_p,
-    second_order=(log_softmax_pairing_p, log_softmax_bwd_jvp_p),
     function=pr.functional.log_softmax,
     truth=_true_log_softmax,
     torch_function=F.log_softmax,
@@ -255,9 +233,7 @@ def _true_dropout(x: Tensor, p: float) -> Tensor:
 
 DROPOUT = OpCase(
     name="dropout",
-    forward=dropout_p,
-    bwd=dropout_p,
-    jvp=dropout_p,
+    is_linear=True,
     function=_dropout,
     truth=_true_dropout,
     torch_function=_true_dropout,

@@ -53,7 +53,7 @@ def cotangent_layout(sample: Sample) -> str:
 
 def check_vjp(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> None:
     """Cotangents of the arguments `names` have the value of the definition's, in the dtypes of the arguments."""
-    ours, theirs = leaves(inputs, names), leaves({n: _double(v) for n, v in inputs.items()}, names)
+    ours, theirs = leaves(inputs, names), leaves({n: v if v is None else v.double() for n, v in inputs.items()}, names)
     y, true_y = case.outputs(ours, sample)[0], case.true_outputs(theirs, sample)[0]
     y_bar = like(y, seed=7, layout=cotangent_layout(sample))
     actual = torch.autograd.grad(y, [ours[n] for n in names], y_bar)
@@ -76,10 +76,6 @@ def check_jvp(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], na
     tangents = tuple(dots[n].double() for n in names)
     _, expected = torch.func.jvp(case.of(names, inputs, sample, true=True), primals, tangents)
     assert_close(y_dot, expected, dtype=y.dtype, what="y_dot")
-
-
-def _double(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.double()
 
 
 def second_derivatives(

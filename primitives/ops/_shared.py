@@ -69,7 +69,7 @@ def cast_to_float32(primals: Any) -> Any:
 
 
 def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
-    """Give the first-order operators of a norm their rules: `pairing` is the gradient of <y_bar, y_dot> in all of it."""
+    """Give the first-order operators of norms their rules; `pairing` is the gradient of <y_bar, y_dot> in all of it."""
     attributes = attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors])
 
     @bwd.def_vjp
