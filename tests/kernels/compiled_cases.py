@@ -1,13 +1,13 @@
 """What a process without the interpreter checks for `test_machine_code`.
 
-`python -m tests.kernels.compiled_cases anew|faults|clusters CHIP`
+`python -m tests.kernels.compiled_cases anew|faults CHIP`
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -16,13 +16,10 @@ from perf.machine_code.cases import ALL_MODES, Shape, launch_mode
 from perf.machine_code.compiling import Launch, try_compile, watch_launches
 from perf.machine_code.rules import broken_rules
 from tests.kernels.calls import BatchNorm, LayerNorm
-from triton_kernels.launch._planned import set_advisor
-from triton_kernels.launch.chips import CHIPS, cluster_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from triton_kernels.launch._planned import Request
 
 _MODES = {
     "layer_norm": ALL_MODES[:-1],
@@ -130,32 +127,6 @@ def faults(chip_name: str) -> None:
             assert any(complaint in problem for problem in broken_rules(chip_name, row)), row
 
 
-class _ClusterAdvisor:
-    """Answers every request for a plan with the first candidate that has clusters, where there is one."""
-
-    def advise(self, request: Request) -> tuple[Any, bool]:
-        """The plan to take; it is not settled, so that nobody remembers it."""
-        clustered = (plan for plan in request.candidates() if getattr(plan, "num_ctas", 1) > 1)
-        return next(clustered, request.default), False
-
-
-def clusters(chip_name: str) -> None:
-    """Kernels compile in clusters, which only tuning launches: one of each op and mode that has such candidates."""
-    rows = []
-    for shape in (Shape("layer_norm", (512, 131072)), Shape("log_softmax", (2048, 128256))):
-        for mode in ("forward", "backward", "jvp"):
-            set_advisor(_ClusterAdvisor())
-            found: list[Launch] = []
-            with watch_launches(chip_name, [shape], found.append):
-                launch_mode(shape, mode)
-                clustered = [launch for launch in found if launch.constants.get("num_ctas", 1) > 1]
-                rows += [try_compile(chip_name, launch, f"{shape} {mode} in clusters") for launch in clustered[:1]]
-    assert len(rows) == (6 if cluster_limit(CHIPS[chip_name]) > 1 else 0)
-    for row in rows:
-        assert not isinstance(row, str), row
-        assert not broken_rules(chip_name, row)
-
-
 if __name__ == "__main__":
     what, chip = sys.argv[1:]
-    {"anew": anew, "faults": faults, "clusters": clusters}[what](chip)
+    {"anew": anew, "faults": faults}[what](chip)

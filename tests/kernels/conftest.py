@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-import primitives as pr
 from tests.kernels import interpreting
 from triton_kernels import launch
 
@@ -59,10 +58,3 @@ def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
     with contextlib.ExitStack() as stack:
         chip = launch.chip_of(device)
         yield lambda num: stack.enter_context(launch.use_chip(dataclasses.replace(chip, num_processors=num)))
-
-
-@pytest.fixture
-def on_kernels() -> Iterator[None]:
-    """Every primitive runs its Triton kernel, in the interpreter."""
-    with pr.use_backend("triton"):
-        yield

@@ -213,45 +213,32 @@ def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patched
 
 
-def _remembering(function: Callable, name_of: Callable[..., Any]) -> Callable:
-    """A function, computed once for each name of its arguments."""
-    known: dict[Any, Any] = {}
-
-    def remembered(*args: Any) -> Any:
-        name = name_of(*args)
-        if name not in known:
-            known[name] = function(*args)
-        return known[name]
-
-    return remembered
-
-
 def _remember_types() -> None:
     """Make what follows from types alone once: Triton does so again for each operation of each program."""
-    new_type, new_tensor = tl.core.block_type.__init__, tl.tensor.__init__
-
-    def fields_of_type(element_type: Any, shape: Any) -> dict[str, Any]:
-        new_type(like := object.__new__(tl.core.block_type), element_type, shape)
-        return vars(like)
-
-    def fields_of_tensor(type: Any) -> dict[str, Any]:
-        new_tensor(like := object.__new__(tl.tensor), None, type)
-        return vars(like)
-
-    known_types = _remembering(
-        fields_of_type, lambda element, shape: (element.name, *[getattr(size, "value", size) for size in shape])
-    )
-    known_tensors = _remembering(fields_of_tensor, lambda type: type.name)
+    new_type, new_tensor, np_dtype = tl.core.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        vars(self).update(known_types(element_ty, shape))
+        name = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if name not in types:
+            new_type(self, element_ty, shape)
+            types[name] = dict(vars(self))
+        vars(self).update(types[name])
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        vars(self).update(known_tensors(type))
-        self.handle = handle
+        if type.name not in tensors:
+            new_tensor(self, None, type)
+            tensors[type.name] = dict(vars(self))
+        vars(self).update(tensors[type.name], handle=handle)
 
-    tl.core.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
-    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype, lambda type: type.name)
+    def remembered(type: Any) -> Any:
+        if type.name not in dtypes:
+            dtypes[type.name] = np_dtype(type)
+        return dtypes[type.name]
+
+    tl.core.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = init_type, init_tensor, remembered
 
 
 def install() -> None:

@@ -27,15 +27,10 @@ from triton_kernels.launch.chips import CHIPS, use_chip
 
 
 class RecordingDriver(StandInDriver):
-    """Stands in for the driver of one sm_90 device that also loads and launches.
-
-    Attributes:
-        launches: `(hash of the compiled kernel, grid, stream, arguments)` of every launch.
-        device: Number of the current device; tests set it.
-    """
+    """Stands in for the driver of one sm_90 device, and notes the hash, grid, stream and arguments of each launch."""
 
     def __init__(self) -> None:
-        """Stand in for a driver that has launched nothing."""
+        """Stand in for a driver that has launched nothing on its first device."""
         super().__init__("sm_90")
         self.launches: list[tuple] = []
         self.device = 0
@@ -165,35 +160,20 @@ def check_grids_and_devices() -> None:
 
 
 def check_hooks() -> None:
-    """Hooks of Triton see every launch; it also calls some when it compiles."""
-    for name in ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook", "pre_run"):
-        by_triton, by_kernel = _hook_calls(name, new_kernel().function), _hook_calls(name, new_kernel())
-        assert (by_kernel >= 2) == (by_triton >= 2), name
-        assert by_kernel == 2 or name != "launch_enter_hook"
-
-
-def _hook_calls(name: str, kernel: Any) -> int:
-    calls: list[Any] = []
+    """Hooks of Triton see every launch."""
     runtime: Any = knobs.runtime
-
-    def hook(*args, **kwargs):
-        calls.append(args)
-        return "key", "hash"
-
-    kernel[(1,)](*ARGS, **CONSTANTS)
-    if name == "pre_run":
-        getattr(kernel, "function", kernel).add_pre_run_hook(hook)
-    elif name.startswith("launch"):
-        getattr(runtime, name).add(hook)
-    else:
-        setattr(runtime, name, hook)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        kernel, calls = new_kernel(), []
+        kernel[(1,)](*ARGS, **CONSTANTS)
+        getattr(runtime, name).add(calls.append)
+        kernel[(1,)](*ARGS, **CONSTANTS)
+        getattr(runtime, name).remove(calls.append)
+        assert len(calls) == 1, name
+    kernel, calls = new_kernel(), []
+    kernel.function.add_pre_run_hook(lambda *args, **kwargs: calls.append(args))
     for _ in range(2):
         kernel[(1,)](*ARGS, **CONSTANTS)
-    if name.startswith("launch"):
-        getattr(runtime, name).remove(hook)
-    elif name != "pre_run":
-        setattr(runtime, name, None)
-    return len(calls)
+    assert len(calls) == 2
 
 
 def check_threads() -> None:

@@ -52,12 +52,6 @@ def test_another_batch_size_compiles_nothing_and_mistakes_of_plans_are_caught(wh
     run_compiled("tests.kernels.compiled_cases", what, chip_name)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("chip_name", [name for name, chip in CHIPS.items() if chip.max_cluster > 1])
-def test_kernels_compile_in_clusters(chip_name: str) -> None:
-    run_compiled("tests.kernels.compiled_cases", "clusters", chip_name)
-
-
 @pytest.mark.parametrize("chip_name", CHIPS)
 def test_every_row_keeps_the_rules(chip_name: str) -> None:
     rows = read_table(chip_name)

@@ -56,7 +56,7 @@ def test_the_cases_have_every_workload_of_the_suite() -> None:
     assert {tuple(getattr(workload, name) for name in fields) for workload in GPU_WORKLOADS} <= found
 
 
-@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.key)
 def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(workload: Workload) -> None:
     of_table = ("op", "shape", "dtype", "dim", "affine", "channels_last")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import primitives as pr
 from tests.kernels.calls import ROW_PLANS, BatchNorm, Call, LayerNorm, LogSoftmax, random
 from tests.kernels.interpreting import watched
-from tests.kernels.truth import EPS, MOMENTUM, Exact, assert_close, check_values, expected
+from tests.kernels.truth import EPS, check_values, expected
 from tests.op_cases import CASES
 from triton_kernels.batch_norm import batch_norm_train_fwd
 from triton_kernels.layer_norm import layer_norm_fwd
@@ -103,14 +103,12 @@ def test_variance_survives_a_large_offset_and_a_drift(layout: str, use_limits: C
 
 def test_one_element_per_channel() -> None:
     features = BatchNorm.draw((1, 5))
-    y, mean, _, running_mean, running_var = features.call("train_fwd").results()
+    y, mean, _, _, running_var = features.call("train_fwd").results()
     assert torch.equal(y, features.bias[None])
     assert torch.equal(mean, features.x[0])
-    exact = (1 - MOMENTUM) * features.running_mean.double() + MOMENTUM * features.x[0].double()
-    assert_close(running_mean, Exact(exact, torch.float32), torch.float32)
     # 0 / 0, as in torch below its check.
     assert running_var.isnan().all()
-    for call in BatchNorm.draw((1, 1)).calls(*list(BatchNorm.MODES)[1:]):
+    for call in features.calls(*list(BatchNorm.MODES)[1:]):
         check_values(call)
 
 

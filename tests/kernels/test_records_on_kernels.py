@@ -30,7 +30,7 @@ TINY = {
 }
 CHIPS = {"usual": contextlib.nullcontext, "tiny": lambda: launch.use_limits(**TINY)}
 # The interpreter takes a thousand times as long for a tile as for its elements.
-MOST_ON_TINY = 500
+MOST_ON_TINY = 200
 
 # Samples meet dtypes and chips in turns, out of step with each other and with the layouts, of which there are four too.
 SAMPLES = [

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import primitives as pr
 from primitives.testing import check_rules
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "swiglu.py"
@@ -19,13 +18,8 @@ def example():
     return runpy.run_path(str(EXAMPLE))
 
 
-@pytest.fixture(autouse=True)
-def kernel():
-    with pr.use_backend("triton"):
-        yield
-
-
 # More elements than a block, one, none, and a dtype that the kernel computes in itself.
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (9, 2, 130), (1, 1, 1), (0, 3, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_kernel_against_reference(example, sizes, dtype):
@@ -42,6 +36,7 @@ def test_kernel_against_reference(example, sizes, dtype):
             torch.testing.assert_close(got, want.to(dtype))
 
 
+@pytest.mark.usefixtures("backend")
 def test_check_rules(example):
     weights, x, _ = example["example"]()
     report = check_rules(example["swiglu"], weights, x, compile=False)
