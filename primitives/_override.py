@@ -101,28 +101,6 @@ def _layer_norm(
     return _served(functional.layer_norm, input, normalized_shape, weight, bias, eps)
 
 
-def _batch_norm_served(
-    mode: OverrideMode,
-    input: Any,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: Any,
-    eps: float,
-) -> Any:
-    if not _plain(input, running_mean, running_var, weight, bias) or (training and eps <= 0.0):
-        return NotImplemented
-    args = input, running_mean, running_var, weight, bias, training, momentum, eps
-    out = _served(functional.pure_batch_norm, *args)
-    if out is NotImplemented:
-        return out
-    if training and running_mean is not None and running_var is not None:
-        mode.write([running_mean, running_var], [out.running_mean, out.running_var])
-    return out.output
-
-
 @register_override(torch.native_layer_norm)
 def _native_layer_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
     # Its statistics are outputs that may be differentiated, which those of the primitive are not.
@@ -150,28 +128,34 @@ def _functional_batch_norm(
     momentum: Any = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    args = input, running_mean, running_var, weight, bias, training
+    given = input, running_mean, running_var, weight, bias
     weight_of_batch = momentum.tensor() if isinstance(momentum, BatchWeight) else momentum
-    out = _batch_norm_served(mode, *args, weight_of_batch, eps)
-    if out is NotImplemented and isinstance(momentum, BatchWeight):
-        return torch_functional.batch_norm(*args, float(weight_of_batch), eps)
-    return out
+    out = NotImplemented
+    if _plain(*given) and not (training and eps <= 0.0):
+        out = _served(functional.pure_batch_norm, *given, training, weight_of_batch, eps)
+    if out is NotImplemented:
+        if isinstance(momentum, BatchWeight):
+            return torch_functional.batch_norm(*given, training, float(weight_of_batch), eps)
+        return out
+    if training and running_mean is not None and running_var is not None:
+        mode.write([running_mean, running_var], [out.running_mean, out.running_var])
+    return out.output
+
+
+def _by_torchs_names(flag: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments of `torch.batch_norm` or `instance_norm` by the names of `torch.nn.functional`, if complete."""
+    parameters = ("input", "weight", "bias", "running_mean", "running_var", flag, "momentum", "eps", "cudnn_enabled")
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    if len(args) > len(parameters) or given.keys() != set(parameters):
+        return None
+    del given["cudnn_enabled"]
+    return given
 
 
 @register_override(torch.batch_norm)
-def _torch_batch_norm(
-    mode: OverrideMode,
-    input: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    return _batch_norm_served(mode, input, running_mean, running_var, weight, bias, training, momentum, eps)
+def _torch_batch_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
+    given = _by_torchs_names("training", args, kwargs)
+    return NotImplemented if given is None else _functional_batch_norm(mode, **given)
 
 
 @register_override(torch_functional.instance_norm)
@@ -206,20 +190,9 @@ def _functional_instance_norm(
 
 
 @register_override(torch.instance_norm)
-def _torch_instance_norm(
-    mode: OverrideMode,
-    input: Any,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    args = input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    return _functional_instance_norm(mode, *args)
+def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
+    given = _by_torchs_names("use_input_stats", args, kwargs)
+    return NotImplemented if given is None else _functional_instance_norm(mode, **given)
 
 
 @register_override(torch_functional.log_softmax)

@@ -158,25 +158,13 @@ def pure_batch_norm(
         >>> out.running_mean
         tensor([0.2000])
     """
-    return _batch_norm_tree(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, namespace, in_place=False
-    )
+    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _batch_norm_tree(given, namespace, in_place=False)
 
 
-def _batch_norm_tree(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any,
-    bias: Any,
-    training: bool,
-    momentum: float | Tensor,
-    eps: float,
-    namespace: str,
-    *,
-    in_place: bool,
-) -> BatchNormOutput:
+def _batch_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> BatchNormOutput:
     """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
+    input, running_mean, running_var, weight, bias, training, momentum, eps = given
     arguments.momentum(momentum)
     arguments.number("batch_norm", "eps", eps)
     if training:
@@ -260,7 +248,7 @@ def batch_norm(
     """
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not fast_path.batch_norm(*given):
-        return _batch_norm_tree(*given, namespace, in_place=True).output
+        return _batch_norm_tree(given, namespace, in_place=True).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
 
@@ -310,7 +298,8 @@ def log_softmax(
         arguments.log_softmax(label, x, dim, dtype)
 
     def compute(x: Tensor) -> Tensor:
-        axis = _implicit_dim(x) if dim is None else dim
+        # The axis that torch chooses when none is given.
+        axis = int(x.dim() not in (0, 1, 3)) if dim is None else dim
         if not x.is_floating_point():
             x = x.to(dtype)
         # A number has one axis to torch's softmax; the primitive wants it spelled out.
@@ -322,11 +311,6 @@ def log_softmax(
         message = "log_softmax: choosing dim implicitly is deprecated; pass dim=."
         warnings.warn(message, UserWarning, stacklevel=_stacklevel - 1)
     return map_tensors("log_softmax", check, compute, input, {}, namespace=namespace)
-
-
-def _implicit_dim(x: Tensor) -> int:
-    """The axis that torch chooses when none is given: 0 for 0, 1 and 3 axes, else 1."""
-    return 0 if x.dim() in (0, 1, 3) else 1
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:

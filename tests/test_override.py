@@ -58,9 +58,7 @@ def flat(outputs):
 SERVED = {
     "F.layer_norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b, 1e-3), X, "layer_norm"),
     "torch.layer_norm": (lambda x, w, b: torch.layer_norm(x, (3,), w, b, 1e-3, False), X, "layer_norm"),
-    "torch.layer_norm without bias": (lambda x, w, b: torch.layer_norm(x, (3,), w, eps=1e-3), X, "layer_norm"),
     "F.batch_norm": (lambda x, w, b: F.batch_norm(x, *running(), w, b, True), X, "batch_norm"),
-    "F.batch_norm alone": (lambda x, w, b: F.batch_norm(x, None, None, training=True), IMAGES, "batch_norm"),
     "F.batch_norm evaluation": (lambda x, w, b: F.batch_norm(x, *running(), w, b), X, "batch_norm_eval"),
     "torch.batch_norm": (
         lambda x, w, b: torch.batch_norm(x, w, b, *running(), True, 0.1, 1e-5, True), IMAGES, "batch_norm",
@@ -81,7 +79,6 @@ SERVED = {
         lambda x, w, b: F.cross_entropy(x, torch.tensor([[[0, 1], [2, 0]]] * 2), reduction="sum", ignore_index=1),
         IMAGES, "log_softmax",
     ),
-    "F.cross_entropy of one": (lambda x, w, b: F.cross_entropy(x[0], torch.tensor(1)), X, "log_softmax"),
     "F.dropout all": (lambda x, w, b: F.dropout(x, 1.0), X, "dropout"),
     "torch.dropout all": (lambda x, w, b: torch.dropout(x, 1.0, True), X, "dropout"),
     "torch.native_layer_norm": (lambda x, w, b: flat(torch.native_layer_norm(x, (3,), w, b, 1e-3)), X, None),
@@ -156,19 +153,19 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_are_torchs(case):
-    with pytest.raises(TORCH_ERRORS) as theirs:
-        WRONG[case]()
-    with pytest.raises(theirs.type) as ours, pr.override_torch():
-        WRONG[case]()
-    assert str(ours.value) == str(theirs.value)
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_errors_are_torchs(call):
+    errors = []
+    for context in (nullcontext(), pr.override_torch()):
+        with pytest.raises(TORCH_ERRORS) as caught, context:
+            call()
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
 
 
 MODULES = {
     "BatchNorm1d": (lambda: nn.BatchNorm1d(3), X),
     "BatchNorm2d momentum None": (lambda: nn.BatchNorm2d(3, momentum=None), IMAGES),
-    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), IMAGES),
 }
 
 
@@ -195,7 +192,6 @@ BEYOND = {
     "layer_norm": (lambda x: F.layer_norm(x, (3,), eps=1e-2), -1, X),
     "native_layer_norm": (lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-2)[0], -1, X),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True, eps=1e-2), 0, X),
-    "native_batch_norm": (lambda x: torch.native_batch_norm(x, *[None] * 4, True, 0.1, 1e-2)[0], 0, X),
     "instance_norm": (lambda x: F.instance_norm(x, eps=1e-2), (2, 3), IMAGES),
 }
 
@@ -260,7 +256,6 @@ def test_the_context_nests_and_ends():
 
 COMPILED = {
     "block": (in_block, nullcontext),
-    "decorator": (lambda model: pr.override_torch()(model.__call__), nullcontext),
     "around": (lambda model: model, pr.override_torch),
 }
 
