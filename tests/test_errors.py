@@ -120,6 +120,7 @@ def test_errors_are_typed_and_name_what_is_wrong(op, case):
 # torch takes these, and does what is hardly meant.
 STRICTER = {
     "an imaginary part is dropped": (log_softmax(X.cfloat(), dtype=torch.float32), pr.DtypeError, "real"),
+    "nested": (layer_norm(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)), pr.DtypeError, "unbind"),
     "six axes": (batch_norm(ones(2, 4, 1, 1, 1, 1)), pr.ShapeError, "2 to 5 axes"),
     "bool for a number": (batch_norm(momentum=True), pr.DtypeError, "momentum .*bool"),
 }

@@ -31,7 +31,9 @@ def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
 
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:
     """Whether this is on the fast path of `layer_norm`."""
-    if not (type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape):
+    if not (
+        type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape and not x.is_nested
+    ):
         return False
     for size in shape:
         if type(size) is not int:
@@ -50,6 +52,7 @@ def batch_norm(
         type(eps) is float
         and type(momentum) is float
         and isinstance(x, torch.Tensor)
+        and not x.is_nested
         and BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM
         and (running_mean is None) == (running_var is None)
         and (eps > 0.0 and x.shape[0] > 1 if training else running_mean is not None)
@@ -65,6 +68,7 @@ def log_softmax(x: Any, dim: Any, dtype: Any) -> bool:
         dtype is None
         and type(dim) is int
         and isinstance(x, torch.Tensor)
+        and not x.is_nested
         and -x.dim() <= dim < x.dim()
         and x.dtype in FLOATING
     )

@@ -13,7 +13,7 @@ from primitives.nn import _modules
 from primitives.nn._modules import ConversionWarning, OfThisPackage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     _Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
 
@@ -86,12 +86,11 @@ def _original(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return vars(cls).get("converted_from") or _ORIGINALS.get(cls, cls)
 
 
-def _retype(module: torch.nn.Module, change: Callable[[type], type]) -> None:
+def _retype(module: torch.nn.Module, changed: type[torch.nn.Module]) -> None:
     # The classes differ by their methods alone, so the object itself changes type: parameters, buffers, hooks, mode
     # and every reference to the module stay as they are.
-    base, cls = _base(module), type(module)
-    changed = change(base)
-    if cls is base:
+    cls = type(module)
+    if cls is _base(module):
         module.__class__ = changed
         return
     # A parametrized module has a class of its own before the one that it had, which holds its properties; copies of
@@ -178,7 +177,7 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
             continue
         counterpart = None if "forward" in vars(module) else _counterpart(_base(module))
         if counterpart is not None:
-            _retype(module, lambda _, cls=counterpart: cls)
+            _retype(module, counterpart)
         elif (why := _why_left(module)) is not None:
             left.append(_Left(path, _base(module), *why))
     if left:
@@ -232,5 +231,5 @@ def revert(model: _Model) -> _Model:
     _check_model(model, "revert")
     for module in model.modules():
         if isinstance(module, OfThisPackage):
-            _retype(module, _original)
+            _retype(module, _original(_base(module)))
     return model

@@ -113,21 +113,16 @@ class _BatchNorm(OfThisPackage, torch.nn.modules.batchnorm._BatchNorm):
         update = training and self.track_running_stats
         if training and not update:
             mean = var = None
-        momentum = _batch_weight(self) if update else 0.0
-        output = functional.batch_norm(input, mean, var, self.weight, self.bias, use_batch, momentum, self.eps)
         count = self.num_batches_tracked if update else None
+        momentum = self.momentum if update else 0.0
+        if momentum is None:
+            # The plain average over all batches. Not read as a Python number, which all would have to wait for.
+            momentum = 0.0 if count is None else cumulative_weight(count + 1)
+        output = functional.batch_norm(input, mean, var, self.weight, self.bias, use_batch, momentum, self.eps)
         if count is not None:
             # Counted last: a call that raises leaves the module as it was.
             count_up(count)
         return output
-
-
-def _batch_weight(norm: torch.nn.modules.batchnorm._BatchNorm) -> float | Tensor:
-    """Weight of this batch in the running statistics: the plain average over all batches if momentum is None."""
-    if norm.momentum is not None:
-        return norm.momentum
-    # Not read as a Python number, which a transform, a compiler and a device would all have to wait for.
-    return 0.0 if norm.num_batches_tracked is None else cumulative_weight(norm.num_batches_tracked + 1)
 
 
 class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):

@@ -167,6 +167,14 @@ def _are_tensors(values: Iterable[Any]) -> bool:
     return True
 
 
+def _refuse_nested(op_name: str, label: str, x: torch.Tensor) -> None:
+    if x.is_nested:
+        raise DtypeError(
+            f"{op_name}: {label} must be a dense tensor, got a nested one. Pass its parts, list(x.unbind()), or call "
+            "torch's own function, whose derivatives beyond the first can be wrong."
+        )
+
+
 def map_tensors(
     op_name: str,
     check: Callable[..., None],
@@ -200,6 +208,7 @@ def map_tensors(
     if isinstance(tree, torch.Tensor):
         values = prefixes.values()
         if _are_tensors(values):
+            _refuse_nested(op_name, "input", tree)
             check("input", tree, *values)
             return compute(tree, *values)
     leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)
@@ -221,6 +230,7 @@ def map_tensors(
         for name, value in zip(prefixes, call[1:], strict=True):
             if value is not None and not isinstance(value, torch.Tensor):
                 raise DtypeError(f"{op_name}: {name} must be a tensor, got {type(value).__name__}.")
+        _refuse_nested(op_name, label, call[0])
         check(label, *call)
     results = [None if call[0] is None else compute(*call) for call in calls]
     if num_results is None:
