@@ -22,25 +22,14 @@ __all__ = ["attributes_kept", "running"]
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Batch norms that read nothing of their momentum but whether it is None, and hand it on.
 _FORWARDS_THAT_PASS_MOMENTUM = (BatchNorm1d.forward, SyncBatchNorm.forward)
-# Dynamo of older versions cannot look through the attributes of a module.
-_DYNAMO_READS_ATTRIBUTES = torch.__version__ >= "2.13"
 _write_back = torch.ops.primitives.write_back.default
 
 
 @contextlib.contextmanager
 def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
-    """Context after which the attributes of modules are what they were; a compiler sets no registered tensors back."""
+    """Context after which the attributes of modules are what they were, where no compiler runs."""
     if torch.compiler.is_compiling():
-        saved = [dict(owner.__dict__) if _DYNAMO_READS_ATTRIBUTES else {} for owner in owners]
-        try:
-            yield
-        finally:
-            for owner, attributes in zip(owners, saved, strict=True):
-                for name in [name for name in owner.__dict__ if name not in attributes] if attributes else ():
-                    del owner.__dict__[name]
-                for name, value in attributes.items():
-                    if owner.__dict__.get(name, owner) is not value:
-                        owner.__dict__[name] = value
+        yield
         return
     originals = [owner.__dict__ for owner in owners]
     try:

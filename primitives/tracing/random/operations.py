@@ -232,12 +232,6 @@ def _rrelu(source: Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return x * slope, slope
 
 
-def _rrelu_with_noise(source: Source, a: dict[str, Any]) -> Tensor:
-    output, slope = _rrelu(source, a)
-    a["noise"].copy_(slope)
-    return output
-
-
 # These draw for a whole tensor at once; every other one draws for each element.
 WHOLE = frozenset({"multinomial", "randperm"})
 # By the name of the operation without the underscore of its in-place form. The results of the first ones have the
@@ -248,7 +242,7 @@ FILLING: dict[str, Callable[[Source, dict[str, Any]], Any]] = {
     "normal": _normal,
     "normal_functional": _normal,
     "random": _random,
-    "rrelu_with_noise": _rrelu_with_noise,
+    "rrelu_with_noise": lambda source, a: a["self"] * a["noise"].copy_(_rrelu(source, a)[1]),
     "uniform": _uniform,
 }
 OPERATIONS = {
