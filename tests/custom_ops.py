@@ -47,9 +47,17 @@ optree.register_pytree_node(
 torch.utils._pytree.register_dataclass(Affine)
 
 
+def weight_and_bias(params):
+    return (params["weight"], params["bias"]) if isinstance(params, dict) else (params.weight, params.bias)
+
+
+def rebuilt(params, weight, bias):
+    return {"weight": weight, "bias": bias} if isinstance(params, dict) else Affine(weight, bias)
+
+
 def plain_affine(params, x, eps=1e-5):
     """`y = weight * sin(x) + bias + eps`, and the mean of `x` over its last axis."""
-    weight, bias = (params["weight"], params["bias"]) if isinstance(params, dict) else (params.weight, params.bias)
+    weight, bias = weight_and_bias(params)
     y = weight * x.sin() + eps
     return (y if bias is None else y + bias), {"mean": x.mean(-1) ** 2}
 
@@ -58,14 +66,6 @@ def plain_affine(params, x, eps=1e-5):
 def affine(params, x, *, eps=1e-5):
     """Every derivative rule, over a dict, a dataclass and `None`s."""
     return plain_affine(params, x, eps)
-
-
-def rebuilt(params, weight, bias):
-    return {"weight": weight, "bias": bias} if isinstance(params, dict) else Affine(weight, bias)
-
-
-def weight_and_bias(params):
-    return (params["weight"], params["bias"]) if isinstance(params, dict) else (params.weight, params.bias)
 
 
 @affine.def_save_for_backward

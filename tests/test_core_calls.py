@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, jacfwd, jacrev, vmap
 from torch.testing import assert_close
 
 import primitives as pr
@@ -45,20 +45,6 @@ def test_default_vmap_with_one_output(axes):
     assert_close(vmap(op, axes)(x, w), vmap(lambda x, w: (x.unsqueeze(-1) * w).cumsum(0), axes)(x, w))
 
 
-def test_default_vmap_with_several_outputs_nested_and_differentiated():
-    op = define(
-        "(Tensor x, Tensor? w, float s) -> (Tensor a, Tensor b)",
-        rules={"reference": lambda x, w, s: (x * s, x.sin().sum() * (1.0 if w is None else w))},
-        decomposable=True,
-    )
-    a, b = vmap(lambda x: op(x, None, 2.0))(data(4, 3))
-    assert_close((a, b), (2 * data(4, 3), data(4, 3).sin().sum(1)))
-    _, b = vmap(vmap(lambda x, w: op(x, w, 2.0), (0, None)))(data(2, 4, 3), data(2, seed=1))
-    assert_close(b, data(2, 4, 3).sin().sum(2) * data(2, seed=1)[:, None])
-    assert_close(vmap(grad(lambda x: op(x, None, 2.0)[1]))(data(4, 3)), data(4, 3).cos())
-    assert_close(grad(lambda x: vmap(lambda x: op(x, None, 2.0)[1])(x).sum())(data(4, 3)), data(4, 3).cos())
-
-
 def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
     seen = []
 
@@ -76,23 +62,6 @@ def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
 
 
 # Autocast and implementations.
-
-
-def test_autocast_rule_runs_under_autocast_only():
-    op, plain = (define(rules=cube_rules(), residuals=("x",)) for _ in range(2))
-    op.def_autocast("cpu")(lambda primals: primals._replace(x=primals.x.bfloat16()))
-    x = torch.ones(3, requires_grad=True)
-    assert op(x).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = op(x)
-        with torch.autocast("cpu", enabled=False):
-            assert op(x).dtype == torch.float32
-        assert plain(x).dtype == torch.float32
-        assert jvp(op, (torch.ones(3),), (torch.ones(3),))[1].dtype == torch.bfloat16
-        assert vmap(grad(op))(torch.ones(3)).dtype == torch.float32
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert_close(x.grad, torch.full((3,), 3.0))
 
 
 def test_kernels_and_backends():
@@ -156,21 +125,6 @@ def test_outputs_come_as_the_schema_says(x):
 
 
 # Memory.
-
-
-def test_a_dtype_can_be_kept_without_its_tensor():
-    seen = []
-
-    def rule(residuals, cotangents, wanted):
-        seen.append(residuals._asdict())
-        return {"x": cotangents.y.to(residuals.x_dtype)}
-
-    rules = {"reference": lambda x, n: x.double(), "vjp": rule}
-    op = define("(Tensor x, int n) -> Tensor y", residuals=("x.dtype",), rules=rules)
-    x = data(3).float().requires_grad_()
-    op(x, 4).sum().backward()
-    assert x.grad.dtype == torch.float32
-    assert seen == [{"x_dtype": torch.float32, "n": 4}]
 
 
 @pytest.mark.parametrize(

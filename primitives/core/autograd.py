@@ -66,11 +66,7 @@ def tangents_possible() -> bool:
 
 
 def _check_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> bool:
-    """Whether any argument carries a tangent at this level.
-
-    Raises:
-        DtypeError: If a tangent's dtype is not its primal's, which torch itself lets pass.
-    """
+    """Whether any argument carries a tangent at this level."""
     dual = False
     for name, entry in zip(rules.spec.tensors, tensors, strict=True):
         values = entry if isinstance(entry, list) else (entry,)
@@ -143,15 +139,8 @@ def _function_class(name: str, forward: Callable, backward: Callable, jvp: Calla
 def apply_linear(forward: Callable[..., Any], transpose: Callable[..., Sequence[Any]], *tensors: Any) -> Any:
     """A linear map of tensors that can be no operator, since an operator would not see its arguments as they are.
 
-    It is differentiable in reverse mode to every order; integers are constants.
-
-    Args:
-        forward: `(*tensors) -> output`, or a tuple of outputs.
-        transpose: `(*cotangents) -> cotangents of the tensors`, differentiable.
-        *tensors: Its arguments.
-
-    Raises:
-        RuntimeError: Inside a transform of `torch.func`, and in forward mode, for which there is no rule.
+    `forward(*tensors)` returns an output or a tuple, `transpose(*cotangents)` the cotangents of them. Reverse mode
+    differentiates it to every order; forward mode and transforms of `torch.func` raise. Integers are constants.
     """
     return _Linear.apply(forward, transpose, *tensors)  # type: ignore[attr-defined] - of every autograd function
 

@@ -53,11 +53,7 @@ def _runner(spec: Spec, implementations: Mapping[str, Callable]) -> Callable[...
 
 
 def _conformed(spec: Spec, out: Any) -> Any:
-    """Outputs as the dispatcher returns them: a tensor, a tuple of as many as the schema names, a list, or nothing.
-
-    Raises:
-        TypeError: If they are anything else.
-    """
+    """Outputs as the dispatcher returns them: a tensor, a tuple, a list, or nothing; raises `TypeError` for others."""
     count = len(spec.outputs)
     if count == 0 and out is None:
         return None
@@ -77,11 +73,6 @@ def _conformed(spec: Spec, out: Any) -> Any:
 
 class RuleTable:
     """The rules of one operator, and everything that is asked about them at a call.
-
-    Args:
-        spec: The operator.
-        residuals: What the forward pass keeps, by name.
-        decomposable: Whether the reference stands for a missing derivative rule.
 
     Attributes:
         spec: The operator.
@@ -133,11 +124,7 @@ class RuleTable:
         self._choose_implementations()
 
     def rule(self, kind: str) -> Callable:
-        """The rule `kind`.
-
-        Raises:
-            MissingRuleError: If it is not defined.
-        """
+        """The rule `kind`."""
         try:
             return self.given[kind]
         except KeyError:
@@ -184,11 +171,7 @@ class RuleTable:
         return False
 
     def require_decomposition(self, kind: str) -> Callable:
-        """The decomposition that is differentiated in place of the missing derivative rule `kind`.
-
-        Raises:
-            MissingRuleError: If no table has a decomposition.
-        """
+        """The decomposition that is differentiated in place of the missing derivative rule `kind`."""
         try:
             return get_decomposition(self.spec.overload, for_jvp=kind == "jvp")
         except MissingRuleError as error:
@@ -234,12 +217,7 @@ class RuleTable:
     def apply_flat(
         self, rule: Callable, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any
     ) -> list[Any]:
-        """`flat_vjp` with a rule that is given.
-
-        Raises:
-            TypeError: If the rule returns no dict.
-            ValueError: If a key of the dict is no tensor argument.
-        """
+        """`flat_vjp` with a rule that is given."""
         spec = self.spec
         given = [list(cotangents)] if spec.returns_list else self._get_differentiable(cotangents)
         wanted = wanted if lengths is None else regroup(wanted, lengths)

@@ -61,11 +61,7 @@ class Spec:
 
     @classmethod
     def parse(cls, name: str, namespace: str, schema: str, **declared: Sequence[str]) -> Spec:
-        """The operator of this schema, of which `statistics`, `state` and `cached` are declared.
-
-        Raises:
-            ValueError: If a declared name is not in the schema, or a list of tensors stands where it must not.
-        """
+        """The operator of this schema, of which `statistics`, `state` and `cached` are declared."""
         parsed = torch._C.parse_schema(f"{namespace}::{name}{schema}")
         inputs, outputs = _types(parsed.arguments, "input"), _types(parsed.returns, "output")
         lists = frozenset(_lists(inputs) + _lists(outputs))
@@ -149,13 +145,6 @@ class ResidualLayout:
     A residual is the name of a tensor argument or output, or `"<argument>.dtype"`, which keeps the dtype and not the
     tensor (field `<argument>_dtype`). Arguments that are no tensors are always kept. An argument or output that is a
     list of tensors is kept whole.
-
-    Args:
-        spec: The operator.
-        residuals: Names, as above.
-
-    Raises:
-        ValueError: If a residual is neither an argument nor an output.
     """
 
     def __init__(self, spec: Spec, residuals: Sequence[str]) -> None:

@@ -86,13 +86,6 @@ def write_back(targets: list[Tensor], values: list[Tensor]) -> None:
     `Tensor.copy_` inside `torch.func.grad` refuses to write what a transform wrapped into a tensor from outside it. As
     an operator, the write happens below the transforms, as it does in torch's own batch norm; a compiler functionalizes
     it.
-
-    Args:
-        targets: Tensors to write; none of them requires grad.
-        values: New values, one per target, of its shape.
-
-    Raises:
-        MutationError: Under vmap, if a value has a batch axis and its target has none; nothing is written then.
     """
     if not _is_tracing() and are_unwatched((*targets, *values)):
         # What the dispatcher would do, in less than half of the time.

@@ -145,14 +145,7 @@ class Rules(RuleTable):
         output_differentiability: Sequence[bool] | None,
         decomposable: bool,
     ) -> None:
-        """Begin without rules, also where the operator is defined again: torch keeps what refers to this object.
-
-        Args:
-            table: For its structures.
-            materialize: Whether rules get zeros for absent cotangents and tangents.
-            output_differentiability: For each output whether it has derivatives; `None` for all that can.
-            decomposable: Whether the reference is differentiated where a rule is missing.
-        """
+        """Begin without rules, also where the operator is defined again: torch keeps what refers to this object."""
         self.forget(decomposable=decomposable)
         self.table, self.structures = table, table.by_number
         self.users: dict[str, UserRule] = {}
@@ -254,11 +247,7 @@ class Rules(RuleTable):
                 )
 
     def require_decomposition(self, kind: str) -> Callable:
-        """The reference, if it may be differentiated.
-
-        Raises:
-            MissingRuleError: Naming what to register.
-        """
+        """The reference, if it may be differentiated."""
         if self.decomposable:
             return super().require_decomposition(kind)
         self.require_both()

@@ -62,12 +62,6 @@ class VmapInfo(NamedTuple):
 class UserRule:
     """One rule of an operator.
 
-    Args:
-        op_name: Qualified name of the operator.
-        kind: Name of the decorator that the rule was given to.
-        function: The rule.
-        namespace: optree namespace of custom nodes.
-
     Attributes:
         function: The rule.
         place: Its file and line.
@@ -82,11 +76,7 @@ class UserRule:
         self._namespace = namespace
 
     def flat_outputs(self, tree: Any) -> tuple[list[Tensor], Any]:
-        """The tensors of a result, and its treespec.
-
-        Raises:
-            LeafError: If a leaf is not a tensor.
-        """
+        """The tensors of a result, and its treespec."""
         leaves, treespec = optree.tree_flatten(tree, namespace=self._namespace)
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
@@ -118,22 +108,9 @@ class UserRule:
         like: Sequence[tuple],
         is_tensor: Sequence[bool] | None = None,
     ) -> list[Any]:
-        """One derivative or `None` for each tensor of a tree that has the given treespec.
+        """One derivative or `None` for each tensor of a tree of the given treespec, held to `like`, fields of `Meta`s.
 
-        Args:
-            what: What the tree is, for errors.
-            tree: What the rule returned: such a tree with `None` where a derivative is zero, or `None` for all of it.
-            treespec: Its required treespec.
-            root: Name that key paths start with.
-            like: For each tensor of the tree the fields of its `Meta`.
-            is_tensor: Which leaves of the treespec are tensors; by default all.
-
-        Raises:
-            TreeError: If the tree has another structure.
-            LeafError: If a derivative is not a tensor, or belongs to something that is not one.
-            ShapeError: If a shape differs.
-            DtypeError: If a dtype differs.
-            DeviceError: If a device differs.
+        In `tree`, `None` stands for a derivative that is zero, or for a subtree of them.
         """
         try:
             # Leaf by leaf: None may stand for a whole subtree.

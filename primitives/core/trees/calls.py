@@ -43,11 +43,7 @@ class Results:
 
     @classmethod
     def of(cls, name: str, tree: Any, treespec: Any, differentiability: Sequence[bool] | None) -> Results:
-        """The description of `tree`.
-
-        Raises:
-            TreeError: If `differentiability` has another length than the results, or is true for one without tensors.
-        """
+        """The description of `tree`."""
         is_tuple = isinstance(tree, tuple)
         outputs = treespec.children() if is_tuple else [treespec]
         flags = [True] * len(outputs) if differentiability is None else differentiability

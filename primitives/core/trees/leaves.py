@@ -28,10 +28,6 @@ class Partition:
 
     `split` takes a tree apart and remembers what puts it together again; `join` does that with other values in the
     places of the tensors.
-
-    Args:
-        namespace: optree namespace of custom nodes.
-        is_leaf: Where it returns true, a subtree is taken as a leaf.
     """
 
     def __init__(self, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None) -> None:
@@ -80,11 +76,7 @@ class Partition:
         return key_path(self.treespec.accessors()[self._places[index]], root)
 
     def require_tensors(self, function: str, root: str, purpose: str = "") -> None:
-        """Raise unless every leaf of the tree that was split is a tensor.
-
-        Raises:
-            LeafError: Naming the first leaf that is not one, by key path.
-        """
+        """Raise unless every leaf of the tree that was split is a tensor."""
         for label, _, leaf in self.others(self._template, root):
             raise LeafError(f"{function}: {label} must be a tensor{purpose}, got {type(leaf).__name__}.")
 
@@ -93,20 +85,7 @@ class Partition:
     ) -> list[Any]:
         """What stands in `tree` for each tensor, checked to be like that of the tree that was split.
 
-        Args:
-            function: Name of the public function, for errors.
-            name: Name of `tree`, the root of its key paths.
-            tree: A tree that must have the structure of the one that was split.
-            like_name: Name of the tree that was split.
-            like: Its tensors.
-            some: Whether `None` may stand for a tensor, and must for a leaf that cannot be differentiated.
-
-        Raises:
-            TreeError: If the structures differ.
-            LeafError: If what stands for a tensor is not one, or if anything stands for a leaf without derivatives.
-            ShapeError: If a shape differs.
-            DtypeError: If a dtype differs.
-            DeviceError: If a device differs.
+        With `some`, `None` may stand for a tensor, and must for a leaf that cannot be differentiated.
         """
         pieces = align(function, name, tree, like_name, self.join(like), self.options)
         given = [(label, leaf) for label, piece, leaf in self.others(pieces, like_name) if some and piece is not None]
@@ -187,21 +166,8 @@ def map_tensors(
 ) -> Any:
     """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, *values)` passed for all.
 
-    Args:
-        op_name: Name of the public function, for errors.
-        check: Raises if a leaf and its values do not go together; `label` names the leaf.
-        compute: Result for one leaf.
-        tree: Pytree of tensors. `None`s in it stay as they are.
-        prefixes: Further arguments by name, each a tensor, `None`, or a tree prefix of `tree`.
-        namespace: optree namespace in which custom node types are looked up.
-        num_results: Length of the tuple that `compute` returns; `None` where it returns one result.
-
-    Returns:
-        The results in the structure of `tree`; with `num_results`, a tuple of that many such trees.
-
-    Raises:
-        TreeError: If a prefix does not fit the tree.
-        DtypeError: If a leaf, or a value that goes with it, is no tensor.
+    The values are those of `prefixes`, each a tensor, `None`, or a tree prefix of `tree`. With `num_results`, `compute`
+    returns a tuple of that many, and this a tuple of trees. `None`s in the tree stay as they are.
     """
     if tree is None:
         raise DtypeError(f"{op_name}: input must be a tensor, got NoneType.")

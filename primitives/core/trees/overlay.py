@@ -17,18 +17,9 @@ __all__ = ["align", "is_leafless", "key_path", "spread", "tracing_predicate"]
 
 
 def align(function: str, name: str, tree: Any, like_name: str, like: Any, options: dict[str, Any]) -> list[Any]:
-    """What stands in `tree` at each leaf of `like`.
+    """What stands in `tree` at each leaf of `like`; `options` are the namespace and `is_leaf` of both.
 
-    Args:
-        function: Name of the public function, for errors.
-        name: Name of `tree`.
-        tree: The tree to take apart.
-        like_name: Name of `like`, the root of its key paths.
-        like: The tree whose structure is required.
-        options: `namespace` and `is_leaf` of both.
-
-    Raises:
-        TreeError: If `tree` has another structure than `like` above the leaves of `like`.
+    Raises `TreeError`, with the names of the function and the trees, if `tree` has another structure.
     """
     try:
         return [piece for _, piece in _overlaid(like, tree, options)]
@@ -38,19 +29,7 @@ def align(function: str, name: str, tree: Any, like_name: str, like: Any, option
 
 
 def spread(function: str, name: str, prefix: Any, tree_name: str, tree: Any, options: dict[str, Any]) -> list[Any]:
-    """One value of `prefix` for each leaf of `tree`; `None` is a value.
-
-    Args:
-        function: Name of the public function, for errors.
-        name: Name of `prefix`, the root of its key paths.
-        prefix: A tree prefix of `tree`.
-        tree_name: Name of `tree`.
-        tree: The tree to cover.
-        options: `namespace`, `is_leaf` and `none_is_leaf` of `tree`.
-
-    Raises:
-        TreeError: If `prefix` is not a tree prefix of `tree`.
-    """
+    """One value of `prefix` for each leaf of `tree`, of these `options`; `None` is a value. Raises as `align` does."""
     try:
         pairs = _overlaid(prefix, tree, {"none_is_leaf": True, "namespace": options["namespace"]})
     except ValueError:
