@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from triton_kernels import launch
-from triton_kernels._channels import MIN_SPATIAL_RUN, view_channels
 from triton_kernels.launch import _candidates, _planned
 from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
 
@@ -233,49 +232,28 @@ def test_segments_count_as_rows():
     assert launch.plan_layer_norm_rows(8, 262144, 2, True, chip, 64).col_splits == 1
 
 
-# The most columns that a program holds, of rows of one tensor or more.
+# The most columns that a program holds. Other changes of plans show in the table of machine code.
 BOUNDARIES = [
-    (lambda cols: launch.plan_layer_norm_rows(64, cols, 2, False, CPU), 32768),
-    (lambda cols: launch.plan_layer_norm_rows(64, cols, 4, False, CPU), 16384),
-    (lambda cols: launch.plan_layer_norm_rows(64, cols, 2, True, CPU), 16384),
-    (lambda cols: launch.plan_layer_norm_rows(64, cols, 8, True, CPU), 4096),
-    (lambda cols: launch.plan_layer_norm_second(1, 64, cols, 2, True, CPU).rows, 8192),
-    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 4, 4, 1, CPU, 1), 32768),
-    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 8, 8, 1, CPU, 1), 8192),
-    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 4, 4, 3, CPU, 1), 16384),
-    (lambda cols: launch.plan_log_softmax((1, 64, cols), False, 4, 4, 3, CPU, 3), 8192),
+    (launch.plan_layer_norm_rows, (64, None, 2, False, CPU), 32768),
+    (launch.plan_layer_norm_rows, (64, None, 4, False, CPU), 16384),
+    (launch.plan_layer_norm_rows, (64, None, 2, True, CPU), 16384),
+    (launch.plan_layer_norm_rows, (64, None, 8, True, CPU), 4096),
+    (launch.plan_layer_norm_second, (1, 64, None, 2, True, CPU), 8192),
+    *(
+        (launch.plan_log_softmax, ((1, 64, None), False, itemsize, itemsize, inputs, CPU, outputs), most)
+        for itemsize, inputs, outputs, most in ((4, 1, 1, 32768), (8, 1, 1, 8192), (4, 3, 1, 16384), (4, 3, 3, 8192))
+    ),
 ]
 
 
-@pytest.mark.parametrize("planner, most", BOUNDARIES)
-def test_rows_are_swept_where_they_do_not_fit(planner, most):
-    assert [planner(num_cols).looped for num_cols in (most, most + 1)] == [False, True]
+@pytest.mark.parametrize("planner, arguments, most", BOUNDARIES)
+def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
+    for cols in (most, most + 1):
+        of_cols = ((1, 64, cols) if arg == (1, 64, None) else cols if arg is None else arg for arg in arguments)
+        plan = planner(*of_cols)
+        assert getattr(plan, "rows", plan).looped == (cols > most)
     # The sums of second order do not fit beside rows of half that length.
     assert [launch.plan_layer_norm_second(1, 64, cols, 2, True, CPU).fused for cols in (4096, 4097)] == [True, False]
-
-
-def test_tiles_of_images_are_mostly_filled():
-    for num_samples, num_spatial in itertools.product((1, 3, 64), (1, 2, 7, 49, 196, 784, 3136, 12544, 1000003)):
-        plan = launch.plan_channel_reduction((1, num_samples, 64, num_spatial), True, 1, 4, CPU)
-        samples = launch.cdiv(num_samples, plan.block_samples) * plan.block_samples
-        spatial = launch.cdiv(num_spatial, plan.block_spatial) * plan.block_spatial
-        assert samples * spatial < 2 * launch.next_power_of_2(num_samples) * num_spatial
-    # Short runs of positions are taken across channels.
-    short, long = (view_channels([torch.empty(9, 5, MIN_SPATIAL_RUN - less)], 0).spatial_inner for less in (1, 0))
-    assert (short, long) == (False, True)
-
-
-def test_short_rows_share_a_program_and_threads_follow_the_warps_of_the_chip():
-    """A warp has 1024 values of one tensor, and 512 of each of two."""
-    for chip in CHIPS:
-        for two_rows, values in ((False, 1024), (True, 512)):
-            for num_cols in (64, values):
-                plan = launch.plan_layer_norm_rows(4096, num_cols, 2, two_rows, chip)
-                assert (plan.block_rows * plan.block_cols, plan.num_warps) == (values, 1)
-            assert launch.plan_layer_norm_rows(4096, 4 * values, 2, two_rows, chip).num_warps > 1
-        assert launch.plan_layer_norm_rows(4096, 8192, 2, False, chip).num_warps == 512 // chip.warp_size
-        assert launch.plan_param_reduce(64, 4, chip).num_warps == 128 // chip.warp_size
-        assert launch.plan_channel_merge(64, 1024, chip).num_warps == 128 // chip.warp_size
 
 
 @pytest.mark.parametrize(
