@@ -96,6 +96,14 @@ def test_inputs_that_overlap_are_read_and_not_written():
     assert torch.equal(pure(base, base)[0], 2 * base.sum())
 
 
+def test_outputs_that_are_views_of_inputs_stay_so():
+    x = data(3, 3).t()[1:]
+    pure = functionalize_mutations(lambda x: (x, x[1], x.detach()[1]))
+    for call in (pure, make_fx(pure, tracing_mode="fake")(x)):
+        for y, wanted in zip(call(x)[0], (x, x[1], x[1]), strict=True):
+            assert (y.data_ptr(), y.stride()) == (wanted.data_ptr(), wanted.stride())
+
+
 def test_what_is_made_inside_is_written_to():
     def program(x):
         y, z = torch.zeros(2, dtype=x.dtype), torch.tensor(3.0)
