@@ -263,12 +263,13 @@ def _check_implicit(function: str, label: str, output_label: str, meta: Meta, *,
 
 
 def _check_cotangent(function: str, label: str, output_label: str, value: Any, meta: Meta, *, batched: bool) -> None:
-    if isinstance(value, torch.Tensor) and value.is_nested != (meta.shape is None):
-        kinds = ("a nested", "a plain") if meta.shape is None else ("a plain", "a nested")
-        raise ShapeError(f"{function}: {label} must be {kinds[0]} tensor ({output_label}), got {kinds[1]} one.")
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        # Torch itself compares what is inside.
-        return
-    if batched and isinstance(value, torch.Tensor):
-        meta = meta._replace(shape=torch.Size([*(value.shape[:1] or (1,)), *meta.shape]))
+    if isinstance(value, torch.Tensor):
+        if value.is_nested != (meta.shape is None):
+            kinds = ("a nested", "a plain") if meta.shape is None else ("a plain", "a nested")
+            raise ShapeError(f"{function}: {label} must be {kinds[0]} tensor ({output_label}), got {kinds[1]} one.")
+        if value.is_nested:
+            # Torch itself compares what is inside.
+            return
+        if batched:
+            meta = meta._replace(shape=torch.Size([*(value.shape[:1] or (1,)), *meta.shape]))
     check_like(function, label, value, output_label, meta)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -14,26 +14,18 @@ from torch.utils._pytree import tree_map
 
 from primitives.core.decomposition import get_decomposition
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 __all__ = ["decomposition_graph"]
 
 
-@contextlib.contextmanager
-def _outside_everything() -> Iterator[None]:
-    """No transform, no mode and no autocast: what is traced here is the same wherever it is asked for."""
-    with contextlib.ExitStack() as stack:
-        for guard in (
-            temporarily_clear_interpreter_stack,
-            _disable_current_modes,
-            torch._C.DisableTorchFunction,
-            torch._C._DisableAutocast,
-            lambda: torch.inference_mode(False),
-            torch.enable_grad,
-        ):
-            stack.enter_context(guard())
-        yield
+# No transform, no mode and no autocast: what is traced under these is the same wherever it is asked for.
+_OUTSIDE_EVERYTHING = (
+    temporarily_clear_interpreter_stack,
+    _disable_current_modes,
+    torch._C.DisableTorchFunction,
+    torch._C._DisableAutocast,
+    lambda: torch.inference_mode(False),
+    torch.enable_grad,
+)
 
 
 def _blank(leaf: Any) -> Any:
@@ -75,7 +67,9 @@ def decomposition_graph(
     def function(*args: Any) -> Any:
         return decomposition(*args[:count], **dict(zip(example_kwargs, args[count:], strict=True)))
 
-    with _outside_everything():
+    with contextlib.ExitStack() as stack:
+        for guard in _OUTSIDE_EVERYTHING:
+            stack.enter_context(guard())
         with FakeTensorMode():
             # Only layouts matter, so tensors of a transform and of a mode will do as examples.
             blanks = tree_map(_blank, (*example_args, *example_kwargs.values()))

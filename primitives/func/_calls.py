@@ -59,6 +59,7 @@ class FlatCall:
         self.root = root
         self.num_args = len(args)
         self._func, self._has_aux, self._allowed = func, has_aux, allowed
+        self._wanted = "real floating point" if allowed == "real" else "floating point or complex"
         self.parts = [Partition(**options) for _ in (*args, kwargs)]
         self.output, self.aux = Partition(**options), Partition(**options)
         split = [part.split(tree) for part, tree in zip(self.parts, (*args, kwargs), strict=True)]
@@ -103,10 +104,13 @@ class FlatCall:
         if not tensors:
             raise TreeError(f"{self.function}: func must return at least one tensor, got {output}.")
         for i, tensor in enumerate(tensors):
-            if self._allowed != "any" and not _is_differentiable(tensor, real=self._allowed == "real"):
-                label, wanted = self.output.label(i, "output"), _wanted(real=self._allowed == "real")
-                raise DtypeError(f"{self.function}: {label} must be {wanted}, got {tensor.dtype}.")
+            if self._allowed != "any" and not self._admits(tensor):
+                label = self.output.label(i, "output")
+                raise DtypeError(f"{self.function}: {label} must be {self._wanted}, got {tensor.dtype}.")
         return tensors
+
+    def _admits(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() or (tensor.is_complex() and self._allowed != "real")
 
     def with_aux(self, result: tuple[Any, ...], aux: Sequence[Any]) -> Any:
         """What a transform returns: `result`, with the tree of aux as one entry more if there is one."""
@@ -132,10 +136,10 @@ class FlatCall:
             part, label = self.parts[argnum], f"{self.root}[{argnum}]"
             part.require_tensors(self.function, label, " to be differentiated")
             for i, tensor in enumerate(self.own(argnum, self.tensors)):
-                if not _is_differentiable(tensor, real=self._allowed == "real"):
+                if not self._admits(tensor):
                     raise LeafError(
-                        f"{self.function}: {part.label(i, label)} must be {_wanted(real=self._allowed == 'real')} to "
-                        f"be differentiated, got {tensor.dtype}."
+                        f"{self.function}: {part.label(i, label)} must be {self._wanted} to be differentiated, got "
+                        f"{tensor.dtype}."
                     )
                 self._refuse_nested(tensor, part, i, label)
             positions += range(*self._spans[argnum])
@@ -188,14 +192,6 @@ def kind_of(value: Any) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
-def _is_differentiable(tensor: Tensor, *, real: bool) -> bool:
-    return tensor.is_floating_point() or (tensor.is_complex() and not real)
-
-
-def _wanted(*, real: bool) -> str:
-    return "real floating point" if real else "floating point or complex"
-
-
 def primals_call(
     function: str, func: Callable[..., Any], primals: Any, options: dict[str, Any], *, has_aux: bool = False
 ) -> FlatCall:
@@ -222,9 +218,8 @@ def jvp_of(
     flat: Callable[..., Any], tensors: Sequence[Tensor], tangents: Sequence[Tensor], positions: tuple[int, ...]
 ) -> tuple[Any, Any, Any]:
     """The `jvp` of torch, of a function with aux, with respect to some of its arguments; as `vjp_of`."""
-    return _jvp_with_argnums(  # type: ignore[return-value] - as long as has_aux says
-        flat, tuple(tensors), tuple(tangents), argnums=positions, has_aux=True
-    )
+    primals = tuple(tensors)
+    return _jvp_with_argnums(flat, primals, tuple(tangents), argnums=positions, has_aux=True)  # type: ignore[return-value] - as above
 
 
 def named_like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

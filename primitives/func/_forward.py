@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +118,13 @@ def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options
     if not by_position:
         raise TreeError("hvp: tangents must hold a tensor, got none.")
     positions = tuple(by_position)
-    gradient = torch.func.grad(functools.partial(_differentiable, call.flat), positions, has_aux=True)
+
+    def differentiable(*tensors: Any) -> Any:
+        # torch's own jvp of the backward of `mse_loss` raises on the zero tangent of a target.
+        with differentiate_through(torch.ops.aten.mse_loss):
+            return call.flat(*tensors)
+
+    gradient = torch.func.grad(differentiable, positions, has_aux=True)
     _, products, aux = jvp_of(gradient, call.tensors, tuple(by_position.values()), positions)
     found = dict(zip(positions, products, strict=True))
     values = [found.get(i) for i in range(len(call.tensors))]
@@ -127,9 +132,3 @@ def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options
         [None if tangent is None else call.parts[i].join(call.own(i, values)) for i, tangent in enumerate(tangents)]
     )
     return call.with_aux((product,), aux)
-
-
-def _differentiable(flat: Callable[..., Any], *tensors: Any) -> Any:
-    """`flat(*tensors)` with a jvp of its backward: torch's own of `mse_loss` raises on the zero tangent of a target."""
-    with differentiate_through(torch.ops.aten.mse_loss):
-        return flat(*tensors)

@@ -69,14 +69,8 @@ def jacrev(
         {'square': {'a': tensor([[2., 0.],
                 [0., 4.]])}}
     """
-    check_vmap_options("jacrev", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
-
-    @named_like(func)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
-        return _jacobian("jacrev", func, args, kwargs, options, argnums, has_aux, randomness, chunk_size)
-
-    return jacobian
+    return _transformed("jacrev", func, options, argnums, has_aux, randomness, chunk_size)
 
 
 def jacfwd(
@@ -99,14 +93,8 @@ def jacfwd(
         (tensor([[3., 0.],
                 [0., 3.]]), tensor([1., 2.]))
     """
-    check_vmap_options("jacfwd", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
-
-    @named_like(func)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
-        return _jacobian("jacfwd", func, args, kwargs, options, argnums, has_aux, randomness, chunk_size)
-
-    return jacobian
+    return _transformed("jacfwd", func, options, argnums, has_aux, randomness, chunk_size)
 
 
 def hessian(
@@ -135,6 +123,17 @@ def hessian(
     check_vmap_options("hessian", randomness, "chunk_size", chunk_size)
     keywords: dict[str, Any] = {"randomness": randomness, "namespace": namespace, "is_leaf": is_leaf}
     return jacfwd(jacrev(func, argnums, **keywords), argnums, chunk_size=chunk_size, **keywords)
+
+
+def _transformed(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
+    """The function that a transform returns; its own arguments are checked at once."""
+    check_vmap_options(function, arguments[2], "chunk_size", arguments[3])
+
+    @named_like(func)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        return _jacobian(function, func, args, kwargs, options, *arguments)
+
+    return jacobian
 
 
 @eager_after_break

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
+from primitives.core.dtypes import has_derivatives
 from primitives.func._calls import eager_after_break, primals_call
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _linearize(func: Callable, primals: tuple, options: dict[str, Any]) -> tuple
     def differentiable(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         outputs, _ = call.flat(*tensors)
         # vjp wants an output: an argument stands in where there is none to differentiate.
-        return tuple(filter(_is_differentiable, outputs)) or tensors[:1], outputs
+        return tuple([y for y in outputs if has_derivatives(y.dtype)]) or tensors[:1], outputs
 
     results, pull, outputs = torch.func.vjp(differentiable, *call.tensors, has_aux=True)  # type: ignore[misc] - as long as has_aux says
     kept = _Versions()
@@ -86,14 +87,10 @@ def _linearize(func: Callable, primals: tuple, options: dict[str, Any]) -> tuple
         matched = call.match("tangents", tangents).values()
         kept.check()
         pushed = iter(push(tuple(matched)))
-        found = [next(pushed) if _is_differentiable(output) else torch.zeros_like(output) for output in outputs]
+        found = [next(pushed) if has_derivatives(output.dtype) else torch.zeros_like(output) for output in outputs]
         return call.output.join(found)
 
     return call.output.join(outputs), jvp_fn
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class _Versions:
@@ -133,9 +130,8 @@ def _kept_by(node: Any) -> Iterator[Tensor]:
     """The tensors that one node of a graph has saved."""
     for name in _saving_attributes(type(node)):
         value = getattr(node, name)
-        for entry in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(entry, torch.Tensor):
-                yield entry
+        entries = value if isinstance(value, (tuple, list)) else (value,)
+        yield from (entry for entry in entries if isinstance(entry, torch.Tensor))
 
 
 @functools.cache

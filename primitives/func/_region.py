@@ -154,10 +154,8 @@ def _next(x: Any) -> list[Any]:
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
-    if isinstance(x, (list, tuple)):
-        return list(x)
-    if isinstance(x, dict):
-        return list(x.values())
+    if isinstance(x, (list, tuple, dict)):
+        return list(x.values() if isinstance(x, dict) else x)
     if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
         return [*(x.__globals__.get(name) for name in x.__code__.co_names), *(x.__closure__ or ())]
     return []

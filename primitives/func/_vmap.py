@@ -65,13 +65,7 @@ def vmap(
     """
     check_vmap_options("vmap", randomness, "chunk_size", chunk_size)
     options = {"namespace": namespace, "is_leaf": is_leaf}
-
-    @named_like(func)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        call = "vmap", func, args, kwargs, options
-        return _run(call, in_dims, out_dims, randomness, lambda batch_size: chunk_size or batch_size)
-
-    return mapped
+    return _mapped("vmap", func, options, in_dims, out_dims, randomness, lambda batch_size: chunk_size or batch_size)
 
 
 def chunk_vmap(
@@ -95,11 +89,15 @@ def chunk_vmap(
     """
     check_vmap_options("chunk_vmap", randomness, "chunks", chunks)
     options = {"namespace": namespace, "is_leaf": is_leaf}
+    return _mapped(
+        "chunk_vmap", func, options, in_dims, out_dims, randomness, lambda batch_size: -(-batch_size // chunks)
+    )
 
+
+def _mapped(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
     @named_like(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        call = "chunk_vmap", func, args, kwargs, options
-        return _run(call, in_dims, out_dims, randomness, lambda batch_size: -(-batch_size // chunks))
+        return _run((function, func, args, kwargs, options), *arguments)
 
     return mapped
 
@@ -177,14 +175,15 @@ class _MappedCall:
         names = "out_dims", "output"
         self._output_dims = _leaf_dims(self._call.function, names, out_dims, output, partition, leaves, 1)
         self._mapped_dims[:] = [dim for dim in self._output_dims if dim is not None]
-        self._whole = [leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is None]
+        self._whole, mapped = [], []
         for i, (leaf, dim) in enumerate(zip(leaves, self._output_dims, strict=True)):
             if dim is None and _is_mapped(leaf):
                 raise TreeError(
                     f"{self._call.function}: out_dims of {partition.label(i, 'output')} must be an int, as it is "
                     "mapped, got None."
                 )
-        return [leaf for leaf, dim in zip(leaves, self._output_dims, strict=True) if dim is not None]
+            (self._whole if dim is None else mapped).append(leaf)
+        return mapped
 
 
 def _argument_dims(call: FlatCall, args: tuple, in_dims: Any) -> list[int | None]:
