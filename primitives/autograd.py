@@ -249,16 +249,12 @@ def _cotangents(function: str, outputs: _Leaves, name: str, tree: Any, *, batche
 def _check_implicit(function: str, label: str, output_label: str, meta: Meta, *, batched: bool) -> None:
     if batched:
         raise ShapeError(f"{function}: {label} must be given with is_grads_batched=True, got None.")
-    if meta.shape is None or meta.shape.numel() != 1:
-        given = "is a nested tensor" if meta.shape is None else f"has shape {list(meta.shape)}"
-        raise ShapeError(
-            f"{function}: {label} must be given, got None: it is implicitly 1 only for an output of one element, and "
-            f"{output_label} {given}."
-        )
-    if not meta.dtype.is_floating_point:
-        raise DtypeError(
-            f"{function}: {label} must be given, got None: it is implicitly 1 only for a real output, and "
-            f"{output_label} has dtype {meta.dtype}."
+    is_real, is_single = meta.dtype.is_floating_point, meta.shape is not None and meta.shape.numel() == 1
+    if not (is_real and is_single):
+        given = "is a nested tensor" if meta.shape is None else f"has shape {list(meta.shape)} and dtype {meta.dtype}"
+        raise (DtypeError if is_single else ShapeError)(
+            f"{function}: {label} must be given, got None: it is implicitly 1 only for a real output of one element, "
+            f"and {output_label} {given}."
         )
 
 

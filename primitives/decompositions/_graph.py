@@ -10,11 +10,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from primitives.core.decomposition import get_decomposition
-
-__all__ = ["decomposition_graph"]
 
 
 # No transform, no mode and no autocast: what is traced under these is the same wherever it is asked for.
@@ -26,12 +24,6 @@ _OUTSIDE_EVERYTHING = (
     lambda: torch.inference_mode(False),
     torch.enable_grad,
 )
-
-
-def _blank(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
 def decomposition_graph(
@@ -72,5 +64,9 @@ def decomposition_graph(
             stack.enter_context(guard())
         with FakeTensorMode():
             # Only layouts matter, so tensors of a transform and of a mode will do as examples.
-            blanks = tree_map(_blank, (*example_args, *example_kwargs.values()))
+            blanks = tree_map_only(
+                torch.Tensor,
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device),
+                (*example_args, *example_kwargs.values()),
+            )
         return make_fx(function, tracing_mode="fake")(*blanks)

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Values of ATen's Reduction enumeration.
-REDUCTION_NONE, REDUCTION_MEAN = 0, 1
+REDUCTION_NONE, REDUCTION_MEAN = 0, 1  # as in ATen's enumeration
 
 
 @register_decomposition(aten.mse_loss)

@@ -38,9 +38,7 @@ _COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
     aten._weight_norm.default: (aten._weight_norm_interface.default,),
 }
 
-
-# In the order of ATen's enumeration.
-_REDUCTIONS = ("none", "mean", "sum")
+_REDUCTIONS = ("none", "mean", "sum")  # in the order of ATen's enumeration
 
 
 def _bodies() -> dict[Callable, Callable]:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["native_batch_norm_backward"]
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["check_batch_norm", "check_group_norm", "check_layer_norm"]
-
 
 class _MissingStatisticsError(RuntimeError, ValueError):
     """torch raises a RuntimeError from `batch_norm`, and a ValueError (or crashes) from `native_batch_norm`."""

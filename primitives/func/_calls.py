@@ -156,10 +156,7 @@ class FlatCall:
             )
 
     def match(self, name: str, tangents: Any, *, some: bool = False) -> dict[int, Tensor]:
-        """Tangents by position of their tensor, checked to be trees like the positional arguments, in dtypes too.
-
-        With `some`, `None` may stand in place of a leaf, or of a whole argument.
-        """
+        """Tangents by position of their tensor, checked; with `some`, `None` may stand for a leaf or an argument."""
         if not isinstance(tangents, tuple) or len(tangents) != self.num_args:
             raise TreeError(
                 f"{self.function}: {name} must be a tuple of {self.num_args}, one for each of {self.root}, got "
