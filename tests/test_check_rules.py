@@ -80,10 +80,6 @@ def counts(state, x):
     return x.square()
 
 
-def norm_of_tree(tree, weight, bias):
-    return pr.functional.layer_norm(tree, (3,), weight, bias)
-
-
 PARAMS, THREE = {"affine": Affine(torch.tensor([0.5, 1.0, 2.0])), "unused": None}, torch.tensor([0.5, 1.0, 2.0])
 STATE = {"mean": torch.zeros(()), "steps": torch.zeros((), dtype=torch.int64)}
 MEAN, RSTD = layer_norm_p(X, THREE, None, 1, 0, 1e-3)[1:]
@@ -95,7 +91,8 @@ RIGHT = {
     "layer_norm_p": (layer_norm_p, (X, THREE, torch.zeros(3), 1, 0, 1e-3), {}, set()),
     "layer_norm_bwd_p": (layer_norm_bwd_p, (WEIGHT, X, THREE, MEAN, RSTD, 1, 0, 1e-3, [True, False, True]), {}, set()),
     "log_softmax_p": (log_softmax_p, (X, 1, None), {}, {NO_NUMBER}),
-    "plain": (norm_of_tree, ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {"order": 3},
+    "plain": (lambda tree, *parameters: pr.functional.layer_norm(tree, (3,), *parameters),
+              ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {"order": 3},
               {NO_KERNEL, NO_OP, NO_NUMBER}),
     "keyword": (lambda x, *, p: x**p, (X.abs() + 0.5,), {"p": 2.0}, {NO_KERNEL, NO_OP}),
     "updates": (counts, (STATE, X), {}, {NO_KERNEL, NO_NUMBER}),
@@ -133,7 +130,7 @@ def test_a_right_op_passes_under_the_compiler_and_the_report_is_a_table():
         report["gradchek"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_right_derivatives_pass_at_every_dtype(dtype):
     check_rule(right_product, "derivatives by dtype", X.to(dtype), WEIGHT.to(dtype), devices=("cpu",))
     check_rule(torch.nn.functional.layer_norm, "derivatives by dtype", X.to(dtype), (3,), devices="cpu")
