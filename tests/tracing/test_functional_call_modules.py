@@ -171,6 +171,23 @@ def test_tied_names():
     assert new_buffers["second.num_batches_tracked"] == 2
 
 
+class Parting(nn.Module):
+    """One buffer in two places, of which a call changes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(()))
+        self.register_buffer("second", self.first)
+
+    def forward(self):
+        self.first = self.first + 1
+
+
+def test_a_tie_that_a_call_breaks():
+    pure = functional_call(Parting())
+    assert pure(*pure.init())[1] == {"first": 1, "second": 0}
+
+
 def linear():
     pure = functional_call(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     return pure, *pure.init()

@@ -26,15 +26,11 @@ _ABSENT: Any = object()
 
 
 class _Names:
-    """What a module has under the names of its parameters, or of its buffers, and what a call gives it.
-
-    Attributes:
-        of: By name, tied ones included, the first name of the same place, and what the module has there.
-        values: By place, what a call puts there; of buffers, copies.
-    """
+    """What a module has under the names of its parameters, or of its buffers, and what a call gives it."""
 
     def __init__(self, what: str, module: nn.Module, tree: Any, *, strict: bool) -> None:
         self._what, self._tree = what, tree
+        # The first name of the same place, and what the module has there, by each name, tied ones included.
         self.of: dict[str, tuple[str, Any]] = {}
         first_names: dict[Any, str] = {}
         for prefix, owner in module.named_modules(remove_duplicate=False):
@@ -65,6 +61,7 @@ class _Names:
         values = {tie: by_tie.get(tie, x) for tie, (_, x) in own.items()}
         if what == "buffers":
             values = {tie: None if x is None else x.clone() for tie, x in values.items()}
+        # What the call puts into each place.
         self.values = {place: values[self._tie(name)] for name, (place, _) in self.of.items()}
 
     def _tie(self, name: str) -> Any:

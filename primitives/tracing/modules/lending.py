@@ -59,11 +59,7 @@ def _counts_batches(owner: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def running(owners: Sequence[nn.Module]) -> Iterator[None]:
-    """Context for a call of modules, within `attributes_kept`: they run on the primitives, and checkpoints replay.
-
-    Args:
-        owners: The module that is called, and all those inside.
-    """
+    """Context for a call of modules, within `attributes_kept`: they run on the primitives, and checkpoints replay."""
     counting = [owner for owner in owners if _counts_batches(owner)]
     for owner in counting:
         owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
