@@ -50,8 +50,8 @@ class Sample:
 class OpCase:
     """An op and what its tests need to know.
 
-    `function` is the public one, `(*arguments, **options)`, and returns `y` or a tuple that begins with it; `truth` is the
-    same by the definition, in plain torch operations, for float64 arguments; `torch_function` `y` of torch's own.
+    `function` is the public one, `(*arguments, **options)`, and returns `y` or a tuple that begins with it; `truth` is
+    the same by the definition, in plain torch operations, for float64 arguments; `torch_function` `y` of torch's own.
 
     Attributes:
         arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.

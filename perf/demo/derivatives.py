@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 class FormulaNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps) * weight + bias in elementary operations, whose derivatives are torch's own.
-
-    Args:
-        norm: The layer norm, or batch norm in training, that this stands in for; its parameters are shared.
-    """
+    """(x - mean) / sqrt(var + eps) * weight + bias in elementary operations, which stands in for a norm in training."""
 
     def __init__(self, norm: nn.LayerNorm | nn.BatchNorm2d) -> None:
         super().__init__()
@@ -77,13 +73,7 @@ class Errors(NamedTuple):
 
 
 def compare(block: nn.Module, x: Tensor, seed: int) -> dict[str, Errors]:
-    """Errors of each of `CASES` for a trained `block`.
-
-    Args:
-        block: A block whose norms are `torch.nn`'s or this package's, in training or evaluation mode.
-        x: Its input; taken in float64.
-        seed: Of the direction of the derivatives.
-    """
+    """Errors of each of `CASES` for a trained `block` and its input `x`, in float64; `seed` draws the direction."""
     x = x.detach().double()
     v = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).to(x.device)
     *sides, formula = variants(block)

@@ -44,15 +44,9 @@ def _mark(text: str, good: bool) -> str:
 def training_table(duels: Sequence[Duel]) -> Table:
     """One row per model: accuracies, largest differences of the loss curves, times."""
     steps = len(duels[0].torch_run_float64.losses)
-    headings = (
-        "accuracy\nrequired",
-        "accuracy\ntorch.nn",
-        "accuracy\nconverted",
-        f"loss difference\nfloat64, {steps} steps",
-        "loss difference\nfloat32, all steps",
-        "ms/step\ntorch.nn",
-        "ms/step\nconverted",
-    )
+    headings = [f"accuracy\n{what}" for what in ("required", "torch.nn", "converted")]
+    headings += [f"loss difference\n{what}" for what in (f"float64, {steps} steps", "float32, all steps")]
+    headings += [f"ms/step\n{who}" for who in ("torch.nn", "converted")]
     table = _table("torch.nn and the same model after primitives.nn.convert", "model", headings)
     for duel in duels:
         bound = duel.contest.min_accuracy

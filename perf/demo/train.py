@@ -62,16 +62,13 @@ class Duel(NamedTuple):
     @property
     def largest_difference(self) -> tuple[float, int]:
         """Largest difference between the float32 loss curves and the step (from 1) where it occurs."""
-        return _largest_difference(self.torch_run.losses, self.our_run.losses)
+        pairs = zip(self.torch_run.losses, self.our_run.losses, strict=True)
+        return max((abs(a - b), step) for step, (a, b) in enumerate(pairs, start=1))
 
     @property
     def largest_difference_float64(self) -> float:
         """Largest difference between the float64 loss curves."""
-        return _largest_difference(self.torch_run_float64.losses, self.our_run_float64.losses)[0]
-
-
-def _largest_difference(first: list[float], second: list[float]) -> tuple[float, int]:
-    return max((abs(a - b), step) for step, (a, b) in enumerate(zip(first, second, strict=True), start=1))
+        return max(abs(a - b) for a, b in zip(self.torch_run_float64.losses, self.our_run_float64.losses, strict=True))
 
 
 def run_duel(

@@ -20,12 +20,9 @@ class Usage(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A load or store of global memory by one thread.
+    """A load or store (atomic operations are stores) of adjacent bytes of global memory by one thread.
 
-    Attributes:
-        kind: `"load"` or `"store"`; atomic operations are stores.
-        num_bytes: How many adjacent bytes it moves.
-        pointer: Which of the kernel's pointer arguments it goes through; None where that cannot be told.
+    `pointer` is the number of the kernel's pointer argument that it goes through; None where that cannot be told.
     """
 
     kind: str
@@ -40,25 +37,17 @@ def is_amd(chip_name: str) -> bool:
 
 def usage(chip_name: str, compiled: Any) -> Usage:
     """What the assembler reports of a compiled kernel."""
-    return _amd_usage(compiled.asm["amdgcn"]) if is_amd(chip_name) else _nvidia_usage(compiled.asm["cubin"])
-
-
-def _nvidia_usage(cubin: bytes) -> Usage:
+    if is_amd(chip_name):
+        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        found = [int(re.findall(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[0]) for name in names]
+        return Usage(found[0], found[1] + found[2], found[3])
     cuobjdump = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         dump = subprocess.run([cuobjdump, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
     fields = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
     return Usage(fields["REG"], fields["STACK"], fields["LOCAL"])
-
-
-def _amd_usage(assembly: str) -> Usage:
-    def field(name: str) -> int:
-        return int(re.findall(rf"\.{name}:\s+(\d+)", assembly)[0])
-
-    spills = field("vgpr_spill_count") + field("sgpr_spill_count")
-    return Usage(field("vgpr_count"), spills, field("private_segment_fixed_size"))
 
 
 _GLOBAL = r"ptr addrspace\(1\)"

@@ -165,9 +165,9 @@ def _launch_norm(shape: Shape, mode: str, x: Tensor) -> None:  # noqa: C901 - on
     operands, axes, params = (x, x, weight, stat, stat), (1, 0) if is_rows else (0,), (weight is not None,) * 2
     if mode == "forward":
         if is_rows:
-            layer_norm.layer_norm_fwd(x, weight, weight, *axes, EPS)
+            layer_norm.layer_norm_fwd(x, weight, weight, 1, 0, EPS)
         for running in () if is_rows else (None, weight):
-            batch_norm.batch_norm_train_fwd(x, weight, weight, running, running, *axes, MOMENTUM, EPS)
+            batch_norm.batch_norm_train_fwd(x, weight, weight, running, running, 0, MOMENTUM, EPS)
     elif mode == "backward":
         bwd(*operands, *axes, (True, *params))
     elif mode == "jvp":
