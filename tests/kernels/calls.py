@@ -37,11 +37,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
 
 
-def positive(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Numbers fit for a variance."""
-    return random(*shape, dtype=torch.float64, seed=seed).abs().add(0.1).to(dtype)
-
-
 def statistics(x: Tensor, dims: tuple[int, ...]) -> dict[str, Tensor]:
     """The mean and the reciprocal standard deviation that a forward hands to the derivatives."""
     var, mean = torch.var_mean(x.double(), dims, correction=0)
@@ -252,7 +247,8 @@ class BatchNorm(_Operands):
         param_dtype = param_dtype or torch.promote_types(dtype, torch.float32)
         full_size = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in range(4))
         params = [random(*channels, dtype=param_dtype, seed=seed) for seed in range(8)]
-        params[3] = positive(*channels, dtype=param_dtype, seed=3)
+        # A variance.
+        params[3] = random(*channels, dtype=torch.float64, seed=3).abs().add(0.1).to(param_dtype)
         return cls(*full_size, *params, batch_ndim=batch_ndim)
 
     def derived(self) -> dict[str, Any]:
