@@ -124,9 +124,9 @@ def test_a_new_worker_gets_the_gpu_of_the_one_that_died_and_what_it_was_at_once_
     nodes = [types.SimpleNamespace(workerinput={}) for _ in range(3)]
     collector.pytest_configure_node(nodes[0])
     collector.pytest_configure_node(nodes[1])
-    collector.pytest_testnodedown(nodes[0])
+    collector.pytest_testnodedown(nodes[1])
     collector.pytest_configure_node(nodes[2])
-    assert [node.workerinput.get("gpu") for node in nodes] == [None, "b", "a"]
+    assert [node.workerinput.get("gpu") for node in nodes] == ["a", None, "b"]
     again, item = [], f"test_suite.py::test_unit[{unit_id(SMALL)}]"
     for _ in range(2):
         collector.pytest_handlecrashitem(item, types.SimpleNamespace(mark_test_pending=again.append))
@@ -245,6 +245,7 @@ def test_a_graph_goes_round_over_all_sets_and_keeps_their_results(fake_cuda):
 
     prepared = timer.prepare([functools.partial(step, index) for index in range(5)], seconds=3e-6)
     assert [index for capturing, index in order if capturing] == [i % 5 for i in range(timing.MAX_GRAPH_CALLS)]
+    assert not timer.unfit
     assert timer.device_seconds(prepared, 1) == pytest.approx(6e-3 / timing.MAX_GRAPH_CALLS)
     # Replays that began before they were all queued up are not taken.
     assert [each.args[0] // timing.SLEEP_CYCLES for each in fake_cuda._sleep.call_args_list] == [1, 2, 4]
@@ -318,6 +319,7 @@ def test_compare_flags_a_fall_of_more_than_five_percent(slower, failed):
         row["device_us"] = row["device_us"] and {name: 2 * value for name, value in row["device_us"].items()}
     text, found = compare(gpu_result(), other)
     assert (found, "FELL" in text, "rose" in text) == (failed, failed, slower < 0.9)
+    assert "device time over a copy" in text
     assert "WARNING: device differs: Imaginary GPU and then half as fast." in text
     assert "WARNING" not in compare(gpu_result(), gpu_result(slower))[0]
 
