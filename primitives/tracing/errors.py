@@ -57,11 +57,8 @@ def typed_errors(function: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
         line, message = line_of_error(error.__traceback__), str(error)
-        if isinstance(error, torch_private.DATA_DEPENDENT):
-            what = str(getattr(error, "func", None) or "a branch or a size")
-            raise values_needed(function, what, line) from error
-        if any(text in message for text in _NO_VALUES):
-            raise values_needed(function, "an operation", line) from error
+        if isinstance(error, torch_private.DATA_DEPENDENT) or any(text in message for text in _NO_VALUES):
+            raise values_needed(function, str(getattr(error, "func", "a branch or an operation")), line) from error
         for text, meaning in _NO_WRITES.items():
             if text in message:
                 raise MutationError(f"{function}: {meaning}, at {line}. ({message.splitlines()[0]})") from error

@@ -21,16 +21,12 @@ __all__ = ["Leaves", "like", "refuse_opaque"]
 
 
 class Leaves(NamedTuple):
-    """A tree, taken apart; `None` is not a leaf.
-
-    Attributes:
-        values: The leaves.
-        skeleton: The tree, with the number of each leaf in its place: what puts them together.
-        roots: Name of the tree in key paths, or, of a tuple of arguments, the name of each.
-    """
+    """A tree, taken apart; `None` is not a leaf."""
 
     values: list[Any]
+    # The tree, with the number of each leaf in its place: what puts them together.
     skeleton: Any
+    # Name of the tree in key paths, or, of a tuple of arguments, the name of each.
     roots: str | tuple[str, ...]
 
     @classmethod

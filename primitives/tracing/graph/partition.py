@@ -83,13 +83,7 @@ class Graph:
 
 
 class _Part(Graph):
-    """What the two parts have in common.
-
-    Attributes:
-        input_names: Names of its inputs: key paths as code, and node names for what is saved.
-        output_names: Names of its outputs.
-        saved: What goes from forward to backward graph.
-    """
+    """What the two parts have in common: the names of inputs and outputs, and what is `saved` between the two."""
 
     _method: str
 
