@@ -92,9 +92,9 @@ RIGHT = {
     "layer_norm_bwd_p": (layer_norm_bwd_p, (WEIGHT, X, THREE, MEAN, RSTD, 1, 0, 1e-3, [True, False, True]), {}, set()),
     "log_softmax_p": (log_softmax_p, (X, 1, None), {}, {NO_NUMBER}),
     "plain": (lambda tree, *parameters: pr.functional.layer_norm(tree, (3,), *parameters),
-              ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {"order": 3},
+              ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {},
               {NO_KERNEL, NO_OP, NO_NUMBER}),
-    "keyword": (lambda x, *, p: x**p, (X.abs() + 0.5,), {"p": 2.0}, {NO_KERNEL, NO_OP}),
+    "keyword": (lambda x, *, p: x**p, (X.abs() + 0.5,), {"p": 2.0, "order": 3}, {NO_KERNEL, NO_OP}),
     "updates": (counts, (STATE, X), {}, {NO_KERNEL, NO_NUMBER}),
     **{f"product of {name}": (right_product, (x, x.contiguous() + 1), {}, {NO_NUMBER}) for name, x in {
         "numbers": torch.tensor(2.0), "expanded": torch.ones(1, 3).expand(2, 3), "complex": Z,
