@@ -68,7 +68,6 @@ def test_a_run_keeps_what_is_right_beside_a_wrong_peer_and_ctrl_c(tmp_path, monk
     _, wrong, ours, right = result["rows"]
     assert [row["status"] for row in result["rows"]] == ["ok", "wrong", "ok", "ok"]
     assert not result["complete"]
-    # A provider that is wrong is not timed.
     assert (wrong["call_us"], wrong["error"]) == (None, pytest.approx(1e-2, rel=0.1))
     assert ours["call_us"]["samples"] == right["call_us"]["samples"] >= timing.MIN_ROUNDS
 
@@ -144,8 +143,6 @@ def test_workloads_move_the_bytes_that_their_launchers_declare():
         assert 0.995 <= ratio <= (1.005 if len(calls) == 1 else math.inf)
 
 
-# The red check.
-
 TINY = (
     Workload("affine", "layer_norm", (6, 5), dtype="float32"),
     Workload("plain", "layer_norm", (6, 5), dtype="float32", affine=False),
@@ -183,9 +180,6 @@ def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same()
     assert error(one, one) < 1e-6
     assert error(one, noise(0.1, 1)) > 0.1
     assert error(other, other) == math.inf
-
-
-# Samples, and graphs on a made-up GPU.
 
 
 def test_providers_take_turns_and_the_first_one_changes(monkeypatch):
@@ -344,9 +338,6 @@ def test_commands_read_files_and_refuse_those_of_another_schema(tmp_path):
     for path, result in ((good, gpu_result()), (slow, gpu_result(1.3)), (old, {**gpu_result(), "schema": 0})):
         results.write_json(path, result)
     assert [main(["compare", str(good), str(path)]) for path in (good, slow, old)] == [0, 1, 2]
-
-
-# Targets and reports.
 
 
 def judged(result):
