@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from primitives.core.decomposition import get_decomposition
 
-
 # No transform, no mode and no autocast: what is traced under these is the same wherever it is asked for.
 _OUTSIDE_EVERYTHING = (
     temporarily_clear_interpreter_stack,
