@@ -189,7 +189,7 @@ def test_lists_of_tensors_are_differentiated():
 def test_what_a_vjp_rule_returns_is_checked(result, error):
     rules = {"reference": lambda x, eps: x * 1, "vjp": lambda *_: result}
     op = define("(Tensor x, float eps) -> Tensor y", rules=rules)
-    with pytest.raises(error, match=rf"^{op.name}: the vjp rule .*(got tuple|'eps'.*'x')"):
+    with pytest.raises(error, match=rf"^{op.name}: the vjp rule .*(got tuple|'x'.*got.*'eps')"):
         grad(lambda x: op(x, 1.0).sum())(data(3))
 
 

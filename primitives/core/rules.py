@@ -223,24 +223,17 @@ class RuleTable:
         wanted = wanted if lengths is None else regroup(wanted, lengths)
         result = rule(residuals, self._cotangents(given), self._wanted(wanted))
         if type(result) is not dict or not self._tensor_names.issuperset(result):
-            self._check_vjp_result(result)
+            is_dict = isinstance(result, dict)
+            raise (ValueError if is_dict else TypeError)(
+                f"{spec.name}: the vjp rule must return a dict of cotangents by argument, {spec.tensors}, got "
+                f"{list(result) if is_dict else type(result).__name__}."
+            )
         found = list(map(result.get, spec.tensors))
         if lengths is None:
             return found
         for i, length in lengths:
             found[i] = found[i] or [None] * length
         return flatten(found, spec.list_tensors)[0]
-
-    def _check_vjp_result(self, result: Any) -> None:
-        name = self.spec.name
-        if not isinstance(result, dict):
-            raise TypeError(f"{name}: the vjp rule must return a dict, got {type(result).__name__}.")
-        unknown = sorted(set(result) - self._tensor_names)
-        if unknown:
-            raise ValueError(
-                f"{name}: the vjp rule returned cotangents for {unknown}, but the tensor arguments are "
-                f"{sorted(self._tensor_names)}."
-            )
 
     # Batching.
 
