@@ -205,6 +205,19 @@ def test_ends_of_ranges_and_what_draws_nothing():
         assert functionalize_rng(quiet)(STATE)[1].offset == 0
 
 
+@pytest.mark.parametrize("word", [0, 2**32 - 1])
+def test_words_at_the_ends_give_finite_numbers(word):
+    from primitives.tracing.random.operations import OPERATIONS
+
+    def source(size):
+        return torch.full(tuple(size), word)
+
+    values = OPERATIONS["exponential"](source, {"self": empty(torch.float16), "lambd": 1.0})
+    assert values.min() > 0
+    assert values.isfinite().all()
+    assert OPERATIONS["normal"](source, {"self": empty(), "mean": 0.0, "std": 1.0}).isfinite().all()
+
+
 def test_wrong_states():
     for state in (3, (torch.tensor(3.0), torch.tensor(0)), (torch.zeros(2, dtype=torch.int64), torch.tensor(0))):
         with pytest.raises((pr.DtypeError, pr.ShapeError), match="functionalize_rng: state"):
