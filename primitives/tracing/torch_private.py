@@ -159,8 +159,16 @@ has_data_mutation = functional_utils.has_data_mutation
 is_in_a_transform = _functorch.is_functorch_wrapped_tensor
 # In it, `make_fx` records nothing.
 unrecorded = proxy_tensor.disable_proxy_modes_tracing
-# In it, writes to `wrapped` tensors are recorded as new tensors.
-functional_world = functional_tensor.FunctionalTensorMode
+
+
+def functional_world() -> Any:
+    """Context in which writes to `wrapped` tensors are recorded as new tensors.
+
+    Functions of `functionalize_mutations` in it note in `copied` whose memory they have written to copies of.
+    """
+    mode: Any = functional_tensor.FunctionalTensorMode()
+    mode.copied = set()
+    return mode
 
 
 def memory_of(x: Tensor) -> int:

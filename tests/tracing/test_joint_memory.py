@@ -22,11 +22,17 @@ def zeros(*shape):
     return torch.zeros(shape, dtype=torch.float64)
 
 
-def test_inputs_that_share_memory_with_one_that_is_written_to():
-    def fn(w, a, b):
-        a.add_(1)
-        return (w * b.sum()).sum()
+def add_in_place(w, a, b):
+    a.add_(1)
+    return (w * b.sum()).sum()
 
+
+PURE = functionalize_mutations(add_in_place)
+WITHIN = functionalize_mutations(lambda w, a, b: PURE(w, a, b)[0])
+
+
+@pytest.mark.parametrize("fn", [add_in_place, lambda w, a, b: PURE(w, a, b)[0], lambda w, a, b: WITHIN(w, a, b)[0]])
+def test_inputs_that_share_memory_with_one_that_is_written_to(fn):
     base, w = zeros(4), leaf(2)
     for a, b in ((base, base[:2]), (base[2:], base[1:3]), (base, base)):
         with pytest.raises(MutationError, match=re.escape("a, b share memory, and a is written to")):

@@ -83,7 +83,8 @@ def test_new_values(name, tracing_mode):
 def test_inputs_that_overlap_are_read_and_not_written():
     base = data(6)
     pure = functionalize_mutations(lambda a, b: (a.mul_(2), b.sum())[1])
-    for function in (pure, make_fx(pure, tracing_mode="fake")):
+    within = functionalize_mutations(lambda a, b: pure(a, b)[0])
+    for function in (pure, within, make_fx(pure, tracing_mode="fake"), make_fx(within, tracing_mode="fake")):
         with pytest.raises(MutationError, match=re.escape("args[0], args[1] share memory, and args[0] is written to")):
             function(base[:4], base[2:])
     x = torch.zeros(2, dtype=torch.complex64)

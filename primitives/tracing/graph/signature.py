@@ -33,6 +33,8 @@ class Signature:
         with_tangent: Places of the leaves of the output that have a cotangent among the inputs.
         gradient_places: Places of the primals that get a gradient.
         mutated: Places of the primals whose new values are outputs.
+        alone: Numbers of the tensors among the primals that are written to, or copies of which are, and must share
+            memory with no other.
     """
 
     primals: Leaves
@@ -43,6 +45,7 @@ class Signature:
     with_tangent: tuple[int, ...] = ()
     gradient_places: tuple[int, ...] = ()
     mutated: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
 
     @property
     def primal_names(self) -> tuple[str, ...]:
@@ -53,11 +56,6 @@ class Signature:
     def tangent_names(self) -> tuple[str, ...]:
         """Key path of each cotangent, as code."""
         return self.outs._replace(roots="tangents").labels(self.with_tangent)
-
-    @property
-    def alone(self) -> tuple[int, ...]:
-        """Numbers of the tensors among the primals that are written to, and must share memory with no other."""
-        return tuple(map(self.places.index, self.mutated))
 
     @property
     def num_forward_outputs(self) -> int:

@@ -24,7 +24,7 @@ from primitives.tracing.joint.create import (
     takes_cotangent,
 )
 from primitives.tracing.leaves import Leaves
-from primitives.tracing.memory import is_wrapped, refuse_sharing
+from primitives.tracing.memory import is_wrapped, memories, refuse_sharing
 from primitives.tracing.random.rng import PhiloxState, rng_mode
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ class _FlatJoint:
 
     def __call__(self, *args: Tensor) -> tuple:
         """Outputs, forward state, gradients, backward state."""
-        with torch_private.functional_world():
-            return tuple(map(torch_private.plain, self._run([torch_private.wrapped(x) for x in args])))
+        with torch_private.functional_world() as world:
+            return tuple(map(torch_private.plain, self._run([torch_private.wrapped(x) for x in args], world.copied)))
 
-    def _run(self, args: Sequence[Tensor]) -> list[Any]:
+    def _run(self, args: Sequence[Tensor], copied: set[int]) -> list[Any]:
         signature = self.signature
         places, given = signature.places, signature.primals
         leaves = list(given.values)
@@ -154,6 +154,8 @@ class _FlatJoint:
 
         def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
             signature.mutated = tuple(i for i, (_, *geometry) in before.items() if _is_written(used[i], *geometry))
+            written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
+            signature.alone = tuple(number for number, i in enumerate(places) if i in written)
             taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
             if signature.mutated:
                 mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)

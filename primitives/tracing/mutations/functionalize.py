@@ -41,6 +41,7 @@ class _Watch(torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
+        self.copied: set[int] = set()
         self._own: set[int] = set()
         # No tensor from elsewhere is to come to lie where one that is noted here was.
         self._held: list[Tensor] = []
@@ -217,7 +218,11 @@ class _Call:
             self._plain = {} if world is None else world.plain([*self._outs.values, *used])
             refuse_opaque(_FUNCTION, self._outs.values, self._outs.label)
         names = [each.label for each in self.inputs]
-        refuse_sharing(_FUNCTION, names, tensors, [i for i, each in enumerate(self.inputs) if each.is_data])
+        written = [i for i, each in enumerate(self.inputs) if each.is_data or watch.copied & {*memories(each.used)}]
+        refuse_sharing(_FUNCTION, names, tensors, written)
+        # What this is inside of has copies that overlap no more, and must look at its own inputs.
+        for mode in torch_private.dispatch_modes():
+            getattr(mode, "copied", set()).update(*(memories(tensors[i]) for i in written))
 
     def plain(self, y: Any) -> Any:
         """A leaf, or what the function got, as a tensor of the caller."""
