@@ -46,26 +46,23 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return {**attributes, **{name: attributes[name].copy() for name in _REGISTRIES}}
 
 
-def _counts_batches(owner: nn.Module) -> bool:
-    """Whether a module of torch will read its counter as a number, to average over all batches."""
-    return (
-        type(owner).forward in _FORWARDS_THAT_PASS_MOMENTUM
-        and owner.momentum is None
-        and owner.training
-        and bool(owner.track_running_stats)
-        and owner.num_batches_tracked is not None
-    )
-
-
 @contextlib.contextmanager
 def running(owners: Sequence[nn.Module]) -> Iterator[None]:
     """Context for a call of modules, within `attributes_kept`: they run on the primitives, and checkpoints replay."""
-    counting = [owner for owner in owners if _counts_batches(owner)]
+    # These modules of torch will read their counter as a number, to average over all batches.
+    counting = [
+        owner
+        for owner in owners
+        if type(owner).forward in _FORWARDS_THAT_PASS_MOMENTUM
+        and owner.momentum is None
+        and owner.training
+        and owner.track_running_stats
+        and owner.num_batches_tracked is not None
+    ]
     for owner in counting:
         owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
-    mode, checkpoints = _PureMode(owners), contextlib.nullcontext()
-    if not torch.compiler.is_compiling():
-        checkpoints = replaying_checkpoints(mode.moment, on_reentrant=mode.refuse_reentrant)
+    mode = _PureMode(owners)
+    checkpoints = contextlib.nullcontext() if torch.compiler.is_compiling() else replaying_checkpoints(mode.moment)
     try:
         with mode, checkpoints:
             yield
@@ -90,7 +87,7 @@ class _PureMode(OverrideMode):
 
     def write(self, targets: list[Tensor], values: list[Tensor]) -> None:
         """Rebind what is a buffer of the modules, so that it may be batched; write anything else in place."""
-        others: tuple[list[Tensor], list[Tensor]] = [], []
+        others = []
         for target, value in zip(targets, values, strict=True):
             places = self._places.pop(target, [])
             for owner, leaf in places:
@@ -99,19 +96,24 @@ class _PureMode(OverrideMode):
             if places:
                 self._places[value] = places
             else:
-                others[0].append(target)
-                others[1].append(value)
-        if others[0]:
-            super().write(*others)
+                others.append((target, value))
+        if others:
+            super().write(*map(list, zip(*others, strict=True)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         """Call what stands for `func`, or `func`."""
         return self.write(*args) if func is _write_back else super().__torch_function__(func, types, args, kwargs)
 
-    def moment(self) -> Callable[[], contextlib.AbstractContextManager] | None:
+    def moment(self, is_reentrant: bool) -> Callable[[], contextlib.AbstractContextManager] | None:
         """What a checkpointed region that begins here is to be computed again in; `None` on another thread."""
         if self not in function_modes():
             return None
+        if is_reentrant and torch.is_grad_enabled():
+            # It takes the parameters that it finds in the module in the backward pass.
+            raise RuntimeError(
+                "functional_call: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
+                "pass cannot be given the parameters of the call. Pass use_reentrant=False."
+            )
         attributes = [_copied(owner.__dict__) for owner in self._owners]
         buffers = [x for each in attributes for x in each["_buffers"].values() if x is not None]
         copies = {x: self._copy(x) for x in dict.fromkeys(buffers)}
@@ -136,11 +138,3 @@ class _PureMode(OverrideMode):
         if found is None or found[0] != version or version < 0:
             self._copies[x] = found = version, x.clone()
         return found[1]
-
-    def refuse_reentrant(self) -> None:
-        """Raise: a region of this kind takes the parameters that it finds in the module in the backward pass."""
-        if torch.is_grad_enabled() and self in function_modes():
-            raise RuntimeError(
-                "functional_call: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
-                "pass cannot be given the parameters of the call. Pass use_reentrant=False."
-            )

@@ -14,15 +14,7 @@ from primitives.ops._philox import WORDS_PER_BLOCK
 from primitives.ops.philox import philox_p
 from primitives.tracing import torch_private
 from primitives.tracing.errors import errors_in_trace
-from primitives.tracing.random.operations import (
-    FILLING,
-    OPERATIONS,
-    WHOLE,
-    arguments_of,
-    device_of,
-    draws_nothing,
-    is_random,
-)
+from primitives.tracing.random.operations import OPERATIONS, arguments_of, draw, draws_nothing, is_random
 from primitives.tracing.recompute import replaying_checkpoints
 
 if TYPE_CHECKING:
@@ -63,21 +55,6 @@ class PhiloxState(NamedTuple):
         )
 
 
-def _checked(state: Any) -> PhiloxState:
-    if not isinstance(state, tuple) or len(state) != len(PhiloxState._fields):
-        raise DtypeError(f"functionalize_rng: state must be a PhiloxState, got {type(state).__name__}.")
-    for name, value in zip(PhiloxState._fields, state, strict=True):
-        got = getattr(value, "dtype", type(value).__name__)
-        if got != torch.int64:
-            raise DtypeError(f"functionalize_rng: state.{name} must be an int64 tensor, got {got}.")
-        if value.dim():
-            raise ShapeError(
-                f"functionalize_rng: state.{name} must have no axes, got {list(value.shape)}. For several streams at "
-                "once, use vmap over the states."
-            )
-    return PhiloxState(*state)
-
-
 class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context in which random operations draw from a Philox state, and torch's generators are left alone.
 
@@ -105,9 +82,15 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
 
     def __init__(self, state: PhiloxState) -> None:
         super().__init__()
-        self._given = _checked(state)
-        seed, offset = self._given
-        if any(map(torch_private.is_in_a_transform, self._given)):
+        if not (isinstance(state, tuple) and [getattr(x, "dtype", None) for x in state] == [torch.int64] * 2):
+            raise DtypeError(f"functionalize_rng: state must be a PhiloxState of int64 tensors, got {state!r}.")
+        seed, offset = self._given = PhiloxState(*state)
+        if seed.dim() or offset.dim():
+            raise ShapeError(
+                f"functionalize_rng: state must have no axes, got seed {list(seed.shape)} and offset "
+                f"{list(offset.shape)}. For several streams at once, use vmap over the states."
+            )
+        if any(map(torch_private.is_in_a_transform, (seed, offset))):
             # Either of the two may be batched without the other. A result has its batch axes first, and so has a random
             # operation, which arrives below the transforms.
             seed, offset = seed + 0 * offset, offset + 0 * seed
@@ -127,7 +110,7 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
         return PhiloxState(self._given.seed, self._given.offset + self._num_blocks)
 
     def __enter__(self) -> rng_mode:
-        self._contexts.append(replaying_checkpoints(innermost_replay))
+        self._contexts.append(replaying_checkpoints(self._replay))
         self._contexts[-1].__enter__()
         super().__enter__()
         return self
@@ -141,7 +124,8 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
         kwargs = kwargs or {}
         if not is_random(func):
             return func(*args, **kwargs)
-        if any(map(_draws_inside, types)):
+        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, _distributed_kinds()) for kind in types):
+            # A subclass runs its operations on the tensors inside, where each draws its own numbers.
             return NotImplemented
         a = arguments_of(func, args, kwargs)
         if a.get("generator") is not None:
@@ -150,30 +134,34 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
             )
         if draws_nothing(a):
             return func(*args, **kwargs)
-        return self._draw(func, a, args, kwargs)
-
-    def _draw(self, func: Any, a: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         namespace, _, name = torch_private.schema_of(func).name.partition("::")
-        in_place, stem = name.endswith("_"), name.removesuffix("_")
-        operation = OPERATIONS.get(stem) if namespace == "aten" else None
-        if operation is None:
-            definition = torch_private.definition_of(func)
-            with self:
-                composed = NotImplemented if definition is None else definition(*args, **kwargs)
-            if composed is NotImplemented:
-                raise MissingRuleError(
-                    f"functionalize_rng: {func} is random, and it is not known how to draw it from a Philox state. "
-                    "Write it in terms of operations that are (docs/tracing/functionalize_rng.md lists them)."
-                )
-            return composed
-        if stem in WHOLE and self._batch:
-            raise MissingRuleError(f"functionalize_rng: {func} has no rule for vmap over states. Draw it outside vmap.")
-        result = operation(_of_all_ranks(functools.partial(self._words, device_of(a)), a), a)
-        if in_place:
-            return a["self"].copy_(result)
-        if a.get("out") is not None:
-            return a["out"].resize_(result.shape).copy_(result)
-        return torch.empty_like(a["self"]).copy_(result) if stem in FILLING and "self" in a else result
+        if namespace == "aten" and name.removesuffix("_") in OPERATIONS:
+            if name in ("multinomial", "randperm") and self._batch:
+                raise MissingRuleError(f"functionalize_rng: {func} has no rule for vmap over states. Draw it outside.")
+            return draw(name, self._source(a), a)
+        definition = torch_private.definition_of(func)
+        with self:
+            composed = NotImplemented if definition is None else definition(*args, **kwargs)
+        if composed is NotImplemented:
+            raise MissingRuleError(
+                f"functionalize_rng: {func} is random, and it is not known how to draw it from a Philox state. "
+                "Write it in terms of operations that are (docs/tracing/functionalize_rng.md lists them)."
+            )
+        return composed
+
+    def _source(self, a: dict[str, Any]) -> Callable[[Sequence[Any]], Tensor]:
+        """What makes words where a call of these arguments has its result."""
+        tensors = [x for x in a.values() if isinstance(x, torch.Tensor)]
+        device = a.get("device")
+        if device is None:
+            # A tensor without axes may lie on the CPU beside others that do not.
+            device = max(tensors, key=torch.Tensor.dim).device if tensors else "cpu"
+        words = functools.partial(self._words, torch.device(device))
+        sharded: Any = next((x for x in tensors if isinstance(x, _distributed_kinds())), None)
+        if sharded is None:
+            return words
+        # Those of the whole tensor on every rank: they do not depend on how it is sharded.
+        return lambda size: type(sharded).from_local(words(size), sharded.device_mesh, run_check=False)
 
     def _words(self, device: torch.device, size: Sequence[Any]) -> Tensor:
         """The next random words, of the size asked for, which begins with the batch axes of the state."""
@@ -190,34 +178,20 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
         self._num_blocks = self._num_blocks + (count + WORDS_PER_BLOCK - 1) // WORDS_PER_BLOCK
         return words
 
-    def replay(self) -> Callable[[], rng_mode]:
-        """Function that makes the context in which the draws from here on come again."""
-        start = self._num_blocks
-        return lambda: rng_mode(PhiloxState(self._seed, self._offset + start))
-
-
-def innermost_replay() -> Callable[[], rng_mode] | None:
-    """`replay` of the innermost `rng_mode` that is entered; `None` outside of any."""
-    stack = torch_private.dispatch_modes()
-    mode = next((mode for mode in reversed(stack) if isinstance(mode, rng_mode)), None)
-    return None if mode is None else mode.replay()
-
-
-def _draws_inside(kind: Any) -> bool:
-    """Whether a subclass runs its operations on the tensors inside, where each draws its own numbers."""
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, _distributed_kinds())
+    @staticmethod
+    def _replay(_: bool) -> Callable[[], rng_mode] | None:
+        """What makes the context in which the draws from here on come again; `None` outside of any mode."""
+        mode = next((mode for mode in reversed(torch_private.dispatch_modes()) if isinstance(mode, rng_mode)), None)
+        if mode is None:
+            return None
+        start = mode._num_blocks
+        return lambda: rng_mode(PhiloxState(mode._seed, mode._offset + start))
 
 
 def _distributed_kinds() -> tuple[type, ...]:
     # Nobody has such a tensor who has not imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else (module.DTensor,)
-
-
-def _of_all_ranks(source: Callable[..., Any], a: dict[str, Any]) -> Callable[..., Any]:
-    """Words for the whole of a `DTensor` on every rank, so that its numbers do not depend on how it is sharded."""
-    x = next((x for x in a.values() if isinstance(x, _distributed_kinds())), None)
-    return source if x is None else lambda size: type(x).from_local(source(size), x.device_mesh, run_check=False)
 
 
 def functionalize_rng(fn: Callable[..., Any]) -> Callable[..., tuple[Any, PhiloxState]]:
