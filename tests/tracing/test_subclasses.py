@@ -169,7 +169,7 @@ def test_derivatives_through_a_call_of_every_order():
     assert all(map(same, found, expected))
     assert found[1].a.abs().sum() > 0
     joined = unwrap_subclasses(function, {"x": two(3, 2)}, w.requires_grad_())
-    with pytest.raises(LeafError, match=re.escape("the gradient of args[1] must be plain too")):
+    with pytest.raises(LeafError, match=re.escape("the gradient of args[1] must be a plain tensor too")):
         trace_joint(joined.fn, *joined.args)
     numbers = unwrap_subclasses(lambda q: q * 2.0, quantized(3).requires_grad_())
     with pytest.raises(LeafError, match=re.escape("the gradient of args[0] must be a Quantized")):

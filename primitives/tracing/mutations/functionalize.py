@@ -54,7 +54,13 @@ class _Watch(torch_private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look at what `func` writes, and run it."""
         kwargs = kwargs or {}
-        for x in _written(func, args, kwargs):
+        written = written_by(func, args, kwargs)
+        # The schemas of these say nothing of what they write.
+        if func in _BATCH_NORMS and args[5]:
+            written = [x for x in args[3:5] if x is not None]
+        elif func is _write_back:
+            written = torch_private.leaves_of(args[0])
+        for x in written:
             if torch_private.is_functional(x):
                 continue
             # The memory of a sparse tensor cannot be told from that of an input.
@@ -75,61 +81,11 @@ class _Watch(torch_private.TorchDispatchMode):
         return result
 
 
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes, those included of which its schema says nothing."""
-    if func in _BATCH_NORMS:
-        return [x for x in args[3:5] if args[5] and x is not None]
-    if func is _write_back:
-        return [x for x in torch_private.leaves_of(args[0]) if isinstance(x, torch.Tensor)]
-    return written_by(func, args, kwargs)
-
-
 @functools.cache
 def _may_alias(func: Any) -> bool:
     """Whether a result may share memory with an argument."""
     schema = torch_private.schema_of(func)
     return schema is not None and any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-
-
-class _World:
-    """Context in which a function runs on functional tensors, where writes become pure operations, as `inputs`."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._context = tensors, torch_private.functional_world()
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        self._leaves = [torch_private.wrapped(x) for x in self._tensors]
-        self.inputs = [_copied(leaf) if leaf.requires_grad else leaf for leaf in self._leaves]
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-
-    def plain(self, values: Sequence[Any]) -> dict[int, Tensor]:
-        """By identity of these values, their plain tensors, through which autograd finds the inputs of the function."""
-        tensors = {id(y): y for y in values if torch_private.is_functional(y)}
-        plain = {key: torch_private.plain(y) for key, y in tensors.items()}
-        tracked = [key for key, y in tensors.items() if y.requires_grad]
-        if not (tracked and torch.is_grad_enabled()):
-            return plain
-        places = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
-
-        def transpose(*cotangents: Tensor) -> list[Tensor | None]:
-            pairs = [(tensors[key], bar) for key, bar in zip(tracked, cotangents, strict=True) if bar is not None]
-            with torch_private.functional_world():
-                bars = torch.autograd.grad(
-                    [y for y, _ in pairs],
-                    [self._leaves[i] for i in places],
-                    [torch_private.wrapped(y_bar) for _, y_bar in pairs],
-                    allow_unused=True,
-                    retain_graph=True,
-                )
-                return [torch_private.plain(bar) for bar in bars]
-
-        inputs = [self._tensors[i] for i in places]
-        with torch_private.unrecorded():
-            results = apply_linear(lambda *_: tuple(plain[key] for key in tracked), transpose, *inputs)
-        return {**plain, **dict(zip(tracked, results, strict=True))}
 
 
 def _geometry(x: Tensor) -> tuple[Any, ...]:
@@ -196,33 +152,65 @@ class _Call:
             )
         given = Leaves.of((args, kwargs), ("args", "kwargs"))
         refuse_opaque(_FUNCTION, given.values, given.label)
-        labels = given.labels(range(len(given.values)))
-        first = {id(x): label for label, x in zip(labels[::-1], given.values[::-1], strict=True)}
-        tensors = list({id(x): x for x in given.values if isinstance(x, torch.Tensor)}.values())
+        # Each tensor, by the first of its places.
+        first: dict[Tensor, str] = {}
+        for x, label in zip(given.values, given.labels(range(len(given.values))), strict=True):
+            if isinstance(x, torch.Tensor):
+                first.setdefault(x, label)
         is_tracing = torch_private.is_tracing()
-        # A transform outside of this, or functionalization, makes its own graph of writes to copies.
-        world = _World(tensors) if is_tracing and not any(map(_is_of_a_transform, tensors)) else None
+        # A transform outside of this, or functionalization, makes its own graph of writes to copies. Else a trace runs
+        # on functional tensors, where writes become pure operations.
+        in_transform = any(torch_private.is_functional(x) or torch_private.is_in_a_transform(x) for x in first)
+        is_world = is_tracing and not in_transform
         watch = _Watch()
-        with typed_errors(_FUNCTION), world or contextlib.nullcontext():
+        with typed_errors(_FUNCTION), torch_private.functional_world() if is_world else contextlib.nullcontext():
             with watch:
-                used = [_copied(x) for x in tensors] if world is None else world.inputs
-            self.inputs = [_Input(first[id(x)], x, y) for x, y in zip(tensors, used, strict=True)]
+                leaves = [torch_private.wrapped(x) if is_world else x for x in first]
+                used = [x if is_world and not x.requires_grad else _copied(x) for x in leaves]
+            self.inputs = [_Input(label, x, y) for (x, label), y in zip(first.items(), used, strict=True)]
             watch.take(used)
             watch.written.clear()
-            by_id = {id(x): y for x, y in zip(tensors, used, strict=True)}
+            replaced = dict(zip(first, used, strict=True))
             with watch, UserCalls(_FUNCTION) if is_tracing else contextlib.nullcontext():
-                inner_args, inner_kwargs = given.join([by_id.get(id(x), x) for x in given.values])
+                values = [replaced[x] if isinstance(x, torch.Tensor) else x for x in given.values]
+                inner_args, inner_kwargs = given.join(values)
                 self._outs = Leaves.of(fn(*inner_args, **inner_kwargs), "outs")
             for each in self.inputs:
                 each.look(watch)
-            self._plain = {} if world is None else world.plain([*self._outs.values, *used])
+            # By identity, the tensors of the caller for functional ones.
+            self._plain = self._plain_tensors([*self._outs.values, *used], leaves) if is_world else {}
             refuse_opaque(_FUNCTION, self._outs.values, self._outs.label)
-        names = [each.label for each in self.inputs]
         written = [i for i, each in enumerate(self.inputs) if each.is_data or watch.copied & {*memories(each.used)}]
-        refuse_sharing(_FUNCTION, names, tensors, written)
+        refuse_sharing(_FUNCTION, [*first.values()], [*first], written)
         # What this is inside of has copies that overlap no more, and must look at its own inputs.
         for mode in torch_private.dispatch_modes():
-            getattr(mode, "copied", set()).update(*(memories(tensors[i]) for i in written))
+            getattr(mode, "copied", set()).update(*(memories(self.inputs[i].x) for i in written))
+
+    def _plain_tensors(self, values: Sequence[Any], leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Plain tensors of these values, by identity, through which autograd finds the inputs of the function."""
+        tensors = {id(y): y for y in values if torch_private.is_functional(y)}
+        plain = {key: torch_private.plain(y) for key, y in tensors.items()}
+        tracked = [key for key, y in tensors.items() if y.requires_grad]
+        if not (tracked and torch.is_grad_enabled()):
+            return plain
+        sources = [(leaf, each.x) for leaf, each in zip(leaves, self.inputs, strict=True) if leaf.requires_grad]
+
+        def transpose(*cotangents: Tensor) -> list[Tensor | None]:
+            pairs = [(tensors[key], bar) for key, bar in zip(tracked, cotangents, strict=True) if bar is not None]
+            with torch_private.functional_world():
+                bars = torch.autograd.grad(
+                    [y for y, _ in pairs],
+                    [leaf for leaf, _ in sources],
+                    [torch_private.wrapped(y_bar) for _, y_bar in pairs],
+                    allow_unused=True,
+                    retain_graph=True,
+                )
+                return [torch_private.plain(bar) for bar in bars]
+
+        with torch_private.unrecorded():
+            inputs = [x for _, x in sources]
+            results = apply_linear(lambda *_: tuple(plain[key] for key in tracked), transpose, *inputs)
+        return {**plain, **dict(zip(tracked, results, strict=True))}
 
     def plain(self, y: Any) -> Any:
         """A leaf, or what the function got, as a tensor of the caller."""
@@ -300,10 +288,6 @@ class PureFunction:
     def __repr__(self) -> str:
         """`functionalize_mutations(step)`."""
         return f"functionalize_mutations({getattr(self.fn, '__name__', self.fn)})"
-
-
-def _is_of_a_transform(x: Tensor) -> bool:
-    return torch_private.is_functional(x) or torch_private.is_in_a_transform(x)
 
 
 def _copied(x: Tensor) -> Tensor:

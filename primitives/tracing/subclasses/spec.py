@@ -8,6 +8,7 @@ taking them out are each other's transpose, so that derivatives of every order e
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -42,6 +43,7 @@ class SubclassSpec:
         inner_sizes: Sizes of what is inside.
         inner_strides: Strides of what is inside.
         requires_grad: Whether the subclass requires grad.
+        kind: What two specs have in common if one can go for the other: all but sizes, and whether they require grad.
     """
 
     type: type
@@ -53,6 +55,7 @@ class SubclassSpec:
     inner_sizes: dict[str, tuple[int, ...]]
     inner_strides: dict[str, tuple[int, ...]]
     requires_grad: bool
+    kind: tuple[Any, ...]
 
     @classmethod
     def of(cls, x: Any) -> SubclassSpec | None:
@@ -69,19 +72,27 @@ class SubclassSpec:
                 f"unwrap_subclasses: a subclass must have sizes that are numbers, got a nested tensor {list(x.shape)}. "
                 "Pass x.values() and x.offsets(), and make it inside by torch.nested.nested_tensor_from_jagged."
             )
-        names, context = x.__tensor_flatten__()
+        names, context = wrapper.__tensor_flatten__()
         held = {name: getattr(x, name) for name in names}
         values = {name: y for name, y in held.items() if isinstance(y, torch.Tensor)}
+        constants = {name: y for name, y in held.items() if name not in values}
+        inner = {name: cls.of(y) for name, y in values.items()}
+        compared = context
+        if hasattr(x, "placements"):
+            # The context of a `DTensor` has its sizes, and whether it requires grad, among other things.
+            orders = [item for item in context if type(item) is tuple]
+            compared = wrapper.device_mesh, wrapper.placements, wrapper.dtype, orders
         return cls(
             type(x),
-            {name: cls.of(y) for name, y in values.items()},
-            {name: y for name, y in held.items() if name not in values},
+            inner,
+            constants,
             context,
             _hints(x.shape),
             _hints(x.stride()),
             {name: _hints(y.shape) for name, y in values.items()},
             {name: _hints(y.stride()) for name, y in values.items()},
             wrapper.requires_grad,
+            (type(x), {name: spec and spec.kind for name, spec in inner.items()}, constants, compared),
         )
 
     def unwrap(self, x: Any) -> dict[str, Any]:
@@ -110,21 +121,16 @@ class SubclassSpec:
                 return size, tuple(y.stride()) if same else _strides(size, self.stride)
         return self.size, self.stride
 
-    def kind(self) -> tuple[Any, ...]:
-        """What two specs have in common if one can go for the other: all but sizes, and whether they require grad."""
-        inner = {name: spec and spec.kind() for name, spec in self.inner.items()}
-        return self.type, inner, self.constants, _comparable(self.context)
-
     def __str__(self) -> str:
         """The kind, in words."""
         inner = ", ".join(name if spec is None else f"{name}: {spec}" for name, spec in self.inner.items())
-        return f"a {self.type.__name__} ({inner}) with the metadata {_comparable(self.context)!r}"
+        return f"a {self.type.__name__} ({inner}) with the metadata {self.kind[-1]!r}"
 
 
 def require_like(label: str, spec: SubclassSpec | None, x: Any) -> None:
     """Raise `LeafError` unless `x` is of the recorded kind; sizes may differ."""
     found = SubclassSpec.of(x)
-    if (spec and spec.kind()) != (found and found.kind()):
+    if (spec and spec.kind) != (found and found.kind):
         raise LeafError(
             f"unwrap_subclasses: {label} must be {spec or 'a plain tensor'}, got {found or 'a plain tensor'}."
         )
@@ -136,30 +142,11 @@ def _hints(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 def _strides(size: tuple[Any, ...], like: tuple[int, ...]) -> tuple[Any, ...]:
     """Strides of memory without gaps, with the axes in the order of the strides `like`."""
-    result: list[Any] = [1] * len(size)
+    result: dict[int, Any] = {}
     step: Any = 1
     for axis in sorted(range(len(size)), key=lambda i: (like[i], -i)):
-        result[axis] = step
-        step = step * size[axis]
-    return tuple(result)
-
-
-def _comparable(context: Any) -> Any:
-    """A context without what a `DTensor` has in it of its sizes, and of whether it requires grad."""
-    if hasattr(context, "placements") and hasattr(context, "mesh"):
-        return context.mesh, context.placements
-    if all(hasattr(context, name) for name in ("shape", "stride", "dtype")):
-        return context.dtype
-    if isinstance(context, (tuple, list)):
-        of_distributed = any(map(_is_layout, context))
-        return tuple(_comparable(item) for item in context if not (of_distributed and isinstance(item, bool)))
-    return context
-
-
-def _is_layout(item: Any) -> bool:
-    """Whether this says how the parts of a `DTensor` are placed: its whole spec, or the placements alone."""
-    placements = getattr(item, "placements", item)
-    return isinstance(placements, tuple) and any(hasattr(each, "is_shard") for each in placements)
+        result[axis], step = step, step * size[axis]
+    return tuple(result[axis] for axis in range(len(size)))
 
 
 # The border.
@@ -167,6 +154,17 @@ def _is_layout(item: Any) -> bool:
 
 def _flat(plain: Any) -> tuple[list[Any], Any]:
     return optree.tree_flatten(plain)
+
+
+def _spec_of_gradient(label: str, spec: SubclassSpec | None, treespec: Any, x_bar: Any) -> SubclassSpec | None:
+    """Spec of the gradient of `label`, which must be made of tensors as `treespec` says."""
+    found = SubclassSpec.of(x_bar)
+    if _flat(x_bar if found is None else found.unwrap(x_bar))[1] != treespec:
+        raise LeafError(
+            f"unwrap_subclasses: the gradient of {label} must be {spec or 'a plain tensor'} too, got "
+            f"{found or 'a plain tensor'}. {_HINT}"
+        )
+    return found
 
 
 def wrapped(
@@ -181,10 +179,7 @@ def wrapped(
         return spec.wrap(treespec.unflatten([x.detach() for x in leaves]))
 
     def transpose(x_bar: Any) -> list[Any]:
-        found = SubclassSpec.of(x_bar)
-        if found is None or _flat(found.unwrap(x_bar))[1] != treespec:
-            got = found or "a plain tensor"
-            raise LeafError(f"unwrap_subclasses: the gradient of {label} must be {spec} too, got {got}. {_HINT}")
+        found: Any = _spec_of_gradient(label, spec, treespec, x_bar)
         if record is not None:
             record(found)
         return treespec.flatten_up_to(unwrapped(found, x_bar))
@@ -221,13 +216,7 @@ def checked_input(label: str, x: Any) -> Any:
     """A plain argument, whose gradient has to be plain too."""
     if not (torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad):
         return x
-
-    def check(x_bar: Tensor) -> None:
-        found = SubclassSpec.of(x_bar)
-        if found is not None:
-            raise LeafError(f"unwrap_subclasses: the gradient of {label} must be plain too, got {found}. {_HINT}")
-
     # The hook is for this call, and so on a tensor of this call.
     alias = x.view_as(x)
-    alias.register_hook(check)
+    alias.register_hook(functools.partial(_spec_of_gradient, label, None, _flat(x)[1]))
     return alias

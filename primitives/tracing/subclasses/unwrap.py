@@ -40,17 +40,14 @@ class Unwrapped:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._original = fn
-        self._given = {"args": Leaves.of(args, "args"), "kwargs": Leaves.of(kwargs, "kwargs")}
-        self._specs = {name: list(map(SubclassSpec.of, given.values)) for name, given in self._given.items()}
-        self.in_specs = (*self._specs["args"], *self._specs["kwargs"])
+        self._args, self._kwargs = _specs(Leaves.of(args, "args")), _specs(Leaves.of(kwargs, "kwargs"))
+        self._outs: Leaves | None = None
+        self.in_specs: tuple[SubclassSpec | None, ...] = (*self._args.values, *self._kwargs.values)
         self.out_specs: tuple[SubclassSpec | None, ...] | None = None
         self.gradient_specs: list[SubclassSpec | None] = [None] * len(self.in_specs)
-        self._outs: Any = None
         self._has_subclasses = any(spec is not None for spec in self.in_specs)
         self.fn = self._plain_call if self._has_subclasses else fn
         self.args, self.kwargs = self.unwrap(*args), self.unwrap_kwargs(**kwargs)
-        # The arguments are not held, but their structure is.
-        self._given = {name: given._replace(values=[]) for name, given in self._given.items()}
 
     def unwrap(self, *args: Any) -> tuple[Any, ...]:
         """Positional arguments like those that were given first, unwrapped.
@@ -59,43 +56,35 @@ class Unwrapped:
             TreeError: If they have another structure.
             LeafError: If a leaf is another subclass than the recorded one, or has other metadata.
         """
-        return self._taken_out("args", args, leaves_inside)
+        return _taken_out(self._args, args, leaves_inside)
 
     def unwrap_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         """Keyword arguments like those that were given first, unwrapped; raises what `unwrap` raises."""
-        return self._taken_out("kwargs", kwargs, leaves_inside)
-
-    def _aligned(self, name: str, tree: Any) -> list[tuple[str, SubclassSpec | None, Any]]:
-        """Key path and spec of each recorded leaf, with what stands there in a tree."""
-        given, specs = self._given[name], self._specs[name]
-        pieces = given.aligned(_FUNCTION, name, tree, f"the recorded {name}")
-        return [*zip(given.labels(range(len(specs))), specs, pieces, strict=True)]
-
-    def _taken_out(self, name: str, tree: Any, taken_out: Callable[..., Any]) -> Any:
-        plain = []
-        for label, spec, x in self._aligned(name, tree):
-            require_like(label, spec, x)
-            plain.append(x if spec is None else taken_out(spec, x))
-        return self._given[name].join(plain)
+        return _taken_out(self._kwargs, kwargs, leaves_inside)
 
     def _plain_call(self, *args: Any, **kwargs: Any) -> Any:
         """The function of plain tensors."""
         leaves: list[Any] = []
         self.gradient_specs = [None] * len(self.in_specs)
-        for i, (label, spec, piece) in enumerate([*self._aligned("args", args), *self._aligned("kwargs", kwargs)]):
+        for i, (label, spec, piece) in enumerate([*_pieces(self._args, args), *_pieces(self._kwargs, kwargs)]):
             if spec is None:
                 leaves.append(checked_input(label, piece))
                 continue
             x = wrapped(spec, piece, label, functools.partial(self.gradient_specs.__setitem__, i))
             leaves.append(x.requires_grad_() if spec.requires_grad and not x.requires_grad else x)
-        num_args = len(self._specs["args"])
-        args, kwargs = self._given["args"].join(leaves[:num_args]), self._given["kwargs"].join(leaves[num_args:])
+        num_args = len(self._args.values)
+        args, kwargs = self._args.join(leaves[:num_args]), self._kwargs.join(leaves[num_args:])
         with errors_in_trace(_FUNCTION):
             outs = Leaves.of(self._original(*args, **kwargs), "output")
-        self.out_specs = tuple(map(SubclassSpec.of, outs.values))
-        self._outs = outs._replace(values=[])
+        self._outs = _specs(outs)
+        self.out_specs = tuple(self._outs.values)
         pairs = zip(self.out_specs, outs.values, strict=True)
         return outs.join([y if spec is None else unwrapped(spec, y) for spec, y in pairs])
+
+    def _recorded_outs(self, name: str) -> Leaves:
+        if self._outs is None:
+            raise RuntimeError(f"{_FUNCTION}: the {name} are those of a call of fn, and there was none.")
+        return self._outs._replace(roots=name)
 
     def wrap(self, output: Any) -> Any:
         """What the original function returns, out of what `fn`, or a graph of it, returns.
@@ -106,8 +95,8 @@ class Unwrapped:
         """
         if not self._has_subclasses:
             return output
-        pieces = self._of_output("output", output)
-        return self._outs.join([y if spec is None else wrapped(spec, y) for _, spec, y in pieces])
+        recorded = self._recorded_outs("output")
+        return recorded.join([y if spec is None else wrapped(spec, y) for _, spec, y in _pieces(recorded, output)])
 
     def unwrap_tangents(self, tangents: Any) -> Any:
         """Cotangents of the output of the original function as those of the output of `fn`.
@@ -122,20 +111,7 @@ class Unwrapped:
         """
         if not self._has_subclasses:
             return tangents
-        plain = []
-        for label, spec, y_bar in self._of_output("tangents", tangents):
-            if y_bar is not None:
-                require_like(label, spec, y_bar)
-            plain.append(y_bar if y_bar is None or spec is None else spec.unwrap(y_bar))
-        return self._outs.join(plain)
-
-    def _of_output(self, name: str, tree: Any) -> list[tuple[str, SubclassSpec | None, Any]]:
-        """Key path and spec of each leaf of the output, with what stands there in a tree."""
-        if self.out_specs is None:
-            raise RuntimeError(f"{_FUNCTION}: the {name} are those of a call of fn, and there was none.")
-        outs = self._outs._replace(roots=name)
-        pieces = outs.aligned(_FUNCTION, name, tree, "the recorded output")
-        return [*zip(outs.labels(range(len(pieces))), self.out_specs, pieces, strict=True)]
+        return _taken_out(self._recorded_outs("tangents"), tangents, SubclassSpec.unwrap)
 
     def wrap_gradients(self, *gradients: Any) -> tuple[Any, ...]:
         """Gradients with respect to the positional arguments, out of those with respect to `args`.
@@ -152,19 +128,41 @@ class Unwrapped:
             TreeError: If the structure is another one.
         """
         values: list[Any] = []
-        for (_, spec, piece), found in zip(self._aligned("args", gradients), self.gradient_specs, strict=False):
+        for (_, spec, piece), found in zip(_pieces(self._args, gradients), self.gradient_specs, strict=False):
             if spec is None or piece is None or all(y is None for y in piece.values()):
                 values.append(piece if spec is None else None)
             elif found is None:
                 raise RuntimeError(f"{_FUNCTION}: wrap_gradients needs a backward pass of fn, and there was none.")
             else:
                 values.append(found.wrap(piece))
-        return self._given["args"].join(values)
+        return self._args.join(values)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original function returns for these arguments, by way of the plain tensors inside."""
-        plain, plain_kwargs = (self._taken_out(*pair, unwrapped) for pair in (("args", args), ("kwargs", kwargs)))
+        plain, plain_kwargs = _taken_out(self._args, args, unwrapped), _taken_out(self._kwargs, kwargs, unwrapped)
         return self.wrap(self.fn(*plain, **plain_kwargs))
+
+
+def _specs(leaves: Leaves) -> Leaves:
+    """What is recorded of leaves, which are not held: the spec of each in its place."""
+    return leaves._replace(values=list(map(SubclassSpec.of, leaves.values)))
+
+
+def _pieces(recorded: Leaves, tree: Any) -> list[tuple[str, SubclassSpec | None, Any]]:
+    """Key path and spec of each recorded leaf, with what stands there in a tree."""
+    pieces = recorded.aligned(_FUNCTION, str(recorded.roots), tree, "what was recorded")
+    return [*zip(recorded.labels(range(len(pieces))), recorded.values, pieces, strict=True)]
+
+
+def _taken_out(recorded: Leaves, tree: Any, taken_out: Callable[[SubclassSpec, Any], Any]) -> Any:
+    """A tree like the recorded one, with plain tensors in the place of subclasses; a cotangent may be `None`."""
+    plain = []
+    for label, spec, x in _pieces(recorded, tree):
+        is_absent = x is None and recorded.roots == "tangents"
+        if not is_absent:
+            require_like(label, spec, x)
+        plain.append(x if spec is None or is_absent else taken_out(spec, x))
+    return recorded.join(plain)
 
 
 def unwrap_subclasses(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Unwrapped:
