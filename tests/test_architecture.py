@@ -81,17 +81,20 @@ def circle(graph):
     return next(filter(None, (visit(module, []) for module in graph)), [])
 
 
-def defined(source):
-    """Every name that a module gives to anything, attributes included."""
+def defined(source, of=None):
+    """Every name that a module gives to anything, attributes included: of whatever, or of `of` alone."""
     for node in ast.walk(source):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
-        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if of in (None, ast.unparse(node.value)) else []
 
 
 # Names that torch and Python document without a public spelling, and torch's own modules.
-OF_OTHERS = {*dir(torch.Tensor), *dir(collections.namedtuple("Any", ())), "_VF", "_library"}
+OF_TUPLES = {*dir(collections.namedtuple("Any", ()))}
+OF_OTHERS = {*dir(torch.Tensor), *OF_TUPLES, "_VF", "_library"}
 
 
 def foreign_names(sources):
@@ -135,16 +138,6 @@ def test_private_names_are_read_in_their_own_module_alone():
     assert [name for name in foreign_names(TREES) if not DEVICE_FUNCTIONS.match(name)] == []
 
 
-def own_names(node):
-    """The name that a definition gives, or an assignment: to a variable, or to an attribute of `self`."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        yield node.name
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        yield node.id
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-        yield node.attr
-
-
 def private_of_torch(source, own=frozenset()):
     """Private names of torch that a module reads: imported, or attributes that no module of ours defines."""
     for node in ast.walk(source):
@@ -152,7 +145,7 @@ def private_of_torch(source, own=frozenset()):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             texts = [f"{prefix}{alias.name}" for alias in node.names if f"{prefix}{alias.name}.".startswith("torch.")]
-        elif isinstance(node, ast.Attribute) and node.attr not in {*own, *dir(collections.namedtuple("Any", ()))}:
+        elif isinstance(node, ast.Attribute) and node.attr not in own | OF_TUPLES:
             texts = [ast.unparse(node)] if is_private(node.attr) else []
         yield from (text for text in texts if is_private(text.split(".")[-1]) or "._" in text)
 
@@ -162,7 +155,7 @@ def test_tracing_reads_private_names_of_torch_in_one_file():
     assert len(list(private_of_torch(ast.parse(fault), {"_own"}))) == 3
     rooms = {name: source for name, source in TREES.items() if name.startswith("primitives.tracing.")}
     one = "primitives.tracing.torch_private"
-    own = {name for source in rooms.values() for node in ast.walk(source) for name in own_names(node)}
+    own = {name for source in rooms.values() for name in defined(source, of="self")}
     found = [f"{name}: {text}" for name in rooms if name != one for text in private_of_torch(rooms[name], own)]
     # Operators of ATen, the stack of Python, and what torch's own notes tell its users to read.
     allowed = re.compile(r" torch\.ops\.| sys\._getframe|\._(version|parameters|buffers)$")
@@ -199,20 +192,12 @@ def fixed_numbers(source, policy=POLICY):
     return re.findall(rf"\b(?:{policy})['\"]?\]?\s*(?::[^=,\n]*|[*+/|-]|<<|//)?(?:=(?!=)|(?<=['\"]):){number}", source)
 
 
-@pytest.mark.parametrize(
-    "source, count",
-    [
-        ("kernel[grid](x, num_warps=4, BLOCK_COLS=2 * 64, LOOP_STAGES=2, num_splits=n << 2)", 4),
-        ("BLOCK_COLS = 128; plan.num_warps = 4; flags['num_stages'] = 3; num_warps *= 2; rows: int = 3", 4),
-        ("def kernel(x, BLOCK: tl.constexpr = 128, *, num_stages=3): Config({'BLOCK_ROWS': 64})", 3),
-        ("kernel[grid](x, 64, num_warps=plan.num_warps, BLOCK_SPLITS=1, EPS=2); BLOCK_COLS = cols", 0),
-    ],
-)
-def test_fixed_launch_numbers_are_found(source, count):
-    assert len(fixed_numbers(source)) == count
-
-
 def test_launch_numbers_are_in_the_launch_package_alone():
+    faults = "kernel[grid](x, num_warps=4, BLOCK_COLS=2 * 64); num_splits *= 2; Config({'BLOCK_ROWS': 64})"
+    assert len(fixed_numbers(faults)) == 4
+    assert (
+        fixed_numbers("kernel[grid](x, 64, num_warps=plan.num_warps, BLOCK_SPLITS=1, EPS=2); BLOCK_COLS = cols") == []
+    )
     for module, source in TREES.items():
         if not module.startswith(("triton_kernels.launch", "perf")):
             policy = POLICY if module.startswith("triton_kernels") else OPTIONS

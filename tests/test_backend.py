@@ -78,7 +78,7 @@ def test_use_backend_nests_and_restores():
 
     def compiled(x):
         with pr.use_backend("reference"):
-            return pr.functional.log_softmax(x, 0)
+            return x + 1
 
     with pytest.raises(Exception, match="the backend cannot change inside a compiled function"):
         torch.compile(compiled, backend="eager", fullgraph=True)(torch.zeros(3))
@@ -138,15 +138,10 @@ def test_triton_is_imported_when_it_is_asked_for_and_needs_the_interpreter_on_th
 
 
 def test_the_reference_works_where_triton_is_not_installed():
+    """An import of nothing under its name fails as that of a package that is not there."""
     printed = python("""
-        import importlib.abc, sys
-
-        class Blocked(importlib.abc.MetaPathFinder):
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] == "triton":
-                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-        sys.meta_path.insert(0, Blocked())
+        import sys
+        sys.modules["triton"] = None
         import torch
         import primitives as pr
         x = torch.randn(3, 4, requires_grad=True)
@@ -167,24 +162,19 @@ def test_a_missing_module_of_our_own_is_not_missing_triton():
         backend.triton_kernels_module("no_such_family")
 
 
-# What is found under the name of our kernels, and what the error says of it.
-FOREIGN = {
-    "missing": (None, "'triton_kernels' is not installed"),
-    "package": (
-        {"__file__": "/elsewhere/__init__.py", "DISTRIBUTION": "another"},
-        "project here .found at /elsewhere/_",
-    ),
-    "namespace": ({"__file__": None, "__path__": ["/elsewhere"]}, "another project here .found at /elsewhere"),
-    "bare": ({}, "another project here .found at an unknown place"),
-}
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_kernels_that_are_missing_or_another_projects_are_named(monkeypatch, kind):
-    attributes, text = FOREIGN[kind]
-    foreign = None if attributes is None else types.ModuleType("triton_kernels")
-    if foreign is not None:
-        vars(foreign).update(attributes)
-    monkeypatch.setitem(sys.modules, "triton_kernels", foreign)
+@pytest.mark.parametrize(
+    "attributes, text",
+    [
+        (None, "'triton_kernels' is not installed"),
+        ({"__file__": "/elsewhere/__init__.py", "DISTRIBUTION": "another"}, "project here .found at /elsewhere/_"),
+        ({"__file__": None, "__path__": ["/elsewhere"]}, "another project here .found at /elsewhere"),
+        ({}, "another project here .found at an unknown place"),
+    ],
+    ids=["missing", "package", "namespace", "bare"],
+)
+def test_kernels_that_are_missing_or_another_projects_are_named(monkeypatch, attributes, text):
+    foreign = types.ModuleType("triton_kernels")
+    vars(foreign).update(attributes or {})
+    monkeypatch.setitem(sys.modules, "triton_kernels", None if attributes is None else foreign)
     with pytest.raises(pr.BackendError, match=text):
         backend.triton_kernels_module("layer_norm")

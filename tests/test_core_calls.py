@@ -18,7 +18,7 @@ from primitives.core import to_front
 from primitives.core.fast_path import are_unwatched, fast_path_keys, state_of_new_threads
 from primitives.core.write_back import count_up, write_back
 from primitives.ops.layer_norm import layer_norm_p
-from tests.custom_ops import define
+from tests.custom_ops import define, operator
 
 X = torch.tensor([1.0, 2.0])
 
@@ -71,11 +71,6 @@ def test_kernels_and_backends():
     assert torch.equal(op(X), 2 * X)
     with pr.use_backend("reference"):
         assert torch.equal(op(X), X)
-    # Without a "cuda" kernel there is nothing for the interpreter to run.
-    with pr.use_backend("triton"):
-        assert torch.equal(op(X), X)
-    op.def_kernel("cuda")(lambda x: x * 3)
-    assert torch.equal(op(X), 2 * X)
     # A kernel that returns None leaves the call to the reference.
     calls.clear()
     op.def_kernel("cpu")(lambda x: calls.append("kernel"))
@@ -101,23 +96,17 @@ def test_outputs_that_are_not_the_schemas_raise(wanted):
                 call(X)
 
 
-@pytest.mark.parametrize("x", [X, X.clone().requires_grad_()], ids=["plain", "recorded"])
-def test_outputs_come_as_the_schema_says(x):
+def test_outputs_come_as_the_schema_says():
     """A list for a tuple and a tuple for a list are converted, and nothing is detached by that."""
     rules = {"reference": lambda x: [x * 2, x * 3], "vjp": lambda r, c, wanted: {"x": 2 * c.y + 3 * c.z}}
-    two = define("(Tensor x) -> (Tensor y, Tensor z)", rules=rules)(x)
-    assert type(two) is tuple
-    assert [y.tolist() for y in two] == [[2.0, 4.0], [3.0, 6.0]]
-    if x.requires_grad:
-        assert torch.autograd.grad(two[0].sum() + two[1].sum(), x)[0].tolist() == [5.0, 5.0]
-    kept = [X * 2]
-    for returned in (kept, tuple(kept)):
-        ys = define("(Tensor x) -> Tensor[] ys", rules={"reference": lambda x, returned=returned: returned})(X)
+    op = define("(Tensor x) -> (Tensor y, Tensor z)", rules=rules)
+    assert type(op(X)) is tuple
+    assert grad(lambda x: sum(op(x)).sum())(X).tolist() == [5.0, 5.0]
+    for kept in ([X * 2], (X * 2,)):
+        ys = define("(Tensor x) -> Tensor[] ys", rules={"reference": lambda x, kept=kept: kept})(X)
         assert type(ys) is list
         assert ys is not kept
-    seen = []
-    assert define("(Tensor x) -> ()", rules={"reference": seen.append})(X) is None
-    assert len(seen) == 1
+    assert define("(Tensor x) -> ()", rules={"reference": lambda x: None})(X) is None
     # The list of the caller is not the implementation's to change.
     xs = [X, X]
     define("(Tensor[] xs, float s) -> Tensor y", rules={"reference": lambda xs, s: xs.pop() * s})(xs, 2.0)
@@ -137,8 +126,8 @@ def test_outputs_come_as_the_schema_says(x):
     ],
     ids=["backward", "double", "jacfwd jacrev", "vmap"],
 )
-@pytest.mark.parametrize("residuals", [("x",), ("x", "y")], ids=str)
-def test_a_call_frees_its_tensors(call, residuals):
+@pytest.mark.parametrize("way", ["x", "y", "custom"])
+def test_a_call_frees_its_tensors(call, way):
     references, rules = [], cube_rules()
 
     def reference(x):
@@ -146,7 +135,11 @@ def test_a_call_frees_its_tensors(call, residuals):
         references.extend([weakref.ref(x), weakref.ref(y)])
         return y
 
-    op = define(rules={**rules, "reference": reference}, residuals=residuals, decomposable=True)
+    if way == "custom":
+        op = operator(reference, differentiate="reference")
+        op.def_vmap(lambda info, in_dims, inputs: (op(inputs.x), in_dims.x))
+    else:
+        op = define(rules={**rules, "reference": reference}, residuals=("x", way)[way == "x" :], decomposable=True)
     # The first call of a transform imports modules of torch, which leaves cycles behind.
     call(op)
     gc.collect()
@@ -221,24 +214,22 @@ def test_what_the_dispatcher_converts_and_shows_it_still_does():
 
 
 @pytest.mark.parametrize(
-    "call, num_params",
+    "call",
     [
-        (lambda x, w, b: F.layer_norm(x, (6,), w, b), 2),
-        (lambda x, w, b: F.batch_norm(x, torch.zeros(6), torch.ones(6), w, b, training=True), 2),
-        (lambda x, w, b: F.batch_norm(x, torch.zeros(6), torch.ones(6), w, b, training=False), 2),
-        (lambda x: F.log_softmax(x, 1), 0),
-        (lambda x: F.dropout(x, 0.5), 0),
+        lambda x: F.layer_norm(x, (6,), x[0], x[1]),
+        lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), x[0], x[1], training=True),
+        lambda x: F.log_softmax(x, 1),
+        lambda x: F.dropout(x, 0.5),
     ],
-    ids=["layer_norm", "batch_norm", "batch_norm_eval", "log_softmax", "dropout"],
+    ids=["layer_norm", "batch_norm", "log_softmax", "dropout"],
 )
-def test_rules_call_on_the_fast_path(call, num_params, monkeypatch):
+def test_rules_call_on_the_fast_path(call, monkeypatch):
     """What a rule passes needs no conversion, in second order either."""
     found = []
     original = primitive_module.fast_path_keys
     monkeypatch.setattr(primitive_module, "fast_path_keys", lambda x: found.append(original(x)) or found[-1])
-    inputs = [torch.randn(shape, requires_grad=True) for shape in [(8, 6), *[(6,)] * num_params]]
-    gradients = torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=True)
-    torch.autograd.grad(torch.stack([g.square().sum() for g in gradients]).sum(), inputs, allow_unused=True)
+    x = torch.randn(8, 6, requires_grad=True)
+    torch.autograd.grad(call(x).sin().sum(), x, create_graph=True)[0].square().sum().backward()
     assert len(found) > 2
     assert all(keys is not None for keys in found)
 
@@ -252,9 +243,6 @@ def test_write_back_writes_in_place_and_counts_a_version():
     write_back(targets, [value.requires_grad_() * 1 for value in values])
     assert_close(targets, [value.detach() for value in values], rtol=0, atol=0)
     assert [(t._version, t.requires_grad, t.data_ptr()) for t in targets] == [(1, False, p) for p in pointers]
-    with pytest.raises(pr.MutationError):
-        write_back([targets[0].requires_grad_()], [torch.ones(3).double()])
-    assert_close(targets[0].detach(), values[0].detach(), rtol=0, atol=0)
     count_up(counter)
     assert (counter.item(), counter._version) == (4, 1)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -268,9 +256,8 @@ def test_write_back_under_grad_reaches_what_lies_outside():
     target, targets = torch.zeros(3).double(), torch.zeros(4, 3).double()
 
     def loss(x, target):
-        y = x.square()
-        write_back([target], [y.detach()])
-        return y.sum()
+        write_back([target], [x.detach().square()])
+        return x.square().sum()
 
     assert_close(grad(loss)(data(3), target), 2 * data(3))
     assert_close(target, data(3).square())
@@ -278,16 +265,19 @@ def test_write_back_under_grad_reaches_what_lies_outside():
     assert_close(targets, data(4, 3).square())
 
 
-@pytest.mark.parametrize("axes", [(0, 0), (0, 1), (1, 0), (1, None)], ids=str)
-def test_write_back_under_vmap(axes):
+def test_write_back_under_vmap():
     """Where samples would be lost nothing is written."""
-    target, value = data(4, 4), data(4, 4, seed=1) if axes[1] is not None else data(4, seed=1)
-    vmap(lambda t, v: (write_back([t], [v]), t)[1], axes)(target, value)
-    expected = value.expand(4, 4) if axes[1] is None else value.movedim(axes[1], 0)
-    assert_close(target.movedim(axes[0], 0), expected)
-    assert target._version == 1
-    single = torch.zeros(4)
+    target, value, single = data(4, 4), data(4, 4, seed=1), torch.zeros(4)
+
+    def written(value, *targets):
+        write_back(targets, [value] * len(targets))
+        return value
+
+    vmap(written, (None, 1), None)(value[0], target)
+    assert_close(target.T, value[0].expand(4, 4))
+    vmap(written, (1, 0))(value, target)
+    assert_close(target, value.T)
     with pytest.raises(pr.MutationError, match=r"^vmap: .* has no batch axis\. Use the pure form"):
-        vmap(lambda t, v: (write_back([t, single], [v, v]), v)[1])(target, data(4, 4))
+        vmap(lambda v, t: written(v, t, single))(value, target)
     vmap(lambda v: (write_back([single], [torch.ones(4)]), v)[1])(target)
-    assert (target._version, single.tolist()) == (1, [1.0] * 4)
+    assert (target._version, single.tolist()) == (2, [1.0] * 4)

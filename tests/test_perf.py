@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import signal
-import sys
 import time
 import types
 import weakref
@@ -72,10 +71,10 @@ def test_a_run_keeps_what_is_right_beside_a_wrong_peer_and_ctrl_c(tmp_path, monk
     assert ours["call_us"]["samples"] == right["call_us"]["samples"] >= timing.MIN_ROUNDS
 
 
-@pytest.mark.parametrize("option", ["--modes", "--providers", "--only", "--out"])
-def test_options_that_mean_nothing_are_refused_before_anything_is_measured(option, tmp_path, capsys):
-    assert main(["run", "--device", "cpu", "--out", str(tmp_path / "a"), option, str(tmp_path)]) == 2
-    assert option in capsys.readouterr().err
+def test_options_that_mean_nothing_are_refused_before_anything_is_measured(tmp_path, capsys):
+    for option in ("--modes", "--providers", "--only", "--out"):
+        assert main(["run", "--device", "cpu", "--out", str(tmp_path / "a"), option, str(tmp_path)]) == 2
+        assert option in capsys.readouterr().err
 
 
 def test_a_plan_has_the_quick_ones_first_and_all_modes_of_what_is_asked_for():
@@ -108,14 +107,6 @@ def test_rows_are_relative_to_torch_and_a_copy_and_who_cannot_be_captured_has_no
     assert [row["call_us"] is None for row in rows] == [status != "ok" for status in [*statuses, "cannot"]]
     if not refused:
         assert (rows[0]["vs_torch_device"]["median"], rows[0]["fraction_of_copy"]) == (0.25, 0.5)
-
-
-def test_a_device_that_answers_with_errors_alone_ends_the_process(monkeypatch):
-    timer = timing.CpuTimer()
-    monkeypatch.setattr(timer, "wait", lambda: 1 // 0)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit):
-        unit.measure(SMALL, ["torch"], timer, 0.0)
 
 
 def test_a_new_worker_gets_the_gpu_of_the_one_that_died_and_what_it_was_at_once_more():
@@ -334,21 +325,16 @@ def test_what_broke_or_is_gone_fails(word, back, field):
 
 
 def test_commands_read_files_and_refuse_those_of_another_schema(tmp_path):
-    good, slow, old = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
-    for path, result in ((good, gpu_result()), (slow, gpu_result(1.3)), (old, {**gpu_result(), "schema": 0})):
-        results.write_json(path, result)
-    assert [main(["compare", str(good), str(path)]) for path in (good, slow, old)] == [0, 1, 2]
+    files = {"good": gpu_result(), "slow": gpu_result(1.3), "old": {**gpu_result(), "schema": 0}}
+    for name, result in files.items():
+        results.write_json(tmp_path / name, result)
+    assert [main(["compare", str(tmp_path / "good"), str(tmp_path / name)]) for name in files] == [0, 1, 2]
 
 
 def judged(result):
     """The verdicts on copy speed in forwards, on the fastest peer and on `torch.compile`, up to the cases measured."""
     copies, _, _, fastest, compiled, _ = (verdict.text.partition(" (")[0] for verdict in verdicts(result))
     return copies, fastest, compiled
-
-
-def large_row(result, name="primitives", op="layer_norm"):
-    large = {w.key for w in GPU_WORKLOADS if w.op == op and w.pass_bytes >= 32e6}
-    return next(r for r in result["rows"] if (r["provider"], r["mode"]) == (name, "forward") and r["workload"] in large)
 
 
 def test_targets_are_met_by_every_shape_that_they_speak_of():
@@ -361,14 +347,20 @@ def test_targets_are_met_by_every_shape_that_they_speak_of():
 
 def test_one_row_decides_whatever_the_others_are():
     result = gpu_result(quick=False)
+    forwards = [row for row in result["rows"] if row["mode"] == "forward"]
+
+    def large(op, name):
+        keys = {w.key for w in GPU_WORKLOADS if w.op == op and w.pass_bytes >= 32e6}
+        return next(row for row in forwards if row["provider"] == name and row["workload"] in keys)
+
     # Batch norm, which no kernel does at copy speed, is held against peers alone; one that fails does not count.
-    large_row(result, op="batch_norm")["fraction_of_copy"] = 0.6
-    large_row(result, "liger")["status"] = "wrong"
+    large("batch_norm", "primitives")["fraction_of_copy"] = 0.6
+    large("layer_norm", "liger")["status"] = "wrong"
     assert judged(result)[:2] == ("met", "met")
     # Who was not asked may be faster than all who were; one that is faster decides.
     del result["providers"]["apex"]
     assert judged(result)[:2] == ("met", "not measured")
-    ours = large_row(result)
+    ours = large("layer_norm", "primitives")
     ours["vs_torch_device"]["median"] = 50.0
     assert judged(result)[:2] == ("met", "NOT MET")
     ours["status"] = "error"

@@ -56,17 +56,12 @@ def read_as_contiguous(x):
 # Rules that are wrong.
 
 
-def forget_weight_alone(ctx, saved, y_bar):
-    return right_backward(ctx, saved, y_bar) if ctx.needs_input_grad.x else {"x": None, "weight": None}
-
-
-def square_by_logarithms(ctx, saved, y_bar):
-    x, weight = saved
-    return {"x": 2 * x * weight * y_bar, "weight": (2 * x.log()).exp() * y_bar}
-
-
 def wrong_sign(inputs, output, tangents):
     return 2 * inputs.x * inputs.weight * tangents.x - inputs.x.square() * tangents.weight
+
+
+def detach_x(inputs, output, tangents):
+    return 2 * inputs.x.detach() * inputs.weight * tangents.x + inputs.x.square() * tangents.weight
 
 
 def forget_to_conjugate(ctx, saved, y_bar):
@@ -74,33 +69,18 @@ def forget_to_conjugate(ctx, saved, y_bar):
     return {**right_backward(ctx, saved, y_bar), "x": 2 * x * weight * y_bar}
 
 
-def round_a_constant_to_float32(ctx, saved, y_bar):
-    return right_backward(ctx, saved, y_bar * (1 + 3e-8))
+def of_another_cotangent(change):
+    """The right rule, for a cotangent that is changed first."""
+    return lambda ctx, saved, y_bar: right_backward(ctx, saved, change(y_bar))
 
 
-def take_the_cotangent_for_constant(ctx, saved, y_bar):
-    return right_backward(ctx, saved, y_bar.detach())
-
-
-def detach_x(inputs, output, tangents):
-    return 2 * inputs.x.detach() * inputs.weight * tangents.x + inputs.x.square() * tangents.weight
-
-
-def backward_right_in_double_precision(ctx, saved, y_bar):
-    return right_backward(ctx, saved, y_bar if y_bar.dtype is torch.float64 else 1.1 * y_bar)
-
-
-def jvp_right_in_double_precision(inputs, output, tangents):
-    return (right_jvp if inputs.x.dtype is torch.float64 else wrong_sign)(inputs, output, tangents)
-
-
-def take_stride_zero_for_ones(ctx, saved, y_bar):
+def take_stride_zero_for_ones(y_bar):
     ones = y_bar.dim() and y_bar.numel() > 1 and not any(y_bar.stride())
-    return right_backward(ctx, saved, torch.ones_like(y_bar) if ones else y_bar)
+    return torch.ones_like(y_bar) if ones else y_bar
 
 
-def wrong_when_compiled(inputs, output, tangents):
-    return (wrong_sign if torch.compiler.is_compiling() else right_jvp)(inputs, output, tangents)
+def wrong_sign_where(condition):
+    return lambda inputs, output, tangents: (wrong_sign if condition(inputs) else right_jvp)(inputs, output, tangents)
 
 
 def leave_the_last_out(x, weight):
@@ -115,20 +95,12 @@ def depend_on_unwritten_memory(x, weight):
     return y
 
 
-def write_to_weight(x, weight):
-    y = x.square() * weight
-    weight.mul_(0.5)
-    return y
-
-
 @pr.custom_op("wrong::forgets_none", materialize=False)
 def forgets_none(x, weight):
     return x * weight, x.square()
 
 
-@forgets_none.def_save_for_backward
-def _save_both(inputs, output):
-    return inputs.x, inputs.weight
+forgets_none.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
 
 
 @forgets_none.def_backward
@@ -146,9 +118,7 @@ def constant_statistics(x, weight):
     return x * rstd * weight, rstd
 
 
-@constant_statistics.def_save_for_backward
-def _save_statistics(inputs, output):
-    return inputs.x, inputs.weight, output[1]
+constant_statistics.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight, output[1]))
 
 
 @constant_statistics.def_backward
@@ -181,14 +151,13 @@ def _index_of_the_first_sample(info, in_dims, inputs):
     return x.index_select(1, index[0]), 0
 
 
-@pr.custom_op("wrong::powers")
-def powers(x, weight, *, power=2.0, scales=(1, 0.5), negate=False):
-    y = scales[0] * x.abs() ** power * weight + scales[1] * x
-    return -y if negate else y
+def power(name, wrong):
+    """An operator with static arguments, and a rule with a constant in the place of those that `wrong` names."""
 
-
-def power_backward(wrong):
-    """Its rule, with a constant in the place of one static argument."""
+    @pr.custom_op(f"wrong::powers_{name}")
+    def op(x, weight, *, power=2.0, scales=(1, 0.5), negate=False):
+        y = scales[0] * x.abs() ** power * weight + scales[1] * x
+        return -y if negate else y
 
     def backward(ctx, saved, y_bar):
         x, weight = saved
@@ -197,10 +166,10 @@ def power_backward(wrong):
         x_bar = scales[0] * power * x.abs() ** (power - 1) * x.sign() * weight + scales[1]
         return {"x": sign * x_bar * y_bar, "weight": sign * scales[0] * x.abs() ** power * y_bar}
 
-    return backward
+    op.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
+    op.def_backward(backward)
+    return op
 
-
-powers.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
 
 stride_ignoring_times = product("times", kernel=lambda x, weight: x.square() * read_as_contiguous(weight))
 
@@ -214,16 +183,27 @@ unconjugated = product("unconjugated", backward=forget_to_conjugate)
 # One for each property that no other property notices.
 ALONE = {
     product("kernel", kernel=lambda x, weight: x.square() * (weight + 1e-3)): "reference against kernel",
-    product("alone", backward=forget_weight_alone): "gradcheck",
+    product(
+        "alone",
+        backward=lambda ctx, *rest: (
+            right_backward(ctx, *rest) if ctx.needs_input_grad.x else {"x": None, "weight": None}
+        ),
+    ): "gradcheck",
     product("sign", backward=None, jvp=wrong_sign): "jvp against differences",
-    product("constant", backward=round_a_constant_to_float32): "transpose identity",
-    product("detached_cotangent", backward=take_the_cotangent_for_constant): "nestings",
+    # A constant that was rounded to float32.
+    product("constant", backward=of_another_cotangent(lambda y_bar: y_bar * (1 + 3e-8))): "transpose identity",
+    product("detached_cotangent", backward=of_another_cotangent(torch.Tensor.detach)): "nestings",
     product("detached_jvp", jvp=detach_x): "nestings",
     constant_statistics: "nestings",
-    product("bfloat16", backward=backward_right_in_double_precision): "derivatives by dtype",
-    product("bfloat16_jvp", jvp=jvp_right_in_double_precision): "derivatives by dtype",
+    # Right in double precision alone.
+    product(
+        "bfloat16", backward=of_another_cotangent(lambda y_bar: y_bar * (1 if y_bar.dtype is torch.float64 else 1.1))
+    ): "derivatives by dtype",
+    product("bfloat16_jvp", jvp=wrong_sign_where(lambda inputs: inputs.x.dtype is not torch.float64)): (
+        "derivatives by dtype"
+    ),
     front_axis_alone: "vmap against loop",
-    product("stride_zero", backward=take_stride_zero_for_ones): "cotangent layouts",
+    product("stride_zero", backward=of_another_cotangent(take_stride_zero_for_ones)): "cotangent layouts",
     product(
         "strides",
         kernel=lambda x, weight: torch.empty_like(x).copy_(read_as_contiguous(x).square() * weight),
@@ -232,7 +212,7 @@ ALONE = {
     product("detached_vmap", vmap=lambda x, weight: x.detach().square() * weight): "derivatives under vmap",
     product("fake", fake=lambda x, weight: x.new_empty(x.shape)): "fake against real",
     product("sizes", fake=lambda x, weight: torch.empty_like(x) if BLOCKS.get(x.shape[0], 64) else x): "opcheck",
-    product("compiled", jvp=wrong_when_compiled): "compile against eager",
+    product("compiled", jvp=wrong_sign_where(lambda inputs: torch.compiler.is_compiling())): "compile against eager",
     product(
         "random",
         kernel=lambda x, weight: x.square() * weight * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape)),
@@ -241,13 +221,11 @@ ALONE = {
     product(
         "clamped", kernel=lambda x, weight: x.square() * weight.contiguous().clamp_(min=-9.0)
     ): "aliasing and mutation",
-    powers: "static arguments",
+    power("alone", {"power": 2.0}): "static arguments",
 }
 # Others notice these too.
 OTHERS = {
     forgets_none: "gradcheck",
-    product("logarithms", backward=square_by_logarithms): "gradcheck",
-    product("mixed", vmap=lambda x, weight: x.square() * weight.roll(1, 0)): "vmap against loop",
     product(
         "kernel_of_backward",
         backward=lambda ctx, saved, y_bar: {
@@ -256,7 +234,5 @@ OTHERS = {
         },
     ): "cotangent layouts",
     product("last", kernel=leave_the_last_out): "uninitialized outputs",
-    product("writes", kernel=write_to_weight): "aliasing and mutation",
     aliased_p: "aliasing and mutation",
 }
-powers.def_backward(power_backward({"power": 2.0}))
