@@ -1,16 +1,309 @@
-"""functional_call on a small convolutional net: truth is the module itself, in loops, and a net written by hand."""
+"""functional_call: truth is the module itself, in loops, and a net written by hand; what it refuses."""
 
 import copy
+import re
 
+import optree
 import pytest
 import torch
-from pure_modules import CLOSE, assert_buffers, assert_untouched, data, snapshot
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from primitives.core.errors import LeafError
 from primitives.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
-KINDS, MOMENTA = ("torch", "primitives"), (0.1, None)
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def data(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def snapshot(model):
+    """Everything that a call may not change: the objects that are registered, other attributes, and the values."""
+    objects = {
+        (name, part): dict(vars(module)[part] if part else vars(module))
+        for name, module in model.named_modules(remove_duplicate=False)
+        for part in ("", "_parameters", "_buffers")
+    }
+    return objects, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_untouched(model, before):
+    after = snapshot(model)
+    assert list(after[0]) == list(before[0])
+    for place, held in after[0].items():
+        assert list(held) == list(before[0][place]), place
+        assert all(held[key] is value for key, value in before[0][place].items()), place
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
+
+
+def assert_buffers(buffers, model):
+    assert list(buffers) == list(dict(model.named_buffers()))
+    torch.testing.assert_close(buffers, dict(model.named_buffers()), **CLOSE)
+
+
+X, IMAGES = data(0, 4, 3), data(1, 2, 3, 4, 4)
+
+
+class Shared(nn.Module):
+    """One batch norm under two names, called twice, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.BatchNorm1d(3, momentum=None)
+        self.encode, self.decode = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.second(self.decode(self.first(self.encode(x))))
+
+
+class Writer(nn.Module):
+    """Buffers written in every way, and attributes that come and go."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        for name in ("in_place", "unseen", "assigned", "constant"):
+            self.register_buffer(name, torch.zeros(3))
+        self.register_buffer("transient", torch.zeros(3), persistent=False)
+        self.register_buffer("absent", None)
+        self.calls, self.gone = 0, "here"
+
+    def forward(self, x, fail=False):
+        self.in_place.mul_(0.9).add_(x.detach().mean(0))
+        self.unseen.data.add_(1)
+        self.transient += 2
+        self.assigned = self.assigned + x.detach().sum(0)
+        self.absent = x.detach().sum() if self.absent is None else self.absent + 1
+        self.calls += 1
+        self.last = x
+        del self.gone
+        if fail:
+            raise ZeroDivisionError
+        return x * self.weight + self.constant
+
+
+CASES = {
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), IMAGES),
+    "SyncBatchNorm momentum None": (lambda: nn.SyncBatchNorm(3, momentum=None), IMAGES),
+    "BatchNorm2d momentum None": (lambda: nn.BatchNorm2d(3, momentum=None), IMAGES),
+    "BatchNorm2d of primitives": (lambda: pr.nn.BatchNorm2d(3), IMAGES),
+    "BatchNorm2d in evaluation": (lambda: nn.BatchNorm2d(3).eval(), IMAGES),
+    "LSTM": (lambda: nn.LSTM(3, 4), X),
+    "MultiheadAttention": (lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), X),
+    "spectral_norm by hook": (lambda: nn.utils.spectral_norm(nn.Linear(3, 4)), X),
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), X),
+    "GraphModule": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), X),
+    "shared and tied": (Shared, X),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_calls_equal_two_calls_of_the_module(case):
+    """Outputs, buffers and gradients."""
+    make, x = CASES[case]
+    torch.manual_seed(0)
+    model = make().double()
+    pure, before = functional_call(model), snapshot(model)
+    params, buffers = pure.init()
+    given = copy.deepcopy((params, buffers))
+    for p in params.values():
+        p.requires_grad_()
+    reference, state = copy.deepcopy(model), buffers
+    for _ in range(2):
+        output, state = pure(params, state, x)
+        results = (output, params.values()), (reference(x), reference.parameters())
+        derived = [torch.autograd.grad(optree.tree_leaves(y)[0].sin().sum(), list(p)) for y, p in results]
+        torch.testing.assert_close(output, results[1][0], **CLOSE)
+        torch.testing.assert_close(*derived, rtol=1e-9, atol=1e-9)
+        assert_buffers(state, reference)
+    assert_untouched(model, before)
+    torch.testing.assert_close((params, buffers), given, rtol=0, atol=0)
+
+
+def test_buffers_written_in_every_way():
+    model = Writer().double()
+    before = snapshot(model)
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    given = {name: value.clone() for name, value in buffers.items()}
+    output, once = pure(params, buffers, X)
+    assert torch.equal(output, X)
+    assert list(once) == ["in_place", "unseen", "assigned", "constant", "transient", "absent"]
+    assert torch.equal(once["in_place"], X.mean(0))
+    assert torch.equal(once["assigned"], X.sum(0))
+    assert [once[name].tolist() for name in ("unseen", "constant", "transient")] == [[1] * 3, [0] * 3, [2] * 3]
+    _, twice = pure(params, once, X)
+    assert twice["absent"] == X.sum() + 1
+    assert pure(params, {**once, "absent": None}, X)[1]["absent"] == X.sum()
+    assert torch.equal(twice["in_place"], 0.9 * X.mean(0) + X.mean(0))
+    assert_untouched(model, before)
+    with pytest.raises(ZeroDivisionError):
+        pure(params, buffers, X, fail=True)
+    assert_untouched(model, before)
+    assert all(torch.equal(buffers[name], value) for name, value in given.items())
+    assert torch.overrides._get_current_function_mode() is None
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, in_place):
+        self.mean = self.mean.add_(x.mean()) if in_place else self.mean + x.mean()
+        return x - self.mean
+
+
+def test_shared_buffers_under_vmap():
+    pure, stacked = functional_call(Mean()), {"mean": torch.zeros(4, dtype=torch.float64)}
+    params, buffers = pure.init()
+    for given, axis, in_place in ((buffers, None, False), (stacked, 0, True)):
+        new_buffers = vmap(pure, in_dims=(None, axis, 0, None))(params, given, X, in_place)[1]
+        torch.testing.assert_close(new_buffers, {"mean": X.mean(1)})
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        vmap(pure, in_dims=(None, None, 0, None))(params, buffers, X, True)
+    assert buffers["mean"] == 0
+
+
+def test_strict_false_takes_the_rest_from_the_module():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    pure = functional_call(model, strict=False)
+    output, buffers = pure({"0.weight": torch.zeros(3, 3).double(), "unknown": X}, {}, X)
+    assert torch.equal(output, torch.zeros_like(X))
+    assert list(buffers) == list(dict(model.named_buffers()))
+    assert buffers["1.num_batches_tracked"] == 1
+    assert model[1].num_batches_tracked == 0
+    params, buffers = pure.init()
+    half = ({name: value.bfloat16() for name, value in params.items()}, buffers)
+    with pytest.raises(pr.DtypeError):
+        functional_call(model)(*half, X)
+    first = {name[2:]: value.float() for name, value in params.items() if name.startswith("0.")}
+    assert functional_call(model[0], strict=False)(first, {}, X.float())[0].dtype == torch.float32
+
+
+def test_tied_names():
+    model = Shared().double()
+    pure = functional_call(model)
+    params, buffers = pure.init()
+    weight = params.pop("encode.weight") * 2 + 1
+    assert "decode.weight" not in params
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        reference.encode.weight.copy_(weight)
+    expected = reference(X), dict(reference.named_buffers())
+    torch.testing.assert_close(pure({**params, "encode.weight": weight}, buffers, X), expected)
+    torch.testing.assert_close(pure({**params, "decode.weight": weight}, buffers, X), expected)
+    torch.testing.assert_close(pure({**params, "decode.weight": weight, "encode.weight": weight}, buffers, X), expected)
+    both = {**params, "decode.weight": weight, "encode.weight": weight + 1}
+    with pytest.raises(pr.TreeError, match=re.escape("params['decode.weight'] is tied to others")):
+        pure(both, buffers, X)
+    renamed = {name.replace("first", "second"): value for name, value in buffers.items()}
+    new_buffers = pure({**params, "encode.weight": weight}, renamed, X)[1]
+    assert new_buffers.keys() == renamed.keys()
+    assert new_buffers["second.num_batches_tracked"] == 2
+
+
+class Parting(nn.Module):
+    """One buffer in two places, of which a call changes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(()))
+        self.register_buffer("second", self.first)
+
+    def forward(self):
+        self.first = self.first + 1
+
+
+def test_a_tie_that_a_call_breaks():
+    pure = functional_call(Parting())
+    assert pure(*pure.init())[1] == {"first": 1, "second": 0}
+
+
+def linear():
+    pure = functional_call(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    return pure, *pure.init()
+
+
+PURE, PARAMS, BUFFERS = linear()
+
+
+class Acting(nn.Linear):
+    """Does something to its weight first."""
+
+    def __init__(self, act):
+        super().__init__(3, 3)
+        self._act = act
+
+    def forward(self, input):
+        with torch.no_grad():
+            self._act(self.weight)
+        return super().forward(input)
+
+
+class Reentrant(nn.Linear):
+    def forward(self, input):
+        return checkpoint(super().forward, input.requires_grad_(), use_reentrant=True)
+
+
+class Streaming(nn.Linear):
+    def forward(self, input):
+        yield super().forward(input)
+
+
+def call(module, *args, transform=lambda f: f):
+    pure, before = functional_call(module), snapshot(module)
+    params, buffers = pure.init()
+    try:
+        transform(lambda params: pure(params, buffers, *args)[0].sum())(
+            {name: p.requires_grad_() for name, p in params.items()}
+        )
+    finally:
+        assert_untouched(module, before)
+
+
+def stacked(f):
+    return lambda params: vmap(f)({name: torch.stack([p, p]) for name, p in params.items()})
+
+
+WRITTEN = pr.MutationError, "writes its parameter 'weight' in place"
+ERRORS = {
+    "no module": (lambda: functional_call(3), TypeError, "got int"),
+    "parallel": (lambda: functional_call(nn.DataParallel(nn.Linear(1, 1))), TypeError, "got DataParallel"),
+    "no dict": (lambda: PURE([], BUFFERS, X), pr.TreeError, "params must be a dict"),
+    "nested": (lambda: PURE({**PARAMS, "0.weight": {}}, BUFFERS, X), LeafError, "params['0.weight']"),
+    "kind": (lambda: PURE({**PARAMS, **BUFFERS}, BUFFERS, X), pr.TreeError, "Unexpected in params: '1.running_mean'"),
+    "missing": (lambda: PURE(PARAMS, {}, X), pr.TreeError, "Missing in buffers: '1.running_mean'"),
+    "shape": (lambda: PURE({**PARAMS, "0.weight": torch.ones(2)}, BUFFERS, X), pr.ShapeError, "params['0.weight']"),
+    "dtype": (
+        lambda: PURE(PARAMS, {**BUFFERS, "1.running_var": torch.ones(3).double()}, X), pr.DtypeError,
+        "buffers['1.running_var']",
+    ),
+    "max_norm": (lambda: call(nn.Embedding(3, 2, max_norm=0.1), torch.tensor([0])), *WRITTEN),
+    "written": (lambda: call(Acting(lambda w: w.detach().add_(1)), torch.ones(3)), *WRITTEN),
+    "written in grad": (lambda: call(Acting(lambda w: w.add_(1)), torch.ones(3), transform=grad), *WRITTEN),
+    "written in vmap": (
+        lambda: call(Acting(lambda w: w.view(-1)[1:].fill_(5)), torch.ones(2, 3), transform=stacked), *WRITTEN,
+    ),
+    "reentrant": (lambda: call(Reentrant(3, 3).double(), X.clone()), RuntimeError, "use_reentrant=False"),
+    "generator": (lambda: call(Streaming(3, 3).double(), X), LeafError, "got generator"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    action, error, message = ERRORS[case]
+    with pytest.raises(error, match=re.escape(message)) as info:
+        action()
+    assert str(info.value).startswith("functional_call: ")
+
+
+# Under transforms.
 
 
 def net(kind="torch", momentum=0.1):
@@ -19,112 +312,67 @@ def net(kind="torch", momentum=0.1):
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, momentum=momentum), nn.Tanh(),
         nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2, momentum=momentum), nn.Flatten(), nn.Linear(8, 3),
     ).double()  # fmt: skip
-    if kind == "primitives":
-        pr.nn.convert(model)
-    return model
+    return pr.nn.convert(model) if kind == "primitives" else model
 
 
-X, Y = data(1, 4, 1, 5, 5), torch.tensor([0, 2, 1, 2])
+BATCH, LABELS = data(1, 4, 1, 5, 5), torch.tensor([0, 2, 1, 2])
 
 
-def with_state(model, params, buffers):
-    copied = copy.deepcopy(model)
-    copied.load_state_dict({**params, **buffers})
-    return copied
-
-
-@pytest.mark.parametrize("momentum", MOMENTA)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_training_steps_equal_those_of_the_module_bitwise(kind, momentum):
-    model, rate, decay = net(kind, momentum), 0.1, 0.9
-    pure = functional_call(model)
-    params, buffers = pure.init()
-    velocity = {name: torch.zeros_like(value) for name, value in params.items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=decay)
-
-    def loss(params, buffers, x):
-        output, buffers = pure(params, buffers, x)
-        return nn.functional.cross_entropy(output, Y), buffers
-
-    for seed in range(2):
-        x = data(seed, 4, 1, 5, 5)
-        gradient, buffers = grad(loss, has_aux=True)(params, buffers, x)
-        for name, p in params.items():
-            velocity[name] = gradient[name] if seed == 0 else velocity[name] * decay + gradient[name]
-            params[name] = torch.add(p, velocity[name], alpha=-rate)
-        optimizer.zero_grad()
-        # A torch module takes the same primitives then; a converted one takes them by itself.
-        with pr.override_torch():
-            output = model(x)
-        nn.functional.cross_entropy(output, Y).backward()
-        optimizer.step()
-    for name, p in model.named_parameters():
-        assert torch.equal(params[name], p), name
-    assert_buffers(buffers, model, exact=True)
-
-
-@pytest.mark.parametrize("momentum", MOMENTA)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, momentum", [("torch", None), ("primitives", 0.1)])
 def test_vmap_over_models(kind, momentum):
     model = net(kind, momentum)
-    states = []
-    for shift in range(3):
-        params, buffers = functional_call(model).init()
-        # Each model has seen another number of batches.
-        states.append(({n: p + 0.1 * shift for n, p in params.items()}, {n: b + shift for n, b in buffers.items()}))
-    params, buffers = ({n: torch.stack([s[i][n] for s in states]) for n in states[0][i]} for i in range(2))
-    outputs, new_buffers = vmap(functional_call(model), in_dims=(0, 0, None))(params, buffers, X)
+    params, buffers = functional_call(model).init()
+    # Each model has seen another number of batches.
+    states = [{n: x + (0.1 * k if n in params else k) for n, x in (params | buffers).items()} for k in range(3)]
+    stacked = ({n: torch.stack([state[n] for state in states]) for n in tree} for tree in (params, buffers))
+    outputs, new_buffers = vmap(functional_call(model), in_dims=(0, 0, None))(*stacked, BATCH)
     for i, state in enumerate(states):
-        one = with_state(net("torch", momentum), *state)
-        torch.testing.assert_close(outputs[i], one(X), **CLOSE)
+        one = net("torch", momentum)
+        one.load_state_dict(state)
+        torch.testing.assert_close(outputs[i], one(BATCH), **CLOSE)
         assert_buffers({name: value[i] for name, value in new_buffers.items()}, one)
 
 
 def losses(output):
-    return nn.functional.cross_entropy(output, Y, reduction="none")
+    return nn.functional.cross_entropy(output, LABELS, reduction="none")
 
 
-def by_hand(params, x):
-    """The net in training, of operations whose derivatives torch has right at every order."""
-
-    def norm(x, weight, bias):
-        centered = x - x.mean((0, 2, 3), keepdim=True)
-        scaled = centered / (centered.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
-        return scaled * weight[:, None, None] + bias[:, None, None]
-
-    x = norm(nn.functional.conv2d(x, params["0.weight"], params["0.bias"]), params["1.weight"], params["1.bias"]).tanh()
-    x = norm(nn.functional.conv2d(x, params["3.weight"], params["3.bias"]), params["4.weight"], params["4.bias"])
-    return nn.functional.linear(x.flatten(1), params["6.weight"], params["6.bias"])
+def without_statistics(params, x):
+    """The net in training, which keeps none: torch's own call of it serves every transform."""
+    model = net("primitives")
+    for norm in (model[1], model[4]):
+        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    return torch.func.functional_call(model, params, (x,))
 
 
 def moved(transform):
     return lambda run, p: transform(
-        lambda p: run(p, X), (p,), ({name: data(i, *x.shape) for i, (name, x) in enumerate(p.items())},)
+        lambda p: run(p, BATCH), (p,), ({name: data(i, *x.shape) for i, (name, x) in enumerate(p.items())},)
     )[1]
 
 
 def of_norms(run, params):
     some = {name: params[name] for name in ("1.weight", "3.bias", "4.weight")}
-    return hessian(lambda some: losses(run({**params, **some}, X)).mean())(some)
+    return hessian(lambda some: losses(run({**params, **some}, BATCH)).mean())(some)
 
 
 TRANSFORMS = {
     "gradients per sample": lambda run, p: vmap(grad(lambda p, x: run(p, x[None]).square().sum()), in_dims=(None, 0))(
-        p, X
+        p, BATCH
     ),
-    "gradients of losses": lambda run, p: jacrev(lambda p: losses(run(p, X)))(p),
+    "gradients of losses": lambda run, p: jacrev(lambda p: losses(run(p, BATCH)))(p),
     "jvp": moved(jvp),
     "hessian": of_norms,
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["torch", "primitives"])
 def test_derivatives_in_training(kind, name):
     pure = functional_call(net(kind))
     params, buffers = pure.init()
     found = TRANSFORMS[name](lambda p, x: pure(p, buffers, x)[0], params)
-    torch.testing.assert_close(found, TRANSFORMS[name](by_hand, params), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, TRANSFORMS[name](without_statistics, params), rtol=1e-9, atol=1e-9)
 
 
 def test_compiled_training_step():

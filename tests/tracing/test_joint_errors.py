@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 
 import pytest
 import torch
 from torch import distributed, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import dropout, relu, scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -173,45 +172,6 @@ def test_random_numbers_that_are_no_danger():
     assert not torch.equal(torch.rand(3), first)
 
 
-def hides(x):
-    with torch.no_grad():
-        x.mul_(2)
-    return x.sin()
-
-
-HIDDEN = {
-    "no_grad": hides,
-    "data": lambda x: x.data.mul_(2) + x.sin(),
-    "detach": lambda x: x.detach().mul_(2) + x.sin(),
-}
-
-
-@pytest.mark.parametrize("write", HIDDEN)
-def test_writes_that_autograd_does_not_see(write):
-    """As in eager: the gradient is that of what is computed with the new value, and the new value has none."""
-    fn, x, given = HIDDEN[write], leaf(3), leaf(3)
-    y = fn(x)
-    (bar,) = torch.autograd.grad(y.sum(), x)
-    graph = trace_joint(fn, leaf(3))
-    assert len(graph.tangent_names) == 1
-    (out, mutated), (found,) = graph((given,), (ONES, OrderedDict(x=None)))
-    assert torch.equal(given, leaf(3))
-    joint_out, (joint_found,) = create_joint(fn)((given,), ONES)
-    for found_out, found_bar, new in ((out, found, mutated["x"]), (joint_out, joint_found, given)):
-        assert torch.equal(found_out, y.detach())
-        assert torch.equal(found_bar, bar)
-        assert torch.equal(new, x.detach())
-
-
-def test_writes_to_leaves():
-    """Autograd allows none that it sees, and neither does `create_joint`; `trace_joint` makes outputs of them."""
-    for x in (leaf(3), leaf(3) * 1):
-        with pytest.raises(MutationError, match=r"create_joint: .*written to in place"):
-            create_joint(lambda x: x.mul_(2).sin())((x,), ONES)
-    _, (bar,) = trace_joint(lambda x: x.mul_(2).sin(), leaf(3))((leaf(3),), (ONES, OrderedDict(x=None)))
-    assert torch.equal(bar, 2 * (2 * leaf(3).detach()).cos())
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_primals_that_are_not_dense():
@@ -250,18 +210,3 @@ def test_collectives_that_write_in_place():
             trace_joint(reduces, leaf(3), torch.ones(3, dtype=torch.float64))
     finally:
         distributed.destroy_process_group()
-
-
-def test_writes_to_subclasses_made_inside():
-    def fn(t):
-        return relu(t.sin().add_(1) * t, inplace=True).sum()
-
-    t = TwoTensor(leaf(3).detach(), leaf(3, seed=1).detach()).requires_grad_()
-    unwrapped = unwrap_subclasses(fn, t)
-    graph = trace_joint(unwrapped.fn, *unwrapped.args)
-    ones = torch.ones((), dtype=torch.float64)
-    _, bars = graph(unwrapped.args, {"a": ones, "b": ones})
-    found = unwrapped.wrap_gradients(*bars)[0]
-    for name in ("a", "b"):
-        part = getattr(t, name).detach().requires_grad_()
-        torch.testing.assert_close(getattr(found, name), torch.autograd.grad(fn(part), part)[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections import OrderedDict
 
 import optree
 import pytest
@@ -91,27 +90,6 @@ def test_saved_values_and_their_bytes():
     # Nor does a view of another saved value: both the exponential and its transpose are saved.
     turned = trace_joint(lambda x, w: (x.exp().t() @ w).sum(), x, w, no_tangents=True).forward_graph(min_cut=False)
     assert [entry.num_bytes for entry in turned.saved if not entry.is_input] == [matrix, 0]
-
-
-def test_inputs_that_are_written_to():
-    def fn(w, state):
-        state.add_(w.detach().sum())
-        w.mul_(2)
-        return (w * state).sin()
-
-    def pure(w, state):
-        state = state + w.detach().sum()
-        w = w * 2
-        return (w * state).sin(), w, state
-
-    w, state, y_bar = leaf(3), torch.ones(3, dtype=torch.float64), leaf(3, seed=2).detach()
-    graph = trace_joint(fn, w, state)
-    assert graph.mutated_names == ("w", "state")
-    assert graph.tangent_names == ("tangents[0]", "tangents[1]['w']")
-    (y, mutated), grads = graph((w, state), (y_bar, OrderedDict(w=y_bar, state=None)))
-    (y_true, w_true, state_true), grads_true = create_joint(pure)((w, state), (y_bar, y_bar, None))
-    same((y, list(mutated.values()), grads), (y_true, [w_true, state_true], grads_true))
-    assert torch.equal(state, torch.ones(3, dtype=torch.float64))
 
 
 def test_several_batch_sizes():

@@ -9,11 +9,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import primitives as pr
 from primitives.core.errors import MutationError, ShapeError
-from primitives.tracing import create_joint, functionalize_mutations, trace_joint
+from primitives.tracing import create_joint, trace_joint
 from tests.tracing.test_joint import leaf
 from tests.tracing.test_joint_graph import same
 
@@ -88,48 +87,6 @@ def test_writes_of_create_joint():
         (base[:2].requires_grad_(), base.detach()[2:])
     )
     assert base.tolist() == [0, 0, 1, 1]
-
-
-class Doubled(torch.autograd.Function):
-    """Writes in place and says so."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx, bar):
-        return 2 * bar
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_custom_functions_that_mark_what_they_write(view):
-    def fn(x):
-        Doubled.apply(x[1:] if view else x)
-        Doubled.apply(x)
-        return (x * x.sin()).sum()
-
-    w = leaf(3)
-    x = w * 1
-    value = fn(x)
-    expected = value.detach(), torch.autograd.grad(value, w)[0], x.detach()
-    (y, mutated), (bar,) = trace_joint(fn, w, no_tangents=True)((w,))
-    same((y, bar, mutated["x"]), expected)
-    joint = create_joint(functionalize_mutations(fn), no_tangents=True)
-    (y, mutated), (bar,) = make_fx(joint)((w,))((w,))
-    same((y, bar, mutated["args[0]"]), expected)
-    assert torch.equal(w, leaf(3))
-
-
-def test_a_joint_function_within_another():
-    def fn(w, x):
-        return (w * create_joint(lambda x: x.sin().sum(), no_tangents=True)((x,))[1][0]).sum()
-
-    w, x = leaf(3), leaf(3, seed=1)
-    expected = create_joint(fn, no_tangents=True)((w, x))
-    same(expected[1], (x.detach().cos(), -w.detach() * x.detach().sin()))
-    same(trace_joint(fn, w, x, no_tangents=True)((w, x)), expected)
 
 
 SCALE = torch.linspace(0, 1, 4, dtype=torch.float64)

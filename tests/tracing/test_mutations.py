@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import primitives as pr
 from primitives.core.errors import MissingRuleError, MutationError
-from primitives.tracing import functionalize_mutations
+from primitives.tracing import create_joint, functionalize_mutations, trace_joint
 
 
 def data(*shape, seed=0):
@@ -26,8 +26,15 @@ def assert_pure(graph):
     assert not [name for name in ops(graph) if name.endswith("_") or name == "primitives::write_back"], graph.code
 
 
-def functional_with_out(x, y):
+def add_into(x, y):
     torch.add(y, 1, out=x)
+
+
+def made_inside(x, y):
+    made = torch.zeros(2, dtype=x.dtype)
+    made.add_(torch.tensor([1.0, 2.0]))
+    made[0] = torch.tensor(3.0).mul_(2)
+    x.add_(made)
 
 
 # What writes to two matrices, and the labels of what is written to.
@@ -36,7 +43,7 @@ PROGRAMS = {
     "view": (lambda x, y: x[1:].t()[0].mul_(2), "x"),
     "both": (lambda x, y: (y.mul_(x), x.zero_()), "xy"),
     "same values": (lambda x, y: x.copy_(x.clone()), "x"),
-    "out": (functional_with_out, "x"),
+    "out": (add_into, "x"),
     "foreach": (lambda x, y: torch._foreach_add_([x, y], 1.0), "xy"),
     "index": (lambda x, y: x.__setitem__((0, slice(1)), 5.0), "x"),
     "masked": (lambda x, y: x.__setitem__(x > 0, 0.0), "x"),
@@ -46,6 +53,7 @@ PROGRAMS = {
     "metadata and data": (lambda x, y: x.t_().add_(1), "x"),
     "native norm": (lambda x, y: torch.native_batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5), "y"),
     "nothing": (lambda x, y: x + y, ""),
+    "made inside": (made_inside, "x"),
     "detached": (lambda x, y: x.detach().add_(1), "x"),
     "write_back": (lambda x, y: torch.ops.primitives.write_back([x], [y]), "x"),
 }
@@ -60,13 +68,14 @@ def test_new_values(name, tracing_mode):
     program(*expected)
     before = x.clone(), y.clone(), x._version, y._version
     pure = functionalize_mutations(lambda x, y: [program(x, y)][1:])
+    in_place, given = pure.in_place, (x.clone(), y.clone())
     if tracing_mode:
+        in_place = make_fx(in_place, tracing_mode=tracing_mode)(x.clone(), y.clone())
+        assert {n for n in ops(in_place) if n.endswith("_")} <= {"aten::copy_", "aten::as_strided_"}
         pure = make_fx(pure, tracing_mode=tracing_mode)(x, y)
         assert_pure(pure)
-    else:
-        given = x.clone(), y.clone()
-        pure.in_place(*given)
-        assert all(a.stride() == b.stride() and torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    in_place(*given)
+    assert all(a.stride() == b.stride() and torch.equal(a, b) for a, b in zip(given, expected, strict=True))
     _, mutated = pure(x, y)
     keys = {"x": "args[0]", "y": "args[1]"}
     assert list(mutated) == [keys[label] for label in labels]
@@ -80,21 +89,30 @@ def test_new_values(name, tracing_mode):
     assert x.shape == y.shape == (2, 2)
 
 
-def test_inputs_that_overlap_are_read_and_not_written():
-    base = data(6)
-    pure = functionalize_mutations(lambda a, b: (a.mul_(2), b.sum())[1])
-    within = functionalize_mutations(lambda a, b: pure(a, b)[0])
-    for function in (pure, within, make_fx(pure, tracing_mode="fake"), make_fx(within, tracing_mode="fake")):
-        with pytest.raises(MutationError, match=re.escape("args[0], args[1] share memory, and args[0] is written to")):
-            function(base[:4], base[2:])
-    x = torch.zeros(2, dtype=torch.complex64)
-    with pytest.raises(MutationError, match="share memory"):
-        functionalize_mutations(lambda x, y: x.zero_())(x, torch.view_as_real(x))
-    assert torch.equal(base, data(6))
-    assert functionalize_mutations(lambda a, b: a * b[:4])(base[:4], base[2:])[1] == {}
-    # Inputs that share a storage and no element, and one tensor in two places, are nothing special.
-    assert list(pure(base[:2], base[2:])[1]) == ["args[0]"]
-    assert torch.equal(pure(base, base)[0], 2 * base.sum())
+BASE, OUTSIDE, MATRIX = data(6), data(2), data(2, 2)
+COMPLEX = torch.zeros(2, dtype=torch.complex64)
+REFUSED = {
+    "overlap": (lambda a, b: a.mul_(2), (BASE[:4], BASE[2:]), r"share memory, and args\[0\] is written"),
+    "complex": (lambda a, b: a.zero_(), (COMPLEX, torch.view_as_real(COMPLEX)), "share memory"),
+    "captured": (lambda x: OUTSIDE.add_(x), (MATRIX[0],), r"not an input.*test_mutations.py:\d+: "),
+    "view": (lambda x: OUTSIDE[0].zero_(), (MATRIX[0],), r"not an input.*test_mutations.py:\d+: "),
+    "resize_": (lambda x: x.resize_(1, 2), (MATRIX,), r"args\[0\] is given other memory"),
+    "resize_ zero_": (lambda x: x.resize_(5).zero_(), (MATRIX,), r"args\[0\] is given other memory"),
+    "set_": (lambda x: x.set_(x.sin()), (MATRIX,), r"args\[0\] is given other memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_writes_that_cannot_be_pure(name):
+    program, args, text = REFUSED[name]
+    given = [x.clone() for x in (BASE, OUTSIDE, MATRIX)]
+    pure, calls = functionalize_mutations(program), []
+    for call in (pure, functionalize_mutations(lambda *args: pure(*args)[0])):
+        calls += [call, make_fx(call, tracing_mode="fake" if len(args) == 2 else "real")]
+    for call in calls:
+        with pytest.raises(MutationError, match=text):
+            call(*args)
+    assert all(map(torch.equal, (BASE, OUTSIDE, MATRIX), given))
 
 
 def test_outputs_that_are_views_of_inputs_stay_so():
@@ -105,20 +123,14 @@ def test_outputs_that_are_views_of_inputs_stay_so():
             assert (y.data_ptr(), y.stride()) == (wanted.data_ptr(), wanted.stride())
 
 
-def test_what_is_made_inside_is_written_to():
-    def program(x):
-        y, z = torch.zeros(2, dtype=x.dtype), torch.tensor(3.0)
-        y.add_(torch.tensor([1.0, 2.0]))
-        y[0] = z.mul_(2)
-        return y + x
-
-    pure = functionalize_mutations(program)
-    graph = make_fx(pure)(data(2))
-    assert_pure(graph)
-    for call in (pure, graph):
-        value, mutated = call(data(2))
-        assert torch.equal(value, program(data(2)))
-        assert mutated == {}
+def test_inputs_that_overlap_are_read():
+    pure = functionalize_mutations(lambda a, b: (a.mul_(2), b.sum())[1])
+    assert functionalize_mutations(lambda a, b: a * b[:4])(BASE[:4], BASE[2:])[1] == {}
+    # Inputs that share a storage and no element, and one tensor in two places, are nothing special.
+    assert list(pure(BASE[:2], BASE[2:])[1]) == ["args[0]"]
+    assert torch.equal(pure(BASE, BASE)[0], 2 * BASE.sum())
+    with pytest.raises(MissingRuleError, match="pre_dispatch"):
+        make_fx(functionalize_mutations(torch.sin), pre_dispatch=True)(data(2))
 
 
 def program(x, w):
@@ -136,14 +148,10 @@ def by_hand(x, w):
 
 
 TRANSFORMS = {
-    "grad": lambda f, x, w: grad(f, (0, 1))(x, w),
     "per sample": lambda f, x, w: vmap(grad(f), (0, None))(torch.stack([x, x + 1]), w),
     "jvp": lambda f, x, w: jvp(f, (x, w), (w, x)),
     "hessian": lambda f, x, w: hessian(f)(x, w),
     "vmap": lambda f, x, w: vmap(f)(torch.stack([x, x + 1]), torch.stack([w, w + 1])),
-    "backward": lambda f, x, w: torch.autograd.grad(
-        f(x.requires_grad_(), w.requires_grad_()), (x, w), create_graph=True
-    ),
 }
 
 
@@ -162,89 +170,90 @@ def test_derivatives(name):
     torch.testing.assert_close(graph(data(3), data(3, seed=1))[0], results[1])
 
 
-def test_graphs_are_differentiable_where_they_are_traced():
-    """A backward pass that is traced outside of the pure function finds its inputs, and no write is recorded."""
-    pure = functionalize_mutations(program)
-    x, w = data(3).requires_grad_(), data(3, seed=1).requires_grad_()
-
-    def gradients(x, w):
-        y, mutated = pure(x, w)
-        return torch.autograd.grad(y + mutated["args[0]"].sum(), (x, w))
-
-    graph = make_fx(gradients, tracing_mode="fake")(x, w)
-    assert_pure(graph)
-    y = by_hand(x, w)
-    after = torch.cat([(x[0] * w[0] + x[1] * w[1])[None], (x * w)[1:]])
-    torch.testing.assert_close(graph(x, w), torch.autograd.grad(y + after.sum(), (x, w)))
+# Writes that autograd sees, or does not: under no_grad, through .data and detach(), by functions that mark them.
 
 
-def test_writes_to_what_is_no_input():
-    outside = data(2)
-    for pure in (
-        functionalize_mutations(outside.add_),
-        functionalize_mutations(lambda x: outside[0].zero_()),
-    ):
-        for call in (pure, make_fx(pure)):
-            with pytest.raises(MutationError, match=r"not an input.*test_mutations.py:\d+: "):
-                call(data(2))
-    assert torch.equal(outside, data(2))
-
-
-def test_what_cannot_be_pure():
-    for program in (lambda x: x.resize_(1, 2), lambda x: x.resize_(5).zero_(), lambda x: x.set_(x.sin())):
-        for call in (functionalize_mutations(program), make_fx(functionalize_mutations(program))):
-            with pytest.raises(MutationError, match=r"args\[0\] is given other memory"):
-                call(data(2, 2))
-    with pytest.raises(MissingRuleError, match="pre_dispatch"):
-        make_fx(functionalize_mutations(torch.sin), pre_dispatch=True)(data(2))
-
-
-def test_a_graph_that_copies_back():
-    def program(x, y):
-        x.add_(1)
-        y.t_()
-        return x[0]
-
-    graph = make_fx(functionalize_mutations(program).in_place, tracing_mode="fake")(data(2, 2), data(2, 2))
-    assert [name for name in ops(graph) if name.endswith("_")] == ["aten::copy_", "aten::as_strided_"]
-    x = data(2, 2)
-    row = graph(x, data(2, 2))
-    assert torch.equal(x, data(2, 2) + 1)
-    assert row.data_ptr() == x.data_ptr()
-
-
-# Training steps: writes that autograd does not see, optimizers, clips, batch norm.
-
-
-def step(w, x):
-    y = (w * x).sum().square()
+def without_grad(w, state):
+    y = (w * state).sum().square()
     with torch.no_grad():
         w.clamp_(-0.1, 0.1)
     w.data.add_(1)
     w.detach().mul_(2)
-    return y + (w * x).exp().sum()
+    return y + (w * state).exp()
 
 
-@pytest.mark.parametrize("leaf", [True, False])
-def test_writes_hidden_from_autograd(leaf):
-    """They have no derivative, as in torch: output, gradient and new value are those of the program."""
-    x, pure = data(3, seed=1), functionalize_mutations(step)
+class Doubled(torch.autograd.Function):
+    """Writes in place and says so."""
 
-    def run(call):
-        w = data(3).requires_grad_()
-        used = w if leaf else w * 1
-        y, new = call(used)
-        return y, torch.autograd.grad(y, w)[0], new
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
 
-    expected = run(lambda w: (step(w, x), w))
-    for call in (lambda w: (pure.in_place(w, x), w), lambda w: ((result := pure(w, x))[0], result[1]["args[0]"])):
-        assert all(map(torch.equal, run(call), expected))
-    assert not pure(data(3).requires_grad_(), x)[1]["args[0]"].requires_grad
-    graph = make_fx(pure, tracing_mode="fake")(data(3), x)
-    assert_pure(graph)
-    value, mutated = graph(data(3), x)
-    assert torch.equal(value, expected[0])
-    assert torch.equal(mutated["args[0]"], expected[2])
+    @staticmethod
+    def backward(ctx, bar):
+        return 2 * bar
+
+
+# Whether autograd sees the write to `w`.
+WRITING = {
+    "no_grad": (without_grad, False),
+    "data": (lambda w, state: w.data.mul_(2) + w.sin(), False),
+    "detach": (lambda w, state: w.detach().mul_(2) + w.sin(), False),
+    "both": (lambda w, state: (state.add_(w.detach().sum()), w.mul_(2) * state)[1].sin(), True),
+    "marked": (lambda w, state: (Doubled.apply(w), w * w.sin())[1], True),
+    "view": (lambda w, state: (Doubled.apply(w[1:]), Doubled.apply(w), w * w.sin())[2], True),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_writes_under_autograd(name):
+    """Output, gradient and new values are those of eager autograd; a write that it does not see has no derivative."""
+    fn, is_seen = WRITING[name]
+    pure, ones = functionalize_mutations(fn), torch.ones(3, dtype=torch.float64)
+
+    def inputs():
+        return data(3).requires_grad_(), data(3, seed=1)
+
+    def run(call, leaf=False):
+        w, state = inputs()
+        y, new_w, new_state = call(w if leaf else w * 1, state)
+        return y, torch.autograd.grad(y.sum() + (new_w.sum() if is_seen else 0), w)[0], new_w, new_state
+
+    def called(w, state):
+        y, mutated = pure(w, state)
+        return y, mutated["args[0]"], mutated.get("args[1]", state)
+
+    expected = run(lambda w, state: (fn(w, state), w, state))
+    found = [run(called), run(called, leaf=True), run(lambda w, state: (pure.in_place(w, state), w, state))]
+    w, state = inputs()
+    graph = trace_joint(fn, w, state)
+    assert graph.tangent_names == ("tangents[0]", "tangents[1]['w']")[: 1 + is_seen]
+    w_bar = ones if is_seen else None
+
+    def joined(*given):
+        return make_fx(create_joint(pure))(*given)(*given)
+
+    for call, names in ((graph, ("w", "state")), (joined, ("args[0]", "args[1]"))):
+        mutated_bars = zip(names[: len(graph.mutated_names)], (w_bar, None), strict=False)
+        (y, mutated), grads = call((w, state), (ones, OrderedDict(mutated_bars)))
+        found.append((y, grads[0], mutated[names[0]], mutated.get(names[1], state)))
+        assert all(map(torch.equal, (w, state), inputs()))
+    # The joint function itself writes to its inputs.
+    if is_seen:
+        with pytest.raises(RuntimeError, match="leaf"):
+            pure.in_place(w, state)
+        for given in (w, w * 1):
+            with pytest.raises(MutationError, match=r"create_joint: .*written to in place"):
+                create_joint(fn)((given, state), ones)
+    else:
+        y, grads = create_joint(fn)((w, state), ones)
+        found.append((y, grads[0], w, state))
+    for values in found:
+        assert all(map(torch.equal, values, expected))
+
+
+# A training step.
 
 
 OPTIMIZERS = {

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives.tracing import PhiloxState, functionalize_rng
@@ -150,19 +149,6 @@ def test_a_function_of_many_draws_advances_by_all_of_them():
     assert torch.equal(b, d)
     assert torch.equal(c, e)
     assert not torch.equal(a[:3], b)
-
-
-def test_every_random_operation_of_torch_is_covered_or_refused():
-    """Torch's list of random operations has grown before; none may reach a generator unseen."""
-    from primitives.tracing.random import operations
-
-    for schema in torch._C._jit_get_all_schemas():
-        if not schema.name.startswith("aten::") or not any(a.name == "generator" for a in schema.arguments):
-            continue
-        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
-        overload = getattr(packet, schema.overload_name or "default", None)
-        if overload is not None and not schema.name.startswith("aten::_no_grad_"):
-            assert operations.is_random(overload), schema
 
 
 ERRORS = {
@@ -324,56 +310,3 @@ def test_derivatives_inside_and_outside():
     torch.testing.assert_close(tangent, inside.sum())
     hvp = torch.func.jvp(torch.func.grad(lambda x: pure(STATE, x)[0]), (X,), (ones,))[1]
     assert hvp.isfinite().all()
-
-
-# Recomputation.
-
-
-WEIGHT = torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6).requires_grad_()
-
-
-def block(x):
-    h = pr.functional.dropout(x @ WEIGHT, 0.4)
-    return torch.tanh(F.dropout(h, 0.3) + torch.rand_like(h))
-
-
-def checkpointed_loss(x, mode):
-    """Draws before, between, in and after three regions, one of which holds another."""
-
-    def region(f, *args):
-        return f(*args) if mode is None else checkpoint(f, *args, use_reentrant=mode)
-
-    x = x + torch.rand_like(x)
-    x = region(block, x)
-    x = x * torch.randn_like(x)
-    x = region(block, x)
-    # Reentrant checkpoints hold no others.
-    x = block(block(x)) if mode else region(lambda y: block(region(block, y)), x)
-    return (x * torch.rand_like(x)).sum()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("backward", ["inside", "outside"])
-def test_checkpointing_recomputes_the_same_numbers(backward, reentrant):
-    """Gradients are those without checkpoints, bitwise, wherever the backward pass runs."""
-
-    def gradients(mode):
-        x = X.clone().requires_grad_()
-        WEIGHT.grad = None
-
-        def loss_of(x):
-            loss = checkpointed_loss(x, mode)
-            if backward == "inside":
-                # Reentrant checkpoints take `backward` alone.
-                loss.backward()
-            return loss
-
-        out, new_state = functionalize_rng(loss_of)(STATE, x)
-        if backward == "outside":
-            out.backward()
-        return (out, x.grad, WEIGHT.grad), new_state
-
-    expected, expected_state = gradients(None)
-    actual, state = gradients(reentrant)
-    assert all(map(torch.equal, actual, expected))
-    assert state.offset == expected_state.offset

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import relu
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
@@ -83,7 +84,9 @@ def assert_plain(graph, *inner_types):
 
 
 def function(tree, w, *, scale=1):
-    return {"y": (tree["x"] * w).sin() * scale, "twice": w * 2}
+    """Writes to what it has made, too."""
+    y = (tree["x"] * w).sin().add_(1) * tree["x"] * scale
+    return {"y": relu(y, inplace=True), "twice": w * 2}
 
 
 def test_values_and_keyword_arguments():
@@ -134,7 +137,7 @@ def test_a_joint_graph_over_subclasses():
     _, saved = graph.forward_graph()(plain)
     for found in (grads, graph.backward_graph()(saved, tangents)):
         assert same(unwrapped.wrap_gradients(*found)[0]["x"], expected)
-    assert torch.equal(unwrapped.wrap(outs)["y"].b, (x.b * w).sin())
+    assert torch.equal(unwrapped.wrap(outs)["y"].b, (((x.b * w).sin() + 1) * x.b).relu())
     assert [spec and spec.type for spec in unwrapped.gradient_specs] == [TwoTensor, None]
     with pytest.raises(LeafError, match=r"tangents\['y'\] must be a TwoTensor .*, got a plain tensor"):
         unwrapped.unwrap_tangents({"y": data(3, 2), "twice": None})

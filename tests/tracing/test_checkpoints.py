@@ -1,14 +1,16 @@
-"""Checkpointed regions of a module in a pure call: they are computed again in the state of their beginning."""
+"""Checkpointed regions in pure calls of modules and of random functions: recomputed in the state of their beginning."""
 
 import threading
 
 import pytest
 import torch
-from pure_modules import assert_untouched, data, snapshot
 from torch import nn
+from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
+import primitives as pr
 from primitives.tracing import PhiloxState, functional_call, functionalize_rng, trace_joint
+from tests.tracing.test_functional_call import assert_untouched, data, snapshot
 
 
 class Block(nn.Module):
@@ -132,3 +134,47 @@ def test_a_region_of_another_thread_is_left_alone():
     functional_call(model)({}, {}, x)
     model.factor = 2.0
     assert torch.equal(torch.autograd.grad(found[0].sum(), x)[0], (2 * x).cos())
+
+
+X, WEIGHT = data(0, 4, 6), data(1, 6, 6).requires_grad_()
+
+
+def block(x):
+    return torch.tanh(dropout(pr.functional.dropout(x @ WEIGHT, 0.4), 0.3) + torch.rand_like(x))
+
+
+def drawing_loss(x, mode):
+    """Draws before, between, in and after three regions, one of which holds another."""
+
+    def region(f, *args):
+        return f(*args) if mode is None else checkpoint(f, *args, use_reentrant=mode)
+
+    x = region(block, x + torch.rand_like(x))
+    x = region(block, x * torch.randn_like(x))
+    # Reentrant checkpoints hold no others.
+    x = block(block(x)) if mode else region(lambda y: block(region(block, y)), x)
+    return (x * torch.rand_like(x)).sum()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_random_regions_draw_the_same_numbers(inside, reentrant):
+    """Gradients are those without checkpoints, bitwise, wherever the backward pass runs."""
+
+    def gradients(mode):
+        x = X.clone().requires_grad_()
+        WEIGHT.grad = None
+
+        def loss_of(x):
+            loss = drawing_loss(x, mode)
+            if inside:
+                # Reentrant checkpoints take `backward` alone.
+                loss.backward()
+            return loss
+
+        out, new_state = functionalize_rng(loss_of)(PhiloxState.from_seed(3), x)
+        if not inside:
+            out.backward()
+        return out, x.grad, WEIGHT.grad, new_state.offset
+
+    assert all(map(torch.equal, gradients(reentrant), gradients(None)))
