@@ -12,6 +12,7 @@ from torch._functorch import partitioners
 import primitives as pr
 from perf import joint_graphs
 from perf.demo.models import ConvNet, VisionTransformer
+from primitives.tracing import trace_joint
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The most that the partition may save, as a part of what eager autograd does.
@@ -19,11 +20,16 @@ MOST = {ConvNet: 0.40, VisionTransformer: 0.72}
 
 
 @pytest.mark.parametrize("make", MOST, ids=lambda make: make.__name__)
-def test_the_partition_saves_less_than_eager_autograd(make):
-    """As the page says, at its batch size; torch's partitioner is left as it was."""
+def test_models_of_the_demo(make):
+    """Bits are those of eager autograd, bytes those of the page; torch's partitioner is left as it was."""
     original = partitioners.get_default_op_list
     model = pr.nn.convert(make())
-    eager, everything, min_cut, _ = joint_graphs.saved(model, 32, primitives=True)
+    loss, primals = joint_graphs.training_loss(model), joint_graphs.example(model, 32, torch.float32)
+    graph = trace_joint(loss, *primals, no_tangents=True)
+    assert joint_graphs.agrees_with_eager(loss, graph, primals)
+    assert "primitives.log_softmax.default" in {str(node.target) for node in graph.graph.nodes}
+    eager = joint_graphs.eager_saved_bytes(loss, primals)
+    everything, min_cut = (joint_graphs.graph_saved_bytes(graph, min_cut=flag) for flag in (False, True))
     assert min_cut <= MOST[make] * eager
     assert everything <= eager
     row = f"| {make.__name__}, primitives | same | {eager:,} | {everything:,} | {min_cut:,} |"

@@ -1,4 +1,4 @@
-"""What goes in and out of joint functions and graphs: nothing passes unseen, and nothing comes back stale."""
+"""What goes in and out of joint functions and graphs: trees, memory that is shared, histories, copies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import optree
 import pytest
 import torch
 
-from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
-from primitives.tracing import create_joint, trace_joint
+import primitives as pr
+from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives.tracing import create_joint, functionalize_mutations, trace_joint
 from tests.tracing.test_joint import leaf
+from tests.tracing.test_joint_graph import same
 
 
 @dataclasses.dataclass
@@ -69,7 +71,7 @@ def test_modules_registered_nodes_and_constants():
 
 
 def test_what_was_saved():
-    """A plain tuple, for a copy of the graph too, and in inference mode."""
+    """A plain tuple, in inference mode too."""
 
     def product(w, x):
         return (w * x).sin() * w
@@ -82,8 +84,6 @@ def test_what_was_saved():
         _, saved = graph.forward_graph()((w, x))
         assert torch.equal(graph.backward_graph()(saved, y_bar)[0], expected)
     _, saved = graph.forward_graph()((w, x))
-    for copied in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
-        assert torch.equal(copied.backward_graph()(pickle.loads(pickle.dumps(saved)), y_bar)[0], expected)
     with pytest.raises(ValueError, match=r"saved must have \d entries, got 0"):
         graph.backward_graph()((), y_bar)
     for wrong, error in ((torch.ones(3), DtypeError), (leaf(4), ShapeError), (3.0, LeafError)):
@@ -93,13 +93,13 @@ def test_what_was_saved():
 
 def stopped(w):
     """Its gradient holds one of its factors constant."""
-    return (w * w.sin().detach() * w).sum()
+    return (w * w.sin().detach() * pr.functional.layer_norm(w, (3,))).sum()
 
 
-def test_derivatives_go_through_graphs():
-    """Every mode finds what it finds without a graph; leaves alone leave no history."""
+def test_derivatives_go_through():
+    """Every mode finds what it finds without a joint function or graph; leaves alone leave no history."""
     w = leaf(3)
-    graph = trace_joint(stopped, w, no_tangents=True)
+    given, graph = w.detach(), trace_joint(stopped, w, no_tangents=True)
     forward, backward = graph.forward_graph(), graph.backward_graph()
 
     def in_parts(w):
@@ -110,18 +110,24 @@ def test_derivatives_go_through_graphs():
         value, vjp = torch.func.vjp(stopped, w)
         return value, vjp(torch.ones_like(value))
 
-    given = w.detach()
-    for call in (lambda w: graph((w,)), in_parts):
+    joint, autograd = create_joint(stopped, no_tangents=True), torch.autograd
+    modes = [
+        torch.func.grad,
+        lambda f: lambda w: autograd.functional.jacobian(f, w),
+        lambda f: lambda w: create_joint(f, no_tangents=True)((w.clone().requires_grad_(),))[1][0],
+    ]
+    for call in (lambda w: joint((w,)), lambda w: graph((w,)), in_parts):
         for pick in (lambda pair: pair[0], lambda pair: pair[1][0].exp().sum()):
 
             def through(w, call=call, pick=pick):
                 return pick(call(w))
 
             wanted = torch.func.grad(lambda w, pick=pick: pick(eager(w)))(given)
-            for derivative in (torch.func.grad, torch.func.jacfwd, torch.func.jacrev):
+            for derivative in modes:
                 torch.testing.assert_close(derivative(through)(given), wanted)
-            torch.testing.assert_close(torch.autograd.functional.jacobian(through, given), wanted)
-            torch.testing.assert_close(torch.autograd.grad(through(w * 1), w)[0], wanted)
+            torch.testing.assert_close(autograd.grad(through(w * 1), w)[0], wanted)
+        # To forward mode a joint function has no input that requires grad.
+        modes = [*modes, torch.func.jacfwd]
         value, (bar,) = call(w)
         assert not value.requires_grad
         assert not bar.requires_grad
@@ -183,3 +189,109 @@ def test_sizes_that_a_size_is_computed_from():
     assert torch.equal(graph((leaf(3), x))[0], fn(leaf(3), x))
     with pytest.raises(ShapeError, match=r"//2.*does not hold.*got w: \[3\], x: \[2, 3\]"):
         graph((leaf(3), leaf(2, 3).detach()))
+
+
+# Memory.
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def add_in_place(w, a, b):
+    a.add_(1)
+    return (w * b.sum()).sum()
+
+
+PURE = functionalize_mutations(add_in_place)
+WITHIN = functionalize_mutations(lambda w, a, b: PURE(w, a, b)[0])
+
+
+@pytest.mark.parametrize("fn", [add_in_place, lambda w, a, b: PURE(w, a, b)[0], lambda w, a, b: WITHIN(w, a, b)[0]])
+def test_inputs_that_share_memory_with_one_that_is_written_to(fn):
+    base, w = zeros(4), leaf(2)
+    for a, b in ((base, base[:2]), (base[2:], base[1:3]), (base, base)):
+        with pytest.raises(MutationError, match=re.escape("a, b share memory, and a is written to")):
+            trace_joint(fn, w, a, b, no_tangents=True)
+    # Views of one memory without an element in common are unrelated, and so is what is only read.
+    graph = trace_joint(fn, w, base[2:], base[:2], no_tangents=True)
+    trace_joint(lambda w, a, b: (w * a.sum() * b.sum()).sum(), w, base, base, no_tangents=True)((w, base, base))
+    for call, b in ((graph, base[1:3]), (graph.forward_graph(), base[:2])):
+        with pytest.raises(MutationError, match=r"JointGraph: a, b share memory, and a is written to"):
+            call((w, base[:2], b))
+    same(graph((w, base[:2], base[2:]))[1][0], torch.zeros(2, dtype=w.dtype))
+    # Not even where the tensor that is given has to be laid out anew.
+    turned = zeros(3, 3)
+    with pytest.raises(MutationError, match="share memory"):
+        trace_joint(fn, w, zeros(3, 3), zeros(3, 3), no_tangents=True)((w, turned.t(), turned))
+
+
+def test_lazy_conjugates():
+    def fn(z):
+        return (z * z.real).abs().sum()
+
+    z = leaf(3, dtype=torch.complex128)
+    graph = trace_joint(fn, z, no_tangents=True)
+    same(graph((z.conj(),)), graph((z.conj().resolve_conj(),)))
+    same(trace_joint(fn, z.detach().conj().requires_grad_(), no_tangents=True)((z,)), graph((z,)))
+
+
+@pytest.mark.parametrize("kind", ["joint", "graph", "forward graph"])
+def test_outputs_have_no_history(kind):
+    def fn(x):
+        y = x.sin()
+        return x, x.view(-1), y, y[0]
+
+    x, y_bar = leaf(3), leaf(3, seed=1).detach()
+    if kind == "joint":
+        outs = create_joint(fn)((x,), (None, None, y_bar, None))[0]
+    else:
+        graph = trace_joint(fn, x)
+        outs = graph((x,), (None, None, y_bar, None))[0] if kind == "graph" else graph.forward_graph()((x,))[0]
+    assert not any(y.requires_grad for y in outs)
+    assert outs[0].data_ptr() == outs[1].data_ptr() == x.data_ptr()
+    assert outs[3].data_ptr() == outs[2].data_ptr()
+
+
+def test_writes_of_create_joint():
+    """To metadata of what requires no grad, and to a part of the memory that an input lies in."""
+    table = zeros(1, 3)
+    joint = create_joint(lambda w, table: w * table.t_().add_(1).sum(), no_tangents=True)
+    _, (bar, _) = joint((leaf(1)[0].detach().requires_grad_(), table))
+    assert (tuple(table.shape), float(bar)) == ((3, 1), 3.0)
+    base = zeros(4)
+    create_joint(lambda w, state: (w + state.add_(1)).sum(), no_tangents=True)(
+        (base[:2].requires_grad_(), base.detach()[2:])
+    )
+    assert base.tolist() == [0, 0, 1, 1]
+
+
+SCALE = torch.linspace(0, 1, 4, dtype=torch.float64)
+COPIES = {
+    "pickle": lambda graph: pickle.loads(pickle.dumps(graph)),
+    "deepcopy": copy.deepcopy,
+    "parts": lambda graph: pickle.loads(pickle.dumps((graph, graph.backward_graph())))[0],
+}
+
+
+@pytest.mark.parametrize("name, dynamic", [*((name, False) for name in COPIES), ("pickle", (None, 0, None))])
+def test_copies_of_graphs(name, dynamic):
+    def counted(w, batch, count):
+        count.add_(1)
+        return pr.functional.layer_norm(batch["x"] * SCALE, (4,), w, None).sin().sum(-1) * count
+
+    primals = leaf(4), {"x": leaf(5, 4, seed=1)}, zeros()
+    graph = trace_joint(counted, *primals, dynamic=dynamic)
+    other = COPIES[name](graph)
+    assert str(other) == str(graph)
+    assert "test_joint_boundary.py" in str(other)
+    assert other.code == graph.code
+    for size in (5, 7) if dynamic else (5,):
+        given = leaf(4), {"x": leaf(size, 4, seed=2)}, zeros()
+        tangents = torch.ones(size, dtype=torch.float64), collections.OrderedDict(count=None)
+        same(other(given, tangents), graph(given, tangents))
+        outs, saved = other.forward_graph()(given)
+        same((outs, other.backward_graph()(pickle.loads(pickle.dumps(saved)), tangents)), graph(given, tangents))
+    assert other.forward_graph().saved == graph.forward_graph().saved
+    with pytest.raises(ShapeError):
+        other((leaf(4), {"x": leaf(1, 4)}, zeros()), tangents)

@@ -185,14 +185,6 @@ def test_primals_that_are_not_dense():
     assert torch.equal(bar.to_dense(), 2 * torch.eye(3, dtype=torch.float64))
 
 
-def test_nothing_that_requires_grad():
-    with pytest.raises(LeafError, match=r"Call requires_grad_\(\)"):
-        trace_joint(torch.sin, torch.ones(3))
-    for args in ((), (torch.ones(2, 3),)):
-        with pytest.raises(LeafError, match=r"functional_call\(module\)"):
-            trace_joint(MODULE, *args)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_device_that_is_not_there():
     with pytest.raises(DeviceError, match="there is none"):

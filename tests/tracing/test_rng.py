@@ -81,8 +81,7 @@ def test_every_operation_is_a_function_of_the_state(name):
         return (out if isinstance(out, tuple) else (out,)), new_state
 
     first, new_state = run(STATE)
-    again, _ = run(STATE)
-    assert all(map(torch.equal, first, again))
+    assert all(map(torch.equal, first, run(STATE)[0]))
     assert new_state.offset > STATE.offset
     assert new_state.seed == STATE.seed
     others = [run(new_state)[0], *(run(PhiloxState.from_seed(seed))[0] for seed in (4, -5, 2**40))]
