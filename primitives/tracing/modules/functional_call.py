@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -51,10 +51,11 @@ class _Names:
                     "tensor as they are. Give one of them."
                 )
         own = {self._tie(name): (name, x) for name, (_, x) in reversed(self.of.items())}
-        missing = [name for tie, (name, x) in own.items() if x is not None and tie not in by_tie][::-1]
-        unexpected = [name for name in tree if name not in self.of]
-        if strict and (missing or unexpected):
-            lists = {"Missing": missing, "Unexpected": unexpected}
+        lists = {
+            "Missing": [name for tie, (name, x) in own.items() if x is not None and tie not in by_tie][::-1],
+            "Unexpected": [name for name in tree if name not in self.of],
+        }
+        if strict and any(lists.values()):
             lines = [f"{kind} in {what}: {', '.join(map(repr, names))}." for kind, names in lists.items() if names]
             requirement = f"functional_call: {what} must have the names that {type(module).__name__} has."
             raise TreeError("\n".join([requirement, *lines]))
@@ -110,12 +111,11 @@ class PureModule:
     """
 
     def __init__(self, module: nn.Module, *, strict: bool = True) -> None:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"functional_call: module must be a torch.nn.Module, got {type(module).__name__}.")
-        if isinstance(module, (torch.jit.ScriptModule, torch.nn.DataParallel)):
+        wrappers = (torch.jit.ScriptModule, torch.nn.DataParallel)
+        if not isinstance(module, torch.nn.Module) or isinstance(module, wrappers):
             raise TypeError(
-                "functional_call: module must hold its own parameters and run in Python, got "
-                f"{type(module).__name__}. Pass the module that was scripted, or wrapped."
+                "functional_call: module must be a torch.nn.Module that holds its own parameters and runs in Python, "
+                f"got {type(module).__name__}. Pass the module that was scripted, or wrapped."
             )
         self.module = module
         self.strict = strict
@@ -185,24 +185,6 @@ class PureModule:
     def __repr__(self) -> str:
         """`functional_call(Linear, strict=True)`."""
         return f"functional_call({type(self.module).__name__}, strict={self.strict})"
-
-
-@overload
-def functional_call(module: nn.Module, *, strict: bool | None = None) -> PureModule: ...
-
-
-@overload
-def functional_call(
-    module: nn.Module,
-    parameters_and_buffers: Any,
-    args: Any = None,
-    kwargs: dict[str, Any] | None = None,
-    *,
-    tie_weights: bool = True,
-    strict: bool | None = None,
-    namespace: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any: ...
 
 
 def functional_call(
