@@ -85,11 +85,6 @@ class _Names:
             )
         return value
 
-    def versions(self) -> dict[str, tuple[Tensor, int]]:
-        """Each given tensor, below all transforms, and how often it has been written, by name."""
-        given = {name: bottom(self._tree[name]) for name in self.of if name in self._tree}
-        return {name: (x, x._version) for name, x in given.items() if not x.is_inference()}
-
     def current(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """What is in the places now, by the names that were given."""
         shown = {self._tie(name): tensors[place] for name, (place, _) in self.of.items() if name in self._tree}
@@ -163,8 +158,9 @@ class PureModule:
         state = _Names("buffers", self.module, buffers, strict=self.strict)
         tensors: dict[str, Any] = {**given.values, **state.values}
         is_compiling, owners = torch.compiler.is_compiling(), list(self.module.modules())
-        # A compiler knows no versions.
-        versions = {} if is_compiling else given.versions()
+        # How often each tensor has been written, below all transforms; a compiler knows no versions.
+        written = {} if is_compiling else {name: bottom(params[name]) for name in given.of if name in params}
+        versions = {name: (x, x._version) for name, x in written.items() if not x.is_inference()}
         errors = contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call")
         with attributes_kept(owners), torch_private.with_tensors(self.module, tensors), running(owners), errors:
             output = self.module(*args, **kwargs)

@@ -70,10 +70,8 @@ class _Watch(torch_private.TorchDispatchMode):
                     f"written to, at {current_line()}. Make it an input, or return the new value; for a module, use "
                     "functional_call."
                 )
-            if (
-                torch.Tag.inplace_view not in getattr(func, "tags", ())
-                or torch_private.schema_of(func).name == "aten::set_"
-            ):
+            is_view = torch.Tag.inplace_view in getattr(func, "tags", ())
+            if not is_view or torch_private.schema_of(func).name == "aten::set_":
                 self.written.update(memories(x))
         result = func(*args, **kwargs)
         if func is _lift_fresh or not _may_alias(func):
@@ -218,13 +216,13 @@ class _Call:
 
     def output(self) -> Any:
         """The output, with inputs and views of them where the function returned those of what it got."""
-        # One tensor for one tensor.
-        found = {id(y): self._outside(y) for y in self._outs.values if isinstance(y, torch.Tensor)}
+        found: dict[int, Tensor] = {}
+        for y in self._outs.values:
+            # One tensor for one tensor.
+            if isinstance(y, torch.Tensor) and id(y) not in found:
+                views = (each.outside(y) for each in self.inputs)
+                found[id(y)] = next((view for view in views if view is not None), self.plain(y))
         return self._outs.join([found.get(id(y), y) for y in self._outs.values])
-
-    def _outside(self, y: Tensor) -> Any:
-        found = next((view for each in self.inputs if (view := each.outside(y)) is not None), None)
-        return self.plain(y) if found is None else found
 
     def new_value(self, each: _Input) -> Tensor:
         """What an input is afterwards, if it is left alone."""

@@ -197,16 +197,6 @@ def _unwrapped(spec: SubclassSpec, x: Any) -> dict[str, Any]:
     return treespec.unflatten(apply_linear(forward, transpose, x))
 
 
-def _checked_input(label: str, x: Any) -> Any:
-    """A plain argument, whose gradient has to be plain too."""
-    if not (torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad):
-        return x
-    # The hook is for this call, and so on a tensor of this call.
-    alias = x.view_as(x)
-    alias.register_hook(functools.partial(_spec_of_gradient, label, None, _flat(x)[1]))
-    return alias
-
-
 class Unwrapped:
     """A function of plain tensors, with the way to them and back; made by `unwrap_subclasses`.
 
@@ -251,7 +241,11 @@ class Unwrapped:
         self.gradient_specs = [None] * len(self.in_specs)
         for i, (label, spec, piece) in enumerate([*_pieces(self._args, args), *_pieces(self._kwargs, kwargs)]):
             if spec is None:
-                leaves.append(_checked_input(label, piece))
+                if torch.is_grad_enabled() and isinstance(piece, torch.Tensor) and piece.requires_grad:
+                    # Its gradient has to be plain too. The hook is for this call, and so on a tensor of this call.
+                    piece = piece.view_as(piece)
+                    piece.register_hook(functools.partial(_spec_of_gradient, label, None, _flat(piece)[1]))
+                leaves.append(piece)
                 continue
             x = _wrapped(spec, piece, label, functools.partial(self.gradient_specs.__setitem__, i))
             leaves.append(x.requires_grad_() if spec.requires_grad and not x.requires_grad else x)
