@@ -1,5 +1,6 @@
 """Checkpointed regions in pure calls of modules and of random functions: recomputed in the state of their beginning."""
 
+import functools
 import threading
 
 import pytest
@@ -143,38 +144,25 @@ def block(x):
     return torch.tanh(dropout(pr.functional.dropout(x @ WEIGHT, 0.4), 0.3) + torch.rand_like(x))
 
 
-def drawing_loss(x, mode):
-    """Draws before, between, in and after three regions, one of which holds another."""
-
-    def region(f, *args):
-        return f(*args) if mode is None else checkpoint(f, *args, use_reentrant=mode)
-
-    x = region(block, x + torch.rand_like(x))
-    x = region(block, x * torch.randn_like(x))
-    # Reentrant checkpoints hold no others.
-    x = block(block(x)) if mode else region(lambda y: block(region(block, y)), x)
-    return (x * torch.rand_like(x)).sum()
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
 def test_random_regions_draw_the_same_numbers(inside, reentrant):
     """Gradients are those without checkpoints, bitwise, wherever the backward pass runs."""
 
-    def gradients(mode):
-        x = X.clone().requires_grad_()
-        WEIGHT.grad = None
+    def loss_of(x, region):
+        x = region(block, x + torch.rand_like(x))
+        loss = (region(block, x * torch.randn_like(x)) * torch.rand_like(x)).sum()
+        if inside:
+            # Reentrant checkpoints take `backward` alone.
+            loss.backward()
+        return loss
 
-        def loss_of(x):
-            loss = drawing_loss(x, mode)
-            if inside:
-                # Reentrant checkpoints take `backward` alone.
-                loss.backward()
-            return loss
-
-        out, new_state = functionalize_rng(loss_of)(PhiloxState.from_seed(3), x)
+    def gradients(region):
+        x, WEIGHT.grad = X.clone().requires_grad_(), None
+        out, new_state = functionalize_rng(loss_of)(PhiloxState.from_seed(3), x, region)
         if not inside:
             out.backward()
         return out, x.grad, WEIGHT.grad, new_state.offset
 
-    assert all(map(torch.equal, gradients(reentrant), gradients(None)))
+    found = gradients(functools.partial(checkpoint, use_reentrant=reentrant))
+    assert all(map(torch.equal, found, gradients(lambda f, x: f(x))))

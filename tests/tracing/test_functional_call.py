@@ -81,7 +81,7 @@ class Writer(nn.Module):
         self.absent = x.detach().sum() if self.absent is None else self.absent + 1
         self.calls += 1
         self.last = x
-        del self.gone
+        vars(self).pop("gone", None)
         if fail:
             raise ZeroDivisionError
         return x * self.weight + self.constant
@@ -90,8 +90,6 @@ class Writer(nn.Module):
 CASES = {
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), IMAGES),
     "SyncBatchNorm momentum None": (lambda: nn.SyncBatchNorm(3, momentum=None), IMAGES),
-    "BatchNorm2d momentum None": (lambda: nn.BatchNorm2d(3, momentum=None), IMAGES),
-    "BatchNorm2d of primitives": (lambda: pr.nn.BatchNorm2d(3), IMAGES),
     "BatchNorm2d in evaluation": (lambda: nn.BatchNorm2d(3).eval(), IMAGES),
     "LSTM": (lambda: nn.LSTM(3, 4), X),
     "MultiheadAttention": (lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0), X),
@@ -99,6 +97,7 @@ CASES = {
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), X),
     "GraphModule": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), X),
     "shared and tied": (Shared, X),
+    "written in every way": (Writer, X),
 }
 
 
@@ -125,28 +124,17 @@ def test_two_calls_equal_two_calls_of_the_module(case):
     torch.testing.assert_close((params, buffers), given, rtol=0, atol=0)
 
 
-def test_buffers_written_in_every_way():
+def test_a_call_that_raises():
     model = Writer().double()
-    before = snapshot(model)
-    pure = functional_call(model)
+    pure, before = functional_call(model), snapshot(model)
     params, buffers = pure.init()
-    given = {name: value.clone() for name, value in buffers.items()}
-    output, once = pure(params, buffers, X)
-    assert torch.equal(output, X)
-    assert list(once) == ["in_place", "unseen", "assigned", "constant", "transient", "absent"]
-    assert torch.equal(once["in_place"], X.mean(0))
-    assert torch.equal(once["assigned"], X.sum(0))
-    assert [once[name].tolist() for name in ("unseen", "constant", "transient")] == [[1] * 3, [0] * 3, [2] * 3]
-    _, twice = pure(params, once, X)
-    assert twice["absent"] == X.sum() + 1
-    assert pure(params, {**once, "absent": None}, X)[1]["absent"] == X.sum()
-    assert torch.equal(twice["in_place"], 0.9 * X.mean(0) + X.mean(0))
-    assert_untouched(model, before)
+    given = copy.deepcopy(buffers)
     with pytest.raises(ZeroDivisionError):
         pure(params, buffers, X, fail=True)
     assert_untouched(model, before)
-    assert all(torch.equal(buffers[name], value) for name, value in given.items())
+    torch.testing.assert_close(buffers, given, rtol=0, atol=0)
     assert torch.overrides._get_current_function_mode() is None
+    assert pure(params, {**buffers, "absent": None}, X)[1]["absent"] == X.sum()
 
 
 class Mean(nn.Module):
@@ -173,7 +161,9 @@ def test_shared_buffers_under_vmap():
 def test_strict_false_takes_the_rest_from_the_module():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     pure = functional_call(model, strict=False)
-    output, buffers = pure({"0.weight": torch.zeros(3, 3).double(), "unknown": X}, {}, X)
+    # A bias would be rounded by the batch norm.
+    zeros = {"0.weight": torch.zeros(3, 3).double(), "0.bias": torch.zeros(3).double()}
+    output, buffers = pure({**zeros, "unknown": X}, {}, X)
     assert torch.equal(output, torch.zeros_like(X))
     assert list(buffers) == list(dict(model.named_buffers()))
     assert buffers["1.num_batches_tracked"] == 1

@@ -113,14 +113,8 @@ def test_tensors_from_elsewhere(case):
 
 def test_constants_may_be_read_and_copies_written():
     def fn(x):
-        copy = STATISTIC.clone().add_(1)
-        return (
-            x
-            * torch.arange(3).new_tensor([1.0, 2.0, 3.0])
-            * FACTOR.tolist()[0]
-            * torch.tensor([1.0]).tolist()[0]
-            * copy
-        )
+        numbers = FACTOR.tolist()[0] * torch.tensor([1.0]).tolist()[0]
+        return x * torch.arange(3).new_tensor([1.0, 2.0, 3.0]) * numbers * STATISTIC.clone().add_(1)
 
     wanted = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     assert torch.equal(make_fx(create_joint(fn))((leaf(3),), ONES)((leaf(3),), ONES)[1][0], wanted)
