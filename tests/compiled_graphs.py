@@ -37,7 +37,7 @@ from perf.machine_code.cases import Shape, launch_mode
 from perf.workloads import KERNEL_MODES
 from primitives.core import inductor, registered_primitives
 from tests.kernels.kernel_calls import driver as stand_in
-from triton_kernels._kernel import Kernel, UntraceableLaunchError, intercept
+from triton_kernels._kernel import Kernel, intercept
 from triton_kernels.launch.chips import CHIPS, use_chip
 
 # The patterns that Inductor looks for in joint graphs take seconds to make, and cannot be made for CUDA without it.
@@ -71,19 +71,11 @@ def launch_of(node: torch.fx.Node) -> dict:
 
 
 def content(graph: torch.fx.Graph) -> dict:
-    """Kernels and operators of a graph, and for each of its inputs that it writes into the result of a kernel."""
+    """Kernels and operators of a graph, but for writes into its inputs."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     kernels = [node for node in calls if node.target is triton_kernel_wrapper_functional]
-    updates = {}
-    for node in calls:
-        if node.target is torch.ops.aten.copy_.default:
-            target, source = node.args
-            kernel, result = source.args
-            (name,) = (name for name, value in kernel.kwargs["kwargs"].items() if value is target)
-            updates[name] = result
     return {
         "kernels": [launch_of(node) for node in kernels],
-        "updates": updates,
         "operators": [
             str(n.target) for n in calls if n not in kernels and n.target is not torch.ops.aten.copy_.default
         ],
@@ -194,12 +186,6 @@ def opaque() -> dict[str, list[dict]]:
     found = {"symbolic sizes": graphs(layer_norm, *args, dynamic=True)}
     with pr.use_backend("reference"):
         found["reference"] = graphs(layer_norm, *args)
-
-    def refuse(self, *launch):
-        raise UntraceableLaunchError
-
-    with unittest.mock.patch.object(Kernel, "_trace", refuse):
-        found["untraceable"] = graphs(layer_norm, *args)
 
     class Module(torch.nn.Module):
         forward = staticmethod(layer_norm)

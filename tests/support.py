@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -87,6 +88,20 @@ def assert_rounded(
     if not inside.all():
         worst = (got - expected)[~inside].abs().max().item()
         raise AssertionError(f"{what}: off by {worst:.2e} of at most {scale:.2e}, rounded to {via} more than that")
+
+
+def assert_raises(
+    error: type, words: Iterable[str], call: Callable[[], Any], torchs: Callable[[], Any] | None = None
+) -> None:
+    """`call` raises `error`, which says `words`, and is what a call of torch raises that fails for the same reason."""
+    with pytest.raises(error) as raised:
+        call()
+    assert raised.value.__cause__ is None
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    if torchs is not None:
+        with pytest.raises(TORCH_ERRORS) as theirs:
+            torchs()
+        assert isinstance(raised.value, theirs.type), f"torch raises {theirs.type.__name__}: {theirs.value}"
 
 
 def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:

@@ -83,17 +83,6 @@ def test_what_atens_formulas_lose_is_left_to_the_reference(case, value):
         assert torch.equal(y.nan_to_num(7.0), case.outputs(inputs, sample)[0].nan_to_num(7.0))
 
 
-def test_samples_with_parameters_of_their_own_are_left_to_the_reference():
-    x, weight = normal((3, 5, 4), 0), normal((3, 4), 1)
-    assert not is_served(LAYER_NORM.forward, (x, weight, None, 1, 1, EPS))
-    assert is_served(LAYER_NORM.forward, (x, None, None, 1, 1, EPS))
-    _, mean, rstd = LAYER_NORM.forward(x, None, None, 1, 1, EPS)
-    for scale, wanted in ((weight, (True, False, False)), (None, (True, True, False)), (None, (True, False, False))):
-        served = scale is None and not wanted[1]
-        assert is_served(LAYER_NORM.bwd, (x, x, scale, mean, rstd, 1, 1, EPS, wanted)) == served
-    assert not is_served(BATCH_NORM.forward, (x, weight, None, None, None, 1, 0.1, EPS))
-
-
 # Arguments that no record has.
 
 
@@ -105,21 +94,6 @@ def test_a_single_value_per_channel_and_one_running_statistic():
         out = BATCH_NORM.forward(x, None, None, *statistics, 0, 0.5, EPS)
         assert out[4].tolist() == [1.0] * 3
         assert running.tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize(
-    "case, dtype",
-    [(LAYER_NORM, torch.bfloat16), (BATCH_NORM, torch.float32), (BATCH_NORM_EVAL, torch.bfloat16)],
-    ids=["layer_norm", "batch_norm", "batch_norm_eval"],
-)
-def test_strided_parameters_and_statistics(case, dtype):
-    for _, call in calls(case, case.small, dtype):
-        largest = max(a.numel() for a in call.args if isinstance(a, torch.Tensor))
-        args = [
-            torch.stack([a, a + 1], -1)[..., 0] if isinstance(a, torch.Tensor) and a.numel() < largest else a
-            for a in call.args
-        ]
-        check_call(dataclasses.replace(call, args=tuple(args)), fake=False)
 
 
 @pytest.mark.usefixtures("backend")

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 import primitives as pr
 from primitives import autograd
 from tests.func.func_trees import NAMESPACE, Affine, assert_leaves, nested_tensors, structure
-from tests.support import TORCH_ERRORS
+from tests.support import assert_raises
 
 
 class Losses(NamedTuple):
@@ -167,11 +167,9 @@ ERRORS = [
      lambda: torch.autograd.grad(X.sum(), X, [1.0])),
     (pr.TreeError, "backward: inputs", lambda: autograd.backward(X.sum(), inputs=[None]),
      lambda: torch.autograd.backward(X.sum(), inputs=[])),
-    (pr.TreeError, "inputs must hold", lambda: autograd.grad(X.sum(), iter([]))),
     (pr.TreeError, "outputs must hold", lambda: autograd.grad([], X)),
     (RuntimeError, "inputs['p'][0]", lambda: autograd.grad(X.sum(), {"p": [X.detach()]}),
      lambda: torch.autograd.grad(X.sum(), X.detach())),
-    (RuntimeError, "tensors[1]", lambda: autograd.backward((X.sum(), X.detach().sum()))),
     (pr.DtypeError, "outputs['n']", lambda: autograd.grad({"y": X.sum(), "n": 3.0}, X)),
     (pr.ShapeError, "grad_outputs['y'] must be given", lambda: autograd.grad({"y": edge(X * 2)}, X)),
     (pr.DtypeError, "real output", lambda: autograd.grad({"y": Z.sum()}, Z), lambda: torch.autograd.grad(Z.sum(), Z)),
@@ -197,11 +195,6 @@ ERRORS = [
 
 @pytest.mark.parametrize("case", ERRORS, ids=lambda case: case[1])
 def test_error(case):
-    error, text, call, *torch_call = case
-    with pytest.raises(error, match=re.escape(text)) as caught:
-        call()
+    error, text, *calls = case
+    assert_raises(error, [text], *calls)
     assert X.grad is None
-    for torchs_call in torch_call:
-        with pytest.raises(TORCH_ERRORS) as torchs:
-            torchs_call()
-        assert issubclass(caught.type, torchs.type)

@@ -165,7 +165,6 @@ CLASSES = {
     "default": (None, ["0", "1"]),
     "dropout": ([nn.Dropout], ["2"]),
     "alone": (nn.Dropout, ["2"]),
-    "two": ({nn.Dropout, nn.BatchNorm1d}, ["1", "2"]),
     "ours": ([pr.nn.LayerNorm], ["0"]),
     "base": ([nn.modules.batchnorm._BatchNorm], ["1"]),
     "all": ([nn.Module], ["0", "1", "2"]),
@@ -195,25 +194,20 @@ def test_shared_modules_and_roots_are_converted_and_nothing_else_is_taken():
 
 
 def test_hooks_are_kept_and_run():
-    norm, calls = nn.BatchNorm1d(4).double(), []
-    x = torch.randn(6, 4, dtype=torch.float64)
-    norm.register_forward_pre_hook(lambda module, args: calls.append("pre") or (args[0] * 2,))
-    norm.register_forward_hook(lambda module, args, kwargs, y: calls.append("forward") or y + 1, with_kwargs=True)
-    norm.register_full_backward_hook(lambda module, x_bar, y_bar: calls.append("backward") or (x_bar[0] * 3,))
-    norm.register_state_dict_pre_hook(lambda module, prefix, keep_vars: calls.append("state_dict"))
+    norm, calls, x = nn.LayerNorm(4).double(), [], torch.randn(6, 4, dtype=torch.float64)
+    norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    norm.register_forward_hook(lambda module, args, kwargs, y: y + 1, with_kwargs=True)
+    norm.register_full_backward_hook(lambda module, x_bar, y_bar: (x_bar[0] * 3,))
+    norm.register_state_dict_pre_hook(lambda module, prefix, keep_vars: calls.append(1))
     results = []
     for change in (lambda module: None, pr.nn.convert, pr.nn.revert):
         change(norm)
+        norm.load_state_dict(norm.state_dict())
         value = x.clone().requires_grad_()
         y = norm(value)
-        y.sin().sum().backward()
-        norm.load_state_dict(norm.state_dict())
-        results.append((y.detach(), value.grad, tuple(calls)))
-        calls.clear()
-    assert results[0][2] == ("pre", "forward", "backward", "state_dict")
-    for result in results[1:]:
-        assert_close(result[:2], results[0][:2])
-        assert result[2] == results[0][2]
+        results.append((y, *torch.autograd.grad(y.sin().sum(), value)))
+    assert len(calls) == 3
+    assert_close(results[1:], results[:1] * 2)
 
 
 class Doubled(nn.Module):

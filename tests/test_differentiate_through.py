@@ -1,4 +1,4 @@
-"""`differentiate_through`: plain torch code is right at every order, and otherwise does what it does in torch."""
+"""`differentiate_through`, and `override_torch` where they agree: plain torch code is right at every order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from primitives import override_torch
 from primitives.core import MissingRuleError
 from primitives.core.decomposition import (
     decomposition_table,
@@ -25,6 +26,7 @@ from tests.support import TORCH_ERRORS
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("seeded")
+each_context = pytest.mark.parametrize("context", [differentiate_through, override_torch])
 
 
 def norm(x):
@@ -39,18 +41,21 @@ TORCH_NORMS = {
     "layer_norm": torch.nn.LayerNorm(3, eps=1e-2, **DOUBLE),
     "batch_norm": lambda x: functional.batch_norm(x.T, None, None, training=True, eps=1e-2).T,
     "instance_norm": lambda x: functional.instance_norm(x.unsqueeze(0), eps=1e-2).squeeze(0),
+    "native_layer_norm": lambda x: torch.native_layer_norm(x, (3,), None, None, 1e-2)[0],
+    "native_batch_norm": lambda x: torch.native_batch_norm(x.T, *[None] * 4, True, 0.1, 1e-2)[0].T,
 }
 
 
+@each_context
 @pytest.mark.parametrize("name", TORCH_NORMS)
-def test_plain_torch_code_becomes_right_at_every_order(name):
+def test_plain_torch_code_becomes_right_at_every_order(name, context):
     x, weights = randn(2, 3), randn(2, 3)
     for order in (1, 2, 3):
         for nesting in itertools.product([jacfwd, jacrev], repeat=order):
             ours, truth = (lambda x, f=f: (f(x) ** 2 * weights).sum() for f in (TORCH_NORMS[name], plain_layer_norm))
             for transform in nesting:
                 ours, truth = transform(ours), transform(truth)
-            with differentiate_through():
+            with context():
                 torch.testing.assert_close(ours(x), truth(x))
 
 
@@ -170,20 +175,14 @@ def running():
 
 
 BATCH_NORMS = {
-    **{
-        f"{holder.__name__} {name}": lambda x, holder=holder, name=name, args=args: getattr(holder, name)(x, *args())
-        for holder in (torch, aten)
-        for name, args in {
-            "batch_norm": lambda: (*[None] * 4, True, *LAST, False),
-            "native_batch_norm": lambda: (*[None] * 4, True, *LAST),
-            "_batch_norm_impl_index": lambda: (*[None] * 4, True, *LAST, False),
-            "_native_batch_norm_legit": lambda: (None, None, *running(), True, *LAST),
-        }.items()
-    },
+    "torch.batch_norm": lambda x: torch.batch_norm(x, *[None] * 4, True, *LAST, False),
+    "torch.native_batch_norm": lambda x: torch.native_batch_norm(x, *[None] * 4, True, *LAST),
+    "aten.batch_norm": lambda x: aten.batch_norm(x, *[None] * 4, True, *LAST, False),
+    "impl_index": lambda x: aten._batch_norm_impl_index(x, *[None] * 4, True, *LAST, False),
+    "legit": lambda x: torch._native_batch_norm_legit(x, None, None, *running(), True, *LAST),
     "functional": lambda x: aten._native_batch_norm_legit_functional(x, None, None, *running(), True, *LAST),
     "update": lambda x: aten._batch_norm_with_update(x, None, None, *running(), *LAST),
     "update, functional": lambda x: aten._batch_norm_with_update_functional(x, None, None, *running(), *LAST),
-    "no statistics": lambda x: aten._native_batch_norm_legit(x, None, None, True, *LAST),
     "no_stats": lambda x: aten._native_batch_norm_legit.no_stats(x, None, None, True, *LAST),
 }
 
@@ -250,20 +249,26 @@ REFUSED = {
     "instance weight": lambda s: functional.instance_norm(torch.randn(2, 3, 4), *s, weight=torch.ones(4)),
     "groups": lambda s: torch.group_norm(torch.randn(2, 4), 3),
     "group weight": lambda s: torch.group_norm(torch.randn(2, 4), 2, torch.ones(1)),
+    "no tensor": lambda s: functional.layer_norm([torch.ones(3)], (3,)),
+    "axis": lambda s: functional.log_softmax(torch.ones(2, 3), 5),
+    "targets": lambda s: functional.cross_entropy(torch.ones(2, 3), torch.tensor([1])),
+    "unknown argument": lambda s: torch.layer_norm(torch.ones(2, 3), (3,), axis=1),
 }
 
 
+@each_context
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_refuses_is_refused_and_nothing_is_written(name):
+def test_what_torch_refuses_is_refused_and_nothing_is_written(name, context):
     statistics = torch.zeros(3), torch.ones(3)
     with pytest.raises(TORCH_ERRORS) as theirs:
         REFUSED[name](statistics)
-    with differentiate_through(), pytest.raises(theirs.type):
+    with context(), pytest.raises(theirs.type):
         REFUSED[name](statistics)
     assert [statistic.tolist() for statistic in statistics] == [[0.0] * 3, [1.0] * 3]
 
 
-def test_running_statistics_are_written_as_torch_writes_them():
+@each_context
+def test_running_statistics_are_written_as_torch_writes_them(context):
     def written(x, function):
         statistics = torch.full((3,), 5.0), torch.full((3,), 5.0)
         y = function(x.requires_grad_(), None, None, *statistics, True, 0.1, 1e-5, False)
@@ -276,7 +281,7 @@ def test_running_statistics_are_written_as_torch_writes_them():
         *[(torch.instance_norm, torch.randn(shape)) for shape in shapes[1]],
     ]:
         expected = written(x, function)
-        with differentiate_through():
+        with context():
             torch.testing.assert_close(written(x, function), expected, equal_nan=True, rtol=0, atol=1e-4)
 
 
@@ -373,14 +378,11 @@ def test_forward_mode_is_known_to_compilers(square):
 
 
 def test_checkpoints_enter_the_context_again():
-    x, weights = randn(2, 3).requires_grad_(), randn(2, 3)
+    x, contexts = randn(2, 3).requires_grad_(), lambda: (contextlib.nullcontext(), differentiate_through())
     with differentiate_through():
-        plain = norm(x)
-        forgotten = checkpoint(norm, x, use_reentrant=False)
-        entered = checkpoint(
-            norm, x, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), differentiate_through())
-        )
-    expected = torch.autograd.grad((plain * weights).sum(), x)
-    torch.testing.assert_close(torch.autograd.grad((entered * weights).sum(), x), expected)
+        plain, forgotten = norm(x), checkpoint(norm, x, use_reentrant=False)
+        entered = checkpoint(norm, x, use_reentrant=False, context_fn=contexts)
+    expected, found = (torch.autograd.grad((y * plain.detach().exp()).sum(), x) for y in (plain, entered))
+    torch.testing.assert_close(found, expected)
     with pytest.raises(CheckpointError):
-        torch.autograd.grad((forgotten * weights).sum(), x)
+        torch.autograd.grad(forgotten.sum(), x)

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from primitives.functional import dropout
 from primitives.ops._philox import CHUNK_BLOCKS, draw_words, philox4x32
-from primitives.ops.dropout import dropout_p
 from tests.philox_truth import rounds, true_words
 from tests.support import normal
 
@@ -160,13 +159,6 @@ def test_randomness_of_vmap():
             lambda call=call: call(x), lambda call=call: torch.func.grad(lambda x, call=call: call(x).sum())(x)
         )
         assert torch.equal(y, y_bar * x)
-
-
-def test_samples_equal_calls_with_their_seeds():
-    x, seeds = normal((3, 4, 5), 5), torch.tensor([3, -7, 2**40])
-    y = torch.vmap(lambda x, seed: dropout_p(x, seed, None, 0.4, 0), in_dims=(1, 0), out_dims=1)(x[:, :3], seeds)
-    for i, seed in enumerate(seeds):
-        assert torch.equal(y[:, i], dropout_p(x[:, i], seed, None, 0.4, 0))
 
 
 def test_checkpointing_and_compilation():

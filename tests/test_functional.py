@@ -1,8 +1,7 @@
-"""The functional API against torch.nn.functional: signatures, layouts, dtypes, running statistics, large tensors."""
+"""The functional API against torch.nn.functional: signatures, layouts, dtypes, running statistics."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 
 import pytest
@@ -130,9 +129,8 @@ def test_pure_batch_norm_returns_what_batch_norm_writes(training):
     def output(mean, var):
         return functional.pure_batch_norm(x, mean, var, training=training).output
 
-    for statistics in ((mean,), (var,), (mean, var)):
-        tangents = tuple(torch.ones(3) if any(t is s for s in statistics) else torch.zeros(3) for t in (mean, var))
-        assert jvp(output, (mean, var), tangents)[1].any() != training, "in training they do not move the output"
+    moved = jvp(output, (mean, var), (torch.ones(3), torch.ones(3)))[1].any()
+    assert moved != training, "in training they do not move the output"
 
 
 # The running statistics that have a batch axis, and whether the input has one.
@@ -173,48 +171,3 @@ def test_the_sum_for_a_wide_bias_is_not_rounded_to_a_narrow_input(name, dtype):
     assert bias_bar.tolist() == [64.0 * 2048] * 8
     narrow = bias.detach().to(dtype)
     assert grad(lambda b: BIAS_ONLY[name](x, b).float().sum())(narrow).dtype == dtype
-
-
-OURS = {
-    "layer_norm": lambda x, weight: functional.layer_norm(x, (x.shape[-1],), weight),
-    "batch_norm": lambda x, weight: functional.batch_norm(x, None, None, weight, training=True),
-    "log_softmax": lambda x, weight: functional.log_softmax(x, -1) * weight,
-}
-
-
-def truth(op, x, weight):
-    if op == "log_softmax":
-        return (x - x.logsumexp(-1, keepdim=True)) * weight
-    axes = -1 if op == "layer_norm" else [0, *range(2, x.dim())]
-    shaped = weight if op == "layer_norm" else weight.reshape(1, -1, *[1] * (x.dim() - 2))
-    centered = x - x.mean(axes, keepdim=True)
-    return centered / (centered.square().mean(axes, keepdim=True) + 1e-5).sqrt() * shaped
-
-
-# More columns and values per channel than one program holds. The records are small for the interpreter's sake; on a
-# device these run the looped kernels, the splits and their merges.
-LARGE = {
-    "rows": (4, 20_001),
-    "long_rows": (3, 100_003),
-    "many_rows": (4_099, 1_024),
-    "images": (16, 24, 57, 57),
-    "few_channels": (64, 3, 33, 33),
-}
-
-
-@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("op", OURS)
-def test_large_tensors(op, shape, device):
-    torch.manual_seed(0)
-    x, v, y_bar = (torch.randn(shape, device=device) for _ in range(3))
-    weight = torch.rand(x.shape[1 if op == "batch_norm" else -1], device=device) + 0.5
-
-    def derivatives(function, x, weight, v, y_bar):
-        y, y_dot = jvp(lambda x: function(x, weight), (x,), (v,))
-        return y, y_dot, *grad(lambda x, w: (function(x, w) * y_bar).sum(), argnums=(0, 1))(x, weight)
-
-    expected = derivatives(functools.partial(truth, op), *(t.double() for t in (x, weight, v, y_bar)))
-    for got, value in zip(derivatives(OURS[op], x, weight, v, y_bar), expected, strict=True):
-        scale = value.abs().max()
-        # Sums of up to 1e5 float32 products, each of 1e-7 relative error, mostly of either sign.
-        assert ((got.double() - value).abs().max() / scale).item() < 2e-5

@@ -70,22 +70,6 @@ def test_training_step(case, device):
             assert_close(got, want)
 
 
-@every_case
-def test_jvp_in_a_loss_that_is_trained(case, device):
-    """Tangents of a batch inside the compiled function, a backward pass outside it: what a consistency loss does."""
-    inputs = case.inputs(case.small, torch.float64, device)
-    function = case.of(["x"], inputs, case.small)
-    x = torch.stack([inputs["x"], 2 * inputs["x"]]).requires_grad_()
-    x_dot = like(inputs["x"], seed=3)
-
-    def loss(stack):
-        y, y_dot = torch.vmap(lambda x: torch.func.jvp(function, (x,), (x_dot,)))(stack)
-        return (y * y_dot.sin()).sum()
-
-    actual, expected = (torch.autograd.grad(f(x), x)[0] for f in (compiled(loss), loss))
-    assert_close(actual, expected, order=2)
-
-
 # Torch warns of what it does itself: `meta_utils` asks intermediate tensors for their gradient, with its own norms too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_autograd(device):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import re
-from typing import Any
 
 import optree
 import pytest
@@ -12,16 +11,7 @@ import torch
 from torch.testing import assert_close
 
 import primitives as pr
-
-NAMESPACE = "primitives_test_trees"
-
-Pair = collections.namedtuple("Pair", "left right")
-
-
-@optree.dataclasses.dataclass(namespace=NAMESPACE)
-class Block:
-    hidden: Any
-    output: Any
+from tests.func.func_trees import NAMESPACE, Affine, Batch, assert_tree
 
 
 def leaf(seed, channels=3, rows=5):
@@ -30,24 +20,19 @@ def leaf(seed, channels=3, rows=5):
 
 TREES = {
     "dict": lambda a, b, c: {"a": a, "b": {"c": b, "d": c}},
-    "namedtuple": lambda a, b, c: Pair(a, Pair(b, c)),
+    "namedtuple": lambda a, b, c: Batch(a, Batch(b, c)),
     "OrderedDict": lambda a, b, c: collections.OrderedDict(z=a, b=b, a=c),
-    "dataclass": lambda a, b, c: Block(a, {"x": b, "y": c}),
+    "dataclass": lambda a, b, c: Affine(a, {"x": b, "y": c}),
 }
 CALLS = {
     "layer_norm": lambda x, **kwargs: pr.functional.layer_norm(x, (3,), **kwargs),
     "log_softmax": lambda x, **kwargs: pr.functional.log_softmax(x, 1, **kwargs),
     "batch_norm": lambda x, **kwargs: pr.functional.batch_norm(x, None, None, training=True, **kwargs),
 }
-structure = {"none_is_leaf": True, "namespace": NAMESPACE}
 
 
-def assert_trees_equal(ours, theirs):
-    ours_leaves, ours_spec = optree.tree_flatten(ours, **structure)
-    their_leaves, their_spec = optree.tree_flatten(theirs, **structure)
-    assert ours_spec == their_spec
-    for mine, their in zip(ours_leaves, their_leaves, strict=True):
-        assert mine is their is None or torch.equal(mine, their)
+def assert_same(ours, theirs):
+    assert_tree(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("call, tree", [("layer_norm", t) for t in TREES] + [(c, "dict") for c in CALLS])
@@ -56,11 +41,11 @@ def test_a_tree_is_mapped_leaf_by_leaf(call, tree):
     leaves = [leaf(0), None, leaf(2, rows=7)]
     ours = CALLS[call](TREES[tree](*leaves), namespace=NAMESPACE)
     assert type(ours) is type(TREES[tree](*leaves))
-    assert_trees_equal(ours, TREES[tree](*[x if x is None else CALLS[call](x) for x in leaves]))
+    assert_same(ours, TREES[tree](*[x if x is None else CALLS[call](x) for x in leaves]))
     assert CALLS[call]([{}, ()]) == [{}, ()]
     if tree == "dataclass":
-        with pytest.raises(pr.DtypeError, match=r"^layer_norm: input must be a tensor, got Block"):
-            CALLS[call](Block(leaf(0), None))
+        with pytest.raises(pr.DtypeError, match=r"^layer_norm: input must be a tensor, got Affine"):
+            CALLS[call](Affine(leaf(0), None))
 
 
 def test_prefix_trees_of_parameters():
@@ -77,7 +62,7 @@ def test_prefix_trees_of_parameters():
     expected = {
         "a": single(x["a"], weight["a"], None), "b": of_shared, "c": (single(x["c"][0], None, bias["c"][0]), None),
     }  # fmt: skip
-    assert_trees_equal(ours, expected)
+    assert_same(ours, expected)
     assert_close(*[torch.autograd.grad(sum(y.square().sum() for y in ys), shared) for ys in (ours["b"], of_shared)])
 
 
@@ -106,8 +91,8 @@ def test_a_wrong_prefix_is_named_with_its_key_path(weight, path):
     "tree, label",
     [
         (lambda good, bad: {"a": good, "b": [good, bad]}, "input['b'][1]"),
-        (Pair, "input.right"),
-        (lambda good, bad: Block(good, {"k": bad}), "input.output['k']"),
+        (Batch, "input.y"),
+        (lambda good, bad: Affine(good, {"k": bad}), "input.b['k']"),
     ],
     ids=["dict", "namedtuple", "dataclass"],
 )
@@ -147,5 +132,5 @@ def test_pure_batch_norm_returns_one_tree_per_result():
     out = pr.functional.pure_batch_norm(build(*leaves), *state, training=True)
     single = [x if x is None else pr.functional.pure_batch_norm(x, *state, training=True) for x in leaves]
     for name in ("output", "running_mean", "running_var"):
-        assert_trees_equal(getattr(out, name), build(*[None if s is None else getattr(s, name) for s in single]))
+        assert_same(getattr(out, name), build(*[None if s is None else getattr(s, name) for s in single]))
     assert pr.functional.pure_batch_norm({"a": None}, None, None, training=True) == ({"a": None},) * 3

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vmap
 
 from tests.call_properties import BATCH, alone_and_together, batched, check_vmap, check_vmap_of_call, distinct, fullest
 from tests.op_cases import CASES
@@ -100,20 +100,3 @@ def test_vmap_of_transforms(case, device):
         check_vmap(gradient, values, positions, 0, "grad")
         check_vmap(lambda *values: (jvp(function, values, dots)[1],), values, positions, 0, "jvp")
         check_vmap(lambda *values: jvp(gradient, values, dots)[1], values, positions, 0, "jvp of grad")
-
-
-@every_case
-def test_transforms_of_vmap(case, device):
-    """The derivative of a batched call is the batch of derivatives; one primal takes many tangents or cotangents."""
-    inputs = case.inputs(case.small, torch.float64, device)
-    function, names = case.of(["x"], inputs, case.small), case.differentiable
-    stack = batched(inputs["x"], 0)
-    y_bar, x_dot = like(stack, seed=5), like(stack, seed=6)
-    (x_bar,) = vjp(vmap(function), stack)[1](y_bar)
-    _, y_dot = jvp(vmap(function), (stack,), (x_dot,))
-    for i in range(BATCH):
-        assert_close(x_bar[i], vjp(function, stack[i])[1](y_bar[i])[0], what="vjp of vmap")
-        assert_close(y_dot[i], jvp(function, (stack[i],), (x_dot[i],))[1], what="jvp of vmap")
-    of_all, primals = case.of(names, inputs, case.small), [inputs[name] for name in names]
-    for i, name in enumerate(names):
-        assert_close(jacfwd(of_all, i)(*primals), jacrev(of_all, i)(*primals), what=f"Jacobian in {name}")

@@ -108,6 +108,10 @@ def nested_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return [torch.nested.nested_tensor(list(tensors), layout=layout) for layout in (torch.strided, torch.jagged)]
 
 
+def compiled(function: Any) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
 def peak(run: Any) -> int:
     """The most bytes that are alive at one time while it runs, of what it allocates."""
     with torch.profiler.profile(

@@ -1,7 +1,5 @@
 """The errors of primitives.func: their type, what they name, and that torch's own error is of the type too."""
 
-import re
-
 import optree
 import pytest
 import torch
@@ -9,7 +7,7 @@ from func_trees import NAMESPACE, Affine, N, Pair, nested_tensors
 
 import primitives as pr
 from primitives import func
-from tests.support import TORCH_ERRORS
+from tests.support import assert_raises
 
 ONE, TWO, INTS = torch.ones(()), torch.ones(2), torch.arange(2)
 X, XY = {"x": TWO}, {"x": 0, "y": 0}
@@ -20,17 +18,9 @@ class Unnamed(Pair):
     """Registered without the names of its children."""
 
 
-class Named(Pair):
-    """Registered with names, but not with how they are reached."""
-
-
-for cls, names in ((Unnamed, ()), (Named, (("left", "right"),))):
-    optree.register_pytree_node(
-        cls,
-        lambda pair, names=names: ((pair.left, pair.right), None, *names),
-        lambda _, children, cls=cls: cls(*children),
-        namespace=NAMESPACE,
-    )
+optree.register_pytree_node(
+    Unnamed, lambda pair: ((pair.left, pair.right), None), lambda _, children: Unnamed(*children), namespace=NAMESPACE
+)
 
 
 def total(tree):
@@ -56,17 +46,13 @@ CASES = [
     (pr.DtypeError, "got float", lambda: func.grad(lambda t: 3.0)(X), lambda: torch.func.grad(lambda x: 3.0)(TWO)),
     (pr.DtypeError, "vjp: output['y'][0]", lambda: func.vjp(lambda t: {"y": [t["x"].long()]}, X),
      lambda: torch.func.vjp(lambda x: x.long(), TWO)),
-    (pr.DtypeError, "jvp: output[1]", lambda: func.jvp(lambda t: [t["x"], "a"], (X,), (X,))),
     (RuntimeError, "independent", lambda: func.jvp(lambda t: ONE, (X,), (X,), strict=True)),
-    (pr.TreeError, "got {'none': None}", lambda: func.jvp(lambda t: {"none": None}, (X,), (X,))),
     (pr.DtypeError, "jacrev: output['y'] must be real", lambda: func.jacrev(lambda t: {"y": t["x"] * 1j})(X)),
     (pr.TreeError, "(output, aux), got Tensor", lambda: func.grad(total, has_aux=True)(X),
      lambda: torch.func.grad(total, has_aux=True)(X)),
     # Arguments.
     (pr.AxisError, "[-2, 1]", lambda: func.grad(total, 2)(X, X), lambda: torch.func.grad(total, 2)(X, X)),
     (pr.AxisError, "argnums", lambda: func.jacfwd(total, (0, -1))(X), lambda: torch.func.grad(total, (0, 0))(X)),
-    (pr.AxisError, "at least one positional argument", func.grad(total)),
-    (pr.DtypeError, "got [0]", lambda: func.grad(total, [0])(X)),
     (pr.DtypeError, "grad: args[0]['rest'][0]", lambda: func.grad(total)({"x": TWO, "rest": (3.0,)}),
      lambda: torch.func.grad(total)({"x": TWO, "rest": 3.0})),
     (pr.DtypeError, "grad: args[1].b", lambda: func.grad(same, 1, **N)(X, Affine(TWO, INTS)),
@@ -81,7 +67,6 @@ CASES = [
      lambda: torch.func.jvp(total, (X,), ({"y": TWO},))),
     (pr.ShapeError, "tangents[0]['x']", lambda: func.jvp(total, (X,), ({"x": ONE},)),
      lambda: torch.func.jvp(total, (X,), ({"x": ONE},))),
-    (pr.DtypeError, "hvp: tangents[0]['x']", lambda: func.hvp(total, (X,), ({"x": TWO.double()},))),
     (pr.DeviceError, "tangents[0]['x'] must be on cpu", lambda: func.jvp(same, (X,), ({"x": TWO.to("meta")},))),
     (pr.DtypeError, "linearize: tangents[0]['x']", lambda: func.linearize(total, X)[1]({"x": TWO.half()})),
     (pr.TreeError, "extra key(s):", lambda: pull(wrapped, {"z": TWO}), lambda: torch.func.vjp(total, X)[1]((ONE,))),
@@ -90,9 +75,7 @@ CASES = [
     (pr.TreeError, "got none", lambda: func.hvp(total, (X,), ({"x": None},))),
     (pr.ShapeError, "tangents[0]<child 1 of Unnamed>[0]",
      lambda: func.jvp(same, (Unnamed(TWO, [ONE]),), (Unnamed(TWO, [TWO]),), **N)),
-    (pr.TreeError, "flat index 'right'", lambda: func.jvp(same, (Named(TWO, [ONE]),), (Named(TWO, (ONE,)),), **N)),
     # vmap.
-    (pr.TreeError, "got bool", lambda: func.vmap(same, in_dims=True)(X)),
     (pr.TreeError, "in_dims[0] of args[0]['x']", lambda: func.vmap(same, in_dims=({"x": "0"},))(X)),
     (pr.TreeError, "out_dims of output['x']", lambda: func.vmap(same, out_dims=False)(X)),
     (pr.ShapeError, "args[0][1] has 2 (axis 0), args[1]['a'] has 3 (axis 1)",
@@ -123,11 +106,5 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
 def test_error(case):
-    error, text, call, *torch_call = case
-    with pytest.raises(error, match=re.escape(text)) as caught:
-        call()
-    assert caught.value.__cause__ is None
-    for torchs_call in torch_call:
-        with pytest.raises(TORCH_ERRORS) as torchs:
-            torchs_call()
-        assert issubclass(caught.type, torchs.type)
+    error, text, *calls = case
+    assert_raises(error, [text], *calls)

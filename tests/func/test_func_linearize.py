@@ -109,17 +109,6 @@ def test_the_derivative_is_transformed(outer):
     assert_tree(found, OUTER[outer](lambda v: func.jvp(cubic, (X + 1,), (v.sin(),))[1], func))
 
 
-@pytest.mark.parametrize("outer", ["grad", "jvp", "vmap"])
-def test_inside_compiled(outer):
-    torch._dynamo.reset()
-
-    def slope(x):
-        return func.linearize(cubic, x)[1](x.cos())
-
-    program = torch.compile(lambda: OUTER[outer](slope, func), fullgraph=True, backend="aot_eager")
-    assert_tree(program(), OUTER[outer](slope, func))
-
-
 def test_it_is_differentiated_from_outside():
     """By autograd, twice, and by a dual number: with respect to the point, and to what the function holds."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from func_trees import Affine, Batch, N, Pair, assert_tree, flat, leaves, nested_tensors, output, point, randn
+from func_trees import Affine, Batch, N, Pair, assert_tree, compiled, flat, leaves, nested_tensors, output, point, randn
 
 from primitives import func
 
@@ -28,10 +28,6 @@ def test_against_torch(transform, number):
         (expected,) = torch.func.vmap(flat(function, (params, xs)), (*axes, in_dim), out_dim)(*leaves((params, xs)))
         mapped = transform(lambda *args: (function(*args), constant), (None, in_dim), (out_dim, None), **options)
         assert_tree(mapped(params, xs), (expected, constant))
-
-
-def compiled(function):
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize("run", [{}, {"chunk_size": 2}, compiled], ids=["whole", "in chunks", "compiled"])
@@ -94,39 +90,6 @@ def test_nested_tensors_are_mapped():
         result = func.vmap(lambda t, scale: {"y": t["x"] * scale}, (0, None))({"x": x}, 3.0)["y"]
         assert result.is_nested
         assert_tree(list(result.unbind()), [3 * short, 3 * long])
-
-
-SIZES = []
-
-
-class Recorded(torch.autograd.Function):
-    """A copy that notes how many entries are mapped at a time."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        SIZES.append(info.batch_size)
-        return x.clone(), in_dims[0]
-
-
-def test_chunks_are_called_in_order_and_hold_what_they_should():
-    x, copy = torch.arange(6.0), Recorded.apply
-    for mapped, sizes in [
-        (func.vmap(copy, chunk_size=4), [4, 2]),
-        (func.chunk_vmap(copy), [3, 3]),
-        (func.chunk_vmap(copy, chunks=4), [2, 2, 2]),
-        (func.vmap(copy), [6]),
-    ]:
-        SIZES.clear()
-        assert_tree(mapped(x), x)
-        assert sizes == SIZES
 
 
 def test_random_numbers_compiled():
