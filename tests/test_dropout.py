@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives.functional import dropout
-from primitives.ops._philox import CHUNK_BLOCKS, draw_words, philox4x32
-from tests.philox_truth import rounds, true_words
+from primitives.ops.dropout import dropout_p
+from tests.philox_truth import rounds, true_noise
 from tests.support import normal
 
 MANY = 2**16
@@ -28,18 +28,12 @@ def test_known_answers():
 
 
 @pytest.mark.parametrize("offset", [0, 5, 2**32 - 1, 2**40, 2**63 - 3])
-def test_words_are_those_of_the_definition(offset):
-    for seed in (0, 1, -1, 2**31, -(2**63), 2**63 - 1):
-        words = draw_words(torch.tensor(seed), torch.tensor(offset), 10)
-        assert words.tolist() == true_words(seed, offset, 10)
-
-
-def test_words_do_not_depend_on_how_many_are_drawn_at_a_time():
-    count = 4 * CHUNK_BLOCKS + 7
-    words = draw_words(torch.tensor(3), None, count)
-    assert words.shape == (count,)
-    last = torch.tensor([CHUNK_BLOCKS, CHUNK_BLOCKS + 1])
-    assert torch.equal(words[4 * CHUNK_BLOCKS :], torch.stack(philox4x32(torch.tensor([3]), last), -1).flatten()[:7])
+def test_noise_is_that_of_the_definition(offset):
+    # The longest takes more than one chunk of words.
+    for size, *seeds in ((10, 0, -1, 2**31, -(2**63), 2**63 - 1), (2**15 + 9, 3)):
+        for seed in seeds:
+            y = dropout_p(torch.ones(size), torch.tensor(seed), torch.tensor(offset), 0.5, 0)
+            assert torch.equal(y.double(), true_noise((size,), seed, offset, 0.5))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
