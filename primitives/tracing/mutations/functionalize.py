@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -231,6 +232,7 @@ class _Call:
         return value.detach() if value.requires_grad and each.is_data and each.is_hidden else value
 
 
+@dataclasses.dataclass(eq=False)
 class PureFunction:
     """A function whose writes to its inputs are outputs; made by `functionalize_mutations`.
 
@@ -238,8 +240,7 @@ class PureFunction:
         fn: The function that writes.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
+    fn: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, OrderedDict[str, Tensor]]:
         """Call the function, and leave its inputs as they are.
@@ -282,10 +283,6 @@ class PureFunction:
             if each.is_changed:
                 each.write_back(call.plain(each.used))
         return call.output()
-
-    def __repr__(self) -> str:
-        """`functionalize_mutations(step)`."""
-        return f"functionalize_mutations({getattr(self.fn, '__name__', self.fn)})"
 
 
 def _copied(x: Tensor) -> Tensor:
