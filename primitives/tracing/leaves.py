@@ -94,11 +94,9 @@ def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], s
     for i, x in enumerate(leaves):
         if isinstance(x, (torch.Tensor, type)):
             continue
-        if isinstance(x, torch.nn.Module):
-            inside = {f".{name}": y for name, y in (*x.named_parameters(), *x.named_buffers())}
-        else:
-            inside = {f".{name}": y for name, y in getattr(x, "__dict__", {}).items()}
-            inside |= {f"[{key!r}]": y for key, y in x.items()} if isinstance(x, dict) else {}
+        attributes = x.state_dict() if isinstance(x, torch.nn.Module) else getattr(x, "__dict__", {})
+        inside = {f".{name}": y for name, y in attributes.items()}
+        inside |= {f"[{key!r}]": y for key, y in x.items()} if isinstance(x, dict) else {}
         path = next((path for path, y in inside.items() if isinstance(y, torch.Tensor)), None)
         if path is not None:
             kind, name = type(x).__name__, label(i)

@@ -39,37 +39,33 @@ def _is_users(filename: str) -> bool:
     return installed or not (filename.startswith(_FOREIGN) or filename.startswith(_GENERATED))
 
 
-def _users(frames: Iterable[tuple[Any, int]]) -> Iterator[tuple[str, int, str, str]]:
-    """File, line, function and source of those frames that are the user's."""
+def _users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.FrameSummary]:
+    """Those frames that are the user's."""
     for frame, number in frames:
         code = frame.f_code
         if _is_users(code.co_filename):
-            source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-            yield code.co_filename, number, code.co_name, source
+            linecache.lazycache(code.co_filename, frame.f_globals)
+            # Torch's and this package's many frames are left out before anybody reads their source.
+            yield traceback.FrameSummary(code.co_filename, number, code.co_name, lookup_line=False)
 
 
-def _described(found: tuple[str, int, str, str] | None) -> str:
+def _innermost(frames: Iterable[tuple[Any, int]]) -> str:
+    found = next(_users(frames), None)
     if found is None:
         return "(a line outside Python files)"
-    filename, number, _, source = found
-    return f"{filename}:{number}" + (f": {source}" if source else "")
+    return f"{found.filename}:{found.lineno}" + (f": {found.line}" if found.line else "")
 
 
 def current_line() -> str:
     """`file:line: source` of the innermost frame of the user that is running."""
-    return _described(next(_users(traceback.walk_stack(sys._getframe(1))), None))
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
 
 
 def line_of_error(trace: TracebackType | None) -> str:
     """`file:line: source` of the innermost frame of the user in the traceback of an error."""
-    return _described(next(_users(reversed([*traceback.walk_tb(trace)])), None))
+    return _innermost(reversed([*traceback.walk_tb(trace)]))
 
 
 def current_stack() -> str:
     """The frames of the user that are running, as in a traceback."""
-    # By hand, as `traceback` would read the source of every other frame too.
-    frames = [
-        f'  File "{filename}", line {number}, in {name}\n' + (f"    {source}\n" if source else "")
-        for filename, number, name, source in _users(traceback.walk_stack(sys._getframe(1)))
-    ]
-    return "".join(reversed(frames))
+    return "".join(traceback.format_list([*_users(traceback.walk_stack(sys._getframe(1)))][::-1]))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import sys
 import threading
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import _C, _decomp, _ops, fx, nn, overrides
@@ -45,15 +46,10 @@ with_tensors = stateless._reparametrize_module
 # The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
 CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
 
-# Operators.
-
 
 def schema_of(func: Any) -> Any:
     """The schema of an operator; `None` for anything else, operators of higher order included."""
     return func._schema if isinstance(func, _ops.OpOverload) else None
-
-
-# What is recorded.
 
 
 def is_tracing(*, pre_dispatch: bool = False) -> bool:
@@ -124,14 +120,10 @@ def last_number() -> int:
     return torch.autograd._get_sequence_nr() - 1
 
 
-# Tensors without memory, and functionalized ones.
-
-
 def fake_mode(*, symbolic: bool) -> fake_tensor.FakeTensorMode:
     """Mode in which tensors have no memory; with `symbolic`, they may have symbolic sizes."""
-    shape_env = (
-        symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False) if symbolic else None
-    )
+    options: dict[str, Any] = {"allow_scalar_outputs": False, "allow_dynamic_output_shape_ops": False}
+    shape_env = symbolic_shapes.ShapeEnv(**options) if symbolic else None
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
 
 
@@ -140,10 +132,8 @@ def fake_of(mode: fake_tensor.FakeTensorMode, x: Tensor, dynamic_axes: Sequence[
     sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.stride()]
     with fake_tensor.unset_fake_temporarily(), torch.no_grad():
         like = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
-    kinds = [
-        symbolic_shapes.DimDynamic.DYNAMIC if axis in dynamic_axes else symbolic_shapes.DimDynamic.STATIC
-        for axis in range(x.dim())
-    ]
+    either = symbolic_shapes.DimDynamic
+    kinds = [either.DYNAMIC if axis in dynamic_axes else either.STATIC for axis in range(x.dim())]
     context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
     fake = mode.from_tensor(like, symbolic_context=context)
     with mode, torch.no_grad():
@@ -184,11 +174,8 @@ def parts(x: Any) -> list[Tensor]:
 
 def is_functional(x: Any) -> bool:
     """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
-    return (
-        any(map(is_functional, parts(x)))
-        if is_wrapper_subclass(x)
-        else isinstance(x, functional_tensor.FunctionalTensor)
-    )
+    inner = parts(x) if is_wrapper_subclass(x) else []
+    return isinstance(x, functional_tensor.FunctionalTensor) or any(map(is_functional, inner))
 
 
 def has_other_storage(x: Any) -> bool:
@@ -213,7 +200,7 @@ def bottom(x: Tensor) -> Tensor:
 
 def unbatched(x: Tensor) -> tuple[Tensor, list[int]]:
     """What the transforms of `torch.func` have wrapped, and the levels of its batch axes, the outermost first."""
-    levels: list[int] = []
+    levels = []
     while is_in_a_transform(x):
         if _functorch.is_batchedtensor(x):
             levels.insert(0, _functorch.maybe_get_level(x))
@@ -272,9 +259,6 @@ def definition_of(func: Any) -> Callable[..., Any] | None:
     return func.decompose if func._can_decompose() else _decomp.decomposition_table.get(func)
 
 
-# Sizes that are symbols.
-
-
 def failing_guards(mode: fake_tensor.FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
     """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
     shape_env: Any = mode.shape_env
@@ -282,9 +266,6 @@ def failing_guards(mode: fake_tensor.FakeTensorMode, symbols: dict[Any, int]) ->
     texts = [str(guard) for guard in guards if str(guard.xreplace(symbols)) == "False"]
     # Torch takes each symbol for 2 at least.
     return list(dict.fromkeys([*(f"{symbol} >= 2" for symbol, n in symbols.items() if n < 2), *texts]))
-
-
-# Partitions, pickles and compilation.
 
 
 def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,14 +296,11 @@ def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool
     ours = [getattr(getattr(torch.ops, space), name, None) for space, names in _ONE_PASS.items() for name in names]
     # The partitioner takes no list: it looks its own up by this name.
     with _partitioner_lock, functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False)):
-        original = partitioners.get_default_op_list
-        kinds = original()
+        kinds = partitioners.get_default_op_list()
         allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *(op for op in ours if op is not None)])
-        partitioners.get_default_op_list = lambda: dataclasses.replace(kinds, recomputable_ops=allowed)
-        try:
+        kinds = dataclasses.replace(kinds, recomputable_ops=allowed)
+        with mock.patch.object(partitioners, "get_default_op_list", return_value=kinds):
             return split(module, None, num_fwd_outputs=num_forward_outputs)
-        finally:
-            partitioners.get_default_op_list = original
 
 
 def dumped(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
@@ -354,7 +332,7 @@ def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
     return found
 
 
-def bound_sizes(sizes: Sequence[Any], symbols: Any = MappingProxyType({})) -> list[int | None]:
+def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | None]:
     """Sizes for given values of the symbols in them; `None` for one with another symbol, not known to be a number."""
     bound = [n.node.expr.xreplace(symbols) if isinstance(n, torch.SymInt) else n for n in sizes]
     return [int(n) if isinstance(n, int) or n.is_number else None for n in bound]
@@ -368,14 +346,5 @@ def hinted_size(n: Any) -> int:
 def is_dense(x: Tensor) -> bool:
     """Whether the elements of `x` lie side by side in memory, without gaps, in any order of the axes."""
     sizes, strides = ([hinted_size(n) for n in numbers] for numbers in (x.shape, x.stride()))
-    expected = 1
-    for stride, n in sorted((stride, n) for stride, n in zip(strides, sizes, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= n
-    return True
-
-
-def num_bytes(x: Any) -> tuple[int, int]:
-    """Identity and bytes of the memory behind a value without memory."""
-    return memory_of(x), hinted_size(x.untyped_storage().nbytes())
+    axes = sorted((stride, n) for stride, n in zip(strides, sizes, strict=True) if n != 1)
+    return all(stride == math.prod(n for _, n in axes[:i]) for i, (stride, _) in enumerate(axes))

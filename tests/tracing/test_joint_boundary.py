@@ -217,7 +217,7 @@ def test_inputs_that_share_memory_with_one_that_is_written_to(fn):
     graph = trace_joint(fn, w, base[2:], base[:2], no_tangents=True)
     trace_joint(lambda w, a, b: (w * a.sum() * b.sum()).sum(), w, base, base, no_tangents=True)((w, base, base))
     for call, b in ((graph, base[1:3]), (graph.forward_graph(), base[:2])):
-        with pytest.raises(MutationError, match=r"JointGraph: a, b share memory, and a is written to"):
+        with pytest.raises(MutationError, match=r"Graph: a, b share memory, and a is written to"):
             call((w, base[:2], b))
     same(graph((w, base[:2], base[2:]))[1][0], torch.zeros(2, dtype=w.dtype))
     # Not even where the tensor that is given has to be laid out anew.

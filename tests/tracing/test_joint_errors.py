@@ -93,11 +93,19 @@ def test_what_no_graph_can_hold(name, case):
 
 # Tensors from elsewhere.
 OUTSIDE = {
-    "leaf": (lambda x: x * WEIGHT, LeafError, "WEIGHT requires grad"),
-    "parameter": (lambda x: MODULE(x[None].expand(2, 3)), MutationError, "MODULE.num_batches_tracked is written"),
+    "leaf": (lambda x: x * WEIGHT, LeafError, "a tensor [3] of torch.float64 requires grad"),
+    "parameter": (lambda x: MODULE(x[None].expand(2, 3)), MutationError, "a tensor [] of torch.int64 is written"),
     "buffer": (lambda x: (STATISTIC.add_(x.detach()), x.sin())[1], MutationError, "a tensor that is not an input"),
-    "by a constant": (lambda x: (STATISTIC.add_(1), x.sin())[1], MutationError, "STATISTIC is written to"),
-    "by a view": (lambda x: (STATISTIC[1:].add_(1), x.sin())[1], MutationError, "STATISTIC is written to"),
+    "by a constant": (
+        lambda x: (STATISTIC.add_(1), x.sin())[1],
+        MutationError,
+        "a tensor [3] of torch.float64 is written",
+    ),
+    "by a view": (
+        lambda x: (STATISTIC[1:].add_(1), x.sin())[1],
+        MutationError,
+        "a tensor [3] of torch.float64 is written",
+    ),
     "subclass": (lambda x: (SUBCLASS.mul_(2), x.sin())[1], MutationError, "a tensor [3] of torch.float32 is written"),
 }
 

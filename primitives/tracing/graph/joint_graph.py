@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import optree
-import torch
 
 from primitives.core.errors import ShapeError
 from primitives.tracing import torch_private
-from primitives.tracing.graph.partition import BackwardGraph, ForwardGraph, Graph, laid_out_like, split
-from primitives.tracing.leaves import like
+from primitives.tracing.graph.partition import PRIMAL, STATE, TANGENT, BackwardGraph, ForwardGraph, Graph, split
 from primitives.tracing.memory import refuse_sharing
 from primitives.tracing.random.rng import PhiloxState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor, fx
 
     from primitives.tracing.graph.signature import Signature
@@ -47,18 +43,20 @@ class JointGraph(Graph):
 
     def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any) -> None:
         self.signature, self._mode = signature, mode
-        self.primal_names, self.tangent_names = signature.primal_names, signature.tangent_names
+        self.primal_names = signature.primals.labels(signature.places)
+        self.tangent_names = signature.outs._replace(roots="tangents").labels(signature.with_tangent)
         self.output_names = signature.outs.labels(signature.computed)
         self.gradient_names = tuple(f"{name}_bar" for name in signature.primals.labels(signature.gradient_places))
         self.mutated_names = signature.primals.labels(signature.mutated)
         self.in_treespec = optree.tree_structure(signature.primals.skeleton)
         self.out_treespec = optree.tree_structure(signature.outs.skeleton)
         states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
+        kinds = {PRIMAL: self.primal_names, TANGENT: self.tangent_names, STATE: states}
+        inputs = [(label, kind) for kind, labels in kinds.items() for label in labels]
+        names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        self.inputs = dict(zip(names, inputs, strict=True))
         outputs = [*self.output_names, *states[:2], *self.gradient_names, *states[2:]]
-        super().__init__(module, [*self.primal_names, *self.tangent_names, *states], outputs)
-        placeholders = self.graph.find_nodes(op="placeholder")
-        self.labels = {node.name: name for node, name in zip(placeholders, self.input_labels, strict=True)}
-        self.fakes = [node.meta["val"] for node in placeholders]
+        super().__init__(module, self.inputs, outputs, self)
         # Values of the symbols in sizes that the graph is valid for.
         self._fitting: set[tuple] = set()
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
@@ -94,51 +92,23 @@ class JointGraph(Graph):
         """
         signature = self.signature
         results = self._compute(
-            signature.tensors_of(primals), signature.cotangents_of(tangents), signature.flat_states(rng)
+            [*signature.tensors_of(primals), *signature.cotangents_of(tangents), *signature.flat_states(rng)]
         )
         outs, forward_state = signature.joined_outs(results[: signature.num_forward_outputs])
         bars, backward_state = signature.joined_gradients(results[signature.num_forward_outputs :])
         return (outs, bars, (*forward_state, *backward_state)) if signature.has_states else (outs, bars)
 
-    def _flat(self, primals: list[Any], cotangents: list[Any], states: list[Tensor]) -> list[Any]:
-        args, symbols = self.checked_primals(primals)
-        return self.run([*args, *self.checked_cotangents(cotangents, symbols, args), *states])
-
-    def checked_primals(self, given: list[Any]) -> tuple[list[Tensor], dict[Any, int]]:
-        """The tensors among the primals, in the order of `primal_names`, and the sizes that symbols stand for."""
-        fakes = self.fakes[: len(given)]
-        symbols = torch_private.bindings(fakes, given)
-        tensors = []
-        for name, x, fake in zip(self.primal_names, given, fakes, strict=True):
-            sizes = torch_private.bound_sizes(fake.shape, symbols)
-            tensors.append(laid_out_like(like(f"JointGraph: {name}", x, fake, sizes), fake, symbols))
-        # As given: a copy that was made for its strides shares nothing.
-        refuse_sharing("JointGraph", self.primal_names, given, self.signature.alone)
-        if tuple(symbols.values()) not in self._fitting:
-            failing = torch_private.failing_guards(self._mode, symbols)
-            if failing:
-                got = ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, tensors, strict=True))
-                raise ShapeError(
-                    f"JointGraph: the graph is valid under {' and '.join(failing)}, which does not hold where "
-                    f"{symbols}, got {got}."
-                )
-            self._fitting.add(tuple(symbols.values()))
-        return tensors, symbols
-
-    def checked_cotangents(self, given: list[Any], symbols: dict[Any, int], others: Sequence[Any]) -> list[Tensor]:
-        """The cotangents, with zeros for 0, on the device of `others`."""
-        found = []
-        fakes = self.fakes[len(self.primal_names) :]
-        for name, x, fake in zip(self.tangent_names, given, fakes, strict=False):
-            sizes: list[Any] = torch_private.bound_sizes(fake.shape, symbols)
-            if isinstance(x, int) and None not in sizes:
-                devices = [y.device for y in others if isinstance(y, torch.Tensor)]
-                device = next((d for d in devices if d.type == fake.device.type), fake.device)
-                found.append(torch.zeros(sizes, dtype=fake.dtype, device=device))
-                continue
-            y_bar = like(f"JointGraph: {name}", None if isinstance(x, int) else x, fake, sizes, viewable=True)
-            found.append(laid_out_like(y_bar, fake, symbols))
-        return found
+    def require_fit(self, primals: list[Tensor], symbols: dict[Any, int]) -> None:
+        """Raise where the graph is not valid for these primals, and what the symbols in their sizes stand for."""
+        refuse_sharing("JointGraph", self.primal_names, primals, self.signature.alone)
+        failing = [] if (*symbols.values(),) in self._fitting else torch_private.failing_guards(self._mode, symbols)
+        if failing:
+            got = ", ".join(f"{name}: {[*x.shape]}" for name, x in zip(self.primal_names, primals, strict=True))
+            raise ShapeError(
+                f"JointGraph: the graph is valid under {' and '.join(failing)}, which does not hold where {symbols}, "
+                f"got {got}."
+            )
+        self._fitting.add((*symbols.values(),))
 
     def forward_graph(self, *, min_cut: bool = True) -> ForwardGraph:
         """The forward pass: `(primals) -> (outs, saved)`.

@@ -1,30 +1,34 @@
-"""A joint graph in two: a forward graph that saves, and a backward graph that takes what was saved."""
+"""Graphs that are called with trees: a joint graph in two, and all of them as text."""
 
 from __future__ import annotations
 
 import copy
 import operator
+import pathlib
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
 
 from primitives.tracing import torch_private
-from primitives.tracing.graph.rewriting import SEED
-from primitives.tracing.graph.summary import line_of, table
+from primitives.tracing.graph.rewriting import SEED, TAG
 from primitives.tracing.leaves import like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from primitives.tracing.random.rng import PhiloxState
 
-__all__ = ["BackwardGraph", "ForwardGraph", "Graph", "Saved", "laid_out_like", "split"]
+__all__ = ["PRIMAL", "STATE", "TANGENT", "BackwardGraph", "ForwardGraph", "Graph", "split"]
 
+# Kinds of inputs; those that the forward graph saves have "saved[0]" and so on.
+PRIMAL, TANGENT, STATE = "primal", "tangent", "state"
 # Name of the backward graph's input for the cotangent of a loss, which the joint graph makes itself.
 _SEED_INPUT = "tangents_seed"
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class Saved(NamedTuple):
@@ -58,11 +62,14 @@ class Graph:
         output_labels: What its outputs are called, in order.
     """
 
-    _flat: Callable[..., list[Any]]
-
-    def __init__(self, module: fx.GraphModule, input_labels: Sequence[str], output_labels: Sequence[str]) -> None:
-        self.module, self.graph = module, module.graph
-        self.input_labels, self.output_labels = tuple(input_labels), tuple(output_labels)
+    def __init__(
+        self, module: fx.GraphModule, inputs: Mapping[str, tuple[str, str]], outputs: Sequence[str], joint: Any
+    ) -> None:
+        self.module, self.graph, self._joint = module, module.graph, joint
+        self._placeholders = self.graph.find_nodes(op="placeholder")
+        # Label and kind of each.
+        self._inputs = [inputs[node.name] for node in self._placeholders]
+        self.input_labels, self.output_labels = tuple(label for label, _ in self._inputs), tuple(outputs)
         self._compute = torch_private.as_one_operation(self._flat)
 
     @property
@@ -72,14 +79,41 @@ class Graph:
 
     def __repr__(self) -> str:
         """The table that is printed."""
-        return table(self.graph, self.input_labels, self.output_labels)
+        return _table(self.graph, self.input_labels, self.output_labels)
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        """What the graph computes; it has a history if a caller differentiates in an argument."""
-        flat = args if torch_private.differentiated_outside(args) else [torch_private.detached(x) for x in args]
+    def _flat(self, values: Sequence[Any]) -> list[Any]:
+        """What the graph computes of values like those that were traced; a number stands for a cotangent full of it."""
+        fakes = [node.meta["val"] for node in self._placeholders]
+        # A cotangent may be viewed, and tells no size.
+        sized = [None if kind == TANGENT else fake for (_, kind), fake in zip(self._inputs, fakes, strict=True)]
+        symbols = torch_private.bindings(sized, values)
+        args = []
+        for (label, kind), x, fake in zip(self._inputs, values, fakes, strict=True):
+            name = f"{type(self).__name__}: {label}"
+            sizes: list[Any] = torch_private.bound_sizes(fake.shape, symbols) if isinstance(fake, torch.Tensor) else []
+            if kind == STATE or not isinstance(fake, torch.Tensor):
+                args.append(x)
+            elif kind == TANGENT and isinstance(x, int) and None not in sizes:
+                devices = [y.device for y in values if isinstance(y, torch.Tensor)]
+                device = next((d for d in devices if d.type == fake.device.type), fake.device)
+                args.append(torch.full(sizes, x, dtype=fake.dtype, device=device))
+            elif kind in (PRIMAL, TANGENT):
+                x = None if isinstance(x, int) else x
+                args.append(_laid_out_like(like(name, x, fake, sizes, viewable=kind == TANGENT), fake, symbols))
+            else:
+                # Torch describes the workspace of a recurrent layer as empty, which it is not.
+                sizes = [n or None for n in sizes]
+                args.append(like(f"{type(self).__name__}: {kind} ({label})", x, fake, sizes, any_device=True))
+        # As given: a copy that was made for its strides shares nothing.
+        primals = [x for x, (_, kind) in zip(values, self._inputs, strict=True) if kind == PRIMAL]
+        if primals:
+            self._joint.require_fit(primals, symbols)
+        # There is a history if a caller differentiates in an argument.
+        if not torch_private.differentiated_outside(args):
+            args = [torch_private.detached(x) for x in args]
         # Under `no_grad`, kernels leave out what a backward pass reads: the workspace of a recurrent layer.
         with torch.enable_grad():
-            return list(self.module(*flat))
+            return list(self.module(*args))
 
 
 class _Part(Graph):
@@ -88,14 +122,11 @@ class _Part(Graph):
     _method: str
 
     def __init__(
-        self, module: fx.GraphModule, outputs: Sequence[str], saved: list[Saved], joint: Any, cut: Any
+        self, module: fx.GraphModule, inputs: Any, outputs: Sequence[str], saved: list[Saved], joint: Any, cut: Any
     ) -> None:
-        labels = {**joint.labels, _SEED_INPUT: SEED}
-        inputs = [labels.get(node.name, node.name) for node in module.graph.find_nodes(op="placeholder")]
-        super().__init__(module, inputs, outputs)
+        super().__init__(module, inputs, outputs, joint)
         self.input_names, self.output_names = self.input_labels, self.output_labels
-        self.saved = tuple(saved)
-        self._joint, self._cut = joint, cut
+        self.saved, self._cut = tuple(saved), cut
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The joint graph, to be split again."""
@@ -128,12 +159,9 @@ class ForwardGraph(_Part):
             It raises what the joint graph raises.
         """
         signature = self._joint.signature
-        results = self._compute(signature.tensors_of(primals), self._states(rng))
+        results = self._compute([*signature.tensors_of(primals), *self._states(rng)])
         outs, state = signature.joined_outs(results[: signature.num_forward_outputs])
         return outs, tuple(results[signature.num_forward_outputs :]), *state
-
-    def _flat(self, primals: list[Any], states: list[Any]) -> list[Any]:
-        return self.run([*self._joint.checked_primals(primals)[0], *states])
 
 
 class BackwardGraph(_Part):
@@ -154,46 +182,23 @@ class BackwardGraph(_Part):
             The gradients, in the structure of the primals; with `rng`, `(grads, state)`.
             `ValueError` if there are too few or too many saved values.
         """
-        signature = self._joint.signature
-        bars, state = signature.joined_gradients(
-            self._compute(saved, signature.cotangents_of(tangents), self._states(rng))
-        )
+        joint, signature = self._joint, self._joint.signature
+        if len(saved) != len(self.saved):
+            raise ValueError(f"BackwardGraph: saved must have {len(self.saved)} entries, got {len(saved)}.")
+        # The forward state is an input of the joint graph too, and of this one if it is saved.
+        names = [*list(joint.inputs)[len(joint.primal_names) :], _SEED_INPUT, *(entry.name for entry in self.saved)]
+        values = [*signature.cotangents_of(tangents), *self._states(rng) * 2, 1, *saved]
+        given = dict(zip(names, values, strict=True))
+        bars, state = signature.joined_gradients(self._compute([given[node.name] for node in self._placeholders]))
         return (bars, *state) if state else bars
 
-    def _flat(self, saved: Sequence[Any], cotangents: list[Any], states: list[Any]) -> list[Any]:
-        joint, names = self._joint, [entry.name for entry in self.saved]
-        if len(saved) != len(names):
-            raise ValueError(f"BackwardGraph: saved must have {len(names)} entries, got {len(saved)}.")
-        fakes = {node.name: node.meta["val"] for node in self.graph.find_nodes(op="placeholder")}
-        described = [fakes.get(name) for name in names]
-        symbols = torch_private.bindings(described, saved)
-        for i, (x, fake) in enumerate(zip(saved, described, strict=True)):
-            if isinstance(fake, torch.Tensor):
-                label = f"BackwardGraph: saved[{i}] ({joint.labels.get(names[i], names[i])})"
-                # Torch describes the workspace of a recurrent layer as empty, which it is not.
-                sizes = [n or None for n in torch_private.bound_sizes(fake.shape, symbols)]
-                like(label, x, fake, sizes, any_device=True)
-        tangents = joint.checked_cotangents(cotangents, symbols, saved)
-        # The forward state is an input of the joint graph too, and of this one if it is saved.
-        inputs, values = [*joint.labels][len(joint.primal_names) :], [*tangents, *states, *states]
-        given = dict(zip([*inputs, *names], [*values, *saved], strict=True))
-        for seed in _seeds(joint.graph):
-            y = seed.meta["val"]
-            given[_SEED_INPUT] = torch.ones(y.shape, dtype=y.dtype, device=y.device)
-        return self.run([given[name] for name in fakes])
 
-
-def laid_out_like(x: Tensor, fake: Tensor, symbols: dict[Any, int]) -> Tensor:
+def _laid_out_like(x: Tensor, fake: Tensor, symbols: dict[Any, int]) -> Tensor:
     """`x` with the strides that the graph was traced for, without a lazy conjugate or negative."""
     x, strides = x.resolve_conj().resolve_neg(), torch_private.bound_sizes(fake.stride(), symbols)
     if not torch_private.is_dense(fake) or None in strides or list(x.stride()) == strides:
         return x
     return x.new_empty_strided(x.shape, strides).copy_(x)  # type: ignore[arg-type] - no None
-
-
-def _seeds(graph: fx.Graph) -> list[fx.Node]:
-    """The node that makes the cotangent 1 of the loss, if the graph does."""
-    return [node for node in graph.nodes if node.name == SEED and node.op == "call_function"]
 
 
 def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
@@ -205,7 +210,7 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     targets += ["primals_seed", "primals_offset", "bwd_seed_0", "bwd_base_offset_0"] * joint.signature.has_states
     for node, target in zip(graph.find_nodes(op="placeholder"), targets, strict=True):
         node.target = target
-    for seed in _seeds(graph):
+    for seed in [node for node in graph.nodes if node.name == SEED and node.op == "call_function"]:
         # What depends on it is the backward pass.
         with graph.inserting_before(seed):
             new = graph.placeholder(_SEED_INPUT)
@@ -215,25 +220,70 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     num = joint.signature.num_forward_outputs
     forward, backward = torch_private.partition(fx.GraphModule(joint.module, graph), num, min_cut=min_cut)
     saved = _described(forward, forward.graph.output_node().args[0][num:])
-    outputs = [*joint.output_labels[:num], *(entry.name for entry in saved)]
+    inputs = {**joint.inputs, _SEED_INPUT: (SEED, TANGENT)}
+    labels = {entry.name: inputs.get(entry.name, (entry.name,))[0] for entry in saved}
+    of_backward = inputs | {name: (label, f"saved[{i}]") for i, (name, label) in enumerate(labels.items())}
     return (
-        ForwardGraph(forward, outputs, saved, joint, min_cut),
-        BackwardGraph(backward, joint.output_labels[num:], saved, joint, min_cut),
+        ForwardGraph(forward, inputs, [*joint.output_labels[:num], *labels], saved, joint, min_cut),
+        BackwardGraph(backward, of_backward, joint.output_labels[num:], saved, joint, min_cut),
     )
 
 
 def _described(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Saved]:
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    of_inputs = {torch_private.num_bytes(x)[0] for x in inputs if isinstance(x, torch.Tensor)}
+    of_inputs = {torch_private.memory_of(x) for x in inputs if isinstance(x, torch.Tensor)}
     seen: set[int] = set()
     entries = []
     for node in nodes:
-        value, line = node.meta["val"], line_of(node)
-        if not isinstance(value, torch.Tensor):
+        x, line = node.meta["val"], _line_of(node)
+        if not isinstance(x, torch.Tensor):
             entries.append(Saved(node.name, (), None, 0, False, line))
             continue
-        storage, size = torch_private.num_bytes(value)
-        size = 0 if storage in seen else size
-        entries.append(Saved(node.name, tuple(value.shape), value.dtype, size, storage in of_inputs, line))
-        seen.add(storage)
+        memory = torch_private.memory_of(x)
+        size = 0 if memory in seen else torch_private.hinted_size(x.untyped_storage().nbytes())
+        entries.append(Saved(node.name, tuple(x.shape), x.dtype, size, memory in of_inputs, line))
+        seen.add(memory)
     return entries
+
+
+def _line_of(node: fx.Node) -> str:
+    """`file:line` of the user's innermost frame that a node comes from."""
+    found = _LINE.findall(node.stack_trace or "")
+    # Code that was typed at a prompt has no file to look into.
+    if not found or found[-1][0].startswith("<"):
+        return ""
+    return f"{pathlib.PurePath(found[-1][0]).name}:{found[-1][1]}"
+
+
+def _value(node: fx.Node) -> str:
+    """Dtype and shape, as in `float32[2, 3]`, of each value of a node."""
+    value = node.meta.get("val")
+    return ", ".join(
+        f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, x.shape))}]"
+        if isinstance(x, torch.Tensor)
+        else str(x)
+        for x in (value if isinstance(value, (tuple, list)) else [] if value is None else [value])
+    )
+
+
+def _table(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    """One line for each node: pass, name, operation and its arguments, value, line; then the outputs."""
+    rows, labels = [], iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            rows.append(("input", node.name, next(labels), _value(node), ""))
+        elif node.op != "output":
+            direction = "backward" if node.meta.get(TAG) == "is_backward" else "forward"
+            schema = torch_private.schema_of(node.target)
+            name = getattr(node.target, "__name__", str(node.target)) if schema is None else schema.name
+            operands = ", ".join(n.name for n in node.all_input_nodes)
+            operation = f"{name.removeprefix('aten::').replace('::', '.')}({operands})"
+            rows.append((direction, node.name, operation, _value(node), _line_of(node)))
+    results = graph.output_node().args[0]
+    for label, node in zip(outputs, results, strict=True):  # type: ignore[arg-type] - a tuple of nodes
+        rows.append(("output", str(node), label, "", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    )

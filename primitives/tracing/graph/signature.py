@@ -48,16 +48,6 @@ class Signature:
     alone: tuple[int, ...] = ()
 
     @property
-    def primal_names(self) -> tuple[str, ...]:
-        """Key path of each tensor among the primals, as code."""
-        return self.primals.labels(self.places)
-
-    @property
-    def tangent_names(self) -> tuple[str, ...]:
-        """Key path of each cotangent, as code."""
-        return self.outs._replace(roots="tangents").labels(self.with_tangent)
-
-    @property
     def num_forward_outputs(self) -> int:
         """Number of outputs of the graph that belong to the forward pass."""
         return len(self.computed) + 2 * self.has_states
@@ -69,9 +59,8 @@ class Signature:
         leaves = self.primals.aligned(_FUNCTION, "primals", primals, "the traced primals")
         for i, (leaf, constant) in enumerate(zip(leaves, self.primals.values, strict=True)):
             if i not in self.places and not _same(leaf, constant):
-                raise TreeError(
-                    f"{_FUNCTION}: {self.primals.label(i)} must be the traced constant {constant!r}, got {leaf!r}."
-                )
+                label = self.primals.label(i)
+                raise TreeError(f"{_FUNCTION}: {label} must be the traced constant {constant!r}, got {leaf!r}.")
         given = [leaves[place] for place in self.places]
         if torch.compiler.is_compiling():
             # Once inside, nothing tells a leaf from what has a history.
@@ -84,7 +73,8 @@ class Signature:
             return []
         pieces = self.outs.cotangents(_FUNCTION, tangents, self.with_tangent)
         absent = None if tangents is None else 0
-        return [absent if pieces[place] is None else pieces[place] for place in self.with_tangent]
+        given = [pieces[place] for place in self.with_tangent]
+        return [x if isinstance(x, torch.Tensor) else absent if x is None else repr(x) for x in given]
 
     def flat_states(self, rng: Any) -> list[Tensor]:
         """Seeds and offsets of the states that are passed."""
@@ -92,24 +82,23 @@ class Signature:
             if rng is not None:
                 raise TypeError(f"{_FUNCTION}: the graph was traced without functionalize_rng and takes no rng.")
             return []
-        states = tuple(rng) if isinstance(rng, (tuple, list)) else ()
-        if len(states) != 2 or not all(isinstance(state, PhiloxState) for state in states):
+        if not isinstance(rng, (tuple, list)) or [type(state) for state in rng] != [PhiloxState] * 2:
             raise TypeError(f"{_FUNCTION}: rng must be a pair of PhiloxState, (forward, backward), got {rng!r}.")
-        return [part for state in states for part in state]
+        return [part for state in rng for part in state]
 
     def joined_outs(self, values: list[Any]) -> tuple[Any, tuple[PhiloxState, ...]]:
         """The output, of what the graph computed, and the state behind it, if there is one."""
-        values, state = self._without_state(values)
-        return self.outs.filled(self.computed, values), state
+        return _joined(self.outs, self.computed, values)
 
     def joined_gradients(self, values: list[Any]) -> tuple[Any, tuple[PhiloxState, ...]]:
         """The gradients, in the structure of the primals, and the state behind them, if there is one."""
-        values, state = self._without_state(values)
         none = self.primals._replace(values=[None] * len(self.primals.values))
-        return none.filled(self.gradient_places, values), state
+        return _joined(none, self.gradient_places, values)
 
-    def _without_state(self, values: list[Any]) -> tuple[list[Any], tuple[PhiloxState, ...]]:
-        return (values[:-2], (PhiloxState(*values[-2:]),)) if self.has_states else (values, ())
+
+def _joined(leaves: Leaves, places: tuple[int, ...], values: list[Any]) -> tuple[Any, tuple[PhiloxState, ...]]:
+    state = values[len(places) :]
+    return leaves.filled(places, values[: len(places)]), (PhiloxState(*state),) if state else ()
 
 
 def _same(x: Any, y: Any) -> bool:

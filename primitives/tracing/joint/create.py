@@ -73,21 +73,10 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
 
     # Two functions: a graph of a function with defaults is not valid code in torch 2.13.
     def joint(primals: tuple, tangents: Any) -> tuple[Any, Any]:
-        def cotangents_of(outs: Leaves, taken: Sequence[int]) -> list[Tensor | None]:
-            pieces, names = outs.cotangents(_FUNCTION, tangents, taken), outs._replace(roots="tangents")
-            return [
-                None if piece is None else like(f"{_FUNCTION}: {names.label(i)}", piece, y, y.shape, viewable=True)
-                for i, (piece, y) in enumerate(zip(pieces, outs.values, strict=True))
-            ]
-
-        return _run(fn, primals, cotangents_of)
+        return _run(fn, primals, tangents, no_tangents=False)
 
     def joint_of_loss(primals: tuple) -> tuple[Any, Any]:
-        def cotangents_of(outs: Leaves, taken: Sequence[int]) -> list[Tensor | None]:
-            require_loss(_FUNCTION, outs, taken)
-            return [torch.ones_like(outs.values[0]), *[None] * (len(outs.values) - 1)]
-
-        return _run(fn, primals, cotangents_of)
+        return _run(fn, primals, None, no_tangents=True)
 
     return joint_of_loss if no_tangents else joint
 
@@ -117,7 +106,7 @@ def require_loss(function: str, outs: Leaves, taken: Sequence[int]) -> None:
     )
 
 
-def _run(fn: Callable[..., Any], primals: tuple, cotangents_of: Callable[..., list[Tensor | None]]) -> tuple[Any, Any]:
+def _run(fn: Callable[..., Any], primals: tuple, tangents: Any, *, no_tangents: bool) -> tuple[Any, Any]:
     if not isinstance(primals, tuple):
         raise TypeError(
             f"{_FUNCTION}: primals must be the tuple of the positional arguments, got {type(primals).__name__}."
@@ -126,18 +115,28 @@ def _run(fn: Callable[..., Any], primals: tuple, cotangents_of: Callable[..., li
     with outside_inference_mode():
         passes_on = torch_private.differentiated_outside(given.values)
         leaves, used = zip(*(_of_its_own(x, passes_on=passes_on) for x in given.values), strict=True)
-        histories = [_history(x) for x in used] if passes_on else []
+        histories = [getattr(x, "grad_fn", None) for x in used] if passes_on else []
 
-        def cotangents(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
+        def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
             for i, history in enumerate(histories):
-                if _history(used[i]) is not history:
+                if getattr(used[i], "grad_fn", None) is not history:
                     raise MutationError(
                         f"{_FUNCTION}: {given.label(i)} requires grad and is written to in place. Return the new "
                         "value, or use functionalize_mutations."
                     )
-            return outs, cotangents_of(outs, [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)])
+            taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
+            if no_tangents:
+                require_loss(_FUNCTION, outs, taken)
+                return outs, [torch.ones_like(outs.values[0]), *[None] * (len(outs.values) - 1)]
+            names = outs._replace(roots="tangents")
+            return outs, [
+                None if piece is None else like(f"{_FUNCTION}: {names.label(i)}", piece, y, y.shape, viewable=True)
+                for i, (piece, y) in enumerate(
+                    zip(outs.cotangents(_FUNCTION, tangents, taken), outs.values, strict=True)
+                )
+            ]
 
-        outs, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents, create_graph=passes_on)
+        outs, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents_of, create_graph=passes_on)
         values = outs.values if passes_on else [torch_private.detached(y) for y in outs.values]
         return outs.join(values), given.join(bars)
 
@@ -172,10 +171,6 @@ def _of_its_own(x: Any, *, passes_on: bool) -> tuple[Any, Any]:
     return leaf, torch.ops.aten._unsafe_view.default(leaf, x.shape) if passes_on else torch.ops.aten.alias.default(leaf)
 
 
-def _history(x: Any) -> Any:
-    return x.grad_fn if isinstance(x, torch.Tensor) else None
-
-
 def run_joint(
     function: str,
     fn: Callable[..., Any],
@@ -188,13 +183,12 @@ def run_joint(
     modes: Sequence[contextlib.AbstractContextManager] = (),
     create_graph: bool = False,
 ) -> tuple[Leaves, list[Tensor | None]]:
-    """Outputs of `fn` and gradients: what `create_joint` runs and `trace_joint` traces.
+    """Outputs of `fn` and gradients in `leaves`, of which `used`, the leaves of the arguments, is made.
 
-    Gradients are taken in `leaves`, of which `used`, the leaves of the arguments, is made. `cotangents_of` gets the
-    outputs and returns them, or more of them, and a cotangent or `None` for each. With `captures`, `fn` may
-    differentiate in tensors from elsewhere. `modes`, if there are any, are contexts of the two passes.
+    `cotangents_of` gets the outputs and returns them, or more of them, and a cotangent or `None` for each. With
+    `captures`, `fn` may differentiate in tensors from elsewhere. `modes` are contexts of the two passes.
     """
-    recorder = Recorder(function, None if captures else fn) if torch_private.is_tracing() else None
+    recorder = Recorder(function, captures=captures) if torch_private.is_tracing() else None
     forward, backward = modes or (_nothing, _nothing)
     with typed_errors(function), torch.enable_grad(), recorder.recording() if recorder else _nothing:
         with forward, recorder.forward() if recorder else _nothing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +67,8 @@ def trace_joint(
         decompose: Operators to take apart: a list of operators, of which torch has decompositions; a table from
             operator to function; or `"primitives"`, for the table of `primitives.decompositions`.
         dynamic: Which sizes may differ from call to call: the number of an axis, or `None`, for each leaf, or for
-            whole subtrees (a tree prefix of the tuple `primals`); `True` for every axis. An axis of size 0 or 1 is
-            fixed, and axes that are of one size here must be of one size in each call.
+            whole subtrees (a tree prefix of the tuple `primals`); `True` for every axis. An axis of size 0 or 1
+            stays fixed, and so does one that `fn` fixes; axes of one size here must be of one size in each call.
         device: Device to trace for, instead of that of the primals.
 
     Returns:
@@ -84,7 +83,7 @@ def trace_joint(
         TraceError: If `fn` asks for the values of a tensor, as a branch and `.item()` do; or if the backward pass draws
             random numbers, as a checkpoint around dropout does, without `functionalize_rng`.
         DeviceError: If a CUDA device is to be traced for, and there is none.
-        ShapeError: If a size was to be dynamic and `fn` fixes it.
+        ShapeError: If `dynamic` names an axis that is not there.
 
     Example:
         >>> w = torch.ones(3, requires_grad=True)
@@ -96,7 +95,13 @@ def trace_joint(
     """
     given = checked_primals(_FUNCTION, fn, primals)
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
-    tensors = [_dense(given.label(i), given.values[i]) for i in places]
+    tensors = [given.values[i] for i in places]
+    for i, x in zip(places, tensors, strict=True):
+        if x.layout != torch.strided or x.is_nested or is_wrapped(x):
+            raise LeafError(
+                f"{_FUNCTION}: {given.label(i)} must be a dense tensor of its own, got {type(x).__name__} of "
+                f"{x.layout}. Pass its values and indices; for a wrapper subclass, use unwrap_subclasses."
+            )
     axes = _dynamic_axes(primals, given, dynamic)
     mode = torch_private.fake_mode(symbolic=any(axes))
     devices = [x.device if device is None else torch.device(device) for x in tensors]
@@ -105,89 +110,79 @@ def trace_joint(
         raise DeviceError(f"{_FUNCTION}: tracing for a CUDA device needs one, and there is none. Trace on the CPU.")
     constants = given._replace(values=[None if i in places else x for i, x in enumerate(given.values)])
     signature = Signature(constants, places, functionalize_rng)
+
+    def flat(*args: Tensor) -> tuple:
+        with torch_private.functional_world() as world:
+            wrapped = [torch_private.wrapped(x) for x in args]
+            return tuple(map(torch_private.plain, _run(fn, signature, no_tangents, wrapped, world.copied)))
+
     with outside_inference_mode(), typed_errors(_FUNCTION):
         fakes = zip(tensors, places, devices, strict=True)
         args = [torch_private.fake_of(mode, x, axes[i], on) for x, i, on in fakes]
         with mode:
             args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in _STATE_NAMES * functionalize_rng]
-        flat = _FlatJoint(fn, signature, no_tangents)
         module = torch_private.trace(flat, args, mode, _table(decompose))
-    refuse_sharing(_FUNCTION, signature.primal_names, tensors, signature.alone)
-    names = [*map(identifier, signature.primal_names), *_STATE_NAMES * functionalize_rng]
-    tangent_names = [*map(identifier, signature.tangent_names)]
-    graph = JointGraph(tidied(module, names, tangent_names, len(places)), signature, mode)
-    for i, place in enumerate(places):
-        sizes = torch_private.bound_sizes(graph.fakes[i].shape)
-        for axis in axes[place] if dynamic is not True else ():
-            if sizes[axis] is not None:
-                raise ShapeError(
-                    f"{_FUNCTION}: axis {axis} of {graph.primal_names[i]} cannot be dynamic: the function, or torch "
-                    f"for sizes 0 and 1, fixes its size to {sizes[axis]}."
-                )
-    return graph
+    primal_names = given.labels(places)
+    refuse_sharing(_FUNCTION, primal_names, tensors, signature.alone)
+    names = [*map(identifier, primal_names), *_STATE_NAMES * functionalize_rng]
+    tangent_names = [*map(identifier, signature.outs._replace(roots="tangents").labels(signature.with_tangent))]
+    return JointGraph(tidied(module, names, tangent_names, len(places)), signature, mode)
 
 
-@dataclasses.dataclass
-class _FlatJoint:
-    """The joint function over flat tensors; tracing it fills its signature."""
+def _run(
+    fn: Callable[..., Any], signature: Signature, no_tangents: bool, args: Sequence[Tensor], copied: set[int]
+) -> list[Any]:
+    """Outputs, forward state, gradients, backward state of flat tensors; fills the signature."""
+    places, given = signature.places, signature.primals
+    leaves = list(given.values)
+    for place, x in zip(places, args, strict=False):
+        leaves[place] = x
+    used = [_copy(x) for x in leaves]
+    before = {i: (used[i].grad_fn, used[i].shape, used[i].stride()) for i in places}
+    states = args[len(places) :]
+    random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
+    results: list[Any] = []
 
-    fn: Callable[..., Any]
-    signature: Signature
-    no_tangents: bool
+    def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
+        signature.mutated = tuple(
+            i
+            for i, (_, *geometry) in before.items()
+            if torch_private.has_data_mutation(used[i]) or geometry != [used[i].shape, used[i].stride()]
+        )
+        written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
+        signature.alone = tuple(number for number, i in enumerate(places) if i in written)
+        taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
+        if signature.mutated:
+            mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
+            outs, num = Leaves.of((outs.join(outs.values), mutated), "outs"), len(outs.values)
+            # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
+            seen = [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in signature.mutated]
+            taken += [num + i for i, flag in enumerate(seen) if flag]
+        signature.computed = tuple(i for i, y in enumerate(outs.values) if _is_computed(y))
+        signature.outs = outs._replace(values=[None if _is_computed(y) else y for y in outs.values])
+        results.extend([*(outs.values[i] for i in signature.computed), *(random[0].state if random else ())])
+        for y in results:
+            torch_private.plain(y)
+        for node in torch_private.recorded_nodes():
+            node.meta[TAG] = "is_forward"
+        if no_tangents:
+            require_loss(_FUNCTION, outs, taken)
+            taken = [0]
+        else:
+            signature.with_tangent = tuple(taken)
+        return outs, [_stand_in(y, no_tangents=no_tangents) if i in taken else None for i, y in enumerate(outs.values)]
 
-    def __call__(self, *args: Tensor) -> tuple:
-        """Outputs, forward state, gradients, backward state."""
-        with torch_private.functional_world() as world:
-            return tuple(map(torch_private.plain, self._run([torch_private.wrapped(x) for x in args], world.copied)))
+    _, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
+    signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
+    return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
 
-    def _run(self, args: Sequence[Tensor], copied: set[int]) -> list[Any]:
-        signature = self.signature
-        places, given = signature.places, signature.primals
-        leaves = list(given.values)
-        for place, x in zip(places, args, strict=False):
-            leaves[place] = x
-        used = [_copy(x) for x in leaves]
-        before = {i: (used[i].grad_fn, used[i].shape, used[i].stride()) for i in places}
-        states = args[len(places) :]
-        random = [rng_mode(PhiloxState(*pair)) for pair in (states[:2], states[2:]) if pair]
-        results: list[Any] = []
 
-        def cotangents_of(outs: Leaves) -> tuple[Leaves, list[Tensor | None]]:
-            signature.mutated = tuple(i for i, (_, *geometry) in before.items() if _is_written(used[i], *geometry))
-            written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
-            signature.alone = tuple(number for number, i in enumerate(places) if i in written)
-            taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
-            if signature.mutated:
-                mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
-                outs, num = Leaves.of((outs.join(outs.values), mutated), "outs"), len(outs.values)
-                # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
-                seen = [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in signature.mutated]
-                taken += [num + i for i, flag in enumerate(seen) if flag]
-            signature.computed = tuple(i for i, y in enumerate(outs.values) if _is_computed(y))
-            signature.outs = outs._replace(values=[None if _is_computed(y) else y for y in outs.values])
-            results.extend([*(outs.values[i] for i in signature.computed), *(random[0].state if random else ())])
-            for y in results:
-                torch_private.plain(y)
-            for node in torch_private.recorded_nodes():
-                if node.op != "placeholder":
-                    node.meta[TAG] = "is_forward"
-            if self.no_tangents:
-                require_loss(_FUNCTION, outs, taken)
-                taken = [0]
-            else:
-                signature.with_tangent = tuple(taken)
-            return outs, [self._stand_in(y) if i in taken else None for i, y in enumerate(outs.values)]
-
-        _, bars = run_joint(_FUNCTION, self.fn, given, leaves, used, cotangents_of, captures=False, modes=random)
-        signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
-        return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
-
-    def _stand_in(self, y: Tensor) -> Tensor:
-        """A tensor whose node becomes an input of the graph, or the cotangent of a loss."""
-        with torch.no_grad():
-            made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device) if self.no_tangents else torch.empty_like(y)
-        torch_private.node_of(made).meta[ROLE] = SEED if self.no_tangents else TANGENT
-        return made
+def _stand_in(y: Tensor, *, no_tangents: bool) -> Tensor:
+    """A tensor whose node becomes an input of the graph, or the cotangent of a loss."""
+    with torch.no_grad():
+        made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device) if no_tangents else torch.empty_like(y)
+    torch_private.node_of(made).meta[ROLE] = SEED if no_tangents else TANGENT
+    return made
 
 
 def _copy(x: Any) -> Any:
@@ -202,21 +197,8 @@ def _copy(x: Any) -> Any:
     return copy
 
 
-def _is_written(x: Tensor, shape: Any, stride: Any) -> bool:
-    return torch_private.has_data_mutation(x) or x.shape != shape or x.stride() != stride
-
-
 def _is_computed(y: Any) -> bool:
     return isinstance(y, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _dense(label: str, x: Tensor) -> Tensor:
-    if x.layout != torch.strided or x.is_nested or is_wrapped(x):
-        raise LeafError(
-            f"{_FUNCTION}: {label} must be a dense tensor of its own, got {type(x).__name__} of {x.layout}. Pass its "
-            "values and indices; for a wrapper subclass, use unwrap_subclasses."
-        )
-    return x
 
 
 def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]]:
@@ -227,16 +209,14 @@ def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]
     for i, (entry, x) in enumerate(zip(entries, given.values, strict=True)):
         if not isinstance(x, torch.Tensor) or entry is None or entry is False:
             axes.append([])
-        elif entry is True:
-            axes.append([axis for axis in range(x.dim()) if x.shape[axis] > 1])
-        elif isinstance(entry, int) and -x.dim() <= entry < x.dim():
-            axes.append([entry % x.dim()])
+        elif entry is True or (isinstance(entry, int) and -x.dim() <= entry < x.dim()):
+            axes.append([*range(x.dim())] if entry is True else [entry % x.dim()])
         else:
             raise ShapeError(
                 f"{_FUNCTION}: dynamic must hold an axis of {given.label(i)}, which has {x.dim()}, a bool or None, got "
                 f"{entry!r}."
             )
-    return axes
+    return [[axis for axis in found if given.values[i].shape[axis] > 1] for i, found in enumerate(axes)]
 
 
 def _table(decompose: Any) -> dict[Any, Any]:
