@@ -1,18 +1,26 @@
-"""What no graph can hold, as errors with the user's line."""
+"""What no graph can hold, as errors with the user's line; the user's own lines in stack traces of graph nodes."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import functools
+import linecache
+import pathlib
+import sys
+import sysconfig
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
 
 from primitives.core.errors import MutationError
 from primitives.tracing import torch_private
-from primitives.tracing.lines import line_of_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["TraceError", "errors_in_trace", "typed_errors", "values_needed"]
+__all__ = ["TraceError", "current_line", "current_stack", "errors_in_trace", "typed_errors", "values_needed"]
 
 # What torch says where a graph is recorded, or tensors have no memory, and a value is asked for.
 _NO_VALUES = (
@@ -56,7 +64,7 @@ def typed_errors(function: str) -> Iterator[None]:
     except (TraceError, MutationError):
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
-        line, message = line_of_error(error.__traceback__), str(error)
+        line, message = _innermost(reversed([*traceback.walk_tb(error.__traceback__)])), str(error)
         if isinstance(error, torch_private.DATA_DEPENDENT) or any(text in message for text in _NO_VALUES):
             raise values_needed(function, str(getattr(error, "func", "a branch or an operation")), line) from error
         for text, meaning in _NO_WRITES.items():
@@ -68,3 +76,50 @@ def typed_errors(function: str) -> Iterator[None]:
 def errors_in_trace(function: str) -> contextlib.AbstractContextManager:
     """`typed_errors` where `make_fx` records, and nothing elsewhere: torch's own errors say enough there."""
     return typed_errors(function) if torch_private.is_tracing() else contextlib.nullcontext()
+
+
+_FOREIGN = tuple(
+    f"{path}/"
+    for path in (
+        pathlib.Path(torch.__file__).parent,
+        pathlib.Path(optree.__file__).parent,
+        pathlib.Path(__file__).resolve().parent.parent,
+        sysconfig.get_path("stdlib"),
+    )
+)
+# Code that has no file, but that of a prompt or a doctest, is made by libraries.
+_GENERATED = ("<string>", "<frozen", "<eval")
+
+
+@functools.cache
+def _is_users(filename: str) -> bool:
+    """Whether a file is the user's, or a library's, and not torch's, Python's or of this package."""
+    installed = "site-packages" in filename and not filename.startswith(_FOREIGN)
+    return installed or not (filename.startswith(_FOREIGN) or filename.startswith(_GENERATED))
+
+
+def _users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.FrameSummary]:
+    """Those frames that are the user's."""
+    for frame, number in frames:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            linecache.lazycache(code.co_filename, frame.f_globals)
+            # Torch's and this package's many frames are left out before anybody reads their source.
+            yield traceback.FrameSummary(code.co_filename, number, code.co_name, lookup_line=False)
+
+
+def _innermost(frames: Iterable[tuple[Any, int]]) -> str:
+    found = next(_users(frames), None)
+    if found is None:
+        return "(a line outside Python files)"
+    return f"{found.filename}:{found.lineno}" + (f": {found.line}" if found.line else "")
+
+
+def current_line() -> str:
+    """`file:line: source` of the innermost frame of the user that is running."""
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
+
+
+def current_stack() -> str:
+    """The frames of the user that are running, as in a traceback."""
+    return "".join(traceback.format_list([*_users(traceback.walk_stack(sys._getframe(1)))][::-1]))

@@ -197,13 +197,10 @@ def run_joint(
         outs, cotangents = cotangents_of(outs)
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         pairs = [(y, y_bar) for y, y_bar in zip(outs.values, cotangents, strict=True) if y_bar is not None]
-        bars: list[Tensor | None] = [None] * len(leaves)
-        if pairs and places:
-            ys, y_bars = zip(*pairs, strict=True)
-            with backward:
-                found = torch.autograd.grad(
-                    ys, [leaves[i] for i in places], y_bars, allow_unused=True, create_graph=create_graph
-                )
-            for i, bar in zip(places, found, strict=True):
-                bars[i] = bar
-        return outs, bars
+        if not pairs:
+            return outs, [None] * len(leaves)
+        with backward:
+            wanted, (ys, y_bars) = [leaves[i] for i in places], zip(*pairs, strict=True)
+            found = torch.autograd.grad(ys, wanted, y_bars, allow_unused=True, create_graph=create_graph)
+        by_place = dict(zip(places, found, strict=True))
+        return outs, [by_place.get(i) for i in range(len(leaves))]

@@ -13,9 +13,8 @@ import torch
 from primitives.core.autograd import apply_linear
 from primitives.core.errors import MissingRuleError, MutationError
 from primitives.tracing import torch_private
-from primitives.tracing.errors import typed_errors
+from primitives.tracing.errors import current_line, typed_errors
 from primitives.tracing.leaves import Leaves, refuse_opaque
-from primitives.tracing.lines import current_line
 from primitives.tracing.memory import is_wrapped, memories, refuse_sharing
 from primitives.tracing.watching import UserCalls, written_by
 
