@@ -81,7 +81,7 @@ class SubclassSpec:
         constants = {name: y for name, y in held.items() if name not in values}
         inner = {name: cls.of(y) for name, y in values.items()}
         compared = context
-        if hasattr(x, "placements"):
+        if hasattr(x, "placements") and isinstance(context, tuple):
             # The context of a `DTensor` has its sizes, and whether it requires grad, among other things.
             orders = [item for item in context if type(item) is tuple]
             compared = wrapper.device_mesh, wrapper.placements, wrapper.dtype, orders
