@@ -72,36 +72,29 @@ def eager_saved_bytes(loss: Callable[..., Any], primals: tuple) -> int:
     excluded = {p.untyped_storage().data_ptr() for p in primals[0].values()}
     kept: dict[int, Any] = {}
 
-    def pack(x: Tensor) -> Tensor:
-        # The memory itself is held, so that no other can take its address.
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
+    def hold(x: Tensor) -> Any:
+        # No other memory can take its address. Nothing runs backward, and asks for the tensor.
+        return kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outs = loss(*primals)
-    del outs
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda storage: storage):
+        loss(*primals)
     return sum(storage.nbytes() for address, storage in kept.items() if address not in excluded)
 
 
 def graph_saved_bytes(graph: JointGraph, *, min_cut: bool) -> int:
     """The same for a joint graph: what it saves, parameters and their views excluded."""
-    storages = {
-        node.name: node.meta["val"].untyped_storage()._cdata
-        for node in graph.graph.nodes
-        if isinstance(node.meta.get("val"), torch.Tensor)
-    }
-    parameters = {number for name, number in storages.items() if name.startswith("params")}
+    values = {node.name: node.meta.get("val") for node in graph.graph.nodes}
+    memory = {name: x.untyped_storage()._cdata for name, x in values.items() if isinstance(x, torch.Tensor)}
+    parameters = {number for name, number in memory.items() if name.startswith("params")}
     saved = graph.forward_graph(min_cut=min_cut).saved
-    return sum(entry.num_bytes for entry in saved if storages.get(entry.name) not in parameters)
+    return sum(entry.num_bytes for entry in saved if memory.get(entry.name) not in parameters)
 
 
 class Figures(NamedTuple):
-    """The figures of one model: bits in float64, bytes in float32, and the seconds that tracing takes."""
+    """The figures of one model: whether its bits are eager autograd's, and what `saved` says."""
 
     name: str
-    # Whether every bit agrees with eager autograd.
     same: bool
-    # Bytes that eager autograd saves, the graph if nothing is computed again, and the min-cut partition.
     eager: int
     everything: int
     min_cut: int
@@ -114,10 +107,9 @@ class Figures(NamedTuple):
 
 
 def saved(model: nn.Module, batch: int, *, primitives: bool) -> tuple[int, int, int, float]:
-    """The three numbers of bytes, in float32, and the seconds that tracing took."""
-    single = model.float()
-    primals = example(single, batch, torch.float32)
-    loss = training_loss(single, primitives=primitives)
+    """Bytes saved by eager autograd, by the graph if nothing is computed again, and by the min-cut; tracing seconds."""
+    primals = example(model.float(), batch, torch.float32)
+    loss = training_loss(model, primitives=primitives)
     start = time.perf_counter()
     graph = trace_joint(loss, *primals, no_tangents=True)
     seconds = time.perf_counter() - start
@@ -129,10 +121,8 @@ def all_figures(batch: int) -> Iterator[Figures]:
     """The figures of every model, with `torch.nn` and with the primitives."""
     for make in (ConvNet, VisionTransformer):
         model = make()
-        for side in ("torch.nn", "primitives"):
-            own = side == "primitives"
-            if own:
-                pr.nn.convert(model)
+        for side, own in (("torch.nn", False), ("primitives", True)):
+            model = pr.nn.convert(model) if own else model
             loss, primals = training_loss(model.double(), primitives=own), example(model, batch, torch.float64)
             same = agrees_with_eager(loss, trace_joint(loss, *primals, no_tangents=True), primals)
             yield Figures(f"{make.__name__}, {side}", same, *saved(model, batch, primitives=own))
@@ -148,19 +138,19 @@ def traced_blocks(num_blocks: int, batch: int = 2, **options: int) -> tuple[int,
 
 def table(found: Sequence[Figures], batch: int, blocks: str) -> str:
     """The figures as a table in Markdown."""
-    lines = [
-        f"Bytes saved for the backward pass at batch {batch}, float32, parameters excluded; bits compared in float64.",
-        "",
-        "| model | bits | eager autograd | graph, nothing computed again | min-cut partition | of eager | tracing |",
-        "|---|---|---:|---:|---:|---:|---:|",
+    rows = [
+        f"| {f.name} | {'same' if f.same else 'DIFFERENT'} | {f.eager:,} | {f.everything:,} | {f.min_cut:,} | "
+        f"{f.min_cut / f.eager:.0%} | {f.seconds:.1f} s |"
+        for f in found
     ]
-    for f in found:
-        bits = "same" if f.same else "DIFFERENT"
-        sizes = f"{f.eager:,} | {f.everything:,} | {f.min_cut:,} | {f.min_cut / f.eager:.0%}"
-        lines.append(f"| {f.name} | {bits} | {sizes} | {f.seconds:.1f} s |")
-    return "\n".join([*lines, "", blocks])
+    return HEAD.format(batch=batch) + "\n".join([*rows, "", blocks])
 
 
+HEAD = """Bytes saved for the backward pass at batch {batch}, float32, parameters excluded; bits compared in float64.
+
+| model | bits | eager autograd | graph, nothing computed again | min-cut partition | of eager | tracing |
+|---|---|---:|---:|---:|---:|---:|
+"""
 PAGE = """# Figures of joint graphs
 
 Printed by `python -m perf.joint_graphs` and written by `python -m perf.joint_graphs --write docs/tracing/figures.md`,
@@ -184,9 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     found = list(all_figures(options.batch))
     nodes, seconds = traced_blocks(12, options.batch)
-    blocks = (
-        f"VisionTransformer with 12 blocks: {nodes} nodes, traced in {seconds:.1f} s of {TRACING_LIMIT:.0f} s allowed."
-    )
+    time_taken = f"traced in {seconds:.1f} s of {TRACING_LIMIT:.0f} s allowed"
+    blocks = f"VisionTransformer with 12 blocks: {nodes} nodes, {time_taken}."
     printed = table(found, options.batch, blocks)
     print(printed)
     if options.write is not None:

@@ -159,15 +159,23 @@ def batched(value: Tensor, axis: int) -> Tensor:
 
 
 def check_vmap(
-    function: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], positions: Sequence[int], axis: int, what: str
+    function: Callable[..., tuple[Tensor, ...]],
+    args: Sequence[Any],
+    chosen: Iterable[Sequence[int]],
+    axis: int,
+    what: str,
 ) -> None:
-    """`vmap` over the arguments at `positions` equals the loop over samples; the axis lies at `axis` in all of them."""
-    in_dims = tuple(axis if i in positions else None for i in range(len(args)))
-    full = [batched(a, axis) if i in positions else a for i, a in enumerate(args)]
-    actual = torch.vmap(function, in_dims)(*full)
-    rows = [function(*[a.select(axis, k) if i in positions else a for i, a in enumerate(full)]) for k in range(BATCH)]
-    for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
-        assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
+    """`vmap` over the arguments at each of the chosen positions equals the loop; the axis lies at `axis` in all."""
+    # The first version of each argument is itself, whatever is batched.
+    first = function(*args)
+    for positions in chosen:
+        in_dims = tuple(axis if i in positions else None for i in range(len(args)))
+        full = [batched(a, axis) if i in positions else a for i, a in enumerate(args)]
+        actual = torch.vmap(function, in_dims)(*full)
+        each = ([a.select(axis, k) if i in positions else a for i, a in enumerate(full)] for k in range(1, BATCH))
+        rows = (first, *(function(*values) for values in each))
+        for number, (got, *want) in enumerate(zip(actual, *rows, strict=True)):
+            assert_close(got, torch.stack(want), what=f"{what}, batched {positions}, output {number}")
 
 
 def with_its_statistics(call: Call, args: list) -> list:
@@ -190,9 +198,7 @@ def check_vmap_of_call(call: Call, axis: int, chosen: Iterable[Sequence[int]]) -
         given = dict(zip(call.tensors, tensors, strict=True))
         return call.outputs(with_its_statistics(call, [given.get(i, a) for i, a in enumerate(call.args)]))
 
-    for positions in chosen:
-        names = [call.names[call.tensors[i]] for i in positions]
-        check_vmap(function, [call.args[i] for i in call.tensors], positions, axis, f"{call} over {names}")
+    check_vmap(function, [call.args[i] for i in call.tensors], chosen, axis, str(call))
 
 
 def alone_and_together(call: Call) -> list[tuple[int, ...]]:

@@ -56,7 +56,7 @@ LAYER_NORM = OpCase(
             ((0, 5), _ONE_AXIS),
             ((1, 1), _ONE_AXIS),
             ((3, 257), _ONE_AXIS),
-            ((2, 3, 5, 4), _options(norm_ndim=2)),
+            ((2, 2, 5, 4), _options(norm_ndim=2)),
             ((2, 7), _options(norm_ndim=2)),
             ((9,), _ONE_AXIS),
         ],

@@ -21,13 +21,12 @@ from perf.demo.train import Contest, run_duel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Name, model, learning rate, epochs of a whole and of a quick run, and the accuracy that a whole one must reach.
-MODELS = (
-    ("conv net", ConvNet, 5e-3, 8, 2, 0.97),
-    ("transformer", VisionTransformer, 3e-3, 20, 2, 0.95),
+CONTESTS = (
+    Contest("conv net", ConvNet, learning_rate=5e-3, epochs=8, min_accuracy=0.97),
+    Contest("transformer", VisionTransformer, learning_rate=3e-3, epochs=20, min_accuracy=0.95),
 )
 # A quick run must still have learned something: guessing is right once in ten.
-QUICK_ACCURACY = 0.5
+QUICK = {"epochs": 2, "min_accuracy": 0.5}
 FLOAT64_STEPS, QUICK_FLOAT64_STEPS = 50, 10
 # Images whose features the derivatives are taken at.
 DERIVATIVE_IMAGES = 16
@@ -35,7 +34,8 @@ DERIVATIVE_IMAGES = 16
 FILE_WIDTH = 120
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 if every bound holds, 1 if one is missed."""
     parser = argparse.ArgumentParser(prog="python -m perf.demo", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder of the pictures")
     parser.add_argument("--epochs", type=int, help="passes over the training images, for both models")
@@ -45,12 +45,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.epochs is not None and arguments.epochs < 1:
         parser.error("--epochs must be at least 1")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if every bound holds, 1 if one is missed."""
-    arguments = _arguments(argv)
     start = time.perf_counter()
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # The tensors are so small that handing them to more threads costs more than it gains.
@@ -60,15 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"torch {torch.__version__}, primitives {pr.__version__}, {name}, seed {arguments.seed}")
 
     digits = data.load(arguments.seed)
-    contests = [
-        Contest(name, make, rate, arguments.epochs or (quick if arguments.quick else epochs), least)
-        for name, make, rate, epochs, quick, least in MODELS
-    ]
-    if arguments.quick:
-        contests = [contest._replace(min_accuracy=QUICK_ACCURACY) for contest in contests]
+    changes = (QUICK if arguments.quick else {}) | ({"epochs": arguments.epochs} if arguments.epochs else {})
+    contests = [contest._replace(**changes) for contest in CONTESTS]
     shortest = min(contest.num_steps(digits) for contest in contests)
     float64_steps = min(QUICK_FLOAT64_STEPS if arguments.quick else FLOAT64_STEPS, shortest)
-    duels = []
+    duels, errors = [], {}
+    moved = digits.to(device, torch.float32)
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         # Each model trains twice in either dtype.
@@ -76,27 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         for contest, task in zip(contests, tasks, strict=True):
             advance = partial(progress.advance, task)
             duels.append(run_duel(contest, digits, device, arguments.seed, float64_steps, advance))
-    moved = digits.to(device, torch.float32)
-    errors = {}
     for duel in duels:
         model = duel.our_run.model
         x = model.block_input(moved.test_images[:DERIVATIVE_IMAGES])
         errors[f"{duel.contest.name} block"] = derivatives.compare(model.blocks[0], x, arguments.seed)
-
     console.print(report.training_table(duels))
     console.print(report.derivative_table(errors))
     arguments.output.mkdir(parents=True, exist_ok=True)
-    pictures = arguments.output / "loss_curves.png", arguments.output / "digits.png"
-    report.save_loss_curves(duels, pictures[0])
-    report.save_digits(duels, moved, pictures[1])
+    report.save_loss_curves(duels, arguments.output / "loss_curves.png")
+    report.save_digits(duels, moved, arguments.output / "digits.png")
     missed = report.failures(duels, errors)
     for sentence in missed:
         console.print(f"[bold red]Missed:[/bold red] {sentence}")
-    console.print(
-        f"{time.perf_counter() - start:.0f} s. Pictures in {arguments.output}: {', '.join(p.name for p in pictures)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    seconds = time.perf_counter() - start
+    pictures = f"Pictures in {arguments.output}: loss_curves.png, digits.png"
+    console.print(f"{seconds:.0f} s. {pictures}", highlight=False, soft_wrap=True)
     return 1 if missed else 0
 
 

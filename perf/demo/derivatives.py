@@ -24,15 +24,14 @@ class FormulaNorm(nn.Module):
 
     def __init__(self, norm: nn.LayerNorm | nn.BatchNorm2d) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self.axes = (-1,) if isinstance(norm, nn.LayerNorm) else (0, 2, 3)
+        self.axes, shape = ((-1,), (-1,)) if isinstance(norm, nn.LayerNorm) else ((0, 2, 3), (-1, 1, 1))
+        self.weight, self.bias, self.eps = norm.weight.view(shape), norm.bias.view(shape), norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`."""
         centered = x - x.mean(self.axes, keepdim=True)
         variance = (centered * centered).mean(self.axes, keepdim=True)
-        shape = (-1,) if self.axes == (-1,) else (-1, 1, 1)
-        return centered / torch.sqrt(variance + self.eps) * self.weight.view(shape) + self.bias.view(shape)
+        return centered / torch.sqrt(variance + self.eps) * self.weight + self.bias
 
 
 def variants(block: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -46,10 +45,9 @@ def variants(block: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     converted, formula = copy.deepcopy(plain), copy.deepcopy(plain)
     pr.nn.revert(plain)
     pr.nn.convert(converted)
-    for parent in list(formula.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.LayerNorm | nn.BatchNorm2d):
-                setattr(parent, name, FormulaNorm(child))
+    for name, module in list(formula.named_modules()):
+        if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+            formula.set_submodule(name, FormulaNorm(module))
     return plain, converted, formula
 
 
@@ -80,6 +78,5 @@ def compare(block: nn.Module, x: Tensor, seed: int) -> dict[str, Errors]:
     found = {}
     for name, derivative in CASES.items():
         expected = derivative(formula, x, v)
-        errors = (((derivative(side, x, v) - expected).norm() / expected.norm()).item() for side in sides)
-        found[name] = Errors(*errors)
+        found[name] = Errors(*(((derivative(side, x, v) - expected).norm() / expected.norm()).item() for side in sides))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
@@ -15,8 +16,6 @@ from perf.demo.train import predict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from matplotlib.axes import Axes
 
     from perf.demo.data import Digits
     from perf.demo.derivatives import Errors
@@ -50,13 +49,14 @@ def training_table(duels: Sequence[Duel]) -> Table:
     table = _table("torch.nn and the same model after primitives.nn.convert", "model", headings)
     for duel in duels:
         bound = duel.contest.min_accuracy
-        difference, step = duel.largest_difference
+        float64 = max(duel.differences(float64=True))
+        float32, step = max(zip(duel.differences(float64=False), itertools.count(1), strict=False))
         table.add_row(
             duel.contest.name,
             f"{bound:.2f}",
             *(_mark(f"{value:.4f}", value >= bound) for value in (duel.torch_accuracy, duel.our_accuracy)),
-            _mark(f"{duel.largest_difference_float64:.1e}", duel.largest_difference_float64 <= FLOAT64_BOUND),
-            f"{difference:.1e} at step {step}",
+            _mark(f"{float64:.1e}", float64 <= FLOAT64_BOUND),
+            f"{float32:.1e} at step {step}",
             *(f"{1e3 * run.step_seconds:.2f}" for run in (duel.torch_run, duel.our_run)),
         )
     return table
@@ -73,8 +73,7 @@ def derivative_table(errors: Mapping[str, Mapping[str, Errors]]) -> Table:
 
 
 def _table(title: str, first: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    table.add_column(f"\n{first}")
+    table = Table(f"\n{first}", title=title, box=box.SIMPLE_HEAD)
     for heading in headings:
         table.add_column(heading, justify="right")
     return table
@@ -89,8 +88,8 @@ def failures(duels: Sequence[Duel], errors: Mapping[str, Mapping[str, Errors]]) 
             if accuracy < bound:
                 missed.append(f"{name}, {who}: accuracy {accuracy:.4f} is below {bound}.")
         # Written so that a NaN counts as missed.
-        if not duel.largest_difference_float64 <= FLOAT64_BOUND:
-            missed.append(f"{name}: float64 loss curves differ by {duel.largest_difference_float64:.1e}.")
+        if not (difference := max(duel.differences(float64=True))) <= FLOAT64_BOUND:
+            missed.append(f"{name}: float64 loss curves differ by {difference:.1e}.")
     for block, by_case in errors.items():
         for case, error in by_case.items():
             if not error.ours <= DERIVATIVE_BOUND:
@@ -104,28 +103,22 @@ def save_loss_curves(duels: Sequence[Duel], path: Path) -> None:
         figure = Figure(figsize=(5.5 * len(duels), 6.5), layout="constrained")
         axes = figure.subplots(2, len(duels), squeeze=False, sharey="row", height_ratios=(3, 2))
         for (curves, gaps), duel in zip(axes.T, duels, strict=True):
-            _draw(curves, gaps, duel)
+            for run, color, width, label in (
+                (duel.torch_run, TORCH_COLOR, 4, "torch.nn"),
+                (duel.our_run, OUR_COLOR, 1, "converted"),
+            ):
+                curves.semilogy(range(1, len(run.losses) + 1), run.losses, color=color, linewidth=width, label=label)
+            curves.set(title=f"{duel.contest.name} (held-out accuracy {duel.our_accuracy:.3f})", xlabel="training step")
+            curves.legend()
+            for float64, color, label in ((False, OUR_COLOR, "float32"), (True, TORCH_COLOR, "float64")):
+                found = [max(difference, DIFFERENCE_FLOOR) for difference in duel.differences(float64=float64)]
+                gaps.semilogy(range(1, len(found) + 1), found, ".", markersize=3, color=color, label=label)
+            gaps.axhline(FLOAT64_BOUND, color=WRONG_COLOR, linewidth=1, linestyle="--", label="bound for float64")
+            gaps.set(xlabel="training step", ylim=(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING))
+            gaps.legend(loc="upper center", ncols=3, markerscale=3, fontsize="small")
         axes[0, 0].set_ylabel("training loss (nats per image)")
         axes[1, 0].set_ylabel("|difference| of the losses\n(nats per image; 1e-17: none)")
         figure.savefig(path, dpi=DPI)
-
-
-def _draw(curves: Axes, gaps: Axes, duel: Duel) -> None:
-    steps = range(1, len(duel.torch_run.losses) + 1)
-    curves.semilogy(steps, duel.torch_run.losses, color=TORCH_COLOR, linewidth=4, label="torch.nn")
-    curves.semilogy(steps, duel.our_run.losses, color=OUR_COLOR, linewidth=1, label="converted")
-    curves.set_title(f"{duel.contest.name} (held-out accuracy {duel.our_accuracy:.3f})")
-    curves.set_xlabel("training step")
-    curves.legend()
-    for label, first, second, color in (
-        ("float32", duel.torch_run, duel.our_run, OUR_COLOR),
-        ("float64", duel.torch_run_float64, duel.our_run_float64, TORCH_COLOR),
-    ):
-        found = [max(abs(a - b), DIFFERENCE_FLOOR) for a, b in zip(first.losses, second.losses, strict=True)]
-        gaps.semilogy(range(1, len(found) + 1), found, ".", markersize=3, color=color, label=label)
-    gaps.axhline(FLOAT64_BOUND, color=WRONG_COLOR, linewidth=1, linestyle="--", label="bound for float64")
-    gaps.set(xlabel="training step", ylim=(DIFFERENCE_FLOOR / 10, DIFFERENCE_CEILING))
-    gaps.legend(loc="upper center", ncols=3, markerscale=3, fontsize="small")
 
 
 def save_digits(duels: Sequence[Duel], digits: Digits, path: Path) -> None:
@@ -136,11 +129,9 @@ def save_digits(duels: Sequence[Duel], digits: Digits, path: Path) -> None:
     # Mistakes fill at most half of the picture, so that it shows what the models usually do.
     shown = torch.cat([wrong.nonzero()[:, 0][: DIGIT_ROWS * DIGIT_COLS // 2], (~wrong).nonzero()[:, 0]])
     figure = Figure(figsize=(1.25 * DIGIT_COLS, 1.75 * DIGIT_ROWS + 0.6), layout="constrained")
-    figure.suptitle(
-        f"Held-out digits as the converted models read them; all mistakes among {len(labels)} come first, in red"
-        if wrong.sum() <= DIGIT_ROWS * DIGIT_COLS // 2
-        else "Held-out digits as the converted models read them; mistakes first, in red"
-    )
+    all_shown = wrong.sum() <= DIGIT_ROWS * DIGIT_COLS // 2
+    mistakes = f"all mistakes among {len(labels)} come first, in red" if all_shown else "mistakes first, in red"
+    figure.suptitle(f"Held-out digits as the converted models read them; {mistakes}")
     images = digits.test_images.cpu().float()
     for axes, index in zip(figure.subplots(DIGIT_ROWS, DIGIT_COLS).flat, shown.tolist(), strict=False):
         readings = [f"{duel.contest.name} {p[index]}" for duel, p in zip(duels, predictions, strict=True)]

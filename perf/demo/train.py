@@ -59,16 +59,10 @@ class Duel(NamedTuple):
     torch_accuracy: float
     our_accuracy: float
 
-    @property
-    def largest_difference(self) -> tuple[float, int]:
-        """Largest difference between the float32 loss curves and the step (from 1) where it occurs."""
-        pairs = zip(self.torch_run.losses, self.our_run.losses, strict=True)
-        return max((abs(a - b), step) for step, (a, b) in enumerate(pairs, start=1))
-
-    @property
-    def largest_difference_float64(self) -> float:
-        """Largest difference between the float64 loss curves."""
-        return max(abs(a - b) for a, b in zip(self.torch_run_float64.losses, self.our_run_float64.losses, strict=True))
+    def differences(self, *, float64: bool) -> list[float]:
+        """How far apart the two loss curves are at each step."""
+        runs = (self.torch_run_float64, self.our_run_float64) if float64 else (self.torch_run, self.our_run)
+        return [abs(a - b) for a, b in zip(*(run.losses for run in runs), strict=True)]
 
 
 def run_duel(
@@ -99,8 +93,7 @@ def _train(contest: Contest, model: Model, digits: Digits, seed: int, steps: int
     optimizer = torch.optim.AdamW(model.parameters(), lr=contest.learning_rate, weight_decay=WEIGHT_DECAY)
     total = contest.num_steps(digits)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, contest.learning_rate, total_steps=total)
-    losses: list[float] = []
-    durations: list[float] = []
+    losses, durations = [], []
     for (images, labels), _ in zip(digits.batches(seed), range(steps), strict=False):
         start = time.perf_counter()
         optimizer.zero_grad()

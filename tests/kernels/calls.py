@@ -25,6 +25,7 @@ from triton_kernels._runtime import accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -35,6 +36,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     """Standard normal numbers, shifted so that the mean matters."""
     generator = torch.Generator().manual_seed(seed + 31 * sum(shape))
     return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The same, with its channels next to each other."""
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
 def statistics(x: Tensor, dims: tuple[int, ...]) -> dict[str, Tensor]:
@@ -98,13 +104,23 @@ class Call(NamedTuple):
         return [arg for arg in self.args if isinstance(arg, torch.Tensor)]
 
 
+def _modes(*modules: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The launchers of an op, in their order, by their names without that of the op."""
+    op = modules[0].__name__.rpartition(".")[2]
+    return {
+        name.removeprefix(f"{op}_"): launcher
+        for module in modules
+        for name, launcher in vars(module).items()
+        if name in module.__all__
+    }
+
+
 class _Operands:
     """What the operands of all ops have: modes, each a launcher that takes its arguments by their names from here."""
 
     MODES: ClassVar[dict[str, Callable[..., Any]]]
-    # How many results there are to choose from, where they are not three, and operands that may be absent.
+    # How many results there are to choose from, where they are not three.
     RESULTS: ClassVar[dict[str, int]] = {}
-    OPTIONAL: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def call(self, mode: str, wanted: Sequence[bool] | None = None) -> Call:
         """A call of one mode, by default of all its results."""
@@ -125,8 +141,9 @@ class _Operands:
 
     def choices(self, mode: str) -> Iterator[Call]:
         """Calls in which any two of the operands that may be absent and the results meet in all four ways."""
-        names = self.OPTIONAL.get(mode, ())
-        num_results = self.RESULTS.get(mode, 3) if "wanted" in inspect.signature(self.MODES[mode]).parameters else 0
+        parameters = inspect.signature(self.MODES[mode]).parameters
+        names = [name for name, parameter in parameters.items() if parameter.annotation == "Tensor | None"]
+        num_results = self.RESULTS.get(mode, 3) if "wanted" in parameters else 0
         for choice in pairwise(len(names) + num_results):
             absent = [name for name, is_there in zip(names, choice, strict=False) if not is_there]
             # A launcher of tangents is called for one at least.
@@ -146,21 +163,8 @@ class _Operands:
 class LayerNorm(_Operands):
     """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
 
-    MODES: ClassVar = {
-        "forward": layer_norm.layer_norm_fwd,
-        "jvp": layer_norm.layer_norm_jvp,
-        "backward": layer_norm.layer_norm_bwd,
-        "pairing": layer_norm_second_order.layer_norm_pairing,
-        "bwd_jvp": layer_norm_second_order.layer_norm_bwd_jvp,
-    }
+    MODES: ClassVar = _modes(layer_norm, layer_norm_second_order)
     RESULTS: ClassVar = {"pairing": 6}
-    OPTIONAL: ClassVar = {
-        "forward": ("weight", "bias"),
-        "jvp": ("weight", "x_dot", "weight_dot", "bias_dot"),
-        "backward": ("weight",),
-        "pairing": ("weight", "x_dot", "weight_dot", "bias_dot"),
-        "bwd_jvp": ("weight", "y_bar_dot", "x_dot", "weight_dot"),
-    }
 
     x: Tensor
     y_bar: Tensor
@@ -197,27 +201,8 @@ class LayerNorm(_Operands):
 class BatchNorm(_Operands):
     """Operands of batch norm in training and evaluation; None for what is absent."""
 
-    MODES: ClassVar = {
-        "train_fwd": batch_norm.batch_norm_train_fwd,
-        "train_jvp": batch_norm.batch_norm_train_jvp,
-        "train_bwd": batch_norm.batch_norm_train_bwd,
-        "eval_fwd": batch_norm.batch_norm_eval_fwd,
-        "eval_jvp": batch_norm.batch_norm_eval_jvp,
-        "eval_bwd": batch_norm.batch_norm_eval_bwd,
-        "pairing": batch_norm_second_order.batch_norm_pairing,
-        "bwd_jvp": batch_norm_second_order.batch_norm_bwd_jvp,
-    }
+    MODES: ClassVar = _modes(batch_norm, batch_norm_second_order)
     RESULTS: ClassVar = {"pairing": 6, "eval_bwd": 5}
-    OPTIONAL: ClassVar = {
-        "train_fwd": ("weight", "bias", "running_mean", "running_var"),
-        "train_jvp": LayerNorm.OPTIONAL["jvp"],
-        "train_bwd": ("weight",),
-        "eval_fwd": ("weight", "bias"),
-        "eval_jvp": (*LayerNorm.OPTIONAL["jvp"], "running_mean_dot", "running_var_dot"),
-        "eval_bwd": ("weight",),
-        "pairing": LayerNorm.OPTIONAL["pairing"],
-        "bwd_jvp": LayerNorm.OPTIONAL["bwd_jvp"],
-    }
 
     x: Tensor
     y_bar: Tensor
@@ -260,14 +245,7 @@ class BatchNorm(_Operands):
 class LogSoftmax(_Operands):
     """Operands of log-softmax over `dim`; its derivatives take its output `y`."""
 
-    MODES: ClassVar = {
-        "forward": log_softmax.log_softmax_fwd,
-        "jvp": log_softmax.log_softmax_jvp,
-        "backward": log_softmax.log_softmax_bwd,
-        "pairing": log_softmax_second_order.log_softmax_pairing,
-        "bwd_jvp": log_softmax_second_order.log_softmax_bwd_jvp,
-    }
-    OPTIONAL: ClassVar = {"bwd_jvp": ("y_bar_dot", "y_dot")}
+    MODES: ClassVar = _modes(log_softmax, log_softmax_second_order)
 
     x: Tensor
     y: Tensor
@@ -328,7 +306,7 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
     levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)
     seed = torch.tensor(3)
     return [
-        rows.call("forward")._replace(copies=1),
+        rows.call("fwd")._replace(copies=1),
         images.call("train_fwd")._replace(copies=1),
         images.call("train_bwd")._replace(copies=1),
         images.change(y_bar=turned).call("train_bwd")._replace(copies=2),

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import torch
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_MODES = {
-    "layer_norm": ALL_MODES[:-1],
-    "log_softmax": ALL_MODES[:-1],
+_MODES = dict.fromkeys(("layer_norm", "log_softmax"), ALL_MODES[:-1]) | {
     "batch_norm": ALL_MODES,
     "dropout": ("forward", "batched"),
 }
@@ -57,19 +55,9 @@ def launches(chip_name: str, shape: Shape, launch: Callable[[], object]) -> list
 def in_groups(num_rows: int) -> None:
     """Norms with parameters of their own for each of three groups, of `num_rows` rows or samples each."""
     # Columns that are a multiple of 8 alone: whether the distance of two groups is one of 16 depends on the rows.
-    x, weight = torch.empty(3, num_rows, 1000, dtype=torch.bfloat16), torch.empty(3, 1000, dtype=torch.bfloat16)
-    images, param = torch.empty(3, num_rows, 256, 14, 14, dtype=torch.bfloat16), torch.empty(3, 256)
-    rows, channels = (
-        LayerNorm(*[x] * 4, *[weight] * 4, batch_ndim=1),
-        BatchNorm(*[images] * 4, *[param] * 8, batch_ndim=1),
-    )
-    # Nobody reads numbers of launches that are described alone.
-    statistic = torch.empty(x.shape[:2])
-    with mock.patch.object(LayerNorm, "derived", return_value={"mean": statistic, "rstd": statistic}):
-        calls = rows.calls()
-    with mock.patch.object(BatchNorm, "derived", return_value={"mean": param, "rstd": param}):
-        calls += channels.calls("train_fwd", "train_bwd", "pairing")
-    for call in calls:
+    rows = LayerNorm.draw((3, num_rows, 200), torch.bfloat16, batch_ndim=1)
+    images = BatchNorm.draw((3, num_rows, 16, 4, 4), torch.bfloat16, batch_ndim=1)
+    for call in (*rows.calls(), *images.calls("train_fwd", "train_bwd", "pairing")):
         call.results()
 
 
@@ -79,24 +67,19 @@ def anew(chip_name: str) -> None:
     def described(shape: Shape, launch: Callable[[], object]) -> list[tuple[str, dict[str, str]]]:
         return [(one.kernel.__name__, one.described_arguments()) for one in launches(chip_name, shape, launch)]
 
+    def launch_all(shape: Shape, num_rows: int) -> None:
+        for mode in _MODES[shape.op]:
+            launch_mode(dataclasses.replace(shape, shape=(num_rows, *shape.shape[1:])), mode)
+
+    cases = [(str(shape), shape, (shape.shape[0], *others), launch_all) for shape, others in _SHAPES]
+    cases.append(("groups", _SHAPES[0][0], (640, 639, 600), lambda shape, num_rows: in_groups(num_rows)))
     problems = []
-    for shape, others in _SHAPES:
-
-        def launch(num_rows: int, shape: Shape = shape) -> None:
-            for mode in _MODES[shape.op]:
-                launch_mode(dataclasses.replace(shape, shape=(num_rows, *shape.shape[1:])), mode)
-
-        first = described(shape, lambda shape=shape, launch=launch: launch(shape.shape[0]))
-        for num_rows in others:
-            again = described(shape, lambda num_rows=num_rows, launch=launch: launch(num_rows))
-            problems += changed(f"{shape} with {num_rows}", first, again)
-    first = described(_SHAPES[0][0], lambda: in_groups(640))
-    for num_rows in (639, 600):
-        problems += changed(
-            f"groups of {num_rows} rows", first, described(_SHAPES[0][0], lambda n=num_rows: in_groups(n))
-        )
+    for name, shape, sizes, launch in cases:
+        first, *again = (described(shape, functools.partial(launch, shape, num_rows)) for num_rows in sizes)
+        for num_rows, found in zip(sizes[1:], again, strict=True):
+            problems += changed(f"{name} with {num_rows}", first, found)
     assert not problems, "\n".join(problems)
-    # What this looks for is found, and named.
+    # A difference is found, and named.
     (complaint,) = changed("a case", [("kernel", {"n": "divisible by 16"})], [("kernel", {"n": "any"})])
     assert complaint.endswith("compiled anew for n")
 

@@ -96,8 +96,8 @@ class _Extent:
 class Launch:
     """A kernel in flight: its tensors, and its loads and stores, if somebody watches; an atomic operation is both."""
 
-    def __init__(self, executor: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._executor, self._args, self._kwargs = executor, args, kwargs
+    def __init__(self, executor: Any, args: tuple) -> None:
+        self._executor, self._args = executor, args
         self._extents: list[_Extent] = []
         self.error: OutOfBoundsError | None = None
         self.num_programs = 0 if callable(executor.grid) else math.prod(executor.grid)
@@ -121,14 +121,12 @@ class Launch:
                 raise self.error
 
     def _complaint(self, tag: int, pointers: np.ndarray, kinds: tuple[str, ...]) -> str:
-        function = self._executor.fn
-        kwargs = {name: value for name, value in self._kwargs.items() if name in self._executor.arg_names}
-        bound = inspect.getcallargs(function, *self._args, **kwargs)
-        name, tensor = [(name, value) for name, value in bound.items() if hasattr(value, "data_ptr")][tag]
+        bound = zip(self._executor.arg_names, self._args, strict=False)
+        name, tensor = [(name, value) for name, value in bound if hasattr(value, "data_ptr")][tag]
         offsets = self._extents[tag].offsets(pointers)
         return (
-            f"{function.__name__} {' and '.join(kinds)} outside of {name}: of a tensor {tuple(tensor.shape)} with "
-            f"strides {tuple(tensor.stride())} elements from {offsets.min()} to {offsets.max()}"
+            f"{self._executor.fn.__name__} {' and '.join(kinds)} outside of {name}: of a tensor {tuple(tensor.shape)} "
+            f"with strides {tuple(tensor.stride())} elements from {offsets.min()} to {offsets.max()}"
         )
 
 
@@ -165,7 +163,7 @@ def _checking(name: str, original: Callable) -> Callable:
 
 def _running_kernels(original: Callable) -> Callable:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launch = Launch(self, args, kwargs)
+        launch = Launch(self, args)
         _running.append(launch)
         for seen in _watchers:
             seen.append(launch)

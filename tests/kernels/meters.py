@@ -45,17 +45,6 @@ class Bytes(NamedTuple):
     unique: int = 0
 
 
-def count(accesses: list[Accesses], start: int, stop: int) -> Bytes:
-    """Bytes of some accesses within the memory of one tensor, whose elements are all of one size."""
-    inside = [part for access in accesses if (part := access.within(start, stop)).addresses.size]
-    total = sum(access.addresses.size * access.itemsize for access in inside)
-    # A map of the memory takes a tenth of the time that sorting the addresses takes.
-    touched = np.zeros(stop - start, dtype=bool)
-    for access in inside:
-        touched[access.addresses - np.uint64(start)] = True
-    return Bytes(total, int(touched.sum()) * max((access.itemsize for access in inside), default=0))
-
-
 class Seen(TorchDispatchMode):
     """What `measured` saw: launches, names of kernels, and operations of torch beside them that touch memory."""
 
@@ -92,7 +81,7 @@ class Seen(TorchDispatchMode):
         return _bytes([access for launch in self.launches for access in launch.loads], tensors)
 
     def stored(self, *tensors: Tensor) -> Bytes:
-        """Bytes stored to the memory of `tensors`, or without any to anywhere: then only the total."""
+        """Bytes stored, likewise."""
         return _bytes([access for launch in self.launches for access in launch.stores], tensors)
 
     def scratch(self, results: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -104,11 +93,19 @@ class Seen(TorchDispatchMode):
 
 def _bytes(accesses: list[Accesses], tensors: tuple[Tensor, ...]) -> Bytes:
     if not tensors:
-        return Bytes(sum(access.addresses.size * access.itemsize for access in accesses), 0)
+        return Bytes(sum(access.addresses.size * access.itemsize for access in accesses))
+    total = unique = 0
     storages = (tensor.untyped_storage() for tensor in tensors)
-    ranges = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
-    counts = [count(accesses, start, stop) for start, stop in ranges]
-    return Bytes(sum(found.total for found in counts), sum(found.unique for found in counts))
+    for start, stop in {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}:
+        inside = [part for access in accesses if (part := access.within(start, stop)).addresses.size]
+        total += sum(access.addresses.size * access.itemsize for access in inside)
+        # A map of the memory takes a tenth of the time that sorting the addresses takes.
+        touched = np.zeros(stop - start, dtype=bool)
+        for access in inside:
+            touched[access.addresses - np.uint64(start)] = True
+        # The elements of one tensor are all of one size.
+        unique += int(touched.sum()) * max((access.itemsize for access in inside), default=0)
+    return Bytes(total, unique)
 
 
 def _has_tensors(func: Any) -> bool:
@@ -117,9 +114,7 @@ def _has_tensors(func: Any) -> bool:
 
 def _is_view(func: Any) -> bool:
     """Whether an operation returns what an argument of it holds, and writes to none."""
-    arguments, returns = func._schema.arguments, func._schema.returns
-    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
-    return not writes and any(result.alias_info is not None for result in returns)
+    return not func._schema.is_mutable and any(result.alias_info is not None for result in func._schema.returns)
 
 
 @contextlib.contextmanager

@@ -66,9 +66,8 @@ def test_several_streams():
     words = philox_words(seeds, offsets, (3, 5))
     assert torch.equal(words, philox_p(seeds, offsets, (3, 5)))
     assert words[0, 1].flatten().tolist() == true_words(2**40, 5, 15)
-    grid = torch.arange(6).reshape(2, 3).T
-    check(random(3, 2, 4, 6, seed=4), 0.4, grid, grid, 2)
-    check(random(3, 2, 4, 6, seed=4).transpose(0, 1), 0.4, grid.T, grid.T, 2)
+    grid = torch.arange(6).reshape(2, 3)
+    check(random(3, 2, 4, 6, seed=4).transpose(0, 1), 0.4, grid, grid, 2)
 
 
 def test_results_do_not_depend_on_the_plan(monkeypatch):
@@ -97,9 +96,8 @@ def test_threshold_and_scale_are_exact():
 def test_what_is_not_finite_is_multiplied_as_in_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -1.0]).repeat(8)
     y, expected = dropout_fwd(x, SEED, None, 0.5, 0), dropout_p(x, SEED, None, 0.5, 0)
-    assert torch.equal(y.nan_to_num(1e9), expected.nan_to_num(1e9))
-    assert y[0::4].isnan().all()
-    assert torch.equal(y[3::4].signbit(), torch.ones(8, dtype=torch.bool))
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    assert y[3::4].signbit().all()
 
 
 def test_offsets_carry_into_the_high_word():

@@ -20,6 +20,7 @@ from tests.kernels.calls import (
     BatchNorm,
     LayerNorm,
     LogSoftmax,
+    channels_last,
     copying_calls,
     dropout_calls,
     pairwise,
@@ -55,16 +56,9 @@ def check_order(call: Call, first: Sequence[Tensor]) -> None:
     """Hold a call to the results that it had when its programs ran in the order of their numbers."""
     with reordered_programs():
         again = call.results()
-    # What differs from run to run does so here too.
-    assert same_bits(first, again), f"{call.launcher.__name__} depends on the order of its programs"
-
-
-def same_bits(first: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    # As integers: NaN differs from itself.
-    return all(
-        torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
-        for one, other in zip(first, again, strict=True)
-    )
+    # What differs from run to run does so here too. As integers: NaN differs from itself.
+    bits = [[result.flatten().view(torch.uint8) for result in results] for results in (first, again)]
+    assert all(map(torch.equal, *bits)), f"{call.launcher.__name__} depends on the order of its programs"
 
 
 ROW_LAYOUTS = ("contiguous", "groups", "strided", "expanded")
@@ -134,11 +128,7 @@ def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None
     for mode, call in zip(LayerNorm.MODES, LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
         check(call)
         cost = cost_of(call)
-        assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"forward", "jvp"})
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
+        assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"fwd", "jvp"})
 
 
 def with_gaps(x: Tensor) -> Tensor:
@@ -180,7 +170,7 @@ def test_batch_norm(layout: str, use_limits: Callable[..., None], use_processors
 @pytest.mark.parametrize("operands", [LayerNorm.draw((2, 75)), BatchNorm.draw((3, 3, 17, 19))], ids=["rows", "images"])
 def test_norms_read_what_is_wanted(operands: LayerNorm | BatchNorm, use_processors: Callable[[int], None]) -> None:
     use_processors(1)
-    for mode, count in (("backward", 3), ("train_bwd", 3), ("eval_bwd", 5), ("pairing", 6)):
+    for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("pairing", 6)):
         for number in range(count + 1) if mode in operands.MODES else ():
             check(operands.call(mode, tuple(number == other for other in range(count))))
 
@@ -252,14 +242,9 @@ NOT_LAUNCHERS = {"per_stream", "tuning"}
 
 def some_calls() -> list[Call]:
     """Every launcher, in the modes that the gate above goes through."""
-    rows = LayerNorm.draw((9, 40))
-    return [
-        *rows.calls(),
-        rows.call("backward", (False, True, False)),
-        *BatchNorm.draw((2, 3, 5, 5)).calls(),
-        *LogSoftmax.draw((2, 40), 1).calls(),
-        *dropout_calls(),
-    ]
+    rows, images, classes = LayerNorm.draw((9, 40)), BatchNorm.draw((2, 3, 5, 5)), LogSoftmax.draw((2, 40), 1)
+    one_result = rows.call("bwd", (False, True, False))
+    return [*rows.calls(), one_result, *images.calls(), *classes.calls(), *dropout_calls()]
 
 
 def modules() -> list[ModuleType]:

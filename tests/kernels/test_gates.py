@@ -38,6 +38,7 @@ def _center_rows(
     READS: tl.constexpr,
     STORES: tl.constexpr,
     LANES: tl.constexpr,
+    APART: tl.constexpr,
     ATOMIC: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -49,35 +50,22 @@ def _center_rows(
         x = tl.where(mask, tl.load(x_ptr + row + cols, mask=cols < LANES, other=0.0), 0.0)
     y = (x - tl.sum(x, axis=0) / num_cols) * SCALE
     for _ in tl.static_range(STORES):
-        tl.store(y_ptr + row + shift + cols, y, mask=mask)
+        tl.store(y_ptr + row * APART + shift + cols, y, mask=mask)
     if ATOMIC:
         tl.atomic_add(y_ptr + cols, y, mask=mask)
 
 
-def _overwrite_row(x_ptr, y_ptr, num_cols, BLOCK_COLS: tl.constexpr):
-    """Store a row where every other program stores its own."""
-    cols = tl.arange(0, BLOCK_COLS)
-    row = tl.load(x_ptr + tl.program_id(0) * num_cols + cols, mask=cols < num_cols)
-    tl.store(y_ptr + cols, row, mask=cols < num_cols)
-
-
-_center_kernel, _overwrite_kernel = Kernel(_center_rows), Kernel(_overwrite_row)
+_center_kernel = Kernel(_center_rows)
 
 
 def center(x: Tensor, y: Tensor | None = None, launches: int = 1, **flags: Any) -> Tensor:
     y = torch.empty_like(x) if y is None else y
-    flags = {"SCALE": 1, "READS": 1, "STORES": 1, "LANES": NUM_COLS, "ATOMIC": False, **flags}
-    shift = flags.pop("shift", 0)
+    flags = {"SCALE": 1, "READS": 1, "STORES": 1, "LANES": NUM_COLS, "APART": 1, "ATOMIC": False, **flags}
+    # Scratch is only held.
+    shift, _ = flags.pop("shift", 0), flags.pop("scratch", None)
     for _ in range(launches):
         _center_kernel[(len(x),)](x, y, NUM_COLS, shift, BLOCK_COLS=1024, **flags)
     return y
-
-
-def held(x: Tensor) -> Tensor:
-    """A launcher with a second scratch tensor."""
-    scratch = [x.new_empty(2, 8), x.new_empty(3)]
-    assert len(scratch) == 2
-    return center(x)
 
 
 # What a launcher does, and the complaint; none where it does what it declares.
@@ -93,7 +81,10 @@ LAUNCHERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "one launch too many": (lambda x: center(x, launches=2), "1 launches are declared"),
     "a pass over a result": (lambda x: center(x).mul_(1.0), "runs mul_ beside"),
     "a copy of a result": (lambda x: center(x).clone(), "1 copies, 0 declared"),
-    "a second scratch tensor": (held, r"2 scratch tensors, \[\(2, 8\), \(3,\)\], beside its results"),
+    "a second scratch tensor": (
+        lambda x: center(x, scratch=[x.new_empty(2, 8), x.new_empty(3)]),
+        r"2 scratch tensors, \[\(2, 8\), \(3,\)\], beside its results",
+    ),
 }
 
 
@@ -118,12 +109,7 @@ def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatc
 
 
 def test_a_race_is_caught() -> None:
-    def last_row(x: Tensor) -> Tensor:
-        y = torch.empty(NUM_COLS)
-        _overwrite_kernel[(len(x),)](x, y, NUM_COLS, BLOCK_COLS=1024)
-        return y
-
-    call = Call(last_row, (random(NUM_ROWS, NUM_COLS),))
+    call = Call(lambda x: center(x, torch.empty(NUM_COLS), APART=0), (random(NUM_ROWS, NUM_COLS),))
     with pytest.raises(AssertionError, match="depends on the order"):
         check_order(call, call.results())
 

@@ -23,28 +23,27 @@ def normalize():
     return layer_norm.layer_norm_fwd(X, None, None, 1, 0, 1e-5)[0]
 
 
-def test_an_observer_sees_launches_and_changes_nothing():
-    expected, seen = normalize(), []
-    with observe(lambda *launch: seen.append(launch)):
-        actual = normalize()
-    normalize()
-    ((kernel, grid, args, constants),) = seen
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert (kernel.__name__, grid, constants["num_cols"]) == ("layer_norm_fwd_kernel", (1,), 4)
-    assert args[0] is X
+def in_another_thread(run):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
 
 
-def test_the_innermost_watcher_comes_first_and_an_interceptor_hides_those_outside_and_takes_the_launch():
-    seen = []
+def test_observers_see_launches_from_the_inside_out_and_an_interceptor_takes_them():
+    expected, seen, names = normalize(), [], []
 
     def note(name):
-        return lambda *launch: seen.append(name)
+        return lambda *launch: names.append(name)
 
-    with observe(note("outer")), intercept(note("taken")), observe(note("inner")), observe(note("innermost")):
-        y = normalize()
-    assert seen == ["innermost", "inner", "taken"]
-    # The memory of the tests is poisoned before it is written.
-    assert y.isnan().all()
+    with observe(lambda *launch: seen.append(launch)):
+        torch.testing.assert_close(normalize(), expected, rtol=0, atol=0)
+        with intercept(note("taken")), observe(note("inner")), observe(note("innermost")):
+            # The memory of the tests is poisoned before it is written.
+            assert normalize().isnan().all()
+    ((kernel, grid, args, constants),) = seen
+    assert (kernel.__name__, grid, constants["num_cols"]) == ("layer_norm_fwd_kernel", (1,), 4)
+    assert args[0] is X
+    assert names == ["innermost", "inner", "taken"]
 
 
 def test_what_a_callback_raises_reaches_the_caller_and_ends_the_watch():
@@ -58,14 +57,12 @@ def test_what_a_callback_raises_reaches_the_caller_and_ends_the_watch():
 
 def test_watchers_of_other_threads_may_end_in_any_order():
     seen = []
-    first, second = observe(lambda *launch: seen.append(1)), observe(lambda *launch: seen.append(2))
+    first, second = (observe(lambda *launch, number=number: seen.append(number)) for number in (1, 2))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     # Launches of every thread are seen.
-    thread = threading.Thread(target=normalize)
-    thread.start()
-    thread.join()
+    in_another_thread(normalize)
     second.__exit__(None, None, None)
     normalize()
     assert seen == [2]
@@ -74,8 +71,6 @@ def test_watchers_of_other_threads_may_end_in_any_order():
 def test_tracing_belongs_to_the_thread():
     answers = []
     with tracing(), tracing():
-        thread = threading.Thread(target=lambda: answers.append(is_tracing()))
-        thread.start()
-        thread.join()
+        in_another_thread(lambda: answers.append(is_tracing()))
         answers.append(is_tracing())
     assert [*answers, is_tracing()] == [False, True, False]

@@ -11,7 +11,7 @@ from perf import model
 from perf.machine_code import cases
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
-from perf.workloads import GPU_WORKLOADS, KERNEL_MODES, OPS, Workload
+from perf.workloads import GPU_WORKLOADS, OPS, Workload
 from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
@@ -68,15 +68,3 @@ def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(w
         launched = launches(steps(make_sample(workload, mode, torch.device("cpu"))))
         assert len(launched) == sum(call.launches for call in model.calls_of(workload, mode)), (mode, launched)
         assert in_table.issuperset(launched), mode
-    if workload.modes == KERNEL_MODES:
-        others = launches(lambda: cases.launch_mode(shape, "gradient_backward"))
-        assert in_table.union(others).issuperset(launches(lambda: hessian_in_reverse(workload)))
-
-
-def hessian_in_reverse(workload: Workload) -> None:
-    """The gradient of the gradient's product with a vector, as training with a penalty on all gradients takes it."""
-    sample = make_sample(workload, "double_backward", torch.device("cpu"))
-    inputs = [value.requires_grad_() for value in (sample.x, *sample.params)]
-    y = provider("primitives").function(workload)(*inputs)
-    gradients = torch.autograd.grad(y, inputs, sample.y_bar, create_graph=True)
-    torch.autograd.grad(gradients, inputs[:2], [torch.ones_like(g) for g in gradients])

@@ -77,7 +77,7 @@ def test_idle_lanes_of_huge_constant_rows(plan: str) -> None:
     # mean * rstd overflows, and 21 columns leave idle lanes, where x_hat must not become infinite.
     zero = LayerNorm.draw((1, 21)).change(x=torch.zeros(1, 21))
     huge = zero.change(x=torch.full((1, 21), 2.0**126))
-    for mode in ("jvp", "backward", "pairing", "bwd_jvp"):
+    for mode in ("jvp", "bwd", "pairing", "bwd_jvp"):
         for result, plain in zip(huge.call(mode).results(), zero.call(mode).results(), strict=True):
             torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-5)
 
@@ -185,7 +185,7 @@ def test_classes_of_probability_zero(dim: int) -> None:
     assert y_bar_bar.isfinite().all()
     (x_bar_dot,) = check_values(rows.change(y_bar_dot=None).call("bwd_jvp"))
     # A masked class of a loss has no gradient at all.
-    (x_bar,) = rows.change(y_bar=rows.y_bar.masked_fill(zero, 0.0)).call("backward").results()
+    (x_bar,) = rows.change(y_bar=rows.y_bar.masked_fill(zero, 0.0)).call("bwd").results()
     assert (x_bar_dot[zero] == 0).all()
     assert (x_bar[zero] == 0).all()
 
@@ -194,7 +194,7 @@ def test_classes_of_probability_zero(dim: int) -> None:
 
 
 @pytest.mark.parametrize("plan", ["swept", "shared"])
-@pytest.mark.parametrize("mode", [LayerNorm.draw((2, 48)).call("forward"), LogSoftmax.draw((2, 48), 1).call("forward")])
+@pytest.mark.parametrize("mode", [LayerNorm.draw((2, 48)).call("fwd"), LogSoftmax.draw((2, 48), 1).call("fwd")])
 def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: Callable[..., None]) -> None:
     use_limits(**ROW_PLANS[plan])
     with watched() as launches:
@@ -220,14 +220,14 @@ def test_transform_of_images_begins_in_the_cache(
     with watched() as launches:
         images.change(x=x, y_bar=torch.zeros_like(x), x_dot=torch.zeros_like(x)).call(mode).results()
 
-    def lines(launch: int) -> list[list[tuple[int, ...]]]:
+    def lines(launch: int) -> list[list[list[int]]]:
         """Lines of a cache that each load of x touches, for each program in the order in which programs start."""
-        programs: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        programs: dict[tuple[int, ...], list[list[int]]] = {}
         for load in launches[launch].loads:
             offsets = load.within(x.data_ptr(), x.data_ptr() + x.nbytes).addresses - x.data_ptr()
             # One element of each channel says where its sums begin; a load of a whole tile is longer.
-            if len(set(offsets // 128)) > 1:
-                programs.setdefault(load.program[1::-1], []).append(tuple(sorted(set(offsets // 128))))
+            if len(touched := sorted(set(offsets // 128))) > 1:
+                programs.setdefault(load.program[1::-1], []).append(touched)
         return [programs[number] for number in sorted(programs)]
 
     at_once = [line for step in itertools.zip_longest(*lines(0), fillvalue=()) for load in step for line in load]

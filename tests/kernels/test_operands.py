@@ -8,18 +8,15 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
-from tests.kernels.calls import DTYPES, ROW_PLANS, BatchNorm, LayerNorm, LogSoftmax, far_apart, random
+from tests.kernels.calls import DTYPES, ROW_PLANS, BatchNorm, LayerNorm, LogSoftmax, channels_last, far_apart, random
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, assert_close, check_values, expected
 from triton_kernels import _batch_norm_steps, _reduction_view, launch
 from triton_kernels import log_softmax as launchers
 from triton_kernels._channels import readable
-from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._runtime import row_view
 from triton_kernels.layer_norm import layer_norm_fwd
 from triton_kernels.log_softmax import log_softmax_fwd
@@ -95,16 +92,12 @@ def test_dtype_is_applied_before_anything_else() -> None:
     for dtype, x_dtype in itertools.product(DTYPES, DTYPES):
         rows = LogSoftmax.draw((3, 20), 1, dtype).change(x=random(3, 20, dtype=x_dtype), output_dtype=dtype)
         # The interpreter truncates to bfloat16, where a GPU rounds.
-        for mode in ("forward", "backward") if dtype != LOW or x_dtype == dtype else ("backward",):
+        for mode in ("fwd", "bwd") if dtype != LOW or x_dtype == dtype else ("bwd",):
             check_values(rows.call(mode))
     # 1 + 2**-12 is 1 in float16, and 1e5 is infinite.
     y = log_softmax_fwd(torch.tensor([[1.0, 1 + 2**-12], [1.0, 1e5]]), 1, HALF)
     assert y[0, 0] == y[0, 1]
     assert y[1].isnan().all()
-
-
-def channels_last(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
 # Operands in a layout, given the number of the operand, and whether kernels read them in place.
@@ -196,7 +189,7 @@ def test_groups_that_lie_elsewhere() -> None:
 def test_more_segments_than_sums_over_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LAYER_NORM_MAX_SEGMENTS", 2)
     rows = LayerNorm.draw((3, 3, 10)).change(x=random(3, 5, 10)[:, 1:4])
-    for call in rows.calls("backward", "pairing", "bwd_jvp"):
+    for call in rows.calls("bwd", "pairing", "bwd_jvp"):
         check_values(call)
 
 
@@ -220,7 +213,7 @@ def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..
     names = [name for name in ("x", "y_bar", "x_dot", "y_bar_dot", "y") if hasattr(rows, name)]
     for alone in (names[:1], names[1:]):
         moved = rows.change(**{name: far_apart(getattr(rows, name), strides) for name in alone})
-        for call in moved.calls(*modes, *["forward"] * (alone == names[:1])):
+        for call in moved.calls(*modes, *["fwd"] * (alone == names[:1])):
             check_values(call)
 
 
@@ -259,28 +252,6 @@ def test_offsets_of_results_past_two_to_the_31(
     kernels = (launchers.log_softmax_fwd_kernel, launchers.log_softmax_fwd_looped_kernel)
     _reduction_view.launch_reduction(*kernels, 2, ("X", "Y"), view, SINGLE)
     torch.testing.assert_close(y, torch.log_softmax(x.double(), 2).half())
-
-
-def test_groups_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of the partial rows of two groups on either side of element 2**31, as the last programs of a launch."""
-    groups, num_cols, num_parts = 2**20 + 1, 1024, 2
-    parts, sums = (
-        far_apart(torch.zeros(2, num_cols).half(), ((size - 1) * num_cols, 1)).as_strided(
-            (size, num_cols), (num_cols, 1)
-        )
-        for size in (groups * num_parts, groups)
-    )
-    parts[-2 * num_parts :] = random(2 * num_parts, num_cols, dtype=HALF)
-    program_id = interpreter.InterpreterBuilder.create_get_program_id
-
-    def shifted(self, axis):
-        handle = program_id(self, axis)
-        return interpreter.TensorHandle(handle.data + np.int32(groups - 2), handle.dtype)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", shifted)
-    flags = {"WANT_WEIGHT": True, "WANT_BIAS": False, "BLOCK_PARTS": 2, "BLOCK_COLS": 1024}
-    param_reduce_kernel[(2,)](parts, None, sums, None, num_parts, num_cols, **flags)
-    assert torch.equal(sums[-2:], parts[-2 * num_parts :].reshape(2, num_parts, num_cols).sum(1))
 
 
 EMPTY = [
