@@ -68,10 +68,7 @@ class Duel(NamedTuple):
 def run_duel(
     contest: Contest, digits: Digits, device: torch.device, seed: int, float64_steps: int, on_step: Callable[[], None]
 ) -> Duel:
-    """Train the model of `contest` four times from the same seed.
-
-    The float64 runs take `float64_steps`, at the learning rates of a whole run. `on_step` is called after each step.
-    """
+    """Train the model of `contest` four times from the same seed, in float64 for `float64_steps` of a whole run."""
 
     def train(dtype: torch.dtype, steps: int, converted: bool) -> Run:
         torch.manual_seed(seed)
