@@ -164,6 +164,7 @@ WRONG = {
     "w must have dtype": (DtypeError, (ONES.float(), 2), ONES, {}),
     "w must have shape": (ShapeError, (torch.ones(4, dtype=torch.float64), 2), ONES, {}),
     "tangents must be a tensor": (LeafError, (ONES, 2), None, {}),
+    "tangents must be tensors or None, got 0": (LeafError, (ONES, 2), 0, {}),
     "takes no rng": (TypeError, (ONES, 2), ONES, {"rng": ()}),
 }
 

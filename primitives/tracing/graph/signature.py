@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.errors import TreeError
+from primitives.core.errors import LeafError, TreeError
 from primitives.tracing.random.rng import PhiloxState
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class Signature:
         pieces = self.outs.cotangents(_FUNCTION, tangents, self.with_tangent)
         absent = None if tangents is None else 0
         given = [pieces[place] for place in self.with_tangent]
-        return [x if isinstance(x, torch.Tensor) else absent if x is None else repr(x) for x in given]
+        if any(isinstance(x, int) for x in given):
+            raise LeafError(f"{_FUNCTION}: tangents must be tensors or None, got {tangents!r}.")
+        return [absent if x is None else x for x in given]
 
     def flat_states(self, rng: Any) -> list[Tensor]:
         """Seeds and offsets of the states that are passed."""
