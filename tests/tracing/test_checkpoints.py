@@ -1,7 +1,6 @@
 """Checkpointed regions in pure calls of modules and of random functions: recomputed in the state of their beginning."""
 
 import functools
-import threading
 
 import pytest
 import torch
@@ -113,28 +112,6 @@ def test_a_region_sees_attributes_and_buffers_of_its_beginning():
         (x_bar,) = torch.autograd.grad(pure(weight, pure.init()[1], x)[0].sum(), x)
         torch.testing.assert_close(x_bar, (3 * x * weight["weight"]).cos() * 3 * weight["weight"])
         assert_untouched(model, before)
-
-
-def test_a_region_of_another_thread_is_left_alone():
-    """It is no part of the call, and sees the module as it is."""
-    found = []
-
-    class Waiting(nn.Module):
-        factor = 1.0
-
-        def forward(self, x):
-            def region():
-                found.append(checkpoint(lambda x: (x * self.factor).sin(), x, use_reentrant=False))
-
-            run = threading.Thread(target=region)
-            run.start()
-            run.join()
-            return x
-
-    model, x = Waiting(), data(0, 2, 3).requires_grad_()
-    functional_call(model)({}, {}, x)
-    model.factor = 2.0
-    assert torch.equal(torch.autograd.grad(found[0].sum(), x)[0], (2 * x).cos())
 
 
 X, WEIGHT = data(0, 4, 6), data(1, 6, 6).requires_grad_()

@@ -113,17 +113,6 @@ def test_the_backward_pass_draws_from_its_own_state():
         graph((x,), bar)
 
 
-def test_autocast_and_checkpoint_inside():
-    def fn(w, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = checkpoint(lambda x: (x @ w).relu(), x, use_reentrant=False)
-        return hidden.float().sum(-1)
-
-    primals = leaf(4, 4, dtype=torch.float32), leaf(3, 4, dtype=torch.float32, seed=1)
-    graph = check(fn, primals, torch.ones(3))
-    assert any(n.meta["val"].dtype == torch.bfloat16 for n in graph.graph.nodes if "mm" in str(n.target))
-
-
 def test_inputs_without_memory():
     huge = 1 << 40
     with FakeTensorMode():
@@ -176,19 +165,40 @@ def test_wrong_calls():
             graph(primals, tangents, **options)
 
 
-def test_recurrent_layers():
-    """Under `no_grad`, torch's forward on the CPU leaves out the workspace that its backward reads."""
-    lstm = torch.nn.LSTM(4, 5, num_layers=2, bidirectional=True)
-    params = {name: p.detach().requires_grad_() for name, p in lstm.named_parameters()}
+LSTM = torch.nn.LSTM(4, 5, num_layers=2, bidirectional=True)
 
-    def fn(params, x):
-        return torch.func.functional_call(lstm, params, (x,))[0].sin().sum()
 
-    primals = params, torch.randn(3, 2, 4)
+def recurrent(params, x):
+    return torch.func.functional_call(LSTM, params, (x,))[0].sin().sum()
+
+
+def under_autocast(w, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = checkpoint(lambda x: (x @ w).relu(), x, use_reentrant=False)
+    return hidden.float().sum()
+
+
+PARAMS = {name: p.detach().requires_grad_() for name, p in LSTM.named_parameters()}
+SINGLE = {"dtype": torch.float32}
+AGREEING = {
+    # Under `no_grad`, torch's forward on the CPU leaves out the workspace that its backward reads.
+    "recurrent": (
+        recurrent,
+        ({k: p.detach().requires_grad_() for k, p in LSTM.named_parameters()}, torch.ones(3, 2, 4)),
+    ),
+    "autocast and checkpoint": (under_autocast, (leaf(4, 4, **SINGLE), leaf(3, 4, seed=1, **SINGLE))),
+    "complex": (lambda z: (z * z.real).abs().sum(), (leaf(3, dtype=torch.complex128),)),
+}
+
+
+@pytest.mark.parametrize("name", AGREEING)
+def test_graphs_agree_with_eager(name):
+    fn, primals = AGREEING[name]
     graph = check(fn, primals, no_tangents=True)
     with torch.no_grad():
-        value, _ = graph(primals)
-    assert not value.requires_grad
+        assert not graph(primals)[0].requires_grad
+    dtypes = {n.meta["val"].dtype for n in graph.graph.nodes if "mm" in str(n.target)}
+    assert dtypes == ({torch.bfloat16} if fn is under_autocast else set())
 
 
 def test_what_calls_a_graph_may_be_compiled():

@@ -41,20 +41,15 @@ def made_inside(x, y):
 PROGRAMS = {
     "data": (lambda x, y: x.add_(y), "x"),
     "view": (lambda x, y: x[1:].t()[0].mul_(2), "x"),
-    "both": (lambda x, y: (y.mul_(x), x.zero_()), "xy"),
-    "same values": (lambda x, y: x.copy_(x.clone()), "x"),
     "out": (add_into, "x"),
     "foreach": (lambda x, y: torch._foreach_add_([x, y], 1.0), "xy"),
     "index": (lambda x, y: x.__setitem__((0, slice(1)), 5.0), "x"),
     "masked": (lambda x, y: x.__setitem__(x > 0, 0.0), "x"),
     "metadata": (lambda x, y: y.t_(), "y"),
-    "unsqueeze": (lambda x, y: x.unsqueeze_(0), "x"),
     "back again": (lambda x, y: x.t_().t_(), ""),
     "metadata and data": (lambda x, y: x.t_().add_(1), "x"),
     "native norm": (lambda x, y: torch.native_batch_norm(x, None, None, y[0], y[1], True, 0.1, 1e-5), "y"),
-    "nothing": (lambda x, y: x + y, ""),
     "made inside": (made_inside, "x"),
-    "detached": (lambda x, y: x.detach().add_(1), "x"),
     "write_back": (lambda x, y: torch.ops.primitives.write_back([x], [y]), "x"),
 }
 

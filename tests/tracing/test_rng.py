@@ -171,6 +171,9 @@ def test_errors(text):
     function, error = ERRORS[text]
     with pytest.raises(error, match=text):
         functionalize_rng(function)(STATE)
+    for state in (3, (torch.tensor(3.0), STATE.offset), (torch.zeros(2, dtype=torch.int64), STATE.offset)):
+        with pytest.raises((pr.DtypeError, pr.ShapeError), match="functionalize_rng: state"):
+            functionalize_rng(function)(state)
 
 
 def test_ends_of_ranges_and_what_draws_nothing():
@@ -201,12 +204,6 @@ def test_words_at_the_ends_give_finite_numbers(word):
     assert values.min() > 0
     assert values.isfinite().all()
     assert operations.draw("normal_", source, {"self": empty(), "mean": 0.0, "std": 1.0}).isfinite().all()
-
-
-def test_wrong_states():
-    for state in (3, (torch.tensor(3.0), torch.tensor(0)), (torch.zeros(2, dtype=torch.int64), torch.tensor(0))):
-        with pytest.raises((pr.DtypeError, pr.ShapeError), match="functionalize_rng: state"):
-            functionalize_rng(torch.rand)(state, 3)
 
 
 # Graphs.
