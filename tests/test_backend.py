@@ -19,17 +19,15 @@ from primitives.ops.layer_norm import layer_norm_bwd_p
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 
-def python(code, *, path=(), **environment):
-    """Run `code` in a fresh interpreter; its standard output, or all that it wrote if it fails."""
+def python(*parts):
+    """Run the parts of a program in a fresh interpreter; its standard output, or all that it wrote if it fails."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PRIMITIVES_", "TRITON_"))}
-    joined = os.pathsep.join([*map(str, path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**clean, "PYTHONPATH": joined, "OMP_NUM_THREADS": "1", **environment},
-        cwd=path[0] if path else ROOT.anchor,
+        [sys.executable, "-c", "\n".join(map(textwrap.dedent, parts))],
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT.anchor,
         capture_output=True,
         text=True,
         check=False,
@@ -102,22 +100,21 @@ def test_the_backward_pass_follows_the_setting_in_force_when_it_runs(monkeypatch
 # Triton.
 
 
-def test_triton_is_imported_when_it_is_asked_for_and_needs_the_interpreter_on_the_cpu():
-    printed = python("""
-        import sys
+@pytest.mark.parametrize("has_triton", [True, False] if HAS_TRITON else [False])
+def test_triton_is_imported_when_it_is_asked_for_and_needs_the_interpreter_on_the_cpu(has_triton):
+    """Where it is not installed all else works."""
+    printed = python(
+        "" if has_triton else "import sys; sys.modules['triton'] = None",
+        """
+        import sys, torch
         import primitives as pr
 
-        def loaded():
-            return sorted({name.split(".")[0] for name in sys.modules} & {"triton", "triton_kernels"})
-
-        import torch
         model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4), torch.nn.LogSoftmax(1))
         pr.nn.convert(model)
-        x = torch.randn(3, 4)
+        x, state = torch.randn(3, 4), (torch.zeros(4), torch.ones(4))
         model(x).sum().backward()
         torch.func.jvp(model, (x,), (x,))
-        print(loaded())
-        state = torch.zeros(4), torch.ones(4)
+        print([name for name, module in sys.modules.items() if module and name.startswith("triton")])
         for call in (
             lambda: pr.functional.layer_norm(x, (4,)),
             lambda: pr.functional.log_softmax(x, 1),
@@ -131,32 +128,14 @@ def test_triton_is_imported_when_it_is_asked_for_and_needs_the_interpreter_on_th
                 except pr.BackendError as error:
                     print(error)
         print([t._version for t in state])
-    """)
+    """,
+    )
     first, *errors, last = printed.splitlines()
     assert (first, len(errors), last) == ("[]", 4, "[1, 1]")
-    assert all(("TRITON_INTERPRET=1" if HAS_TRITON else "not installed") in error for error in errors)
+    assert all(("TRITON_INTERPRET=1" if has_triton else "not installed") in error for error in errors)
 
 
-def test_the_reference_works_where_triton_is_not_installed():
-    """An import of nothing under its name fails as that of a package that is not there."""
-    printed = python("""
-        import sys
-        sys.modules["triton"] = None
-        import torch
-        import primitives as pr
-        x = torch.randn(3, 4, requires_grad=True)
-        pr.functional.layer_norm(x, (4,)).sum().backward()
-        for _ in range(2):
-            try:
-                with pr.use_backend("triton"):
-                    pr.functional.log_softmax(x.detach(), 1)
-            except pr.BackendError as error:
-                print("'triton' is not installed" in str(error))
-    """)
-    assert printed.splitlines() == ["True"] * 2
-
-
-@needs_triton
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_a_missing_module_of_our_own_is_not_missing_triton():
     with pytest.raises(ModuleNotFoundError, match="no_such_family"):
         backend.triton_kernels_module("no_such_family")

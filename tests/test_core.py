@@ -150,13 +150,13 @@ def test_lists_of_tensors_are_differentiated():
     """By rules, which may leave a list out, and by the decomposition where the value comes from a kernel."""
 
     def reference(xs, weight):
-        return sum(x * weight for x in xs)
+        return (xs[0] + 2 * xs[1]) * weight
 
     rules = {
         "vjp": lambda r, c, wanted: (
-            {"xs": [c.y * r.weight for _ in r.xs]} if any(wanted.xs) else {"weight": c.y * sum(r.xs)}
+            {"xs": [c.y * r.weight, 2 * c.y * r.weight]} if any(wanted.xs) else {"weight": c.y * reference(r.xs, 1)}
         ),
-        "jvp": lambda r, t: sum(dot * r.weight for dot in t.xs if dot is not None),
+        "jvp": lambda r, t: sum(i * dot * r.weight for i, dot in enumerate(t.xs, 1) if dot is not None),
         "reference": reference,
     }
     schema, xs, weight = "(Tensor[] xs, Tensor weight) -> Tensor y", [data(3), data(3, seed=1)], data(3, seed=2)
@@ -165,8 +165,8 @@ def test_lists_of_tensors_are_differentiated():
     decomposed.def_kernel("cpu")(reference)
     for op in (ruled, decomposed):
         assert_close(grad(lambda a, op=op: op([a, xs[1]], weight).sum())(xs[0]), weight)
-        assert_close(grad(lambda w, op=op: op(xs, w).sum())(weight), xs[0] + xs[1])
-        assert_close(jvp(lambda b, op=op: op([xs[0], b], weight), (xs[1],), (xs[0],))[1], xs[0] * weight)
+        assert_close(grad(lambda w, op=op: op(xs, w).sum())(weight), xs[0] + 2 * xs[1])
+        assert_close(jvp(lambda b, op=op: op([xs[0], b], weight), (xs[1],), (xs[0],))[1], 2 * xs[0] * weight)
 
 
 @pytest.mark.parametrize(

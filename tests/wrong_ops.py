@@ -28,14 +28,14 @@ def in_front(info, in_dims, inputs):
     return [x.expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0) for x, axis in pairs]
 
 
-def product(name, *, backward=right_backward, jvp=right_jvp, vmap=None, fake=None, kernel=None):
+def product(name, *, backward=right_backward, jvp=right_jvp, vmap=None, front=in_front, fake=None, kernel=None):
     """x^2 * weight, by rules that are right but for those that are given; a vmap rule makes the batched result."""
 
     @pr.custom_op(f"wrong::{name}")
     def op(x, weight):
         return x.square() * weight
 
-    op.def_vmap(lambda info, in_dims, inputs: ((vmap or op)(*in_front(info, in_dims, inputs)), 0))
+    op.def_vmap(lambda info, in_dims, inputs: ((vmap or op)(*front(info, in_dims, inputs)), 0))
     op.def_jvp(jvp)
     if backward is not None:
         op.def_save_for_backward(lambda inputs, output: (inputs.x, inputs.weight))
@@ -79,8 +79,32 @@ def take_stride_zero_for_ones(y_bar):
     return torch.ones_like(y_bar) if ones else y_bar
 
 
+def right_in_double_precision(y_bar):
+    return y_bar if y_bar.dtype is torch.float64 else 1.1 * y_bar
+
+
 def wrong_sign_where(condition):
-    return lambda inputs, output, tangents: (wrong_sign if condition(inputs) else right_jvp)(inputs, output, tangents)
+    return lambda inputs, output, tangents: (wrong_sign if condition(inputs.x) else right_jvp)(inputs, output, tangents)
+
+
+def forget_weight_alone(ctx, saved, y_bar):
+    return right_backward(ctx, saved, y_bar) if ctx.needs_input_grad.x else {"x": None, "weight": None}
+
+
+def weight_bar_by_a_kernel_without_strides(ctx, saved, y_bar):
+    return {**right_backward(ctx, saved, y_bar), "weight": stride_ignoring_times(saved[0], y_bar)}
+
+
+def ignore_strides(x, weight):
+    return torch.empty_like(x).copy_(read_as_contiguous(x).square() * weight)
+
+
+def round_at_random(x, weight):
+    return x.square() * weight * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape))
+
+
+def take_every_axis_for_the_first(info, in_dims, inputs):
+    return in_front(info, [None if axis is None else 0 for axis in in_dims], inputs)
 
 
 def leave_the_last_out(x, weight):
@@ -129,17 +153,6 @@ def _take_statistics_as_constants(ctx, saved, y_bar, _):
     return {"x": x_bar, "weight": x * rstd * y_bar}
 
 
-@pr.custom_op("wrong::front_axis_alone")
-def front_axis_alone(x, weight):
-    return x.square() * weight
-
-
-@front_axis_alone.def_vmap
-def _take_every_axis_for_the_first(info, in_dims, inputs):
-    pairs = zip(inputs[:2], in_dims[:2], strict=True)
-    return front_axis_alone(*[x.expand(info.batch_size, *x.shape) if axis is None else x for x, axis in pairs]), 0
-
-
 @pr.custom_op("wrong::gathered")
 def gathered(x, index):
     return x.index_select(0, index)
@@ -183,56 +196,31 @@ unconjugated = product("unconjugated", backward=forget_to_conjugate)
 # One for each property that no other property notices.
 ALONE = {
     product("kernel", kernel=lambda x, weight: x.square() * (weight + 1e-3)): "reference against kernel",
-    product(
-        "alone",
-        backward=lambda ctx, *rest: (
-            right_backward(ctx, *rest) if ctx.needs_input_grad.x else {"x": None, "weight": None}
-        ),
-    ): "gradcheck",
+    product("alone", backward=forget_weight_alone): "gradcheck",
     product("sign", backward=None, jvp=wrong_sign): "jvp against differences",
     # A constant that was rounded to float32.
     product("constant", backward=of_another_cotangent(lambda y_bar: y_bar * (1 + 3e-8))): "transpose identity",
     product("detached_cotangent", backward=of_another_cotangent(torch.Tensor.detach)): "nestings",
     product("detached_jvp", jvp=detach_x): "nestings",
     constant_statistics: "nestings",
-    # Right in double precision alone.
-    product(
-        "bfloat16", backward=of_another_cotangent(lambda y_bar: y_bar * (1 if y_bar.dtype is torch.float64 else 1.1))
-    ): "derivatives by dtype",
-    product("bfloat16_jvp", jvp=wrong_sign_where(lambda inputs: inputs.x.dtype is not torch.float64)): (
-        "derivatives by dtype"
-    ),
-    front_axis_alone: "vmap against loop",
+    product("bfloat16", backward=of_another_cotangent(right_in_double_precision)): "derivatives by dtype",
+    product("bfloat16_jvp", jvp=wrong_sign_where(lambda x: x.dtype is not torch.float64)): "derivatives by dtype",
+    product("front_axis_alone", front=take_every_axis_for_the_first): "vmap against loop",
     product("stride_zero", backward=of_another_cotangent(take_stride_zero_for_ones)): "cotangent layouts",
-    product(
-        "strides",
-        kernel=lambda x, weight: torch.empty_like(x).copy_(read_as_contiguous(x).square() * weight),
-        vmap=lambda x, weight: x.square() * weight,
-    ): "non-contiguous inputs",
+    product("strides", kernel=ignore_strides, vmap=lambda x, weight: x.square() * weight): "non-contiguous inputs",
     product("detached_vmap", vmap=lambda x, weight: x.detach().square() * weight): "derivatives under vmap",
     product("fake", fake=lambda x, weight: x.new_empty(x.shape)): "fake against real",
     product("sizes", fake=lambda x, weight: torch.empty_like(x) if BLOCKS.get(x.shape[0], 64) else x): "opcheck",
-    product("compiled", jvp=wrong_sign_where(lambda inputs: torch.compiler.is_compiling())): "compile against eager",
-    product(
-        "random",
-        kernel=lambda x, weight: x.square() * weight * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape)),
-    ): "determinism",
+    product("compiled", jvp=wrong_sign_where(lambda x: torch.compiler.is_compiling())): "compile against eager",
+    product("random", kernel=round_at_random): "determinism",
     product("unwritten", kernel=depend_on_unwritten_memory): "uninitialized outputs",
-    product(
-        "clamped", kernel=lambda x, weight: x.square() * weight.contiguous().clamp_(min=-9.0)
-    ): "aliasing and mutation",
+    product("clamped", kernel=lambda x, weight: x * x * weight.contiguous().clamp_(min=-9.0)): "aliasing and mutation",
     power("alone", {"power": 2.0}): "static arguments",
 }
 # Others notice these too.
 OTHERS = {
     forgets_none: "gradcheck",
-    product(
-        "kernel_of_backward",
-        backward=lambda ctx, saved, y_bar: {
-            "x": 2 * saved[0] * saved[1] * y_bar,
-            "weight": stride_ignoring_times(saved[0], y_bar),
-        },
-    ): "cotangent layouts",
+    product("kernel_of_backward", backward=weight_bar_by_a_kernel_without_strides): "cotangent layouts",
     product("last", kernel=leave_the_last_out): "uninitialized outputs",
     aliased_p: "aliasing and mutation",
 }
