@@ -103,9 +103,6 @@ def test_a_missing_rule_raises_at_the_call(rules, kind, call):
         assert_close(jvp(op, (data(3),), (data(3),))[1], 2 * data(3))
 
 
-# Statistics and state.
-
-
 def first_use(x):
     with fwad.dual_level():
         return mean(fwad.make_dual(x, x)) * 2.0
@@ -134,6 +131,11 @@ def test_a_statistic_may_be_used_as_a_constant():
     assert_close(grad(lambda x: (power(x) * mean(x).detach()).sum())(x), 3 * x.square() * x.mean())
     assert_close(jvp(lambda x: power(x) * mean(x).detach(), (x,), (x,))[1], 3 * x.pow(3) * x.mean())
     assert_close(vmap(mean)(data(4, 3)), data(4, 3).mean(1))
+
+
+def test_cached_arguments_are_constants():
+    op = define("(Tensor x, Tensor s) -> Tensor y", rules={"reference": torch.mul}, decomposable=True, cached=("s",))
+    assert_close(grad(lambda x: op(x, x).sum())(X), X)
 
 
 def test_state_outputs_are_constants():
