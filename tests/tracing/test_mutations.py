@@ -217,6 +217,7 @@ def test_writes_under_autograd(name):
 
     def called(w, state):
         y, mutated = pure(w, state)
+        assert mutated["args[0]"].requires_grad == is_seen
         return y, mutated["args[0]"], mutated.get("args[1]", state)
 
     expected = run(lambda w, state: (fn(w, state), w, state))
