@@ -33,9 +33,6 @@ def data(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# Batching.
-
-
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0), (2, -1)], ids=str)
 def test_default_vmap_with_one_output(axes):
     op = define("(Tensor x, Tensor w) -> Tensor y", rules={"reference": lambda x, w: (x.unsqueeze(-1) * w).cumsum(0)})
@@ -106,9 +103,6 @@ def test_outputs_come_as_the_schema_says():
     xs = [X, X]
     define("(Tensor[] xs, float s) -> Tensor y", rules={"reference": lambda xs, s: xs.pop() * s})(xs, 2.0)
     assert len(xs) == 2
-
-
-# Memory.
 
 
 @pytest.mark.parametrize(
