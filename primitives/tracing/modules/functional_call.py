@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import optree
 import torch
@@ -181,6 +181,24 @@ class PureModule:
     def __repr__(self) -> str:
         """`functional_call(Linear, strict=True)`."""
         return f"functional_call({type(self.module).__name__}, strict={self.strict})"
+
+
+@overload
+def functional_call(module: nn.Module, *, strict: bool | None = None) -> PureModule: ...
+
+
+@overload
+def functional_call(
+    module: nn.Module,
+    parameters_and_buffers: Any,
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool | None = None,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any: ...
 
 
 def functional_call(
