@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
+from primitives.core.errors import TreeError
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, scalar, trees_close
 from tests.support import assert_close, like, nested, nestings, normal
 
@@ -219,3 +220,10 @@ def test_the_loop_of_vmap_respects_randomness():
     for randomness in ("same", "different"):
         first, second = vmap(noise, randomness=randomness)(X * 0)
         assert torch.equal(first, second) == (randomness == "same")
+
+
+def test_a_vmap_rule_with_another_tree_raises_at_the_first_call_of_the_operator():
+    op = operator(lambda x: x.sin())
+    op.def_vmap(lambda info, in_dims, inputs: ({"a": inputs.x.sin()}, in_dims.x))
+    with pytest.raises(TreeError, match="def_vmap"):
+        vmap(op)(torch.ones(2, 3))

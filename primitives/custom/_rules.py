@@ -336,6 +336,12 @@ class Rules(RuleTable):
         if not isinstance(result, tuple) or len(result) != 2:
             raise TreeError(f"{rule.where} must return (output, out_dims), got {type(result).__name__}.")
         output, out_dims = result
+        is_first = structure.results is None
+        if is_first:
+            # The reference says what tree a result has, also where this call is the first.
+            pairs = zip(primals.leaves, batch.axes[0], strict=True)
+            samples = [x if axis is None else x.new_zeros(x.movedim(axis, 0).shape[1:]) for x, axis in pairs]
+            self.differentiable("reference")(samples, primals.structure)
         outputs = self._settle(rule, structure, output)
         axes = spread(rule.where, "out_dims", out_dims, "output", output, {"namespace": self.table.namespace})
         for i, (x, axis) in enumerate(zip(outputs, axes, strict=True)):

@@ -384,3 +384,22 @@ def test_compiled_training_step():
         torch.testing.assert_close((gradient, buffers), (expected_gradient, expected), **CLOSE)
     assert buffers["1.num_batches_tracked"] == 2
     assert_untouched(model, before)
+
+
+def test_a_buffer_that_the_module_deletes_is_none_afterwards():
+    class Once(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            y = x * self.scale
+            del self.scale
+            return y
+
+    module = Once()
+    net = pr.func.functional_call(module)
+    x = torch.ones(2, 3)
+    assert net(*net.init(), x)[1] == {"scale": None}
+    assert pr.func.vmap(net, in_dims=(None, None, 0))(*net.init(), x)[1] == {"scale": None}
+    assert module.scale.shape == ()

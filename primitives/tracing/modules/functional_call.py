@@ -90,7 +90,8 @@ class _Names:
         shown = {self._tie(name): tensors[place] for name, (place, _) in self.of.items() if name in self._tree}
         result: dict[str, Any] = {}
         for name, (place, _) in self.of.items():
-            x = tensors[place]
+            # torch puts an object of its own in the place of a buffer that the module has deleted.
+            x = tensors[place] if isinstance(tensors[place], torch.Tensor) else None
             # A tie that the call has broken shows too, and so does a buffer that had no value before.
             if name in self._tree or (x is not None and shown.setdefault(self._tie(name)) is not x):
                 shown[self._tie(name)] = result[name] = x
