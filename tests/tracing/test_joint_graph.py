@@ -67,6 +67,7 @@ def test_saved_values_and_their_bytes():
     forward, everything = graph.forward_graph(), graph.forward_graph(min_cut=False)
     matrix = 8 * 8 * 8
     assert forward.saved_bytes == matrix
+    assert f"{matrix} bytes" in str(forward)
     assert everything.saved_bytes >= 3 * matrix
     # A view of a primal takes no memory in addition.
     assert [entry.shape for entry in forward.saved if entry.is_input] == [(8, 8), (8, 8)]

@@ -142,9 +142,17 @@ class _Part(Graph):
 
 
 class ForwardGraph(_Part):
-    """The forward pass of a joint graph: `(primals) -> (outs, saved)`."""
+    """The forward pass of a joint graph: `(primals) -> (outs, saved)`; `print` also shows what is saved."""
 
     _method = "forward_graph"
+
+    def __repr__(self) -> str:
+        """The table that is printed, and what is saved, with bytes."""
+        lines = [super().__repr__(), f"saved for the backward pass, {self.saved_bytes} bytes besides primals:"]
+        for entry in self.saved:
+            size = "a primal" if entry.is_input else f"{entry.num_bytes} bytes"
+            lines.append(f"  {entry.name} {[*entry.shape]}: {size}")
+        return "\n".join(lines)
 
     def __call__(self, primals: tuple, *, rng: PhiloxState | None = None) -> tuple:
         """Run the forward pass.
