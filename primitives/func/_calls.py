@@ -11,7 +11,7 @@ from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from primitives.core.errors import AxisError, DtypeError, LeafError, ShapeError, TreeError
+from primitives.core.errors import AxisError, DtypeError, LeafError, MissingRuleError, ShapeError, TreeError
 from primitives.core.trees.leaves import Partition
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from types import FunctionType
 
     from torch import Tensor
+
+# In older releases, silently.
+_INFERENCE_GIVES_ZEROS = torch.__version__ < "2.13"
 
 F = TypeVar("F", bound="FunctionType")
 
@@ -131,6 +134,11 @@ class FlatCall:
 
     def differentiated(self, argnums: Sequence[int], *, some: bool = True) -> tuple[int, ...]:
         """Positions of the tensors of some arguments, whose leaves must be differentiable and, with `some`, exist."""
+        if _INFERENCE_GIVES_ZEROS and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            raise MissingRuleError(
+                f"{self.function}: torch {torch.__version__} gives derivatives of zero in inference mode. "
+                "Use torch.no_grad()."
+            )
         positions: list[int] = []
         for argnum in argnums:
             part, label = self.parts[argnum], f"{self.root}[{argnum}]"
