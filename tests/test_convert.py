@@ -195,10 +195,12 @@ def test_shared_modules_and_roots_are_converted_and_nothing_else_is_taken():
 
 def test_hooks_are_kept_and_run():
     norm, calls, x = nn.LayerNorm(4).double(), [], torch.randn(6, 4, dtype=torch.float64)
-    norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    norm.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
     norm.register_forward_hook(lambda module, args, kwargs, y: y + 1, with_kwargs=True)
     norm.register_full_backward_hook(lambda module, x_bar, y_bar: (x_bar[0] * 3,))
-    norm.register_state_dict_pre_hook(lambda module, prefix, keep_vars: calls.append(1))
+    norm.register_state_dict_pre_hook(lambda module, prefix, keep_vars: calls.append("state"))
+    norm.register_load_state_dict_pre_hook(lambda *args: calls.append("before"))
+    norm.register_load_state_dict_post_hook(lambda module, keys: calls.append("after"))
     results = []
     for change in (lambda module: None, pr.nn.convert, pr.nn.revert):
         change(norm)
@@ -206,7 +208,7 @@ def test_hooks_are_kept_and_run():
         value = x.clone().requires_grad_()
         y = norm(value)
         results.append((y, *torch.autograd.grad(y.sin().sum(), value)))
-    assert len(calls) == 3
+    assert calls == ["state", "before", "after"] * 3
     assert_close(results[1:], results[:1] * 2)
 
 

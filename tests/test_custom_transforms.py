@@ -102,6 +102,8 @@ def test_absent_cotangents_and_tangents_are_zeros_or_none():
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     build("zeros")(a, b)[0].sum().backward()
     assert [x if x is None else x.tolist() for x in seen["zeros"]] == [[1, 1], [0, 0], None, [0, 0], None]
+    seen["zeros"][1][0] = 1
+    assert [seen["zeros"][i].tolist() for i in (1, 3)] == [[1, 0], [0, 0]], "zeros share no memory"
     op = build("nones", materialize=False)
     op(a, b)[0].sum().backward()
     assert [x is None for x in seen["nones"]] == [False, True, True, True, True]

@@ -53,6 +53,7 @@ CASES = {
     },
     "log_softmax": {
         "dim high": (log_softmax(dim=2), pr.AxisError, ["dim", "[-2, 1]", "got 2"]),
+        "dim bool": (log_softmax(dim=True), pr.DtypeError, ["dim", "int", "got bool"]),
         "dim of a number": (log_softmax(ones(())), pr.AxisError, ["dim", "[-1, 0]", "got 1"]),
         "integer": (log_softmax(X.int()), pr.DtypeError, ["input", "torch.int32", "dtype="]),
         "integer result": (log_softmax(dtype=torch.int64), pr.DtypeError, ["result", "torch.int64"]),

@@ -30,6 +30,13 @@ def test_against_torch(transform, number):
         assert_tree(mapped(params, xs), (expected, constant))
 
 
+@pytest.mark.parametrize("chunks, calls", [(1, 1), (2, 2), (3, 3), (4, 3), (7, 6)])
+def test_the_function_is_called_once_for_each_chunk(chunks, calls):
+    seen = []
+    func.chunk_vmap(lambda x: seen.append(x) or x, chunks=chunks)(torch.ones(6))
+    assert len(seen) == calls
+
+
 @pytest.mark.parametrize("run", [{}, {"chunk_size": 2}, compiled], ids=["whole", "in chunks", "compiled"])
 def test_prefix_trees_of_axes(run):
     tree = {"affine": Affine(randn(2, 4), randn(4)), "pair": Pair(randn(4, 3), [randn(3), 2.0, None]), "note": "n"}

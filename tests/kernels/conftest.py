@@ -14,11 +14,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from tests.kernels import interpreting
 from triton_kernels import launch
+from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,3 +61,22 @@ def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
     with contextlib.ExitStack() as stack:
         chip = launch.chip_of(device)
         yield lambda num: stack.enter_context(launch.use_chip(dataclasses.replace(chip, num_processors=num)))
+
+
+@pytest.fixture
+def only_the_last_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launch two programs: the last ones of the grid."""
+    base = [0]
+    program_id = interpreter.InterpreterBuilder.create_get_program_id
+
+    def shifted(self, axis):
+        handle = program_id(self, axis)
+        return interpreter.TensorHandle(handle.data + np.int32(base[0]), handle.dtype)
+
+    def run(kernel, grid, args, constants):
+        base[0] = grid[0] - 2
+        kernel.function[(2,)](*args, **constants)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", shifted)
+    with intercept(run):
+        yield

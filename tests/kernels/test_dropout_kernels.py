@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from primitives.ops.dropout import dropout_p
 from primitives.ops.philox import philox_p
@@ -13,7 +11,6 @@ from tests.kernels.calls import Call, far_apart, random
 from tests.kernels.truth import check_values
 from tests.philox_truth import true_noise, true_words
 from triton_kernels import launch
-from triton_kernels._kernel import intercept
 from triton_kernels.dropout import dropout_fwd
 from triton_kernels.philox import philox_words
 
@@ -105,25 +102,6 @@ def test_offsets_carry_into_the_high_word():
     x, start = torch.ones(64, dtype=torch.float64), 2**32 - 8
     y = dropout_fwd(x, SEED, torch.tensor(start), 0.5, 0)
     assert torch.equal(y, true_noise((64,), SEED.item(), start, 0.5))
-
-
-@pytest.fixture
-def only_the_last_programs(monkeypatch):
-    """Launch two programs: the last ones of the grid."""
-    base = [0]
-    program_id = interpreter.InterpreterBuilder.create_get_program_id
-
-    def shifted(self, axis):
-        handle = program_id(self, axis)
-        return interpreter.TensorHandle(handle.data + np.int32(base[0]), handle.dtype)
-
-    def run(kernel, grid, args, constants):
-        base[0] = grid[0] - 2
-        kernel.function[(2,)](*args, **constants)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", shifted)
-    with intercept(run):
-        yield
 
 
 @pytest.mark.usefixtures("only_the_last_programs")

@@ -17,6 +17,7 @@ from tests.kernels.truth import EPS, assert_close, check_values, expected
 from triton_kernels import _batch_norm_steps, _reduction_view, launch
 from triton_kernels import log_softmax as launchers
 from triton_kernels._channels import readable
+from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._runtime import row_view
 from triton_kernels.layer_norm import layer_norm_fwd
 from triton_kernels.log_softmax import log_softmax_fwd
@@ -252,6 +253,16 @@ def test_offsets_of_results_past_two_to_the_31(
     kernels = (launchers.log_softmax_fwd_kernel, launchers.log_softmax_fwd_looped_kernel)
     _reduction_view.launch_reduction(*kernels, 2, ("X", "Y"), view, SINGLE)
     torch.testing.assert_close(y, torch.log_softmax(x.double(), 2).half())
+
+
+@pytest.mark.usefixtures("only_the_last_programs")
+def test_partial_sums_past_two_to_the_31() -> None:
+    """Those of the last group; of the others no page exists."""
+    parts = far_apart(random(2, 64), (2**31, 1))
+    sums = far_apart(torch.zeros(2, 64).half(), (2**31, 1))
+    grid, blocks = ((2**31 // 64 + 1) * 2,), {"BLOCK_PARTS": 1, "BLOCK_COLS": 32}
+    param_reduce_kernel[grid](parts, None, sums, None, 1, 64, WANT_WEIGHT=True, WANT_BIAS=False, **blocks)
+    torch.testing.assert_close(sums[1], parts[1].half(), rtol=0, atol=0)
 
 
 EMPTY = [
