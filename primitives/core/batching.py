@@ -109,9 +109,9 @@ def _each_sample(name: str, randomness: str, size: int, tensors: Sequence[Any]) 
 def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tuple) -> tuple[Any, Any]:
     """The batching rule of a primitive that has none: one call for each sample.
 
-    torch.vmap of the reference is no choice: the dispatcher keys of a running batching rule exclude a new layer.
+    torch.vmap of the reference does not serve: the dispatcher keys of a running batching rule exclude a new layer.
     """
-    # An argument that is no list has one axis or None, a list has a list of them.
+    # An argument that is not a list has one axis or None, a list has a list of them.
     (flat, lengths), (flat_axes, _) = flatten(args, spec.list_arguments), flatten(axes, spec.list_arguments)
 
     def outputs_of(sample: list) -> Sequence[Any]:
