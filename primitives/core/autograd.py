@@ -6,7 +6,7 @@ with arguments that belong to that level. So one kernel serves them all, and tra
 
 Four points decide whether nesting is right:
 
-- `_SingleLevelFunction` is used, not `autograd.Function`: the level has been entered already, and the public
+- `_SingleLevelFunction` is used, not the public class: the level has been entered already, and the public
   class would start again at the top of the stack.
 - The forward pass and the jvp rule run with differentiation switched on: torch switches it off around them, which
   would lose the tangents of the levels *outside* this one.
@@ -42,6 +42,7 @@ __all__ = [
     "apply_linear",
     "autograd_kernel",
     "below_this_level",
+    "function_class",
     "is_transforming",
     "tangents_possible",
 ]
@@ -123,17 +124,19 @@ def _redispatch(rules: RuleTable) -> Callable:
     return run
 
 
-def _function_class(name: str, forward: Callable, backward: Callable, jvp: Callable | None = None) -> type:
-    """An autograd function of these static methods, for one level: the only place in the package that builds one."""
+def function_class(name: str, *, every_level: bool = False, **methods: Callable) -> Any:
+    """An autograd function of these static methods: the only place in the package that builds one.
 
-    class Function(torch.autograd.function._SingleLevelFunction):  # type: ignore[name-defined] - no stub
-        pass
-
-    # By what compiled autograd tells one function from another; torch gives it to the public class alone.
-    key = {"_compiled_autograd_key": lambda ctx: (ctx._autograd_function_id,)}
-    methods = {**key, "forward": forward, "backward": backward, **({} if jvp is None else {"jvp": jvp})}
-    # A subclass, because torch names the node of the graph when a class is made.
-    return type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
+    It serves one level, that of the call. With `every_level` torch takes the levels of transforms one by one, and asks
+    the methods `setup_context` and `vmap` too.
+    """
+    base: Any = torch.autograd.Function
+    if not every_level:
+        # A subclass, because torch names the node of the graph when a class is made.
+        base = type("Function", (torch.autograd.function._SingleLevelFunction,), {})  # type: ignore[attr-defined] - no stub
+        # By what compiled autograd tells one function from another; torch gives it to the public class alone.
+        methods = {"_compiled_autograd_key": lambda ctx: (ctx._autograd_function_id,), **methods}
+    return type(name, (base,), {key: staticmethod(method) for key, method in methods.items()})
 
 
 def apply_linear(forward: Callable[..., Any], transpose: Callable[..., Sequence[Any]], *tensors: Any) -> Any:
@@ -157,7 +160,7 @@ def _linear_backward(ctx: Any, *cotangents: Any) -> tuple:
     return (None, None, *ctx.transpose(*cotangents))
 
 
-_Linear = _function_class("LinearMap", _linear_forward, _linear_backward)
+_Linear = function_class("LinearMap", forward=_linear_forward, backward=_linear_backward)
 
 
 # What an autograd function is told about a call before the tensors: the keys that it was dispatched with, whether
@@ -251,7 +254,8 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
                 out[i] = refused_tangent(spec.name, name, getattr(residuals, name))
         return tuple(out) if num_outputs > 1 else out[0]
 
-    return _function_class("".join(part.title() for part in spec.name.split("_")), forward, backward, jvp)
+    name = "".join(part.title() for part in spec.name.split("_"))
+    return function_class(name, forward=forward, backward=backward, jvp=jvp)
 
 
 def autograd_kernel(rules: RuleTable) -> Callable:

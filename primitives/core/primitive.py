@@ -70,7 +70,7 @@ class Primitive:
         schema: Arguments and named outputs as in `torch.library`, `"(Tensor x, float eps) -> (Tensor y, Tensor
             rstd)"`.
         residuals: What the forward pass keeps: names of arguments or outputs, or `"x.dtype"` for a dtype alone.
-            Arguments that are no tensors, and statistics, are kept always.
+            Arguments that are not tensors, and statistics, are kept always.
         statistics: Outputs that are cached values of the inputs: differentiating one raises.
         state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers
             are.

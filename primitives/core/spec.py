@@ -131,7 +131,7 @@ class Residuals(Protocol):
     """What decides what the forward pass keeps for a rule, and how the rule gets it."""
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
-        """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
+        """Split one call into the tensors to save (or `None`s) and the values that are not tensors."""
         ...
 
     def unpack(self, tensors: Sequence[Any], static: tuple) -> Any:
@@ -143,7 +143,7 @@ class ResidualLayout:
     """Where each residual of a primitive comes from, and the namedtuple that hands them to a rule.
 
     A residual is the name of a tensor argument or output, or `"<argument>.dtype"`, which keeps the dtype and not the
-    tensor (field `<argument>_dtype`). Arguments that are no tensors are always kept. An argument or output that is a
+    tensor (field `<argument>_dtype`). Arguments that are not tensors are always kept. An argument or output that is a
     list of tensors is kept whole.
     """
 
@@ -168,7 +168,7 @@ class ResidualLayout:
         self._made = tuple_maker(namedtuple("Residuals", self.fields))
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
-        """Split one call into the tensors to save (or `None`s) and the values that are no tensors."""
+        """Split one call into the tensors to save (or `None`s) and the values that are not tensors."""
         tensors, static = self._get_tensors((*args, *outputs)), self._get_static(args)
         if self._dtypes:
             static = (*[None if args[i] is None else args[i].dtype for i in self._dtypes], *static)

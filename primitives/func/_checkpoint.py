@@ -10,6 +10,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 from torch.utils import checkpoint as torch_checkpoint
 
+from primitives.core.autograd import function_class
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import MissingRuleError
 from primitives.func._region import Region
@@ -88,52 +89,58 @@ def _run(function: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return _Recomputed.apply(function, *tensors)
 
 
-class _Recomputed(torch.autograd.Function):
-    """A function of tensors at one level of differentiation; its arguments are all that is saved."""
+def _forward(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return _run(function, tensors)
 
-    @staticmethod
-    def forward(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _run(function, tensors)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.function, *tensors = inputs
-        # The buffers of the caller are about to be written.
-        for i in ctx.function.region.changed:
-            tensors[i] = tensors[i].clone()
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.set_materialize_grads(False)
-        constants = ctx.function.constants
-        ctx.mark_non_differentiable(
-            *[y for k, y in enumerate(output) if k in constants or not has_derivatives(y.dtype)]
-        )
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.function, *tensors = inputs
+    # The buffers of the caller are about to be written.
+    for i in ctx.function.region.changed:
+        tensors[i] = tensors[i].clone()
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+    constants = ctx.function.constants
+    ctx.mark_non_differentiable(*[y for k, y in enumerate(output) if k in constants or not has_derivatives(y.dtype)])
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[1 + i]]
-        given = [k for k, y_bar in enumerate(cotangents) if y_bar is not None]
-        bars: list[Any] = [None] * len(tensors)
-        if given and wanted:
-            pullback = _Pullback(ctx.function, len(tensors), wanted, given)
-            found = _run(pullback, [*tensors, *(cotangents[k] for k in given)])  # type: ignore[list-item] - those given
-            for i, bar in zip(wanted, found, strict=True):
-                bars[i] = bar
-        return None, *bars
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        moving = [i for i, x_dot in enumerate(tangents[1:]) if x_dot is not None]
-        pushforward = _Pushforward(ctx.function, len(tensors), moving)
-        return pushforward.tangents(_run(pushforward, [*tensors, *(tangents[1 + i] for i in moving)]))
+def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[1 + i]]
+    given = [k for k, y_bar in enumerate(cotangents) if y_bar is not None]
+    bars: list[Any] = [None] * len(tensors)
+    if given and wanted:
+        pullback = _Pullback(ctx.function, len(tensors), wanted, given)
+        found = _run(pullback, [*tensors, *(cotangents[k] for k in given)])  # type: ignore[list-item] - those given
+        for i, bar in zip(wanted, found, strict=True):
+            bars[i] = bar
+    return None, *bars
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        function, *tensors = args
-        results = _run(_Batched(function, in_dims[1:], info.randomness), tensors)
-        return results, (0,) * len(results)
+
+def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    moving = [i for i, x_dot in enumerate(tangents[1:]) if x_dot is not None]
+    pushforward = _Pushforward(ctx.function, len(tensors), moving)
+    return pushforward.tangents(_run(pushforward, [*tensors, *(tangents[1 + i] for i in moving)]))
+
+
+def _vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+    function, *tensors = args
+    results = _run(_Batched(function, in_dims[1:], info.randomness), tensors)
+    return results, (0,) * len(results)
+
+
+# A function of tensors at one level of differentiation after another; its arguments are all that is saved.
+_Recomputed = function_class(
+    "Recomputed",
+    every_level=True,
+    forward=_forward,
+    setup_context=_setup_context,
+    backward=_backward,
+    jvp=_jvp,
+    vmap=_vmap,
+)
 
 
 class _Derived:
