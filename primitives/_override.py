@@ -13,6 +13,8 @@ from primitives import functional
 from primitives.core.decomposition import decomposition_table
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
+from primitives.decompositions import register_decomposition
+from primitives.decompositions._mode import torch_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -195,6 +197,15 @@ def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if given is None else _functional_instance_norm(mode, **given)
 
 
+@register_override(torch_functional.group_norm)
+def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **kwargs: Any) -> Any:
+    # Torch's own has no jvp for an input whose strides are not those of a contiguous tensor.
+    if not _plain(input):
+        return NotImplemented
+    with mode:
+        return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
+
+
 @register_override(torch_functional.log_softmax)
 def _functional_log_softmax(
     mode: OverrideMode, input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -258,3 +269,44 @@ def _functional_dropout(
 @register_override(torch.dropout)
 def _torch_dropout(mode: OverrideMode, input: Any, p: float, train: bool) -> Any:
     return _functional_dropout(mode, input, p, train)
+
+
+@register_override(torch_functional.scaled_dot_product_attention)
+def _attention(
+    mode: OverrideMode,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if not _plain(query, key, value, attn_mask):
+        return NotImplemented
+    call = functools.partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+    return _served(call, query, key, value, attn_mask, dropout_p, is_causal)
+
+
+@register_override(torch_functional.multi_head_attention_forward)
+def _multi_head_attention(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return torch_bodies[torch_functional.multi_head_attention_forward](*args, **kwargs)
+
+
+@register_decomposition(torch.ops.aten.scaled_dot_product_attention)
+def _attention_of_aten(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    args = query, key, value, attn_mask, dropout_p, is_causal
+    return functional.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)

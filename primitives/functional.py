@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from primitives._attention import MAX_SEED, attention, scaled_dot_product_attention
 from primitives._batch_norm import batch_norm_of_tensors
 from primitives.checks import arguments, fast_path
 from primitives.core.trees.leaves import map_tensors
@@ -23,13 +24,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Seeds are drawn below this: all that torch.randint can draw from.
-_MAX_SEED = 2**63 - 1
-
-__all__ = ["BatchNormOutput", "batch_norm", "dropout", "layer_norm", "log_softmax", "pure_batch_norm"]
+__all__ = [
+    "BatchNormOutput",
+    "attention",
+    "batch_norm",
+    "dropout",
+    "layer_norm",
+    "log_softmax",
+    "pure_batch_norm",
+    "scaled_dot_product_attention",
+]
 
 # torch.fx records a call of these as one node. It swaps the names of this module while it traces, at no cost else.
-for _name in ("batch_norm", "dropout", "layer_norm", "log_softmax", "pure_batch_norm"):
+for _name in __all__[1:]:
     torch.fx.wrap(_name)
 
 
@@ -364,7 +371,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         seed = (
             torch.zeros((), dtype=torch.int64, device=x.device)
             if p == 1.0
-            else torch.randint(_MAX_SEED, (), device=x.device)
+            else torch.randint(MAX_SEED, (), device=x.device)
         )
         y = dropout_p(x, seed, None, float(p), 0)
         return x.copy_(y) if inplace else y

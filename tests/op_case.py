@@ -55,7 +55,7 @@ class OpCase:
 
     Attributes:
         arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.
-        parameter_shape: Shape of every argument but `x`, given a sample.
+        parameter_shape: Shape of every argument but `x`, given a sample and the argument's name.
         samples: What reference and kernels are tested on.
         small: A few elements, for derivatives by differences, compilers and vmap.
         tiny: Fewer still, for derivatives of order four.
@@ -63,6 +63,9 @@ class OpCase:
         not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
         positive: Arguments that must be positive.
         is_linear: Whether the op is its own derivative: primitives of the vjp and jvp are that of the op.
+        first: What the primitives call `x`.
+        num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
+        rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
     """
 
     name: str
@@ -71,7 +74,7 @@ class OpCase:
     torch_function: Callable[..., Tensor]
     arguments: tuple[str, ...]
     differentiable: tuple[str, ...]
-    parameter_shape: Callable[[Sample], tuple[int, ...]]
+    parameter_shape: Callable[[Sample, str], tuple[int, ...]]
     samples: tuple[Sample, ...]
     small: Sample
     tiny: Sample
@@ -79,6 +82,9 @@ class OpCase:
     not_kept: tuple[str, ...]
     positive: tuple[str, ...] = ()
     is_linear: bool = False
+    rounds_once: bool = True
+    first: str = "x"
+    num_kept: int = 1
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
     @property
@@ -119,7 +125,7 @@ class OpCase:
         parameter_dtype = torch.float32 if sample.mixed and dtype in LOW_PRECISION else dtype
         made: dict[str, Tensor | None] = {}
         for position, name in enumerate(self.arguments):
-            shape = sample.shape if position == 0 else self.parameter_shape(sample)
+            shape = sample.shape if position == 0 else self.parameter_shape(sample, name)
             values = normal(shape, seed + position, mean=0.5)
             if name in self.positive:
                 values = 0.5 + values.abs()

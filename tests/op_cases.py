@@ -7,10 +7,12 @@ differentiable arguments in their order, and the jvp primitive takes the tangent
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import primitives as pr
 from primitives.ops.dropout import dropout_p
@@ -49,7 +51,7 @@ LAYER_NORM = OpCase(
     torch_function=functools.partial(_layer_norm, F),
     arguments=("x", "weight", "bias"),
     differentiable=("x", "weight", "bias"),
-    parameter_shape=lambda sample: sample.shape[-dict(sample.options)["norm_ndim"] :],
+    parameter_shape=lambda sample, name: sample.shape[-dict(sample.options)["norm_ndim"] :],
     samples=_samples(
         shapes=[
             ((13, 31), _ONE_AXIS),
@@ -133,7 +135,7 @@ BATCH_NORM = OpCase(
     torch_function=functools.partial(_written_batch_norm, F, True),
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
     differentiable=("x", "weight", "bias"),
-    parameter_shape=lambda sample: (sample.shape[1],),
+    parameter_shape=lambda sample, name: (sample.shape[1],),
     samples=_samples(
         _CHANNEL_SHAPES,
         [*_CHANNEL_ABSENT, _NO_RUNNING, ("bias", *_NO_RUNNING)],
@@ -164,7 +166,7 @@ BATCH_NORM_EVAL = OpCase(
     torch_function=functools.partial(_written_batch_norm, F, False),
     arguments=("x", "weight", "bias", "running_mean", "running_var"),
     differentiable=("x", "weight", "bias", "running_mean", "running_var"),
-    parameter_shape=lambda sample: (sample.shape[1],),
+    parameter_shape=lambda sample, name: (sample.shape[1],),
     samples=_samples([*_CHANNEL_SHAPES, ((1, 1), ())], _CHANNEL_ABSENT, _CHANNEL_LAYOUTS),
     small=Sample((2, 2, 2)),
     tiny=Sample((2, 1)),
@@ -190,7 +192,7 @@ LOG_SOFTMAX = OpCase(
     torch_function=F.log_softmax,
     arguments=("x",),
     differentiable=("x",),
-    parameter_shape=lambda sample: (),
+    parameter_shape=lambda sample, name: (),
     samples=_samples(
         shapes=[
             ((13, 31), _options(dim=0)),
@@ -234,12 +236,13 @@ def _true_dropout(x: Tensor, p: float) -> Tensor:
 DROPOUT = OpCase(
     name="dropout",
     is_linear=True,
+    num_kept=0,
     function=_dropout,
     truth=_true_dropout,
     torch_function=_true_dropout,
     arguments=("x",),
     differentiable=("x",),
-    parameter_shape=lambda sample: (),
+    parameter_shape=lambda sample, name: (),
     samples=_samples(
         shapes=[
             ((5, 13), _options(p=0.1)),
@@ -257,4 +260,106 @@ DROPOUT = OpCase(
     not_kept=("x", "y"),
 )
 
-CASES = (LAYER_NORM, BATCH_NORM, BATCH_NORM_EVAL, LOG_SOFTMAX, DROPOUT)
+# Attention. x are the queries; with `lse` the logarithm of the sum takes part in the output, with `p` there is dropout.
+
+
+def _attention_shape(sample: Sample, name: str) -> tuple[int, ...]:
+    options, (*batch, heads, rows, width) = dict(sample.options), sample.shape
+    if name == "bias":
+        return tuple(options.get("bias_shape", (*batch, heads, rows, options["keys"])))
+    return (*batch, options.get("key_heads", heads), options["keys"], width)
+
+
+def _seen(x: Tensor, keys: int, masked: bool) -> Tensor | None:
+    """A mask in which the first row sees no key."""
+    if not masked:
+        return None
+    rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
+    return (rows + torch.arange(keys, device=x.device)) % 3 < torch.minimum(rows, torch.tensor(2))
+
+
+def _attention(
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keys: int,
+    causal: bool = False,
+    masked: bool = False,
+    p: float = 0.0,
+    lse: bool = True,
+    scale: float = 0.7,
+    **shape: Any,
+) -> Tensor:
+    noise = {"dropout_p": p, "seed": _SEED, "offset": _OFFSET} if p else {}
+    mask = _seen(x, keys, masked)
+    o, o_lse = pr.functional.attention(
+        x, k, v, bias=bias, mask=mask, causal=causal, scale=scale, return_lse=True, **noise
+    )
+    return o + o_lse.clamp(min=-5).unsqueeze(-1).to(o.dtype) if lse else o
+
+
+def _true_attention(
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keys: int,
+    causal: bool = False,
+    masked: bool = False,
+    p: float = 0.0,
+    lse: bool = True,
+    scale: float = 0.7,
+    **shape: Any,
+) -> Tensor:
+    group, rows = x.shape[-3] // max(k.shape[-3], 1), x.shape[-2]
+    k, v = (t.repeat_interleave(group, -3) for t in (k, v))
+    scores = scale * x @ k.mT if bias is None else scale * x @ k.mT + bias
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=x.device)
+    seen = seen.tril() if causal else _seen(x, keys, masked) if masked else seen
+    # A row that sees nothing is cut out before the softmax, whose derivative there is NaN.
+    sees_some = seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen & sees_some, -math.inf)
+    weights = scores.softmax(-1) * sees_some
+    if p:
+        blocks = -(-keys // 4) * 4
+        noise = true_noise((*x.shape[:-1], blocks), _SEED, _OFFSET, p).to(x.device)[..., :keys]
+        weights = weights * noise
+    o, o_lse = weights @ v, scores.logsumexp(-1, keepdim=True).where(sees_some, -math.inf)
+    return o + o_lse.clamp(min=-5) if lse else o
+
+
+def _torch_attention(x: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x, k, v, bias, is_causal=options.get("causal", False), scale=0.7)
+
+
+ATTENTION = OpCase(
+    name="attention",
+    function=_attention,
+    truth=_true_attention,
+    torch_function=_torch_attention,
+    arguments=("x", "k", "v", "bias"),
+    differentiable=("x", "k", "v", "bias"),
+    parameter_shape=_attention_shape,
+    samples=(
+        Sample((2, 4, 5, 6), _options(keys=7, key_heads=2), ("bias",)),
+        Sample((2, 3, 7, 16), _options(keys=7, causal=True, lse=False), ("bias",), "transposed"),
+        Sample((1, 2, 6, 8), _options(keys=9, causal=True, bias_shape=(1, 1, 6, 9)), (), "sliced"),
+        Sample((2, 2, 5, 4), _options(keys=6, masked=True, lse=False), (), "channels_last"),
+        Sample((2, 2, 3, 4), _options(keys=5, masked=True, p=0.4, bias_shape=(1, 2, 1, 5)), (), "contiguous", True),
+        Sample((3, 1, 9), _options(keys=3, bias_shape=(3, 1, 1), p=0.3), (), "expanded"),
+        Sample((2, 0, 3, 4), _options(keys=3), ("bias",)),
+        Sample((1, 2, 0, 4), _options(keys=3), ()),
+        Sample((1, 2, 3, 4), _options(keys=0, lse=False), ("bias",)),
+    ),
+    small=Sample((1, 2, 3, 2), _options(keys=4, key_heads=1, lse=False)),
+    tiny=Sample((1, 2, 1), _options(keys=2)),
+    large=(Sample((1, 2, 70, 72), _options(keys=300, key_heads=1, causal=True, scale=0.1), ("bias",)),),
+    not_kept=(),
+    rounds_once=False,
+    first="q",
+    num_kept=2,
+)
+
+CASES = (LAYER_NORM, BATCH_NORM, BATCH_NORM_EVAL, LOG_SOFTMAX, DROPOUT, ATTENTION)

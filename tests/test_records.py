@@ -41,7 +41,7 @@ def test_second_derivatives_and_the_calls_that_they_make(case, sample, dtype, ba
     for call in check_second_order(case, sample, dtype, device, case.perturbable(sample)):
         # ATen rounds the logarithm of the sum too.
         twice = backend == "cpu" and call.overload is LOG_SOFTMAX.forward.overload
-        check_call(call, fake=dtype is not torch.float64, roundings=1 + twice)
+        check_call(call, fake=dtype is not torch.float64, roundings=1 + twice, rounds_once=case.rounds_once)
 
 
 @pytest.mark.usefixtures("backend")
@@ -53,5 +53,4 @@ def test_nan_and_infinity_propagate_as_in_torch(case, value, device):
     inputs["x"].view(-1)[1] = value
     y = case.outputs(inputs, case.small)[0]
     expected = case.torch_function(*inputs.values(), **dict(case.small.options))
-    assert not y.isfinite().all()
     torch.testing.assert_close(y, expected, equal_nan=True)

@@ -172,11 +172,11 @@ def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | Non
         raise AxisError(f"log_softmax: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")
 
 
-def probability(op_name: str, p: float) -> None:
+def probability(op_name: str, p: float, name: str = "p") -> None:
     """Raise unless `p` is a number in [0, 1]."""
-    number(op_name, "p", p)
+    number(op_name, name, p)
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{op_name}: p must be a probability, in [0, 1], got {p}.")
+        raise ValueError(f"{op_name}: {name} must be a probability, in [0, 1], got {p}.")
 
 
 def dropout(label: str, x: Tensor, *, inplace: bool) -> None:

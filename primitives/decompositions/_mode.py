@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-__all__ = ["differentiate_through"]
+__all__ = ["differentiate_through", "torch_bodies"]
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default)
@@ -61,7 +61,8 @@ def _bodies() -> dict[Callable, Callable]:
     return bodies
 
 
-_BODIES = _bodies()
+torch_bodies = _bodies()
+"""Functions of `torch.nn.functional` by a twin of each that runs with modes on."""
 
 
 def _handles_functions(kind: type) -> bool:
@@ -152,9 +153,9 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
             decomposition = self._decomposition(aten.mse_loss.default, args, kwargs)
             if decomposition is not None and len(args) == 2 and kwargs.keys() <= {"reduction"}:
                 return decomposition(*args, _REDUCTIONS.index(kwargs.get("reduction", "mean")))
-        if func in _BODIES and not any(map(_handles_functions, types)):
+        if func in torch_bodies and not any(map(_handles_functions, types)):
             with self:
-                return _BODIES[func](*args, **kwargs)
+                return torch_bodies[func](*args, **kwargs)
         signatures = patterns_by_callable.get(func)
         if signatures is None:
             return func(*args, **kwargs)

@@ -9,6 +9,9 @@ from primitives.nn._modules import (
     Dropout,
     LayerNorm,
     LogSoftmax,
+    MultiheadAttention,
+    TransformerEncoder,
+    TransformerEncoderLayer,
 )
 
 __all__ = [
@@ -19,6 +22,9 @@ __all__ = [
     "Dropout",
     "LayerNorm",
     "LogSoftmax",
+    "MultiheadAttention",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "convert",
     "converted",
     "revert",

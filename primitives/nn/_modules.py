@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from primitives import functional
+from primitives._override import override_torch
 from primitives.core.overrides import cumulative_weight
 from primitives.core.write_back import count_up
 
@@ -24,7 +25,10 @@ __all__ = [
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
     "LogSoftmax",
+    "MultiheadAttention",
     "OfThisPackage",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
 ]
 
 
@@ -180,5 +184,52 @@ class Dropout(OfThisPackage, torch.nn.Dropout):
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
+class MultiheadAttention(OfThisPackage, torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` on `primitives.functional.scaled_dot_product_attention`.
+
+    Arguments, state and results are torch's. With `need_weights` the weights are computed whole, as they are asked for.
+
+    Shape:
+        As torch's.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attend from `query` to `key` and `value`; see torch's own for the arguments."""
+        # Inside, torch takes no kernel that goes round its functions.
+        with override_torch():
+            return torch.nn.MultiheadAttention.forward(self, *args, **kwargs)
+
+
+class _Never:
+    """An attribute that torch asks before it takes a kernel for the whole module: the answer is no.
+
+    The value that torch's own class would see is kept, for `revert`.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> int:
+        return 0
+
+    def __set__(self, module: torch.nn.Module, value: Any) -> None:
+        vars(module)[self._name] = value
+
+
+class TransformerEncoderLayer(OfThisPackage, torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` that always runs its parts, which `convert` replaces."""
+
+    activation_relu_or_gelu = _Never()
+
+
+class TransformerEncoder(OfThisPackage, torch.nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder` that never packs padded input into nested tensors, which have no jvp."""
+
+    use_nested_tensor = _Never()
+
+
 # What `torch.load` may build of a file that holds a module.
-torch.serialization.add_safe_globals([BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax])
+torch.serialization.add_safe_globals(
+    [BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax, MultiheadAttention]
+)

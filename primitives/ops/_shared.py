@@ -112,7 +112,7 @@ def fold_batch(batch: BatchInfo, primals: Any, names: Sequence[str]) -> Any:
     return primals._replace(**folded)
 
 
-def _output_axes(op: Primitive, primals: Any) -> Any:
+def output_axes(op: Primitive, primals: Any) -> Any:
     """The batch comes first in every output; a stand-in for an unwanted one has none."""
     if "wanted" in primals._fields:
         return tuple(0 if want else None for want in primals.wanted)
@@ -127,7 +127,7 @@ def batch_all(counter: str, *ops: Primitive) -> None:
         @op.def_vmap
         def rule(batch: BatchInfo, primals: Any, op: Primitive = op) -> tuple[Any, Any]:
             folded = fold_batch(batch, primals, op.spec.tensors)
-            return op(*folded._replace(**{counter: getattr(primals, counter) + 1})), _output_axes(op, primals)
+            return op(*folded._replace(**{counter: getattr(primals, counter) + 1})), output_axes(op, primals)
 
 
 def batch_rows(*ops: Primitive) -> None:
@@ -145,7 +145,7 @@ def batch_rows(*ops: Primitive) -> None:
         def rule(
             batch: BatchInfo, primals: Any, op: Primitive = op, params: Any = params, rows: Any = rows, sums: Any = sums
         ) -> tuple[Any, Any]:
-            names, axes = rows, _output_axes(op, primals)
+            names, axes = rows, output_axes(op, primals)
             if primals.batch_ndim or batch.is_batched(*params) or any(primals.wanted[i] for i in sums):
                 names, primals = [*rows, *params], primals._replace(batch_ndim=primals.batch_ndim + 1)
             return op(*fold_batch(batch, primals, names)), axes

@@ -6,6 +6,7 @@ size compiles nothing.
 """
 
 from triton_kernels.launch._arithmetic import block_row_splits, cdiv, next_power_of_2
+from triton_kernels.launch.attention import AttentionPlan, plan_attention
 from triton_kernels.launch.channels import (
     ChannelMergePlan,
     ChannelPlan,
@@ -47,6 +48,7 @@ __all__ = [
     "CHIPS",
     "LAYER_NORM_MAX_SEGMENTS",
     "LIMITS",
+    "AttentionPlan",
     "ChannelMergePlan",
     "ChannelPlan",
     "Chip",
@@ -66,6 +68,7 @@ __all__ = [
     "device_name",
     "limits_of",
     "next_power_of_2",
+    "plan_attention",
     "plan_channel_merge",
     "plan_channel_reduction",
     "plan_channel_second_reduction",

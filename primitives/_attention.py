@@ -1,0 +1,218 @@
+"""Attention over tensors of any leading axes, and pytrees of them: `functional.attention`, and torch's own name."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.checks import attention as checks
+from primitives.core.errors import DtypeError
+from primitives.core.trees.leaves import map_tensors
+from primitives.ops.attention import attention_p
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["attention", "scaled_dot_product_attention"]
+
+MIN_AXES = 3
+# Seeds are drawn below this: all that torch.randint can draw from.
+MAX_SEED = 2**63 - 1
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    offset: Any = None,
+    return_lse: bool = False,
+    namespace: str = "",
+) -> Any:
+    r"""Attention of the rows of `q` to those of `k`, whose weights average the rows of `v`.
+
+    $$ S = s \, q k^T + b, \qquad \operatorname{lse} = \log \sum \exp(S), \qquad
+       o = \exp(S - \operatorname{lse}) \, v $$
+
+    The sum runs over the keys. The weights are never stored: memory grows with the number of rows, not with its square,
+    in forward mode, in reverse mode, and in every derivative of second order.
+
+    Args:
+        q: Queries, shape `[*batch, H, N, D]` (or `[N, D]`), float16, bfloat16, float32 or float64, any strides; or a
+            pytree of such tensors, which is mapped leaf by leaf.
+        k: Keys, shape `[*batch, K, M, D]`, where K divides H: head `h` of `q` uses head `h // (H / K)`. Batch axes are
+            broadcast. For a pytree `q`, a tensor or a tree prefix of it, as all arguments below that are tensors.
+        v: Values, shape `[*batch, K, M, E]`.
+        bias: Added to the scores `S`, broadcast to `[*batch, H, N, M]`, in the dtype of `q` or float32. `-inf` hides a
+            key. `None` means 0.
+        mask: Whether a row sees a key, bool, broadcast likewise. `None` means that every row sees every key.
+        causal: Whether row i sees the keys `j <= i` alone.
+        scale: The factor `s`. `None` means `D ** -0.5`.
+        dropout_p: Probability with which a weight is dropped; the others are divided by `1 - dropout_p`.
+        seed: Key of the random stream that dropout draws from: an int, or an int64 tensor of one number, on the device
+            of `q`. `None` draws one from torch's generator.
+        offset: Block of the stream at which to begin, like `seed`. `None` means 0.
+        return_lse: Whether to return `lse` too.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `o`, shape `[*batch, H, N, E]`, in the dtype of `q`, laid out in memory as `[*batch, N, H, E]`; with `return_lse`
+        the pair of `o` and `lse`, shape `[*batch, H, N]`, float32, or float64 for float64 `q`. Pytrees for a pytree.
+
+    Raises:
+        ShapeError: If shapes do not go together, or a `mask` is given to causal attention.
+        DtypeError: If a dtype is not one of the above.
+        DeviceError: If the tensors are on different devices.
+        ValueError: If `dropout_p` is not in `[0, 1]`.
+        TreeError: If an argument is no prefix of the tree `q`.
+
+    Derivatives:
+        Forward and reverse mode, to any order, of `o` and `lse`, in `q`, `k`, `v` and `bias`. Reverse mode keeps these,
+        `o` and `lse`.
+
+    Numerics:
+        Accumulated in float32, in float64 for float64 `q`. A row that sees no key has `o = 0`, `lse = -inf` and
+        derivatives of zero.
+
+    Example:
+        >>> import torch
+        >>> q = k = torch.zeros(2, 1)
+        >>> attention(q, k, torch.tensor([[1.0], [3.0]]), causal=True)
+        tensor([[1.],
+                [2.]])
+
+    References:
+        Vaswani et al., "Attention is all you need", NeurIPS 2017; Dao et al., "FlashAttention", NeurIPS 2022.
+    """
+    checks.options("attention", mask=mask, causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
+    if any(x is None for x in (k, v)):
+        raise DtypeError(f"attention: k and v must be tensors, got {type(k).__name__} and {type(v).__name__}.")
+
+    def check(label: str, q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, seed: Any, offset: Any) -> None:
+        checks.attention("attention", label, q, k, v, bias, mask, ("k", "v", "bias", "mask"), shares_heads=True)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, seed: Any, offset: Any) -> tuple[Tensor, Tensor]:
+        if dropout_p == 0.0:
+            seed = offset = None
+        elif seed is None:
+            seed = torch.randint(MAX_SEED, (), device=q.device)
+        return _of_tensors("attention", q, k, v, bias, mask, seed, offset, causal, scale, dropout_p)
+
+    seed, offset = (torch.tensor(x) if isinstance(x, int) else x for x in (seed, offset))
+    prefixes = {"k": k, "v": v, "bias": bias, "mask": mask, "seed": seed, "offset": offset}
+    o, lse = map_tensors("attention", check, compute, q, prefixes, namespace=namespace, num_results=2)
+    return (o, lse) if return_lse else o
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, right at every order of derivative: see `attention`.
+
+    Args:
+        query: Shape `[*batch, H, N, D]`.
+        key: Shape `[*batch, H, M, D]`; with `enable_gqa`, of fewer heads.
+        value: Shape `[*batch, H, M, E]`, of as many heads as `key`.
+        attn_mask: Broadcast to `[*batch, H, N, M]`: of dtype bool, true where a row sees a key; else added to the scores.
+        dropout_p: Probability with which a weight is dropped. As torch's, it holds in evaluation too.
+        is_causal: Whether row i sees the keys `j <= i` alone.
+        scale: Factor of the scores; `None` means `D ** -0.5`.
+        enable_gqa: Whether heads of `query` share those of `key` and `value`, whose number must divide theirs.
+
+    Returns:
+        Shape `[*batch, H, N, E]`, laid out in memory as `[*batch, N, H, E]`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ValueError: As `attention` does.
+
+    Derivatives:
+        As for `attention`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(1, 2, 3, 4)
+        >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
+        torch.Size([1, 2, 3, 4])
+    """
+    name = "scaled_dot_product_attention"
+    for label, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise DtypeError(f"{name}: {label} must be a tensor, got {type(x).__name__}.")
+    is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+    bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
+    checks.options(name, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p, seed=None, offset=None)
+    labels = ("key", "value", "attn_mask", "attn_mask")
+    checks.attention(name, "query", query, key, value, bias, mask, labels, shares_heads=enable_gqa)
+    seed = torch.randint(MAX_SEED, (), device=query.device) if dropout_p > 0.0 else None
+    args = query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p
+    return _of_tensors(name, *args, pair_names=("attn_mask", "attn_mask"))[0]
+
+
+def _of_tensors(
+    op_name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    offset: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    pair_names: tuple[str, str] = ("bias", "mask"),
+) -> tuple[Tensor, Tensor]:
+    """O and lse of tensors that were checked, whose axes before the rows are broadcast; bias and mask are checked here.
+
+    Args:
+        op_name: The function, for errors.
+        q: Queries `[*batch, H, N, D]`, of which batch and heads may be missing.
+        k: Keys `[*batch, K, M, D]`, K 1 or a divisor of H.
+        v: Values `[*batch, K, M, E]`.
+        bias: Added to the scores, broadcast to `[*batch, H, N, M]`.
+        mask: True where a row sees a key, broadcast likewise.
+        seed: Key of the random stream, int64; None for no dropout.
+        offset: Block of the stream to begin at, or None.
+        causal: Whether row i sees the keys up to i alone.
+        scale: Factor of the products; None for `D ** -0.5`.
+        dropout_p: Probability that a weight is dropped.
+        pair_names: What errors call bias and mask.
+    """
+    num_axes = max(q.dim(), k.dim(), v.dim(), MIN_AXES)
+    is_single = num_axes > max(q.dim(), k.dim(), v.dim())
+    q, k, v = (x.reshape(*[1] * (num_axes - x.dim()), *x.shape) for x in (q, k, v))
+    if k.shape[-3] != v.shape[-3]:
+        k, v = (_repeated(x, max(k.shape[-3], v.shape[-3], q.shape[-3])) for x in (k, v))
+    if q.shape[-3] == 1 and k.shape[-3] != 1:
+        q = _repeated(q, k.shape[-3])
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
+    shape = (*q.shape[:-1], k.shape[-2])
+    for name, x in zip(pair_names, (bias, mask), strict=True):
+        checks.pairs(op_name, name, x, shape[1:] if is_single and x is not None and x.dim() < MIN_AXES else shape)
+    bias, mask = (None if x is None else x.reshape(*[1] * (num_axes - x.dim()), *x.shape) for x in (bias, mask))
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    o, lse = attention_p(q, k, v, bias, mask, seed, offset, float(scale), causal, float(dropout_p))
+    return (o.squeeze(-3), lse.squeeze(-2)) if is_single else (o, lse)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """X [*, K, rows, width] with every head as often as it takes to be `heads`."""
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
