@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import primitives as pr
 from primitives.decompositions import differentiate_through
@@ -42,17 +43,37 @@ torch {version}, CPU. Written by `python -m perf.wrong_derivatives > docs/wrong_
 `primitives.decompositions.differentiate_through()`.
 
 {tables}
-The reason is the same in all wrong cases: torch keeps mean and reciprocal standard deviation from the forward pass, and
-differentiates the formulas that use them as if they were constants. First derivatives are right, second ones are wrong
-when the inner one is forward mode, third ones are wrong in every nesting. A loss that stops the gradient at a JVP, as
-MeanFlow does, takes first derivatives alone and is right in torch. See [mechanism.md](mechanism.md) for what is done
-instead.
+The reason is the same in all cases that are silently wrong: torch keeps mean and reciprocal standard deviation from the
+forward pass, and differentiates the formulas that use them as if they were constants. First derivatives are right,
+second ones are wrong when the inner one is forward mode, third ones are wrong in every nesting. A loss that stops the
+gradient at a JVP, as MeanFlow does, takes first derivatives alone and is right in torch. See
+[mechanism.md](mechanism.md) for what is done instead.
+
+Attention (`scaled_dot_product_attention`, causal here) raises in torch wherever it is asked for more than a gradient:
+its fused kernels have a backward, which has no derivative, and no forward mode. Its `MATH` backend, which has to be
+chosen, is right in every nesting and stores all products of queries with keys, N x N numbers for each head; here none
+of them is stored.
 """
 
 
 def _standardized(x: Tensor, axis: int) -> Tensor:
     centered = x - x.mean(axis, keepdim=True)
     return centered / (centered.square().mean(axis, keepdim=True) + 1e-5).sqrt()
+
+
+def _attention(functions: Any, x: Tensor) -> Tensor:
+    heads = x.view(1, 1, 4, 3)
+    return functions.scaled_dot_product_attention(heads, heads.sin(), heads, is_causal=True).view(4, 3)
+
+
+def _attention_by_math(functions: Any, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _attention(functions, x)
+
+
+def _plain_attention(x: Tensor) -> Tensor:
+    weights = (x @ x.sin().mT / 3**0.5).exp().tril()
+    return weights @ x / weights.sum(1, keepdim=True)
 
 
 # For torch's functions or this package's, an operation on a matrix `[4, 3]`; and the same in plain arithmetic.
@@ -63,6 +84,8 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Tensor], 
         lambda x: _standardized(x, 0),
     ),
     "log-softmax": (lambda f, x: f.log_softmax(x, 1), lambda x: x - x.exp().sum(1, keepdim=True).log()),
+    "attention": (_attention, _plain_attention),
+    "attention, torch's `MATH` backend": (_attention_by_math, _plain_attention),
 }
 
 

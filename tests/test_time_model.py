@@ -1,12 +1,13 @@
-"""The time model against figures worked out by hand, and its page."""
+"""The time model against figures worked out by hand, its page, and that of wrong derivatives."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 
-from perf import model
+from perf import model, wrong_derivatives
 from perf.__main__ import DOCS, main
 from perf.workloads import Workload
 
@@ -67,3 +68,23 @@ def test_the_cache_serves_what_it_holds(workload, served, device):
 def test_the_page_of_predictions_is_what_the_model_says(capsys):
     assert main(["predict"]) == 0
     assert (DOCS / "predictions_h200.md").read_text() == capsys.readouterr().out, "run `python -m perf predict --write`"
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_page_of_wrong_derivatives_says_of_each_nesting_who_is_right(monkeypatch):
+    monkeypatch.setattr(wrong_derivatives, "MAX_ORDER", 2)
+    page = (DOCS.parent / "wrong_derivatives.md").read_text()
+    _, *tables = page.split("\n## ")
+    for name, table in zip(wrong_derivatives.OPERATIONS, tables, strict=True):
+        cells = {
+            row.split(" | ")[0].strip("| `"): row.split(" | ")[1:] for row in table.splitlines() if row[:3] == "| `"
+        }
+        counts = [sum("**" not in row[column] for row in cells.values()) for column in range(3)]
+        assert f"| {name} | {len(cells)} | {' | '.join(map(str, counts))} |" in page
+        # Some are measured again.
+        for nesting, errors in wrong_derivatives.measure(name) if name == "attention" else ():
+            said = ["**" not in cell for cell in cells["(".join(nesting) + ")" * (len(nesting) - 1)]]
+            found = [wrong_derivatives.is_right(error) for error in errors]
+            # Of torch the page says which version it is about.
+            first = f"torch {torch.__version__.split('+')[0]}," not in page
+            assert found[first:] == said[first:], (name, nesting)
