@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.checks import attention as checks
-from primitives.core.errors import DtypeError
 from primitives.core.trees.leaves import map_tensors
 from primitives.ops.attention import attention_p
 
@@ -57,19 +56,22 @@ def attention(
         causal: Whether row i sees the keys `j <= i` alone.
         scale: The factor `s`. `None` means `D ** -0.5`.
         dropout_p: Probability with which a weight is dropped; the others are divided by `1 - dropout_p`.
-        seed: Key of the random stream that dropout draws from: an int, or an int64 tensor of one number, on the device
-            of `q`. `None` draws one from torch's generator.
+        seed: Key of the random stream that dropout draws from: an int, or an int64 tensor of shape `[]` on the device
+            of `q`. One for several leaves gives them all the same stream. `None` draws one for each leaf from torch's
+            generator of the device, so that `torch.manual_seed`, activation checkpointing and vmap's `randomness`
+            mean what they mean for any random operation.
         offset: Block of the stream at which to begin, like `seed`. `None` means 0.
         return_lse: Whether to return `lse` too.
         namespace: optree namespace of custom pytree nodes.
 
     Returns:
-        `o`, shape `[*batch, H, N, E]`, in the dtype of `q`, laid out in memory as `[*batch, N, H, E]`; with `return_lse`
-        the pair of `o` and `lse`, shape `[*batch, H, N]`, float32, or float64 for float64 `q`. Pytrees for a pytree.
+        `o`, shape `[*batch, H, N, E]`, in the dtype of `q`, laid out in memory as `[*batch, N, H, E]`; with
+        `return_lse` the pair of `o` and `lse`, shape `[*batch, H, N]`, float32, or float64 for float64 `q`. Pytrees for
+        a pytree.
 
     Raises:
-        ShapeError: If shapes do not go together, or a `mask` is given to causal attention.
-        DtypeError: If a dtype is not one of the above.
+        ShapeError: If shapes do not go together, `mask` is given to causal attention, or `offset` without `seed`.
+        DtypeError: If a dtype or type is not one of the above, or a tensor is nested or sparse.
         DeviceError: If the tensors are on different devices.
         ValueError: If `dropout_p` is not in `[0, 1]`.
         TreeError: If an argument is no prefix of the tree `q`.
@@ -92,24 +94,37 @@ def attention(
     References:
         Vaswani et al., "Attention is all you need", NeurIPS 2017; Dao et al., "FlashAttention", NeurIPS 2022.
     """
-    checks.options("attention", mask=mask, causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
-    if any(x is None for x in (k, v)):
-        raise DtypeError(f"attention: k and v must be tensors, got {type(k).__name__} and {type(v).__name__}.")
+    checks.options("attention", mask=mask, causal=("causal", causal), scale=scale, dropout_p=dropout_p)
+    checks.stream("attention", seed, offset)
+    names = ("k", "v", "bias", "mask")
 
-    def check(label: str, q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, seed: Any, offset: Any) -> None:
-        checks.attention("attention", label, q, k, v, bias, mask, ("k", "v", "bias", "mask"), shares_heads=True)
+    def check(label: str, q: Tensor, k: Any, v: Any, bias: Any, mask: Any, seed: Any, offset: Any) -> None:
+        checks.attention("attention", label, q, k, v, bias, mask, names, shares_heads=True, seed=seed, offset=offset)
 
-    def compute(q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, seed: Any, offset: Any) -> tuple[Tensor, Tensor]:
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, own_seed: Any, own_offset: Any
+    ) -> tuple[Tensor, Tensor]:
         if dropout_p == 0.0:
-            seed = offset = None
-        elif seed is None:
-            seed = torch.randint(MAX_SEED, (), device=q.device)
-        return _of_tensors("attention", q, k, v, bias, mask, seed, offset, causal, scale, dropout_p)
+            own_seed = own_offset = None
+        else:
+            own_seed = _drawn(q) if own_seed is None and not isinstance(seed, int) else _number(seed, own_seed, q)
+            own_offset = _number(offset, own_offset, q)
+        return _of_tensors(q, k, v, bias, mask, own_seed, own_offset, causal, scale, dropout_p)
 
-    seed, offset = (torch.tensor(x) if isinstance(x, int) else x for x in (seed, offset))
-    prefixes = {"k": k, "v": v, "bias": bias, "mask": mask, "seed": seed, "offset": offset}
-    o, lse = map_tensors("attention", check, compute, q, prefixes, namespace=namespace, num_results=2)
+    stream = {name: None if isinstance(x, int) else x for name, x in (("seed", seed), ("offset", offset))}
+    prefixes = {"k": k, "v": v, "bias": bias, "mask": mask, **stream}
+    o, lse = map_tensors("attention", check, compute, q, prefixes, namespace=namespace, num_results=2, root="q")
     return (o, lse) if return_lse else o
+
+
+def _drawn(like: Tensor) -> Tensor:
+    """A seed, from torch's generator of the device of `like`."""
+    return torch.randint(MAX_SEED, (), device=like.device)
+
+
+def _number(given: Any, own: Tensor | None, like: Tensor) -> Tensor | None:
+    """`given` where it is an int, on the device of `like`, for which no device waits; else what a leaf has of it."""
+    return torch.full((), given, dtype=torch.int64, device=like.device) if isinstance(given, int) else own
 
 
 def scaled_dot_product_attention(
@@ -129,7 +144,8 @@ def scaled_dot_product_attention(
         query: Shape `[*batch, H, N, D]`.
         key: Shape `[*batch, H, M, D]`; with `enable_gqa`, of fewer heads.
         value: Shape `[*batch, H, M, E]`, of as many heads as `key`.
-        attn_mask: Broadcast to `[*batch, H, N, M]`: of dtype bool, true where a row sees a key; else added to the scores.
+        attn_mask: Broadcast to `[*batch, H, N, M]`: of dtype bool, true where a row sees a key; else added to the
+            scores, in the dtype of `query` or float32.
         dropout_p: Probability with which a weight is dropped. As torch's, it holds in evaluation too.
         is_causal: Whether row i sees the keys `j <= i` alone.
         scale: Factor of the scores; `None` means `D ** -0.5`.
@@ -150,22 +166,17 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
         torch.Size([1, 2, 3, 4])
     """
-    name = "scaled_dot_product_attention"
-    for label, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor):
-            raise DtypeError(f"{name}: {label} must be a tensor, got {type(x).__name__}.")
-    is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+    name, labels = "scaled_dot_product_attention", ("key", "value", "attn_mask", "attn_mask")
+    is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
-    checks.options(name, mask=attn_mask, causal=is_causal, scale=scale, dropout_p=dropout_p, seed=None, offset=None)
-    labels = ("key", "value", "attn_mask", "attn_mask")
+    checks.options(name, mask=attn_mask, causal=("is_causal", is_causal), scale=scale, dropout_p=dropout_p)
+    checks.flag(name, "enable_gqa", enable_gqa)
     checks.attention(name, "query", query, key, value, bias, mask, labels, shares_heads=enable_gqa)
-    seed = torch.randint(MAX_SEED, (), device=query.device) if dropout_p > 0.0 else None
-    args = query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p
-    return _of_tensors(name, *args, pair_names=("attn_mask", "attn_mask"))[0]
+    seed = _drawn(query) if dropout_p > 0.0 else None
+    return _of_tensors(query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p)[0]
 
 
 def _of_tensors(
-    op_name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -176,12 +187,10 @@ def _of_tensors(
     causal: bool,
     scale: float | None,
     dropout_p: float,
-    pair_names: tuple[str, str] = ("bias", "mask"),
 ) -> tuple[Tensor, Tensor]:
-    """O and lse of tensors that were checked, whose axes before the rows are broadcast; bias and mask are checked here.
+    """O and lse of tensors that were checked, whose axes before the rows are broadcast.
 
     Args:
-        op_name: The function, for errors.
         q: Queries `[*batch, H, N, D]`, of which batch and heads may be missing.
         k: Keys `[*batch, K, M, D]`, K 1 or a divisor of H.
         v: Values `[*batch, K, M, E]`.
@@ -192,27 +201,34 @@ def _of_tensors(
         causal: Whether row i sees the keys up to i alone.
         scale: Factor of the products; None for `D ** -0.5`.
         dropout_p: Probability that a weight is dropped.
-        pair_names: What errors call bias and mask.
     """
-    num_axes = max(q.dim(), k.dim(), v.dim(), MIN_AXES)
-    is_single = num_axes > max(q.dim(), k.dim(), v.dim())
-    q, k, v = (x.reshape(*[1] * (num_axes - x.dim()), *x.shape) for x in (q, k, v))
-    if k.shape[-3] != v.shape[-3]:
-        k, v = (_repeated(x, max(k.shape[-3], v.shape[-3], q.shape[-3])) for x in (k, v))
-    if q.shape[-3] == 1 and k.shape[-3] != 1:
-        q = _repeated(q, k.shape[-3])
-    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
-    shape = (*q.shape[:-1], k.shape[-2])
-    for name, x in zip(pair_names, (bias, mask), strict=True):
-        checks.pairs(op_name, name, x, shape[1:] if is_single and x is not None and x.dim() < MIN_AXES else shape)
-    bias, mask = (None if x is None else x.reshape(*[1] * (num_axes - x.dim()), *x.shape) for x in (bias, mask))
+    most = max(q.dim(), k.dim(), v.dim())
+    num_axes = max(most, MIN_AXES)
+    q, k, v = (_with_axes(x, num_axes) for x in (q, k, v))
+    heads = [x.shape[-3] for x in (q, k, v)]
+    if heads[1] != heads[2]:
+        most_heads = heads[0] if heads[0] != 1 else torch.broadcast_shapes(heads[1:2], heads[2:])[0]
+        k, v = (_with_heads(x, most_heads) for x in (k, v))
+    if heads[0] == 1:
+        q = _with_heads(q, k.shape[-3])
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        lead = torch.broadcast_shapes(*[x.shape[:-3] for x in (q, k, v)])
+        q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
+    bias, mask = (None if x is None else _with_axes(x, num_axes) for x in (bias, mask))
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
     o, lse = attention_p(q, k, v, bias, mask, seed, offset, float(scale), causal, float(dropout_p))
-    return (o.squeeze(-3), lse.squeeze(-2)) if is_single else (o, lse)
+    return (o, lse) if most == num_axes else (o.squeeze(-3), lse.squeeze(-2))
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
+def _with_axes(x: Tensor, num_axes: int) -> Tensor:
+    """X with first axes of 1 where it has fewer than `num_axes`."""
+    return x if x.dim() == num_axes else x.reshape(*[1] * (num_axes - x.dim()), *x.shape)
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
     """X [*, K, rows, width] with every head as often as it takes to be `heads`."""
-    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+    count = x.shape[-3]
+    if count == 1:
+        return x.expand(*x.shape[:-3], heads, *x.shape[-2:])
+    return x if count == heads else x.repeat_interleave(heads // count, -3)

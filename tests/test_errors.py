@@ -30,6 +30,14 @@ def batch_norm(x=X, training=True, **options):
     return lambda f: f.batch_norm(x, **state, training=training)
 
 
+Q, K, V = ones(2, 4, 3, 5), ones(2, 4, 6, 5), ones(2, 4, 6, 7)
+SEEN = ones(3, 6, dtype=torch.bool)
+
+
+def sdpa(q=Q, k=K, v=V, mask=None, **options):
+    return lambda f: f.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
 # Each row: the call, the error, and what its text names: the argument, what is required or what came.
 CASES = {
     "layer_norm": {
@@ -83,6 +91,35 @@ CASES = {
             batch_norm(running_mean=ones(4).requires_grad_()), pr.MutationError, ["running_mean", "pure_batch_norm"],
         ),
     },
+    "scaled_dot_product_attention": {
+        "query list": (sdpa([Q]), pr.DtypeError, ["query", "tensor", "got list"]),
+        "key None": (sdpa(k=None), pr.DtypeError, ["key", "tensor", "got NoneType"]),
+        "mask number": (sdpa(mask=1.0), pr.DtypeError, ["attn_mask", "tensor", "got float"]),
+        "sparse": (sdpa(Q.to_sparse()), pr.DtypeError, ["query", "dense", "to_dense"]),
+        "integer": (sdpa(Q.int(), K.int(), V.int()), pr.DtypeError, ["query", "float16", "torch.int32"]),
+        "key float64": (sdpa(k=K.double()), pr.DtypeError, ["key", "torch.float32", "torch.float64"]),
+        "value half": (sdpa(v=V.half()), pr.DtypeError, ["value", "torch.float32", "torch.float16"]),
+        "mask int": (sdpa(mask=SEEN.int()), pr.DtypeError, ["attn_mask", "torch.float32", "got torch.int32"]),
+        "mask float64": (sdpa(mask=SEEN.double()), pr.DtypeError, ["attn_mask", "torch.float32", "got torch.float64"]),
+        "key device": (sdpa(k=K.to("meta")), pr.DeviceError, ["key", "cpu", "meta"]),
+        "mask device": (sdpa(mask=SEEN.float().to("meta")), pr.DeviceError, ["attn_mask", "cpu", "meta"]),
+        "one axis": (sdpa(ones(5)), pr.ShapeError, ["query", "2 axes", "got [5]"]),
+        "width": (sdpa(k=ones(2, 4, 6, 4)), pr.ShapeError, ["key", "as wide as query, 5", "got [2, 4, 6, 4]"]),
+        "rows": (sdpa(v=ones(2, 4, 5, 7)), pr.ShapeError, ["value", "6 rows of key", "got [2, 4, 5, 7]"]),
+        "heads": (sdpa(k=K[:, :2], v=V[:, :2]), pr.ShapeError, ["heads", "key [2, 2, 6, 5]", "enable_gqa=True"]),
+        "heads that do not divide": (
+            sdpa(k=K[:, :3], v=V[:, :3], enable_gqa=True), pr.ShapeError, ["divide", "query [2, 4, 3, 5]"],
+        ),
+        "batch": (sdpa(k=ones(3, 4, 6, 5)), pr.ShapeError, ["before the heads", "key [3, 4, 6, 5]"]),
+        "mask rows": (sdpa(mask=SEEN[:2]), pr.ShapeError, ["attn_mask", "[2, 4, 3, 6]", "got [2, 6]"]),
+        "mask axes": (sdpa(mask=ones(1, 2, 4, 3, 6)), pr.ShapeError, ["attn_mask", "got [1, 2, 4, 3, 6]"]),
+        "mask of one head": (sdpa(Q[0, 0], K[0, 0], V[0, 0], ones(1, 3, 6)), pr.ShapeError, ["attn_mask", "[3, 6]"]),
+        "mask and causal": (sdpa(mask=SEEN, is_causal=True), pr.ShapeError, ["mask", "causal", "tril()"]),
+        "causal int": (sdpa(is_causal=1), pr.DtypeError, ["is_causal", "bool", "got int"]),
+        "gqa None": (sdpa(enable_gqa=None), pr.DtypeError, ["enable_gqa", "bool", "NoneType"]),
+        "scale str": (sdpa(scale="1"), pr.DtypeError, ["scale", "number", "got str"]),
+        "dropout None": (sdpa(dropout_p=None), pr.DtypeError, ["dropout_p", "number", "NoneType"]),
+    },
 }  # fmt: skip
 CHANNEL_TENSORS = ("running_mean", "running_var", "weight", "bias")
 WRONG_CHANNELS = {
@@ -109,6 +146,38 @@ STRICTER = {
     "nested": (layer_norm(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)), pr.DtypeError, ["unbind"]),
     "six axes": (batch_norm(ones(2, 4, 1, 1, 1, 1)), pr.ShapeError, ["2 to 5 axes"]),
     "bool for a number": (batch_norm(momentum=True), pr.DtypeError, ["momentum", "bool"]),
+    "dropout": (sdpa(dropout_p=1.5), ValueError, ["dropout_p", "[0, 1]", "got 1.5"]),
+    "a negative probability": (sdpa(dropout_p=-0.1), ValueError, ["dropout_p", "got -0.1"]),
+    "a factor without derivative": (sdpa(scale=ones(())), pr.DtypeError, ["scale", "Tensor", "Multiply the query"]),
+    "nested rows": (
+        sdpa(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged), K), pr.DtypeError, ["query", "unbind"],
+    ),
+}  # fmt: skip
+
+
+def attention(q=Q, k=K, v=V, **options):
+    return lambda f: f.attention(q, k, v, **options)
+
+
+# A function that torch does not have.
+STRICTER |= {
+    "bias bool": (attention(bias=SEEN), pr.DtypeError, ["attention: bias", "torch.float32", "torch.bool"]),
+    "mask float": (attention(mask=SEEN.float()), pr.DtypeError, ["attention: mask", "bool", "torch.float32"]),
+    "bias shape": (attention(bias=ones(4, 6)), pr.ShapeError, ["bias", "[2, 4, 3, 6]", "got [4, 6]"]),
+    "q None": (attention(None), pr.DtypeError, ["q must be a tensor", "NoneType"]),
+    "leaf None": (attention({"a": Q, "b": Q}, {"a": K, "b": None}), pr.DtypeError, ["k must be", "NoneType"]),
+    "leaf width": (attention({"a": Q, "b": ones(3, 4)}), pr.ShapeError, ["k", "as wide as q['b'], 4"]),
+    "tree": (attention({"a": Q}, [K]), pr.TreeError, ["k", "tree prefix of q"]),
+    "shared heads": (attention(k=K[:, :3]), pr.ShapeError, ["heads", "divide those of q", "k [2, 3, 6, 5]"]),
+    "mask and causal": (attention(mask=SEEN, causal=True), pr.ShapeError, ["mask", "causal"]),
+    "causal str": (attention(causal="no"), pr.DtypeError, ["causal", "bool", "got str"]),
+    "seed float": (attention(seed=1.0), pr.DtypeError, ["seed", "int", "got float"]),
+    "seed wide": (attention(seed=2**63), ValueError, ["seed", "2**63", str(2**63)]),
+    "seed shape": (attention(seed=torch.tensor([1])), pr.DtypeError, ["seed", "shape []", "[1]"]),
+    "seed dtype": (attention(seed=ones(())), pr.DtypeError, ["seed", "int64", "torch.float32"]),
+    "seed device": (attention(seed=torch.tensor(1, device="meta")), pr.DeviceError, ["seed", "cpu", "meta"]),
+    "offset dtype": (attention(seed=1, offset=ones(())), pr.DtypeError, ["offset", "int64", "torch.float32"]),
+    "offset alone": (attention(offset=1), pr.ShapeError, ["offset", "seed", "None"]),
 }
 
 

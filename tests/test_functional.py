@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from tests.support import DTYPES
@@ -171,3 +173,105 @@ def test_the_sum_for_a_wide_bias_is_not_rounded_to_a_narrow_input(name, dtype):
     assert bias_bar.tolist() == [64.0 * 2048] * 8
     narrow = bias.detach().to(dtype)
     assert grad(lambda b: BIAS_ONLY[name](x, b).float().sum())(narrow).dtype == dtype
+
+
+def sdpa(space, *args, **options):
+    """Torch's by its plain formula, which takes all that any of its kernels takes."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return space.scaled_dot_product_attention(*args, **options)
+
+
+def attention_inputs(q, k, v=None):
+    """Shapes before rows and width, which are 4 or 6 rows of 5, values 7 wide."""
+    return [
+        seeded(*lead, *last) for lead, last in zip((q, k, k if v is None else v), ((4, 5), (6, 5), (6, 7)), strict=True)
+    ]
+
+
+# Shapes of query, key and value before their rows, and what else is asked for.
+SDPA = {
+    "two axes": ((), (), (), [(6,), (4, 1), (4, 6)], {}),
+    "three axes": ((3,), (3,), (3,), [(), (1, 6), (3, 4, 6), (1, 4, 6)], {}),
+    "batch and heads": ((2, 3), (2, 3), (2, 3), [(4, 6), (2, 1, 1, 6), (3, 4, 6), (1, 1, 4, 6)], {"scale": -0.5}),
+    "five axes": ((2, 2, 3), (2, 1, 3), (1, 2, 3), [(2, 1, 1, 1, 6)], {}),
+    "broadcast": ((2, 1), (3,), (1, 3), [(2, 3, 1, 6)], {"scale": 0.0}),
+    "values alone have heads": ((2, 1), (2, 1), (2, 3), [(4, 6)], {}),
+    "fewer axes": ((), (2, 3), (3,), [(4, 6)], {}),
+    "shared heads": ((2, 4), (2, 2), (2, 2), [(4, 4, 6)], {"enable_gqa": True}),
+    "other heads of values": ((2, 4), (1, 2), (2, 4), [(4, 6)], {"enable_gqa": True}),
+    "no batch": ((0, 3), (0, 3), (0, 3), [(4, 6)], {}),
+}
+
+
+@pytest.mark.parametrize("case", SDPA)
+def test_attention_takes_the_shapes_and_masks_of_torch(case):
+    q, k, v, masks, options = SDPA[case]
+    x = attention_inputs(q, k, v)
+    for extra in ({}, {"is_causal": True}):
+        assert_close(sdpa(functional, *x, **options, **extra), sdpa(F, *x, **options, **extra))
+    for shape in masks:
+        bias = seeded(*shape).to(x[0])
+        for mask in (bias, bias > -0.7):
+            assert_close(sdpa(functional, *x, mask, **options), sdpa(F, *x, mask, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask_dtype", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_takes_the_dtypes_of_torch(dtype, mask_dtype, autocast):
+    x = [value.to(dtype) for value in attention_inputs((2, 3), (2, 3))]
+    mask = None if mask_dtype is None else seeded(4, 6).to(mask_dtype)
+    results = []
+    for space in (functional, F):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            try:
+                results.append(sdpa(space, *x, mask))
+            except RuntimeError as error:
+                results.append(type(error))
+    if isinstance(results[1], type):
+        assert results[0] is pr.DtypeError, "not refused"
+    else:
+        assert results[0].dtype == results[1].dtype
+        assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+def test_attention_over_trees():
+    q, k, v = attention_inputs((2, 3), (2, 1))
+    bias, mask = seeded(4, 6), seeded(2, 1, 4, 6) > -1.0
+    trees = {"bias": {"a": bias, "b": None}, "mask": {"a": None, "b": [mask, None]}}
+    o, lse = functional.attention({"a": q, "b": [2 * q, None]}, {"a": k, "b": -k}, v, **trees, return_lse=True)
+    expected = [functional.attention(*x, return_lse=True, **options) for x, options in (
+        ((q, k, v), {"bias": bias}), ((2 * q, -k, v), {"mask": mask}),
+    )]  # fmt: skip
+    assert_close([(o["a"], lse["a"]), (o["b"][0], lse["b"][0])], expected, rtol=0, atol=0)
+    assert o["b"][1] is lse["b"][1] is None
+
+
+def test_the_stream_of_attention():
+    """An int and a tensor are one seed, torch's generator draws others, and offsets move along the stream."""
+    q, k, v = attention_inputs((2, 3), (2, 3))
+
+    def dropped(q=q, **options):
+        return functional.attention(q, k, v, dropout_p=0.5, **options)
+
+    assert_close(dropped(seed=7), dropped(seed=torch.tensor(7), offset=0), rtol=0, atol=0)
+    assert not torch.equal(dropped(seed=7), dropped(seed=8))
+    assert not torch.equal(dropped(seed=7), dropped(seed=7, offset=4))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append([*dropped({"a": q, "b": q}).values(), sdpa(functional, q, k, v, None, 0.5)])
+    assert_close(*drawn, rtol=0, atol=0)
+    assert not torch.equal(*drawn[0][:2]), "each leaf has numbers of its own"
+    assert torch.equal(*dropped({"a": q, "b": q}, seed=7).values())
+    x, gradients = q.clone().requires_grad_(), []
+    for call in (dropped, lambda x: checkpoint(dropped, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        y, _ = call(x), torch.rand(3)
+        gradients.append(torch.autograd.grad(y.square().sum(), x)[0])
+    assert_close(*gradients, rtol=0, atol=0)
+    for randomness in ("same", "different"):
+        first, second = vmap(dropped, randomness=randomness)(q.expand(2, *q.shape))
+        assert torch.equal(first, second) == (randomness == "same")
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(dropped)(q.expand(2, *q.shape))

@@ -163,19 +163,21 @@ def map_tensors(
     *,
     namespace: str = "",
     num_results: int | None = None,
+    root: str = "input",
 ) -> Any:
     """Apply `compute(leaf, *values)` to every tensor of `tree`, after `check(label, leaf, *values)` passed for all.
 
     The values are those of `prefixes`, each a tensor, `None`, or a tree prefix of `tree`. With `num_results`, `compute`
-    returns a tuple of that many, and this a tuple of trees. `None`s in the tree stay as they are.
+    returns a tuple of that many, and this a tuple of trees. `None`s in the tree stay as they are. Errors call the tree
+    `root`.
     """
     if tree is None:
-        raise DtypeError(f"{op_name}: input must be a tensor, got NoneType.")
+        raise DtypeError(f"{op_name}: {root} must be a tensor, got NoneType.")
     if isinstance(tree, torch.Tensor):
         values = prefixes.values()
         if _are_tensors(values):
-            _refuse_nested(op_name, "input", tree)
-            check("input", tree, *values)
+            _refuse_nested(op_name, root, tree)
+            check(root, tree, *values)
             return compute(tree, *values)
     leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)
     accessors = treespec.accessors()
@@ -183,14 +185,14 @@ def map_tensors(
     columns = [
         [prefix] * len(leaves)
         if prefix is None or isinstance(prefix, torch.Tensor)
-        else spread(op_name, name, prefix, "input", tree, options)
+        else spread(op_name, name, prefix, root, tree, options)
         for name, prefix in prefixes.items()
     ]
     calls = list(zip(leaves, *columns, strict=True))
     for accessor, call in zip(accessors, calls, strict=True):
         if call[0] is None:
             continue
-        label = accessor.codify("input")
+        label = accessor.codify(root)
         if not isinstance(call[0], torch.Tensor):
             raise DtypeError(f"{op_name}: {label} must be a tensor, got {type(call[0]).__name__}.")
         for name, value in zip(prefixes, call[1:], strict=True):
