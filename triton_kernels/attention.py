@@ -17,7 +17,7 @@ from triton_kernels import launch
 from triton_kernels._attention_kernels import attention_fwd_kernel, attention_jvp_kernel
 from triton_kernels._attention_second_kernels import attention_keys_kernel, attention_rows_kernel
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, collapse, device_guard
-from triton_kernels.launch import cdiv, next_power_of_2
+from triton_kernels.launch import MIN_MATMUL, cdiv, next_power_of_2
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_bwd", "attention_fwd", "attention_jvp", "attention_pairing"]
 
-MIN_BLOCK = 16
 MAX_ALIGN = 16
 
 
@@ -76,8 +75,8 @@ class _Problem:
             "GROUP": self.heads // self.key_heads,
             "WIDTH": self.width,
             "VALUE_WIDTH": self.value_width,
-            "BLOCK_WIDTH": max(next_power_of_2(self.width), MIN_BLOCK),
-            "BLOCK_VALUE_WIDTH": max(next_power_of_2(self.value_width), MIN_BLOCK),
+            "BLOCK_WIDTH": max(next_power_of_2(self.width), MIN_MATMUL),
+            "BLOCK_VALUE_WIDTH": max(next_power_of_2(self.value_width), MIN_MATMUL),
             "ALIGN": math.gcd(MAX_ALIGN, self.width, self.value_width, *sum(strides, ())),
             "SCALE": scale,
             "CAUSAL": causal,
@@ -117,14 +116,12 @@ class _Problem:
 
     def launch(self, kernel: Any, name: str, *tensors: Tensor | None) -> None:
         """Launch a kernel for which `tensors` follow, or replace, those of the problem."""
-        plan = launch.plan_attention(name, max(self.width, self.value_width), self.q.element_size(), self.q.device)
-        block_rows = min(plan.block_rows, max(next_power_of_2(self.rows), MIN_BLOCK))
-        block_keys = min(plan.block_keys, max(next_power_of_2(self.keys), MIN_BLOCK))
-        by_keys = name == "keys"
-        count = self.key_heads * cdiv(self.keys, block_keys) if by_keys else self.heads * cdiv(self.rows, block_rows)
-        blocks = {"BLOCK_ROWS": block_rows, "BLOCK_KEYS": block_keys, **plan.options()}
+        sizes = (self.rows, self.keys, max(self.width, self.value_width))
+        plan = launch.plan_attention(name, *sizes, self.q.element_size(), self.q.device)
+        by_rows, by_keys = cdiv(self.rows, plan.block_rows), cdiv(self.keys, plan.block_keys)
+        count = self.key_heads * by_keys if name == "keys" else self.heads * by_rows
         with device_guard(self.q):
-            kernel[(self.batch * count,)](*self.tensors, *tensors, *self.numbers, **self.constants, **blocks)
+            kernel[(self.batch * count,)](*self.tensors, *tensors, *self.numbers, **self.constants, **plan.options())
 
 
 def _CUTS(x: Tensor) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ Inputs are taken to need no copy: what a launcher copies because no view fits it
 """
 
 from triton_kernels.costs._cost import Cost
+from triton_kernels.costs.attention import attention_bwd, attention_fwd, attention_jvp, attention_pairing
 from triton_kernels.costs.batch_norm import (
     batch_norm_eval_bwd,
     batch_norm_eval_fwd,
@@ -34,6 +35,10 @@ from triton_kernels.costs.log_softmax import (
 
 __all__ = [
     "Cost",
+    "attention_bwd",
+    "attention_fwd",
+    "attention_jvp",
+    "attention_pairing",
     "batch_norm_bwd_jvp",
     "batch_norm_eval_bwd",
     "batch_norm_eval_fwd",

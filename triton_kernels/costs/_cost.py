@@ -38,11 +38,14 @@ class Cost:
         bytes_moved: What the plan in force moves to and from memory: every pass over an operand, the elements of an
             expanded one as often as they stand for another, and partial results written and read. What is read again
             may come from a cache; this counts it as if none did.
-        bytes_reread: Parameters, statistics and coefficients that further programs read again, beside `bytes_moved`:
-            few bytes many times over, which the caches of a GPU serve.
+        bytes_reread: Parameters, statistics and coefficients that further programs read again, beside `bytes_moved`,
+            and what of attention they sweep again: few bytes many times over, which the caches of a GPU serve.
         launches: Kernels launched.
         sweeps: What of `bytes_moved` programs read a second time: a cache serves it if it holds the rows under way.
         loads: Name of each full-size operand and all bytes that are loaded from it, those that are read again too.
+        matmuls: Products of matrices of a tile, in all kernels together.
+        tile_matmuls: The same in all tiles.
+        flops: Multiplications and additions of all of them, of whole tiles.
     """
 
     bytes_read: int
@@ -52,6 +55,9 @@ class Cost:
     launches: int
     sweeps: tuple[Sweep, ...] = ()
     loads: tuple[tuple[str, int], ...] = ()
+    matmuls: int = 0
+    tile_matmuls: int = 0
+    flops: int = 0
 
     @property
     def minimum_bytes(self) -> int:
@@ -68,6 +74,9 @@ class Cost:
             self.launches + other.launches,
             self.sweeps + other.sweeps,
             self.loads + other.loads,
+            self.matmuls + other.matmuls,
+            self.tile_matmuls + other.tile_matmuls,
+            self.flops + other.flops,
         )
 
 
@@ -80,13 +89,14 @@ class Account:
         self._loads: dict[str, int] = {}
         self._shared: dict[str, int] = {}
         self._shared_loads = self._written = self._moved = self._launches = 0
+        self._matmuls = self._tile_matmuls = self._flops = 0
         self._sweeps: list[Sweep] = []
 
     def load(self, passes: int = 1, /, **operands: Tensor | None) -> None:
         """Count `passes` over full-size operands; one that is None is not there."""
         for name, tensor in operands.items():
             if tensor is not None and passes:
-                self._operands[name] = _own_bytes(tensor)
+                self._operands[name] = own_bytes(tensor)
                 self._moved += tensor.nbytes * passes
                 self._loads[name] = self._loads.get(name, 0) + tensor.nbytes * passes
 
@@ -96,6 +106,14 @@ class Account:
             if tensor is not None and times:
                 self._shared[name] = tensor.nbytes
                 self._shared_loads += round(tensor.nbytes * times)
+
+    def load_tiles(self, operand: str | None, own: int, loaded: int) -> None:
+        """Count a sweep that loads tiles, `loaded` bytes in all, of `own` bytes in memory; None for no operand."""
+        self._moved += own
+        self._shared_loads += loaded - own
+        if operand is not None:
+            self._operands[operand] = max(own, self._operands.get(operand, 0))
+            self._loads[operand] = self._loads.get(operand, 0) + loaded
 
     def reload(self, nbytes: int, operand: str | None = None) -> None:
         """Count loads of what is small: results and coefficients of an earlier kernel, or a part of an operand."""
@@ -111,6 +129,16 @@ class Account:
     def scratch(self, nbytes: int) -> None:
         """Count partial results of `nbytes`, written by one kernel and read by the next."""
         self._moved += 2 * nbytes
+
+    def write(self, nbytes: int) -> None:
+        """Count partial results of `nbytes` that are written, and nothing that is read of them."""
+        self._moved += nbytes
+
+    def multiply(self, matmuls: int, num_tiles: int, flops: int) -> None:
+        """Count products of matrices: of each tile so many, `flops` in all."""
+        self._matmuls += matmuls
+        self._tile_matmuls += matmuls * num_tiles
+        self._flops += flops
 
     def launch(self, count: int = 1) -> None:
         """Count launches."""
@@ -132,10 +160,13 @@ class Account:
             launches=self._launches,
             sweeps=tuple(self._sweeps),
             loads=tuple(self._loads.items()),
+            matmuls=self._matmuls,
+            tile_matmuls=self._tile_matmuls,
+            flops=self._flops,
         )
 
 
-def _own_bytes(tensor: Tensor) -> int:
+def own_bytes(tensor: Tensor) -> int:
     """Bytes of the elements that are there, of which those along an expanded dim are one."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()

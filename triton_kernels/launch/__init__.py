@@ -5,7 +5,7 @@ columns (a model constant) may be compile-time constants of a kernel; numbers of
 size compiles nothing.
 """
 
-from triton_kernels.launch._arithmetic import block_row_splits, cdiv, next_power_of_2
+from triton_kernels.launch._arithmetic import MIN_MATMUL, block_row_splits, cdiv, next_power_of_2
 from triton_kernels.launch.attention import AttentionPlan, plan_attention
 from triton_kernels.launch.channels import (
     ChannelMergePlan,
@@ -48,6 +48,7 @@ __all__ = [
     "CHIPS",
     "LAYER_NORM_MAX_SEGMENTS",
     "LIMITS",
+    "MIN_MATMUL",
     "AttentionPlan",
     "ChannelMergePlan",
     "ChannelPlan",

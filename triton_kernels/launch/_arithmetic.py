@@ -19,6 +19,8 @@ ACCESS_BYTES = 16
 SECTOR_BYTES = 32
 # Words of a block of Philox numbers.
 PHILOX_WORDS = 4
+# Products of matrices have at least this many rows, columns and terms.
+MIN_MATMUL = 16
 # Partial sums of one channel are merged by one program that holds all of them at once.
 MAX_CHANNEL_SPLITS = 1024
 # Rows that one tile takes at most: more would serialize the row reductions of very short rows.

@@ -9,6 +9,7 @@ from triton_kernels.launch._arithmetic import (
     MAX_BLOCK_ELEMENTS,
     MAX_CHANNEL_SPLITS,
     MAX_TILE_ROWS,
+    MIN_MATMUL,
     PHILOX_WORDS,
     cdiv,
     next_power_of_2,
@@ -108,6 +109,21 @@ def philox_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> l
         plan,
         num_warps=_near(plan.num_warps, chip_of(device).max_warps),
         block_cols=[n for n in cols if n >= PHILOX_WORDS],
+    )
+
+
+def attention_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """Other plans of an attention kernel: warps, rows or keys of a tile, stages."""
+    sizes = ((plan.block_rows, arguments["num_rows"]), (plan.block_keys, arguments["num_keys"]))
+    rows, keys = (
+        [n for n in _near(block, max(next_power_of_2(size), MIN_MATMUL)) if n >= MIN_MATMUL] for block, size in sizes
+    )
+    return _varied(
+        plan,
+        num_warps=_near(plan.num_warps, chip_of(device).max_warps),
+        block_rows=rows,
+        block_keys=keys,
+        num_stages=_stages(plan.num_stages),
     )
 
 

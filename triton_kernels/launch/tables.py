@@ -56,6 +56,7 @@ class Limits:
         channel_transform_programs: Programs per processor of an elementwise kernel over channels.
         philox_tile: Values of a tile of dropout, and words of a program that stores Philox numbers.
         philox_threads: Threads that share such a tile.
+        attention_tile: Rows, and keys, of a tile of attention at most.
     """
 
     row_threads: int
@@ -88,6 +89,7 @@ class Limits:
     channel_transform_programs: int
     philox_tile: int
     philox_threads: int
+    attention_tile: int
 
 
 SM_90 = Limits(
@@ -165,6 +167,8 @@ SM_90 = Limits(
     # behind the arithmetic of others.
     philox_tile=2048,
     philox_threads=128,
+    # The plans of the kernels say how much less each of them takes, and why.
+    attention_tile=128,
 )
 
 # The registers, threads and warp slots of a processor are those of sm_90, and ptxas reports the same fits.
