@@ -231,5 +231,8 @@ class TransformerEncoder(OfThisPackage, torch.nn.TransformerEncoder):
 
 # What `torch.load` may build of a file that holds a module.
 torch.serialization.add_safe_globals(
-    [BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax, MultiheadAttention]
+    [
+        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax, MultiheadAttention),
+        *(TransformerEncoder, TransformerEncoderLayer),
+    ]
 )
