@@ -1,13 +1,16 @@
-"""The time model: what a call of the kernels should take on a device, from bytes, launches and copy bandwidth.
+"""The time model: what a call of the kernels should take on a device, from bytes, products, launches and peak speeds.
 
-    time = bytes moved / copy bandwidth + launches * time of a launch
+    time = max(bytes moved / copy bandwidth, operations / peak of tensor cores) + launches * time of a launch
 
-The bytes are those of `triton_kernels.costs` under the plan that the device's chip gets. Three times bracket a call:
+Bytes, and operations of products of matrices, are those of `triton_kernels.costs` under the plan that the device's chip
+gets; only attention has such products. Three times bracket a call:
 
-    floor     every operand read once, every result written once, by one launch: no implementation can be faster
+    floor     every operand read once, every result written once, by one launch: no implementation can be faster, but
+              for one of attention with fewer products; these of pairs of tokens that see each other alone
     cached    what the plan reads again comes from the L2 cache as far as that can hold it, and costs nothing
     memory    what the plan reads again comes from memory
 
+The last two multiply whole tiles, whose widths are powers of 2. No kernel reaches the peak of tensor cores.
 `docs/gates.md` says what is assumed of the cache.
 
 A device is described by a JSON file in which each value has its source and says whether it was measured.
@@ -21,11 +24,11 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS
+from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS, MATMUL_OPS
 from triton_kernels import costs, launch
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ _LAUNCHERS = {
     "jvp": ("fwd", "jvp"),
     "hvp": ("fwd", "jvp", "bwd", "bwd_jvp"),
     "double_backward": ("pairing",),
+    "backward_of_jvp": ("bwd", "jvp_bwd"),
 }
 MODES = tuple(_LAUNCHERS)
 
@@ -66,6 +70,7 @@ class Device:
 
     Attributes:
         copy_bytes_per_second: Bytes read plus bytes written per second by a large copy.
+        matmul_flops_per_second: Peak of tensor cores for products of bfloat16 and float16.
         launch_seconds: Time between the ends of two kernels beyond what their bytes take.
         l2_bytes: Size of the last cache before memory.
     """
@@ -73,6 +78,7 @@ class Device:
     name: str
     chip: str
     copy_bytes_per_second: Value
+    matmul_flops_per_second: Value
     launch_seconds: Value
     l2_bytes: Value
     num_processors: Value
@@ -100,18 +106,22 @@ def predict(workload: Workload, mode: str, device: Device) -> Prediction:
     chip = dataclasses.replace(launch.CHIPS[device.chip], num_processors=int(device.num_processors.value))
     with launch.use_chip(chip):
         calls = calls_of(workload, mode)
-    total = reduce(add, calls)
-    reused = sum(_reused_bytes(call, device) for call in calls)
 
-    def microseconds(num_bytes: float, launches: int) -> float:
-        return 1e6 * (num_bytes / device.copy_bytes_per_second.value + launches * device.launch_seconds.value)
+    def microseconds(num_bytes: float, launches: int, flops: float) -> float:
+        moving = num_bytes / device.copy_bytes_per_second.value
+        multiplying = flops / device.matmul_flops_per_second.value
+        return 1e6 * (max(moving, multiplying) + launches * device.launch_seconds.value)
 
-    return Prediction(
-        floor_us=microseconds(total.minimum_bytes, len(calls)),
-        cached_us=microseconds(total.bytes_moved - reused, total.launches),
-        memory_us=microseconds(total.bytes_moved, total.launches),
-        cost=total,
-    )
+    def of_call(call: Cost) -> tuple[float, ...]:
+        seen = call.matmuls * workload.matmul_flops if call.matmuls else 0
+        return (
+            microseconds(call.minimum_bytes, 1, seen),
+            microseconds(call.bytes_moved - _reused_bytes(call, device), call.launches, call.flops),
+            microseconds(call.bytes_moved, call.launches, call.flops),
+        )
+
+    times = zip(*map(of_call, calls), strict=True)
+    return Prediction(*map(sum, times), cost=reduce(add, calls))
 
 
 def _reused_bytes(call: Cost, device: Device) -> float:
@@ -198,12 +208,34 @@ def _dropout_calls(workload: Workload) -> dict[str, Cost]:
     return dict.fromkeys(("fwd", "bwd", "jvp"), call)
 
 
+def _attention_calls(workload: Workload) -> dict[str, Cost]:
+    # o is like q, and so is every tangent and cotangent like what it belongs to.
+    q, _, lse = _operands(workload)
+    k = q.new_empty(workload.key_shape)
+    dots, options = (q, k, k, None), (None, None, None, 1.0, workload.causal, 0.0)
+    operands, all_three, none = (*dots, q, lse), (True, True, True, False), (False,) * 4
+
+    def pairing(*wanted: bool, moved: Any = (None, None)) -> Cost:
+        args: Any = (q, None, None, None, *operands, *dots, *moved, *options, wanted)
+        return costs.attention_pairing(*args)
+
+    return {
+        "fwd": costs.attention_fwd(*dots, *options),
+        "bwd": costs.attention_bwd(q, None, *operands, *options, all_three),
+        "jvp": costs.attention_jvp(*operands, *dots, *options),
+        "bwd_jvp": pairing(False, False, *all_three, *none),
+        "pairing": pairing(True, False, *all_three, *none),
+        "jvp_bwd": pairing(False, False, *all_three, *all_three, moved=(q, lse)),
+    }
+
+
 _CALLS = {
     "layer_norm": _layer_norm_calls,
     "log_softmax": _log_softmax_calls,
     "batch_norm": _batch_norm_calls,
     "batch_norm_eval": _batch_norm_eval_calls,
     "dropout": _dropout_calls,
+    "attention": _attention_calls,
 }
 
 
@@ -220,15 +252,18 @@ def page(device: Device) -> str:
     ]
     for name, (value, measured, source) in values.items():
         lines.append(f"| {name.replace('_', ' ')} | {value:g} | {'yes' if measured else 'no'} | {source} |")
-    lines += [
-        "",
-        "| workload | mode | launches | minimum MB | moved MB | floor us | cached us | memory us |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for workload in GPU_WORKLOADS:
-        for mode in workload.modes:
-            found = predict(workload, mode, device)
-            figures = (found.cost.minimum_bytes / 1e6, found.cost.bytes_moved / 1e6, *found[:3])
-            cells = [workload.key, mode, str(found.cost.launches), *(f"{figure:.1f}" for figure in figures)]
-            lines.append(f"| {' | '.join(cells)} |")
+    for has_products in (False, True):
+        lines += [
+            "",
+            f"| workload | mode | launches | minimum MB | moved MB |{' GFLOP |' * has_products} floor us | cached us |"
+            " memory us |",
+            f"|---|---|{'---:|' * (6 + has_products)}",
+        ]
+        for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
+            if (workload.op in MATMUL_OPS) == has_products:
+                *times, cost = predict(workload, mode, device)
+                flops = [cost.flops / 1e9] * has_products
+                figures = (cost.minimum_bytes / 1e6, cost.bytes_moved / 1e6, *flops, *times)
+                cells = [workload.key, mode, str(cost.launches), *(f"{figure:.1f}" for figure in figures)]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -12,33 +12,46 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OPS = ("layer_norm", "log_softmax", "batch_norm", "batch_norm_eval", "dropout")
+OPS = ("layer_norm", "log_softmax", "batch_norm", "batch_norm_eval", "dropout", "attention")
 # Ops whose statistics belong to channels, in dim 1.
 CHANNEL_OPS = ("batch_norm", "batch_norm_eval")
+# Bound by products of matrices, where the others are bound by memory.
+MATMUL_OPS = ("attention",)
 EPS = 1e-5
 # Probability of zero of the dropouts that are measured.
 DROPOUT_P = 0.1
-# `perf.suite.modes` defines what each mode computes.
-MODES = ("forward", "backward", "jvp", "hvp", "double_backward", "forward_backward", "training_step")
-# Modes of single operations, which the suite measures on a GPU unless told otherwise.
-KERNEL_MODES = MODES[:5]
+# `perf.suite.modes` defines what each mode computes; these first the suite measures on a GPU unless told otherwise.
+KERNEL_MODES = ("forward", "backward", "jvp", "hvp", "double_backward")
+MODES = (*KERNEL_MODES, "backward_of_jvp", "forward_backward", "training_step")
 FIRST_ORDER = MODES[:3]
 BASIC_MODES = MODES[:2]
+# Attention's backward of a jvp has a target of its own.
+ATTENTION_MODES = MODES[:6]
 TRAINING = MODES[-1]
 CPU_MODES = ("forward", "forward_backward", "jvp", "hvp", TRAINING)
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Who is measured; `perf.suite.providers` defines what each does.
 OURS, EAGER, COMPILED, TUNED = "primitives", "torch", "torch.compile", "torch.compile max-autotune"
-# Peers that have a layer norm, and nothing else of ours.
 LIBRARIES = ("liger", "flash-attn", "apex")
-PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES)
+# Torch's attention kept to one of its backends, by the name of `torch.nn.attention.SDPBackend`; eager torch chooses.
+MATH = "SDPA math"
+SDPA_BACKENDS = {
+    "SDPA flash": "FLASH_ATTENTION",
+    "SDPA efficient": "EFFICIENT_ATTENTION",
+    "SDPA cuDNN": "CUDNN_ATTENTION",
+    MATH: "MATH",
+}
+FLEX = "flex_attention"
+PROVIDERS = (OURS, EAGER, COMPILED, TUNED, *LIBRARIES, *SDPA_BACKENDS, FLEX)
+# Peers that take part in one operation alone.
+ONLY_OP = dict.fromkeys(LIBRARIES, "layer_norm") | dict.fromkeys((*SDPA_BACKENDS, FLEX), "attention")
 
 
 @dataclass(frozen=True)
@@ -49,8 +62,10 @@ class Workload:
         name: Where the shape comes from.
         op: One of `OPS`; `batch_norm_eval` is batch norm with given statistics.
         shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
-            dim 1, in either memory format.
+            dim 1, in either memory format; attention has queries `(batch, heads, tokens, width)`.
         affine: Whether a norm has a weight and a bias.
+        key_heads: Heads of the keys and values of attention; 0 for as many as the queries have.
+        causal: Whether a token sees only those before it, and itself.
         modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
@@ -63,6 +78,8 @@ class Workload:
     dim: int = -1
     affine: bool = True
     channels_last: bool = False
+    key_heads: int = 0
+    causal: bool = False
     modes: tuple[str, ...] = KERNEL_MODES
     quick: bool = False
     whole: bool = False
@@ -71,8 +88,10 @@ class Workload:
     def key(self) -> str:
         """Unique and stable, by which results of two runs are matched: `layer_norm GPT-2 8192x768 bf16`."""
         sizes = "x".join(map(str, self.shape))
-        layout = " channels_last" if self.channels_last else ""
-        return f"{self.op} {self.name} {sizes} {SHORT_DTYPES[self.dtype]}{layout}"
+        key = (
+            f"{self.op} {self.name} {sizes} {SHORT_DTYPES[self.dtype]}{' channels_last' if self.channels_last else ''}"
+        )
+        return f"{key}{f' {self.key_heads} key heads' if self.key_heads else ''}{' causal' if self.causal else ''}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -99,9 +118,21 @@ class Workload:
     @property
     def num_params(self) -> int:
         """Elements of a weight or bias; 0 without them."""
-        if self.op in {"log_softmax", "dropout"} or not self.affine:
+        if self.op in {"log_softmax", "dropout", "attention"} or not self.affine:
             return 0
         return self.shape[1] if self.op in CHANNEL_OPS else self.shape[-1]
+
+    @property
+    def key_shape(self) -> tuple[int, ...]:
+        """Of keys, and of values."""
+        batch, heads, *rest = self.shape
+        return (batch, self.key_heads or heads, *rest)
+
+    @property
+    def matmul_flops(self) -> int:
+        """Multiplications and additions of one product of attention, over all pairs of a token and one that it sees."""
+        batch, heads, tokens, width = self.shape
+        return batch * heads * width * tokens * (tokens + 1 if self.causal else 2 * tokens)
 
 
 class TrainingWorkload(NamedTuple):
@@ -193,7 +224,20 @@ def _dropouts() -> Iterator[Workload]:
     yield Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=FIRST_ORDER)
 
 
-_FAMILIES = (_layer_norms(), _log_softmaxes(), _batch_norms(), _evaluations(), _dropouts())
+def _attentions() -> Iterator[Workload]:
+    yield _attention("GPT-2", (8, 12, 1024, 64), causal=True, quick=True)
+    # Images of 256 and of 512 pixels.
+    yield _attention("DiT-XL/2", (64, 16, 256, 72), whole=True)
+    yield _attention("DiT-XL/2", (16, 16, 1024, 72))
+    yield _attention("Llama 8B", (2, 32, 4096, 128), key_heads=8, causal=True, whole=True)
+    yield _attention("Llama 8B, 16k tokens", (1, 32, 16384, 128), key_heads=8, causal=True)
+
+
+def _attention(name: str, shape: tuple[int, ...], **rest: Any) -> Workload:
+    return Workload(name, "attention", shape, modes=ATTENTION_MODES, **rest)
+
+
+_FAMILIES = (_layer_norms(), _log_softmaxes(), _batch_norms(), _evaluations(), _dropouts(), _attentions())
 GPU_WORKLOADS = tuple(w for workloads in itertools.zip_longest(*_FAMILIES) for w in workloads if w is not None)
 
 # Training sizes at which a CPU is still used. First derivatives of bfloat16 stand for autocast on CPU.
@@ -207,6 +251,9 @@ CPU_WORKLOADS = (
     Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", channels_last=True, quick=True),
     Workload("ResNet-50", "batch_norm", (8, 256, 28, 28), dtype="float32"),
     Workload("BatchNorm1d", "batch_norm", (2048, 1024), dtype="float32"),
+    _attention("GPT-2", (1, 12, 1024, 64), dtype="float32", causal=True),
+    _attention("DiT-XL/2", (2, 16, 256, 72), dtype="float32", quick=True),
+    _attention("Llama 8B", (1, 32, 512, 128), dtype="float32", key_heads=8, causal=True),
 )
 
 GPU_TRAINING = (

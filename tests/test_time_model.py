@@ -65,6 +65,18 @@ def test_the_cache_serves_what_it_holds(workload, served, device):
     assert found.memory_us - found.cached_us == pytest.approx(served * 1e6, rel=0.01)
 
 
+@pytest.mark.parametrize("mode, products", [("forward", 2), ("jvp", 2 + 5), ("hvp", 2 + 5 + 7 + 20)])
+def test_attention_takes_as_long_as_its_bytes_or_its_products_whichever_is_longer(mode, products, device):
+    # Tiles of 72 wide heads are 128 wide.
+    workload, pairs = Workload("by hand", "attention", (2, 3, 256, 72)), 2 * 3 * 256 * 256
+    one = model.Value(1.0, False, "by hand")
+    found = model.predict(workload, mode, dataclasses.replace(device, matmul_flops_per_second=one))
+    assert found.floor_us == pytest.approx(products * 2 * pairs * 72 * 1e6)
+    assert found.memory_us == pytest.approx(products * 2 * pairs * 128 * 1e6)
+    bytes_alone = model.predict(workload, mode, device)
+    assert bytes_alone.memory_us == pytest.approx(bytes_alone.cost.bytes_moved * 1e6)
+
+
 def test_the_page_of_predictions_is_what_the_model_says(capsys):
     assert main(["predict"]) == 0
     assert (DOCS / "predictions_h200.md").read_text() == capsys.readouterr().out, "run `python -m perf predict --write`"

@@ -117,7 +117,9 @@ OTHER_SHAPES = (
 def shapes() -> Iterator[Shape]:
     """The suite's shapes, then the others."""
     for w in GPU_WORKLOADS:
-        yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
+        # Attention is not among the cases yet.
+        if w.op in _LAUNCH:
+            yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
     yield from OTHER_SHAPES
 
 

@@ -1,8 +1,9 @@
 """What each mode computes, as a step without arguments over one set of tensors, and the bytes that it must move.
 
 A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what no derivative is taken of, as running
-statistics, comes last) and may bring a compiler, `wrap`; the mode decides what is called. `backward` has y already, and
-`double_backward` x_bar; `jvp` and `hvp` are those of torch.func, with tangents of all inputs.
+statistics, comes last; for attention `f(q, k, v)`) and may bring a compiler, `wrap`; the mode decides what is called.
+`backward` has y already, `double_backward` x_bar, and `backward_of_jvp` y and y_dot; `jvp` and `hvp` are those of
+torch.func, with tangents of all inputs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
+
+from perf.workloads import MATMUL_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +33,7 @@ OPERANDS = {
     "jvp": ("x_dot",),
     "hvp": ("y_bar", "x_dot"),
     "double_backward": ("y_bar", "x_bar_bar"),
+    "backward_of_jvp": ("y_bar", "x_dot", "y_dot_bar"),
 }
 # Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least: x, y_bar
 # and x_dot are read and y, x_bar and their tangents written, with weight, bias, mean and rstd beside them.
@@ -43,10 +47,25 @@ _PASSES = {
 }
 # y_bar alone gives x_bar: what is dropped is drawn anew.
 _DROPOUT_PASSES = {"backward": 2, "forward_backward": 4}
+# The same of attention: over what is of the size of q or o, of k or v, and statistics of rows; and how many products of
+# matrices over all pairs of a row with a key the kernels of this package compute.
+_OF_ATTENTION = {
+    "forward": (2, 2, 1, 2),
+    "backward": (4, 4, 1, 7),
+    "jvp": (4, 4, 0, 2 + 5),
+    "hvp": (5, 8, 0, 2 + 5 + 7 + 20),
+    "double_backward": (6, 6, 1, 20),
+    "backward_of_jvp": (8, 8, 2, 7 + 18),
+    "forward_backward": (6, 6, 2, 2 + 7),
+}
 
 
 def minimum_bytes(workload: Workload, mode: str) -> int:
     """Bytes of `mode` of `workload` at least: each operand read once, each result written once."""
+    if workload.op == "attention":
+        queries, keys, statistics, _ = _OF_ATTENTION[mode]
+        key_bytes = math.prod(workload.key_shape) * workload.torch_dtype.itemsize
+        return queries * workload.pass_bytes + keys * key_bytes + 4 * statistics * math.prod(workload.shape[:-1])
     full, params, statistics = _PASSES[mode]
     if workload.op in {"log_softmax", "dropout"}:
         passes = _DROPOUT_PASSES.get(mode, full) if workload.op == "dropout" else full
@@ -56,10 +75,16 @@ def minimum_bytes(workload: Workload, mode: str) -> int:
     return full * workload.pass_bytes + params * workload.num_params * workload.param_dtype.itemsize + rows
 
 
+def flops(workload: Workload, mode: str) -> int | None:
+    """Multiplications and additions of the products of matrices in a step; None where memory decides."""
+    return _OF_ATTENTION[mode][-1] * workload.matmul_flops if workload.op in MATMUL_OPS else None
+
+
 class Sample(NamedTuple):
     """One set of tensors: the input, its parameters, and tangents and cotangents where the mode takes them.
 
-    `x_bar_bar` is the cotangent of x_bar; constants are the running mean and variance of batch norm in evaluation.
+    `x_bar_bar` is the cotangent of x_bar; constants are the running mean and variance of batch norm in evaluation. The
+    input of attention is q, and its parameters are k and v, of which `param_dots` are also cotangents of the gradients.
     """
 
     x: Tensor
@@ -68,6 +93,7 @@ class Sample(NamedTuple):
     y_bar: Tensor | None = None
     x_dot: Tensor | None = None
     x_bar_bar: Tensor | None = None
+    y_dot_bar: Tensor | None = None
     constants: tuple[Tensor, ...] = ()
 
 
@@ -78,11 +104,20 @@ def make_sample(workload: Workload, mode: str, device: torch.device) -> Sample:
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
+    def heads(shape: tuple[int, ...]) -> Tensor:
+        # In memory as a projection leaves them: the heads of a token side by side.
+        batch, num_heads, tokens, width = shape
+        return random((batch, tokens, num_heads, width), workload.torch_dtype).transpose(1, 2)
+
     def full() -> Tensor:
+        if workload.op == "attention":
+            return heads(workload.shape)
         value = random(workload.shape, workload.torch_dtype)
         return value.contiguous(memory_format=torch.channels_last) if workload.channels_last else value
 
     def params() -> tuple[Tensor, ...]:
+        if workload.op == "attention":
+            return heads(workload.key_shape), heads(workload.key_shape)
         return tuple(
             random((workload.num_params,), workload.param_dtype) for _ in range(2 if workload.num_params else 0)
         )
@@ -106,11 +141,14 @@ def make_steps(mode: str, function: Function, wrap: Callable[[Function], Functio
     if transform := _FUNCTIONAL.get(mode):
         transformed = wrap(transform)
         return lambda sample: lambda: transformed(function, sample)
+    if mode == "backward_of_jvp":
+        transformed = wrap(_jvp)
+        return lambda sample: _backward_of_jvp(lambda moving: transformed(function, moving), sample)
     wrapped = wrap(function)
 
     def make(sample: Sample) -> Step:
         # Leaves that share memory with the sample, so that no two steps share an autograd graph.
-        inputs = tuple(value.detach().requires_grad_() for value in (sample.x, *sample.params))
+        inputs = tuple(_leaf(value) for value in (sample.x, *sample.params))
         return _REVERSE[mode](lambda: wrapped(*inputs, *sample.constants), inputs, sample)
 
     return make
@@ -128,17 +166,30 @@ def _hvp(function: Function, sample: Sample) -> Any:
     return torch.func.jvp(gradient, (sample.x, *sample.params), (sample.x_dot, *sample.param_dots))
 
 
+def _leaf(value: Any) -> Tensor:
+    return value.detach().requires_grad_()
+
+
+def _backward_of_jvp(jvp: Callable[[Sample], Any], sample: Sample) -> Step:
+    names = ("x", "params", "x_dot", "param_dots")
+    moving = sample._replace(**{name: optree.tree_map(_leaf, getattr(sample, name)) for name in names})
+    results = jvp(moving)
+    inputs = leaves([getattr(moving, name) for name in names])
+    return lambda: torch.autograd.grad(results, inputs, (sample.y_bar, sample.y_dot_bar), retain_graph=True)
+
+
 def _backward(forward: Step, inputs: tuple[Tensor, ...], sample: Sample) -> Step:
     y = forward()
     return lambda: torch.autograd.grad(y, inputs, sample.y_bar, retain_graph=True)
 
 
 def _double_backward(forward: Step, inputs: tuple[Tensor, ...], sample: Any) -> Step:
-    y_bar = sample.y_bar.detach().requires_grad_()
-    (x_bar,) = torch.autograd.grad(forward(), inputs[:1], y_bar, create_graph=True)
-    # The bias does not enter x_bar.
-    wanted = (*inputs[:2], y_bar)
-    return lambda: torch.autograd.grad(x_bar, wanted, sample.x_bar_bar, retain_graph=True)
+    y_bar, is_attention = _leaf(sample.y_bar), any(param.dim() > 1 for param in sample.params)
+    # Of a norm x_bar is differentiated, into which the bias does not enter; of attention all three gradients.
+    of, wanted = (inputs, inputs) if is_attention else (inputs[:1], inputs[:2])
+    bars = torch.autograd.grad(forward(), of, y_bar, create_graph=True)
+    bar_bars = (sample.x_bar_bar, *sample.param_dots)[: len(of)]
+    return lambda: torch.autograd.grad(bars, (*wanted, y_bar), bar_bars, retain_graph=True)
 
 
 # Modes of torch.func take plain tensors; the others differentiate with respect to leaves.

@@ -24,7 +24,7 @@ class Options:
     def names(self) -> tuple[str, ...]:
         """The providers that are asked for: who tunes for long only by name."""
         everybody = tuple(name for name in w.PROVIDERS if name != w.TUNED)
-        return self.providers or (everybody if self.device == "cuda" else (w.OURS, w.EAGER))
+        return self.providers or (everybody if self.device == "cuda" else (w.OURS, w.EAGER, w.MATH))
 
 
 def unit_id(unit: Unit) -> str:
@@ -44,7 +44,8 @@ def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str
         return (w.TRAINING,) if w.TRAINING in (options.modes or w.MODES) else ()
     if options.modes or options.device == "cpu":
         has = (*workload.modes, "forward_backward")
-        return tuple(mode for mode in options.modes or w.CPU_MODES if mode in has)
+        default = w.CPU_MODES if workload.op not in w.MATMUL_OPS else (*w.CPU_MODES, *w.ATTENTION_MODES[4:])
+        return tuple(mode for mode in options.modes or default if mode in has)
     # A workload that is asked for itself has all of its modes.
     return workload.modes if workload.quick or workload.whole or options.only else w.BASIC_MODES
 

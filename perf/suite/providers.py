@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import primitives as pr
-from perf.workloads import COMPILED, DROPOUT_P, EPS, LIBRARIES, OURS, TUNED
+from perf.workloads import COMPILED, DROPOUT_P, EPS, FLEX, LIBRARIES, OURS, SDPA_BACKENDS, TUNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     Function = Callable[..., Any]
 
 # Of Inductor's modes those that leave CUDA graphs to the caller: the timer captures its own.
-COMPILE_MODES = {COMPILED: "default", TUNED: "max-autotune-no-cudagraphs"}
+COMPILE_MODES = {COMPILED: "default", TUNED: "max-autotune-no-cudagraphs", FLEX: "default"}
 
 
 class Provider(NamedTuple):
@@ -54,11 +56,34 @@ def _family(source: Any, workload: Workload) -> Function:
         "batch_norm": lambda x, *params: source.batch_norm(x, None, None, *params, training=True, eps=EPS),
         "batch_norm_eval": batch_norm_eval,
         "dropout": lambda x: source.dropout(x, DROPOUT_P, training=True),
+        "attention": lambda q, k, v: source.scaled_dot_product_attention(
+            q, k, v, is_causal=workload.causal, enable_gqa=workload.key_heads > 0
+        ),
     }
     return functions[workload.op]
 
 
-# Module and call of each library's layer norm, the only op of them that is ours too.
+def _backend(name: str, workload: Workload) -> Function:
+    """Torch's attention by one of its backends, or an error."""
+    attention, backend = _family(F, workload), getattr(SDPBackend, SDPA_BACKENDS[name])
+
+    def of_backend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return attention(q, k, v)
+
+    return of_backend
+
+
+def _flex(workload: Workload) -> Function:
+    """Torch's attention of any scores, with blocks that causal attention leaves out, on the default device."""
+    tokens, block_mask = workload.shape[-2], None
+    if workload.causal:
+        device = torch.get_default_device()
+        block_mask = create_block_mask(lambda b, h, row, key: row >= key, None, None, tokens, tokens, device=device)
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=block_mask, enable_gqa=workload.key_heads > 0)
+
+
+# Module and call of each library's layer norm, which is what is measured of them.
 _LIBRARIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "liger": ("liger_kernel.transformers.functional", lambda m, x, w, b: m.liger_layer_norm(x, w, b, EPS)),
     "flash-attn": ("flash_attn.ops.triton.layer_norm", lambda m, x, w, b: m.layer_norm_fn(x, w, b, eps=EPS)),
@@ -71,6 +96,10 @@ _LIBRARIES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def provider(name: str) -> Provider:
     """The provider of that name, one of `PROVIDERS`; raises what its import raises."""
+    if name in SDPA_BACKENDS:
+        return Provider(name, lambda workload: _backend(name, workload))
+    if name == FLEX:
+        return Provider(name, _flex)
     if name not in LIBRARIES:
         source = pr.functional if name == OURS else F
         return Provider(name, lambda workload: _family(source, workload))
@@ -78,8 +107,8 @@ def provider(name: str) -> Provider:
     module = importlib.import_module(path)
 
     def function(workload: Workload) -> Function:
-        if workload.op != "layer_norm" or not workload.affine:
-            raise NotImplementedError(f"{name} has only a layer norm, with a weight and a bias.")
+        if not workload.affine:
+            raise NotImplementedError(f"{name} has only a layer norm with a weight and a bias.")
         return lambda x, weight, bias: call(module, x, weight, bias)
 
     return Provider(name, function)

@@ -2,6 +2,8 @@
 
 The formulas are differentiated by torch; they are compositions of elementary operations, whose derivatives hold to any
 order. A large workload is worked off in chunks along a dim that no statistic crosses: rows, or channels of batch norm.
+Attention takes some rows of the heads of one sample that share their keys against all of these; derivatives of the keys
+are sums over the chunks of rows.
 
 An error is measured in units of the largest value of its tensor: a sum over many rows may be off by as much more as it
 is larger, and one that was accumulated in the dtype of the input is off by more than that.
@@ -11,13 +13,14 @@ What a dropout drops is left to chance: its results must be their operands times
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, cast
 
 import optree
 import torch
 
-from perf.suite.modes import leaves, make_steps
+from perf.suite.modes import Sample, leaves, make_steps
 from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS
 
 if TYPE_CHECKING:
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from perf.suite.modes import Sample
     from perf.workloads import Workload
 
 # Largest error over the largest value of a result. A dozen roundings to the input's dtype pass: torch composes
@@ -41,6 +43,8 @@ def formula(workload: Workload) -> Callable[..., Tensor]:
     """The op of `workload` in elementary operations."""
     if workload.op == "log_softmax":
         return lambda x: x - torch.logsumexp(x, workload.dim, keepdim=True)
+    if workload.op == "attention":
+        return _attention
     by_channel = workload.op in CHANNEL_OPS
     num_dims = len(workload.shape)
     dims = tuple(d for d in range(num_dims) if d != 1) if by_channel else (-1,)
@@ -60,6 +64,12 @@ def formula(workload: Workload) -> Callable[..., Tensor]:
     return norm
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """Of queries `[group, rows, width]`, and keys that the group shares; `hidden` pairs have no weight."""
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v
+
+
 def errors(
     workload: Workload, mode: str, sample: Sample, results: Mapping[str, Any], chunk_elements: int = CHUNK_ELEMENTS
 ) -> dict[str, float]:
@@ -69,7 +79,8 @@ def errors(
     """
     if workload.op == "dropout":
         return {name: _dropout_error(mode, sample, leaves(result)) for name, result in results.items()}
-    truth = _truth(workload, mode, sample, chunk_elements)
+    make_truth = _truth_of_attention if workload.op == "attention" else _truth
+    truth = make_truth(workload, mode, sample, chunk_elements)
     return {name: _error(leaves(result), truth) for name, result in results.items()}
 
 
@@ -97,6 +108,31 @@ def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -
         return torch.cat(list(parts)) if axis else torch.stack(list(parts)).sum(0)
 
     return [whole(parts) for parts in zip(*chunks, strict=True)]
+
+
+def _truth_of_attention(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -> list[Tensor]:
+    """The same in chunks of so many scores, never of all pairs."""
+    (batch, heads, tokens, _), key_heads = workload.shape, workload.key_shape[1]
+    group, make = heads // key_heads, make_steps(mode, formula(workload), lambda function: function)
+    width, keys = max(chunk_elements // (group * tokens), 1), torch.arange(tokens, device=sample.x.device)
+    truth: list[Tensor] = []
+    for index, head, start in itertools.product(range(batch), range(key_heads), range(0, tokens, width)):
+        rows = index, slice(head * group, (head + 1) * group), slice(start, start + width)
+        hidden = keys[rows[2], None] < keys if workload.causal else keys[rows[2], None] < 0
+        tensors = {
+            name: value[rows] if isinstance(value, torch.Tensor) else tuple(each[index, head] for each in value)
+            for name, value in sample._asdict().items()
+            if value is not None
+        }
+        doubles: Any = optree.tree_map(lambda value: value.detach().double(), cast("Any", tensors))
+        parts = leaves(make(Sample(**{**doubles, "constants": (hidden,)}))())
+        # What belongs to keys has no axis of the group.
+        of_rows = [part.dim() == len(rows) for part in parts]
+        shapes = [workload.shape if own else workload.key_shape for own in of_rows]
+        truth = truth or [part.new_zeros(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for whole, part, own in zip(truth, parts, of_rows, strict=True):
+            whole[rows if own else (index, head)] += part.detach()
+    return truth
 
 
 def _dropout_error(mode: str, sample: Sample, found: Sequence[Tensor]) -> float:

@@ -11,18 +11,21 @@ from matplotlib.figure import Figure
 
 from perf.suite.results import OK, WRONG, load, write_json
 from perf.suite.targets import FASTEST, by_case, speedup, speedups, verdicts
-from perf.workloads import CHANNEL_OPS, OURS, PROVIDERS
+from perf.workloads import CHANNEL_OPS, MATMUL_OPS, OURS, PROVIDERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from perf.suite.results import Row
-    from perf.suite.targets import Case
+    from perf.suite.targets import Case, Key
 
 DPI = 150
 # Readable with every common kind of color blindness, and apart in gray.
-_SHADES = ("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#7d4fa3", "#8c6d46", "#777777")
+_SHADES = (
+    *("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#7d4fa3", "#8c6d46", "#777777"),
+    *("#f4c7a1", "#5aa9e6", "#b5179e", "#a0522d", "#4c956c"),
+)
 COLORS = dict(zip(PROVIDERS, _SHADES, strict=True)) | {FASTEST: "#c0392b"}
 _BASIS = """
 A target is met if every shape of the suite that it speaks of was measured and reaches it, and not met if one does \
@@ -118,29 +121,32 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _cases(result: dict[str, Any]) -> Iterator[str]:
-    """One table for each mode, one line for each workload."""
-    cases = by_case(result["rows"])
-    others = [name for name, reason in result["providers"].items() if name != OURS and not reason]
-    columns = ["us", "p20 to p80", "GB/s", "of copy"]
-    columns += ["call us"] if any(row["device_us"] for row in result["rows"]) else []
-    headings = ["workload", *columns, *(f"against {name}" for name in others), "error"]
-    for mode in dict.fromkeys(mode for _, mode in cases):
+    """One table for each mode, one line for each workload; what products of matrices bound has tables of its own."""
+    kinds: dict[tuple[str, bool], dict[Key, Case]] = {}
+    for key, case in by_case(result["rows"]).items():
+        if OURS in case:
+            kinds.setdefault((key[1], case[OURS]["op"] in MATMUL_OPS), {})[key] = case
+    on_device = ["call us"] if any(row["device_us"] for row in result["rows"]) else []
+    for (mode, is_matmul), cases in kinds.items():
+        measures = ["GFLOP/s"] if is_matmul else ["GB/s", "of copy"]
+        columns = ["us", "p20 to p80", *measures, *on_device]
+        others = [name for name in result["providers"] if name != OURS and any(name in case for case in cases.values())]
         rows = []
-        for (workload, other), case in cases.items():
-            if other == mode and OURS in case:
-                cells, error = _cells(case[OURS])[: len(columns)], _number(case[OURS]["error"], ".1e")
-                rows.append([workload, *cells, *(_other(case, name) for name in others), error])
-        yield f"\n## {mode}\n"
-        yield from _table(" | ".join(headings), rows)
+        for (workload, _), case in cases.items():
+            cells, error = _cells(case[OURS], is_matmul)[: len(columns)], _number(case[OURS]["error"], ".1e")
+            rows.append([workload, *cells, *(_other(case, name) for name in others), error])
+        yield f"\n## {mode}{' of attention' if is_matmul else ''}\n"
+        yield from _table(" | ".join(["workload", *columns, *(f"against {name}" for name in others), "error"]), rows)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, is_matmul: bool) -> list[str]:
     """The figures of a row of this package, those of a device last."""
     if row["status"] != OK:
         return [row["status"], *[""] * 4]
     times = row["device_us"] or row["call_us"]
-    cells = [f"{times['median']:.1f}", f"{times['p20']:.1f} to {times['p80']:.1f}", _number(row["gbps"], ".1f")]
-    return [*cells, _number(row["fraction_of_copy"], ".2f"), f"{row['call_us']['median']:.1f}"]
+    cells = [f"{times['median']:.1f}", f"{times['p20']:.1f} to {times['p80']:.1f}"]
+    speeds = [("gflops", ".0f")] if is_matmul else [("gbps", ".1f"), ("fraction_of_copy", ".2f")]
+    return [*cells, *(_number(row[name], form) for name, form in speeds), f"{row['call_us']['median']:.1f}"]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -188,8 +194,10 @@ def _wrong(rows: list[Row]) -> str:
 
 
 def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | None:
-    """Minimum bytes over time against columns, one panel for each op; None where nothing has a bandwidth."""
-    rows = [row for row in result["rows"] if row["mode"] == mode and row["gbps"] is not None]
+    """Minimum bytes over time against columns, one panel for each op that they bound; None where there is none."""
+    rows = [
+        row for row in result["rows"] if row["mode"] == mode and row["gbps"] is not None and row["op"] not in MATMUL_OPS
+    ]
     if not (ops := list(dict.fromkeys(row["op"] for row in rows))):
         return None
     figure = Figure(figsize=(3.6 * len(ops) + 1.0, 4.2), dpi=DPI, layout="constrained")

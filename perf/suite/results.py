@@ -28,7 +28,7 @@ SCHEMA = 3
 OK, WRONG, CANNOT, ERROR = "ok", "wrong", "cannot", "error"
 _VALUES = (
     *("message", "error", "tolerance", "device_us", "call_us", "vs_torch_device", "vs_torch_call"),
-    *("minimum_bytes", "gpu", "gbps", "copy_gbps", "fraction_of_copy"),
+    *("minimum_bytes", "gpu", "gbps", "copy_gbps", "fraction_of_copy", "gflops"),
 )
 
 Row = dict[str, Any]

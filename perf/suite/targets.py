@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perf.suite.plan import Options, all_workloads, make_plan
 from perf.suite.results import OK
-from perf.workloads import COMPILED, EAGER, OURS, PROVIDERS, TRAINING, TUNED, Workload
+from perf.workloads import COMPILED, EAGER, MATH, MATMUL_OPS, OURS, PROVIDERS, TRAINING, TUNED, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,13 +25,25 @@ if TYPE_CHECKING:
     Key = tuple[str, str]
 
 FASTEST = "fastest of all others"
-AGAINST = (EAGER, COMPILED, TUNED, FASTEST)
+AGAINST = (EAGER, MATH, COMPILED, TUNED, FASTEST)
 # Of a tensor; the targets in copy speed speak of these, smaller ones are bound by launches and caches.
 LARGE_BYTES = 32e6
 COPY_FRACTIONS = {"forward": 0.92, "jvp": 0.92, "backward": 0.90}
 MIN_OVER_COMPILED = 1.15
 # Of a CPU: time over that of torch.nn. A training step is a forward and a backward pass beside other work.
 MAX_OVER_TORCH = {"forward": 1.15, "forward_backward": 1.15, "jvp": 1.0, "hvp": 1.0, TRAINING: 1.15}
+# Of attention's second order, which torch's own choice of a backend cannot do, on a CPU over its MATH backend.
+MAX_OVER_MATH = {"jvp": 1.0, "hvp": 1.0, "double_backward": 1.0, "backward_of_jvp": 1.0}
+# Of attention on a GPU over the time of its forward: the operator of its tangent takes 3 times as long at most, its
+# backward 4, double backward and the backward of (o, o_dot) 11, and forward over reverse 12. A jvp has the forward in
+# it too, and a Hessian-vector product all of first order.
+MAX_OVER_FORWARD = {
+    "jvp": 1 + 3,
+    "backward": 4,
+    "backward_of_jvp": 11,
+    "double_backward": 11,
+    "hvp": 1 + 3 + 4 + 12,
+}
 # Of a case that a peer cannot do or does wrong: no failure of this package, and nothing that it could be faster than.
 NO_PEER = math.nan
 
@@ -61,8 +74,8 @@ def speedup(case: Case, against: str) -> float | None:
 def speedups(result: dict[str, Any]) -> dict[Key, list[float]]:
     """For each mode and side the speed-ups of the cases that have one."""
     cases = by_case(result["rows"])
-    # With a single other side the fastest is that one.
-    sides = AGAINST[:-1] if len({row["provider"] for row in result["rows"]} - {OURS}) == 1 else AGAINST
+    # With a single other side, but for torch's own choice of a backend, the fastest is that one.
+    sides = AGAINST[:-1] if len({row["provider"] for row in result["rows"]} - {OURS, MATH}) == 1 else AGAINST
     found: dict[Key, list[float]] = {}
     for mode in dict.fromkeys(mode for _, mode in cases):
         for against in sides:
@@ -88,13 +101,20 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     # A workload that the suite has no more is nobody's.
     keys = [key for key in dict.fromkeys([*suite, *cases]) if key[0] in workloads]
 
-    def time(case: Case) -> float | None:
-        return (found := _over(case, EAGER)) and 1 / found
+    of_attention = {key for key in keys if getattr(workloads[key[0]], "op", None) in MATMUL_OPS}
+
+    def time(case: Case, peer: str = EAGER) -> float | None:
+        return (found := _over(case, peer)) and 1 / found
 
     if device == "cpu":
         for mode, most in MAX_OVER_TORCH.items():
             words = f"at most {most} of the time of torch.nn" if most != 1 else "faster than torch's"
-            yield _judge(f"{mode}: {words}", [key for key in keys if key[1] == mode], cases, time, most=most)
+            chosen = [key for key in keys if key[1] == mode and not (key in of_attention and mode in MAX_OVER_MATH)]
+            yield _judge(f"{mode}: {words}", chosen, cases, time, most=most)
+        for mode, most in MAX_OVER_MATH.items():
+            target = f"{mode} of attention: at most the time of torch's MATH backend"
+            chosen = [key for key in keys if key[1] == mode and key in of_attention]
+            yield _judge(target, chosen, cases, partial(time, peer=MATH), most=most)
         yield _overhead((result["overhead"] or {}).get("modes", {}))
         return
     for mode, least in COPY_FRACTIONS.items():
@@ -112,10 +132,20 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
         return _over(case, COMPILED)
 
     target = f"{MIN_OVER_COMPILED} times as fast as torch.compile in the geometric mean"
-    operations, training = ([key for key in keys if (key[1] == TRAINING) == is_step] for is_step in (False, True))
+    others = [key for key in keys if key not in of_attention]
+    operations, training = ([key for key in others if (key[1] == TRAINING) == is_step] for is_step in (False, True))
     yield _judge("as fast as the fastest peer at each shape", operations, cases, over_fastest, 1.0)
     yield _judge(target, operations, cases, over_compiled, MIN_OVER_COMPILED, by_mean=True)
     yield _judge("training_step: as fast as the fastest peer", training, cases, over_fastest, 1.0)
+
+    def over_forward(case: Case) -> float | None:
+        ours = case[OURS]
+        forward = cases.get((ours["workload"], "forward"), {}).get(OURS, {}).get("device_us")
+        return ours["device_us"]["median"] / forward["median"] if ours["device_us"] and forward else None
+
+    for mode, most in MAX_OVER_FORWARD.items():
+        chosen = [key for key in keys if key[1] == mode and key in of_attention]
+        yield _judge(f"{mode} of attention: at most {most} times its forward", chosen, cases, over_forward, most=most)
 
 
 def _over(case: Case, peer: str) -> float | None:
@@ -134,7 +164,7 @@ def _is_copy_bound(workload: Any, mode: str) -> bool:
     """
     if not isinstance(workload, Workload) or workload.pass_bytes < LARGE_BYTES:
         return False
-    return workload.op != "batch_norm" and (workload.op, mode) != ("batch_norm_eval", "backward")
+    return workload.op not in ("batch_norm", *MATMUL_OPS) and (workload.op, mode) != ("batch_norm_eval", "backward")
 
 
 def _judge(

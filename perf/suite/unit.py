@@ -17,11 +17,11 @@ import primitives as pr
 from perf.demo import models
 from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
 from perf.suite import reference
-from perf.suite.modes import make_sample, make_steps, minimum_bytes
+from perf.suite.modes import flops, make_sample, make_steps, minimum_bytes
 from perf.suite.providers import provider
 from perf.suite.results import CANNOT, ERROR, OK, WRONG, Row, row_for
 from perf.suite.timing import calls_per_sample, copies, describe, interleave, spread
-from perf.workloads import EAGER, LIBRARIES, OURS, TrainingWorkload, Workload
+from perf.workloads import EAGER, ONLY_OP, OURS, TrainingWorkload, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,13 +50,15 @@ class Operation:
     def __init__(self, workload: Workload, mode: str, device: torch.device) -> None:
         self.workload, self.mode = workload, mode
         self.tolerance = reference.TOLERANCES[workload.dtype]
-        self.bytes = minimum_bytes(workload, mode)
+        self.bytes, self.flops = minimum_bytes(workload, mode), flops(workload, mode)
         self.samples = [make_sample(workload, mode, device)]
 
     def enter(self, name: str) -> tuple[StepMaker, Any]:
         """What makes a provider's steps for so many sets of tensors, and its first result."""
         side = provider(name)
-        make = make_steps(self.mode, side.function(self.workload), side.wrap)
+        with self.samples[0].x.device:
+            function = side.function(self.workload)
+        make = make_steps(self.mode, function, side.wrap)
 
         def make_all(count: int) -> list[Step]:
             missing, device = range(count - len(self.samples)), self.samples[0].x.device
@@ -73,7 +75,7 @@ class Operation:
 class TrainingStep:
     """Forward, backward, under autocast on a GPU, and a gradient step; the gradient is checked, the step is timed."""
 
-    bytes = None
+    bytes = flops = None
 
     def __init__(self, workload: TrainingWorkload, device: torch.device) -> None:
         self.workload, self.device = workload, device
@@ -100,8 +102,6 @@ class TrainingStep:
 
     def enter(self, name: str) -> tuple[StepMaker, Any]:
         """As that of an operation."""
-        if name in LIBRARIES:
-            raise NotImplementedError(f"{name} has no modules to convert a model to.")
         model = self._model()
         if name == OURS:
             pr.nn.convert(model)
@@ -146,16 +146,17 @@ def _laid_at(row: Row, timer: CpuTimer) -> Iterator[None]:
 
 
 def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -> list[Row]:
-    """The rows of a unit, one for each of the providers `names`, with samples for so many seconds."""
+    """The rows of a unit, one for each of the providers `names` that have it, with samples for so many seconds."""
     workload, mode = unit
-    rows = {name: row_for(unit, name) for name in names}
+    op = workload.op if isinstance(workload, Workload) else None
+    rows = {name: row_for(unit, name) for name in names if ONLY_OP.get(name, op) == op}
     prepared = {}
     # Only the order of magnitude of a step's seconds matters, for a capture.
     if isinstance(workload, TrainingWorkload):
         task, sets, estimate = TrainingStep(workload, timer.device), 1, 1e-2
     else:
         task = Operation(workload, mode, timer.device)
-        sets, estimate = timer.num_sets(task.bytes), task.bytes / 4e12
+        sets, estimate = timer.num_sets(task.bytes), max(task.bytes / 4e12, (task.flops or 0) / 4e14)
         prepared[COPY] = timer.prepare(copies(timer.device, task.bytes, sets), estimate)
     makers = _right(task, rows, timer)
     for name, make in makers.items():
@@ -164,7 +165,7 @@ def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -
     prepared = {name: ready for name, ready in prepared.items() if name == COPY or rows[name]["status"] == OK}
     samples = _samples(prepared, timer, seconds)
     for name in prepared.keys() - {COPY}:
-        _note(rows[name], samples, task.bytes)
+        _note(rows[name], samples, task.bytes, task.flops)
     return list(rows.values())
 
 
@@ -196,7 +197,9 @@ def _samples(prepared: Mapping[str, Prepared], timer: CpuTimer, seconds: float) 
     return samples
 
 
-def _note(row: Row, samples: Mapping[str, Mapping[str, list[float]]], minimum: int | None) -> None:
+def _note(
+    row: Row, samples: Mapping[str, Mapping[str, list[float]]], minimum: int | None, num_flops: int | None
+) -> None:
     """Write times, ratios to torch and bandwidths into a row."""
     name, times, taken = row["provider"], {}, {}
     for kind, taken in samples.items():
@@ -208,6 +211,8 @@ def _note(row: Row, samples: Mapping[str, Mapping[str, list[float]]], minimum: i
         copy_us = spread(taken[COPY], 1e6)["median"]
         row.update(minimum_bytes=minimum, gbps=minimum / times["median"] * 1e-3, copy_gbps=minimum / copy_us * 1e-3)
         row["fraction_of_copy"] = copy_us / times["median"]
+    if num_flops:
+        row["gflops"] = num_flops / times["median"] * 1e-3
 
 
 def clean() -> None:
