@@ -78,6 +78,9 @@ class OverrideMode(TorchFunctionMode):
             result = stand_in(self, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func is torch.Tensor.unflatten:
+            # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
     def write(self, targets: list[Tensor], values: list[Tensor]) -> None:

@@ -153,6 +153,9 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
             decomposition = self._decomposition(aten.mse_loss.default, args, kwargs)
             if decomposition is not None and len(args) == 2 and kwargs.keys() <= {"reduction"}:
                 return decomposition(*args, _REDUCTIONS.index(kwargs.get("reduction", "mean")))
+        if func is torch.Tensor.unflatten:
+            # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
+            return torch.unflatten(*args, **kwargs)
         if func in torch_bodies and not any(map(_handles_functions, types)):
             with self:
                 return torch_bodies[func](*args, **kwargs)
