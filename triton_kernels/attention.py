@@ -16,7 +16,7 @@ import torch
 from triton_kernels import launch
 from triton_kernels._attention_kernels import attention_fwd_kernel, attention_jvp_kernel
 from triton_kernels._attention_second_kernels import attention_keys_kernel, attention_rows_kernel
-from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, collapse, device_guard
+from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, collapse, device_guard, split_scratch
 from triton_kernels.launch import MIN_MATMUL, cdiv, next_power_of_2
 from triton_kernels.tuning import tunable
 
@@ -35,6 +35,7 @@ class _Problem:
 
     Attributes:
         tensors: q, k, v, bias, mask, seed and offset, as kernels take them.
+        dots: Tangents of q, k, v and bias, with the strides of what they are tangents of.
         numbers: Sizes and strides, in the order of the kernels.
         constants: Constants of the kernels, without the plan.
     """
@@ -51,33 +52,40 @@ class _Problem:
         scale: float,
         causal: bool,
         dropout_p: float,
+        dots: Sequence[Tensor | None] = (None, None, None, None),
     ) -> None:
         self.lead = q.shape[:-2]
         self.batch, self.heads, self.key_heads = math.prod(q.shape[:-3]), q.shape[-3], k.shape[-3]
         self.rows, self.keys, self.width, self.value_width = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-        self.q, self.k, self.v = (_with_adjacent_width(x) for x in (q, k, v))
+        self.dtype = accumulation_dtype(q.dtype)
+        matrices = [tuple(map(_adjacent, _alike(*pair))) for pair in zip((q, k, v), dots, strict=False)]
         # Bytes, because Triton has no pointers to bool of its own.
         mask = None if mask is None else mask.view(torch.uint8)
-        self.bias, self.mask = (None if x is None else self._pairs(x) for x in (bias, mask))
+        bias, bias_dot, mask = (self._pairs(x) for x in (*_alike(bias, dots[3]), mask))
         num_dropped = 0 if seed is None else math.ceil(dropout_p * 2**32)
         if num_dropped == 0:
             seed = offset = None
-        self.seed, self.offset = (None if x is None else x.reshape(-1) for x in (seed, offset))
         noise_heads = 1 if seed is None else math.prod(self.lead[seed.dim() :])
-        strides = [_strides(x) for x in (self.q, self.k, self.v)]
-        pair_strides = [(0, 0, 0, 0) if x is None else _pair_strides(x) for x in (self.bias, self.mask)]
-        noise_strides = [0 if x is None else x.stride(0) for x in (self.seed, self.offset)]
-        flat = [*sum(strides, ()), *sum(pair_strides, ())]
-        self.tensors = (self.q, self.k, self.v, self.bias, self.mask, self.seed, self.offset)
-        self.numbers = (self.heads, self.rows, self.keys, noise_heads, *noise_strides, *flat)
-        self.dtype = accumulation_dtype(q.dtype)
+        seed, offset = (None if x is None else x.reshape(-1) for x in (seed, offset))
+        strides = [_strides(x) for x, _ in matrices]
+        pair_strides = [_strides(x) for x in (bias, mask)]
+        aligned = [stride for all_strides in strides for stride in all_strides[:3]]
+        pairs_aligned = [stride for all_strides in pair_strides for stride in all_strides[:3]]
+        self.q: Tensor = matrices[0][0]
+        self.tensors = (*(x for x, _ in matrices), bias, mask, seed, offset)
+        self.dots = (*(x_dot for _, x_dot in matrices), bias_dot)
+        noise_strides = [0 if x is None else x.stride(0) for x in (seed, offset)]
+        self.numbers = (self.heads, self.rows, self.keys, noise_heads, *noise_strides, *aligned, *pairs_aligned)
         self.constants: dict[str, Any] = {
-            "GROUP": self.heads // self.key_heads,
+            "GROUP": self.heads // self.key_heads if self.key_heads else 1,
             "WIDTH": self.width,
             "VALUE_WIDTH": self.value_width,
             "BLOCK_WIDTH": max(next_power_of_2(self.width), MIN_MATMUL),
             "BLOCK_VALUE_WIDTH": max(next_power_of_2(self.value_width), MIN_MATMUL),
-            "ALIGN": math.gcd(MAX_ALIGN, self.width, self.value_width, *sum(strides, ())),
+            "ALIGN": math.gcd(MAX_ALIGN, self.width, self.value_width, *aligned),
+            "PAIR_ALIGN": 1 if bias is None and mask is None else math.gcd(MAX_ALIGN, self.keys, *pairs_aligned),
+            "BIAS_STEP": pair_strides[0][3],
+            "MASK_STEP": pair_strides[1][3],
             "SCALE": scale,
             "CAUSAL": causal,
             "NUM_DROPPED": num_dropped,
@@ -85,67 +93,75 @@ class _Problem:
             "DTYPE": TL_DTYPES[self.dtype],
         }
 
-    def _pairs(self, x: Tensor) -> Tensor:
-        """Bias or mask, expanded to [*batch, heads, rows, keys], with one stride for the batch."""
-        x = x.expand(*self.lead, self.rows, self.keys)
-        return x if collapse(x, _CUTS(x)) is not None else x.contiguous()
+    def _pairs(self, x: Tensor | None) -> Tensor | None:
+        """Bias or mask, expanded to [*batch, heads, rows, keys], with one stride for the batch and keys adjacent."""
+        if x is None:
+            return None
+        x = x.expand(*self.lead[:-1], *x.shape[-3:])
+        strides = collapse(x, _cuts(x))
+        # What is copied keeps the axes along which it is broadcast within a sample.
+        x = x if strides is not None and strides[3] in (0, 1) else x.contiguous()
+        return x.expand(*self.lead, self.rows, self.keys)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no pairs."""
+        return self.batch * self.heads * self.rows * self.keys == 0
 
     def rows_like(self, width: int) -> Tensor:
         """Memory for rows [*batch, heads, rows, width], as o lies."""
         return _row_major(self.q, (*self.lead, self.rows, width))
 
-    def keys_like(self, x: Tensor) -> Tensor:
-        """Memory for the cotangent of keys or values."""
-        return _row_major(self.q, x.shape)
-
     def statistic(self) -> Tensor:
         """Memory for a number of each row."""
         return self.q.new_empty((*self.lead, self.rows), dtype=self.dtype)
 
-    def like(self, x: Tensor | None, model: Tensor | None) -> Tensor | None:
-        """A tangent with the strides of what it is a tangent of."""
-        if x is None or model is None or x.stride() == model.stride():
-            return x
-        return torch.empty_strided(model.shape, model.stride(), dtype=x.dtype, device=x.device).copy_(x)
-
-    def as_rows(self, x: Tensor | None) -> Tensor | None:
-        """`x` [*batch, heads, rows, width], as o lies."""
-        if x is None or x.transpose(-2, -3).is_contiguous():
-            return x
-        return _row_major(x, x.shape).copy_(x)
-
     def launch(self, kernel: Any, name: str, *tensors: Tensor | None) -> None:
-        """Launch a kernel for which `tensors` follow, or replace, those of the problem."""
+        """Launch a kernel, for which `tensors` follow those of the problem."""
         sizes = (self.rows, self.keys, max(self.width, self.value_width))
         plan = launch.plan_attention(name, *sizes, self.q.element_size(), self.q.device)
         by_rows, by_keys = cdiv(self.rows, plan.block_rows), cdiv(self.keys, plan.block_keys)
-        count = self.key_heads * by_keys if name == "keys" else self.heads * by_rows
+        count = self.key_heads * by_keys if kernel is attention_keys_kernel else self.heads * by_rows
         with device_guard(self.q):
             kernel[(self.batch * count,)](*self.tensors, *tensors, *self.numbers, **self.constants, **plan.options())
 
 
-def _CUTS(x: Tensor) -> tuple[int, ...]:
+def _cuts(x: Tensor) -> tuple[int, ...]:
     return (x.dim() - 3, x.dim() - 2, x.dim() - 1)
 
 
-def _with_adjacent_width(x: Tensor) -> Tensor:
-    strides = collapse(x, _CUTS(x), single=1)
-    return x if strides is not None and (strides[-1] == 1 or x.shape[-1] == 1) else x.contiguous()
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    strides: Any = collapse(x, _CUTS(x))
-    return strides[:3]
-
-
-def _pair_strides(x: Tensor) -> tuple[int, ...]:
-    strides: Any = collapse(x, _CUTS(x))
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Of the whole batch, of heads, and of the last two axes."""
+    strides: Any = (0, 0, 0, 0) if x is None else collapse(x, _cuts(x))
     return strides
+
+
+def _alike(x: Any, x_dot: Tensor | None) -> tuple[Any, Tensor | None]:
+    """The same two with the same strides: those of x, if it has neither gaps nor elements that are one in memory."""
+    if x_dot is None or x.stride() == x_dot.stride():
+        return x, x_dot
+    moved = torch.empty_like(x).copy_(x_dot)
+    return (x if x.stride() == moved.stride() else x.clone()), moved
+
+
+def _adjacent(x: Any) -> Any:
+    """Rows [*batch, heads, rows, width] whose elements are adjacent, with one stride for the batch."""
+    strides = None if x is None else collapse(x, _cuts(x), single=1)
+    return x if x is None or (strides is not None and strides[-1] == 1) else x.contiguous()
 
 
 def _row_major(like: Tensor, shape: Sequence[int]) -> Tensor:
     *lead, heads, rows, width = shape
     return like.new_empty((*lead, rows, heads, width)).transpose(-2, -3)
+
+
+def _as_made(x: Tensor | None) -> Tensor | None:
+    """`x` [*batch, heads, rows, width], as o lies."""
+    return x if x is None or x.transpose(-2, -3).is_contiguous() else _row_major(x, x.shape).copy_(x)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 @tunable
@@ -180,10 +196,9 @@ def attention_fwd(
     """
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
     o, lse = problem.rows_like(problem.value_width), problem.statistic()
-    if problem.keys == 0:
+    if problem.is_empty:
         return o.zero_(), lse.fill_(-math.inf)
-    if lse.numel():
-        problem.launch(attention_fwd_kernel, "fwd", o, lse)
+    problem.launch(attention_fwd_kernel, "fwd", o, lse)
     return o, lse
 
 
@@ -208,41 +223,21 @@ def attention_jvp(
 ) -> tuple[Tensor, Tensor]:
     """Tangents of o and lse along q_dot, k_dot, v_dot and bias_dot, any of which may be None.
 
-    Args:
-        q, k, v, bias, mask, seed, offset, scale, causal, dropout_p: As for `attention_fwd`.
-        o: Its output.
-        lse: Its other output.
-        q_dot, k_dot, v_dot, bias_dot: Tangents, with the shapes of what they are tangents of.
+    Tangents have the shapes of what they are tangents of; o and lse are the outputs of `attention_fwd`, which says what
+    the others are.
 
     Returns:
         `o_dot` and `lse_dot`, like o and lse.
     """
-    if bias_dot is not None and bias is not None:
-        bias, bias_dot = _together(bias, bias_dot)
-    problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    return _jvp(problem, o, lse, _dots(problem, q_dot, k_dot, v_dot, bias_dot))
+    dots = (q_dot, k_dot, v_dot, bias_dot)
+    return _jvp(_Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots), o, lse)
 
 
-def _together(bias: Tensor, bias_dot: Tensor) -> tuple[Tensor, Tensor]:
-    """A bias and its tangent with the same strides."""
-    if bias.stride() == bias_dot.stride():
-        return bias, bias_dot
-    return bias.contiguous(), bias_dot.contiguous()
-
-
-def _dots(problem: _Problem, *dots: Tensor | None) -> list[Tensor | None]:
-    q_dot, k_dot, v_dot, bias_dot = dots
-    primals = (problem.q, problem.k, problem.v)
-    moved = [problem.like(x, model) for x, model in zip((q_dot, k_dot, v_dot), primals, strict=True)]
-    return [*moved, None if bias_dot is None else problem._pairs(bias_dot)]
-
-
-def _jvp(problem: _Problem, o: Tensor, lse: Tensor, dots: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+def _jvp(problem: _Problem, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     o_dot, lse_dot = problem.rows_like(problem.value_width), problem.statistic()
-    if problem.keys == 0:
+    if problem.is_empty:
         return o_dot.zero_(), lse_dot.zero_()
-    if lse_dot.numel():
-        problem.launch(attention_jvp_kernel, "jvp", problem.as_rows(o), lse.contiguous(), *dots, o_dot, lse_dot)
+    problem.launch(attention_jvp_kernel, "jvp", _as_made(o), lse.contiguous(), *problem.dots, o_dot, lse_dot)
     return o_dot, lse_dot
 
 
@@ -264,24 +259,25 @@ def attention_bwd(
     dropout_p: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
-    """Cotangents of q, k and v; None where that of the bias is wanted, which no kernel computes.
+    """Cotangents of q, k, v and bias, those that `wanted` names.
 
-    Args:
-        o_bar: Cotangent of o, or None.
-        lse_bar: Cotangent of lse, or None.
-        q, k, v, bias, mask, seed, offset, scale, causal, dropout_p: As for `attention_fwd`.
-        o: Its output.
-        lse: Its other output.
-        wanted: Which of the cotangents of q, k, v and bias are asked for.
+    o_bar and lse_bar are the cotangents of o and lse, either of which may be None; o and lse are the outputs of
+    `attention_fwd`, which says what the others are.
 
     Returns:
-        The cotangents; those that are not wanted have no elements.
+        The cotangents; those that are not wanted have no elements. None where that of a bias is wanted which is
+        broadcast: no kernel sums over pairs.
     """
-    if wanted[3]:
+    if wanted[3] and not _is_full(bias, q, k):
         return None
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    flags = (False, False, False, *wanted[:3])
-    return *_sweeps(problem, (o_bar, lse_bar, None, None), o, lse, [None] * 4, None, None, flags)[3:], q.new_empty(0)
+    flags = (False, False, False, False, *wanted)
+    return _sweeps(problem, (o_bar, lse_bar, None, None), o, lse, None, None, bias, flags)[4:]
+
+
+def _is_full(bias: Any, q: Tensor, k: Tensor) -> bool:
+    """Whether no pair shares its bias with another one."""
+    return bias.shape == (*q.shape[:-1], k.shape[-2])
 
 
 def _sweeps(
@@ -289,35 +285,40 @@ def _sweeps(
     bars: Sequence[Tensor | None],
     o: Tensor,
     lse: Tensor,
-    dots: list[Tensor | None],
     o_dot: Tensor | None,
     lse_dot: Tensor | None,
+    bias: Tensor | None,
     wanted: Sequence[bool],
-) -> list[Tensor]:
-    """Both sweeps: cotangents of q, k, v, and of their tangents, those that are wanted."""
-    models = (problem.q, problem.k, problem.v)
-    made = [
-        (problem.rows_like(problem.width) if x is problem.q else problem.keys_like(x)) if want else None
-        for x, want in zip((*models, *models), wanted, strict=True)
-    ]
-    q_bar, k_bar, v_bar, q_dot_bar, k_dot_bar, v_dot_bar = made
-    o_bar, lse_bar, o_bar_dot, lse_bar_dot = bars
-    o_bar, o_bar_dot, o, o_dot = (problem.as_rows(x) for x in (o_bar, o_bar_dot, o, o_dot))
-    lse, lse_dot, lse_bar, lse_bar_dot = (
-        None if x is None else x.contiguous() for x in (lse, lse_dot, lse_bar, lse_bar_dot)
-    )
-    if problem.keys == 0 or problem.rows == 0 or problem.batch * problem.heads == 0:
+) -> tuple[Tensor, ...]:
+    """Both sweeps: cotangents of q, k, v and bias, and of their tangents, those that are wanted."""
+    q, k, v = problem.tensors[:3]
+
+    def new(x: Any) -> Tensor:
+        if x is not bias:
+            return _row_major(x, x.shape)
+        # Tiles that a causal problem passes over are written by nobody.
+        return (x.new_zeros if problem.constants["CAUSAL"] else x.new_empty)(x.shape)
+
+    made: list[Any] = [new(x) if want else None for x, want in zip([q, k, v, bias] * 2, wanted, strict=True)]
+    q_bar, k_bar, v_bar, bias_bar, q_dot_bar, k_dot_bar, v_dot_bar, bias_dot_bar = made
+    of_keys = [k_bar, v_bar, k_dot_bar, v_dot_bar]
+    if problem.is_empty:
         for x in made:
-            if x is not None:
-                x.zero_()
-    else:
-        g, w = problem.statistic(), problem.statistic()
-        tail = (o_bar, lse_bar, o_bar_dot, lse_bar_dot, q_bar, q_dot_bar, g, w)
-        problem.launch(attention_rows_kernel, "rows", o, lse, *dots, o_dot, lse_dot, *tail)
-        if any(x is not None for x in (k_bar, v_bar, k_dot_bar, v_dot_bar)):
-            outputs = (k_bar, v_bar, k_dot_bar, v_dot_bar)
-            problem.launch(attention_keys_kernel, "keys", lse, *dots, lse_dot, o_bar, o_bar_dot, g, w, *outputs)
-    return [problem.q.new_empty(0) if x is None else x for x in made]
+            _ = x if x is None else x.zero_()
+    elif any(wanted):
+        o_bar, o_bar_dot, of_o, of_o_dot = (_as_made(x) for x in (bars[0], bars[2], o, o_dot))
+        lse_bar, lse_bar_dot, of_lse, of_lse_dot = (_dense(x) for x in (bars[1], bars[3], lse, lse_dot))
+        has_w = any(x is not None for x in (q_bar, k_bar, bias_bar))
+        g, *ws = split_scratch(problem.q, *[problem.q.shape[:-1]] * (1 + has_w), dtype=problem.dtype)
+        w = ws[0] if has_w else None
+        order = "second" if has_w or v_bar is not None else "first"
+        tail = (o_bar, lse_bar, o_bar_dot, lse_bar_dot, q_bar, bias_bar, q_dot_bar, bias_dot_bar, g, w)
+        before = (of_o, of_lse, *problem.dots, of_o_dot, of_lse_dot)
+        problem.launch(attention_rows_kernel, f"{order}_rows", *before, *tail)
+        if any(x is not None for x in of_keys):
+            tail = (of_lse_dot, o_bar, o_bar_dot, g, w, *of_keys)
+            problem.launch(attention_keys_kernel, f"{order}_keys", of_lse, *problem.dots, *tail)
+    return tuple(problem.q.new_empty(0) if x is None else x for x in made)
 
 
 @tunable
@@ -348,27 +349,21 @@ def attention_pairing(
 ) -> tuple[Tensor, ...] | None:
     """Derivatives of `<o_bar, o_dot> + <lse_bar, lse_dot> + <o_bar_dot, o> + <lse_bar_dot, lse>`.
 
-    Args:
-        o_bar, lse_bar, o_bar_dot, lse_bar_dot: The weights of the sum, any of which may be None.
-        q, k, v, bias, mask, seed, offset, scale, causal, dropout_p: As for `attention_fwd`.
-        o, lse: Its outputs.
-        q_dot, k_dot, v_dot, bias_dot: Tangents, any of which may be None.
-        o_dot, lse_dot: Those of the outputs along them; None where they are to be computed.
-        wanted: Which derivatives are asked for: in o_bar, lse_bar, q, k, v, bias, q_dot, k_dot, v_dot, bias_dot.
+    The four weights and the four tangents, of q, k, v and bias, may be None; o_dot and lse_dot, which belong to the
+    tangents, are None where they are to be computed. `attention_fwd` says what the others are. `wanted` names the
+    derivatives in o_bar, lse_bar, q, k, v, bias, q_dot, k_dot, v_dot and bias_dot.
 
     Returns:
-        The derivatives, those that are not wanted without elements; None where one in bias or bias_dot is wanted.
+        The derivatives; those that are not wanted have no elements. None as from `attention_bwd`.
     """
-    if wanted[5] or wanted[9]:
+    if (wanted[5] or wanted[9]) and not _is_full(bias, q, k):
         return None
-    if bias_dot is not None and bias is not None:
-        bias, bias_dot = _together(bias, bias_dot)
-    problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    dots = _dots(problem, q_dot, k_dot, v_dot, bias_dot)
-    flags = (*wanted[2:5], *wanted[6:9])
-    if wanted[0] or wanted[1] or ((o_dot is None or lse_dot is None) and any(flags)):
-        o_dot, lse_dot = _jvp(problem, o, lse, dots)
-    none = q.new_empty(0)
-    bars = _sweeps(problem, (o_bar, lse_bar, o_bar_dot, lse_bar_dot), o, lse, dots, o_dot, lse_dot, flags)
-    first = [x if want and x is not None else none for x, want in zip((o_dot, lse_dot), wanted, strict=False)]
-    return *first, *bars[:3], none, *bars[3:], none
+    dots = (q_dot, k_dot, v_dot, bias_dot)
+    problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots)
+    is_missing = (o_dot is None or lse_dot is None) and any(x is not None for x in dots)
+    if wanted[0] or wanted[1] or (is_missing and any(wanted)):
+        o_dot, lse_dot = _jvp(problem, o, lse)
+    bars = (o_bar, lse_bar, o_bar_dot, lse_bar_dot)
+    sweeps = _sweeps(problem, bars, o, lse, o_dot, lse_dot, bias, wanted[2:])
+    first = (x if want and x is not None else q.new_empty(0) for x, want in zip((o_dot, lse_dot), wanted, strict=False))
+    return *first, *sweeps
