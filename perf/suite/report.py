@@ -104,6 +104,7 @@ def _circumstances(result: dict[str, Any]) -> Iterator[str]:
     cores = f"{environment['threads']} threads on {environment['cores']} cores ({environment['processor']})"
     on_gpu, seconds = result["device"]["type"] == "cuda", result["seconds"]["total"]
     clock = "" if on_gpu else f", timed in {environment['clock']}"
+    clock += f"; load {environment['load']} over the last five minutes" if "load" in environment else ""
     yield f"Processor: {cores}{clock}. The run took {seconds:.0f} s."
     revision = "not from a checkout" if package["revision"] is None else f"revision {package['revision'][:12]}"
     changed = " with changes that are not committed" if package["dirty"] else ""

@@ -106,6 +106,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[1], 1),
         "threads": torch.get_num_threads(),
         "clock": "processor time" if torch.get_num_threads() == 1 else "wall time",
         "packages": {name: installed[name] for name in PACKAGES if name in installed},

@@ -37,13 +37,7 @@ MAX_OVER_MATH = {"jvp": 1.0, "hvp": 1.0, "double_backward": 1.0, "backward_of_jv
 # Of attention on a GPU over the time of its forward: the operator of its tangent takes 3 times as long at most, its
 # backward 4, double backward and the backward of (o, o_dot) 11, and forward over reverse 12. A jvp has the forward in
 # it too, and a Hessian-vector product all of first order.
-MAX_OVER_FORWARD = {
-    "jvp": 1 + 3,
-    "backward": 4,
-    "backward_of_jvp": 11,
-    "double_backward": 11,
-    "hvp": 1 + 3 + 4 + 12,
-}
+MAX_OVER_FORWARD = {"jvp": 1 + 3, "backward": 4, "backward_of_jvp": 11, "double_backward": 11, "hvp": 1 + 3 + 4 + 12}
 # Of a case that a peer cannot do or does wrong: no failure of this package, and nothing that it could be faster than.
 NO_PEER = math.nan
 
@@ -100,7 +94,6 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     suite = [(workload.key, mode) for workload, mode in make_plan(Options(device))]
     # A workload that the suite has no more is nobody's.
     keys = [key for key in dict.fromkeys([*suite, *cases]) if key[0] in workloads]
-
     of_attention = {key for key in keys if getattr(workloads[key[0]], "op", None) in MATMUL_OPS}
 
     def time(case: Case, peer: str = EAGER) -> float | None:
