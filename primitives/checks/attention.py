@@ -139,24 +139,28 @@ def _computed(x: Tensor) -> torch.dtype:
 def _axes_before_rows(op_name: str, rows: list[tuple[str, Tensor]], shares_heads: bool) -> tuple[int, ...]:
     """The axes before those of the scores that are rows and keys, checked to go together."""
     (label, q), (key, k), (value, v) = rows
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in rows)
+
+    def shapes() -> str:
+        # Of an error alone: the compiler cannot write sizes that it does not know.
+        return ", ".join(f"{name} {list(x.shape)}" for name, x in rows)
+
     heads = [x.shape[-3] if x.dim() > MIN_DIM else 1 for x in (q, k, v)]
     if shares_heads:
         if any(heads[0] % count if count else heads[0] for count in heads[1:]):
             raise ShapeError(
-                f"{op_name}: the heads (axis -3) of {key} and {value} must divide those of {label}, got {shapes}."
+                f"{op_name}: the heads (axis -3) of {key} and {value} must divide those of {label}, got {shapes()}."
             )
         shared: Sequence[int] | None = heads[:1]
     else:
         shared = broadcast([(count,) for count in heads])
     if shared is None:
         raise ShapeError(
-            f"{op_name}: {label}, {key} and {value} must have the same number of heads (axis -3), got {shapes}. "
+            f"{op_name}: {label}, {key} and {value} must have the same number of heads (axis -3), got {shapes()}. "
             "Pass enable_gqa=True for heads of key and value that several heads of query share."
         )
     lead = broadcast([x.shape[:-3] for x in (q, k, v)])
     if lead is None:
-        raise ShapeError(f"{op_name}: the axes before the heads must go together, got {shapes}.")
+        raise ShapeError(f"{op_name}: the axes before the heads must go together, got {shapes()}.")
     return (*lead, *shared) if max(x.dim() for x in (q, k, v)) > MIN_DIM else ()
 
 
