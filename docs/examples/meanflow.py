@@ -1,41 +1,44 @@
 """MeanFlow on handwritten digits: a small diffusion transformer learns to draw a digit in one step.
 
-    python docs/examples/meanflow.py [--steps 3000] [--compile]
+    pip install '.[demo]'
+    python docs/examples/meanflow.py              # takes a few minutes; --quick shows that it runs
 
-The network predicts the mean velocity u(z, r, t) of the flow from t to r, and its loss has a JVP in it:
+The network predicts the mean velocity u(z, r, t) of the flow from time t back to time r. Its loss has a JVP in it:
 
-    u = v - (t - r) d/dt u(z, r, t),     d/dt = the JVP along (v, 0, 1),     v = noise - image
+    target = v - (t - r) du/dt,    du/dt = the JVP of u along (v, 0, 1),    v = noise - image
 
-torch's fused attention has no JVP, so plain torch has to take its math backend, which stores every weight of every row.
-The same network on this package needs two lines: `convert` and `override_torch`. Both are trained from the same seed;
-losses, time and memory are printed, and the digits that each draws in one step go into a picture.
+`F.scaled_dot_product_attention` has a JVP in torch's math backend alone, which stores the weight of every row for every
+key. On this package the network stays as it is, and two lines change: `convert` and `override_torch`. Both networks
+learn from the same batches. Time, memory and losses are printed; a picture shows what each draws in one step.
 
 Source: Geng, Deng, Bai, Kolter, He, "Mean Flows for One-step Generative Modeling", arXiv:2505.13447, 2025.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import copy
-import pathlib
+import json
+import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from matplotlib import pyplot
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.profiler import ProfilerActivity, profile
 
 import primitives as pr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-IMAGE_SIZE, PATCH, NUM_CLASSES = 8, 2, 10
-TOKENS = (IMAGE_SIZE // PATCH) ** 2
+PATCH, NUM_CLASSES, BATCH = 2, 10, 64
 
 
 class Block(nn.Module):
@@ -64,137 +67,132 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """u(z, r, t) of images `[batch, 1, 8, 8]`, times `[batch]` and classes `[batch]`."""
+    """u(z, r, t) of images `[batch, side, side]`, times `[batch]` and classes `[batch]`."""
 
-    def __init__(self, width: int = 64, heads: int = 4, depth: int = 3) -> None:
+    def __init__(self, side: int = 8, width: int = 64, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
-        self.width = width
-        self.embed = nn.Linear(PATCH**2, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(TOKENS, width))
+        self.grid, self.width = side // PATCH, width
+        self.embed, self.head = nn.Linear(PATCH**2, width), nn.Linear(width, PATCH**2)
+        self.positions = nn.Parameter(0.02 * torch.randn(self.grid**2, width))
         self.times = nn.Sequential(nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, width))
         self.classes = nn.Embedding(NUM_CLASSES, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, PATCH**2)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
 
     def waves(self, time: Tensor) -> Tensor:
         """A time `[batch]` as sines and cosines `[batch, width]`."""
-        angles = time[:, None] * torch.logspace(0, 1.5, self.width // 2, device=time.device)
+        angles = time[:, None] * torch.logspace(0, 1.5, self.width // 2)
         return torch.cat([angles.sin(), angles.cos()], -1)
 
     def forward(self, z: Tensor, r: Tensor, t: Tensor, digits: Tensor) -> Tensor:
         """The mean velocity from t to r."""
-        side = IMAGE_SIZE // PATCH
-        patches = z.reshape(-1, side, PATCH, side, PATCH).permute(0, 1, 3, 2, 4).reshape(-1, TOKENS, PATCH**2)
-        x = self.embed(patches) + self.positions
-        condition = self.times(torch.cat([self.waves(t), self.waves(t - r)], -1)) + self.classes(digits)
+        patches = z.unflatten(2, (self.grid, PATCH)).unflatten(1, (self.grid, PATCH)).transpose(2, 3)
+        x = self.embed(patches.flatten(3).flatten(1, 2)) + self.positions
+        condition = F.silu(self.times(torch.cat([self.waves(t), self.waves(t - r)], -1)) + self.classes(digits))
         for block in self.blocks:
             x = block(x, condition)
-        patches = self.head(self.norm(x)).reshape(-1, side, side, PATCH, PATCH)
-        return patches.permute(0, 1, 3, 2, 4).reshape(z.shape)
+        patches = self.head(self.norm(x)).unflatten(2, (PATCH, PATCH)).unflatten(1, (self.grid, self.grid))
+        return patches.transpose(2, 3).flatten(3).flatten(1, 2)
 
 
-def loss_of(net: Callable[..., Tensor], images: Tensor, digits: Tensor) -> tuple[Tensor, Tensor]:
-    """The MeanFlow loss of one batch, whose samples are weighted by their errors, and the mean squared error."""
-    noise, batch = torch.randn_like(images), images.shape[0]
-    r, t = (torch.randn(2, batch) - 0.4).sigmoid().sort(0).values
-    r = torch.where(torch.rand(batch) < 0.5, t, r)
-    along = t[:, None, None, None]
-    z, v = (1 - along) * images + along * noise, noise - images
-    u, u_dot = jvp(lambda z, r, t: net(z, r, t, digits), (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
-    target = v - (along - r[:, None, None, None]) * u_dot
-    error = (u - target.detach()).square().mean((1, 2, 3))
+def batch_of(images: Tensor, digits: Tensor) -> tuple[Tensor, ...]:
+    """Images `[batch, side, side]` and their classes, with noise and times `r <= t`, of which half are the same."""
+    first, second = (torch.randn(2, len(images)) - 0.4).sigmoid()
+    t, is_same = torch.maximum(first, second), torch.rand(len(images)) < 0.5
+    return images, digits, torch.randn_like(images), torch.where(is_same, t, torch.minimum(first, second)), t
+
+
+def loss_of(net: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The MeanFlow loss, which weights every image by its error, and the mean squared error."""
+    images, digits, noise, r, t = batch
+    time, span = t[:, None, None], (t - r)[:, None, None]
+    z, v = (1 - time) * images + time * noise, noise - images
+    u, du_dt = jvp(lambda z, r, t: net(z, r, t, digits), (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
+    error = (u - (v - span * du_dt).detach()).square().mean((1, 2))
     return (error / (error.detach() + 1e-3)).mean(), error.mean()
 
 
-def train(
-    net: nn.Module, context: Callable[[], contextlib.AbstractContextManager], options: argparse.Namespace
-) -> list:
-    """Train `net` in place; returns the mean squared error of each step."""
-    data = load_digits()
-    images, digits = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(data.target)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.steps)
+class Run:
+    """One network in training, and the average of its weights, which draws."""
 
-    def compute(images: Tensor, digits: Tensor) -> tuple[Tensor, Tensor]:
-        with context():
-            return loss_of(net, images, digits)
+    def __init__(self, name: str, prepare: Callable, context: Callable, options: Namespace) -> None:
+        torch.manual_seed(0)
+        self.name, self.prepare, self.context, self.net, self.log = name, prepare, context, prepare(Transformer()), []
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.998))
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=options.steps)
+        self.loss_of = torch.compile(loss_of) if options.compile else loss_of
 
-    step, curve = torch.compile(compute) if options.compile else compute, []
-    torch.manual_seed(0)
-    for _ in range(options.steps):
-        rows = torch.randint(len(images), (options.batch,))
-        loss, error = step(images[rows], digits[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        curve.append(error.item())
-    return curve
-
-
-@torch.no_grad()
-def draw(net: nn.Module) -> Tensor:
-    """Ten digits of each class in one step from noise: one image `[80, 80]`."""
-    torch.manual_seed(1)
-    noise, digits = torch.randn(100, 1, IMAGE_SIZE, IMAGE_SIZE), torch.arange(NUM_CLASSES).repeat(10)
-    images = noise - net(noise, torch.zeros(100), torch.ones(100), digits)
-    return images.reshape(10, 10, IMAGE_SIZE, IMAGE_SIZE).transpose(1, 2).reshape(80, 80)
-
-
-def peak_of_attention(context: Callable[[], contextlib.AbstractContextManager], tokens: int = 2048) -> float:
-    """Largest tensor, in MiB, of one attention of `tokens` rows in a loss with a JVP."""
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
-        ) -> object:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))  # type: ignore[operator]
-            for x in out if isinstance(out, (tuple, list)) else (out,):
-                largest = max(largest, x.nbytes if isinstance(x, Tensor) else 0)
-            return out
-
-    q = torch.randn(1, 4, tokens, 16, requires_grad=True)
-    with context(), Watch():
-        jvp(lambda q: F.scaled_dot_product_attention(q, q, q), (q,), (torch.ones_like(q),))[1].sum().backward()
-    return largest / 2**20
-
-
-def main() -> None:
-    """Train both, print the figures, and write `meanflow.png`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("meanflow.png"))
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    net = Transformer()
-    runs = {
-        "torch.nn, math backend": (net, lambda: sdpa_kernel(SDPBackend.MATH)),
-        "primitives": (pr.nn.convert(copy.deepcopy(net)), pr.override_torch),
-    }
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4))
-    for (name, (model, context)), axis in zip(runs.items(), axes[1:], strict=True):
+    def step(self, batch: tuple[Tensor, ...]) -> None:
+        """Learn from a batch."""
         start = time.perf_counter()
-        curve = torch.tensor(train(model, context, options))
-        seconds = (time.perf_counter() - start) / options.steps
-        smooth = curve[: len(curve) // 50 * 50].reshape(-1, 50).mean(1)
-        print(
-            f"{name:24} error {smooth[0]:.4f} -> {smooth[-1]:.4f}, {seconds * 1e3:.1f} ms a step, "
-            f"largest tensor at 2048 tokens {peak_of_attention(context):.1f} MiB"
-        )  # fmt: skip - one line of output
-        axes[0].plot(torch.arange(len(smooth)) * 50, smooth, label=name, linestyle="-" if axis is axes[1] else "--")
-        axis.imshow(draw(model), cmap="gray", vmin=-1, vmax=1)
-        axis.set_title(f"one step, {name}")
-        axis.axis("off")
-    axes[0].set(xlabel="step", ylabel="mean squared error", yscale="log")
+        with self.context():
+            loss, error = self.loss_of(self.net, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.average.update_parameters(self.net)
+        self.log.append((error.item(), time.perf_counter() - start))
+
+    @torch.no_grad()
+    def draw(self) -> Tensor:
+        """Ten digits of each class, a row for each, in one step from noise."""
+        torch.manual_seed(1)
+        noise, digits = torch.randn(100, 8, 8), torch.arange(NUM_CLASSES).repeat_interleave(10)
+        images = noise - self.average(noise, torch.zeros(100), torch.ones(100), digits)
+        return F.pad(images, (1, 1, 1, 1), value=-1.0).unflatten(0, (10, 10)).transpose(1, 2).reshape(100, 100)
+
+    def peak_memory(self, side: int) -> float:
+        """MiB that the loss of one image and its gradient hold at most at a time, temporaries of operators included."""
+        net, batch = self.prepare(Transformer(side)), batch_of(torch.randn(1, side, side), torch.tensor([0]))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, self.context():
+            loss_of(net, batch)[0].backward()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        held = [event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"]
+        return (max(held) - held[0]) / 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train both networks, print the figures, and write the picture."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--compile", action="store_true", help="put the loss through torch.compile")
+    parser.add_argument("--quick", action="store_true", help="10 steps: it runs, and draws nothing yet")
+    parser.add_argument("--output", type=Path, default=Path("meanflow.png"))
+    options = parser.parse_args(argv)
+    options.steps, sides = (10, (8, 16)) if options.quick else (options.steps, (8, 16, 32, 64, 96))
+    plain = Run("torch.nn, math attention", lambda net: net, lambda: sdpa_kernel(SDPBackend.MATH), options)
+    runs = [plain, Run("primitives", pr.nn.convert, pr.override_torch, options)]
+    data = load_digits()
+    images, digits = torch.tensor(data.images / 8 - 1, dtype=torch.get_default_dtype()), torch.tensor(data.target)
+    for _ in range(options.steps):
+        rows = torch.randint(len(images), (BATCH,))
+        batch = batch_of(images[rows], digits[rows])
+        for run in runs:
+            run.step(batch)
+
+    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), layout="constrained")
+    (theirs, _), (ours, _) = logs = [torch.tensor(run.log).unbind(1) for run in runs]
+    window = min(options.steps, 50)
+    for run, (errors, seconds), axis, style in zip(runs, logs, axes[2:], ("-", "--"), strict=True):
+        means = errors.unfold(0, window, window).mean(1)
+        peaks = {(side // PATCH) ** 2: run.peak_memory(side) for side in sides}
+        axes[0].plot(range(window, options.steps + 1, window), means.tolist(), style, label=run.name)
+        axes[1].plot(list(peaks), list(peaks.values()), style, marker="o", label=run.name)
+        axis.imshow(run.draw().numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
+        axis.set(title=f"one step: {run.name}", xticks=[], yticks=[])
+        print(f"{run.name:25} error {means[-1]:.4f}, {seconds.median() * 1e3:.1f} ms a step, MiB at", end="")
+        print(",".join(f" {tokens} tokens {peak:.1f}" for tokens, peak in peaks.items()))
+    gaps = (ours - theirs).abs() / theirs
+    print(f"errors differ by at most {gaps[:100].max():.1e} in the first 100 steps, {gaps.max():.1e} in all")
+    axes[0].set(xlabel="step", title="mean squared error", yscale="log")
+    axes[1].set(xlabel="tokens", title="MiB of a step, at its peak", xscale="log", yscale="log")
     axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(options.output, dpi=110)
+    figure.savefig(options.output, dpi=80)
 
 
 if __name__ == "__main__":
