@@ -42,7 +42,7 @@ def attention(
        o = \exp(S - \operatorname{lse}) \, v $$
 
     The sum runs over the keys. The weights are never stored: memory grows with the number of rows, not with its square,
-    in forward mode, in reverse mode, and in every derivative of second order.
+    in forward mode, in reverse mode, and in their derivatives of every order.
 
     Args:
         q: Queries, shape `[*batch, H, N, D]` (or `[N, D]`), float16, bfloat16, float32 or float64, any strides; or a

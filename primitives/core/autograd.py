@@ -45,10 +45,11 @@ __all__ = [
     "function_class",
     "is_transforming",
     "tangents_possible",
+    "unpack_dual",
 ]
 
 
-def _unpack_dual(value: Any) -> tuple[Any, Any]:
+def unpack_dual(value: Any) -> tuple[Any, Any]:
     """Primal and tangent of `value` at this level; anything but a tensor has no tangent."""
     return torch._VF._unpack_dual(value, level=0) if isinstance(value, torch.Tensor) else (value, None)  # type: ignore[attr-defined] - no stub
 
@@ -72,7 +73,7 @@ def _check_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> bo
     for name, entry in zip(rules.spec.tensors, tensors, strict=True):
         values = entry if isinstance(entry, list) else (entry,)
         for i, value in enumerate(values):
-            primal, tangent = _unpack_dual(value)
+            primal, tangent = unpack_dual(value)
             if tangent is None:
                 continue
             dual = True
@@ -235,7 +236,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
 
     def jvp(ctx: Any, _call: None, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
-            saved = [_unpack_dual(value)[0] for value in ctx.saved_tensors]
+            saved = [unpack_dual(value)[0] for value in ctx.saved_tensors]
             residuals = jvp_layout.unpack(saved, ctx.jvp_static)
             by_name = regroup(tangents, ctx.lengths) if has_lists else tangents
             result = rules.rule("jvp")(residuals, make_tangents(by_name))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives.core.errors import LeafError
 from primitives.core.overrides import OverrideMode
+from primitives.core.recomputation import Recomputable
 from primitives.tracing.memory import bottom
 from primitives.tracing.modules.lending import attributes_kept, running
 from primitives.tracing.recompute import replays
@@ -34,7 +35,7 @@ __all__ = ["Region"]
 _write_back = torch.ops.primitives.write_back.default
 
 
-class Region:
+class Region(Recomputable):
     """A function with its arguments, as a function `(*tensors) -> tensors`; every run but the first is a repetition.
 
     `tensors` are those of the arguments, then what `fn` captures, then parameters and buffers of the modules that it
@@ -43,8 +44,7 @@ class Region:
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        # Every function made of a region has one.
-        self._fn, self.region = fn, self
+        self._fn = fn
         self._leaves, self._treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]
         modules, self._cells = _reached(fn)
@@ -58,10 +58,20 @@ class Region:
                         self._registered.setdefault(value, []).append((owner, registry, name))
         captured = [cell.cell_contents for cell in self._cells]
         self.tensors = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
-        self.changed: list[int] = []
-        self.constants: frozenset[int] = frozenset()
+        self._changed: list[int] = []
+        self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
         self._is_overriding = any(isinstance(mode, OverrideMode) for mode in _get_current_function_mode_stack())
+
+    @property
+    def changed(self) -> Sequence[int]:
+        """Known after the first run."""
+        return self._changed
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """The same."""
+        return self._constants
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Tensors of the output of `fn`, then new values of the buffers that it changes."""
@@ -91,9 +101,9 @@ class Region:
                 self._out_leaves = [None if isinstance(y, torch.Tensor) else y for y in results]
                 for i, (x, y) in enumerate(zip(used, current, strict=True)):
                     if y is not None and (y is not x or bottom(y)._version > self._versions[i]):
-                        self.changed.append(start + i)
+                        self._changed.append(start + i)
                 places = list(self._registered.values())
-                self.constants = frozenset(
+                self._constants = frozenset(
                     len(self._out_places) + k
                     for k, i in enumerate(self.changed)
                     if all(isinstance(owner, _NormBase) for owner, _, _ in places[i - start])

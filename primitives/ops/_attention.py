@@ -1,8 +1,9 @@
 """Attention and its derivatives on some rows of queries against all keys: the pieces of references and CPU kernels.
 
-Notation as in `attention.py`. The heads of q that share a head of k and v are an axis of their own here: rows are
-[*batch, key heads, group, rows, width] and pairs of a row with a key [*batch, key heads, group, rows, keys], so that
-one product of matrices serves a whole group and no key is repeated.
+Notation as in `attention.py`. The heads of q that share a head of k and v are rows like others here: a tensor with rows
+is [batch * key heads, group * rows, width], one with keys [batch * key heads, keys, width], and pairs of a row with a
+key are [batch * key heads, group * rows, keys], so that one product of matrices serves a whole group and no key is
+repeated. Keys come multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -12,43 +13,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from primitives.core.recomputation import Recomputable, recomputed
 from primitives.ops._philox import WORDS_PER_BLOCK, draw_words
 from primitives.ops._shared import accumulation_dtype, unwanted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = [
-    "Dots",
-    "Problem",
-    "Rows",
-    "across",
-    "as_row_major",
-    "in_blocks",
-    "noised",
-    "row_major",
-    "sum_terms",
-    "with_keys",
-]
+__all__ = ["Problem", "Rows", "as_row_major", "flipped", "in_blocks", "noised", "row_major"]
 
 # Bytes of one temporary [rows, keys]: a handful of them stays in a processor's last cache.
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 MIN_ROWS = 8
 
 
-class Dots(NamedTuple):
-    """Tangents of q, k, v and bias; None where there is none."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None
-
-
 class Problem(NamedTuple):
-    """The arguments of one attention, as its operators have them."""
+    """One attention and what its derivatives are given: the arguments of its operators, None where there is none.
+
+    `in_place` says that temporaries may be written over, since nothing differentiates or traces what is computed.
+    """
 
     q: Tensor
     k: Tensor
@@ -60,6 +45,19 @@ class Problem(NamedTuple):
     scale: float
     causal: bool
     dropout_p: float
+    in_place: bool = False
+    o: Tensor | None = None
+    lse: Tensor | None = None
+    o_bar: Tensor | None = None
+    lse_bar: Tensor | None = None
+    o_bar_dot: Tensor | None = None
+    lse_bar_dot: Tensor | None = None
+    q_dot: Tensor | None = None
+    k_dot: Tensor | None = None
+    v_dot: Tensor | None = None
+    bias_dot: Tensor | None = None
+    o_dot: Tensor | None = None
+    lse_dot: Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -72,102 +70,126 @@ class Problem(NamedTuple):
         return accumulation_dtype(self.q.dtype)
 
 
-def with_keys(rows: Tensor, keys: Tensor) -> Tensor:
-    """The product of rows [*, group, rows, i] with a matrix [*, i, j] that the group shares."""
-    return (rows.flatten(-3, -2) @ keys).unflatten(-2, rows.shape[-3:-1])
+OF_ROWS = ("q", "o", "o_bar", "o_bar_dot", "q_dot", "o_dot")
+STATISTICS = ("lse", "lse_bar", "lse_bar_dot", "lse_dot")
+OF_KEYS = ("k", "v", "k_dot", "v_dot")
+PAIRS = ("bias", "mask", "bias_dot")
+TENSORS = (*OF_ROWS, *STATISTICS, *OF_KEYS, *PAIRS, "seed", "offset")
 
 
-def across(pairs: Tensor, rows: Tensor) -> Tensor:
-    """The sum over rows and group of pairs [*, group, rows, keys] times rows [*, group, rows, j]: [*, keys, j]."""
-    return pairs.flatten(-3, -2).mT @ rows.flatten(-3, -2)
+def flipped(x: Tensor | None) -> Any:
+    """`x` with its last two axes exchanged."""
+    return None if x is None else x.mT
 
 
-def sum_terms(*terms: Tensor | None) -> Any:
-    """The sum of the terms that are there; None without any."""
-    given = [term for term in terms if term is not None]
-    return sum(given[1:], given[0]) if given else None
-
-
-def noised(pairs: Tensor, noise: Tensor | None) -> Tensor:
-    """Z.pairs."""
-    return pairs if noise is None else pairs * noise
+def noised(pairs: Tensor | None, noise: Tensor | None) -> Any:
+    """Z.pairs; the pairs themselves without noise."""
+    return pairs if noise is None or pairs is None else pairs * noise
 
 
 class Rows:
-    """Rows `start` to `stop` of a problem.
+    """Some rows of a problem.
 
     Attributes:
-        problem: The whole problem.
-        q: These rows.
-        k: All keys, in the dtype of sums.
-        v: All values, in the dtype of sums.
+        x: The problem, its tensors cut to these rows and shaped as above. `bias`, `mask` and `bias_dot` alone are
+            [*batch, key heads or 1, group or 1, rows or 1, keys or 1].
     """
 
-    def __init__(self, problem: Problem, start: int, stop: int, k: Tensor, v: Tensor) -> None:
-        self.problem, self.start, self.stop, self.k, self.v = problem, start, stop, k, v
-        self._heads = (k.shape[-3], problem.groups)
-        self.q: Tensor = self.of(problem.q)
+    def __init__(self, problem: Problem, start: int, num_rows: int) -> None:
+        q, k, dtype = problem.q, problem.k, problem.dtype
+        self._start, self._all_rows, self._inner = start, num_rows, q.shape[:-1]
+        heads = (k.shape[-3], problem.groups)
+        self._pairs = (*k.shape[:-3], *heads, q.shape[-2], k.shape[-2])
+        self._shape = (math.prod(k.shape[:-2]), heads[1] * q.shape[-2], k.shape[-2])
+        batch, rows, keys = self._shape
+        tensors: dict[str, Any] = {}
+        for name in OF_ROWS + STATISTICS:
+            y = getattr(problem, name)
+            if y is not None:
+                tensors[name] = y.to(dtype).reshape(batch, rows, 1 if name in STATISTICS else y.shape[-1])
+        for name in OF_KEYS:
+            y = getattr(problem, name)
+            if y is not None:
+                tensors[name] = y.reshape(batch, keys, y.shape[-1])
+        for name in PAIRS:
+            y = getattr(problem, name)
+            if y is not None:
+                tensors[name] = y.unsqueeze(-3) if y.shape[-3] == 1 else y.unflatten(-3, heads)
+        self.x = problem._replace(**tensors)
 
-    def of(self, x: Tensor | None) -> Any:
-        """These rows of x [*batch, heads, all rows, width]: [*, key heads, group, rows, width]."""
-        if x is None:
-            return None
-        return x[..., self.start : self.stop, :].to(self.k.dtype).unflatten(-3, self._heads)
+    def over(self, pairs: Tensor) -> Tensor | None:
+        """Where to write something in the place of `pairs`, which are needed no more: None for new memory."""
+        return pairs if self.x.in_place else None
 
-    def of_statistic(self, x: Tensor | None) -> Any:
-        """The same of a statistic [*batch, heads, all rows]: [*, key heads, group, rows, 1]."""
-        return None if x is None else self.of(x.unsqueeze(-1))
+    def plus(self, total: Tensor | None, x: Tensor | None, y: Tensor | None) -> Any:
+        """`total + x y`, over `total`; None stands for nothing."""
+        if x is None or y is None:
+            return total
+        return torch.bmm(x, y) if total is None else torch.baddbmm(total, x, y, out=self.over(total))
 
-    def of_pairs(self, x: Tensor | None) -> Any:
-        """The same of x [*batch, heads, all rows, keys], any axis of which may be 1."""
-        if x is None:
-            return None
-        rows = x if x.shape[-2] == 1 else x[..., self.start : self.stop, :]
-        return rows.unsqueeze(-3) if rows.shape[-3] == 1 else rows.unflatten(-3, self._heads)
+    def times(self, x: Tensor | None, y: Tensor | None) -> Any:
+        """`x.y`, over `x`; None where one of them is not there."""
+        return None if x is None or y is None else torch.mul(x, y, out=self.over(x))
+
+    def minus(self, pairs: Tensor | None, less: Tensor | None) -> Any:
+        """`pairs - less`, over `pairs`, of a statistic [*, rows, 1]; None stands for nothing."""
+        if less is None:
+            return pairs
+        return (-less).expand(self._shape).clone() if pairs is None else torch.sub(pairs, less, out=self.over(pairs))
+
+    def plus_pairs(self, total: Tensor | None, pairs: Tensor | None) -> Any:
+        """`total + pairs`, over `total`, of pairs like those of the problem."""
+        if pairs is None:
+            return total
+        total = self.x.q.new_zeros(self._shape) if total is None else total
+        view = total.reshape(self._pairs)
+        return torch.add(view, pairs, out=self.over(view)).reshape(self._shape)
 
     def scores(self) -> Tensor:
         """Scale * q k^T + bias, `-inf` where a row does not see a key."""
-        problem = self.problem
-        scores = with_keys(self.q * problem.scale, self.k.mT)
-        if problem.bias is not None:
-            scores = scores + self.of_pairs(problem.bias)
-        if problem.mask is not None:
-            scores = scores.masked_fill(~self.of_pairs(problem.mask), -math.inf)
-        if problem.causal:
+        x = self.x
+        scores = self.plus_pairs(torch.bmm(x.q, x.k.mT), x.bias)
+        hidden = None if x.mask is None else ~x.mask
+        if x.causal:
             rows, keys = (
-                torch.arange(*ends, device=scores.device) for ends in ((self.start, self.stop), (0, self.k.shape[-2]))
+                torch.arange(first, first + count, device=scores.device)
+                for first, count in zip((self._start, 0), self._pairs[-2:], strict=True)
             )
-            scores = scores.masked_fill(rows.unsqueeze(-1) < keys, -math.inf)
-        return scores
+            later = rows.unsqueeze(-1) < keys
+            hidden = later if hidden is None else hidden | later
+        if hidden is None:
+            return scores
+        fill = torch.Tensor.masked_fill_ if x.in_place else torch.Tensor.masked_fill
+        return fill(scores.reshape(self._pairs), hidden, -math.inf).reshape(self._shape)
 
-    def scores_dot(self, dots: Dots) -> Tensor | None:
-        """The tangent of the scores along `dots`; None where nothing of them moves."""
-        problem = self.problem
-        return sum_terms(
-            None if dots.q is None else with_keys(self.of(dots.q) * problem.scale, self.k.mT),
-            None if dots.k is None else with_keys(self.q * problem.scale, dots.k.to(self.q.dtype).mT),
-            self.of_pairs(dots.bias),
-        )
+    def scores_dot(self) -> Tensor | None:
+        """The tangent of the scores; None where nothing of them moves."""
+        x = self.x
+        total = self.plus(None, x.q_dot, x.k.mT)
+        total = self.plus(total, x.q, flipped(x.k_dot))
+        return self.plus_pairs(total, x.bias_dot)
 
-    def probabilities(self, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """P, and lse [*, rows, 1], of `lse` where the whole of it is given.
+    def probabilities(self) -> tuple[Tensor, Tensor]:
+        """P, and lse [*, rows, 1], that of the problem where it is given.
 
         A row that sees no key has P = 0 and lse = -inf.
         """
-        scores = self.scores()
+        scores, lse = self.scores(), self.x.lse
         if lse is not None:
-            lse = self.of_statistic(lse)
-            return (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp_(), lse
+            scores = torch.sub(scores, lse.masked_fill(lse == -math.inf, 0.0), out=self.over(scores))
+            return torch.exp(scores, out=self.over(scores)), lse
         if scores.shape[-1] == 0:
-            return scores, self.q.new_full((*scores.shape[:-1], 1), -math.inf)
+            return scores, scores.new_full((*scores.shape[:-1], 1), -math.inf)
         # No derivative goes through the maximum: P is the same whatever is subtracted first.
         top = scores.detach().amax(-1, keepdim=True)
         top = top.masked_fill(top == -math.inf, 0.0)
-        weights = (scores - top).exp()
+        weights = torch.sub(scores, top, out=self.over(scores))
+        weights = torch.exp(weights, out=self.over(weights))
         total = weights.sum(-1, keepdim=True)
         sees_none = total == 0.0
         total = total.masked_fill(sees_none, 1.0)
-        return weights / total, (top + total.log()).masked_fill(sees_none, -math.inf)
+        lse = (top + total.log()).masked_fill(sees_none, -math.inf)
+        return torch.div(weights, total, out=self.over(weights)), lse
 
     def noise(self) -> Tensor | None:
         """Z: `1 / (1 - p)` where a pair is kept, else 0; None without dropout.
@@ -175,57 +197,100 @@ class Rows:
         Row r of head h begins at block `(h * rows + r) * ceil(keys / 4)` of the stream, so that a kernel draws the
         words of a tile alone.
         """
-        problem = self.problem
-        if problem.seed is None:
+        x = self.x
+        if x.seed is None:
             return None
-        inner = problem.q.shape[problem.seed.dim() : -1]
-        keys = problem.k.shape[-2]
+        inner, keys = self._inner[x.seed.dim() :], self._shape[-1]
         row_blocks = -(-keys // WORDS_PER_BLOCK)
-        first = torch.arange(math.prod(inner), device=problem.q.device).reshape(inner) * row_blocks
-        first = first[..., self.start : self.stop]
-        seed, offset = (
-            None if x is None else x.reshape(*x.shape, *[1] * first.dim()) for x in (problem.seed, problem.offset)
-        )
+        heads, rows = (torch.arange(count, device=x.q.device) for count in (math.prod(inner[:-1]), inner[-1]))
+        first = (heads.unsqueeze(-1) * self._all_rows + self._start + rows).reshape(inner) * row_blocks
+        seed, offset = (None if y is None else y.reshape(*y.shape, *[1] * first.dim()) for y in (x.seed, x.offset))
         first = first if offset is None else first + offset
         seed, first = torch.broadcast_tensors(seed, first)
-        dropped = math.ceil(problem.dropout_p * 2**32)
+        dropped = math.ceil(x.dropout_p * 2**32)
         kept = draw_words(seed, first, row_blocks * WORDS_PER_BLOCK, lambda words: words >= dropped)[..., :keys]
-        scale = 1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1.0 else 0.0
-        return (kept.to(self.k.dtype) * scale).unflatten(-3, self._heads)
+        scale = 1.0 / (1.0 - x.dropout_p) if x.dropout_p < 1.0 else 0.0
+        return (kept.to(x.q.dtype) * scale).reshape(self._shape)
 
 
-def _blocks(problem: Problem) -> Iterator[Rows]:
-    """All rows, in blocks: at least one, which may be empty, so that results have shapes."""
-    k, v = problem.k.to(problem.dtype), problem.v.to(problem.dtype)
-    num_rows = problem.q.shape[-2]
-    row_bytes = math.prod(problem.q.shape[:-2]) * problem.k.shape[-2] * problem.dtype.itemsize
-    size = max(MIN_ROWS, BLOCK_BYTES // max(row_bytes, 1))
-    for start in range(0, max(num_rows, 1), size):
-        yield Rows(problem, start, min(start + size, num_rows), k, v)
+class Block(Recomputable):
+    """Results for some rows of a problem, as a function of the tensors of these rows.
+
+    Args:
+        problem: The problem; of its tensors it counts which are there.
+        function: As for `in_blocks`.
+        kinds: The same.
+        wanted: The same.
+        start: The first row.
+    """
+
+    def __init__(self, problem: Problem, function: Callable, kinds: str, wanted: Sequence[bool], start: int) -> None:
+        self._names = [name for name in TENSORS if getattr(problem, name) is not None]
+        self._options = problem._replace(**dict.fromkeys(TENSORS))
+        self._function, self._kinds, self._wanted = function, kinds, wanted
+        self._start, self._num_rows = start, problem.q.shape[-2]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Parts of those results that are wanted."""
+        problem = self._options._replace(**dict(zip(self._names, tensors, strict=True)))
+        found = zip(self._function(Rows(problem, self._start, self._num_rows)), self._kinds, self._wanted, strict=True)
+        return tuple(_unfolded(part, kind, problem) for part, kind, want in found if want)
+
+    def parts(self, problem: Problem, stop: int) -> tuple[Tensor, ...]:
+        """Those of the rows up to `stop`."""
+        cut = [_cut(name, getattr(problem, name), self._start, stop) for name in self._names]
+        return self(*cut) if problem.in_place else recomputed(self, cut)
+
+
+def _cut(name: str, x: Tensor, start: int, stop: int) -> Tensor:
+    """Some rows of a tensor."""
+    if name in STATISTICS:
+        return x[..., start:stop]
+    if name in OF_ROWS or (name in PAIRS and x.shape[-2] != 1):
+        return x[..., start:stop, :]
+    return x
+
+
+def _unfolded(x: Tensor | None, kind: str, problem: Problem) -> Tensor:
+    """A result for the rows of `problem`, shaped as the argument of its kind; zeros for None."""
+    q, k, v, bias = problem[:4]
+    if kind == "b" and x is not None:
+        # The bias has these rows, or one for all.
+        return x.reshape(*q.shape[:-1], x.shape[-1]).sum_to_size(bias.shape)  # type: ignore[union-attr] - there is one
+    shapes = {"s": q.shape[:-1], "o": (*q.shape[:-1], v.shape[-1]), "q": q.shape, "k": k.shape, "v": v.shape}
+    shape = bias.shape if kind == "b" else shapes[kind]  # type: ignore[union-attr] - as above
+    return q.new_zeros(shape, dtype=problem.dtype) if x is None else x.reshape(shape)
 
 
 def in_blocks(
-    problem: Problem, function: Callable[[Rows], Sequence[Tensor | None]], kinds: str, wanted: Sequence[bool]
+    problem: Problem,
+    function: Callable[[Rows], Sequence[Tensor | None]],
+    kinds: str,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """`function` of all rows, in blocks.
+    """`function` of all rows, in blocks, of which derivatives of every order keep the arguments alone.
 
     Args:
         problem: The arguments.
-        function: Results for some rows, those that are not wanted None.
-        kinds: For each result a letter: `r` for rows, `s` for a statistic of rows, `k` and `v` for sums over rows,
-            shaped like the keys and values, `b` for pairs, to be summed to the shape of the bias.
+        function: Results for some rows; None for those that are zero or not wanted.
+        kinds: For each result the tensor that it is shaped like: `q` or `o`, `s` for a statistic of rows; `k`, to be
+            multiplied by the scale, or `v` for a sum over rows; `b` for pairs, to be summed to the shape of the bias.
         wanted: For each result, whether it is asked for.
 
     Returns:
         The results, in the dtype of q, statistics in that of sums.
     """
+    dtype, num_rows = problem.dtype, problem.q.shape[-2]
+    wide: dict[str, Any] = {name: _widened(name, getattr(problem, name), problem) for name in OF_KEYS}
+    whole = problem._replace(**wide)
+    row_bytes = math.prod(problem.q.shape[:-2]) * problem.k.shape[-2] * dtype.itemsize
+    size = max(MIN_ROWS, BLOCK_BYTES // max(row_bytes, 1))
+    places = [i for i, want in enumerate(wanted) if want]
     parts: list[list[Tensor]] = [[] for _ in kinds]
-    for rows in _blocks(problem):
-        for i, part in enumerate(function(rows)):
-            if not wanted[i] or part is None:
-                continue
-            if kinds[i] == "b":
-                part = _like_bias(part, problem)
+    # At least one block, which may be empty, so that results have shapes.
+    for start in range(0, max(num_rows, 1) if places else 0, size):
+        block = Block(problem, function, kinds, wanted, start)
+        for i, part in zip(places, block.parts(whole, min(start + size, num_rows)), strict=True):
             if parts[i] and not _is_cut(kinds[i], problem):
                 parts[i][0] = parts[i][0] + part
             else:
@@ -236,39 +301,27 @@ def in_blocks(
     )
 
 
+def _widened(name: str, x: Tensor | None, problem: Problem) -> Tensor | None:
+    """A tensor of keys in the dtype of sums; keys themselves are scaled."""
+    if x is None:
+        return None
+    x = x.to(problem.dtype)
+    return x * problem.scale if name in ("k", "k_dot") else x
+
+
 def _is_cut(kind: str, problem: Problem) -> bool:
     """Whether each block of rows has its own part of a result, rather than a term of it."""
-    return kind in "rs" or (kind == "b" and problem.bias is not None and problem.bias.shape[-2] != 1)
-
-
-def _like_bias(pairs: Tensor, problem: Problem) -> Tensor:
-    """Pairs summed over the axes that the bias does not have; rows are left as they are unless it has one for all."""
-    bias: Any = problem.bias
-    pairs = pairs.flatten(-4, -3)
-    rows = 1 if bias.shape[-2] == 1 else pairs.shape[-2]
-    return pairs.sum_to_size(*bias.shape[:-2], rows, bias.shape[-1])
+    return kind in "qos" or (kind == "b" and problem.bias is not None and problem.bias.shape[-2] != 1)
 
 
 def _whole(parts: list[Tensor], kind: str, problem: Problem) -> Tensor:
-    """A result of its parts, zeros without any, with memory of its own."""
-    if not parts:
-        parts = [_zeros(kind, problem)]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+    """A result of its parts, with memory of its own."""
     if kind == "s":
-        return whole.squeeze(-1).flatten(-3, -2).contiguous()
+        return torch.cat(parts, -1)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
     if kind == "b":
-        return whole.to(problem.bias.dtype if problem.bias is not None else problem.q.dtype, copy=True).contiguous()
-    return row_major(whole.flatten(-4, -3) if kind == "r" else whole, problem.q.dtype)
-
-
-def _zeros(kind: str, problem: Problem) -> Tensor:
-    shapes = {"k": problem.k.shape, "v": problem.v.shape}
-    if kind == "b":
-        return torch.zeros_like(problem.bias)  # type: ignore[arg-type] - asked for where there is one
-    if kind in shapes:
-        return problem.q.new_zeros(shapes[kind])
-    rows = problem.q.unflatten(-3, (problem.k.shape[-3], problem.groups))
-    return torch.zeros_like(rows)
+        return whole.to(problem.bias.dtype, copy=True).contiguous()  # type: ignore[union-attr] - there is one
+    return row_major(whole * problem.scale if kind == "k" else whole, problem.q.dtype)
 
 
 def as_row_major(x: Tensor) -> Tensor:

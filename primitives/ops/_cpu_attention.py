@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,15 +58,22 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
     return as_row_major(o), lse
 
 
-def flash_bwd(problem: Problem, o_bar: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def flash_bwd(problem: Problem) -> tuple[Tensor, Tensor, Tensor] | None:
     """q_bar, k_bar and v_bar."""
-    if not _serves(problem) or problem.groups > 1:
+    if problem.o_bar is None or problem.lse_bar is not None or not _serves(problem) or problem.groups > 1:
         return None
+    o: Any = problem.o
+    lse: Any = problem.lse
     bias = _hidden(problem)
     if bias is not None:
         lse = lse.masked_fill(lse == -math.inf, 0.0)
     bars = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_adjacent, (o_bar, *problem[:3], o)), lse, 0.0, problem.causal, attn_mask=bias, scale=problem.scale
+        *map(_adjacent, (problem.o_bar, *problem[:3], o)),
+        lse,
+        0.0,
+        problem.causal,
+        attn_mask=bias,
+        scale=problem.scale,
     )
     q_bar, k_bar, v_bar = map(as_row_major, bars)
     return q_bar, k_bar, v_bar

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core import Primitive
-from primitives.ops._attention import Dots, Problem, Rows, across, in_blocks, noised, sum_terms, with_keys
+from primitives.ops._attention import Problem, Rows, flipped, in_blocks, noised
 from primitives.ops._cpu_attention import flash, flash_bwd
 from primitives.ops._shared import accumulation_dtype, bind_kernels, fold_batch, output_axes, unwanted
 
@@ -50,6 +50,7 @@ __all__ = ["attention_bwd_p", "attention_jvp_p", "attention_p"]
 # The arguments that say what attends to what, and what no derivative reaches.
 OPTIONS = "Tensor? mask, Tensor? seed, Tensor? offset, float scale, bool causal, float dropout_p"
 NAMES = ("q", "k", "v", "bias")
+DOTS = tuple(f"{name}_dot" for name in NAMES)
 
 attention_p = Primitive(
     "attention",
@@ -68,13 +69,13 @@ attention_jvp_p = Primitive(
     "attention_jvp",
     "(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor o, Tensor lse, Tensor? q_dot, Tensor? k_dot, Tensor? v_dot,"
     f" Tensor? bias_dot, {OPTIONS}) -> (Tensor o_dot, Tensor lse_dot)",
-    residuals=(*NAMES, "o", "lse", "q_dot", "k_dot", "v_dot", "bias_dot", "mask", "seed", "offset", "o_dot", "lse_dot"),
+    residuals=(*NAMES, "o", "lse", *DOTS, "mask", "seed", "offset", "o_dot", "lse_dot"),
     cached=("o", "lse"),
     decomposable=True,
 )
 
 
-# Reference: the same for a block of rows at a time, whose results do not depend on how rows are cut into blocks.
+# Reference: for a block of rows at a time, on whose length no result depends.
 
 
 def forward(problem: Problem) -> tuple[Tensor, ...]:
@@ -82,67 +83,65 @@ def forward(problem: Problem) -> tuple[Tensor, ...]:
 
     def of_rows(rows: Rows) -> tuple[Tensor, Tensor]:
         p, lse = rows.probabilities()
-        return with_keys(noised(p, rows.noise()), rows.v), lse
+        return torch.bmm(noised(p, rows.noise()), rows.x.v), lse
 
-    return in_blocks(problem, of_rows, "rs", (True, True))
+    return in_blocks(problem, of_rows, "os", (True, True))
 
 
-def bwd(
-    problem: Problem,
-    o_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    wanted: Sequence[bool],
-    o: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """q_bar, k_bar, v_bar and bias_bar; o and lse are computed where they are not given."""
+def bwd(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """q_bar, k_bar, v_bar and bias_bar; o and lse are computed where the problem does not have them."""
 
     def of_rows(rows: Rows) -> tuple[Tensor | None, ...]:
-        p = rows.probabilities(lse)[0]
-        noise, o_bar_rows, lse_bar_rows = rows.noise(), rows.of(o_bar), rows.of_statistic(lse_bar)
+        x, noise, p = rows.x, rows.noise(), rows.probabilities()[0]
         noisy_p = noised(p, noise)
-        terms = [] if lse_bar_rows is None else [lse_bar_rows]
-        if o_bar_rows is not None:
-            o_rows = with_keys(noisy_p, rows.v) if o is None else rows.of(o)
-            terms.append(noised(with_keys(o_bar_rows, rows.v.mT), noise) - (o_bar_rows * o_rows).sum(-1, keepdim=True))
-        r = p * sum_terms(*terms)
+        r = rows.times(turning(rows, torch.bmm(noisy_p, x.v) if x.o is None else x.o, noise), p)
         return (
-            with_keys(r, rows.k) * problem.scale if wanted[0] else None,
-            across(r, rows.q) * problem.scale if wanted[1] else None,
-            (problem.v.new_zeros(rows.v.shape) if o_bar_rows is None else across(noisy_p, o_bar_rows))
-            if wanted[2]
-            else None,
-            r if wanted[3] else None,
+            rows.plus(None, r, x.k) if wanted[0] else None,
+            rows.plus(None, flipped(r), x.q) if wanted[1] else None,
+            rows.plus(None, noisy_p.mT, x.o_bar) if wanted[2] else None,
+            r,
         )
 
-    return in_blocks(problem, of_rows, "rkvb", wanted)
+    return in_blocks(problem, of_rows, "qkvb", wanted)
 
 
-def jvp(problem: Problem, dots: Dots, lse: Tensor | None = None) -> tuple[Tensor, ...]:
+def turning(rows: Rows, o: Tensor, noise: Tensor | None) -> Tensor | None:
+    """G - g; None without cotangents."""
+    x = rows.x
+    less = None if x.lse_bar is None else -x.lse_bar
+    if x.o_bar is not None:
+        less = products(x.o_bar, o, less)
+    return rows.minus(noised(rows.plus(None, x.o_bar, x.v.mT), noise), less)
+
+
+def products(x: Tensor, y: Tensor, total: Tensor | None = None) -> Tensor:
+    """`total` plus the sum over each row of x.y."""
+    found = (x * y).sum(-1, keepdim=True)
+    return found if total is None else found + total
+
+
+def jvp(problem: Problem) -> tuple[Tensor, ...]:
     """o_dot and lse_dot; lse as in `bwd`."""
 
     def of_rows(rows: Rows) -> tuple[Tensor, Tensor]:
-        p, p_dot, lse_dot, _ = moving(rows, dots, lse)
+        p, lse_dot, centered = moving(rows)
         noise = rows.noise()
-        v_dot = None if dots.v is None else dots.v.to(rows.v.dtype)
-        o_dot = sum_terms(
-            None if v_dot is None else with_keys(noised(p, noise), v_dot),
-            None if p_dot is None else with_keys(noised(p_dot, noise), rows.v),
-        )
+        o_dot = rows.plus(None, noised(p, noise), rows.x.v_dot)
+        if centered is not None:
+            o_dot = rows.plus(o_dot, noised(rows.times(centered, p), noise), rows.x.v)
         return o_dot, lse_dot
 
-    return in_blocks(problem, of_rows, "rs", (True, True))
+    return in_blocks(problem, of_rows, "os", (True, True))
 
 
-def moving(rows: Rows, dots: Dots, lse: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """P, P_dot, lse_dot, and S_dot - lse_dot; None where the scores do not move."""
-    p, _ = rows.probabilities(lse)
-    scores_dot = rows.scores_dot(dots)
+def moving(rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """P, lse_dot, and S_dot - lse_dot, None where the scores do not move."""
+    p, scores_dot, lse_dot = rows.probabilities()[0], rows.scores_dot(), rows.x.lse_dot
     if scores_dot is None:
-        return p, None, p.new_zeros((*p.shape[:-1], 1)), None
-    lse_dot = (p * scores_dot).sum(-1, keepdim=True)
-    centered = scores_dot - lse_dot
-    return p, p * centered, lse_dot, centered
+        return p, p.new_zeros((*p.shape[:-1], 1)), None
+    if lse_dot is None:
+        lse_dot = products(p, scores_dot)
+    return p, lse_dot, rows.minus(scores_dot, lse_dot)
 
 
 @attention_p.def_reference
@@ -180,7 +179,8 @@ def _attention_bwd_reference(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     # o and lse are values of the other arguments: taken from these again, so that a derivative reaches them.
-    return bwd(Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p), o_bar, lse_bar, wanted)
+    problem = Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
+    return bwd(problem._replace(o_bar=o_bar, lse_bar=lse_bar), wanted)
 
 
 @attention_jvp_p.def_reference
@@ -202,9 +202,8 @@ def _attention_jvp_reference(
     causal: bool,
     dropout_p: float,
 ) -> tuple[Tensor, ...]:
-    return jvp(
-        Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p), Dots(q_dot, k_dot, v_dot, bias_dot)
-    )
+    problem = Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
+    return jvp(problem._replace(q_dot=q_dot, k_dot=k_dot, v_dot=v_dot, bias_dot=bias_dot))
 
 
 # Shapes.
@@ -229,7 +228,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 def _attention_bwd_fake(
     o_bar: Any, lse_bar: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
-    made = (*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape))
+    made: Any = (*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape))
     return tuple(x if want else unwanted(q) for x, want in zip(made, rest[-1], strict=True))
 
 
@@ -241,37 +240,29 @@ def _attention_jvp_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
 # Kernels.
 
 
+def problem_of_kernel(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequence[bool]]:
+    """The problem of a call of `op`, whose temporaries nobody else sees, and what is wanted of it."""
+    by_name = dict(zip(op.spec.arguments, args, strict=True))
+    wanted = by_name.pop("wanted", ())
+    return Problem(**by_name, in_place=True), wanted
+
+
 def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem = Problem(*args)
+    problem, _ = problem_of_kernel(attention_p, args)
     return flash(problem) or forward(problem)
 
 
-def _attention_bwd_cpu(
-    o_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    *options, wanted = options
-    problem = Problem(q, k, v, bias, *options)
-    served = None
-    if o_bar is not None and lse_bar is None and not wanted[3]:
-        served = flash_bwd(problem, o_bar, o, lse)
+def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
+    problem, wanted = problem_of_kernel(attention_bwd_p, args)
+    served = None if wanted[3] else flash_bwd(problem)
     if served is None:
-        return bwd(problem, o_bar, lse_bar, wanted, o, lse)
-    bars = [x if want else unwanted(q) for x, want in zip(served, wanted, strict=False)]
-    return (*bars, unwanted(q))
+        return bwd(problem, wanted)
+    bars = [x if want else unwanted(problem.q) for x, want in zip(served, wanted, strict=False)]
+    return (*bars, unwanted(problem.q))
 
 
-def _attention_jvp_cpu(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    return jvp(Problem(q, k, v, bias, *rest[4:]), Dots(*rest[:4]), lse)
+def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
+    return jvp(problem_of_kernel(attention_jvp_p, args)[0])
 
 
 bind_kernels(attention_p, "attention", "attention_fwd", _attention_cpu)

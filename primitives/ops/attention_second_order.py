@@ -21,7 +21,7 @@ of which `attention_pairing_p` returns those that are wanted:
     jvp of the backward  dL/dq and so on, which are the tangents of q_bar and so on, since derivatives commute
 
 so that one pair of kernels serves every mode. Third and higher orders, and the jvp of a jvp, differentiate the
-references.
+references, whose blocks of rows are recomputed: memory grows with the number of rows at every order.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core import Primitive
-from primitives.ops._attention import Dots, Problem, Rows, across, in_blocks, noised, sum_terms, with_keys
+from primitives.ops._attention import Problem, Rows, flipped, in_blocks, noised
 from primitives.ops._shared import bind_kernels, of_wanted, unwanted
 from primitives.ops.attention import (
+    DOTS,
     NAMES,
     OPTIONS,
     attention_bwd_p,
@@ -44,6 +45,9 @@ from primitives.ops.attention import (
     empty_statistic,
     moving,
     options_of,
+    problem_of_kernel,
+    products,
+    turning,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +56,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["attention_pairing_p"]
-
-DOTS = tuple(f"{name}_dot" for name in NAMES)
 
 attention_pairing_p = Primitive(
     "attention_pairing",
@@ -70,71 +72,54 @@ attention_pairing_p = Primitive(
 # Reference.
 
 
-def pairing(
-    problem: Problem,
-    bars: Sequence[Tensor | None],
-    dots: Dots,
-    wanted: Sequence[bool],
-    o: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """The derivatives of L.
-
-    Args:
-        problem: The arguments of attention.
-        bars: o_bar, lse_bar, o_bar_dot, lse_bar_dot.
-        dots: The tangents of q, k, v, bias.
-        wanted: For each derivative, whether it is asked for.
-        o: Output, computed where it is not given.
-        lse: The same.
-    """
-    k_dot, v_dot = (None if x is None else x.to(problem.dtype) for x in (dots.k, dots.v))
+def pairing(problem: Problem, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """The derivatives of L; o, lse, o_dot and lse_dot are computed where the problem does not have them."""
+    needs_t = any(wanted[i] for i in (2, 3, 5))
+    needs_r = any(wanted[i] for i in (2, 3, 6, 7, 9))
 
     def of_rows(rows: Rows) -> list[Tensor | None]:
-        p, p_dot, lse_dot, centered = moving(rows, dots, lse)
-        noise, q_dot = rows.noise(), rows.of(dots.q)
-        noisy_p, noisy_p_dot = noised(p, noise), None if p_dot is None else noised(p_dot, noise)
-        o_bar, o_bar_dot = rows.of(bars[0]), rows.of(bars[2])
-        o_rows = with_keys(noisy_p, rows.v) if o is None else rows.of(o)
-        o_dot = sum_terms(product(with_keys, noisy_p, v_dot), product(with_keys, noisy_p_dot, rows.v))
-        o_dot = torch.zeros_like(o_rows) if o_dot is None else o_dot
-
-        def pairs_with(x: Tensor | None, values: Tensor | None, minus: Tensor) -> Tensor | None:
-            """Z.(x values^T), less the products of x with `minus`, row by row."""
-            if x is None:
-                return None
-            less = (x * minus).sum(-1, keepdim=True)
-            return -less if values is None else noised(with_keys(x, values.mT), noise) - less
-
-        turned = sum_terms(pairs_with(o_bar, rows.v, o_rows), rows.of_statistic(bars[1]))
-        moved = sum_terms(
-            pairs_with(o_bar, v_dot, o_dot), pairs_with(o_bar_dot, rows.v, o_rows), rows.of_statistic(bars[3])
-        )
-        r = product(torch.mul, p, turned)
-        t = sum_terms(product(torch.mul, r, centered), product(torch.mul, p, moved))
-        derivatives = (
+        x, noise, (p, lse_dot, centered) = rows.x, rows.noise(), moving(rows)
+        noisy_p = noised(p, noise)
+        noisy_p_dot = None if centered is None else noised(p * centered, noise)
+        o = torch.bmm(noisy_p, x.v) if x.o is None else x.o
+        o_dot = x.o_dot
+        if o_dot is None and (wanted[0] or needs_t):
+            o_dot = rows.plus(rows.plus(None, noisy_p, x.v_dot), noisy_p_dot, x.v)
+        turned = turning(rows, o, noise) if needs_r or needs_t else None
+        t = moved(rows, o, o_dot, centered, turned, noise) if needs_t else None
+        t, r = rows.times(t, p), rows.times(turned, p)
+        derivatives: tuple[Callable[[], Tensor | None], ...] = (
             lambda: o_dot,
             lambda: lse_dot,
-            lambda: scaled(product(with_keys, t, rows.k), product(with_keys, r, k_dot)),
-            lambda: scaled(product(across, t, rows.q), product(across, r, q_dot)),
-            lambda: sum_terms(product(across, noisy_p_dot, o_bar), product(across, noisy_p, o_bar_dot)),
+            lambda: rows.plus(rows.plus(None, t, x.k), r, x.k_dot),
+            lambda: rows.plus(rows.plus(None, flipped(t), x.q), flipped(r), x.q_dot),
+            lambda: rows.plus(rows.plus(None, flipped(noisy_p_dot), x.o_bar), noisy_p.mT, x.o_bar_dot),
             lambda: t,
-            lambda: scaled(product(with_keys, r, rows.k)),
-            lambda: scaled(product(across, r, rows.q)),
-            lambda: product(across, noisy_p, o_bar),
+            lambda: rows.plus(None, r, x.k),
+            lambda: rows.plus(None, flipped(r), x.q),
+            lambda: rows.plus(None, noisy_p.mT, x.o_bar),
             lambda: r,
         )
         return [make() if want else None for make, want in zip(derivatives, wanted, strict=True)]
 
-    def scaled(*terms: Tensor | None) -> Tensor | None:
-        return product(torch.mul, sum_terms(*terms), problem.scale)
-
-    return in_blocks(problem, of_rows, "rsrkvbrkvb", wanted)
+    return in_blocks(problem, of_rows, "osqkvbqkvb", wanted)
 
 
-def product(multiply: Callable[..., Tensor], x: Any, y: Any) -> Any:
-    """`multiply(x, y)`; None where one of them is not there."""
-    return None if x is None or y is None else multiply(x, y)
+def moved(
+    rows: Rows, o: Tensor, o_dot: Tensor | None, centered: Tensor | None, turned: Tensor | None, noise: Tensor | None
+) -> Tensor | None:
+    """C.(G - g) + H - w; None where all of it is zero."""
+    x = rows.x
+    w = None if x.lse_bar_dot is None else -x.lse_bar_dot
+    w = w if x.o_bar is None or o_dot is None else products(x.o_bar, o_dot, w)
+    w = w if x.o_bar_dot is None else products(x.o_bar_dot, o, w)
+    h = rows.plus(rows.plus(None, x.o_bar, flipped(x.v_dot)), x.o_bar_dot, x.v.mT)
+    total = rows.minus(noised(h, noise), w)
+    if total is None:
+        return rows.times(centered, turned)
+    if centered is None or turned is None:
+        return total
+    return torch.addcmul(total, centered, turned, out=rows.over(total))
 
 
 @attention_pairing_p.def_reference
@@ -164,25 +149,17 @@ def _attention_pairing_reference(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     problem = Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    bars = (o_bar, lse_bar, o_bar_dot, lse_bar_dot)
-    return pairing(problem, bars, Dots(q_dot, k_dot, v_dot, bias_dot), wanted)
+    problem = problem._replace(o_bar=o_bar, lse_bar=lse_bar, o_bar_dot=o_bar_dot, lse_bar_dot=lse_bar_dot)
+    return pairing(problem._replace(q_dot=q_dot, k_dot=k_dot, v_dot=v_dot, bias_dot=bias_dot), wanted)
 
 
 def _attention_pairing_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem, bars, dots, (o, lse), wanted = _parts(args)
-    return pairing(problem, bars, dots, wanted, o, lse)
-
-
-def _parts(args: Sequence[Any]) -> tuple[Problem, Sequence[Any], Dots, Sequence[Any], Sequence[bool]]:
-    """The problem, its cotangents and their tangents, the tangents of its arguments, o with lse, and what is wanted."""
-    bars, primals, results, dots, options = args[:4], args[4:8], args[8:10], args[10:14], args[16:-1]
-    return Problem(*primals, *options), bars, Dots(*dots), results, args[-1]
+    return pairing(*problem_of_kernel(attention_pairing_p, args))
 
 
 @attention_pairing_p.def_fake
 def _attention_pairing_fake(*args: Any) -> tuple[Tensor, ...]:
-    problem, _, _, _, wanted = _parts(args)
-    q, k, v, bias = problem[:4]
+    (q, k, v, bias), wanted = args[4:8], args[-1]
 
     def bars() -> list[Any]:
         return [*[empty_rows(x, x.shape[-1]) for x in (q, k, v)], None if bias is None else bias.new_empty(bias.shape)]

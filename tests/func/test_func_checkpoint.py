@@ -8,6 +8,7 @@ import pytest
 import torch
 from func_trees import peak
 from torch import nn
+from torch.autograd import forward_ad
 
 import primitives as pr
 from primitives.func import checkpoint, functional_call, grad, hessian, jacrev, jvp, vmap
@@ -82,6 +83,14 @@ def mean_flow_loss(net, x, v):
     return (u - v + u_dot).square().mean()
 
 
+def dual_level(net, *, ends_first):
+    with forward_ad.dual_level():
+        loss = forward_ad.unpack_dual(net(forward_ad.make_dual(X, V))).tangent.square().sum()
+        if not ends_first:
+            return gradients(net, loss)
+    return gradients(net, loss)
+
+
 NESTINGS = {
     "backward": lambda net: gradients(net, net(X).square().sum()),
     "backward twice": second_backward,
@@ -89,6 +98,8 @@ NESTINGS = {
     "backward of jvp of jvp": lambda net: gradients(
         net, jvp(lambda x: jvp(net, (x,), (V,))[1], (X,), (X,))[1].square().sum()
     ),
+    "backward in a dual level": functools.partial(dual_level, ends_first=False),
+    "backward after a dual level": functools.partial(dual_level, ends_first=True),
     "grad of jvp": lambda net: grad(lambda x: jvp(net, (x,), (V,))[1].square().sum())(X),
     "hessian": lambda net: hessian(lambda x: net(x).square().sum())(X[0]),
     "jacrev of jacrev": lambda net: jacrev(jacrev(lambda x: net(x).square().sum()))(X[0]),
@@ -247,7 +258,3 @@ def test_tensors_that_a_region_cannot_know_are_refused():
     for call in (lambda: checkpoint(lambda x: x * held.x, X.clone().requires_grad_()), lambda: grad(within)(X)):
         with pytest.raises(pr.core.errors.LeafError, match="Pass it as an argument"):
             call()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, V)
-        with pytest.raises(pr.MissingRuleError, match="dual_level"):
-            checkpoint(torch.sin, dual)
