@@ -14,14 +14,14 @@ from primitives.core.decomposition import decomposition_table
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
 from primitives.decompositions import register_decomposition
-from primitives.decompositions._mode import torch_bodies
+from primitives.decompositions._mode import forward_mode, torch_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-__all__ = ["override_torch"]
+__all__ = ["override_except_dropout", "override_torch"]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
@@ -34,14 +34,20 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
     Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
-    `layer_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy` and `dropout`. They are right at every
-    order of derivative, and run on fused kernels. Results differ from torch's by rounding, and `dropout` draws other
-    numbers, with the same probability. Running statistics are written as torch writes them.
+    `layer_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `dropout`,
+    `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and `multi_head_attention_forward`. They
+    are right at every order of derivative, and run on fused kernels. Results differ from torch's by rounding, and
+    dropout draws other numbers, with the same probability. Running statistics are written as torch writes them.
+    `group_norm` in channels_last has a jvp.
 
     Whatever a stand-in does not serve goes to torch's own function, with the arguments as they were: an `out=` or a
     legacy argument (`size_average`, `reduce`), dtypes that do not go together, sparse and nested tensors, wrapper
-    subclasses as `DTensor`, and everything that torch refuses. Functions that torch composes itself
-    (`multi_head_attention_forward`, TorchScript) do not ask Python again, and run as they are.
+    subclasses as `DTensor`, and everything that torch refuses. Functions that torch composes itself (TorchScript) do
+    not ask Python again, and run as they are; so do operators of other names, as `flex_attention`, whose jvp raises.
+
+    A function that is run again after the context has ended, as by `torch.utils.checkpoint`, has to enter it there too:
+    pass it `context_fn=lambda: (contextlib.nullcontext(), override_torch())`, or use `primitives.nn.convert`, whose
+    modules enter it by themselves.
 
     The context holds for the calling thread, nests, and ends with the block, whatever is raised inside. What is
     computed inside may be differentiated after it has ended.
@@ -68,6 +74,12 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
         return inside  # type: ignore[return-value] - has the signature of `function`
 
 
+class override_except_dropout(override_torch):  # noqa: N801 - as above
+    """`override_torch` for a model that `convert` changed: it leaves dropout, which torch differentiates right."""
+
+    left = frozenset([torch_functional.dropout, torch.dropout])
+
+
 def _plain(*values: Any) -> bool:
     """Whether every tensor among `values` is one that the primitives take, at a first look."""
     for value in values:
@@ -75,7 +87,7 @@ def _plain(*values: Any) -> bool:
             value.layout is not torch.strided or value.is_nested or is_traceable_wrapper_subclass(value)
         ):
             return False
-    return isinstance(values[0], torch.Tensor)
+    return len(values) > 0 and isinstance(values[0], torch.Tensor)
 
 
 def _served(function: Callable[..., Any], *args: Any) -> Any:
@@ -197,13 +209,15 @@ def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if given is None else _functional_instance_norm(mode, **given)
 
 
-@register_override(torch_functional.group_norm)
+@register_override(torch_functional.group_norm, torch.group_norm)
 def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **kwargs: Any) -> Any:
-    # Torch's own has no jvp for an input whose strides are not those of a contiguous tensor.
-    if not _plain(input):
+    # All that torch's own lacks is a jvp for channels beside one another: there it gets them apart.
+    if not _plain(input) or input.dim() not in (4, 5) or input.stride(1) != 1 or input.is_contiguous():
         return NotImplemented
-    with mode:
-        return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
+    if not forward_mode((input, *args), kwargs):
+        return NotImplemented
+    y = torch_functional.group_norm(input.contiguous(), num_groups, *args, **kwargs)
+    return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 @register_override(torch_functional.log_softmax)
@@ -271,7 +285,11 @@ def _torch_dropout(mode: OverrideMode, input: Any, p: float, train: bool) -> Any
     return _functional_dropout(mode, input, p, train)
 
 
-@register_override(torch_functional.scaled_dot_product_attention)
+@register_override(
+    torch_functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
 def _attention(
     mode: OverrideMode,
     query: Any,
@@ -284,7 +302,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if not _plain(query, key, value, attn_mask):
+    # A probability that torch takes, and one that it refuses by another error.
+    if not _plain(query, key, value, attn_mask) or not 0.0 <= dropout_p <= 1.0:
         return NotImplemented
     call = functools.partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
     return _served(call, query, key, value, attn_mask, dropout_p, is_causal)
@@ -292,6 +311,8 @@ def _attention(
 
 @register_override(torch_functional.multi_head_attention_forward)
 def _multi_head_attention(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
+    if not _plain(*args[:3]):
+        return NotImplemented
     with mode:
         return torch_bodies[torch_functional.multi_head_attention_forward](*args, **kwargs)
 

@@ -64,6 +64,7 @@ TARGET, WEIGHTS = torch.linspace(-1, 1, 72, **DOUBLE).reshape(2, 4, 3, 3), torch
 WRONG_IN_TORCH = {
     "mse_loss": lambda x: functional.mse_loss(x.exp(), TARGET),
     "group_norm": lambda x: (functional.group_norm(x, 2, eps=1e-2) ** 3 * WEIGHTS).sum(),
+    "attention": lambda x: (functional.scaled_dot_product_attention(x.exp(), x, x.sin()) ** 3 * WEIGHTS).sum(),
     "GroupNorm": lambda x: (torch.nn.GroupNorm(2, 4, **DOUBLE)(x) ** 3 * WEIGHTS).sum(),
     "weight_norm": lambda x: (torch._weight_norm(x[0], x[1, :, :1, :1], 0) ** 3 * WEIGHTS).sum(),
     "weight_norm of the whole": lambda x: (torch._weight_norm(x[0], x[1, 0, 0, 0], -1) ** 3 * WEIGHTS).sum(),
@@ -231,6 +232,7 @@ def test_arguments_are_those_of_the_schema_and_calls_with_out_are_torchs():
 
 # Refused as torch refuses.
 
+ROWS = [torch.ones(1, 2, 4, 3)] * 3
 REFUSED = {
     "normalized_shape": lambda s: functional.layer_norm(torch.ones(2, 3), (4,)),
     "weight of 1": lambda s: functional.layer_norm(torch.ones(2, 3), (3,), torch.ones(1)),
@@ -249,6 +251,9 @@ REFUSED = {
     "instance weight": lambda s: functional.instance_norm(torch.randn(2, 3, 4), *s, weight=torch.ones(4)),
     "groups": lambda s: torch.group_norm(torch.randn(2, 4), 3),
     "group weight": lambda s: torch.group_norm(torch.randn(2, 4), 2, torch.ones(1)),
+    "mask": lambda s: functional.scaled_dot_product_attention(*ROWS, torch.ones(4, 5)),
+    "mask dtype": lambda s: functional.scaled_dot_product_attention(*ROWS, torch.ones(4, 4).double()),
+    "heads": lambda s: functional.scaled_dot_product_attention(*ROWS[:1], *[torch.ones(1, 3, 4, 3)] * 2),
     "no tensor": lambda s: functional.layer_norm([torch.ones(3)], (3,)),
     "axis": lambda s: functional.log_softmax(torch.ones(2, 3), 5),
     "targets": lambda s: functional.cross_entropy(torch.ones(2, 3), torch.tensor([1])),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +52,15 @@ def flat(outputs):
     return torch.cat([outputs[0].flatten(), *[o.detach().flatten() for o in outputs[1:]]])
 
 
+def by_formula(*args):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args)
+
+
+def nested(*rows):
+    return torch.nested.nested_tensor([data(i, 3, n, 2) for i, n in enumerate(rows)])
+
+
 SERVED = {
     "F.layer_norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b, 1e-3), X, "layer_norm"),
     "torch.layer_norm": (lambda x, w, b: torch.layer_norm(x, (3,), w, b, 1e-3, False), X, "layer_norm"),
@@ -77,6 +87,22 @@ SERVED = {
     ),
     "F.dropout all": (lambda x, w, b: F.dropout(x, 1.0), X, "dropout"),
     "torch.dropout all": (lambda x, w, b: torch.dropout(x, 1.0, True), X, "dropout"),
+    "F.scaled_dot_product_attention": (
+        lambda x, w, b: F.scaled_dot_product_attention(x * w.view(3, 1, 1), x, x + b.view(3, 1, 1), is_causal=True),
+        IMAGES, "attention",
+    ),
+    "torch.ops.aten": (
+        lambda x, w, b: torch.ops.aten.scaled_dot_product_attention(x * w.view(3, 1, 1), x, x, b.view(3, 1, 1) * x),
+        IMAGES, "attention",
+    ),
+    "a chosen kernel": (lambda x, w, b: by_formula(x * w.view(3, 1, 1), x, x + b.view(3, 1, 1)), IMAGES, "attention"),
+    "F.multi_head_attention_forward": (
+        lambda x, w, b: F.multi_head_attention_forward(
+            *[x.unsqueeze(1)] * 3, 3, 3, torch.outer(B.repeat(3), w), b.repeat(3), None, None, False, 0.0,
+            torch.outer(w, b), None, need_weights=False,
+        )[0],
+        X, "attention",
+    ),
     "torch.native_layer_norm": (lambda x, w, b: flat(torch.native_layer_norm(x, (3,), w, b, 1e-3)), X, None),
     "torch.native_batch_norm": (
         lambda x, w, b: flat(torch.native_batch_norm(x, w, b, *running(), True, 0.1, 1e-5)), X, "write_back",
@@ -110,6 +136,9 @@ NOT_SERVED = {
     "dtypes of parameters": lambda: F.instance_norm(IMAGES.bfloat16(), weight=W.float(), bias=B.float()),
     "no dim": lambda: F.log_softmax(X),
     "wrapper subclass": lambda: F.layer_norm(TwoTensor(X, X), (3,)).a,
+    "nested rows": lambda: F.scaled_dot_product_attention(*[nested(4, 2)] * 3).to_padded_tensor(0.0),
+    "a tensor for a number": lambda: F.scaled_dot_product_attention(*[IMAGES] * 3, scale=torch.tensor(0.5)),
+    "group norm without a jvp": lambda: F.group_norm(IMAGES.contiguous(memory_format=torch.channels_last), 1),
     "nested": lambda: F.layer_norm(torch.nested.nested_tensor([X, X[:2]]), (3,), W, B).to_padded_tensor(0.0),
     "composed by torch": lambda: F.gumbel_softmax(torch.full((1, 1), 5.0), hard=True),
 }
@@ -122,6 +151,27 @@ def test_what_is_not_served_is_torchs(case):
     actual, ops = run(NOT_SERVED[case])
     assert not ops
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.channels_last_3d])
+def test_group_norm_of_channels_beside_one_another_has_a_jvp(layout):
+    shape = (2, 4, 3, 2) if layout is torch.channels_last else (2, 4, 3, 2, 2)
+    x, v, scale = data(8, *shape), data(9, *shape), data(10, 4)
+
+    def along(function, v):
+        return lambda x: torch.func.jvp(function, (x,), (v,))[1]
+
+    def norm(x):
+        return F.group_norm(x, 2, scale, scale.sin(), 1e-2)
+
+    expected = norm(x), along(norm, v)(x), along(along(norm, v), v)(x)
+    x, v = (t.contiguous(memory_format=layout) for t in (x, v))
+    with pr.override_torch():
+        actual = norm(x), along(norm, v)(x), along(along(norm, v), v)(x)
+    assert_close(actual, expected)
+    assert all(y.is_contiguous(memory_format=layout) for y in actual)
+    with pytest.raises(RuntimeError, match="view"):
+        along(norm, v)(x)
 
 
 def test_running_statistics_are_written_under_transforms():

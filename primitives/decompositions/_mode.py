@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-__all__ = ["differentiate_through", "torch_bodies"]
+__all__ = ["differentiate_through", "forward_mode", "torch_bodies"]
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default)
@@ -94,7 +94,7 @@ def _has_tangent(value: Any, levels: Sequence[Any]) -> bool:
         return torch._VF._unpack_dual(value, level=0)[1] is not None  # type: ignore[attr-defined] - no stub
 
 
-def _forward_mode(args: tuple, kwargs: dict) -> bool:
+def forward_mode(args: tuple, kwargs: dict) -> bool:
     """Whether any argument carries a tangent at any level; while a compiler traces, whether there is such a level."""
     if torch.compiler.is_compiling():
         return _jvp_level_exists()
@@ -175,6 +175,6 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
     def _decomposition(self, op: OpOverload, args: tuple, kwargs: dict) -> Callable | None:
         if self._only is not None and op not in self._only:
             return None
-        if op in decomposition_table_for_jvp and _forward_mode(args, kwargs):
+        if op in decomposition_table_for_jvp and forward_mode(args, kwargs):
             return decomposition_table_for_jvp[op]
         return decomposition_table.get(op)

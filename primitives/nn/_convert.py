@@ -1,4 +1,4 @@
-"""Turn the modules of a model into the ones of this package, and back."""
+"""Turn the modules of a model into the ones of this package, serve the functions that others call, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from primitives.nn import _modules
-from primitives.nn._modules import ConversionWarning, OfThisPackage
+from primitives.nn._modules import ConversionWarning, OfThisPackage, Overridden
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,12 +25,8 @@ _COUNTERPARTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     getattr(torch.nn, name): getattr(_modules, name) for name in _modules.__all__ if hasattr(torch.nn, name)
 }
 _ORIGINALS = {ours: theirs for theirs, ours in _COUNTERPARTS.items()}
-_ASK_OVERRIDE = "run it inside primitives.override_torch()"
-# Norms of torch without a counterpart, whose derivatives torch gets wrong beyond the first.
-_NO_COUNTERPART = {
-    torch.nn.SyncBatchNorm: ("its statistics are those of all processes", "none: rely on first derivatives alone"),
-    torch.nn.modules.instancenorm._InstanceNorm: ("it has no counterpart", _ASK_OVERRIDE),
-}
+# Norms of torch without a counterpart, that compute by a function which has one.
+_BY_FUNCTION = (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
 
 
 class _Left(NamedTuple):
@@ -52,38 +48,57 @@ def _base(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def _with_behavior_of(ours: type, own: type) -> type:
-    """A subclass of `own` with the methods of `ours` before it; one for each class."""
+    """A subclass of `own` with the methods of `ours` before it; one for each pair."""
     for known in own.__subclasses__():
-        if vars(known).get("converted_from") is own:
+        if vars(known).get("converted_from") is own and issubclass(known, ours):
             return known
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(own.__name__, (ours, own), {**names, "converted_from": own, "__reduce_ex__": _reduce})
+    names |= {"converted_from": own, "behavior": ours, "__reduce_ex__": _reduce}
+    return type(own.__name__, (ours, own), names)
 
 
 def _reduce(module: Any, protocol: Any) -> Any:
-    """As any module is pickled and copied, but its class by that which it came from: no name leads to its own."""
-    own = type(module).converted_from
-    _, (_, *args), *state = own.__reduce_ex__(module, protocol)
-    return _rebuild, (own, *args), *state
+    """As any module is pickled and copied, but its class by those which it came from: no name leads to its own."""
+    cls = type(module)
+    make, args, *state = cls.converted_from.__reduce_ex__(module, protocol)
+    args = tuple(cls.converted_from if arg is cls else arg for arg in args)
+    return _rebuild, (cls.behavior, cls.converted_from, make, *args), *state
 
 
-def _rebuild(own: type[torch.nn.Module], *args: Any) -> Any:
-    cls = _counterpart(own) or own
-    return cls.__new__(cls, *args)
+def _rebuild(ours: type, own: type, make: Any, *args: Any) -> Any:
+    module = make(*args)
+    object.__setattr__(module, "__class__", _with_behavior_of(ours, own))
+    return module
 
 
-def _counterpart(cls: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
-    """The class of this package that stands for `cls`: made for a subclass that computes what torch's class does."""
-    if cls in _COUNTERPARTS:
+def _counterpart(module: torch.nn.Module) -> type[torch.nn.Module] | None:
+    """The class of this package that stands for that of `module`, made for it if it is somebody's; None without one.
+
+    A subclass that computes as torch's class does computes as ours. Any other forward may call functions of torch, by
+    whatever name: it is run as it is, and they are served.
+    """
+    cls = _base(module)
+    is_lazy, replaced = issubclass(cls, LazyModuleMixin), "forward" in vars(module)
+    if cls in _COUNTERPARTS and not replaced:
         return _COUNTERPARTS[cls]
+    if is_lazy or isinstance(module, (torch.jit.ScriptModule, torch.nn.SyncBatchNorm)):
+        return None
     for theirs, ours in _COUNTERPARTS.items():
-        if issubclass(cls, theirs) and not issubclass(cls, LazyModuleMixin) and cls.forward is theirs.forward:
+        if issubclass(cls, theirs) and cls.forward is theirs.forward and not replaced:
             return _with_behavior_of(ours, cls)
-    return None
+    calls = not _is_torchs(cls) and not _is_torchs(cls.forward)
+    return _with_behavior_of(Overridden, cls) if calls or issubclass(cls, (*_COUNTERPARTS, *_BY_FUNCTION)) else None
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a class or function was written in torch."""
+    return (getattr(value, "__module__", None) or "").split(".")[0] == "torch"
 
 
 def _original(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    return vars(cls).get("converted_from") or _ORIGINALS.get(cls, cls)
+    while (changed := vars(cls).get("converted_from") or _ORIGINALS.get(cls)) is not None:
+        cls = changed
+    return cls
 
 
 def _retype(module: torch.nn.Module, changed: type[torch.nn.Module]) -> None:
@@ -105,16 +120,11 @@ def _why_left(module: torch.nn.Module) -> tuple[str, str] | None:
     if isinstance(module, torch.jit.ScriptModule):
         known = getattr(torch.nn, module.original_name, None) in _COUNTERPARTS
         return ("it is TorchScript", "convert the model before torch.jit.script") if known else None
-    for theirs, why in _NO_COUNTERPART.items():
-        if isinstance(module, theirs):
-            return why
-    if not isinstance(module, tuple(_COUNTERPARTS)):
-        return None
-    if "forward" in vars(module):
-        return "its forward was replaced on the object", f"convert the model before that, or {_ASK_OVERRIDE}"
-    if isinstance(module, LazyModuleMixin):
+    if isinstance(module, torch.nn.SyncBatchNorm):
+        return "its statistics are those of all processes", "none: rely on first derivatives alone"
+    if isinstance(module, tuple(_COUNTERPARTS)):
         return "it is lazy, and of a class of its own", "convert the model after its first call"
-    return "its class has a forward of its own", _ASK_OVERRIDE
+    return None
 
 
 def _check_model(model: object, caller: str) -> None:
@@ -123,44 +133,50 @@ def _check_model(model: object, caller: str) -> None:
 
 
 def _chosen(classes: _Classes | None) -> tuple[type[torch.nn.Module], ...]:
-    if classes is None:
-        return tuple(theirs for theirs in (*_COUNTERPARTS, *_NO_COUNTERPART) if theirs is not torch.nn.Dropout)
-    given = (classes,) if isinstance(classes, type) else tuple(classes)
+    given = (classes,) if isinstance(classes, type) else tuple(classes or ())
     for cls in given:
         if not isinstance(cls, type):
             raise TypeError(f"convert: classes must hold classes of modules, got {cls!r}.")
     chosen = tuple(_ORIGINALS.get(cls, cls) for cls in given)
     for cls in chosen:
-        if not any(issubclass(cls, theirs) or issubclass(theirs, cls) for theirs in _COUNTERPARTS):
+        known = any(issubclass(cls, theirs) or issubclass(theirs, cls) for theirs in (*_COUNTERPARTS, *_BY_FUNCTION))
+        if not known and (_is_torchs(cls) or not issubclass(cls, torch.nn.Module)):
             names = ", ".join(theirs.__name__ for theirs in _COUNTERPARTS)
-            raise TypeError(f"convert: classes must be among {names} and their subclasses, got {cls.__name__}.")
+            raise TypeError(
+                f"convert: classes must be among {names}, their subclasses and modules of others, got {cls.__name__}."
+            )
     return chosen
 
 
 def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
-    """Turn the modules of `model` that have a counterpart here into it, in place.
+    """Make a model right at every order of derivative, in place, as it is written.
 
-    These are `LayerNorm`, `BatchNorm1d`, `2d` and `3d`, their lazy forms, and `LogSoftmax` of `torch.nn`, and their
+    The modules of `torch.nn` that have a counterpart here turn into it: `LayerNorm`, `BatchNorm1d`, `2d` and `3d`,
+    their lazy forms, `LogSoftmax`, `MultiheadAttention`, `TransformerEncoderLayer` and `TransformerEncoder`, and their
     subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks, training mode and `state_dict`
     stay the same objects under the same names. `repr` shows a changed module with `primitives.` before its name, and
     `converted` lists them.
 
+    Modules that somebody else wrote stay as they are, and the functions of torch that they call are served, as
+    inside `override_torch`, `dropout` excepted: `scaled_dot_product_attention` of a transformer of whatever library,
+    norms with a `forward` of their own. It is so with each call of such a module, also where a part of the model is
+    called alone, in another thread, or again by activation checkpointing.
+
     Args:
         model: Any module; it may itself be one that is converted.
-        classes: A class of torch, or several, each with its subclasses, to convert and no others. `None` means all
-            that have a counterpart except `Dropout`, which torch differentiates right; add it with
+        classes: A class, or several, each with its subclasses, to convert and no others: those of torch above, and
+            classes of others. `None` means all except `Dropout`, which torch differentiates right; add it with
             `classes=torch.nn.Dropout`, in a call of its own or in one list with others.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: If `model` is not a module, or a class has no counterpart.
+        TypeError: If `model` is not a module, or one of `classes` is torch's and has no counterpart.
 
     Warns:
-        ConversionWarning: If norms stay torch's, whose second derivatives are wrong: subclasses with a `forward` of
-            their own, those without a counterpart, modules whose `forward` was replaced. It has a table of paths,
-            classes, reasons and remedies, and `left`, the same as a tuple.
+        ConversionWarning: If norms or attention stay torch's: TorchScript, `SyncBatchNorm`, lazy norms of a class of
+            their own. It has a table of paths, classes, reasons and remedies, and `left`, the same as a tuple.
 
     Example:
         >>> import torch
@@ -173,9 +189,11 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     _check_model(model, "convert")
     chosen, left = _chosen(classes), []
     for path, module in model.named_modules():
-        if _is_ours(module) or not isinstance(module, (*chosen, torch.jit.ScriptModule)):
+        if _is_ours(module) or isinstance(module, Overridden):
             continue
-        counterpart = None if "forward" in vars(module) else _counterpart(_base(module))
+        if isinstance(module, torch.nn.Dropout) if classes is None else not isinstance(module, chosen):
+            continue
+        counterpart = _counterpart(module)
         if counterpart is not None:
             _retype(module, counterpart)
         elif (why := _why_left(module)) is not None:
@@ -217,7 +235,7 @@ def converted(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def revert(model: _Model) -> _Model:
-    """Turn every module of this package in `model` back into the one of `torch.nn`: the inverse of `convert`.
+    """Turn every module of `model` back into what it was: the inverse of `convert`.
 
     Args:
         model: Any module; it may itself be one that is reverted.
@@ -230,6 +248,6 @@ def revert(model: _Model) -> _Model:
     """
     _check_model(model, "revert")
     for module in model.modules():
-        if isinstance(module, OfThisPackage):
+        if isinstance(module, (OfThisPackage, Overridden)):
             _retype(module, _original(_base(module)))
     return model

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from primitives import functional
-from primitives._override import override_torch
-from primitives.core.overrides import cumulative_weight
+from primitives._override import override_except_dropout
+from primitives.core.overrides import cumulative_weight, is_overriding
 from primitives.core.write_back import count_up
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LogSoftmax",
     "MultiheadAttention",
     "OfThisPackage",
+    "Overridden",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]
@@ -184,7 +185,30 @@ class Dropout(OfThisPackage, torch.nn.Dropout):
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
-class MultiheadAttention(OfThisPackage, torch.nn.MultiheadAttention):
+class Overridden(torch.nn.Module):
+    """A module whose calls of functions of torch are served by this package, as inside `override_torch`.
+
+    It goes before the class that computes, which may be anybody's. The context is entered with each call of a module,
+    and not once around the model: what runs a part of a model again, as activation checkpointing does, or runs it in
+    another thread, has it too.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Who counts the subclasses of a class of theirs is not to find those of `convert` among them.
+        if "converted_from" not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        if is_overriding():
+            return super()._call_impl(*args, **kwargs)
+        with override_except_dropout():
+            return super()._call_impl(*args, **kwargs)
+
+
+# Inside the context torch takes no kernel for a whole module that goes round its functions.
+
+
+class MultiheadAttention(Overridden, OfThisPackage, torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on `primitives.functional.scaled_dot_product_attention`.
 
     Arguments, state and results are torch's. With `need_weights` the weights are computed whole, as they are asked for.
@@ -193,40 +217,21 @@ class MultiheadAttention(OfThisPackage, torch.nn.MultiheadAttention):
         As torch's.
     """
 
-    @torch.jit.ignore()
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from `query` to `key` and `value`; see torch's own for the arguments."""
-        # Inside, torch takes no kernel that goes round its functions.
-        with override_torch():
-            return torch.nn.MultiheadAttention.forward(self, *args, **kwargs)
 
+class TransformerEncoderLayer(Overridden, OfThisPackage, torch.nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` that always runs its parts, which `convert` replaces.
 
-class _Never:
-    """An attribute that torch asks before it takes a kernel for the whole module: the answer is no.
-
-    The value that torch's own class would see is kept, for `revert`.
+    Shape:
+        As torch's.
     """
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
 
-    def __get__(self, module: torch.nn.Module | None, owner: type) -> int:
-        return 0
+class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder` that never packs padded input into nested tensors, which have no jvp.
 
-    def __set__(self, module: torch.nn.Module, value: Any) -> None:
-        vars(module)[self._name] = value
-
-
-class TransformerEncoderLayer(OfThisPackage, torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` that always runs its parts, which `convert` replaces."""
-
-    activation_relu_or_gelu = _Never()
-
-
-class TransformerEncoder(OfThisPackage, torch.nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` that never packs padded input into nested tensors, which have no jvp."""
-
-    use_nested_tensor = _Never()
+    Shape:
+        As torch's.
+    """
 
 
 # What `torch.load` may build of a file that holds a module.
