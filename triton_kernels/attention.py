@@ -21,7 +21,7 @@ from triton_kernels.launch import MIN_MATMUL, cdiv, next_power_of_2
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -115,6 +115,15 @@ class _Problem:
     def statistic(self) -> Tensor:
         """Memory for a number of each row."""
         return self.q.new_empty((*self.lead, self.rows), dtype=self.dtype)
+
+    def scratch(self, **parts: bool) -> dict[str, Tensor]:
+        """Memory between kernels, in one allocation: a number of each row, and `o_dot`, in the dtype of sums."""
+        *batch, heads, rows, _ = self.q.shape
+        shapes = {name: (*batch, heads, rows) for name, is_there in parts.items() if is_there}
+        if "o_dot" in shapes:
+            shapes["o_dot"] = (*batch, rows, heads, self.value_width)
+        found = dict(zip(shapes, split_scratch(self.q, *shapes.values(), dtype=self.dtype), strict=True))
+        return {name: x.transpose(-2, -3) if name == "o_dot" else x for name, x in found.items()}
 
     def launch(self, kernel: Any, name: str, *tensors: Tensor | None) -> None:
         """Launch a kernel, for which `tensors` follow those of the problem."""
@@ -233,8 +242,12 @@ def attention_jvp(
     return _jvp(_Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots), o, lse)
 
 
-def _jvp(problem: _Problem, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    o_dot, lse_dot = problem.rows_like(problem.value_width), problem.statistic()
+def _jvp(
+    problem: _Problem, o: Tensor, lse: Tensor, o_dot: Tensor | None = None, lse_dot: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o_dot and lse_dot, in new memory where none is given."""
+    o_dot = problem.rows_like(problem.value_width) if o_dot is None else o_dot
+    lse_dot = problem.statistic() if lse_dot is None else lse_dot
     if problem.is_empty:
         return o_dot.zero_(), lse_dot.zero_()
     problem.launch(attention_jvp_kernel, "jvp", _as_made(o), lse.contiguous(), *problem.dots, o_dot, lse_dot)
@@ -272,7 +285,8 @@ def attention_bwd(
         return None
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
     flags = (False, False, False, False, *wanted)
-    return _sweeps(problem, (o_bar, lse_bar, None, None), o, lse, None, None, bias, flags)[4:]
+    scratch = problem.scratch(g=any(wanted))
+    return _sweeps(problem, (o_bar, lse_bar, None, None), o, lse, None, None, bias, flags, scratch)[4:]
 
 
 def _is_full(bias: Any, q: Tensor, k: Tensor) -> bool:
@@ -289,6 +303,7 @@ def _sweeps(
     lse_dot: Tensor | None,
     bias: Tensor | None,
     wanted: Sequence[bool],
+    scratch: Mapping[str, Tensor],
 ) -> tuple[Tensor, ...]:
     """Both sweeps: cotangents of q, k, v and bias, and of their tangents, those that are wanted."""
     q, k, v = problem.tensors[:3]
@@ -309,8 +324,7 @@ def _sweeps(
         o_bar, o_bar_dot, of_o, of_o_dot = (_as_made(x) for x in (bars[0], bars[2], o, o_dot))
         lse_bar, lse_bar_dot, of_lse, of_lse_dot = (_dense(x) for x in (bars[1], bars[3], lse, lse_dot))
         has_w = any(x is not None for x in (q_bar, k_bar, bias_bar))
-        g, *ws = split_scratch(problem.q, *[problem.q.shape[:-1]] * (1 + has_w), dtype=problem.dtype)
-        w = ws[0] if has_w else None
+        g, w = scratch["g"], scratch["w"] if has_w else None
         order = "second" if has_w or v_bar is not None else "first"
         tail = (o_bar, lse_bar, o_bar_dot, lse_bar_dot, q_bar, bias_bar, q_dot_bar, bias_dot_bar, g, w)
         before = (of_o, of_lse, *problem.dots, of_o_dot, of_lse_dot)
@@ -361,9 +375,12 @@ def attention_pairing(
     dots = (q_dot, k_dot, v_dot, bias_dot)
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots)
     is_missing = (o_dot is None or lse_dot is None) and any(x is not None for x in dots)
-    if wanted[0] or wanted[1] or (is_missing and any(wanted)):
-        o_dot, lse_dot = _jvp(problem, o, lse)
+    finds, sweeps = wanted[0] or wanted[1] or (is_missing and any(wanted)), any(wanted[2:])
+    hidden = {"lse_dot": finds and not wanted[1], "o_dot": finds and not wanted[0]}
+    scratch = problem.scratch(g=sweeps, w=sweeps, **hidden)
+    if finds:
+        o_dot, lse_dot = _jvp(problem, o, lse, scratch.get("o_dot"), scratch.get("lse_dot"))
     bars = (o_bar, lse_bar, o_bar_dot, lse_bar_dot)
-    sweeps = _sweeps(problem, bars, o, lse, o_dot, lse_dot, bias, wanted[2:])
+    derivatives = _sweeps(problem, bars, o, lse, o_dot, lse_dot, bias, wanted[2:], scratch)
     first = (x if want and x is not None else q.new_empty(0) for x, want in zip((o_dot, lse_dot), wanted, strict=False))
-    return *first, *sweeps
+    return *first, *derivatives

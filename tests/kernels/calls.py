@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from primitives import use_backend
 from tests.kernels.truth import EPS, MOMENTUM
 from triton_kernels import (
+    attention,
     batch_norm,
     batch_norm_second_order,
     dropout,
@@ -271,6 +273,70 @@ class LogSoftmax(_Operands):
     def derived(self) -> dict[str, Any]:
         """The dtype of x."""
         return {"x_dtype": self.x.dtype}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(_Operands):
+    """Operands of attention; None for what is absent, and for tangents of the results, which the pairing finds then."""
+
+    MODES: ClassVar = _modes(attention)
+    RESULTS: ClassVar = {"bwd": 4, "pairing": 10}
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o_bar: Tensor | None
+    o_bar_dot: Tensor | None
+    q_dot: Tensor | None
+    k_dot: Tensor | None
+    v_dot: Tensor | None
+    lse_bar: Tensor | None
+    lse_bar_dot: Tensor | None
+    bias: Tensor | None = None
+    bias_dot: Tensor | None = None
+    mask: Tensor | None = None
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+    o_dot: Tensor | None = None
+    lse_dot: Tensor | None = None
+    scale: float = 0.3
+    causal: bool = False
+    dropout_p: float = 0.0
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        keys: int,
+        dtype: torch.dtype = torch.float32,
+        key_heads: int | None = None,
+        value_width: int | None = None,
+        **options: Any,
+    ) -> Attention:
+        """Random operands for queries [*batch, heads, rows, width], which lie as [*batch, rows, heads, width]."""
+        *batch, heads, rows, width = shape
+        of_keys = (*batch, keys, key_heads or heads)
+        shapes = ((*batch, rows, heads, width), (*of_keys, width), (*of_keys, value_width or width))
+        made = (*batch, rows, heads, value_width or width)
+        matrices = (random(*each, dtype=dtype, seed=n) for n, each in enumerate((*shapes, made, made, *shapes)))
+        statistic = accumulation_dtype(dtype)
+        bars = (random(*batch, heads, rows, dtype=statistic, seed=seed) for seed in (8, 9))
+        return cls(*(x.transpose(-2, -3) for x in matrices), *bars, **options)
+
+    def call(self, mode: str, wanted: Sequence[bool] | None = None) -> Call:
+        """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""
+        count = self.RESULTS.get(mode, 0)
+        has_bars = self.bias is not None and self.bias.shape == (*self.q.shape[:-1], self.k.shape[-2])
+        of_bias = {"bwd": {3}, "pairing": {5, 9}}.get(mode, set())
+        wanted = (True,) * count if wanted is None else wanted
+        return super().call(mode, [want and (has_bars or n not in of_bias) for n, want in enumerate(wanted)])
+
+    def derived(self) -> dict[str, Any]:
+        """The results of the forward, in the dtypes and the layout in which it gives them."""
+        primals = (self.q, self.k, self.v, self.bias, self.mask, self.seed, self.offset)
+        with use_backend("reference"):
+            o, lse = torch.ops.primitives.attention(*primals, self.scale, self.causal, self.dropout_p)
+        return {"o": o, "lse": lse}
 
 
 def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:

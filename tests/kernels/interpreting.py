@@ -94,7 +94,9 @@ class _Extent:
 
 
 class Launch:
-    """A kernel in flight: its tensors, and its loads and stores, if somebody watches; an atomic operation is both."""
+    """A kernel in flight: its tensors, and if somebody watches, its loads and stores (an atomic operation is both), and
+    its products of matrices.
+    """
 
     def __init__(self, executor: Any, args: tuple) -> None:
         self._executor, self._args = executor, args
@@ -103,6 +105,8 @@ class Launch:
         self.num_programs = 0 if callable(executor.grid) else math.prod(executor.grid)
         self.loads: list[Accesses] = []
         self.stores: list[Accesses] = []
+        # Rows, terms and columns of each product of matrices.
+        self.matmuls: list[tuple[int, int, int]] = []
 
     def add(self, tensor: Tensor) -> int:
         """Number of one more tensor."""
@@ -159,6 +163,15 @@ def _checking(name: str, original: Callable) -> Callable:
         return original(self, *args[:pointer_index], plain, *args[pointer_index + 1 :], **kwargs)
 
     return method
+
+
+def _counting(original: Callable) -> Callable:
+    def create_dot(self: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        if _running and _watchers:
+            _running[-1].matmuls.append((*a.data.shape, b.data.shape[-1]))
+        return original(self, a, b, *args, **kwargs)
+
+    return create_dot
 
 
 def _running_kernels(original: Callable) -> Callable:
@@ -246,6 +259,7 @@ def install() -> None:
     """
     for name in _METHODS:
         setattr(interpreter.InterpreterBuilder, name, _checking(name, getattr(interpreter.InterpreterBuilder, name)))
+    interpreter.InterpreterBuilder.create_dot = _counting(interpreter.InterpreterBuilder.create_dot)
     interpreter._implicit_cvt = _converting(interpreter._implicit_cvt)
     interpreter.GridExecutor.__call__ = _running_kernels(interpreter.GridExecutor.__call__)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
@@ -254,7 +268,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Launch]]:
-    """Record the launches inside, with all that they load and store."""
+    """Record the launches inside, with all that they load, store and multiply."""
     seen: list[Launch] = []
     _watchers.append(seen)
     try:

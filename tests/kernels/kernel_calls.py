@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from perf.machine_code.compiling import StandInDriver
-from tests.kernels.calls import BatchNorm, LayerNorm, LogSoftmax
+from tests.kernels.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
 from triton_kernels._kernel import Kernel, intercept
 from triton_kernels.launch.chips import CHIPS, use_chip
 
@@ -187,7 +187,10 @@ def check_threads() -> None:
 
 def check_keys() -> None:
     """No launch of the package is left to Triton for want of a key."""
-    operands = (LayerNorm.draw((8, 4, 64)), BatchNorm.draw((4, 8, 5, 5)), LogSoftmax.draw((8, 64), 1))
+    operands = (
+        *(LayerNorm.draw((8, 4, 64)), BatchNorm.draw((4, 8, 5, 5)), LogSoftmax.draw((8, 64), 1)),
+        Attention.draw((2, 4, 24, 16), 24, key_heads=2),
+    )
     launches: list[tuple] = []
     with use_chip(CHIPS["sm_90"]), intercept(lambda *launch: launches.append(launch)):
         for call in (call for each in operands for call in each.calls()):

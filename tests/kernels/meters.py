@@ -1,4 +1,4 @@
-"""Meters of a launcher: the bytes that its kernels move, its launches, and what torch does on the host beside them.
+"""Meters of a launcher: bytes that its kernels move, products of matrices, launches, and what torch does beside them.
 
     with measured() as seen:
         results = call.results()
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -141,6 +142,10 @@ def check_cost(call: Call, seen: Seen, results: Sequence[Tensor]) -> None:
     copies = len(seen.operations)
     assert copies == call.copies, f"{name} runs {copies} copies, {call.copies} declared"
     assert len(seen.kernels) == cost.launches, f"{name} launches {seen.kernels}, {cost.launches} launches are declared"
+    matmuls = [sizes for launch in seen.launches for sizes in launch.matmuls]
+    found, flops = len(matmuls), sum(2 * math.prod(sizes) for sizes in matmuls)
+    assert found == cost.tile_matmuls, f"{name} multiplies {found} tiles, {cost.tile_matmuls} declared"
+    assert flops == cost.flops, f"{name} takes {flops} operations to multiply, {cost.flops} declared"
     if copies:
         return
     given = inspect.signature(call.launcher).bind(*call.args).arguments

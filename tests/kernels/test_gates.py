@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 
 from tests.kernels import truth
-from tests.kernels.calls import Call, random
+from tests.kernels.calls import Attention, Call, random
 from tests.kernels.interpreting import OutOfBoundsError
 from tests.kernels.test_every_launcher import check, check_order
 from tests.kernels.truth import Exact
-from triton_kernels import costs
+from triton_kernels import _attention_kernels, _attention_tiles, costs
 from triton_kernels._kernel import Kernel
 from triton_kernels.costs import Cost
 
@@ -104,6 +105,46 @@ def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatc
     if complaint is None:
         assert check(call) == ["_center_rows"]
         return
+    with pytest.raises(AssertionError, match=complaint):
+        check(call)
+
+
+@triton.jit
+def _one_product_more(q, k, bias, KEYS_FIRST: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr):
+    again = _attention_tiles.scores_of(q, k, bias, KEYS_FIRST, SCALE, DTYPE)
+    return _attention_tiles.scores_of(q, k, bias, KEYS_FIRST, SCALE, DTYPE) + 0.0 * again
+
+
+@triton.jit
+def _products_with_what_is_absent(
+    q, q_dot, k, k_dot, bias_dot, KEYS_FIRST: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr
+):
+    k_dot = 0.0 * k if k_dot is None else k_dot
+    return _attention_tiles.scores_dot_of(q, q_dot, k, k_dot, bias_dot, KEYS_FIRST, SCALE, DTYPE)
+
+
+@triton.jit
+def _all_keys(start_row, num_keys, BLOCK_ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    return num_keys
+
+
+@pytest.mark.parametrize(
+    "name, fault, complaint",
+    [
+        ("scores_of", _one_product_more, "multiplies 9 tiles, 6 declared"),
+        ("scores_dot_of", _products_with_what_is_absent, "multiplies 12 tiles, 9 declared"),
+        ("last_key", _all_keys, "multiplies 8 tiles, 6 declared"),
+    ],
+)
+def test_products_of_matrices_that_nobody_asks_for_are_caught(
+    name: str, fault: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, use_limits: Callable[..., None]
+) -> None:
+    # Three tiles of four see something.
+    use_limits(attention_tile=16)
+    operands = Attention.draw((1, 1, 32, 16), 32, causal=True).change(k_dot=None, v_dot=None)
+    call = operands.call("jvp" if name == "scores_dot_of" else "fwd")
+    check(call)
+    monkeypatch.setattr(_attention_kernels, name, fault)
     with pytest.raises(AssertionError, match=complaint):
         check(call)
 

@@ -127,7 +127,8 @@ def test_nan_and_infinity_propagate_as_in_torch(case: OpCase, value: float, devi
     inputs["x"].view(-1)[1] = value
     with pr.use_backend("triton"):
         y = case.outputs(inputs, case.small)[0]
-    assert not y.isfinite().all()
+    # A row of attention whose scores are all -inf sees no key.
+    assert not y.isfinite().all() or (case.name, value) == ("attention", -INF)
     theirs = case.torch_function(*inputs.values(), **dict(case.small.options))
     torch.testing.assert_close(y, theirs, equal_nan=True)
 

@@ -292,7 +292,8 @@ def attention_pairing(
     if wanted[0] or wanted[1] or (is_missing and any(wanted)):
         if not calls.is_empty:
             calls.jvp()
-        calls.make({"o_dot": calls.o_bytes}, wanted[0])
+        # Found for the sweeps alone, it is not rounded.
+        calls.make({"o_dot": calls.o_bytes if wanted[0] else calls.stat_bytes * calls.value_width}, wanted[0])
         calls.make({"lse_dot": calls.stat_bytes}, wanted[1])
     calls.sweeps(dict(zip(_RESULTS, wanted[2:], strict=True)))
     return calls.account.cost()
