@@ -277,7 +277,10 @@ class LogSoftmax(_Operands):
 
 @dataclasses.dataclass(frozen=True)
 class Attention(_Operands):
-    """Operands of attention; None for what is absent, and for tangents of the results, which the pairing finds then."""
+    """Operands of attention; None for what is absent, and for tangents of the results, which the pairing finds then.
+
+    Of the tangents of results that are there, only the shape matters.
+    """
 
     MODES: ClassVar = _modes(attention)
     RESULTS: ClassVar = {"bwd": 4, "pairing": 10}
@@ -331,12 +334,23 @@ class Attention(_Operands):
         wanted = (True,) * count if wanted is None else wanted
         return super().call(mode, [want and (has_bars or n not in of_bias) for n, want in enumerate(wanted)])
 
+    def choices(self, mode: str) -> Iterator[Call]:
+        """As for all; a backward has a cotangent of o or of lse."""
+        return (call for call in super().choices(mode) if mode != "bwd" or call.args[:2] != (None, None))
+
     def derived(self) -> dict[str, Any]:
-        """The results of the forward, in the dtypes and the layout in which it gives them."""
-        primals = (self.q, self.k, self.v, self.bias, self.mask, self.seed, self.offset)
+        """The results of the forward, in the dtypes and the layout in which it gives them, and tangents where given."""
+        bias_dot = None if self.bias is None else self.bias_dot
+        primals, dots = (self.q, self.k, self.v, self.bias), (self.q_dot, self.k_dot, self.v_dot, bias_dot)
+        options = (self.mask, self.seed, self.offset, self.scale, self.causal, self.dropout_p)
         with use_backend("reference"):
-            o, lse = torch.ops.primitives.attention(*primals, self.scale, self.causal, self.dropout_p)
-        return {"o": o, "lse": lse}
+            o, lse = torch.ops.primitives.attention(*primals, *options)
+            o_dot, lse_dot = torch.ops.primitives.attention_jvp(*primals, o, lse, *dots, *options)
+        given = {
+            "o_dot": o_dot if self.o_dot is not None else None,
+            "lse_dot": lse_dot if self.lse_dot is not None else None,
+        }
+        return {"o": o, "lse": lse, "bias_dot": bias_dot, **given}
 
 
 def dropout_calls(dtype: torch.dtype = torch.float32) -> list[Call]:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.kernels.calls import DTYPES, ROW_PLANS, BatchNorm, LayerNorm, LogSoftmax, channels_last, far_apart, random
+from tests.kernels.calls import (
+    DTYPES,
+    ROW_PLANS,
+    Attention,
+    BatchNorm,
+    LayerNorm,
+    LogSoftmax,
+    channels_last,
+    far_apart,
+    random,
+)
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, assert_close, check_values, expected
 from triton_kernels import _batch_norm_steps, _reduction_view, launch
@@ -27,6 +37,18 @@ if TYPE_CHECKING:
 
 LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
+
+def attention() -> Attention:
+    """All operands that there can be; the first row sees no key."""
+    bias, bias_dot = (random(2, 2, 3, 5, seed=seed) for seed in range(2))
+    mask = (torch.arange(3)[:, None] + torch.arange(5)) % 3 < torch.arange(3)[:, None].clamp(max=2)
+    matrices = Attention.draw(
+        (2, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask[None, None]
+    )
+    noise = {"seed": torch.tensor([3, 5]), "offset": torch.tensor([0, 7]), "dropout_p": 0.3}
+    return matrices.change(o_dot=matrices.o_bar, lse_dot=matrices.lse_bar, **noise)
+
+
 # Several programs that share a row sum nothing over rows.
 GIVEN = {
     "layer norm in registers": (LayerNorm.draw((2, 2, 20), batch_ndim=1), "in registers"),
@@ -34,6 +56,7 @@ GIVEN = {
     "layer norm swept": (LayerNorm.draw((2, 1, 20), batch_ndim=1), "swept"),
     "layer norm shared": (LayerNorm.draw((1, 20)), "shared"),
     "batch norm": (BatchNorm.draw((3, 3, 9)), "in registers"),
+    "attention": (attention(), "in registers"),
     **{
         f"log_softmax {dim} {plan}": (LogSoftmax.draw((2, 33) if dim else (33, 2), dim), plan)
         for dim, plan in itertools.product((0, 1), ("in registers", "swept", "shared"))
@@ -218,6 +241,17 @@ def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..
             check_values(call)
 
 
+# Of batch, heads, and rows or keys: q, k and v lie so, and bias by rows.
+@pytest.mark.parametrize("strides", [(2**31, 64, 8, 1), (64, 2**31, 8, 1), (64, 32, 2**30, 1)], ids=str)
+def test_offsets_of_attention_past_two_to_the_31(strides: tuple[int, ...]) -> None:
+    bias = far_apart(random(2, 2, 3, 5, dtype=HALF), strides)
+    matrices = Attention.draw((2, 2, 3, 4), 5, HALF, bias=bias, bias_dot=bias)
+    names = ("q", "k", "v", "q_dot", "k_dot", "v_dot")
+    matrices = matrices.change(**{name: far_apart(getattr(matrices, name), strides) for name in names})
+    for call in matrices.calls("fwd", "jvp", "bwd"):
+        check_values(call)
+
+
 FAR_STRIDES = {
     "groups": (2**31, 8 * 3 * 20, 20, 1),
     "samples": (320, 2**31 // 3 + 1, 20, 1),
@@ -271,12 +305,16 @@ EMPTY = [
         for shape, b in (((0, 5), 0), ((3, 0, 5), 1), ((0, 3, 5), 0), ((0, 3, 5), 1))
     ),
     *(BatchNorm.draw(shape) for shape in ((0, 5), (0, 5, 4, 4), (3, 5, 0), (3, 0, 4))),
+    *(
+        Attention.draw(shape, keys)
+        for shape, keys in (((2, 0, 3, 4), 3), ((1, 2, 0, 4), 3), ((0, 2, 3, 4), 3), ((1, 2, 3, 4), 0))
+    ),
     *(LogSoftmax.draw(shape, dim) for shape, dim in (((0, 5), 1), ((0, 5), 0), ((3, 0), 1), ((0,), 0))),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom.*")
-@pytest.mark.parametrize("operands", EMPTY, ids=lambda operands: f"{type(operands).__name__}{tuple(operands.x.shape)}")
+@pytest.mark.parametrize("operands", EMPTY, ids=lambda operands: str(next(iter(vars(operands).values())).shape))
 def test_no_elements(operands: Any) -> None:
     for call in operands.calls():
         for result, exact in zip(call.results(), expected(call), strict=True):
