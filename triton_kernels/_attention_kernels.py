@@ -114,8 +114,8 @@ def attention_jvp_kernel(
 ):  # fmt: skip
     """Writes o_dot and lse_dot, given o and lse: five products of matrices for each tile of pairs.
 
-    Tangents have the strides of what they are tangents of; o has those of o_dot. From S_dot the mean in the first tile
-    is taken away before it is rounded, so that a part that all keys share costs no digits.
+    Tangents have the strides of what they are tangents of; o has those of o_dot. A row's mean of S_dot, in the first
+    tile where the row sees a key, is taken away before rounding, so that a part that all keys share costs no digits.
     """
     batch, head, start = rows_program(num_heads, num_rows, BLOCK_ROWS)
     batch_head = batch * num_heads + head
@@ -132,6 +132,7 @@ def attention_jvp_kernel(
     offset = sample_number(offset_ptr, batch_head, noise_heads, offset_stride)
 
     shared = tl.zeros([BLOCK_ROWS], DTYPE)
+    sees = tl.zeros([BLOCK_ROWS], tl.int1)
     total = tl.zeros([BLOCK_ROWS], DTYPE)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_VALUE_WIDTH], DTYPE)
     for first in range(0, last_key(start, num_keys, BLOCK_ROWS, CAUSAL), BLOCK_KEYS):
@@ -157,7 +158,13 @@ def attention_jvp_kernel(
         )  # fmt: skip
         scores_dot = scores_dot_of(q, q_dot, k, k_dot, bias_dot, False, SCALE, DTYPE)
         if scores_dot is not None:
-            if first == 0:
+            # The keys of a first tile may all be hidden from a row, as padding is: its first tile with one counts.
+            if bias is not None or mask is not None:
+                weight = tl.sum(p, 1)
+                mean = tl.sum(p * scores_dot, 1) / tl.where(weight > 0.0, weight, 1.0)
+                shared = tl.where(sees, shared, mean)
+                sees = sees | (weight > 0.0)
+            elif first == 0:
                 weight = tl.sum(p, 1)
                 shared = tl.sum(p * scores_dot, 1) / tl.where(weight > 0.0, weight, 1.0)
             p_dot = p * (scores_dot - shared[:, None])
