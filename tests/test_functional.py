@@ -263,6 +263,7 @@ def test_the_stream_of_attention():
         drawn.append([*dropped({"a": q, "b": q}).values(), sdpa(functional, q, k, v, None, 0.5)])
     assert_close(*drawn, rtol=0, atol=0)
     assert not torch.equal(*drawn[0][:2]), "each leaf has numbers of its own"
+    assert not torch.equal(drawn[0][2], sdpa(functional, q, k, v, None, 0.5)), "and each call"
     assert torch.equal(*dropped({"a": q, "b": q}, seed=7).values())
     x, gradients = q.clone().requires_grad_(), []
     for call in (dropped, lambda x: checkpoint(dropped, x, use_reentrant=False)):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import primitives as pr
 from tests.support import TORCH_ERRORS
 
-NAMES = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Dropout", "LayerNorm", "LogSoftmax")
+ARGS = {
+    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm"), (3,)),
+    **dict.fromkeys(("Dropout", "LogSoftmax"), ()),
+    **dict.fromkeys(("MultiheadAttention", "TransformerEncoderLayer"), (4, 2)),
+}
 BATCH_NORMS = {"BatchNorm1d": (6, 3), "BatchNorm2d": (4, 3, 2, 5), "BatchNorm3d": (2, 3, 2, 3, 2)}
 # Beyond the samples of tests/test_torch_suites.py, which take no second step.
 CASES = [
@@ -72,16 +78,19 @@ def test_track_running_stats_may_be_toggled_later(made_with, training):
         assert_same_step(ours, theirs, data(*BATCH_NORMS["BatchNorm2d"], seed=step))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ARGS)
 def test_construction_is_that_of_torch(name):
-    args = () if name in ("Dropout", "LogSoftmax") else (3,)
-    ours, theirs = (getattr(space, name)(*args) for space in (pr.nn, torch.nn))
+    made = []
+    for space in (pr.nn, torch.nn):
+        torch.manual_seed(0)
+        made.append(getattr(space, name)(*ARGS[name]))
+    ours, theirs = made
     assert isinstance(ours, type(theirs))
     assert repr(ours) == f"primitives.{theirs!r}"
     assert vars(ours).keys() == vars(theirs).keys()
     assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    if args:
-        weight = getattr(pr.nn, name)(3, device="meta", dtype=torch.bfloat16).weight
+    if ARGS[name]:
+        weight = next(getattr(pr.nn, name)(*ARGS[name], device="meta", dtype=torch.bfloat16).parameters())
         assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
 
 
@@ -154,3 +163,81 @@ def test_compiled_training_step(options):
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for step in range(3):
         assert_same_step(ours, theirs, data(4, 3, seed=step), compiled)
+
+
+# Attention: torch's is right on the formula that keeps all pairs, off its fast paths.
+
+PADDING = torch.tensor([[False] * 5, [False, True, False, False, True]])
+HIDDEN = torch.ones(4, 5, dtype=torch.bool).triu(2)
+ATTENTION = {
+    "plain": ({}, {}),
+    "weights": ({"bias": False}, {"need_weights": True, "key_padding_mask": PADDING}),
+    "weights of each head": ({}, {"need_weights": True, "average_attn_weights": False, "attn_mask": HIDDEN}),
+    "heads first": ({"batch_first": False}, {"attn_mask": HIDDEN, "key_padding_mask": PADDING}),
+    "causal": ({}, {"attn_mask": torch.ones(4, 5, dtype=torch.bool).triu(1), "is_causal": True}),
+    "bias of keys": ({"add_bias_kv": True, "kdim": 3, "vdim": 5}, {"attn_mask": data(4, 4, 5)}),
+    "zero attention": ({"add_zero_attn": True}, {"attn_mask": data(4, 5), "key_padding_mask": data(2, 5)}),
+}
+
+
+@contextlib.contextmanager
+def by_formula():
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def derivatives(function, *x):
+    """Results, gradients, and both derivatives of those along a direction."""
+    v = tuple(value.cos() for value in x)
+
+    def gradients(*x):
+        return grad(lambda *x: (function(*x)[0] ** 3).sum(), argnums=tuple(range(len(x))))(*x)
+
+    def tangent(*x):
+        return (jvp(function, x, v)[1][0] ** 2).sum()
+
+    return function(*x), jvp(gradients, x, v), grad(tangent, argnums=tuple(range(len(x))))(*x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_against_the_formula(case, training):
+    options, call = ATTENTION[case]
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(4, 2, **{"batch_first": True, **options}).double()
+    ours = pr.nn.convert(copy.deepcopy(theirs))
+    x = [data(2, n, width) for n, width in ((4, 4), (5, options.get("kdim", 4)), (5, options.get("vdim", 4)))]
+    if not options.get("batch_first", True):
+        x = [value.transpose(0, 1) for value in x]
+    results = []
+    for module in (ours.train(training), theirs.train(training)):
+
+        def function(*x, module=module):
+            outputs = module(*x, **{"need_weights": False, **call})
+            return outputs if outputs[1] is not None else outputs[:1]
+
+        with by_formula() if module is theirs else contextlib.nullcontext():
+            results.append(derivatives(function, *x))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_encoders_compute_in_evaluation_what_they_compute_in_training(norm_first, with_gradients):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, norm_first=norm_first, batch_first=True).double()
+    theirs, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first), data(2, 5, 4)
+    ours = pr.nn.convert(copy.deepcopy(theirs))
+    # Torch's layer norm is not right itself.
+    pr.nn.convert(theirs, classes=torch.nn.LayerNorm)
+    with torch.set_grad_enabled(with_gradients):
+        with by_formula():
+            expected = derivatives(lambda x: (theirs(x, src_key_padding_mask=PADDING.sort().values),), x)
+        for training in (True, False):
+            ours.train(training)
+            assert_close(derivatives(lambda x: (ours(x, src_key_padding_mask=PADDING.sort().values),), x), expected)
