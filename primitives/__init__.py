@@ -1,4 +1,4 @@
-"""Training primitives for PyTorch that stay right under every derivative: norms and log-softmax with fused kernels.
+"""Training primitives for PyTorch that stay right under every derivative: attention, norms and log-softmax.
 
 `primitives.functional` mirrors `torch.nn.functional`, `primitives.nn` mirrors `torch.nn`; `primitives.nn.convert`
 changes the modules of an existing model. Importing this package imports no Triton: kernels are loaded at their first

@@ -52,6 +52,7 @@ def _families() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor]
     return {
         "layer_norm": (lambda x: functional.layer_norm(x, (x.shape[-1],)), lambda x: standardized(x, 1)),
         "batch_norm": (lambda x: functional.batch_norm(x, None, None, training=True), lambda x: standardized(x, 0)),
+        "attention": (lambda x: functional.attention(x, x, x, scale=1.0), lambda x: (x @ x.mT).softmax(-1) @ x),
         "log_softmax": (lambda x: functional.log_softmax(x, 1), lambda x: x - x.exp().sum(1, keepdim=True).log()),
     }
 

@@ -170,8 +170,6 @@ def test_group_norm_of_channels_beside_one_another_has_a_jvp(layout):
         actual = norm(x), along(norm, v)(x), along(along(norm, v), v)(x)
     assert_close(actual, expected)
     assert all(y.is_contiguous(memory_format=layout) for y in actual)
-    with pytest.raises(RuntimeError, match="view"):
-        along(norm, v)(x)
 
 
 def test_running_statistics_are_written_under_transforms():

@@ -86,7 +86,8 @@ def _counterpart(module: torch.nn.Module) -> type[torch.nn.Module] | None:
     for theirs, ours in _COUNTERPARTS.items():
         if issubclass(cls, theirs) and cls.forward is theirs.forward and not replaced:
             return _with_behavior_of(ours, cls)
-    calls = not _is_torchs(cls) and not _is_torchs(cls.forward)
+    # A graph module writes its class anew whenever its graph changes.
+    calls = not _is_torchs(cls.forward) and not isinstance(module, torch.fx.GraphModule)
     return _with_behavior_of(Overridden, cls) if calls or issubclass(cls, (*_COUNTERPARTS, *_BY_FUNCTION)) else None
 
 
