@@ -64,6 +64,7 @@ class OpCase:
         positive: Arguments that must be positive.
         is_linear: Whether the op is its own derivative: primitives of the vjp and jvp are that of the op.
         first: What the primitives call `x`.
+        like_first: Arguments that have the dtype of `x` in a mixed sample too.
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
     """
@@ -84,6 +85,7 @@ class OpCase:
     is_linear: bool = False
     rounds_once: bool = True
     first: str = "x"
+    like_first: tuple[str, ...] = ()
     num_kept: int = 1
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
@@ -129,7 +131,7 @@ class OpCase:
             values = normal(shape, seed + position, mean=0.5)
             if name in self.positive:
                 values = 0.5 + values.abs()
-            values = values.to(device, dtype if position == 0 else parameter_dtype)
+            values = values.to(device, dtype if position == 0 or name in self.like_first else parameter_dtype)
             made[name] = None if name in sample.absent else arranged(values, sample.layout)
         return made
 

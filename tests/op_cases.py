@@ -359,6 +359,7 @@ ATTENTION = OpCase(
     not_kept=(),
     rounds_once=False,
     first="q",
+    like_first=("k", "v"),
     num_kept=2,
 )
 
