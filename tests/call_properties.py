@@ -158,6 +158,8 @@ def check_fake(call: Call, outputs: Sequence[Tensor]) -> None:
 
 def batched(value: Tensor, axis: int) -> Tensor:
     """`BATCH` different versions of `value` along a new axis; positive values stay positive, integers integers."""
+    if value.dtype == torch.bool:
+        return torch.stack([value.roll(i, -1) for i in range(BATCH)], dim=axis)
     if not value.is_floating_point():
         return torch.stack([value + i for i in range(BATCH)], dim=axis)
     return torch.stack([value * (1 + 0.25 * i) + 0.125 * i for i in range(BATCH)], dim=axis)

@@ -6,6 +6,7 @@ differentiable arguments in their order, and the jvp primitive takes the tangent
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -361,6 +362,19 @@ ATTENTION = OpCase(
     first="q",
     like_first=("k", "v"),
     num_kept=2,
+)
+
+# Attention by its other options, for the tests in which these can go wrong by themselves.
+_MASKED = {"masked": True, "p": 0.4, "key_heads": 1}
+MASKED_ATTENTION = dataclasses.replace(
+    ATTENTION,
+    small=Sample((1, 2, 3, 2), _options(keys=4, bias_shape=(1, 1, 1, 4), **_MASKED)),
+    tiny=Sample((2, 2, 1), _options(keys=2, bias_shape=(1, 1, 2), **_MASKED)),
+)
+CAUSAL_ATTENTION = dataclasses.replace(
+    ATTENTION,
+    small=Sample((1, 2, 3, 2), _options(keys=3, key_heads=1, causal=True), ("bias",)),
+    tiny=Sample((2, 2, 1), _options(keys=2, key_heads=1, causal=True), ("bias",)),
 )
 
 CASES = (LAYER_NORM, BATCH_NORM, BATCH_NORM_EVAL, LOG_SOFTMAX, DROPOUT, ATTENTION)

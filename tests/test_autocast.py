@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import _C
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import primitives as pr
@@ -76,6 +77,24 @@ def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
     for ours, theirs in zip((x, weight), wide, strict=True):
         assert ours.grad.dtype == torch.bfloat16
         assert_close(ours.grad.float(), theirs.grad, rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 4, (torch.bfloat16, *[torch.float32] * 3), (torch.float64,) * 4])
+def test_attention_is_cast_on_the_cpu_as_torchs_is(dtypes):
+    """All but float64 to autocast's dtype, the bias too; gradients come back in the dtypes of the arguments."""
+    shapes = ((2, 2, 3, 4), (2, 1, 5, 4), (2, 1, 5, 4), (2, 1, 3, 5))
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    results = []
+    for f in (pr.functional, F):
+        inputs = [x.to(dtype).requires_grad_() for x, dtype in zip(wide, dtypes, strict=True)]
+        with torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            y = f.scaled_dot_product_attention(*inputs, enable_gqa=True)
+        bars = torch.autograd.grad(y.sin().sum(), inputs)
+        assert [x.dtype for x in bars] == list(dtypes)
+        results.append((y, bars))
+    assert_close(*results, rtol=2e-2, atol=2e-2)
+    assert results[0][0].dtype == (torch.float64 if torch.float64 in dtypes else torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,10 @@ from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
 from tests import wrong_ops
+from tests.call_properties import fullest
 from tests.custom_ops import NAMESPACE, Affine
+from tests.op_cases import CAUSAL_ATTENTION, MASKED_ATTENTION
+from tests.properties import check_second_order
 from tests.wrong_ops import ALONE, OTHERS, WEIGHT, X, right_product
 
 # The compiler takes most of the time; it is checked where it matters.
@@ -99,6 +102,26 @@ def test_right_operators_pass(case):
     report = check_rules(op, *args, **options, **FAST)
     assert {row.property for row in report.rows if row.status != "ok"} == {"compile against eager", *others}
     assert STATE["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    "case, suffix",
+    [
+        pytest.param(case, suffix, id=name + suffix, marks=[pytest.mark.nightly] * (name + suffix != "causal"))
+        for name, case in {"masked": MASKED_ATTENTION, "causal": CAUSAL_ATTENTION}.items()
+        for suffix in ("", "_bwd", "_jvp", "_pairing")
+    ],
+)
+def test_attention_passes(case, suffix):
+    sample, device = case.small, torch.device("cpu")
+    calls = check_second_order(case, sample, torch.float64, device, case.perturbable(sample))
+    call = fullest(calls, case.primitive(suffix))
+    args = dict(zip(call.names, call.args, strict=True))
+    if not suffix and args["mask"] is not None:
+        # An lse of minus infinity has no differences.
+        args["mask"] = args["mask"] | ~args["mask"].any(-1, keepdim=True)
+    report = check_rules(case.primitive(suffix), *args.values(), **FAST)
+    assert {row.property for row in report.rows if row.status != "ok"} == {"compile against eager"}
 
 
 def test_a_right_op_passes_under_the_compiler_and_the_report_is_a_table():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, jvp
 
-from tests.op_cases import CASES
+from tests.op_cases import CASES, CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.properties import check_nesting
 from tests.support import assert_close, like, nestings
 
@@ -36,6 +36,12 @@ NESTINGS = [
     for i, case in enumerate(CASES)
     for j, word in enumerate(nestings(2, 3, 4))
     for positions in positions_of(case, word, i + j + j // 8)
+]
+# Nightly those that the other takes by day: what the options change is the same in all.
+NESTINGS += [
+    pytest.param(case, word, None, id=f"{name}-{word}-all", marks=[pytest.mark.nightly] * ((i + j) % 2))
+    for i, (name, case) in enumerate({"causal": CAUSAL_ATTENTION, "masked": MASKED_ATTENTION}.items())
+    for j, word in enumerate(nestings(3))
 ]
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import primitives as pr
 from tests.call_properties import CallRecorder, fullest
-from tests.op_cases import CASES
+from tests.op_cases import ATTENTION, CASES, MASKED_ATTENTION
 from tests.properties import check_second_order, leaves
 from tests.support import assert_close
 
@@ -36,6 +37,7 @@ def test_gradgradcheck(case, device):
 
 def calls(case, device):
     """The fullest call of each primitive."""
+    case = MASKED_ATTENTION if case is ATTENTION else case
     made = check_second_order(case, case.small, torch.float32, device, case.perturbable(case.small))
     primitives = dict.fromkeys((case.forward, case.bwd, case.jvp, *case.second_order))
     return {primitive: fullest(made, primitive) for primitive in primitives}
@@ -45,10 +47,12 @@ def calls(case, device):
 def test_opcheck(case, device):
     """All arguments of first order require grad, where the op has derivatives in them."""
     # Statistics that a derivative receives are values of x, not variables: its own derivative has none for them.
-    frozen = {*case.arguments, "seed", "offset", *case.forward.spec.statistics} - set(case.differentiable)
+    frozen = {*case.arguments, *case.forward.spec.statistics} - set(case.differentiable)
     for primitive, call in calls(case, device).items():
         args = [
-            a.clone().requires_grad_() if isinstance(a, torch.Tensor) and name not in frozen else a
+            a.clone().requires_grad_()
+            if isinstance(a, torch.Tensor) and a.is_floating_point() and name not in frozen
+            else a
             for name, a in zip(call.names, call.args, strict=True)
         ]
         # The last utility differentiates the sum of all outputs, which a primitive with statistics refuses.
@@ -85,6 +89,41 @@ def test_export(case, strict, device):
     for exported in (program, program.run_decompositions()):
         assert any(node.target is case.forward.overload for node in exported.graph.nodes)
         assert_close(exported.module()(x), block(x))
+
+
+class Attention(torch.nn.Module):
+    """Self-attention of a model, with a mask of its input's lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 12)
+
+    def forward(self, x, lengths):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        mask = (torch.arange(x.shape[1]) < lengths.unsqueeze(-1))[:, None, None]
+        y = pr.functional.scaled_dot_product_attention(q, k, v, mask)
+        return y + pr.functional.scaled_dot_product_attention(q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True)
+
+
+def sized(batch, rows):
+    return torch.randn(batch, rows, 4, generator=torch.Generator().manual_seed(rows)), 1 + torch.arange(batch) % rows
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_attention_is_exported_and_compiled_for_any_batch_and_rows():
+    net, sizes = Attention(), ((3, 5), (4, 7), (2, 9))
+    batch, rows = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "rows"))
+    shapes = ({0: batch, 1: rows}, {0: batch})
+    program = torch.export.export(net, sized(*sizes[0]), dynamic_shapes=shapes).module()
+    torch.compiler.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
+    for i, size in enumerate(sizes):
+        # One graph for all sizes.
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            ys = [f(*sized(*size)) for f in (net, program, compiled)]
+        expected, *found = [(y, torch.autograd.grad(y.sin().sum(), net.parameters())) for y in ys]
+        for results in found:
+            torch.testing.assert_close(results, expected)
 
 
 @every_case

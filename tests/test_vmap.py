@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.func import grad, jvp, vmap
 
+import primitives as pr
 from tests.call_properties import BATCH, alone_and_together, batched, check_vmap, check_vmap_of_call, distinct, fullest
-from tests.op_cases import CASES
+from tests.op_cases import CASES, MASKED_ATTENTION
 from tests.properties import check_second_order
 from tests.support import LAYOUTS, assert_close, like, subsets
 
@@ -27,13 +28,15 @@ def calls(case, device, absent=()):
     return distinct(c for names in chosen for c in check_second_order(case, sample, torch.float64, device, names))
 
 
-@every_case
+@pytest.mark.parametrize("case", [*CASES[:-1], MASKED_ATTENTION], ids=lambda case: case.name)
 def test_primitives_over_every_subset_of_arguments(case, device):
-    """The calls that perturb everything; of those with more than six tensors every pair, and all but one of them."""
+    """The calls that perturb everything; of derivatives with more than six tensors each, all but one, and few pairs."""
     for primitive in {case.forward, case.bwd, case.jvp, *case.second_order}:
         call = fullest(calls(case, device), primitive)
         count = len(call.tensors)
-        chosen = [s for s in subsets(range(count)) if count <= 6 or len(s) in (1, 2, count - 1, count)]
+        few = 7 if primitive is case.forward else 6
+        pairs = (2,) if count < 10 else ()
+        chosen = [s for s in subsets(range(count)) if count <= few or len(s) in (1, *pairs, count - 1, count)]
         check_vmap_of_call(call, -1, chosen)
 
 
@@ -100,3 +103,21 @@ def test_vmap_of_transforms(case, device):
     check_vmap(gradient, values, chosen, 0, "grad")
     check_vmap(lambda *values: (jvp(function, values, dots)[1],), values, chosen, 0, "jvp")
     check_vmap(lambda *values: jvp(gradient, values, dots)[1], values, chosen, 0, "jvp of grad")
+
+
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (0, 0)], ids=["seeds", "masks", "both"])
+def test_third_derivatives_of_attention_for_batched_masks_and_seeds(in_dims, device):
+    """These differentiate the reference, which sees the batch, where a primitive would have folded it away."""
+    q, k, v = (MASKED_ATTENTION.inputs(MASKED_ATTENTION.small, torch.float64, device)[name] for name in ("x", "k", "v"))
+
+    def third(seed, mask):
+        def of(q):
+            return pr.functional.attention(q, k, v, mask=mask, dropout_p=0.4, seed=seed).sin().sum()
+
+        return jvp(lambda q: jvp(grad(of), (q,), (v.sum() * q,))[1], (q,), (q.cos(),))[1]
+
+    full = torch.arange(BATCH, device=device), torch.tensor([[True, True, False, True], [False, True, True, True]])
+    args = [x.to(device) if d == 0 else x[0].to(device) for x, d in zip(full, in_dims, strict=True)]
+    actual = vmap(third, in_dims)(*args)
+    for i in range(BATCH):
+        assert_close(actual[i], third(*[x if d is None else x[i] for x, d in zip(args, in_dims, strict=True)]), order=3)

@@ -49,7 +49,8 @@ def philox4x32(seed: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     )
     # Pairs of words are computed together: small tensors cost what the calls cost.
     keys = (torch.stack([seed, seed >> 32]) + rounds * steps) & LOW_WORD
-    even = torch.stack([block & LOW_WORD, torch.zeros_like(block)])  # c0, c2
+    # A batch of keys alone, under vmap, is one of words too: they are written into below.
+    even = torch.stack([block & LOW_WORD, torch.zeros_like(block ^ seed)])  # c0, c2
     odd = torch.stack([(block >> 32) & LOW_WORD, torch.zeros_like(block)])  # c1, c3
     for key in keys:
         # Products of 32-bit words fill all 64 bits; int64 wraps around to the same bits, and the mask drops its sign.

@@ -127,6 +127,16 @@ def dropout(name, explicit, region):
     return NESTINGS[name](net), torch.rand(2)
 
 
+class Attend(nn.Module):
+    def forward(self, x):
+        return pr.functional.attention(x, x.cos(), x, dropout_p=0.5)
+
+
+def attention(name, region):
+    torch.manual_seed(3)
+    return NESTINGS[name](Net(region, norm=lambda width: Attend())), torch.rand(2)
+
+
 def two_steps_of_batch_norm(name, region):
     net = Net(region, norm=pr.nn.BatchNorm1d)
     found = [NESTINGS[name](net) for _ in range(2)]
@@ -196,6 +206,10 @@ CASES = {
         f"dropout, {name}, explicit={explicit}": functools.partial(dropout, name, explicit)
         for name in ("backward", "backward of jvp", "backward twice", "grad in parameters of jvp")
         for explicit in (False, True)
+    },
+    **{
+        f"attention with dropout, {name}": functools.partial(attention, name)
+        for name in ("backward", "backward of jvp", "backward twice")
     },
     **{
         f"batch norm, {name}": functools.partial(two_steps_of_batch_norm, name)

@@ -99,6 +99,20 @@ def test_several_batch_sizes():
         fixed((w, x))
 
 
+def test_attention_of_several_batch_sizes_and_lengths():
+    def fn(x, w):
+        q, k = (x @ w).unflatten(-1, (2, 2)).transpose(1, 2), x.unsqueeze(1)
+        return pr.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).sum()
+
+    def primals(batch, rows):
+        return leaf(batch, rows, 2, seed=rows), leaf(2, 4)
+
+    graph = trace_joint(fn, *primals(3, 5), no_tangents=True, dynamic=(True, None))
+    for sizes in ((3, 5), (2, 7), (4, 4)):
+        check(fn, primals(*sizes), graph=graph)
+    assert {"primitives.attention.default", "primitives.attention_bwd.default"} <= set(operations(graph))
+
+
 def test_the_backward_pass_draws_from_its_own_state():
     def fn(x):
         y = x * 1
