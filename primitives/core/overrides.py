@@ -78,16 +78,12 @@ class OverrideMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Call what stands for `func`, or `func`."""
-        kwargs = kwargs or {}
         stand_in = overrides.get(func)
         if stand_in is not None and func not in self.left:
-            result = stand_in(self, *args, **kwargs)
+            result = stand_in(self, *args, **kwargs or {})
             if result is not NotImplemented:
                 return result
-        if func is torch.Tensor.unflatten:
-            # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
-            return torch.unflatten(*args, **kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def write(self, targets: list[Tensor], values: list[Tensor]) -> None:
         """Give each of `targets` its new value; here, in place.
