@@ -220,12 +220,6 @@ def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **k
     return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-@register_override(torch.Tensor.unflatten)
-def _unflatten(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
-    # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
-    return torch.unflatten(*args, **kwargs)
-
-
 @register_override(torch_functional.log_softmax)
 def _functional_log_softmax(
     mode: OverrideMode, input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None

@@ -83,6 +83,10 @@ class OverrideMode(TorchFunctionMode):
             result = stand_in(self, *args, **kwargs or {})
             if result is not NotImplemented:
                 return result
+        if func is torch.Tensor.unflatten:
+            # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
+            # Dynamo does not find a method in a table.
+            return torch.unflatten(*args, **kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def write(self, targets: list[Tensor], values: list[Tensor]) -> None:
