@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import _C
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
@@ -110,3 +111,17 @@ def test_cuda_autocast_is_that_of_torch(device, call, dtype):
         result.float().sin().sum().backward()
     assert inputs[0].grad.dtype == inputs[1].grad.dtype
     assert_close(inputs[0].grad, inputs[1].grad, rtol=2e-2, atol=2e-2)
+
+
+def test_attention_sums_in_its_own_dtype_inside_autocast(backend):
+    q, k, v, *tangents = torch.randn(6, 2, 2, 5, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def derivatives():
+        leaf = q.clone().requires_grad_()
+        y, y_dot = jvp(pr.functional.scaled_dot_product_attention, (leaf, k, v), tuple(tangents))
+        return y, y_dot, torch.autograd.grad((y * y_dot.float()).sum(), leaf)[0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = derivatives()
+    for found, expected in zip(inside, derivatives(), strict=True):
+        assert torch.equal(found, expected)

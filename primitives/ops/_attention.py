@@ -233,7 +233,10 @@ class Block(Recomputable):
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Parts of those results that are wanted."""
         problem = self._options._replace(**dict(zip(self._names, tensors, strict=True)))
-        found = zip(self._function(Rows(problem, self._start, self._num_rows)), self._kinds, self._wanted, strict=True)
+        # The caller's autocast has cast the arguments; inside, sums are of the dtype that they were widened to.
+        with torch._C._DisableAutocast():
+            results = self._function(Rows(problem, self._start, self._num_rows))
+        found = zip(results, self._kinds, self._wanted, strict=True)
         return tuple(_unfolded(part, kind, problem) for part, kind, want in found if want)
 
     def parts(self, problem: Problem, stop: int) -> tuple[Tensor, ...]:
