@@ -43,11 +43,12 @@ PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal
 # What `make test` leaves to a GPU or to the night.
 DAILY := -m 'not gpu and not nightly'
 
-.PHONY: help demo test test-front test-kernels nightly gpu-test check perf machine-code docs clean
+.PHONY: help demo test test-front test-kernels test-models nightly gpu-test check perf machine-code docs clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
+	@echo 'make test-models  models of transformers, diffusers and timm, unedited'
 	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
 	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
@@ -71,12 +72,16 @@ test: test-front test-kernels docs
 
 # Compiled code needs triton as it is, kernel tests need its interpreter, and an import decides which: two processes.
 test-front: $(call installed,test)
-	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) $(DAILY) $(PYTEST_ARGS)
+	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels --ignore=tests/models $(PARALLEL) $(DAILY) $(PYTEST_ARGS)
 
 test-kernels: $(call installed,test)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) $(DAILY) $(PYTEST_ARGS)
 
-nightly: $(call installed,test)
+# Apart from `test`, which needs none of the libraries that they are from.
+test-models: $(call installed,models)
+	env -u TRITON_INTERPRET $(PYTEST) tests/models $(PARALLEL) $(DAILY) $(PYTEST_ARGS)
+
+nightly: $(call installed,models)
 	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 

@@ -1,0 +1,200 @@
+"""Unedited models of libraries, inside `override_torch` or after `convert`: derivatives of two orders, and usage."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from torch.func import functional_call, grad, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from tests.models.table import CASES, MODELS
+from tests.support import normal
+
+# A context, and what makes a model ready to run in it.
+WAYS = {"override": (pr.override_torch, lambda model: model), "convert": (contextlib.nullcontext, pr.nn.convert)}
+EITHER = pytest.mark.parametrize("way", WAYS)
+EACH = pytest.mark.parametrize("name", [case.name for case in MODELS])
+ZERO = torch.zeros((), dtype=torch.float64)
+
+
+@functools.cache
+def built(name, dtype=torch.float64):
+    return CASES[name].build(dtype)
+
+
+def ready(name, way, dtype=torch.float64):
+    context, prepare = WAYS[way]
+    return CASES[name], context, prepare(copy.deepcopy(built(name, dtype)))
+
+
+def loss_of_output(model, case, x, v=None):
+    y = case.call(model, x)
+    return (y - normal(y.shape, 3).to(y.dtype)).square().mean()
+
+
+def loss_with_jvp(model, case, x, v):
+    """Of the output and its derivative along a direction, as in consistency models and MeanFlow."""
+    y, y_dot = jvp(lambda x: case.call(model, x), (x,), (v,))
+    return (y - y_dot).square().mean()
+
+
+def loss_with_gradient(model, case, x, v):
+    """The squared gradient in the input: a Hessian-vector product for all weights."""
+    loss = case.call(model, x).square().mean()
+    return torch.autograd.grad(loss, x, create_graph=True)[0].square().mean()
+
+
+def loss_and_gradients(
+    model, case, context=contextlib.nullcontext, loss=loss_with_jvp, memory_format=torch.contiguous_format
+):
+    """In the input and all weights, as one vector; the last backward pass runs when the context has ended."""
+    dtype = next(model.parameters()).dtype
+    x, v = (normal(case.shape, seed).to(dtype, memory_format=memory_format) for seed in (1, 2))
+    with context():
+        value = loss(model, case, x.requires_grad_(), v)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    parts = torch.autograd.grad(value, [x, *weights], materialize_grads=True)
+    return torch.cat([part.detach().flatten() for part in (value, *parts)])
+
+
+def assert_near(actual, expected, tolerance):
+    """Relative to the largest element: what another one loses in rounding counts as little as it is."""
+    assert_close(actual, expected, rtol=0.0, atol=tolerance * expected.abs().max().item())
+
+
+@EITHER
+@EACH
+def test_loss_and_gradients_are_those_of_torch(name, way):
+    case, context, model = ready(name, way)
+    found = loss_and_gradients(model, case, context, loss_of_output)
+    assert_near(found, loss_and_gradients(built(name), case, loss=loss_of_output), 1e-6 if case.single else 1e-12)
+
+
+def along(model, case):
+    """The loss as a function of how far the input and all weights have moved along each of two directions."""
+    points = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    points["input"] = normal(case.shape, 1)
+    directions = [{key: 0.1 * normal(p.shape, 2 * i + k) for i, (key, p) in enumerate(points.items())} for k in (0, 1)]
+
+    def loss(s, t):
+        moved = {key: p + s * directions[0][key] + t * directions[1][key] for key, p in points.items()}
+        x = moved.pop("input")
+        return loss_of_output(lambda **given: functional_call(model, moved, (), given), case, x)
+
+    return loss
+
+
+def tangent(f, argument):
+    return lambda *at: jvp(f, at, tuple(torch.full_like(v, float(i == argument)) for i, v in enumerate(at)))[1]
+
+
+NESTINGS = {
+    "grad of jvp": lambda f: grad(tangent(f, 1)),
+    "jvp of grad": lambda f: tangent(grad(f), 1),
+    "grad of grad": lambda f: grad(grad(f), 1),
+    "jvp of jvp": lambda f: tangent(tangent(f, 0), 1),
+}
+
+
+@functools.cache
+def mixed_derivative(name):
+    """In both directions: by central differences of torch's gradient, and in torch, on attention that is composed."""
+    loss = along(built(name), CASES[name])
+    h = 1e-2 if CASES[name].single else 5e-4
+    with sdpa_kernel(SDPBackend.MATH):
+        a, b, c, d = [grad(loss)(ZERO, ZERO + k * h) for k in (-2, -1, 1, 2)]
+        return (a - 8 * b + 8 * c - d) / (12 * h), NESTINGS["grad of grad"](loss)(ZERO, ZERO)
+
+
+@EITHER
+@EACH
+def test_second_derivatives_are_central_differences(name, way):
+    case, context, model = ready(name, way)
+    differences, torchs = mixed_derivative(name)
+    for nesting in NESTINGS.values():
+        with context():
+            found = nesting(along(model, case))(ZERO, ZERO)
+        # Differences of what a model rounds to float32 have few digits: hence the one nesting that torch has, beside.
+        assert_near(found, differences, 1e-3 if case.single else 1e-7)
+        assert_near(found, torchs, 1e-5 if case.single else 1e-10)
+
+
+@functools.cache
+def usual(name, loss=loss_with_jvp, dtype=torch.float64):
+    return loss_and_gradients(built(name, dtype), CASES[name], pr.override_torch, loss)
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["gpt2", "sd3", "unet2d_condition"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the old name, in all versions
+def test_gradient_checkpointing(name, way):
+    case, context, model = ready(name, way)
+    # Layers run again after the context has ended.
+    inside = {"context_fn": lambda: (contextlib.nullcontext(), pr.override_torch())} if way == "override" else {}
+    if case.library == "transformers":
+        model.train().gradient_checkpointing_enable({"use_reentrant": False, **inside})
+    else:
+        model.train().enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, **inside))
+    for loss in (loss_of_output, loss_with_gradient):
+        assert_near(loss_and_gradients(model, case, context, loss), usual(name, loss), 1e-12)
+
+
+@EITHER
+def test_checkpoint_of_this_package(way):
+    """It takes a loss with a JVP, for which torch's raises."""
+    case, context, model = ready("sd3", way)
+    again = pr.override_torch() if way == "override" else lambda block: block
+    model.train().enable_gradient_checkpointing(lambda block, *args: pr.func.checkpoint(again(block), *args))
+    assert_near(loss_and_gradients(model, case, context), usual("sd3"), 1e-12)
+
+
+@EITHER
+@pytest.mark.parametrize("name", ["unet2d", "unet2d_condition"])
+def test_channels_last(name, way):
+    case, context, model = ready(name, way)
+    last = {"memory_format": torch.channels_last}
+    assert_near(loss_and_gradients(model.to(**last), case, context, **last), usual(name), 1e-12)
+
+
+@EITHER
+def test_attention_that_transformers_composes(way):
+    case, context, model = ready("gpt2", way)
+    model.set_attn_implementation("eager")
+    assert_near(loss_and_gradients(model, case, context), usual("gpt2"), 1e-12)
+
+
+@EITHER
+def test_autocast(way):
+    case, context, model = ready("gpt2", way, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss_and_gradients(model, case, context)
+    # Eight bits, through two layers.
+    assert_near(found, usual("gpt2", dtype=torch.float32), 0.05)
+
+
+@pytest.mark.parametrize(
+    "name, way",
+    [
+        ("vit", "convert"),
+        pytest.param("gpt2", "override", marks=pytest.mark.nightly),
+        pytest.param("level", "convert", marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled(name, way):
+    case, context, model = ready(name, way)
+
+    def step(model, case, x, v):
+        with context():
+            return loss_with_jvp(model, case, x, v)
+
+    expected = loss_and_gradients(built(name), case, pr.override_torch)
+    found = loss_and_gradients(model, case, loss=torch.compile(step, fullgraph=True))
+    # diffusers embeds the time in float32.
+    assert_near(found, expected, 1e-6 if case.library == "diffusers" else 1e-12)
