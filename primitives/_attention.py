@@ -204,6 +204,17 @@ def _of_tensors(
     """
     most = max(q.dim(), k.dim(), v.dim())
     num_axes = max(most, MIN_AXES)
+    if num_axes > most or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        q, k, v = _broadcast(q, k, v, num_axes)
+    bias, mask = (None if x is None else _with_axes(x, num_axes) for x in (bias, mask))
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    o, lse = attention_p(q, k, v, bias, mask, seed, offset, float(scale), causal, float(dropout_p))
+    return (o, lse) if most == num_axes else (o.squeeze(-3), lse.squeeze(-2))
+
+
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, num_axes: int) -> tuple[Tensor, ...]:
+    """Q, k and v with `num_axes` axes, the same batch, and heads of k and v that the heads of q share evenly."""
     q, k, v = (_with_axes(x, num_axes) for x in (q, k, v))
     heads = [x.shape[-3] for x in (q, k, v)]
     if heads[1] != heads[2]:
@@ -211,14 +222,10 @@ def _of_tensors(
         k, v = (_with_heads(x, most_heads) for x in (k, v))
     if heads[0] == 1:
         q = _with_heads(q, k.shape[-3])
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        lead = torch.broadcast_shapes(*[x.shape[:-3] for x in (q, k, v)])
-        q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
-    bias, mask = (None if x is None else _with_axes(x, num_axes) for x in (bias, mask))
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
-    o, lse = attention_p(q, k, v, bias, mask, seed, offset, float(scale), causal, float(dropout_p))
-    return (o, lse) if most == num_axes else (o.squeeze(-3), lse.squeeze(-2))
+    if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        return q, k, v
+    lead = torch.broadcast_shapes(*[x.shape[:-3] for x in (q, k, v)])
+    return tuple(x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
 
 
 def _with_axes(x: Tensor, num_axes: int) -> Tensor:

@@ -394,12 +394,14 @@ def test_symbolic_trace_takes_the_modules_for_leaves(net, x):
 
 def calls(x):
     y = pr.functional.batch_norm(x, None, None, training=True)
-    return pr.functional.layer_norm(pr.functional.log_softmax(y, 1), (4,))
+    y = pr.functional.layer_norm(pr.functional.log_softmax(y, 1), (4,))
+    return pr.functional.scaled_dot_product_attention(y, y, y)
 
 
 def test_symbolic_trace_takes_calls_of_functions_for_nodes():
     graph, x = torch.fx.symbolic_trace(calls), torch.randn(3, 4)
-    assert [n.name for n in graph.graph.nodes if n.op == "call_function"] == ["batch_norm", "log_softmax", "layer_norm"]
+    names = [n.name for n in graph.graph.nodes if n.op == "call_function"]
+    assert names == ["batch_norm", "log_softmax", "layer_norm", "scaled_dot_product_attention"]
     assert_close(graph(x), calls(x))
 
 

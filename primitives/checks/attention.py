@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["attention", "broadcast", "flag", "options", "stream"]
+__all__ = ["attention", "flag", "options", "stream"]
 
 MIN_DIM = 2
 MAX_SEED = 2**63 - 1
@@ -139,6 +139,8 @@ def _computed(x: Tensor) -> torch.dtype:
 def _axes_before_rows(op_name: str, rows: list[tuple[str, Tensor]], shares_heads: bool) -> tuple[int, ...]:
     """The axes before those of the scores that are rows and keys, checked to go together."""
     (label, q), (key, k), (value, v) = rows
+    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        return tuple(q.shape[:-2])
 
     def shapes() -> str:
         # Of an error alone: the compiler cannot write sizes that it does not know.
@@ -152,19 +154,19 @@ def _axes_before_rows(op_name: str, rows: list[tuple[str, Tensor]], shares_heads
             )
         shared: Sequence[int] | None = heads[:1]
     else:
-        shared = broadcast([(count,) for count in heads])
+        shared = _broadcast([(count,) for count in heads])
     if shared is None:
         raise ShapeError(
             f"{op_name}: {label}, {key} and {value} must have the same number of heads (axis -3), got {shapes()}. "
             "Pass enable_gqa=True for heads of key and value that several heads of query share."
         )
-    lead = broadcast([x.shape[:-3] for x in (q, k, v)])
+    lead = _broadcast([x.shape[:-3] for x in (q, k, v)])
     if lead is None:
         raise ShapeError(f"{op_name}: the axes before the heads must go together, got {shapes()}.")
     return (*lead, *shared) if max(x.dim() for x in (q, k, v)) > MIN_DIM else ()
 
 
-def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     """The shape that all are broadcast to, or None."""
     # Asked first, since torch takes longer for its answer than a small attention does.
     if all(shape == shapes[0] for shape in shapes):
