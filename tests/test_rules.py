@@ -57,7 +57,9 @@ def test_unwanted_second_order_outputs_are_empty(case, device):
             continue
         position = call.names.index("wanted")
         everything = None
-        for mask in itertools.product([True, False], repeat=len(call.argument("wanted"))):
+        masks = itertools.product([True, False], repeat=len(call.argument("wanted")))
+        # With many outputs few, or all but few, of them.
+        for mask in (mask for mask in masks if len(mask) < 7 or min(sum(mask), len(mask) - sum(mask)) < 3):
             outputs = call.outputs([*call.args[:position], list(mask), *call.args[position + 1 :]])
             everything = everything or outputs
             for i, (got, want) in enumerate(zip(outputs, everything, strict=True)):

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo import compiled_autograd
 
 import primitives as pr
+from tests.op_case import make_options
 from tests.op_cases import CASES, LAYER_NORM
 from tests.properties import check_nesting, leaves
 from tests.support import assert_close, like, nestings
@@ -48,21 +49,36 @@ def test_nestings(case, word, positions, backend_of_torch, device):
     check_nesting(case, device, word, positions, lambda function: compiled(function, backend_of_torch))
 
 
+def sized(case, size):
+    """The small sample with another first axis; of attention with other rows and keys."""
+    sample, options = case.small, dict(case.small.options)
+    if "keys" not in options:
+        return dataclasses.replace(sample, shape=(size, *sample.shape[1:]))
+    options["keys"] += size - sample.shape[-2]
+    return dataclasses.replace(
+        sample, shape=(*sample.shape[:-2], size, sample.shape[-1]), options=make_options(**options)
+    )
+
+
 @every_case
 def test_training_step(case, device):
-    """Forward and backward of a compiled function, of two batch sizes: the second one compiles for any size."""
+    """Forward and backward of a function, compiled once for inputs of any size."""
     names = case.perturbable(case.small)
 
-    def step(others, *values, sample=case.small):
+    def step(options, others, *values):
         given = dict(zip(names, values, strict=True))
-        return case.outputs({**dict.fromkeys(case.arguments), **others, **given}, sample)[0].sin()
+        inputs = {**dict.fromkeys(case.arguments), **others, **given}
+        return case.outputs(inputs, dataclasses.replace(case.small, options=options))[0].sin()
 
-    program = compiled(step)
-    for sample in (case.small, dataclasses.replace(case.small, shape=(5, *case.small.shape[1:]))):
+    program = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for i, size in enumerate((7, 5)):
+        sample = sized(case, size)
         inputs = leaves(case.inputs(sample, torch.float32, device), case.differentiable)
         args = [inputs[name] for name in names]
         others = {name: value for name, value in inputs.items() if name not in case.differentiable}
-        actual, expected = (f(others, *args) for f in (program, step))
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            actual = program(sample.options, others, *args)
+        expected = step(sample.options, others, *args)
         y_bar = like(expected.detach(), seed=3)
         pairs = zip(torch.autograd.grad(actual, args, y_bar), torch.autograd.grad(expected, args, y_bar), strict=True)
         assert_close(actual, expected)
