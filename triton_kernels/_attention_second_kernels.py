@@ -12,6 +12,7 @@ have the strides of what they are tangents of, and o_bar, o_bar_dot, o, o_dot li
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -49,28 +50,20 @@ def _products_of_rows(a, b, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _pair_tiles(
-    q, q_dot, k, k_dot, v, v_dot, o_bar, o_bar_dot, bias, bias_dot, seen, noise, lse, lse_dot, g, w,
-    KEYS_FIRST: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """P.Z, P_dot.Z, R and T of a tile; anything for P_dot where the scores do not move, and for T without w."""
-    p = probabilities(q, k, bias, seen, lse, KEYS_FIRST, SCALE, DTYPE)
-    turned = less(noisy(add_pairs(None, o_bar, v, KEYS_FIRST, DTYPE), noise), g)
-    scores_dot = scores_dot_of(q, q_dot, k, k_dot, bias_dot, KEYS_FIRST, SCALE, DTYPE)
-    p_dot = p if scores_dot is None else p * (scores_dot - lse_dot)
-    r = p * turned
-    t = r
-    if w is not None:
-        moved = add_pairs(None, o_bar, v_dot, KEYS_FIRST, DTYPE)
-        moved = add_pairs(moved, o_bar_dot, v, KEYS_FIRST, DTYPE)
-        t = p * less(noisy(moved, noise), w)
-        if scores_dot is not None:
-            t += p_dot * turned
-    return noisy(p, noise), noisy(p_dot, noise), r, t
+def _turned(o_bar, v, noise, g, KEYS_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """G - g of a tile."""
+    return less(noisy(add_pairs(None, o_bar, v, KEYS_FIRST, DTYPE), noise), g)
+
+
+@triton.jit
+def _moved(o_bar, o_bar_dot, v, v_dot, noise, w, KEYS_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """H - w of a tile."""
+    moved = add_pairs(None, o_bar, v_dot, KEYS_FIRST, DTYPE)
+    return less(noisy(add_pairs(moved, o_bar_dot, v, KEYS_FIRST, DTYPE), noise), w)
 
 
 @unspecialized_jit
-def attention_rows_kernel(
+def attention_rows_kernel(  # noqa: C901 - its branches are settled when it is compiled
     q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, seed_ptr, offset_ptr,
     o_ptr, lse_ptr, q_dot_ptr, k_dot_ptr, v_dot_ptr, bias_dot_ptr, o_dot_ptr, lse_dot_ptr,
     o_bar_ptr, lse_bar_ptr, o_bar_dot_ptr, lse_bar_dot_ptr,
@@ -148,28 +141,31 @@ def attention_rows_kernel(
                 seed, offset, batch_head, noise_heads, row, first, num_rows, num_keys,
                 NUM_DROPPED, NOISE_SCALE, BLOCK_KEYS, False, DTYPE,
             )  # fmt: skip
-            _p, _p_dot, r, t = _pair_tiles(
-                q, q_dot, k, k_dot, v, v_dot, o_bar, o_bar_dot, bias, bias_dot, seen, noise, lse, lse_dot, g, w,
-                False, SCALE, DTYPE,
-            )  # fmt: skip
             pairs = (statistic + row)[:, None] * num_keys + key[None, :]
             both = inside[:, None] & (key < num_keys)[None, :]
-            if bias_bar_ptr is not None:
-                tl.store(bias_bar_ptr + pairs, cast(t, bias_bar_ptr.dtype.element_ty), mask=both)
+            p = probabilities(q, k, bias, seen, lse, False, SCALE, DTYPE)
+            r = p * _turned(o_bar, v, noise, g, False, DTYPE)
             if bias_dot_bar_ptr is not None:
                 tl.store(bias_dot_bar_ptr + pairs, cast(r, bias_dot_bar_ptr.dtype.element_ty), mask=both)
-            r = cast(r, k.dtype)
-            if q_bar_ptr is not None:
-                acc = product(cast(t, k.dtype), k, acc, DTYPE)
-                acc = product(r, k_dot, acc, DTYPE)
             if q_dot_bar_ptr is not None:
-                acc_dot = product(r, k, acc_dot, DTYPE)
+                acc_dot = product(cast(r, k.dtype), k, acc_dot, DTYPE)
+            if w_ptr is not None:
+                if q_bar_ptr is not None:
+                    acc = product(cast(r, k.dtype), k_dot, acc, DTYPE)
+                t = p * _moved(o_bar, o_bar_dot, v, v_dot, noise, w, False, DTYPE)
+                scores_dot = scores_dot_of(q, q_dot, k, k_dot, bias_dot, False, SCALE, DTYPE)
+                if scores_dot is not None:
+                    t += r * (scores_dot - lse_dot)
+                if bias_bar_ptr is not None:
+                    tl.store(bias_bar_ptr + pairs, cast(t, bias_bar_ptr.dtype.element_ty), mask=both)
+                if q_bar_ptr is not None:
+                    acc = product(cast(t, k.dtype), k, acc, DTYPE)
         store_tile(q_bar_ptr, batch, head, row, num_rows, num_heads, acc * SCALE, WIDTH, BLOCK_WIDTH)
         store_tile(q_dot_bar_ptr, batch, head, row, num_rows, num_heads, acc_dot * SCALE, WIDTH, BLOCK_WIDTH)
 
 
 @unspecialized_jit
-def attention_keys_kernel(
+def attention_keys_kernel(  # noqa: C901 - as above
     q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, seed_ptr, offset_ptr,
     lse_ptr, q_dot_ptr, k_dot_ptr, v_dot_ptr, bias_dot_ptr, lse_dot_ptr,
     o_bar_ptr, o_bar_dot_ptr, g_ptr, w_ptr,
@@ -226,10 +222,6 @@ def attention_keys_kernel(
             q_dot = tile_of(q_dot_ptr, q_offset, row, num_rows, q_row_stride, WIDTH, BLOCK_WIDTH, ALIGN)
             o_bar = made_tile(o_bar_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
             o_bar_dot = made_tile(o_bar_dot_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-            lse = lse_of(lse_ptr, statistic, row, num_rows, True)
-            lse_dot = statistic_of(lse_dot_ptr, statistic, row, num_rows, True)
-            g = statistic_of(g_ptr, statistic, row, num_rows, True)
-            w = statistic_of(w_ptr, statistic, row, num_rows, True)
             bias = pairs_at(
                 bias_ptr, bias_offset, row, key, num_rows, num_keys, bias_row_stride, BIAS_STEP, PAIR_ALIGN, True
             )
@@ -244,22 +236,30 @@ def attention_keys_kernel(
                 seed, offset, batch_head, noise_heads, row, first, num_rows, num_keys,
                 NUM_DROPPED, NOISE_SCALE, BLOCK_KEYS, True, DTYPE,
             )  # fmt: skip
-            p, p_dot, r, t = _pair_tiles(
-                q, q_dot, k, k_dot, v, v_dot, o_bar, o_bar_dot, bias, bias_dot, seen, noise, lse, lse_dot, g, w,
-                True, SCALE, DTYPE,
-            )  # fmt: skip
-            p, r = cast(p, q.dtype), cast(r, q.dtype)
-            if k_bar_ptr is not None:
-                k_acc = product(cast(t, q.dtype), q, k_acc, DTYPE)
-                k_acc = product(r, q_dot, k_acc, DTYPE)
-            if k_dot_bar_ptr is not None:
-                k_dot_acc = product(r, q, k_dot_acc, DTYPE)
-            if v_bar_ptr is not None:
-                if not (q_dot_ptr is None and k_dot_ptr is None and bias_dot_ptr is None):
-                    v_acc = product(cast(p_dot, q.dtype), o_bar, v_acc, DTYPE)
-                v_acc = product(p, o_bar_dot, v_acc, DTYPE)
+            # In an order, and with loads, that keep few tiles at a time.
+            lse = lse_of(lse_ptr, statistic, row, num_rows, True)
+            p = probabilities(q, k, bias, seen, lse, True, SCALE, DTYPE)
             if v_dot_bar_ptr is not None:
-                v_dot_acc = product(p, o_bar, v_dot_acc, DTYPE)
+                v_dot_acc = product(cast(noisy(p, noise), q.dtype), o_bar, v_dot_acc, DTYPE)
+            if v_bar_ptr is not None:
+                v_acc = product(cast(noisy(p, noise), q.dtype), o_bar_dot, v_acc, DTYPE)
+            if v_bar_ptr is not None or k_bar_ptr is not None:
+                scores_dot = scores_dot_of(q, q_dot, k, k_dot, bias_dot, True, SCALE, DTYPE)
+                if scores_dot is not None:
+                    scores_dot -= statistic_of(lse_dot_ptr, statistic, row, num_rows, True)
+                    if v_bar_ptr is not None:
+                        v_acc = product(cast(noisy(p * scores_dot, noise), q.dtype), o_bar, v_acc, DTYPE)
+            g = statistic_of(g_ptr, statistic, row, num_rows, True)
+            r = p * _turned(o_bar, v, noise, g, True, DTYPE)
+            if k_dot_bar_ptr is not None:
+                k_dot_acc = product(cast(r, q.dtype), q, k_dot_acc, DTYPE)
+            if k_bar_ptr is not None:
+                k_acc = product(cast(r, q.dtype), q_dot, k_acc, DTYPE)
+                w = statistic_of(w_ptr, statistic, row, num_rows, True)
+                t = p * _moved(o_bar, o_bar_dot, v, v_dot, noise, w, True, DTYPE)
+                if scores_dot is not None:
+                    t += r * scores_dot
+                k_acc = product(cast(t, q.dtype), q, k_acc, DTYPE)
     store_tile(k_bar_ptr, batch, key_head, key, num_keys, num_key_heads, k_acc * SCALE, WIDTH, BLOCK_WIDTH)
     store_tile(k_dot_bar_ptr, batch, key_head, key, num_keys, num_key_heads, k_dot_acc * SCALE, WIDTH, BLOCK_WIDTH)
     store_tile(v_bar_ptr, batch, key_head, key, num_keys, num_key_heads, v_acc, VALUE_WIDTH, BLOCK_VALUE_WIDTH)

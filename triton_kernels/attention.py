@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["attention_bwd", "attention_fwd", "attention_jvp", "attention_pairing"]
 
 MAX_ALIGN = 16
+# Widths whose tiles fit into the shared memory of a processor: 256, of float64 128.
+MAX_WIDTH, MAX_WIDTH_BYTES = 256, 1024
 
 
 class _Problem:
@@ -173,6 +175,11 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def _is_served(q: Tensor, v: Tensor) -> bool:
+    width = next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    return width <= MAX_WIDTH and width * q.element_size() <= MAX_WIDTH_BYTES
+
+
 @tunable
 def attention_fwd(
     q: Tensor,
@@ -185,7 +192,7 @@ def attention_fwd(
     scale: float,
     causal: bool,
     dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """O and lse.
 
     Args:
@@ -201,8 +208,11 @@ def attention_fwd(
         dropout_p: Probability that a pair is dropped.
 
     Returns:
-        `o` `[*batch, H, N, E]` in the dtype of q, in memory `[*batch, N, H, E]`, and `lse` `[*batch, H, N]`.
+        `o` `[*batch, H, N, E]` in the dtype of q, in memory `[*batch, N, H, E]`, and `lse` `[*batch, H, N]`. None for
+        widths above 256, of float64 above 128: no tile of them fits.
     """
+    if not _is_served(q, v):
+        return None
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
     o, lse = problem.rows_like(problem.value_width), problem.statistic()
     if problem.is_empty:
@@ -229,15 +239,17 @@ def attention_jvp(
     scale: float,
     causal: bool,
     dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Tangents of o and lse along q_dot, k_dot, v_dot and bias_dot, any of which may be None.
 
     Tangents have the shapes of what they are tangents of; o and lse are the outputs of `attention_fwd`, which says what
     the others are.
 
     Returns:
-        `o_dot` and `lse_dot`, like o and lse.
+        `o_dot` and `lse_dot`, like o and lse; None as from `attention_fwd`.
     """
+    if not _is_served(q, v):
+        return None
     dots = (q_dot, k_dot, v_dot, bias_dot)
     return _jvp(_Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots), o, lse)
 
@@ -279,9 +291,9 @@ def attention_bwd(
 
     Returns:
         The cotangents; those that are not wanted have no elements. None where that of a bias is wanted which is
-        broadcast: no kernel sums over pairs.
+        broadcast, since no kernel sums over pairs, and as from `attention_fwd`.
     """
-    if wanted[3] and not _is_full(bias, q, k):
+    if not _is_served(q, v) or (wanted[3] and not _is_full(bias, q, k)):
         return None
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
     flags = (False, False, False, False, *wanted)
@@ -370,7 +382,7 @@ def attention_pairing(
     Returns:
         The derivatives; those that are not wanted have no elements. None as from `attention_bwd`.
     """
-    if (wanted[5] or wanted[9]) and not _is_full(bias, q, k):
+    if not _is_served(q, v) or ((wanted[5] or wanted[9]) and not _is_full(bias, q, k)):
         return None
     dots = (q_dot, k_dot, v_dot, bias_dot)
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p, dots)

@@ -39,25 +39,64 @@ def plan_attention(
     """Plan of an attention kernel.
 
     Args:
-        kernel: `"fwd"`, `"jvp"`, `"rows"` or `"keys"`: the first two hold one row of sums, the others up to four.
+        kernel: `"fwd"`, `"jvp"`, or a sweep that owns rows or keys, of first order, which serves the backward alone, or
+            of second: `"first_rows"`, `"first_keys"`, `"second_rows"`, `"second_keys"`.
         num_rows: Rows of a head.
         num_keys: Keys of a head.
         width: The wider of keys and values.
         itemsize: Bytes of an element.
         device: Where the kernel runs.
     """
-    plan, most = _largest_plan(kernel, width, itemsize), limits_of(chip_of(device)).attention_tile
+    chip = chip_of(device)
+    plan, most = _largest_plan(kernel, width, itemsize, chip), limits_of(chip).attention_tile
     blocks = ((plan.block_rows, num_rows), (plan.block_keys, num_keys))
     block_rows, block_keys = (min(block, most, max(next_power_of_2(size), MIN_MATMUL)) for block, size in blocks)
     return replace(plan, block_rows=block_rows, block_keys=block_keys)
 
 
-def _largest_plan(kernel: str, width: int, itemsize: int) -> AttentionPlan:
-    block_width = max(next_power_of_2(width), MIN_MATMUL)
-    wide = block_width * itemsize > 128
-    if kernel == "fwd":
-        return AttentionPlan(128, 32, 8 if wide else 4, 2)
-    if kernel == "jvp":
-        return AttentionPlan(64, 32, 4, 2)
-    num_warps = 8 if wide else 4
-    return AttentionPlan(64, 32, num_warps, 2) if kernel.endswith("rows") else AttentionPlan(32, 64, 8, 2)
+# Plans of half types by the largest width that they serve. A warp multiplies 16 of the rows or keys that a program
+# owns: with fewer of them, warps would repeat each other's products. Tiles are the largest that ptxas fits into the
+# registers of sm_90 without spills, causal or not; at width 128 the second sweep of rows spills a few bytes, and that
+# of keys, with its four sums, has no more than 32 keys.
+_HALF = {
+    64: {
+        "fwd": AttentionPlan(128, 64, 8, 3),
+        "jvp": AttentionPlan(128, 64, 8, 2),
+        "first_rows": AttentionPlan(128, 64, 8, 2),
+        "first_keys": AttentionPlan(64, 128, 8, 2),
+        "second_rows": AttentionPlan(128, 32, 8, 2),
+        "second_keys": AttentionPlan(32, 128, 8, 2),
+    },
+    128: {
+        "fwd": AttentionPlan(128, 64, 8, 2),
+        "jvp": AttentionPlan(128, 32, 8, 2),
+        "first_rows": AttentionPlan(128, 32, 8, 2),
+        "first_keys": AttentionPlan(32, 128, 8, 2),
+        "second_rows": AttentionPlan(128, 32, 8, 2),
+        "second_keys": AttentionPlan(64, 32, 8, 2),
+    },
+    256: {
+        "fwd": AttentionPlan(128, 32, 8, 1),
+        "jvp": AttentionPlan(64, 32, 4, 1),
+        **dict.fromkeys(("first_rows", "first_keys", "second_rows", "second_keys"), AttentionPlan(32, 32, 8, 1)),
+    },
+}
+
+# Bytes of a row of float32 or float64 up to which tiles have more than the fewest rows and keys.
+_MAX_WIDE_BYTES = 512
+_WIDE = {
+    "fwd": AttentionPlan(64, 32, 8, 2),
+    **dict.fromkeys(("jvp", "first_rows", "first_keys"), AttentionPlan(32, 32, 8, 1)),
+    **dict.fromkeys(("second_rows", "second_keys"), AttentionPlan(16, 16, 4, 1)),
+}
+
+
+def _largest_plan(kernel: str, width: int, itemsize: int, chip: Chip) -> AttentionPlan:
+    if itemsize == 2:
+        plans = next((plans for largest, plans in _HALF.items() if width <= largest), _HALF[256])
+        # Chips before sm_90 have operands in registers too.
+        is_small = chip.name in ("sm_80", "gfx942") and kernel == "second_rows" and width > 64
+        return replace(plans[kernel], block_rows=min(plans[kernel].block_rows, 64)) if is_small else plans[kernel]
+    if next_power_of_2(width) * itemsize <= _MAX_WIDE_BYTES:
+        return _WIDE[kernel]
+    return AttentionPlan(MIN_MATMUL, MIN_MATMUL, 4, 1)
