@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
 
 
 class Case(NamedTuple):
@@ -29,7 +24,7 @@ class Case(NamedTuple):
     given: dict[str, Any]
     single: bool = False
 
-    def build(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+    def build(self, dtype=torch.float64):
         """The model in evaluation, its weights far enough from zero that each of its layers matters."""
         torch.manual_seed(0)
         with warnings.catch_warnings():
@@ -46,14 +41,13 @@ class Case(NamedTuple):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         return model.to(dtype).eval()
 
-    def call(self, model: Callable[..., Any], x: Tensor) -> Tensor:
-        """What `model` computes of `x`."""
+    def call(self, model, x):
         given = {key: value.to(x.dtype) if value.is_floating_point() else value for key, value in self.given.items()}
         output = model(**{self.argument: x, **given})
         return (output if isinstance(output, torch.Tensor) else output[0]).to(x.dtype)
 
 
-def _with(*bases: dict[str, Any], **values: Any) -> dict[str, Any]:
+def _with(*bases, **values):
     return {key: value for base in (*bases, values) for key, value in base.items()}
 
 
@@ -87,7 +81,7 @@ COATNET = _with(img_size=64, embed_dim=(8, 8, 32, 32), depths=(1, 1, 1, 1), stem
 UNET = _with(sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, norm_num_groups=4, attention_head_dim=4)
 
 
-def _levels(*kinds: str, **values: Any) -> dict[str, Any]:
+def _levels(*kinds, **values):
     down, up = ([f"{kind}{side}Block2D" for kind in order] for side, order in (("Down", kinds), ("Up", kinds[::-1])))
     return _with(UNET, values, block_out_channels=[8] * len(kinds), down_block_types=down, up_block_types=up)
 
