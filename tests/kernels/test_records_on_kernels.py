@@ -13,7 +13,7 @@ import torch
 
 import primitives as pr
 from tests.call_properties import alone_and_together, check_call, check_vmap_of_call, fullest
-from tests.op_cases import CASES
+from tests.op_cases import CASES, CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.properties import check_jvp, check_nesting, check_outputs, check_second_order, check_vjp
 from tests.support import dtype_id, nestings, subsets
 from triton_kernels import launch
@@ -79,11 +79,24 @@ def test_vmap_over_each_argument_and_all(case, device):
         check_vmap_of_call(call, -1, alone_and_together(call))
 
 
+# Derivatives of order three and more launch no kernels of their own: of these some, mixed, and nightly all.
+DAILY = (*nestings(1, 2), "frf", "rfr", "rffr")
+OPTIONS = {"masked": MASKED_ATTENTION, "causal": CAUSAL_ATTENTION}
+NIGHTLY = [
+    *[(case.name, case, word) for case in CASES for word in nestings(3) if word not in DAILY],
+    *[(name, case, word) for name, case in OPTIONS.items() for word in nestings(2, 3)],
+]
+
+
 @pytest.mark.usefixtures("backend")
-@every_case
-@pytest.mark.parametrize("word", [*nestings(1, 2), "frf", "rfr", "rffr"])
+@pytest.mark.parametrize(
+    "case, word",
+    [
+        *[pytest.param(case, word, id=f"{case.name}-{word}") for case in CASES for word in DAILY],
+        *[pytest.param(*each, id=f"{name}-{each[1]}", marks=pytest.mark.nightly) for name, *each in NIGHTLY],
+    ],
+)
 def test_nestings_in_the_input(case, word, device):
-    """Derivatives of order three and more launch no kernels of their own: of these some, mixed."""
     check_nesting(case, device, word, (0,) * len(word))
 
 
