@@ -44,7 +44,9 @@ def write_report(path: Path, directory: Path) -> Path:
     """Write the page of the result at `path`, its plots and a copy of it into `directory`; return the page."""
     result = load(path)
     device = result["device"]
-    name = "cpu" if device["type"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", device["name"].lower())
+    # A run of some workloads does not take the place of one of all.
+    words = ["cpu" if device["type"] == "cpu" else device["name"], *result["options"]["only"]]
+    name = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower())
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / f"{name}.json", result)
     figures = [_speedup_plot(result, directory / f"{name}-speedup.png")]
