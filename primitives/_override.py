@@ -211,10 +211,14 @@ def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
 
 @register_override(torch_functional.group_norm, torch.group_norm)
 def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **kwargs: Any) -> Any:
-    # All that torch's own lacks is a jvp for channels beside one another: there it gets them apart.
-    if not _plain(input) or input.dim() not in (4, 5) or input.stride(1) != 1 or input.is_contiguous():
+    if not _plain(input) or not forward_mode((input, *args), kwargs):
         return NotImplemented
-    if not forward_mode((input, *args), kwargs):
+    if torch.compiler.is_compiling():
+        # Torch's own has no jvp of the tensors that a compiler traces with.
+        with mode:
+            return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
+    # Beside that it lacks a jvp for channels beside one another alone: it gets them apart.
+    if input.dim() not in (4, 5) or input.stride(1) != 1 or input.is_contiguous():
         return NotImplemented
     y = torch_functional.group_norm(input.contiguous(), num_groups, *args, **kwargs)
     return y.movedim(1, -1).contiguous().movedim(-1, 1)

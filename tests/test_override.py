@@ -172,6 +172,17 @@ def test_group_norm_of_channels_beside_one_another_has_a_jvp(layout):
     assert all(y.is_contiguous(memory_format=layout) for y in actual)
 
 
+def test_group_norm_has_a_jvp_in_compiled_code():
+    norm = nn.GroupNorm(3, IMAGES.shape[1]).double()
+
+    def along(x):
+        return torch.func.jvp(norm, (x,), (x.sin(),))[1]
+
+    with pr.override_torch():
+        compiled = torch.compile(along, fullgraph=True, backend="aot_eager")(IMAGES)
+    assert_close(compiled, along(IMAGES))
+
+
 def test_running_statistics_are_written_under_transforms():
     theirs, ours = (nn.BatchNorm2d(3, momentum=None).double() for _ in range(2))
     with pr.override_torch():
