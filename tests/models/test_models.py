@@ -47,7 +47,7 @@ def loss_with_jvp(model, case, x, v):
 
 def loss_with_gradient(model, case, x, v):
     """The squared gradient in the input: a Hessian-vector product for all weights."""
-    loss = case.call(model, x).square().mean()
+    loss = loss_of_output(model, case, x)
     return torch.autograd.grad(loss, x, create_graph=True)[0].square().mean()
 
 
