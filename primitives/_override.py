@@ -38,7 +38,7 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
     `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and `multi_head_attention_forward`. They
     are right at every order of derivative, and run on fused kernels. Results differ from torch's by rounding, and
     dropout draws other numbers, with the same probability. Running statistics are written as torch writes them.
-    `group_norm` in channels_last has a jvp.
+    `group_norm` has a jvp in channels_last, and under `torch.compile`.
 
     Whatever a stand-in does not serve goes to torch's own function, with the arguments as they were: an `out=` or a
     legacy argument (`size_average`, `reduce`), dtypes that do not go together, sparse and nested tensors, wrapper
@@ -211,17 +211,13 @@ def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
 
 @register_override(torch_functional.group_norm, torch.group_norm)
 def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **kwargs: Any) -> Any:
-    if not _plain(input) or not forward_mode((input, *args), kwargs):
+    # Torch's own is right and fast, and has no jvp for channels beside one another, nor in what a compiler traces.
+    if not _plain(input) or (input.is_contiguous() and not torch.compiler.is_compiling()):
         return NotImplemented
-    if torch.compiler.is_compiling():
-        # Torch's own has no jvp of the tensors that a compiler traces with.
-        with mode:
-            return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
-    # Beside that it lacks a jvp for channels beside one another alone: it gets them apart.
-    if input.dim() not in (4, 5) or input.stride(1) != 1 or input.is_contiguous():
+    if not forward_mode((input, *args), kwargs):
         return NotImplemented
-    y = torch_functional.group_norm(input.contiguous(), num_groups, *args, **kwargs)
-    return y.movedim(1, -1).contiguous().movedim(-1, 1)
+    with mode:
+        return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
 
 
 @register_override(torch_functional.log_softmax)
