@@ -8,6 +8,8 @@ repeated. Keys come multiplied by the scale.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,14 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "Rows", "as_row_major", "flipped", "in_blocks", "noised", "row_major"]
 
 # Bytes of one temporary [rows, keys]: a handful of them stays in a processor's last cache.
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 2 << 20
 MIN_ROWS = 8
 
 
 class Problem(NamedTuple):
     """One attention and what its derivatives are given: the arguments of its operators, None where there is none.
 
-    `in_place` says that temporaries may be written over, since nothing differentiates or traces what is computed.
+    `in_place` says that temporaries may be written over, since nothing differentiates or traces what is computed; the
+    first row is row `start`.
     """
 
     q: Tensor
@@ -46,6 +49,7 @@ class Problem(NamedTuple):
     causal: bool
     dropout_p: float
     in_place: bool = False
+    start: int = 0
     o: Tensor | None = None
     lse: Tensor | None = None
     o_bar: Tensor | None = None
@@ -69,12 +73,18 @@ class Problem(NamedTuple):
         """The dtype of sums."""
         return accumulation_dtype(self.q.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pairs of a row with a key."""
+        return math.prod(self.q.shape[:-1]) * self.k.shape[-2] * self.dtype.itemsize
+
 
 OF_ROWS = ("q", "o", "o_bar", "o_bar_dot", "q_dot", "o_dot")
 STATISTICS = ("lse", "lse_bar", "lse_bar_dot", "lse_dot")
 OF_KEYS = ("k", "v", "k_dot", "v_dot")
 PAIRS = ("bias", "mask", "bias_dot")
-TENSORS = (*OF_ROWS, *STATISTICS, *OF_KEYS, *PAIRS, "seed", "offset")
+STREAMS = ("seed", "offset")
+TENSORS = (*OF_ROWS, *STATISTICS, *OF_KEYS, *PAIRS, *STREAMS)
 
 
 def flipped(x: Tensor | None) -> Any:
@@ -95,9 +105,8 @@ class Rows:
             [*batch, key heads or 1, group or 1, rows or 1, keys or 1].
     """
 
-    def __init__(self, problem: Problem, start: int, num_rows: int) -> None:
+    def __init__(self, problem: Problem) -> None:
         q, k, dtype = problem.q, problem.k, problem.dtype
-        self._start, self._all_rows, self._inner = start, num_rows, q.shape[:-1]
         heads = (k.shape[-3], problem.groups)
         self._pairs = (*k.shape[:-3], *heads, q.shape[-2], k.shape[-2])
         self._shape = (math.prod(k.shape[:-2]), heads[1] * q.shape[-2], k.shape[-2])
@@ -149,18 +158,13 @@ class Rows:
         """Scale * q k^T + bias, `-inf` where a row does not see a key."""
         x = self.x
         scores = self.plus_pairs(torch.bmm(x.q, x.k.mT), x.bias)
-        hidden = None if x.mask is None else ~x.mask
+        # Added: torch fills where a mask says so at the cost of a product of matrices.
+        if x.mask is not None:
+            scores = self.plus_pairs(scores, torch.where(x.mask, 0.0, -math.inf).to(scores.dtype))
         if x.causal:
-            rows, keys = (
-                torch.arange(first, first + count, device=scores.device)
-                for first, count in zip((self._start, 0), self._pairs[-2:], strict=True)
-            )
-            later = rows.unsqueeze(-1) < keys
-            hidden = later if hidden is None else hidden | later
-        if hidden is None:
-            return scores
-        fill = torch.Tensor.masked_fill_ if x.in_place else torch.Tensor.masked_fill
-        return fill(scores.reshape(self._pairs), hidden, -math.inf).reshape(self._shape)
+            hidden = scores.new_full(self._pairs[-2:], -math.inf).triu(x.start + 1)
+            scores = self.plus_pairs(scores, hidden)
+        return scores
 
     def scores_dot(self) -> Tensor | None:
         """The tangent of the scores; None where nothing of them moves."""
@@ -175,21 +179,22 @@ class Rows:
         A row that sees no key has P = 0 and lse = -inf.
         """
         scores, lse = self.scores(), self.x.lse
-        if lse is not None:
-            scores = torch.sub(scores, lse.masked_fill(lse == -math.inf, 0.0), out=self.over(scores))
-            return torch.exp(scores, out=self.over(scores)), lse
+        if self.x.in_place:
+            # Torch's softmax takes a faster exponential than its `exp`.
+            lse = torch.logsumexp(scores, -1, keepdim=True) if lse is None else lse
+            p, sees_none = torch.softmax(scores, -1), lse == -math.inf
+            return p.masked_fill_(sees_none, 0.0) if sees_none.any() else p, lse
         if scores.shape[-1] == 0:
             return scores, scores.new_full((*scores.shape[:-1], 1), -math.inf)
         # No derivative goes through the maximum: P is the same whatever is subtracted first.
         top = scores.detach().amax(-1, keepdim=True)
         top = top.masked_fill(top == -math.inf, 0.0)
-        weights = torch.sub(scores, top, out=self.over(scores))
-        weights = torch.exp(weights, out=self.over(weights))
+        weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)
         sees_none = total == 0.0
         total = total.masked_fill(sees_none, 1.0)
         lse = (top + total.log()).masked_fill(sees_none, -math.inf)
-        return torch.div(weights, total, out=self.over(weights)), lse
+        return weights / total, lse
 
     def noise(self) -> Tensor | None:
         """Z: `1 / (1 - p)` where a pair is kept, else 0; None without dropout.
@@ -198,15 +203,12 @@ class Rows:
         words of a tile alone.
         """
         x = self.x
-        if x.seed is None:
+        if x.seed is None or x.offset is None:
             return None
-        inner, keys = self._inner[x.seed.dim() :], self._shape[-1]
+        rows, keys = self._pairs[-2:]
         row_blocks = -(-keys // WORDS_PER_BLOCK)
-        heads, rows = (torch.arange(count, device=x.q.device) for count in (math.prod(inner[:-1]), inner[-1]))
-        first = (heads.unsqueeze(-1) * self._all_rows + self._start + rows).reshape(inner) * row_blocks
-        seed, offset = (None if y is None else y.reshape(*y.shape, *[1] * first.dim()) for y in (x.seed, x.offset))
-        first = first if offset is None else first + offset
-        seed, first = torch.broadcast_tensors(seed, first)
+        first = x.offset.unsqueeze(-1) + (x.start + torch.arange(rows, device=x.q.device)) * row_blocks
+        seed = x.seed.unsqueeze(-1).expand(first.shape)
         dropped = math.ceil(x.dropout_p * 2**32)
         kept = draw_words(seed, first, row_blocks * WORDS_PER_BLOCK, lambda words: words >= dropped)[..., :keys]
         scale = 1.0 / (1.0 - x.dropout_p) if x.dropout_p < 1.0 else 0.0
@@ -214,44 +216,26 @@ class Rows:
 
 
 class Block(Recomputable):
-    """Results for some rows of a problem, as a function of the tensors of these rows.
+    """Those results for a problem that are wanted, as a function of its tensors."""
 
-    Args:
-        problem: The problem; of its tensors it counts which are there.
-        function: As for `in_blocks`.
-        kinds: The same.
-        wanted: The same.
-        start: The first row.
-    """
-
-    def __init__(self, problem: Problem, function: Callable, kinds: str, wanted: Sequence[bool], start: int) -> None:
+    def __init__(self, problem: Problem, function: Callable, kinds: str, wanted: Sequence[bool]) -> None:
         self._names = [name for name in TENSORS if getattr(problem, name) is not None]
         self._options = problem._replace(**dict.fromkeys(TENSORS))
         self._function, self._kinds, self._wanted = function, kinds, wanted
-        self._start, self._num_rows = start, problem.q.shape[-2]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Parts of those results that are wanted."""
+        """The results."""
         problem = self._options._replace(**dict(zip(self._names, tensors, strict=True)))
         # The caller's autocast has cast the arguments; inside, sums are of the dtype that they were widened to.
         with torch._C._DisableAutocast():
-            results = self._function(Rows(problem, self._start, self._num_rows))
+            results = self._function(Rows(problem))
         found = zip(results, self._kinds, self._wanted, strict=True)
         return tuple(_unfolded(part, kind, problem) for part, kind, want in found if want)
 
-    def parts(self, problem: Problem, stop: int) -> tuple[Tensor, ...]:
-        """Those of the rows up to `stop`."""
-        cut = [_cut(name, getattr(problem, name), self._start, stop) for name in self._names]
-        return self(*cut) if problem.in_place else recomputed(self, cut)
-
-
-def _cut(name: str, x: Tensor, start: int, stop: int) -> Tensor:
-    """Some rows of a tensor."""
-    if name in STATISTICS:
-        return x[..., start:stop]
-    if name in OF_ROWS or (name in PAIRS and x.shape[-2] != 1):
-        return x[..., start:stop, :]
-    return x
+    def of(self, problem: Problem) -> tuple[Tensor, ...]:
+        """The results, of which a derivative keeps the tensors of `problem` alone."""
+        tensors = [getattr(problem, name) for name in self._names]
+        return self(*tensors) if problem.in_place else recomputed(self, tensors)
 
 
 def _unfolded(x: Tensor | None, kind: str, problem: Problem) -> Tensor:
@@ -283,48 +267,98 @@ def in_blocks(
     Returns:
         The results, in the dtype of q, statistics in that of sums.
     """
-    dtype, num_rows = problem.dtype, problem.q.shape[-2]
-    wide: dict[str, Any] = {name: _widened(name, getattr(problem, name), problem) for name in OF_KEYS}
-    whole = problem._replace(**wide)
-    row_bytes = math.prod(problem.q.shape[:-2]) * problem.k.shape[-2] * dtype.itemsize
-    size = max(MIN_ROWS, BLOCK_BYTES // max(row_bytes, 1))
+    results = [unwanted(problem.q) for _ in kinds]
     places = [i for i, want in enumerate(wanted) if want]
-    parts: list[list[Tensor]] = [[] for _ in kinds]
-    # At least one block, which may be empty, so that results have shapes.
-    for start in range(0, max(num_rows, 1) if places else 0, size):
-        block = Block(problem, function, kinds, wanted, start)
-        for i, part in zip(places, block.parts(whole, min(start + size, num_rows)), strict=True):
-            if parts[i] and not _is_cut(kinds[i], problem):
-                parts[i][0] = parts[i][0] + part
-            else:
-                parts[i].append(part)
-    return tuple(
-        _whole(found, kind, problem) if want else unwanted(problem.q)
-        for found, kind, want in zip(parts, kinds, wanted, strict=True)
-    )
+    if places:
+        found = _in_parts(_prepared(problem), function, kinds, wanted, 0)
+        for i, result in zip(places, found, strict=True):
+            results[i] = _finished(result, kinds[i], problem)
+    return tuple(results)
 
 
-def _widened(name: str, x: Tensor | None, problem: Problem) -> Tensor | None:
-    """A tensor of keys in the dtype of sums; keys themselves are scaled."""
-    if x is None:
-        return None
-    x = x.to(problem.dtype)
-    return x * problem.scale if name in ("k", "k_dot") else x
+def _prepared(problem: Problem) -> Problem:
+    """The problem with keys and values in the dtype of sums, keys scaled, and a random stream for each head."""
+    new: dict[str, Any] = {}
+    for name in OF_KEYS:
+        x = getattr(problem, name)
+        if x is not None:
+            x = x.to(problem.dtype)
+            new[name] = x * problem.scale if name in ("k", "k_dot") else x
+    if problem.seed is not None:
+        lead, num_rows = problem.q.shape[:-2], problem.q.shape[-2]
+        inner = lead[problem.seed.dim() :]
+        blocks = num_rows * -(-problem.k.shape[-2] // WORDS_PER_BLOCK)
+        seed, offset = (
+            None if x is None else x.reshape(*x.shape, *[1] * len(inner)).expand(lead)
+            for x in (problem.seed, problem.offset)
+        )
+        heads = (torch.arange(math.prod(inner), device=problem.q.device) * blocks).reshape(inner).expand(lead)
+        new.update(seed=seed, offset=heads if offset is None else heads + offset)
+    return problem._replace(**new)
 
 
-def _is_cut(kind: str, problem: Problem) -> bool:
-    """Whether each block of rows has its own part of a result, rather than a term of it."""
-    return kind in "qos" or (kind == "b" and problem.bias is not None and problem.bias.shape[-2] != 1)
+def _in_parts(problem: Problem, function: Callable, kinds: str, wanted: Sequence[bool], axis: int) -> Sequence[Tensor]:
+    """The results for a problem that is cut along `axis`, and axes after it up to the rows, to the size of blocks."""
+    count, num_bytes = (problem.k if axis < problem.k.dim() - 2 else problem.q).shape[axis], problem.num_bytes
+    is_last = axis == problem.k.dim() - 2
+    if num_bytes > BLOCK_BYTES and count > (MIN_ROWS if is_last else 1):
+        size = max(MIN_ROWS if is_last else 1, count * BLOCK_BYTES // num_bytes)
+        problems = _split(problem, axis, size)
+    else:
+        problems = [problem]
+    results = []
+    for part in problems:
+        if is_last:
+            results.append(Block(part, function, kinds, wanted).of(part))
+        else:
+            results.append(_in_parts(part, function, kinds, wanted, axis + 1))
+    if len(results) == 1:
+        return results[0]
+    of_wanted = itertools.compress(kinds, wanted)
+    return [
+        _joined(each, kind, problem, axis) for kind, each in zip(of_wanted, zip(*results, strict=True), strict=True)
+    ]
 
 
-def _whole(parts: list[Tensor], kind: str, problem: Problem) -> Tensor:
-    """A result of its parts, with memory of its own."""
+def _split(problem: Problem, axis: int, size: int) -> list[Problem]:
+    """The problem cut along an axis of the keys up to that of heads, or along the next one, of rows."""
+    heads_axis = problem.k.dim() - 3
+    pieces: dict[str, Sequence[Tensor]] = {}
+    for name in TENSORS:
+        x = getattr(problem, name)
+        if x is None or (name in PAIRS and x.shape[axis] == 1) or (axis > heads_axis and name in OF_KEYS + STREAMS):
+            continue
+        has_groups = axis == heads_axis and name not in OF_KEYS
+        pieces[name] = x.split(size * problem.groups if has_groups else size, axis)
+    starts = [problem.start + (i * size if axis > heads_axis else 0) for i in range(len(pieces["q"]))]
+    return [
+        problem._replace(start=start, **{name: each[i] for name, each in pieces.items()})
+        for i, start in enumerate(starts)
+    ]
+
+
+def _joined(parts: Sequence[Tensor], kind: str, problem: Problem, axis: int) -> Tensor:
+    """One result of those for the parts of a problem."""
+    of_rows = axis == problem.k.dim() - 2
+    if kind in "kv" and of_rows:
+        return _sum(parts)
+    if kind == "b" and problem.bias is not None and problem.bias.shape[axis] == 1:
+        return _sum(parts)
+    return torch.cat(list(parts), axis)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def _finished(x: Tensor, kind: str, problem: Problem) -> Tensor:
+    """A result in its dtype and layout, with memory of its own."""
     if kind == "s":
-        return torch.cat(parts, -1)
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        return x.clone(memory_format=torch.contiguous_format)
     if kind == "b":
-        return whole.to(problem.bias.dtype, copy=True).contiguous()  # type: ignore[union-attr] - there is one
-    return row_major(whole * problem.scale if kind == "k" else whole, problem.q.dtype)
+        dtype = problem.q.dtype if problem.bias is None else problem.bias.dtype
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return row_major(x * problem.scale if kind == "k" else x, problem.q.dtype)
 
 
 def as_row_major(x: Tensor) -> Tensor:

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["flash", "flash_bwd"]
 
-BATCH_HEADS_ROWS_WIDTH = 4
-
 
 def _serves(problem: Problem) -> bool:
     """Whether ATen's kernel takes the problem: it divides by the number of rows, and knows no noise."""
     q, k, v = problem.q, problem.k, problem.v
-    if q.dim() != BATCH_HEADS_ROWS_WIDTH or problem.seed is not None or v.shape[-1] != q.shape[-1]:
+    if problem.seed is not None or v.shape[-1] != q.shape[-1]:
         return False
     if problem.causal and (problem.bias is not None or problem.mask is not None):
         return False
@@ -35,12 +33,22 @@ def _hidden(problem: Problem) -> Tensor | None:
     if mask is not None:
         bias = problem.q.new_zeros(()) if bias is None else bias
         bias = torch.where(mask, bias, -math.inf)
-    return None if bias is None else bias.to(problem.q.dtype)
+    if bias is None:
+        return None
+    if math.prod(bias.shape[:-3]) != 1:
+        bias = bias.expand(*problem.q.shape[:-3], *bias.shape[-3:])
+    return _folded(bias).to(problem.q.dtype)
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    """`x` with adjacent columns, which ATen takes for granted."""
+def _folded(x: Any) -> Tensor:
+    """`x` with one axis before that of heads, and adjacent columns, as ATen takes it."""
+    x = x.reshape(-1, *x.shape[-3:])
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _unfolded(x: Tensor, like: Tensor) -> Tensor:
+    """A result of ATen's with the axes of `like`, and our layout."""
+    return as_row_major(x.reshape(*like.shape[:-1], x.shape[-1]))
 
 
 def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -49,31 +57,33 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
         return None
     bias = _hidden(problem)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_adjacent, problem[:3]), 0.0, problem.causal, attn_mask=bias, scale=problem.scale
+        *map(_folded, problem[:3]), 0.0, problem.causal, attn_mask=bias, scale=problem.scale
     )
     lse = lse.contiguous()
-    if bias is not None:
-        # ATen says 0 for a row that sees no key.
+    # ATen says 0 for a row that sees no key, which others have by chance alone.
+    if bias is not None and not lse.all():
         lse.masked_fill_((bias == -math.inf).all(-1).expand(lse.shape), -math.inf)
-    return as_row_major(o), lse
+    return _unfolded(o, problem.q), lse.view(problem.q.shape[:-1])
 
 
 def flash_bwd(problem: Problem) -> tuple[Tensor, Tensor, Tensor] | None:
     """q_bar, k_bar and v_bar."""
-    if problem.o_bar is None or problem.lse_bar is not None or not _serves(problem) or problem.groups > 1:
+    groups = problem.groups
+    if problem.o_bar is None or problem.lse_bar is not None or not _serves(problem):
         return None
-    o: Any = problem.o
-    lse: Any = problem.lse
-    bias = _hidden(problem)
+    if groups > 1 and problem.dtype != problem.q.dtype:
+        # Sums over a group would be of rounded terms.
+        return None
+    bias, lse = _hidden(problem), _folded(problem.lse.unsqueeze(-1)).squeeze(-1)  # type: ignore[union-attr] - one of a kernel's call
     if bias is not None:
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-    bars = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *map(_adjacent, (problem.o_bar, *problem[:3], o)),
-        lse,
-        0.0,
-        problem.causal,
-        attn_mask=bias,
-        scale=problem.scale,
+    # ATen returns a cotangent for each head of q.
+    q, k, v, o, o_bar = map(_folded, (problem.q, problem.k, problem.v, problem.o, problem.o_bar))
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, -3) for x in (k, v))
+    q_bar, k_bar, v_bar = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        o_bar, q, k, v, o, lse, 0.0, problem.causal, attn_mask=bias, scale=problem.scale
     )
-    q_bar, k_bar, v_bar = map(as_row_major, bars)
-    return q_bar, k_bar, v_bar
+    if groups > 1:
+        k_bar, v_bar = (x.unflatten(-3, (-1, groups)).sum(-3) for x in (k_bar, v_bar))
+    return _unfolded(q_bar, problem.q), _unfolded(k_bar, problem.k), _unfolded(v_bar, problem.v)

@@ -206,6 +206,8 @@ def _attention_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str
 @attention_bwd_p.def_jvp
 def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
     r, t = residuals, tangents
+    # o and lse move as the other arguments say: where their tangents are at hand, nobody computes them again.
+    results_dot = (None, None) if t.o is None or t.lse is None else (t.o, t.lse)
     out = attention_pairing_p(
         r.o_bar,
         r.lse_bar,
@@ -221,8 +223,7 @@ def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
         t.k,
         t.v,
         t.bias,
-        None,
-        None,
+        *results_dot,
         *options_of(r),
         (False, False, *r.wanted, False, False, False, False),
     )  # fmt: skip - as above
