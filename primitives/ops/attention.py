@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core import Primitive
-from primitives.ops._attention import Problem, Rows, flipped, in_blocks, noised
+from primitives.ops._attention import Problem, Rows, flipped, noised
+from primitives.ops._attention_blocks import in_blocks
 from primitives.ops._cpu_attention import flash, flash_bwd
 from primitives.ops._shared import accumulation_dtype, bind_kernels, fold_batch, output_axes, unwanted
 

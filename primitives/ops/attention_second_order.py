@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives.core import Primitive
-from primitives.ops._attention import Problem, Rows, flipped, in_blocks, noised
+from primitives.ops._attention import Problem, Rows, flipped, noised
+from primitives.ops._attention_blocks import in_blocks
 from primitives.ops._shared import bind_kernels, of_wanted, unwanted
 from primitives.ops.attention import (
     DOTS,

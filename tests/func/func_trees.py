@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -110,14 +109,3 @@ def nested_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def compiled(function: Any) -> Any:
     return torch.compile(function, fullgraph=True, backend="aot_eager")
-
-
-def peak(run: Any) -> int:
-    """The most bytes that are alive at one time while it runs, of what it allocates."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        run()
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    return max(itertools.accumulate(change for *_, change in changes))

@@ -1,0 +1,273 @@
+"""What is particular to attention: rows that see nothing, empty axes, widths, numerics, dropout, blocks and memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.func import grad, jvp, vjp
+
+import primitives as pr
+from tests.philox_truth import true_noise
+from tests.support import normal, peak
+
+attention = pr.functional.attention
+
+
+def problem(heads=(2, 2), rows=3, keys=4, widths=(4, 4), batch=(2,), bias_shape=None, dtype=torch.float64):
+    """q, k, v and the bias, if it has a shape, their tangents, and the cotangents of o and lse."""
+    shapes = [
+        (*batch, heads[0], rows, widths[0]),
+        (*batch, heads[1], keys, widths[0]),
+        (*batch, heads[1], keys, widths[1]),
+    ]
+    shapes += [] if bias_shape is None else [bias_shape]
+    outputs = [(*batch, heads[0], rows, widths[1]), (*batch, heads[0], rows)]
+    numbers = itertools.count()
+    return [tuple(normal(shape, next(numbers)).to(dtype) for shape in each) for each in (shapes, shapes, outputs)]
+
+
+def every_mode(function, primals, tangents, cotangents):
+    """Outputs and derivatives to order two: every way to take them that has kernels of its own."""
+    places = tuple(range(len(primals)))
+
+    def pull(*x):
+        return vjp(function, *x)[1](cotangents)
+
+    def push(*x):
+        return jvp(function, x, tangents)[1]
+
+    return {
+        "outputs": function(*primals),
+        "backward": pull(*primals),
+        "jvp": push(*primals),
+        "forward over reverse": jvp(pull, primals, tangents)[1],
+        "backward of the jvp": vjp(push, *primals)[1](cotangents),
+        "double backward": grad(
+            lambda *x: sum((y * x_dot).sum() for y, x_dot in zip(pull(*x), tangents, strict=True)), places
+        )(*primals),
+    }
+
+
+def definition(q, k, v, bias=None, *, mask=None, causal=False, noise=1.0):
+    """O and lse by dense matrices, where every row sees a key."""
+    group = q.shape[-3] // max(k.shape[-3], 1)
+    k, v = (x.repeat_interleave(group, -3) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(max(q.shape[-1], 1))
+    scores = scores if bias is None else scores + bias
+    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return (scores.softmax(-1) * noise) @ v, scores.logsumexp(-1)
+
+
+def ours(**options):
+    def function(q, k, v, bias=None):
+        return attention(q, k, v, bias=bias, return_lse=True, **options)
+
+    return function
+
+
+def assert_same(found, expected, **tolerance):
+    for mode, values in expected.items():
+        torch.testing.assert_close(found[mode], values, msg=lambda text, mode=mode: f"{mode}: {text}", **tolerance)
+
+
+@pytest.fixture(params=["auto", "reference"])
+def implementation(request):
+    with pr.use_backend(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("how", ["mask", "bias"])
+def test_a_row_that_sees_no_key_has_no_derivative(how):
+    """The others have those that they have without it."""
+    primals, tangents, cotangents = problem()
+    hidden, others = 1, [0, 2]
+    seen = torch.ones(3, 4, dtype=torch.bool)
+    seen[hidden] = False
+    options = {"mask": seen} if how == "mask" else {"bias": torch.zeros(3, 4).double().masked_fill(~seen, -math.inf)}
+    found = every_mode(lambda *x: attention(*x, return_lse=True, **options), primals, tangents, cotangents)
+
+    def without(xs, axis):
+        return tuple(x.index_select(axis, torch.tensor(others)) for x in xs)
+
+    rest = [(*without(xs[:1], -2), *xs[1:]) for xs in (primals, tangents)]
+    bars = (*without(cotangents[:1], -2), *without(cotangents[1:], -1))
+    expected = every_mode(definition, *rest, bars)
+    for mode, values in expected.items():
+        for i, (got, want) in enumerate(zip(found[mode], values, strict=True)):
+            is_of_rows = want.shape[-2:-1] == (2,) and got.shape != want.shape
+            is_statistic = mode in ("outputs", "jvp") and i == 1
+            if is_of_rows or is_statistic:
+                axis = -1 if is_statistic else -2
+                gone = -math.inf if is_statistic and mode == "outputs" else 0.0
+                assert (got.select(axis, hidden) == gone).all(), mode
+                (got,) = without([got], axis)
+            torch.testing.assert_close(got, want, msg=lambda text, mode=mode: f"{mode}: {text}")
+
+
+EMPTY = {
+    "queries": {"rows": 0},
+    "keys": {"keys": 0},
+    "heads": {"heads": (0, 0)},
+    "batch": {"batch": (0,)},
+    "width": {"widths": (0, 4)},
+    "width of v": {"widths": (4, 0)},
+}
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_axes(name):
+    primals, tangents, cotangents = problem(**EMPTY[name])
+    found = every_mode(ours(), primals, tangents, cotangents)
+    o, lse = found.pop("outputs")
+    if name == "keys":
+        assert (o == 0).all()
+        assert (lse == -math.inf).all()
+        assert all((x == 0).all() for values in found.values() for x in values)
+    else:
+        expected = every_mode(definition, primals, tangents, cotangents)
+        assert_same({**found, "outputs": (o, lse)}, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("widths", [(1, 1), (3, 5), (72, 72), (80, 16), (256, 256)])
+def test_widths(widths):
+    case = problem(heads=(4, 2), widths=widths, bias_shape=(4, 1, 4))
+    assert_same(every_mode(ours(), *case), every_mode(definition, *case), rtol=1e-10, atol=1e-11)
+
+
+ROWS, KEYS = 420, 320
+SEEN = normal((2, 1, ROWS, KEYS), 0) > -2
+MANY_BLOCKS = {
+    "mask": (None, {"mask": SEEN}),
+    "causal": ((2, 1, ROWS, 1), {"causal": True}),
+    "bias": ((1, 4, 1, KEYS), {}),
+}
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("name", MANY_BLOCKS)
+def test_many_blocks_in_every_axis(name):
+    """The results do not depend on how batch, heads and rows are cut, and are the same bits in every run."""
+    bias_shape, options = MANY_BLOCKS[name]
+    case = problem(heads=(4, 2), rows=ROWS, keys=KEYS, widths=(3, 2), bias_shape=bias_shape)
+    found = every_mode(ours(**options), *case)
+    assert_same(found, every_mode(lambda *x: definition(*x, **options), *case), rtol=1e-9, atol=1e-10)
+    if name == "bias":
+        assert_same(every_mode(ours(**options), *case), found, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_tangent_with_a_large_common_part_loses_no_digits():
+    """A part of S_dot that all keys of a row share, as time has it in a model that is modulated by it."""
+    (q, k, v), (q_dot, k_dot, v_dot), cotangents = problem(rows=32, keys=64, widths=(16, 16), dtype=torch.bfloat16)
+    # Along the first axis all keys are alike.
+    k, k_dot = (x.clone() for x in (k, k_dot))
+    k[..., 0], k_dot[..., 0] = 1.0, 0.0
+    shifted = q_dot.clone()
+    shifted[..., 0] += 100.0
+
+    def errors(q_dot):
+        case = ((q, k, v), (q_dot, k_dot, v_dot), cotangents[:1])
+        wide = [tuple(x.double() for x in each) for each in case]
+        found = every_mode(lambda *x: (attention(*x),), *case)
+        expected = every_mode(lambda *x: definition(*x)[:1], *wide)
+        pairs = [
+            (x, y) for mode in ("jvp", "forward over reverse") for x, y in zip(found[mode], expected[mode], strict=True)
+        ]
+        return [(x.double() - y).norm() / y.norm() for x, y in pairs]
+
+    for plain, moved in zip(errors(q_dot), errors(shifted), strict=True):
+        assert moved < max(4 * plain, 8e-3)
+
+
+SEED, OFFSET, P = 1234, 7, 0.4
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("p", [P, 1.0])
+def test_dropout_is_the_same_in_every_mode(p):
+    case = problem(heads=(4, 2), keys=6)
+    noise = true_noise((2, 4, 3, 8), SEED, OFFSET, p)[..., :6]
+    found = every_mode(ours(dropout_p=p, seed=SEED, offset=OFFSET), *case)
+    assert_same(found, every_mode(lambda *x: definition(*x, noise=noise), *case), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_dropout_of_many_blocks_is_that_of_each_row():
+    rows, keys = ROWS, KEYS + 1
+    (q, k, v), *_ = problem(heads=(4, 2), rows=rows, keys=keys, widths=(3, 2))
+    o = attention(q, k, v, dropout_p=P, seed=SEED, offset=OFFSET)
+    blocks = -(-keys // 4)
+    places = [(0, 0, 0), (0, 3, ROWS - 1), (1, 2, 320), (1, 0, 5)]
+    kept = []
+    for b, h, i in places:
+        noise = true_noise((4 * blocks,), SEED, OFFSET + ((b * 4 + h) * rows + i) * blocks, P)[:keys]
+        expected, _ = definition(q[b, h, i : i + 1][None], k[b, h // 2][None], v[b, h // 2][None], noise=noise)
+        torch.testing.assert_close(o[b, h, i], expected[0, 0])
+        kept.append(noise > 0)
+    assert abs(torch.stack(kept).double().mean() - (1 - P)) < 0.04
+    # Rows and heads draw numbers of their own.
+    assert not any(torch.equal(x, y) for x, y in itertools.combinations(kept, 2))
+
+
+def peak_of(name, rows):
+    """Bytes alive at one time, for a number of rows and keys."""
+    case = problem((1, 1), rows, rows, (8, 8), (1,), (1, 1, rows), torch.float32)
+    return peak(lambda: MODES[name](*case))
+
+
+def word(letters):
+    """The derivative of that nesting of forward (f) and reverse mode (r), all in one direction."""
+
+    def run(primals, tangents, cotangents):
+        def scalar(*x):
+            return (attention(*x[:3], bias=x[3]) * cotangents[0]).sum()
+
+        def differentiated(function, letter):
+            if letter == "f":
+                return lambda *x: jvp(function, x, tangents)[1]
+            places = tuple(range(4))
+            return lambda *x: sum((y * t).sum() for y, t in zip(grad(function, places)(*x), tangents, strict=True))
+
+        for letter in reversed(letters):
+            scalar = differentiated(scalar, letter)
+        return scalar(*primals)
+
+    return run
+
+
+def backward_of_two_jvps(primals, tangents, cotangents):
+    x = [t.clone().requires_grad_() for t in primals]
+
+    def once(*x):
+        return jvp(lambda *x: attention(*x[:3], bias=x[3]), x, tangents)[1]
+
+    jvp(once, tuple(x), tangents)[1].backward(cotangents[0])
+
+
+WORDS = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("fr", repeat=n)]
+MODES = {**{letters: word(letters) for letters in WORDS}, "backward of two jvps": backward_of_two_jvps}
+
+
+def assert_linear(name, rows):
+    small, large = (peak_of(name, count) for count in (rows, 2 * rows))
+    assert large < 2.2 * small, f"{name}: {small} bytes at {rows} rows, {large} at twice as many"
+
+
+def test_memory_grows_with_the_number_of_rows():
+    """One of each kind that has kernels or differentiates a reference; all of them below."""
+    for name, rows in {"rf": 1024, "rr": 1024, "rff": 700, "frf": 700}.items():
+        assert_linear(name, rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODES)
+def test_memory_of_every_mode(name):
+    assert_linear(name, 2048)
