@@ -71,8 +71,7 @@ class _Problem:
         seed, offset = (None if x is None else x.reshape(-1) for x in (seed, offset))
         strides = [_strides(x) for x, _ in matrices]
         pair_strides = [_strides(x) for x in (bias, mask)]
-        aligned = [stride for all_strides in strides for stride in all_strides[:3]]
-        pairs_aligned = [stride for all_strides in pair_strides for stride in all_strides[:3]]
+        aligned, pairs_aligned = ([n for each in views for n in each[:3]] for views in (strides, pair_strides))
         self.q: Tensor = matrices[0][0]
         self.tensors = (*(x for x, _ in matrices), bias, mask, seed, offset)
         self.dots = (*(x_dot for _, x_dot in matrices), bias_dot)
@@ -133,8 +132,11 @@ class _Problem:
         plan = launch.plan_attention(name, *sizes, self.q.element_size(), self.q.device)
         by_rows, by_keys = cdiv(self.rows, plan.block_rows), cdiv(self.keys, plan.block_keys)
         count = self.key_heads * by_keys if kernel is attention_keys_kernel else self.heads * by_rows
+        # A second stage of several tiles of pairs would take more shared memory than there is.
+        is_full = sum(x is not None for x in (*self.tensors[3:5], self.dots[3])) > 1
+        options = {**plan.options(), **({"num_stages": 1} if is_full else {})}
         with device_guard(self.q):
-            kernel[(self.batch * count,)](*self.tensors, *tensors, *self.numbers, **self.constants, **plan.options())
+            kernel[(self.batch * count,)](*self.tensors, *tensors, *self.numbers, **self.constants, **options)
 
 
 def _cuts(x: Tensor) -> tuple[int, ...]:
@@ -177,7 +179,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def _is_served(q: Tensor, v: Tensor) -> bool:
     width = next_power_of_2(max(q.shape[-1], v.shape[-1]))
-    return width <= MAX_WIDTH and width * q.element_size() <= MAX_WIDTH_BYTES
+    return width <= min(MAX_WIDTH, MAX_WIDTH_BYTES // q.element_size())
 
 
 @tunable

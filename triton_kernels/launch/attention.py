@@ -82,6 +82,9 @@ _HALF = {
     },
 }
 
+# Rows of a tile at most, at widths above 64, of chips that have operands in registers too or little shared memory.
+_MOST_ROWS = {("sm_80", "second_rows"): 64, ("gfx942", "second_rows"): 64, ("gfx942", "second_keys"): 32}
+
 # Bytes of a row of float32 or float64 up to which tiles have more than the fewest rows and keys.
 _MAX_WIDE_BYTES = 512
 _WIDE = {
@@ -94,9 +97,8 @@ _WIDE = {
 def _largest_plan(kernel: str, width: int, itemsize: int, chip: Chip) -> AttentionPlan:
     if itemsize == 2:
         plans = next((plans for largest, plans in _HALF.items() if width <= largest), _HALF[256])
-        # Chips before sm_90 have operands in registers too.
-        is_small = chip.name in ("sm_80", "gfx942") and kernel == "second_rows" and width > 64
-        return replace(plans[kernel], block_rows=min(plans[kernel].block_rows, 64)) if is_small else plans[kernel]
+        most = _MOST_ROWS.get((chip.name, kernel), 128) if width > 64 else 128
+        return replace(plans[kernel], block_rows=min(plans[kernel].block_rows, most))
     if next_power_of_2(width) * itemsize <= _MAX_WIDE_BYTES:
         return _WIDE[kernel]
     return AttentionPlan(MIN_MATMUL, MIN_MATMUL, 4, 1)
