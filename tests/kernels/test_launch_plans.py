@@ -57,10 +57,18 @@ COLS = [1, 48, 256, 1000, 4097, 5124, 8192, 16384, 32768, 50257, 65536, 131072, 
 ROWS = [1, 7, 500, 8192]
 SIZES = list(itertools.product(ROWS, COLS, [2, 4, 8]))
 CHANNELS = list(itertools.product([(1, 64, 256, 3136), (2, 1, 3, 1), (1, 1, 64, 200704)], [False, True], [2, 4, 8]))
+KERNELS = ("fwd", "jvp", "first_rows", "first_keys", "second_rows", "second_keys")
+ATTENTION = list(itertools.product(KERNELS, [1, 100, 16384], [64, 72, 256], [2, 4, 8]))
 
 
 def requests(chip):
     """Plan functions with arguments that reach their different plans."""
+    for kernel, tokens, width, itemsize in ATTENTION:
+        yield launch.plan_attention, (kernel, tokens, 2 * tokens, width, itemsize, chip)
+    yield from requests_of_rows_and_channels(chip)
+
+
+def requests_of_rows_and_channels(chip):
     for rows, cols, itemsize in SIZES:
         for flag in (False, True):
             yield launch.plan_layer_norm_rows, (rows, cols, itemsize, flag, chip)
@@ -96,6 +104,11 @@ def numbers(plan):
 def staged_bytes(function, arguments, plan):
     """Shared memory for the steps in flight of a loop, all its tensors; 0 where nothing is loaded ahead."""
     named = dict(numbers(plan))
+    if function is launch.plan_attention:
+        kernel, _, _, width, itemsize, _ = arguments
+        swept = plan.block_rows if kernel.endswith("keys") else plan.block_keys
+        tensors = 2 if kernel == "fwd" or kernel.startswith("first") else 4
+        return tensors * swept * launch.next_power_of_2(width) * itemsize * plan.num_stages * (plan.num_stages > 1)
     num_values = math.prod(number for name, number in named.items() if name.startswith("block_"))
     if named.get("loop_stages", 1) > 1:
         tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]

@@ -38,17 +38,6 @@ if TYPE_CHECKING:
 LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def attention() -> Attention:
-    """All operands that there can be; the first row sees no key."""
-    bias, bias_dot = (random(2, 2, 3, 5, seed=seed) for seed in range(2))
-    mask = (torch.arange(3)[:, None] + torch.arange(5)) % 3 < torch.arange(3)[:, None].clamp(max=2)
-    matrices = Attention.draw(
-        (2, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask[None, None]
-    )
-    noise = {"seed": torch.tensor([3, 5]), "offset": torch.tensor([0, 7]), "dropout_p": 0.3}
-    return matrices.change(o_dot=matrices.o_bar, lse_dot=matrices.lse_bar, **noise)
-
-
 # Several programs that share a row sum nothing over rows.
 GIVEN = {
     "layer norm in registers": (LayerNorm.draw((2, 2, 20), batch_ndim=1), "in registers"),
@@ -56,7 +45,6 @@ GIVEN = {
     "layer norm swept": (LayerNorm.draw((2, 1, 20), batch_ndim=1), "swept"),
     "layer norm shared": (LayerNorm.draw((1, 20)), "shared"),
     "batch norm": (BatchNorm.draw((3, 3, 9)), "in registers"),
-    "attention": (attention(), "in registers"),
     **{
         f"log_softmax {dim} {plan}": (LogSoftmax.draw((2, 33) if dim else (33, 2), dim), plan)
         for dim, plan in itertools.product((0, 1), ("in registers", "swept", "shared"))

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The products of matrices of a tile in each kernel: both factors, and what alone takes the product. A product is there
-# if all of these are: p_dot is where the scores move, t where a result of second order is wanted, p and r everywhere.
+# if all of these are: p and r everywhere, p_dot and s_dot, which are those of P and S, where the scores move, and s_dot
+# and t where a result that takes them is wanted.
 _OF_PAIRS = (
     *(("q", "k"), ("o_bar", "v"), ("o_bar", "v_dot", "t"), ("o_bar_dot", "v", "t")),
-    *(("q_dot", "k"), ("q", "k_dot")),
+    *(("q_dot", "k", "s_dot"), ("q", "k_dot", "s_dot")),
 )
 PRODUCTS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "fwd": (("q", "k"), ("p", "v")),
@@ -85,7 +86,7 @@ class _Calls:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float, **others: Tensor | None
     ) -> None:
-        if dropout_p == 0.0:
+        if dropout_p == 0.0 or others.get("seed") is None:
             others |= dict.fromkeys(_STREAM)
         self.account = Account()
         self.operands = {"q": q, "k": k, "v": v, **others}
@@ -125,6 +126,8 @@ class _Calls:
         present = {"p", "r", *there, *(name for name, x in self.operands.items() if x is not None)}
         if not present.isdisjoint(_MOVING):
             present.add("p_dot")
+        else:
+            present.discard("s_dot")
         products = [product for product in PRODUCTS[kernel] if swept and present.issuperset(product)]
         widths = [self.value_width if second in _VALUES else self.width for _, second, *_ in products]
         terms = sum(max(launch.next_power_of_2(each), launch.MIN_MATMUL) for each in widths)
@@ -156,7 +159,7 @@ class _Calls:
 
     def jvp(self) -> None:
         """Count the kernel of the jvp."""
-        self.kernel("jvp", "jvp", ("q", "q_dot", "o", "lse"), (*_KEYS, *_PAIRS))
+        self.kernel("jvp", "jvp", ("q", "q_dot", "o", "lse"), (*_KEYS, *_PAIRS), ("s_dot",))
 
     def sweeps(self, wanted: Mapping[str, bool]) -> None:
         """Count both sweeps, for the results that are wanted."""
@@ -167,8 +170,6 @@ class _Calls:
             return
         there = [name for name, want in wanted.items() if want]
         has_t = any(wanted[name] for name in ("q_bar", "k_bar", "bias_bar"))
-        if has_t:
-            there.append("t")
         order = "second" if has_t or wanted["v_bar"] else "first"
         own = ("o", "o_bar", "o_bar_dot", "lse_bar", *(("o_dot", "lse_bar_dot") if has_t else ()))
         scratch = {"g": self.stat_bytes, **({"w": self.stat_bytes} if has_t else {})}
@@ -176,10 +177,12 @@ class _Calls:
             own, swept = (*own, "lse", "lse_dot", "q", "q_dot"), (*_KEYS, *_PAIRS)
         else:
             swept = ()
-        self.kernel("rows", f"{order}_rows", own, swept, there)
+        self.kernel("rows", f"{order}_rows", own, swept, [*there, *(("t", "s_dot") if has_t else ())])
         self.make(scratch)
         if any(wanted[name] for name in ("k_bar", "v_bar", "k_dot_bar", "v_dot_bar")):
-            rows = ("q", "q_dot", "o_bar", "o_bar_dot", "lse", "lse_dot", *scratch)
+            there += ["t"] * wanted["k_bar"] + ["s_dot"] * (wanted["k_bar"] or wanted["v_bar"])
+            moves = "s_dot" in there and any(self.operands.get(name) is not None for name in _MOVING)
+            rows = ("q", "q_dot", "o_bar", "o_bar_dot", "lse", "g", *(["lse_dot"] * moves), *(["w"] * wanted["k_bar"]))
             self.kernel("keys", f"{order}_keys", _KEYS, (*rows, *_PAIRS), there)
 
 

@@ -49,9 +49,22 @@ def plan_attention(
     """
     chip = chip_of(device)
     plan, most = _largest_plan(kernel, width, itemsize, chip), limits_of(chip).attention_tile
+    if plan.num_stages > 1 and _staged_bytes(plan, kernel, width, itemsize) > chip.shared_bytes:
+        # A chip with less memory than that of its table, which holds what a program owns too: one step, half as long.
+        swept = "block_rows" if kernel.endswith("keys") else "block_keys"
+        plan = replace(plan, num_stages=1, **{swept: max(getattr(plan, swept) // 2, MIN_MATMUL)})
     blocks = ((plan.block_rows, num_rows), (plan.block_keys, num_keys))
     block_rows, block_keys = (min(block, most, max(next_power_of_2(size), MIN_MATMUL)) for block, size in blocks)
     return replace(plan, block_rows=block_rows, block_keys=block_keys)
+
+
+def _staged_bytes(plan: AttentionPlan, kernel: str, width: int, itemsize: int) -> int:
+    """Shared memory of the steps in flight, of two or, with tangents, four tensors, with room for what is owned."""
+    owned, swept = plan.block_rows, plan.block_keys
+    if kernel.endswith("keys"):
+        owned, swept = swept, owned
+    tensors = 2 if kernel == "fwd" or kernel.startswith("first") else 4
+    return tensors * (swept * plan.num_stages + owned) * next_power_of_2(width) * itemsize
 
 
 # Plans of half types by the largest width that they serve. A warp multiplies 16 of the rows or keys that a program
@@ -82,9 +95,6 @@ _HALF = {
     },
 }
 
-# Rows of a tile at most, at widths above 64, of chips that have operands in registers too or little shared memory.
-_MOST_ROWS = {("sm_80", "second_rows"): 64, ("gfx942", "second_rows"): 64, ("gfx942", "second_keys"): 32}
-
 # Bytes of a row of float32 or float64 up to which tiles have more than the fewest rows and keys.
 _MAX_WIDE_BYTES = 512
 _WIDE = {
@@ -93,12 +103,43 @@ _WIDE = {
     **dict.fromkeys(("second_rows", "second_keys"), AttentionPlan(16, 16, 4, 1)),
 }
 
+# Where these chips differ: operands take registers there too, and on gfx942 so does the step that is loaded ahead, so
+# that there is none.
+_OF_CHIP = {
+    "sm_80": {
+        64: {
+            "jvp": AttentionPlan(128, 32, 8, 2),
+            "second_rows": AttentionPlan(64, 16, 4, 2),
+            "second_keys": AttentionPlan(16, 64, 4, 2),
+        },
+        128: {
+            "jvp": AttentionPlan(128, 16, 8, 2),
+            "first_keys": AttentionPlan(16, 128, 8, 2),
+            "second_rows": AttentionPlan(32, 32, 8, 2),
+            "second_keys": AttentionPlan(32, 32, 8, 2),
+        },
+    },
+    "gfx942": {
+        64: {
+            "fwd": AttentionPlan(128, 64, 8, 1),
+            **dict.fromkeys(("jvp", "first_rows", "second_rows"), AttentionPlan(64, 32, 4, 1)),
+            **dict.fromkeys(("first_keys", "second_keys"), AttentionPlan(32, 64, 4, 1)),
+        },
+        128: {
+            "fwd": AttentionPlan(128, 64, 8, 1),
+            "first_rows": AttentionPlan(128, 32, 8, 1),
+            "first_keys": AttentionPlan(32, 64, 4, 1),
+            **dict.fromkeys(("jvp", "second_rows"), AttentionPlan(64, 16, 4, 1)),
+            "second_keys": AttentionPlan(16, 64, 4, 1),
+        },
+    },
+}
+
 
 def _largest_plan(kernel: str, width: int, itemsize: int, chip: Chip) -> AttentionPlan:
     if itemsize == 2:
-        plans = next((plans for largest, plans in _HALF.items() if width <= largest), _HALF[256])
-        most = _MOST_ROWS.get((chip.name, kernel), 128) if width > 64 else 128
-        return replace(plans[kernel], block_rows=min(plans[kernel].block_rows, most))
+        largest = next((largest for largest in _HALF if width <= largest), max(_HALF))
+        return _OF_CHIP.get(chip.name, {}).get(largest, {}).get(kernel, _HALF[largest][kernel])
     if next_power_of_2(width) * itemsize <= _MAX_WIDE_BYTES:
         return _WIDE[kernel]
     return AttentionPlan(MIN_MATMUL, MIN_MATMUL, 4, 1)
