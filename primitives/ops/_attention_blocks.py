@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -117,18 +116,27 @@ def _in_parts(problem: Problem, function: Callable, kinds: str, wanted: Sequence
         problems = _split(problem, axis, size)
     else:
         problems = [problem]
-    results = []
+    of_wanted = list(itertools.compress(kinds, wanted))
+    parts: list[list[Tensor]] = [[] for _ in of_wanted]
     for part in problems:
         if is_last:
-            results.append(Block(part, function, kinds, wanted).of(part))
+            found = Block(part, function, kinds, wanted).of(part)
         else:
-            results.append(_in_parts(part, function, kinds, wanted, axis + 1))
-    if len(results) == 1:
-        return results[0]
-    of_wanted = itertools.compress(kinds, wanted)
-    return [
-        _joined(each, kind, problem, axis) for kind, each in zip(of_wanted, zip(*results, strict=True), strict=True)
-    ]
+            found = _in_parts(part, function, kinds, wanted, axis + 1)
+        for kind, each, new in zip(of_wanted, parts, found, strict=True):
+            if each and _is_sum(kind, problem, axis):
+                # At once: terms are as large as the sum.
+                each[0] = each[0] + new
+            else:
+                each.append(new)
+    return [each[0] if len(each) == 1 else torch.cat(each, axis) for each in parts]
+
+
+def _is_sum(kind: str, problem: Problem, axis: int) -> bool:
+    """Whether a result is the sum of those for parts along an axis, rather than these one after another."""
+    if kind == "b":
+        return problem.bias is not None and problem.bias.shape[axis] == 1
+    return kind in "kv" and axis == problem.k.dim() - 2
 
 
 def _split(problem: Problem, axis: int, size: int) -> list[Problem]:
@@ -146,20 +154,6 @@ def _split(problem: Problem, axis: int, size: int) -> list[Problem]:
         problem._replace(start=start, **{name: each[i] for name, each in pieces.items()})
         for i, start in enumerate(starts)
     ]
-
-
-def _joined(parts: Sequence[Tensor], kind: str, problem: Problem, axis: int) -> Tensor:
-    """One result of those for the parts of a problem."""
-    of_rows = axis == problem.k.dim() - 2
-    if kind in "kv" and of_rows:
-        return _sum(parts)
-    if kind == "b" and problem.bias is not None and problem.bias.shape[axis] == 1:
-        return _sum(parts)
-    return torch.cat(list(parts), axis)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, parts)
 
 
 def _finished(x: Tensor, kind: str, problem: Problem) -> Tensor:
