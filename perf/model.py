@@ -223,7 +223,7 @@ def _attention_calls(workload: Workload) -> dict[str, Cost]:
         "fwd": costs.attention_fwd(*dots, *options),
         "bwd": costs.attention_bwd(q, None, *operands, *options, all_three),
         "jvp": costs.attention_jvp(*operands, *dots, *options),
-        "bwd_jvp": pairing(False, False, *all_three, *none),
+        "bwd_jvp": pairing(False, False, *all_three, *none, moved=(q, lse)),
         "pairing": pairing(True, False, *all_three, *none),
         "jvp_bwd": pairing(False, False, *all_three, *all_three, moved=(q, lse)),
     }

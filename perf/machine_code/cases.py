@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from perf.workloads import CHANNEL_OPS, DROPOUT_P, GPU_WORKLOADS, KERNEL_MODES
 from triton_kernels import (
+    attention,
     batch_norm,
     batch_norm_second_order,
     dropout,
@@ -38,7 +39,10 @@ ALL_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "a
 
 @dataclass(frozen=True)
 class Shape:
-    """An op at one shape, dtype and layout, and the modes in which it is compiled."""
+    """An op at one shape, dtype and layout, and the modes in which it is compiled.
+
+    The fields are those of a workload, but for `masked`: attention with a bias, a mask and dropout.
+    """
 
     op: str
     shape: tuple[int, ...]
@@ -46,12 +50,17 @@ class Shape:
     dim: int = -1
     affine: bool = True
     channels_last: bool = False
+    key_heads: int = 0
+    causal: bool = False
+    masked: bool = False
     modes: tuple[str, ...] = KERNEL_MODES
 
     def __str__(self) -> str:
-        """Op, sizes, dtype, layout."""
+        """Op, sizes, dtype, layout; of attention the heads of keys, and what it sees."""
         sizes = "x".join(map(str, self.shape))
-        return f"{self.op} {sizes} {self.dtype}{' channels_last' if self.channels_last else ''}"
+        words = {"channels_last": self.channels_last, f"{self.key_heads}_key_heads": self.key_heads}
+        words |= {"causal": self.causal, "masked": self.masked}
+        return " ".join([self.op, sizes, self.dtype, *(word for word, said in words.items() if said)])
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -66,7 +75,7 @@ class Shape:
     @property
     def run(self) -> int:
         """Adjacent elements along which the tiles of a kernel run: columns, spatial positions or channels."""
-        if self.op in {"layer_norm", "dropout"}:
+        if self.op in {"layer_norm", "dropout", "attention"}:
             return self.shape[-1]
         if self.op == "log_softmax":
             inner = math.prod(self.shape[self.dim % len(self.shape) + 1 :])
@@ -81,6 +90,7 @@ _OF_LOG_SOFTMAX = ("backward_of_jvp", "x_only", "gradient_backward")
 _OF_TRAINING = ("forward", "backward", "hvp")
 _OF_FLOAT32 = (*_OF_TRAINING, "double_backward", "x_only", "all_results")
 _FIRST_ORDER = ("forward", "backward", "jvp")
+_OF_MASKS = (*_FIRST_ORDER, "all_results")
 
 # What the suite lacks: very short rows (so many that partial sums are few beside them), float64, a reduced dim that is
 # long and not the last, and sizes that are a multiple of nothing.
@@ -109,6 +119,10 @@ OTHER_SHAPES = (
     Shape("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
     Shape("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
     Shape("batch_norm", (64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
+    Shape("attention", (8, 12, 1024, 64), causal=True, modes=("all_results",)),
+    Shape("attention", (2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
+    Shape("attention", (8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
+    Shape("attention", (8, 12, 1024, 64), "float32", modes=_OF_MASKS),
     Shape("dropout", (8192, 4096), modes=("batched",)),
     Shape("dropout", (512, 512), "float64", modes=("forward",)),
 )
@@ -116,10 +130,9 @@ OTHER_SHAPES = (
 
 def shapes() -> Iterator[Shape]:
     """The suite's shapes, then the others."""
+    names = [field.name for field in fields(Shape) if field.name != "masked"]
     for w in GPU_WORKLOADS:
-        # Attention is not among the cases yet.
-        if w.op in _LAUNCH:
-            yield Shape(w.op, w.shape, w.dtype, w.dim, w.affine, w.channels_last, w.modes)
+        yield Shape(**{name: getattr(w, name) for name in names})
     yield from OTHER_SHAPES
 
 
@@ -220,6 +233,45 @@ def _launch_evaluation(shape: Shape, mode: str, x: Tensor) -> None:
         batch_norm.batch_norm_eval_jvp(*operands, x, weight, weight, dot, dot, 0, EPS)
 
 
+# Derivatives of o_bar, lse_bar, then of q, k, v and bias and of their tangents; a bias has none where it is broadcast.
+_OF_PRIMALS, _OF_NONE = (True, True, True, False), (False,) * 4
+_ATTENTION_PAIRINGS = {
+    "hvp": (False, False, *_OF_PRIMALS, *_OF_NONE),
+    "double_backward": (True, False, *_OF_PRIMALS, *_OF_NONE),
+    "backward_of_jvp": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
+    "all_results": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
+}
+
+
+def _launch_attention(shape: Shape, mode: str, x: Tensor) -> None:
+    batch, heads, tokens, width = shape.shape
+    # The heads of a token lie side by side.
+    q, k = (x.new_empty(batch, tokens, count, width).transpose(1, 2) for count in (heads, shape.key_heads or heads))
+    bias, mask, seed = None, None, None
+    if shape.masked:
+        bias = x.new_empty(1, heads, tokens, tokens)
+        mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool)
+        seed = torch.empty((), dtype=torch.int64)
+    dropout_p = DROPOUT_P if shape.masked else 0.0
+    primals, dots = (q, k, k, bias), (q, k, k, bias)
+    results = (q, x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32)))
+    options = (mask, seed, seed, width**-0.5, shape.causal, dropout_p)
+    if mode == "forward":
+        attention.attention_fwd(*primals, *options)
+    elif mode == "backward":
+        attention.attention_bwd(q, None, *primals, *results, *options, _OF_PRIMALS)
+    elif mode == "jvp":
+        attention.attention_jvp(*primals, *results, *dots, *options)
+    else:
+        # Where the jvp of the forward is at hand, so is o_dot. Where the loss follows at once, o_bar does not move.
+        given = (None, None) if mode == "double_backward" else results
+        moves = {"hvp": (None, q), "all_results": (q,)}.get(mode, (None,))
+        for o_bar_dot in moves:
+            bars = (q, None, o_bar_dot, None)
+            args: Any = (*bars, *primals, *results, *dots, *given, *options, _ATTENTION_PAIRINGS[mode])
+            attention.attention_pairing(*args)
+
+
 def _launch_dropout(shape: Shape, mode: str, x: Tensor) -> None:
     # It is linear: each of its derivatives is itself.
     batch_ndim = int(mode == "batched")
@@ -234,5 +286,6 @@ _LAUNCH = {
     "log_softmax": _launch_log_softmax,
     "batch_norm": _launch_norm,
     "batch_norm_eval": _launch_evaluation,
+    "attention": _launch_attention,
     "dropout": _launch_dropout,
 }

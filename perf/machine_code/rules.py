@@ -22,14 +22,38 @@ KNOWN_SPILLS = {
     ("gfx942", "batch_norm_statistics_kernel", "batch_norm 64x2048x7x7 float32"): 15,
 }
 
+# Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in half
+# precision, wider ones on sm_90 only in second order, where a sweep holds up to eight tiles and four sums; each bound
+# is that of the best tile found. "masked" has tiles of bias, mask and noise beside these. Products of float32 are not
+# work for tensor cores of NVIDIA: each thread holds rows of both factors. On gfx942 they are scalar registers, which
+# wait in lanes of a vector register.
+ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
+    ("sm_80", "wide"): {"keys": 8, "second keys": 8},
+    ("sm_80", "masked"): {"rows": 224, "keys": 368, "second keys": 224},
+    ("sm_80", "float32"): {"jvp": 184, "second rows": 3896, "second keys": 8},
+    ("sm_90", "wide"): {"second rows": 144, "second keys": 120},
+    ("sm_90", "masked"): {"jvp": 32, "keys": 24, "second rows": 24, "second keys": 224},
+    ("sm_90", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 24},
+    ("sm_100", "wide"): {"keys": 232, "second rows": 56, "second keys": 128},
+    ("sm_100", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 16},
+    ("gfx942", "narrow"): {"fwd": 5, "jvp": 6, "second jvp": 6},
+    ("gfx942", "masked"): {"fwd": 12, "jvp": 16, "keys": 5, "second keys": 2},
+}
+
 # Loads of one element where 16 bytes could be had, by kernel: statistics are taken relative to one element per channel.
 KNOWN_NARROW = {"batch_norm_statistics_kernel": 1}
+# Products of half types lie four to a thread on gfx942, and are stored so; so is a part of a turned mask read.
+ATTENTION_NARROW = {"gfx942": 32}
+MASKED_NARROW = 1
 
 
 def broken_rules(chip_name: str, row: Row) -> list[str]:
     """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
     shape, _, _ = row.case.rpartition(" ")
     spills = FLOAT64_SPILLS if " float64 " in row.case else KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
+    narrow = KNOWN_NARROW.get(row.kernel, 0)
+    if row.kernel.startswith("attention_"):
+        spills, narrow = _attention_bounds(chip_name, row)
     shared_bytes = CHIPS[chip_name].shared_bytes
     problems = {
         f"spills {row.spills}, allowed are {spills}": row.spills > spills,
@@ -37,6 +61,17 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
         f"{row.registers} registers, the plan counts on {row.register_budget}": row.registers > row.register_budget,
         f"{row.shared_bytes} bytes of shared memory, the chip has {shared_bytes}": row.shared_bytes > shared_bytes,
         f"{row.narrow} narrow accesses among loads {row.loads or 'none'} and stores {row.stores or 'none'}": row.narrow
-        > KNOWN_NARROW.get(row.kernel, 0),
+        > narrow,
     }
     return [f"{chip_name} {row.kernel} ({row.case}): {text}" for text, is_broken in problems.items() if is_broken]
+
+
+def _attention_bounds(chip_name: str, row: Row) -> tuple[int, int]:
+    """Spills, and narrow accesses, that a kernel of attention may have."""
+    _, sizes, *words, mode = row.case.split()
+    kind = next((word for word in ("masked", "float32") if word in words), "")
+    kind = kind or ("wide" if int(sizes.rpartition("x")[2]) > 64 else "narrow")
+    name = row.kernel.removeprefix("attention_").removesuffix("_kernel")
+    name = name if mode in {"forward", "backward", "jvp"} else f"second {name}"
+    spills = ATTENTION_SPILLS.get((chip_name, kind), {}).get(name, 0)
+    return spills, ATTENTION_NARROW.get(chip_name, 0) + MASKED_NARROW * (kind == "masked")

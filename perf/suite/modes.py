@@ -53,7 +53,7 @@ _OF_ATTENTION = {
     "forward": (2, 2, 1, 2),
     "backward": (4, 4, 1, 7),
     "jvp": (4, 4, 0, 2 + 5),
-    "hvp": (5, 8, 0, 2 + 5 + 7 + 20),
+    "hvp": (5, 8, 0, 2 + 5 + 7 + 15),
     "double_backward": (6, 6, 1, 20),
     "backward_of_jvp": (8, 8, 2, 7 + 18),
     "forward_backward": (6, 6, 2, 2 + 7),

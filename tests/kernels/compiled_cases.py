@@ -15,6 +15,7 @@ import torch
 from perf.machine_code.cases import ALL_MODES, Shape, launch_mode
 from perf.machine_code.compiling import Launch, try_compile, watch_launches
 from perf.machine_code.rules import broken_rules
+from perf.workloads import KERNEL_MODES
 from tests.kernels.calls import BatchNorm, LayerNorm
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _MODES = dict.fromkeys(("layer_norm", "log_softmax"), ALL_MODES[:-1]) | {
+    "attention": (*KERNEL_MODES, "backward_of_jvp", "all_results"),
     "batch_norm": ALL_MODES,
     "dropout": ("forward", "batched"),
 }
@@ -41,6 +43,8 @@ _SHAPES = (
     (Shape("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 80)),
     (Shape("batch_norm", (8192, 1024)), (8191, 6400)),
     (Shape("dropout", (1024, 4096)), (1023, 400)),
+    (Shape("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
+    (Shape("attention", (2, 8, 1024, 72), masked=True), (3, 16)),
 )
 
 

@@ -267,10 +267,10 @@ def test_attention(case: str, use_limits: Callable[..., None]) -> None:
 @pytest.mark.parametrize("mode", ["jvp", "bwd", "pairing"])
 def test_attention_with_any_operands_absent(mode: str) -> None:
     """All that there can be, of which some is there; the first row sees no key."""
-    bias, bias_dot = (random(2, 2, 3, 5, seed=seed) for seed in range(2))
+    bias, bias_dot = (random(1, 2, 3, 5, seed=seed) for seed in range(2))
     mask = ((torch.arange(3)[:, None] + torch.arange(5)) % 3 < torch.arange(3)[:, None].clamp(max=2))[None, None]
-    noise = {"seed": torch.tensor([3, 5]), "offset": torch.tensor([0, 7]), "dropout_p": 0.3}
-    rows = Attention.draw((2, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
+    noise = {"seed": torch.tensor([3]), "offset": torch.tensor([7]), "dropout_p": 0.3}
+    rows = Attention.draw((1, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
     for call in rows.change(o_dot=rows.o_bar, lse_dot=rows.lse_bar).choices(mode):
         check(call)
 

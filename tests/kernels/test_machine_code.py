@@ -48,8 +48,8 @@ def test_another_batch_size_compiles_nothing_and_mistakes_of_plans_are_caught(wh
 def test_every_row_keeps_the_rules(chip_name: str) -> None:
     rows = read_table(chip_name)
     assert rows == sorted(rows)
-    for op in ("layer_norm", "batch_norm", "log_softmax"):
-        assert sum(row.case.startswith(op) for row in rows) > 50
+    for op, least in (("layer_norm", 50), ("batch_norm", 50), ("log_softmax", 50), ("attention", 30)):
+        assert sum(row.case.startswith(op) for row in rows) > least
     broken = [problem for row in rows for problem in broken_rules(chip_name, row)]
     assert not broken, "\n".join(broken)
 
@@ -84,6 +84,21 @@ def test_rules_reject(change: dict, complaint: str) -> None:
     assert not broken_rules("sm_90", ROW)
     (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change))
     assert complaint in found
+
+
+@pytest.mark.parametrize(
+    "kernel, case, spills, is_broken",
+    [
+        ("rows", "8x12x1024x64 bfloat16 causal all_results", 8, True),
+        ("jvp", "2x32x4096x128 bfloat16 causal jvp", 8, True),
+        ("keys", "2x32x4096x128 bfloat16 causal backward", 8, True),
+        ("rows", "2x32x4096x128 bfloat16 causal all_results", 144, False),
+        ("rows", "2x32x4096x128 bfloat16 causal all_results", 152, True),
+    ],
+)
+def test_attention_spills_in_the_wide_pairing_alone(kernel: str, case: str, spills: int, is_broken: bool) -> None:
+    row = dataclasses.replace(ROW, kernel=f"attention_{kernel}_kernel", case=f"attention {case}", spills=spills)
+    assert bool(broken_rules("sm_90", row)) == is_broken
 
 
 def test_exceptions_are_of_one_chip_and_kernel() -> None:
