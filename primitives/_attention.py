@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from primitives.checks import attention as checks
 from primitives.core.trees.leaves import map_tensors
@@ -152,7 +153,7 @@ def scaled_dot_product_attention(
         enable_gqa: Whether heads of `query` share those of `key` and `value`, whose number must divide theirs.
 
     Returns:
-        Shape `[*batch, H, N, E]`, laid out in memory as `[*batch, N, H, E]`.
+        Shape `[*batch, H, N, E]`, laid out in memory as `[*batch, N, H, E]`; without a batch, as it says.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ValueError: As `attention` does.
@@ -167,6 +168,8 @@ def scaled_dot_product_attention(
         torch.Size([1, 2, 3, 4])
     """
     name, labels = "scaled_dot_product_attention", ("key", "value", "attn_mask", "attn_mask")
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = _without_causal_bias(attn_mask, query, key, is_causal)
     is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     checks.options(name, mask=attn_mask, causal=("is_causal", is_causal), scale=scale, dropout_p=dropout_p)
@@ -174,6 +177,16 @@ def scaled_dot_product_attention(
     checks.attention(name, "query", query, key, value, bias, mask, labels, shares_heads=enable_gqa)
     seed = _drawn(query) if dropout_p > 0.0 else None
     return _of_tensors(query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p)[0]
+
+
+def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """A mask and `is_causal` in the place of torch's stand-in for a causal mask, whose elements are never written."""
+    rows, keys = bias.seq_len_q, bias.seq_len_kv
+    is_lower_right = bias.variant == CausalVariant.LOWER_RIGHT
+    if not is_causal and (rows == keys or not is_lower_right) and (rows, keys) == (query.shape[-2], key.shape[-2]):
+        return None, True
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
+    return seen.tril(keys - rows if is_lower_right else 0), is_causal
 
 
 def _of_tensors(
@@ -204,7 +217,12 @@ def _of_tensors(
     """
     most = max(q.dim(), k.dim(), v.dim())
     num_axes = max(most, MIN_AXES)
-    if num_axes > most or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+    if q.dim() == k.dim() == v.dim() == MIN_AXES and q.shape[0] == k.shape[0] == v.shape[0]:
+        # A batch of one head each, whose result is contiguous, as torch's.
+        num_axes += 1
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        bias, mask = (x if x is None or x.dim() < MIN_AXES else x.unsqueeze(1) for x in (bias, mask))
+    if q.dim() != num_axes or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
         q, k, v = _broadcast(q, k, v, num_axes)
     bias, mask = (None if x is None else _with_axes(x, num_axes) for x in (bias, mask))
     if scale is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import functional as torch_functional
+from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives import functional
@@ -14,7 +15,7 @@ from primitives.core.decomposition import decomposition_table
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
 from primitives.decompositions import register_decomposition
-from primitives.decompositions._mode import forward_mode, torch_bodies
+from primitives.decompositions._mode import forward_mode, handles_functions, torch_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +85,10 @@ def _plain(*values: Any) -> bool:
     """Whether every tensor among `values` is one that the primitives take, at a first look."""
     for value in values:
         if isinstance(value, torch.Tensor) and (
-            value.layout is not torch.strided or value.is_nested or is_traceable_wrapper_subclass(value)
+            value.layout is not torch.strided
+            or value.is_nested
+            or is_traceable_wrapper_subclass(value)
+            or (type(value) not in (torch.Tensor, torch.nn.Parameter) and handles_functions(type(value)))
         ):
             return False
     return len(values) > 0 and isinstance(values[0], torch.Tensor)
@@ -302,8 +306,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    # A probability that torch takes, and one that it refuses by another error.
-    if not _plain(query, key, value, attn_mask) or not 0.0 <= dropout_p <= 1.0:
+    # Torch refuses a probability by an error of its own.
+    pairs = None if isinstance(attn_mask, CausalBias) else attn_mask
+    if not _plain(query, key, value, pairs) or not 0.0 <= dropout_p <= 1.0:
         return NotImplemented
     call = functools.partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
     return _served(call, query, key, value, attn_mask, dropout_p, is_causal)
@@ -330,4 +335,6 @@ def _attention_of_aten(
     enable_gqa: bool = False,
 ) -> Tensor:
     args = query, key, value, attn_mask, dropout_p, is_causal
+    if not _plain(query, key, value):
+        return torch_functional.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
     return functional.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)

@@ -187,6 +187,44 @@ def test_a_tangent_with_a_large_common_part_loses_no_digits():
         assert moved < max(4 * plain, 8e-3)
 
 
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("most", [20.0, 300.0, 1e5])
+def test_a_float32_bias_is_not_rounded(dtype, most):
+    (q, k, v), *_ = problem(dtype=dtype, widths=(8, 8))
+    bias = (most + torch.arange(12).remainder(5).div(5.3).view(3, 4)).requires_grad_()
+    wide = [x.double() for x in (q, k, v)]
+    expected = definition(*wide, bias.double())[0]
+    actual = attention(q, k, v, bias=bias)
+    tolerance = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(actual.double(), expected, **tolerance)
+    of_bias = [torch.autograd.grad(y.square().sum(), bias)[0] for y in (actual, expected)]
+    torch.testing.assert_close(*of_bias, rtol=0, atol=40 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_causal_with_a_scale_that_is_not_positive(scale):
+    (q, k, v), *others = problem(widths=(4, 4))
+    found = every_mode(
+        lambda q, k, v: attention(q, k, v, causal=True, scale=scale, return_lse=True), (q, k, v), *others
+    )
+    expected = every_mode(lambda q, k, v: definition(2 * scale * q, k, v, causal=True), (q, k, v), *others)
+    assert_same(found, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_large_scores_in_float32():
+    case = problem(widths=(8, 8), dtype=torch.float32)
+    primals = (case[0][0] * 3e3, *case[0][1:])
+    found = every_mode(lambda *x: attention(*x, return_lse=True), primals, *case[1:])
+    wide = [tuple(x.double() for x in each) for each in (primals, *case[1:])]
+    expected = every_mode(definition, *wide)
+    for mode in ("outputs", "jvp"):
+        for x, y in zip(found[mode], expected[mode], strict=True):
+            assert (x.double() - y).norm() < 2e-3 * y.norm(), mode
+
+
 SEED, OFFSET, P = 1234, 7, 0.4
 
 

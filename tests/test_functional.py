@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -208,11 +210,33 @@ def test_attention_takes_the_shapes_and_masks_of_torch(case):
     q, k, v, masks, options = SDPA[case]
     x = attention_inputs(q, k, v)
     for extra in ({}, {"is_causal": True}):
-        assert_close(sdpa(functional, *x, **options, **extra), sdpa(F, *x, **options, **extra))
+        found = sdpa(functional, *x, **options, **extra)
+        assert_close(found, sdpa(F, *x, **options, **extra))
+        assert found.is_contiguous() or found.transpose(-2, -3).is_contiguous()
+        assert found.is_contiguous() or found.dim() > 3, "some call view of it, as torch's allows"
     for shape in masks:
         bias = seeded(*shape).to(x[0])
         for mask in (bias, bias > -0.7):
             assert_close(sdpa(functional, *x, mask, **options), sdpa(F, *x, mask, **options))
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("context", [nullcontext, pr.override_torch, pr.decompositions.differentiate_through])
+def test_attention_takes_the_causal_bias_of_torch(make, rows, context):
+    """Its elements are never written: whoever reads them computes with what lies in memory."""
+    q, k, v = (x[..., :rows, :] if i == 0 else x[..., :4, :] for i, x in enumerate(attention_inputs((2, 3), (2, 3))))
+    bias, space = make(rows, 4), functional if context is nullcontext else F
+    mask = torch.ones(rows, 4, dtype=torch.bool).tril(4 - rows if make is causal_lower_right else 0)
+    with context():
+        found = torch.func.jvp(lambda q: space.scaled_dot_product_attention(q, k, v, bias), (q,), (q,))
+    assert_close(found, torch.func.jvp(lambda q: sdpa(F, q, k, v, mask), (q,), (q,)))
+
+
+def test_the_result_of_attention_can_be_written():
+    q, k, v = attention_inputs((2, 3), (2, 3))
+    for values in (v, k):
+        functional.scaled_dot_product_attention(q.requires_grad_(), k, values).mul_(2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -164,8 +164,12 @@ def _adjacent(x: Any) -> Any:
 
 
 def _row_major(like: Tensor, shape: Sequence[int]) -> Tensor:
-    *lead, heads, rows, width = shape
-    return like.new_empty((*lead, rows, heads, width)).transpose(-2, -3)
+    heads, rows, width = (max(n, 1) for n in shape[-3:])
+    strides, count = [width, heads * width, 1], heads * rows * width
+    for n in reversed(shape[:-3]):
+        strides, count = [count, *strides], count * max(n, 1)
+    # Not a view of other strides: what an operator returns may be written in place.
+    return like.new_empty_strided(shape, strides)
 
 
 def _as_made(x: Tensor | None) -> Tensor | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from primitives.checks.arguments import floating, probability
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
@@ -29,7 +31,7 @@ def options(op_name: str, *, mask: Any, causal: tuple[str, Any], scale: Any, dro
             f"{op_name}: a mask and causal attention were both asked for. Pass one mask: mask & "
             "torch.ones(rows, keys, dtype=torch.bool).tril()."
         )
-    if scale is not None and not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+    if scale is not None and not isinstance(scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise DtypeError(
             f"{op_name}: scale must be a number, got {type(scale).__name__}. Multiply the query by a tensor."
         )
@@ -107,6 +109,8 @@ def attention(
 def _dense(op_name: str, name: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"{op_name}: {name} must be a tensor, got {type(x).__name__}.")
+    if isinstance(x, CausalBias):
+        raise DtypeError(f"{op_name}: {name} must be a dense tensor, got a CausalBias. Pass causal=True, or a mask.")
     if x.is_nested or x.layout is not torch.strided:
         kind, remedy = ("nested", "its parts, list(x.unbind())") if x.is_nested else (x.layout, "x.to_dense()")
         raise DtypeError(f"{op_name}: {name} must be a dense tensor, got a {kind} one. Pass {remedy}.")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-__all__ = ["differentiate_through", "forward_mode", "torch_bodies"]
+__all__ = ["differentiate_through", "forward_mode", "handles_functions", "torch_bodies"]
 
 aten = torch.ops.aten
 _BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default)
@@ -65,7 +65,7 @@ torch_bodies = _bodies()
 """Functions of `torch.nn.functional` by a twin of each that runs with modes on."""
 
 
-def _handles_functions(kind: type) -> bool:
+def handles_functions(kind: type) -> bool:
     """Whether a subclass of `torch.Tensor` has its own idea of what functions of torch do."""
     own = getattr(kind.__torch_function__, "__func__", None)
     return own is not torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined] - a class method
@@ -156,7 +156,7 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
         if func is torch.Tensor.unflatten:
             # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
             return torch.unflatten(*args, **kwargs)
-        if func in torch_bodies and not any(map(_handles_functions, types)):
+        if func in torch_bodies and not any(map(handles_functions, types)):
             with self:
                 return torch_bodies[func](*args, **kwargs)
         signatures = patterns_by_callable.get(func)

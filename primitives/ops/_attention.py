@@ -225,5 +225,9 @@ def as_row_major(x: Tensor) -> Tensor:
 
 def row_major(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of x [*, heads, rows, width], row after row with the heads beside one another, as projections are."""
-    copy = x.new_empty((*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1]), dtype=dtype)
-    return copy.transpose(-2, -3).copy_(x)
+    heads, rows, width = (max(n, 1) for n in x.shape[-3:])
+    strides, count = [width, heads * width, 1], heads * rows * width
+    for n in reversed(x.shape[:-3]):
+        strides, count = [count, *strides], count * max(n, 1)
+    # Not a view of other strides: what an operator returns may be written in place.
+    return x.new_empty_strided(x.shape, strides, dtype=dtype).copy_(x)

@@ -22,13 +22,14 @@ def _serves(problem: Problem) -> bool:
     q, k, v = problem.q, problem.k, problem.v
     if problem.seed is not None or v.shape[-1] != q.shape[-1]:
         return False
-    if problem.causal and (problem.bias is not None or problem.mask is not None):
+    # It multiplies the -inf of what causal attention hides by the scale.
+    if problem.causal and (problem.bias is not None or problem.mask is not None or problem.scale <= 0.0):
         return False
     return q.numel() > 0 and k.numel() > 0
 
 
 def _hidden(problem: Problem) -> Tensor | None:
-    """Bias and mask as one bias, as ATen takes it."""
+    """Bias and mask as one bias, in the dtype of q or in float32, as ATen takes it."""
     bias, mask = problem.bias, problem.mask
     if mask is not None:
         bias = problem.q.new_zeros(()) if bias is None else bias
@@ -37,7 +38,7 @@ def _hidden(problem: Problem) -> Tensor | None:
         return None
     if math.prod(bias.shape[:-3]) != 1:
         bias = bias.expand(*problem.q.shape[:-3], *bias.shape[-3:])
-    return _folded(bias).to(problem.q.dtype)
+    return _folded(bias)
 
 
 def _folded(x: Any) -> Tensor:
@@ -47,8 +48,8 @@ def _folded(x: Any) -> Tensor:
 
 
 def _unfolded(x: Tensor, like: Tensor) -> Tensor:
-    """A result of ATen's with the axes of `like`, and our layout."""
-    return as_row_major(x.reshape(*like.shape[:-1], x.shape[-1]))
+    """A result of ATen's with the axes of `like`, and our layout; not a view, which nobody could write in place."""
+    return as_row_major(torch.ops.aten._unsafe_view(x, (*like.shape[:-1], x.shape[-1])))
 
 
 def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
@@ -63,7 +64,7 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
     # ATen says 0 for a row that sees no key, which others have by chance alone.
     if bias is not None and not lse.all():
         lse.masked_fill_((bias == -math.inf).all(-1).expand(lse.shape), -math.inf)
-    return _unfolded(o, problem.q), lse.view(problem.q.shape[:-1])
+    return _unfolded(o, problem.q), torch.ops.aten._unsafe_view(lse, problem.q.shape[:-1])
 
 
 def flash_bwd(problem: Problem) -> tuple[Tensor, Tensor, Tensor] | None:
