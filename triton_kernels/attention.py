@@ -143,10 +143,9 @@ def _cuts(x: Tensor) -> tuple[int, ...]:
     return (x.dim() - 3, x.dim() - 2, x.dim() - 1)
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
+def _strides(x: Tensor | None) -> Any:
     """Of the whole batch, of heads, and of the last two axes."""
-    strides: Any = (0, 0, 0, 0) if x is None else collapse(x, _cuts(x))
-    return strides
+    return (0, 0, 0, 0) if x is None else collapse(x, _cuts(x))
 
 
 def _alike(x: Any, x_dot: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -164,12 +163,9 @@ def _adjacent(x: Any) -> Any:
 
 
 def _row_major(like: Tensor, shape: Sequence[int]) -> Tensor:
-    heads, rows, width = (max(n, 1) for n in shape[-3:])
-    strides, count = [width, heads * width, 1], heads * rows * width
-    for n in reversed(shape[:-3]):
-        strides, count = [count, *strides], count * max(n, 1)
-    # Not a view of other strides: what an operator returns may be written in place.
-    return like.new_empty_strided(shape, strides)
+    """Memory that is not a view: what an operator returns may be written in place."""
+    *batch, heads, rows, width = range(len(shape))
+    return torch.empty_permuted(shape, (*batch, rows, heads, width), dtype=like.dtype, device=like.device)
 
 
 def _as_made(x: Tensor | None) -> Tensor | None:
