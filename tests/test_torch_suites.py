@@ -133,7 +133,7 @@ def test_modules_go_through_files_and_devices(info):
         file = io.BytesIO()
         torch.save(ours, file)
         file.seek(0)
-        # What a file holds of torch itself is for its user to allow.
+        # The user allows the classes of torch itself that a file holds.
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         assert not [name for name in foreign if not name.startswith("torch.")]
         file.seek(0)

@@ -15,9 +15,9 @@ Names of what all kernels take:
     NUM_DROPPED, NOISE_SCALE               words below this drop their pair; the others are multiplied by the scale
     DTYPE                                  of sums and statistics
 
-What an operation makes, o and its like, lies in memory as [batch, rows, heads, width], and statistics as [batch, heads,
-rows]. An operand that is absent is None, and takes no part. A tile of pairs is [rows, keys], or with KEYS_FIRST its
-transpose: what a kernel multiplies with it later needs no transpose of its own then. Scores and lse are in units of
+The results of an operation, o and its like, lie in memory as [batch, rows, heads, width], and statistics as [batch,
+heads, rows]. An operand that is absent is None, and takes no part. A tile of pairs is [rows, keys], or with KEYS_FIRST
+its transpose: what a kernel multiplies with it later needs no transpose of its own then. Scores and lse are in units of
 log(2) within a kernel: a power of two takes one instruction.
 """
 

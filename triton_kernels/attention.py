@@ -100,7 +100,7 @@ class _Problem:
             return None
         x = x.expand(*self.lead[:-1], *x.shape[-3:])
         strides = collapse(x, _cuts(x))
-        # What is copied keeps the axes along which it is broadcast within a sample.
+        # A copy keeps the axes along which it is broadcast within a sample.
         x = x if strides is not None and strides[3] in (0, 1) else x.contiguous()
         return x.expand(*self.lead, self.rows, self.keys)
 

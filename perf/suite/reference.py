@@ -126,7 +126,7 @@ def _truth_of_attention(workload: Workload, mode: str, sample: Sample, chunk_ele
         }
         doubles: Any = optree.tree_map(lambda value: value.detach().double(), cast("Any", tensors))
         parts = leaves(make(Sample(**{**doubles, "constants": (hidden,)}))())
-        # What belongs to keys has no axis of the group.
+        # Tensors with keys have no axis of the group.
         of_rows = [part.dim() == len(rows) for part in parts]
         shapes = [workload.shape if own else workload.key_shape for own in of_rows]
         truth = truth or [part.new_zeros(shape) for part, shape in zip(parts, shapes, strict=True)]

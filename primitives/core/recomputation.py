@@ -102,7 +102,7 @@ def _further_out(interpreter: Any, function: Recomputable, tensors: Sequence[Ten
 
 
 _FRONT = _C.DispatchKey.FuncTorchDynamicLayerFrontMode
-# What a level of torch.func excludes from dispatch (`keysToExcludeWhenEnteringDynamicLayer`).
+# Keys that a level of torch.func excludes from dispatch (`keysToExcludeWhenEnteringDynamicLayer`).
 _EXCLUDED_WITHIN = functools.reduce(
     operator.or_,
     (

@@ -1,4 +1,4 @@
-"""What attention has that no other operation has: widths, tangents that lie otherwise, numbers out of range.
+"""Particular to attention: widths, tangents that lie otherwise, numbers out of range.
 
 `test_every_launcher`, `test_operands` and `test_numbers` hold its launchers to what they hold all others to.
 """

@@ -59,7 +59,7 @@ def check_values(call: Call, results: Sequence[Tensor] | None = None) -> Sequenc
     )
     is_wide = any(arg.dtype == torch.float64 for arg in call.tensors() if arg.numel() == full_size)
     arithmetic = torch.float64 if is_wide else torch.float32
-    # What attention multiplies is rounded before.
+    # Attention rounds its factors before it multiplies them.
     rounds = name.startswith("attention")
     for number, (actual, exact) in enumerate(zip(results, expected(call), strict=True)):
         assert_close(actual, exact, arithmetic, full_size, f"result {number} of {name}", rounds=rounds)

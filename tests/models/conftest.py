@@ -1,4 +1,4 @@
-"""What has to be before a library is imported."""
+"""Runs before a library is imported."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Case(NamedTuple):
         """The model in evaluation, its weights far enough from zero that each of its layers matters."""
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            # What a library says as it is imported, of the machine and of its own dependencies.
+            # Warnings of a library about the machine and its own dependencies, as it is imported.
             warnings.simplefilter("ignore")
             library = pytest.importorskip(self.library)
             if self.library == "timm":
