@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from primitives.checks import attention as checks
 from primitives.core.trees.leaves import map_tensors
@@ -168,7 +167,7 @@ def scaled_dot_product_attention(
         torch.Size([1, 2, 3, 4])
     """
     name, labels = "scaled_dot_product_attention", ("key", "value", "attn_mask", "attn_mask")
-    if isinstance(attn_mask, CausalBias):
+    if checks.is_causal_bias(attn_mask):
         attn_mask, is_causal = _without_causal_bias(attn_mask, query, key, is_causal)
     is_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.dtype == torch.bool
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
@@ -182,7 +181,7 @@ def scaled_dot_product_attention(
 def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tuple[Tensor | None, bool]:
     """A mask and `is_causal` in the place of torch's stand-in for a causal mask, whose elements are never written."""
     rows, keys = bias.seq_len_q, bias.seq_len_kv
-    is_lower_right = bias.variant == CausalVariant.LOWER_RIGHT
+    is_lower_right = bias.variant.name == "LOWER_RIGHT"
     if not is_causal and (rows == keys or not is_lower_right) and (rows, keys) == (query.shape[-2], key.shape[-2]):
         return None, True
     seen = torch.ones(rows, keys, dtype=torch.bool, device=query.device)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import functional as torch_functional
-from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives import functional
+from primitives.checks.attention import is_causal_bias
 from primitives.core.decomposition import decomposition_table
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
@@ -307,7 +307,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     # Torch refuses a probability by an error of its own.
-    pairs = None if isinstance(attn_mask, CausalBias) else attn_mask
+    pairs = None if is_causal_bias(attn_mask) else attn_mask
     if not _plain(query, key, value, pairs) or not 0.0 <= dropout_p <= 1.0:
         return NotImplemented
     call = functools.partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
