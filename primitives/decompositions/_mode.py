@@ -67,6 +67,8 @@ torch_bodies = _bodies()
 
 def handles_functions(kind: type) -> bool:
     """Whether a subclass of `torch.Tensor` has its own idea of what functions of torch do."""
+    if kind.__torch_function__ is torch._C._disabled_torch_function_impl:
+        return False
     own = getattr(kind.__torch_function__, "__func__", None)
     return own is not torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined] - a class method
 
