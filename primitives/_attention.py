@@ -74,7 +74,7 @@ def attention(
         DtypeError: If a dtype or type is not one of the above, or a tensor is nested or sparse.
         DeviceError: If the tensors are on different devices.
         ValueError: If `dropout_p` is not in `[0, 1]`.
-        TreeError: If an argument is no prefix of the tree `q`.
+        TreeError: If an argument is not a prefix of the tree `q`.
 
     Derivatives:
         Forward and reverse mode, to any order, of `o` and `lse`, in `q`, `k`, `v` and `bias`. Reverse mode keeps these,

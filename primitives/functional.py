@@ -73,7 +73,7 @@ def layer_norm(
         ShapeError: If `input` does not end in `normalized_shape`, or `weight` or `bias` differ from it.
         DtypeError: If a dtype is not one of the above.
         DeviceError: If the tensors are on different devices.
-        TreeError: If `weight` or `bias` is no prefix of the tree `input`.
+        TreeError: If `weight` or `bias` is not a prefix of the tree `input`.
 
     Derivatives:
         Forward and reverse mode, to any order, in `input`, `weight` and `bias`. Reverse mode keeps `input`, `weight`
@@ -237,7 +237,7 @@ def batch_norm(
         DtypeError: If a dtype is not one of the above, or `momentum` is not one real number.
         ValueError: If `eps` is not positive in training.
         DeviceError: If the tensors are on different devices.
-        TreeError: If a parameter is no prefix of the tree `input`.
+        TreeError: If a parameter is not a prefix of the tree `input`.
         RuntimeError: Under `vmap`, if `input` is batched and the running statistics are not: see `pure_batch_norm`.
 
     Derivatives:

@@ -164,6 +164,7 @@ def test_the_check_passes_what_is_right_and_nothing_else(workload, mode):
     assert {name for name, error in found.items() if error <= reference.TOLERANCES["float32"]} == {"right"}
 
 
+# Compiling it takes longer than the tests around this one; the numbers are the same.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_peers_with_attention_alone_take_part_in_it_alone_and_see_the_same_pairs():
     workload = TINY[-2]

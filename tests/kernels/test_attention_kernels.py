@@ -84,6 +84,7 @@ def test_a_bias_keeps_the_axes_along_which_it_is_broadcast() -> None:
 
 
 @pytest.mark.parametrize("dtype, low", [(torch.float32, -100.0), (torch.float64, -800.0)])
+# The interpreter computes in numpy, which mentions the overflow that a GPU passes over.
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_scores_out_of_range_and_rows_that_see_no_key(dtype: torch.dtype, low: float) -> None:
     """The exponential of such a score overflows where it is taken of a key past the end, whose score is 0."""

@@ -10,7 +10,7 @@ import torch
 # is imported, by timm and transformers. No model here calls it.
 if importlib.util.find_spec("torchvision") is not None:
     try:
-        import torchvision  # noqa: F401
+        import torchvision  # noqa: F401 - only to see whether it loads
     except RuntimeError:
         _operators = torch.library.Library("torchvision", "FRAGMENT")
         for _name in ("nms", "qnms"):

@@ -30,7 +30,7 @@ class Case(NamedTuple):
         with warnings.catch_warnings():
             # Warnings of a library about the machine and its own dependencies, as it is imported.
             warnings.simplefilter("ignore")
-            library = pytest.importorskip(self.library)
+            library = pytest.importorskip(self.library, reason=f"{self.library} is not installed: run make test-models")
             if self.library == "timm":
                 model = library.create_model(self.cls, **self.config)
             else:

@@ -155,7 +155,7 @@ def _run(
         if signature.mutated:
             mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
             outs, num = Leaves.of((outs.join(outs.values), mutated), "outs"), len(outs.values)
-            # Autograd does not see a write under `no_grad`: a step of an optimizer is no part of the derivative.
+            # Autograd does not see a write under `no_grad`: a step of an optimizer is not part of the derivative.
             seen = [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in signature.mutated]
             taken += [num + i for i, flag in enumerate(seen) if flag]
         signature.computed = tuple(i for i, y in enumerate(outs.values) if _is_computed(y))
