@@ -40,6 +40,10 @@ _RUNTIME_FIELDS = ("add_stages_inspection_hook", "launch_enter_hook", "launch_ex
 # Options that a kernel in a graph can have: what Inductor reads from a `triton.Config`.
 GRAPH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas"})
 
+# Triton 3.10 stops fusing multiplications with additions unless it is asked to; 3.6 to 3.9 fuse by default. Graphs have
+# no place for this option: there the default holds.
+PINNED_OPTIONS = {"enable_fp_fusion": True}
+
 # Integers of at most this size are 32 bits wide to Triton, and AMD's backend addresses storages of at most this many
 # bytes with 32-bit offsets.
 MAX_INT32 = 2**31 - 1
@@ -160,20 +164,20 @@ class Kernel:
 
     def warmup(self, *args: Any, grid: Any, **constants: Any) -> Any:
         """Compile for these arguments as Triton does, without launching; returns Triton's compiled kernel."""
-        return self.function.warmup(*args, grid=grid, **constants)
+        return self.function.warmup(*args, grid=grid, **{**PINNED_OPTIONS, **constants})
 
     def _launch(self, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
         if (_watchers or _num_tracing) and self._taken_over(grid, args, constants):
             return
         if self._key is None or callable(grid) or self.function.pre_run_hooks or _runtime.add_stages_inspection_hook:
-            self.function[grid](*args, **constants)
+            self._launch_by_triton(grid, args, constants)
             return
         try:
             active = _driver.active
             device = active.get_current_device()
             described = self._key(*args)
         except (AttributeError, TypeError):
-            self.function[grid](*args, **constants)
+            self._launch_by_triton(grid, args, constants)
             return
         key = (device, *described, *constants, *constants.values())
         found = self._compiled.get(key)
@@ -182,6 +186,9 @@ class Kernel:
             return
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*args, *rest, stream=active.get_current_stream(device))
+
+    def _launch_by_triton(self, grid: Any, args: tuple, constants: dict[str, Any]) -> Any:
+        return self.function[grid](*args, **{**PINNED_OPTIONS, **constants})
 
     def _taken_over(self, grid: Any, args: tuple, constants: dict[str, Any]) -> bool:
         if is_tracing():
@@ -195,7 +202,7 @@ class Kernel:
 
     def _launch_first(self, key: tuple, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
         """Let Triton compile and launch, and remember under `key` what it launched, with what follows `args`."""
-        compiled = self.function[grid](*args, **constants)
+        compiled = self._launch_by_triton(grid, args, constants)
         # A hook may have refused to compile, or left it to another thread.
         if isinstance(compiled, CompiledKernel) and takes_all_parameters(compiled, self.argument_names):
             self._compiled[key] = compiled, tuple(self._all_constants(len(args), constants).values())

@@ -172,6 +172,18 @@ def check_hooks() -> None:
     assert len(calls) == 2
 
 
+def check_fusion() -> None:
+    """Multiplications are fused with additions, whatever Triton's default is, by both ways to compile."""
+    with unittest.mock.patch.object(knobs.language, "default_fp_fusion", False):
+        kernel = new_kernel()
+        compiled = kernel.warmup(*ARGS, grid=(1,), **CONSTANTS)
+        assert compiled.metadata.enable_fp_fusion
+        kernel[(1,)](*ARGS, **CONSTANTS)
+        kernel.function[(1,)](*ARGS, **CONSTANTS)
+    pinned, default = (launch[0] for launch in driver.launches)
+    assert pinned == compiled.hash != default
+
+
 def check_threads() -> None:
     """Many threads may launch at once."""
     kernel = new_kernel()
@@ -204,5 +216,6 @@ if __name__ == "__main__":
     check_variations()
     check_grids_and_devices()
     check_hooks()
+    check_fusion()
     check_threads()
     check_keys()
