@@ -38,7 +38,7 @@ _PARAMETER_FIELDS = ("name", "num", "is_constexpr", "do_not_specialize", "has_de
 _RUNTIME_FIELDS = ("add_stages_inspection_hook", "launch_enter_hook", "launch_exit_hook")
 
 # Options that a kernel in a graph can have: what Inductor reads from a `triton.Config`.
-GRAPH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas"})
+GRAPH_OPTIONS = frozenset({"num_warps", "num_stages"})
 
 # Triton 3.10 stops fusing multiplications with additions unless it is asked to; 3.6 to 3.9 fuse by default. Graphs have
 # no place for this option: there the default holds.

@@ -51,7 +51,7 @@ def cache_path() -> Path:
 
 
 class Store:
-    """Choices by environment (chip, device, version of Triton) and request."""
+    """Choices by environment (chip, device, software) and request."""
 
     def __init__(self, path: Path) -> None:
         """Read what is at `path`, if anything."""

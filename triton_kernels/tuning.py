@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import os
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from triton_kernels import DISTRIBUTION
 from triton_kernels._kernel import INTERPRETED, is_tracing
 from triton_kernels._tuning_store import Choice, Store, cache_path
 from triton_kernels.launch import chip_of, device_name
@@ -24,7 +28,6 @@ from triton_kernels.launch._planned import PlanKey, Request, set_advisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     Launcher = TypeVar("Launcher", bound=Callable[..., Any])
     Timer = Callable[[Callable[[], Any]], float]
@@ -151,9 +154,24 @@ class Tuner:
 
 
 def _environment(device: Any) -> str:
+    return f"{chip_of(device).name}, {device_name(device)}, {_software()}"
+
+
+@functools.cache
+def _software() -> str:
     import triton
 
-    return f"{chip_of(device).name}, {device_name(device)}, Triton {triton.__version__}"
+    try:
+        release = importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        release = "not installed"
+    return f"Triton {triton.__version__}, {DISTRIBUTION} {release}, sources {source_hash()}"
+
+
+def source_hash(folder: Path = Path(__file__).parent) -> str:
+    """Hash of all sources of this package, any of which may make other plans the fastest: kernels, launchers, plans."""
+    files = sorted(folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def is_device_fault(error: Exception) -> bool:

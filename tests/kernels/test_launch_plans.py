@@ -1,4 +1,4 @@
-"""The launch plans: within the limits of each chip, rows split where they are few, clusters where they compile."""
+"""The launch plans: within the limits of each chip, rows split where they are few."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from triton_kernels import launch
-from triton_kernels.launch import _candidates, _planned
+from triton_kernels.launch import _planned
 from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
 
 CHIPS = list(launch.CHIPS.values())
@@ -129,7 +129,6 @@ def check_within(plan, chip):
         assert number & (number - 1) == 0, plan
     assert named["num_warps"] * chip.warp_size <= 1024, plan
     assert named["num_warps"] <= chip.max_warps, plan
-    assert named.get("num_ctas", 1) <= chip.max_cluster, plan
 
 
 @pytest.mark.parametrize("chip", DEVICES.values(), ids=DEVICES)
@@ -138,19 +137,17 @@ def test_plans_are_within_the_chip(chip):
         plan = function(*arguments)
         check_within(plan, chip)
         assert staged_bytes(function, arguments, plan) <= chip.shared_bytes, (function.__name__, arguments, plan)
-        # No kernel has run in a cluster.
-        assert dict(numbers(plan)).get("num_ctas", 1) == 1
 
 
 def test_devices_have_their_own_limits():
     assert all(DEVICES[name] == launch.CHIPS[name] for name in ("sm_80", "sm_90", "gfx942"))
-    found = {name: (chip.name, chip.max_cluster, chip.shared_bytes) for name, chip in DEVICES.items()}
-    assert found["RTX 4090"] == ("sm_80", 1, 101376)
-    assert found["B300"] == ("sm_100", 8, 232448)
-    assert found["RTX 5090"] == ("sm_100", 1, 101376)
-    assert found["V100"] == ("sm_80", 1, 98304)
+    found = {name: (chip.name, chip.shared_bytes) for name, chip in DEVICES.items()}
+    assert found["RTX 4090"] == ("sm_80", 101376)
+    assert found["B300"] == ("sm_100", 232448)
+    assert found["RTX 5090"] == ("sm_100", 101376)
+    assert found["V100"] == ("sm_80", 98304)
     # Shared memory that every block of NVIDIA's can have unasked.
-    assert found["of an older torch"] == ("sm_80", 1, 49152)
+    assert found["of an older torch"] == ("sm_80", 49152)
     # Of a chip with half the wave of gfx942, no more registers are taken for granted than NVIDIA's have.
     chip = DEVICES["RX 7900"]
     assert (chip.name, chip.warp_size, chip.max_warps, chip.l2_bytes) == ("gfx942", 32, 32, 6 << 20)
@@ -160,22 +157,24 @@ def test_devices_have_their_own_limits():
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
     asked = []
-    monkeypatch.setattr(_candidates, "cluster_limit", lambda chip: chip.max_cluster)
     monkeypatch.setattr(_planned, "_advisor", advisor := type("Advisor", (), {})())
     advisor.advise = lambda request: asked.append(request) or (request.default, False)
     _planned.forget_plans()
     for function, arguments in requests(chip):
         function(*arguments)
-    names = set()
+    names, stages = set(), set()
     for request in asked:
         others = request.candidates()
         assert len(set(others)) == len(others)
         assert request.default not in others
         for plan in others:
             check_within(plan, chip)
+            stages |= {number for name, number in numbers(plan) if name.endswith("stages")}
         if others:
             names.add(request.key.function)
     assert names == {function.__name__ for function, _ in requests(chip)}
+    # On NVIDIA two stages fetch nothing ahead, three fetch a step.
+    assert stages == set(range(1, 4 if chip.name == "gfx942" else 5))
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)

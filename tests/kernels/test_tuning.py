@@ -145,6 +145,28 @@ def test_choices_outlive_the_process_but_not_their_default_and_belong_to_a_chip(
     assert toy.timed > 5
 
 
+def test_choices_made_with_other_sources_are_not_taken(toy, path):
+    toy.tune(path)
+    toy.launcher(X)
+    content = path.read_text()
+    assert f"sources {tuning.source_hash()}" in content
+    path.write_text(content.replace(tuning.source_hash(), "0" * 12))
+    tuning.enable(path, toy.timer)
+    assert toy.last(6) == 4
+    toy.tune(path)
+    assert (toy.last(6, 6), toy.timed) == (1, 10)
+
+
+def test_every_source_is_in_the_hash(tmp_path):
+    file = tmp_path / "launch" / "channels.py"
+    file.parent.mkdir()
+    hashes = set()
+    for text in ("x = 1", "x = 2"):
+        file.write_text(text)
+        hashes.add(tuning.source_hash(tmp_path))
+    assert len(hashes) == 2
+
+
 def test_files_are_merged_and_the_first_choice_stays(toy, path):
     toy.tune(path)
     toy.launcher(X)

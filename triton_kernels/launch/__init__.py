@@ -21,7 +21,6 @@ from triton_kernels.launch.chips import (
     Chip,
     chip_from_properties,
     chip_of,
-    cluster_limit,
     device_name,
     use_chip,
 )
@@ -65,7 +64,6 @@ __all__ = [
     "cdiv",
     "chip_from_properties",
     "chip_of",
-    "cluster_limit",
     "device_name",
     "limits_of",
     "next_power_of_2",

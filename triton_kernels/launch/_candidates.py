@@ -14,14 +14,17 @@ from triton_kernels.launch._arithmetic import (
     cdiv,
     next_power_of_2,
 )
-from triton_kernels.launch.chips import chip_of, cluster_limit
+from triton_kernels.launch.chips import chip_of
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-# More steps in flight than this hide nothing that two do not, and take shared memory.
-MAX_STAGES = 3
+    from triton_kernels.launch.chips import Chip
+
+# While a step of a loop is reduced, n stages have n - 2 whole steps under way on NVIDIA, whose loops issue their copies
+# behind the reductions and wait at the top for all but the newest: two stages fetch nothing ahead. On AMD it is n - 1.
+MAX_STAGES, MAX_STAGES_AMD = 4, 3
 
 
 def _near(value: int, largest: int) -> list[int]:
@@ -33,8 +36,9 @@ def _varied(plan: Any, **choices: Iterable[int]) -> list[Any]:
     return [replace(plan, **{name: value}) for name, values in choices.items() for value in values]
 
 
-def _stages(stages: int) -> list[int]:
-    return [n for n in range(1, MAX_STAGES + 1) if n != stages]
+def _stages(stages: int, chip: Chip) -> list[int]:
+    most = MAX_STAGES_AMD if chip.name.startswith("gfx") else MAX_STAGES
+    return [n for n in range(1, most + 1) if n != stages]
 
 
 def _rows_of_tile(plan: Any) -> list[int]:
@@ -42,7 +46,7 @@ def _rows_of_tile(plan: Any) -> list[int]:
 
 
 def row_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """Other plans of a kernel whose programs own rows: warps, rows or columns of a tile, splits, clusters."""
+    """Other plans of a kernel whose programs own rows: warps, rows or columns of a tile, splits."""
     chip = chip_of(device)
     num_cols = arguments["sizes"][2] if "sizes" in arguments else arguments["num_cols"]
     found = _varied(plan, num_warps=_near(plan.num_warps, chip.max_warps))
@@ -54,18 +58,7 @@ def row_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
         if 2 * plan.num_warps <= chip.max_warps and 2 * plan.block_cols <= MAX_BLOCK_ELEMENTS:
             # Half as many rows at once: more of each is in the cache when it is swept again.
             found.append(replace(plan, block_cols=2 * plan.block_cols, num_warps=2 * plan.num_warps))
-        found += _cluster_candidates(plan, next_power_of_2(num_cols), chip)
     return found
-
-
-def _cluster_candidates(plan: Any, block_cols: int, chip: Any) -> list[Any]:
-    """The whole row in the registers of several blocks that reduce together."""
-    if block_cols > MAX_BLOCK_ELEMENTS:
-        return []
-    sizes = [n for n in (2, 4, 8, 16) if n <= cluster_limit(chip)]
-    # Twice the tile of a sweep is what one block of 16 warps holds of a row, 32 values in each thread.
-    sizes = [n for n in sizes if block_cols <= 2 * plan.block_cols * n]
-    return [replace(plan, block_cols=block_cols, looped=False, col_splits=1, num_ctas=n) for n in sizes]
 
 
 def sum_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
@@ -77,21 +70,21 @@ def sum_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
         num_warps=_near(plan.num_warps, chip.max_warps),
         block_rows=[n for n in _rows_of_tile(plan) if cdiv(arguments["num_rows"], n) >= plan.num_splits],
         num_splits=_near(plan.num_splits, most),
-        loop_stages=_stages(plan.loop_stages),
+        loop_stages=_stages(plan.loop_stages, chip),
     )
 
 
 def second_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """Other plans of a second-order layer norm kernel: those of its rows, and programs and stages where it sums."""
     if not plan.fused:
-        # Clusters hold whole rows, which the kernel of this plan does not.
-        rows = [other for other in row_candidates(plan.rows, device, arguments) if other.looped == plan.rows.looped]
+        rows = row_candidates(plan.rows, device, arguments)
         return [replace(plan, rows=other) for other in rows if other.block_rows == plan.rows.block_rows]
-    warps = _near(plan.rows.num_warps, chip_of(device).max_warps)
+    chip = chip_of(device)
+    warps = _near(plan.rows.num_warps, chip.max_warps)
     most = cdiv(arguments["num_rows"], plan.rows.block_rows)
     return [
         *(replace(plan, rows=replace(plan.rows, num_warps=n)) for n in warps),
-        *_varied(plan, num_splits=_near(plan.num_splits, most), loop_stages=_stages(plan.loop_stages)),
+        *_varied(plan, num_splits=_near(plan.num_splits, most), loop_stages=_stages(plan.loop_stages, chip)),
     ]
 
 
@@ -114,26 +107,28 @@ def philox_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> l
 
 def attention_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """Other plans of an attention kernel: warps, rows or keys of a tile, stages."""
+    chip = chip_of(device)
     sizes = ((plan.block_rows, arguments["num_rows"]), (plan.block_keys, arguments["num_keys"]))
     rows, keys = (
         [n for n in _near(block, max(next_power_of_2(size), MIN_MATMUL)) if n >= MIN_MATMUL] for block, size in sizes
     )
     return _varied(
         plan,
-        num_warps=_near(plan.num_warps, chip_of(device).max_warps),
+        num_warps=_near(plan.num_warps, chip.max_warps),
         block_rows=rows,
         block_keys=keys,
-        num_stages=_stages(plan.num_stages),
+        num_stages=_stages(plan.num_stages, chip),
     )
 
 
 def channel_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """Other plans of a kernel over channels: warps, programs per channel tile, stages."""
+    chip = chip_of(device)
     _, num_samples, _, num_spatial = arguments["sizes"]
     num_tiles = cdiv(num_samples, plan.block_samples) * cdiv(num_spatial, plan.block_spatial)
     return _varied(
         plan,
-        num_warps=_near(plan.num_warps, chip_of(device).max_warps),
+        num_warps=_near(plan.num_warps, chip.max_warps),
         num_splits=_near(plan.num_splits, min(num_tiles, MAX_CHANNEL_SPLITS)),
-        num_stages=_stages(plan.num_stages),
+        num_stages=_stages(plan.num_stages, chip),
     )

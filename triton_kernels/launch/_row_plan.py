@@ -10,8 +10,7 @@ class RowPlan:
     """Tile of a kernel whose programs own rows; `looped` means that a row is swept tile by tile.
 
     `col_splits` programs share a row that is swept: each has as many adjacent tiles as the others, and the last one
-    what remains. `num_ctas` blocks of a cluster share what is one program otherwise, `num_warps` in each. The plans
-    chosen here have no clusters, because no kernel has run in one yet; they are among the candidates of tuning.
+    what remains.
     """
 
     block_rows: int
@@ -19,10 +18,7 @@ class RowPlan:
     num_warps: int
     looped: bool
     col_splits: int = 1
-    num_ctas: int = 1
 
     def options(self) -> dict[str, int]:
         """What Triton is told besides the arguments of the kernel."""
-        if self.num_ctas > 1:
-            return {"num_warps": self.num_warps, "num_ctas": self.num_ctas}
         return {"num_warps": self.num_warps}

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
 from triton_kernels.launch._planned import forget_plans
 
@@ -29,7 +28,6 @@ class Chip:
         registers: 32-bit registers of a processor.
         l2_bytes: Size of the last cache before memory; of the infinity cache on AMD, where that is known.
         max_warps: Warps of a block at most.
-        max_cluster: Blocks that can reduce together through each other's shared memory; 1 for none.
     """
 
     name: str
@@ -40,33 +38,24 @@ class Chip:
     registers: int
     l2_bytes: int
     max_warps: int
-    max_cluster: int
 
 
 # Data sheets of A100, H200, B200 and MI300X. AMD allows 16 wavefronts of 64 threads in a block. Where the H200's cache
 # size is from stands in perf/devices/h200.json.
 CHIPS = {
-    "sm_80": Chip("sm_80", 32, 108, 166912, 167936, 65536, 40 << 20, 32, 1),
-    "sm_90": Chip("sm_90", 32, 132, 232448, 233472, 65536, 60 << 20, 32, 8),
-    "sm_100": Chip("sm_100", 32, 148, 232448, 233472, 65536, 126 << 20, 32, 8),
-    "gfx942": Chip("gfx942", 64, 304, 65536, 65536, 131072, 256 << 20, 16, 1),
+    "sm_80": Chip("sm_80", 32, 108, 166912, 167936, 65536, 40 << 20, 32),
+    "sm_90": Chip("sm_90", 32, 132, 232448, 233472, 65536, 60 << 20, 32),
+    "sm_100": Chip("sm_100", 32, 148, 232448, 233472, 65536, 126 << 20, 32),
+    "gfx942": Chip("gfx942", 64, 304, 65536, 65536, 131072, 256 << 20, 16),
 }
 
 # Threads of a block at most, on every chip that Triton compiles for.
 MAX_BLOCK_THREADS = 1024
 
-# Compute capabilities with tables of clusters; those of other chips of the same generations (11.0, 12.0) are not looked
-# into, and are taken to have none.
-CLUSTER_CAPABILITIES = {(9, 0), (10, 0), (10, 3)}
-
 # A CPU run (the interpreter) plans as if for this many processors: enough to exercise splits and persistent loops,
 # few enough to stay fast.
 INTERPRETER_PROCESSORS = 4
-INTERPRETER = replace(CHIPS["sm_90"], num_processors=INTERPRETER_PROCESSORS, max_cluster=1)
-
-# Before this version of Triton, reducing a tile of rows and columns across a cluster does not compile: 3.6 and 3.7
-# refuse any reduction there, 3.8 those along one of two axes.
-CLUSTERS_SINCE = (3, 9)
+INTERPRETER = replace(CHIPS["sm_90"], num_processors=INTERPRETER_PROCESSORS)
 
 _chosen: Chip | None = None
 
@@ -85,10 +74,9 @@ def chip_from_properties(properties: Any, is_amd: bool) -> Chip:
         is_amd: Whether the chip is AMD's.
     """
     if is_amd:
-        base, capability = CHIPS["gfx942"], None
+        base = CHIPS["gfx942"]
     else:
         base = CHIPS["sm_80" if properties.major < 9 else "sm_90" if properties.major < 10 else "sm_100"]
-        capability = (properties.major, getattr(properties, "minor", 0))
     has_infinity_cache = is_amd and str(getattr(properties, "gcnArchName", "")).split(":")[0] == base.name
 
     def told(name: str, otherwise: int) -> int:
@@ -108,7 +96,6 @@ def chip_from_properties(properties: Any, is_amd: bool) -> Chip:
         # What ROCm calls L2 is a smaller cache in front of the infinity cache, which it does not tell of.
         l2_bytes=base.l2_bytes if has_infinity_cache else told("L2_cache_size", base.l2_bytes),
         max_warps=told("max_threads_per_block", MAX_BLOCK_THREADS) // warp_size,
-        max_cluster=base.max_cluster if capability in CLUSTER_CAPABILITIES else 1,
     )
 
 
@@ -133,17 +120,6 @@ def device_name(device: torch.device | Chip) -> str:
     if _chosen is None and not isinstance(device, Chip) and device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"stand-in of {chip_of(device).num_processors} processors"
-
-
-def cluster_limit(chip: Chip, version: str = triton.__version__) -> int:
-    """Blocks of a cluster at most, for kernels that reduce tiles of rows and columns.
-
-    Args:
-        chip: The chip that is planned for.
-        version: Version of Triton.
-    """
-    major, minor = map(int, version.split(".")[:2])
-    return chip.max_cluster if (major, minor) >= CLUSTERS_SINCE else 1
 
 
 @contextlib.contextmanager
