@@ -6,9 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from perf import model, wrong_derivatives
 from perf.__main__ import DOCS, main
+from perf.machine_code import stalls
 from perf.workloads import Workload
 
 ROWS = Workload("by hand", "layer_norm", (8192, 4096), affine=False)
@@ -80,6 +84,35 @@ def test_attention_takes_as_long_as_its_bytes_or_its_products_whichever_is_longe
 def test_the_page_of_predictions_is_what_the_model_says(capsys):
     assert main(["predict"]) == 0
     assert (DOCS / "predictions_h200.md").read_text() == capsys.readouterr().out, "run `python -m perf predict --write`"
+
+
+@triton.jit
+def _chain_kernel(x_ptr, num_trips, GATHER: tl.constexpr):  # noqa: N803 - Triton's own spelling of constants
+    lane = tl.arange(0, 32)
+    value = tl.load(x_ptr + lane)
+    for _ in tl.range(0, num_trips):
+        if GATHER:
+            value = tl.load(x_ptr + value.to(tl.int32))
+        for _ in tl.static_range(64):
+            value = value * value + 1.5
+    tl.store(x_ptr + lane, value)
+
+
+def test_cycles_of_a_known_chain():
+    found = []
+    for gathers in (False, True):
+        types = {"x_ptr": "*fp32", "num_trips": "i32", "GATHER": "constexpr"}
+        source = triton.compiler.ASTSource(_chain_kernel, types, {"GATHER": gathers})
+        options = {"num_warps": 1, "enable_fp_fusion": True}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        found.append(stalls.pieces(stalls.decode(stalls.disassemble(compiled.asm["cubin"]))))
+    (outside, (chain,)), (_, (gathering,)) = found
+    # Each product with a sum waits four cycles for the one before it, which the control words say; a load that the
+    # chain goes through waits for memory, which they do not.
+    assert 64 <= chain.instructions <= 70
+    assert 4 * 64 <= chain.cycles <= 4 * 64 + 10
+    assert 0 < gathering.cycles - chain.cycles - stalls.LATENCIES["LDG"] < 40
+    assert outside.cycles > stalls.LATENCIES["LDG"]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

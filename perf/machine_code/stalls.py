@@ -1,0 +1,143 @@
+"""Cycles that one warp alone takes over a kernel, from the control words that NVIDIA's assembler writes.
+
+Since Volta an instruction has 128 bits, of which 105 to 125 tell the scheduler how many cycles to stall before the
+warp's next instruction (4 bits), whether to yield (1), which of six scoreboards to hold until the result is there (3)
+and until the operands are read (3), which of them to wait for first (6), and which operands to reuse (4). Results of
+fixed latency are waited for by stalling, all others by scoreboards. So the cycles between two instructions follow from
+these words, but for the latencies behind the scoreboards, which `LATENCIES` assumes.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import NamedTuple
+
+import triton
+
+# Cycles until a result is there, by the beginning of the opcode: round numbers near those of published
+# microbenchmarks of sm_90, memory as it is under load. The first that fits counts.
+LATENCIES = {"LDGSTS": 800, "LDG": 800, "LDS": 30, "LDC": 30, "ULDC": 30, "SHFL": 25, "MUFU": 20, "S2R": 20, "STG": 10}
+OTHER_LATENCY = 15
+# Until every warp of a block has arrived, beyond what the slowest takes.
+BARRIER_CYCLES = 30
+# Trips until a loop runs steadily, twice.
+ROUNDS = 8
+
+_LINE = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);"
+    r"\s+/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/"
+)
+
+
+class Instruction(NamedTuple):
+    """One instruction and its control word; of scoreboards 7 is none, and `waits` is a mask."""
+
+    address: int
+    opcode: str
+    operands: str
+    stall: int
+    writes: int
+    reads: int
+    waits: int
+
+
+class Piece(NamedTuple):
+    """A loop, or the code outside of all loops: instructions, block-wide barriers, and cycles of one warp alone."""
+
+    instructions: int
+    barriers: int
+    cycles: float
+
+
+def disassemble(cubin: bytes) -> str:
+    """What NVIDIA's own tool, which comes with Triton, prints of a compiled kernel."""
+    cuobjdump = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([cuobjdump, "-sass", file.name], check=True, capture_output=True, text=True).stdout
+
+
+def decode(sass: str) -> list[Instruction]:
+    """The instructions of what `cuobjdump -sass` prints of a kernel for sm_70 and later, without those that pad it."""
+    found = []
+    for address, opcode, operands, word in _LINE.findall(sass):
+        control = int(word, 16) >> 41
+        fields = (control & 15, control >> 5 & 7, control >> 8 & 7, control >> 11 & 63)
+        found.append(Instruction(int(address, 16), opcode, operands, *fields))
+    while found and (found[-1].opcode == "NOP" or _target(found[-1]) == found[-1].address):
+        found.pop()
+    return found
+
+
+def _target(instruction: Instruction) -> int | None:
+    match = re.search(r"0x([0-9a-f]+)$", instruction.operands.strip())
+    return int(match.group(1), 16) if match and instruction.opcode.startswith("BRA") else None
+
+
+def loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """First and last index of every loop that lies in no other."""
+    places = {instruction.address: index for index, instruction in enumerate(code)}
+    found: list[tuple[int, int]] = []
+    for last, instruction in reversed(list(enumerate(code))):
+        first = places.get(_target(instruction) or -1, last + 1)
+        if first < last and not any(begin <= first and last <= end for begin, end in found):
+            found.append((first, last))
+    return sorted(found)
+
+
+class _Warp:
+    """One warp that nobody disturbs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._free = [0.0] * 8
+        self._copies: list[float] = []
+        self._copied = 0.0
+
+    def run(self, code: list[Instruction]) -> None:
+        """Issue these instructions one after the other, taking every branch that leads on."""
+        for one in code:
+            self.now = max(self.now, *(self._free[board] for board in range(6) if one.waits >> board & 1), 0.0)
+            ready = self.now + next((n for name, n in LATENCIES.items() if one.opcode.startswith(name)), OTHER_LATENCY)
+            self._free[one.writes] = max(self._free[one.writes], ready)
+            self._free[one.reads] = max(self._free[one.reads], self.now + OTHER_LATENCY)
+            if one.opcode.startswith("LDGSTS"):
+                self._copied = ready
+            elif one.opcode == "LDGDEPBAR":
+                self._copies.append(self._copied)
+            elif one.opcode.startswith("DEPBAR"):
+                under_way = int(one.operands.split(",")[-1], 16)
+                done = self._copies[: len(self._copies) - under_way]
+                self.now = max(self.now, *done, 0.0)
+            elif one.opcode.startswith("BAR"):
+                self.now += BARRIER_CYCLES
+            self.now += max(one.stall, 1)
+
+
+def pieces(code: list[Instruction]) -> tuple[Piece, list[Piece]]:
+    """The code outside of loops, and a trip of each outermost loop once it runs steadily."""
+    warp, outside, trips, done, straight = _Warp(), [], [], 0, 0.0
+    for first, last in [*loops(code), (len(code), len(code))]:
+        outside += code[done:first]
+        body, before = code[first : last + 1], warp.now
+        warp.run(code[done:first])
+        straight += warp.now - before
+        if body:
+            ends = [warp.now]
+            for _ in range(ROUNDS):
+                warp.run(body)
+                ends.append(warp.now)
+            steady = (ends[-1] - ends[ROUNDS // 2]) / (ROUNDS - ROUNDS // 2)
+            # The first trips also wait for what was under way before.
+            straight += ends[-1] - ends[0] - ROUNDS * steady
+            trips.append(_piece(body, steady))
+        done = last + 1
+    return _piece(outside, straight), trips
+
+
+def _piece(code: list[Instruction], cycles: float) -> Piece:
+    return Piece(len(code), sum(one.opcode.startswith("BAR") for one in code), cycles)
