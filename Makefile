@@ -10,6 +10,7 @@ DEMO_ARGS ?=
 MACHINE_CODE_ARGS ?=
 PERF_ARGS ?=
 GPU_TEST_XML ?= gpu-test.xml
+GPU_RESULT ?= perf_output/gpu.json
 # More workers than this only multiply the time and memory of importing torch.
 MAX_WORKERS ?= 16
 
@@ -42,15 +43,20 @@ PYTEST := env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(RUN) -m pytest
 PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal
 # What `make test` leaves to a GPU or to the night.
 DAILY := -m 'not gpu and not nightly'
+# The torch of a GPU machine is not the pinned one: what it warns of is shown and fails nothing.
+GPU_TEST = env -u TRITON_INTERPRET $(RUN) -m pytest tests -m gpu --device cuda -W default --junitxml=$(GPU_TEST_XML) $(PYTEST_ARGS)
+GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu needs a CUDA device, and torch \
+{torch.__version__} of {sys.executable} sees none. ACTIVE=1 takes the python that is active.")
 
-.PHONY: help demo test test-front test-kernels test-models nightly gpu-test check perf machine-code docs clean
+.PHONY: help demo test test-front test-kernels test-models nightly gpu gpu-test check perf machine-code docs clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
 	@echo 'make test-models  models of transformers, diffusers and timm, unedited'
 	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
-	@echo 'make gpu-test  the same records on the real kernels (CUDA)'
+	@echo 'make gpu       on a machine with a GPU (CUDA): gpu-test, then the measurements, then their page in docs/perf'
+	@echo 'make gpu-test  the records and the tests of kernels on the compiled kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
 	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: few of them)'
@@ -85,9 +91,18 @@ nightly: $(call installed,models)
 	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 
-# The torch of a GPU machine is not the pinned one: what it warns of is shown and fails nothing.
 gpu-test: $(call installed,test)
-	env -u TRITON_INTERPRET $(RUN) -m pytest tests -m gpu --device cuda -W default --junitxml=$(GPU_TEST_XML) $(PYTEST_ARGS)
+	$(GPU_TEST)
+
+# Whoever has a card for an hour gets all that it can tell: a test that fails stops nothing, but the exit status says so.
+gpu: $(call installed,test)
+	@$(RUN) -c '$(GPU_CHECK)'
+	rm -f $(GPU_RESULT)
+	failed=0; \
+	$(GPU_TEST) || failed=1; \
+	env -u TRITON_INTERPRET $(RUN) -m perf run --device cuda --out $(GPU_RESULT) $(PERF_ARGS) || failed=1; \
+	[ -f $(GPU_RESULT) ] && $(RUN) -m perf report $(GPU_RESULT) || failed=1; \
+	exit $$failed
 
 check: $(call installed,check)
 	$(RUN) -m ruff check .

@@ -24,18 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """Leave the interpreter's tests out on a device: importing them would turn the interpreter on for all others."""
-    on_device = config.getoption("--device") == "cuda"
-    return True if on_device and collection_path == KERNEL_TESTS else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that use the device are what `-m gpu` selects on a device; what needs a GPU is skipped without one."""
     on_device = config.getoption("--device") == "cuda"
     for item in items:
         if on_device and "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
+        elif on_device and KERNEL_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter, or no kernel: run without --device"))
         elif not on_device and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
 

@@ -107,7 +107,7 @@ def assert_raises(
 def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
     """Normal numbers in float64 on the CPU, the same on every device and in every run."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64) + mean
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") + mean
 
 
 def arranged(values: Tensor, layout: str) -> Tensor:

@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import pytest
 import torch
 
 from primitives import use_backend
@@ -37,7 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Standard normal numbers, shifted so that the mean matters."""
     generator = torch.Generator().manual_seed(seed + 31 * sum(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -52,11 +54,20 @@ def statistics(x: Tensor, dims: tuple[int, ...]) -> dict[str, Tensor]:
     return {"mean": mean.to(dtype), "rstd": ((var + EPS) ** -0.5).to(dtype)}
 
 
+def need_memory(num_bytes: int) -> None:
+    """Skip the test on a GPU that has less left, where all pages exist."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < num_bytes:
+            pytest.skip(f"needs another {num_bytes >> 30} GiB of the GPU's memory")
+
+
 def far_apart(values: Tensor, strides: tuple[int, ...]) -> Tensor:
     """`values` in memory of that many elements between them, of which only the pages that are used exist."""
     span = sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)) + 1
+    need_memory(span * values.element_size())
     # Pages that nothing touches take no memory, and storage that is made so is not filled.
-    storage = torch.UntypedStorage(span * values.element_size())
+    storage = torch.UntypedStorage(span * values.element_size(), device=torch.get_default_device())
     return torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape, strides).copy_(values)
 
 
@@ -159,6 +170,11 @@ class _Operands:
     def change(self, **fields: Any) -> Any:
         """The same with other tensors; None for one that is absent."""
         return dataclasses.replace(self, **fields)  # pyright: ignore[reportArgumentType]
+
+    def here(self) -> Any:
+        """The same where a test makes its tensors, for operands that were drawn before it began."""
+        device = torch.get_default_device()
+        return self.change(**{n: x.to(device) for n, x in vars(self).items() if isinstance(x, torch.Tensor)})
 
 
 @dataclasses.dataclass(frozen=True)

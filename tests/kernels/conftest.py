@@ -1,6 +1,7 @@
-"""Kernel tests run in Triton's interpreter, on memory that is poisoned with NaN before a kernel writes it.
+"""Kernel tests run in Triton's interpreter, where no kernel may touch anything but the elements of its arguments.
 
-No kernel may touch anything but the elements of its arguments.
+With `--device cuda` those that take the device run the compiled kernels on it. On both, memory is poisoned with NaN
+before a kernel writes it.
 """
 
 from __future__ import annotations
@@ -8,25 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-
-# Read by triton when it is imported, so set before any test module is.
-os.environ["TRITON_INTERPRET"] = "1"
-
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
-
-from tests.kernels import interpreting
-from triton_kernels import launch
-from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-interpreting.install()
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turn the interpreter on, or leave it off: Triton asks when it is imported, so nothing above imports it."""
+    if config.getoption("--device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        from tests.kernels import interpreting
+
+        interpreting.install()
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,8 @@ def poisoned_memory() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    # On a GPU the references may take what torch has no deterministic version of.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
@@ -43,14 +42,24 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def device() -> torch.device:
-    """The interpreter's: kernels that are interpreted see CPU tensors."""
-    return torch.device("cpu")
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make the tensors of a test where the kernels run."""
+    with device if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def interpreter(device: torch.device) -> None:
+    """Skip a test on a device: it looks at single loads and stores."""
+    if device.type == "cuda":
+        pytest.skip("needs Triton's interpreter")
 
 
 @pytest.fixture
 def use_limits() -> Iterator[Callable[..., None]]:
     """Function that makes plans keep to other limits until the test ends: those of a chip that holds almost nothing."""
+    from triton_kernels import launch
+
     with contextlib.ExitStack() as stack:
         yield lambda **limits: stack.enter_context(launch.use_limits(**limits))
 
@@ -58,14 +67,24 @@ def use_limits() -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def use_processors(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Function that makes plans count on another number of processors until the test ends."""
+    from triton_kernels import launch
+
     with contextlib.ExitStack() as stack:
         chip = launch.chip_of(device)
         yield lambda num: stack.enter_context(launch.use_chip(dataclasses.replace(chip, num_processors=num)))
 
 
 @pytest.fixture
-def only_the_last_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launch two programs: the last ones of the grid."""
+def only_the_last_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """Launch two programs: the last ones of the grid. A device has the time for all, and the memory."""
+    if device.type == "cuda":
+        yield
+        return
+    import numpy as np
+    from triton.runtime import interpreter
+
+    from triton_kernels._kernel import intercept
+
     base = [0]
     program_id = interpreter.InterpreterBuilder.create_get_program_id
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 INF = math.inf
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Dropout and Philox kernels, in the interpreter: bit for bit what the reference and the definition say."""
+"""Dropout and Philox kernels: bit for bit what the reference and the definition say."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import torch
 
 from primitives.ops.dropout import dropout_p
 from primitives.ops.philox import philox_p
-from tests.kernels.calls import Call, far_apart, random
+from tests.kernels.calls import Call, far_apart, need_memory, random
 from tests.kernels.truth import check_values
 from tests.philox_truth import true_noise, true_words
 from triton_kernels import launch
 from triton_kernels.dropout import dropout_fwd
 from triton_kernels.philox import philox_words
 
-SEED, OFFSET = torch.tensor(-(2**45) + 3), torch.tensor(2**34 - 2)
+pytestmark = pytest.mark.usefixtures("on_device")
+
+SEED, OFFSET = -(2**45) + 3, 2**34 - 2
 
 
-def check(x, p, seed=SEED, offset=OFFSET, batch_ndim=0):
+def stream():
+    """Seed and offset as tensors."""
+    return torch.tensor(SEED), torch.tensor(OFFSET)
+
+
+def check(x, p, seed=None, offset=None, batch_ndim=0):
     """The launcher and the reference agree in every bit and in their strides."""
+    seed, offset = stream() if seed is None else (seed, offset)
     expected, y = dropout_p(x, seed, offset, p, batch_ndim), dropout_fwd(x, seed, offset, p, batch_ndim)
     assert torch.equal(y, expected)
     assert y.stride() == expected.stride()
@@ -47,15 +55,15 @@ def test_bits_of_the_reference(view):
     x = VIEWS[view]()
     if x.dim():
         seeds = torch.arange(x.shape[0]) * 2**33 - 1
-        for seed, offset in ((seeds, seeds.flip(0)), (seeds, None), (seeds, OFFSET.expand(x.shape[0]))):
+        for seed, offset in ((seeds, seeds.flip(0)), (seeds, None), (seeds, stream()[1].expand(x.shape[0]))):
             check_values(Call(dropout_fwd, (x, seed, offset, 0.4, 1)))
 
 
 @pytest.mark.parametrize("count", [1, 7, 2048, 2049])
 def test_words_of_the_definition(count):
-    expected = torch.tensor(true_words(SEED.item(), OFFSET.item(), count))
-    assert torch.equal(philox_words(SEED, OFFSET, (count,)), expected)
-    assert torch.equal(philox_p(SEED, OFFSET, (count,)), expected)
+    expected = torch.tensor(true_words(SEED, OFFSET, count))
+    assert torch.equal(philox_words(*stream(), (count,)), expected)
+    assert torch.equal(philox_p(*stream(), (count,)), expected)
 
 
 def test_several_streams():
@@ -74,7 +82,7 @@ def test_results_do_not_depend_on_the_plan(monkeypatch):
     for rows, cols in ((1, 4), (2, 8), (4, 16)):
         plan = launch.DropoutPlan(rows, cols, 1)
         monkeypatch.setattr(launch, "plan_dropout", lambda *args, plan=plan: plan)
-        assert torch.equal(dropout_fwd(x, SEED, OFFSET, 0.5, 0), y)
+        assert torch.equal(dropout_fwd(x, *stream(), 0.5, 0), y)
 
 
 def test_threshold_and_scale_are_exact():
@@ -92,7 +100,8 @@ def test_threshold_and_scale_are_exact():
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_what_is_not_finite_is_multiplied_as_in_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -1.0]).repeat(8)
-    y, expected = dropout_fwd(x, SEED, None, 0.5, 0), dropout_p(x, SEED, None, 0.5, 0)
+    seed, _ = stream()
+    y, expected = dropout_fwd(x, seed, None, 0.5, 0), dropout_p(x, seed, None, 0.5, 0)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
     assert y[3::4].signbit().all()
 
@@ -100,8 +109,8 @@ def test_what_is_not_finite_is_multiplied_as_in_torch():
 def test_offsets_carry_into_the_high_word():
     """Elements on either side of block 2**32 are those of one stream."""
     x, start = torch.ones(64, dtype=torch.float64), 2**32 - 8
-    y = dropout_fwd(x, SEED, torch.tensor(start), 0.5, 0)
-    assert torch.equal(y, true_noise((64,), SEED.item(), start, 0.5))
+    y = dropout_fwd(x, stream()[0], torch.tensor(start), 0.5, 0)
+    assert torch.equal(y, true_noise((64,), SEED, start, 0.5))
 
 
 @pytest.mark.usefixtures("only_the_last_programs")
@@ -110,6 +119,7 @@ def test_elements_past_31_bits_have_numbers_of_their_own(num_samples, poisoned_m
     """The end of 2**31 + 64 elements of each sample, of which only the last pages exist."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     count, tail = 2**31 + 64, 64
+    need_memory((num_samples + 1) * count * 2)
     x = torch.empty((num_samples - 1) * 8 + count, dtype=torch.float16).as_strided((num_samples, count), (8, 1))
     x[-1, -tail:] = 1.0
     seeds = torch.arange(num_samples) + 5

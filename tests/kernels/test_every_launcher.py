@@ -1,11 +1,14 @@
 """Every launcher, under each of its plans and in each layout, once under all meters and once in another order.
 
 Its results are the truth; its bytes, launches, allocations and operations of torch are those that it declares; no
-kernel leaves its tensors (`interpreting`); and the results are bitwise the same whatever program runs first.
+kernel leaves its tensors (`interpreting`); and the results are bitwise the same whatever program runs first. On a
+device, which has no meters, its results are the truth and the same in every run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -31,8 +34,8 @@ from tests.kernels.calls import (
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, cost_of, measured
 from tests.kernels.truth import check_values
-from triton_kernels import costs
-from triton_kernels._kernel import Kernel, intercept
+from triton_kernels import costs, launch
+from triton_kernels._kernel import INTERPRETED, Kernel, intercept, observe
 from triton_kernels.costs.attention import tiles_of_keys, tiles_of_rows
 
 if TYPE_CHECKING:
@@ -44,8 +47,13 @@ if TYPE_CHECKING:
     from tests.kernels.calls import Call
 
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
 def check(call: Call) -> list[str]:
     """Hold one call to everything; returns the names of its kernels. Scratch and outputs begin as NaN each time."""
+    if not INTERPRETED:
+        return check_on_device(call)
     with measured() as seen:
         first = call.results()
     check_cost(call, seen, first)
@@ -54,9 +62,22 @@ def check(call: Call) -> list[str]:
     return seen.kernels
 
 
+def check_on_device(call: Call) -> list[str]:
+    """What shows without meters: values, also of the plan for fewer processors, and the same bits in another run."""
+    names: list[str] = []
+    with observe(lambda kernel, *_: names.append(kernel.__name__)):
+        first = call.results()
+    check_values(call, first)
+    check_order(call, first)
+    few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
+    with launch.use_chip(few):
+        check_values(call)
+    return names
+
+
 def check_order(call: Call, first: Sequence[Tensor]) -> None:
-    """Hold a call to the results that it had when its programs ran in the order of their numbers."""
-    with reordered_programs():
+    """Hold a call to the results that it had when its programs ran in the order of their numbers, or in any order."""
+    with reordered_programs() if INTERPRETED else contextlib.nullcontext():
         again = call.results()
     # What differs from run to run does so here too. As integers: NaN differs from itself.
     bits = [[result.flatten().view(torch.uint8) for result in results] for results in (first, again)]
@@ -172,6 +193,7 @@ def test_batch_norm(layout: str, use_limits: Callable[..., None], use_processors
 @pytest.mark.parametrize("operands", [LayerNorm.draw((2, 75)), BatchNorm.draw((3, 3, 17, 19))], ids=["rows", "images"])
 def test_norms_read_what_is_wanted(operands: LayerNorm | BatchNorm, use_processors: Callable[[int], None]) -> None:
     use_processors(1)
+    operands = operands.here()
     for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("pairing", 6)):
         for number in range(count + 1) if mode in operands.MODES else ():
             check(operands.call(mode, tuple(number == other for other in range(count))))

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 INF, NAN = math.inf, math.nan
 # The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.usefixtures("on_device"),
+]
 
 
 @pytest.fixture(params=ROW_PLANS)
@@ -194,6 +197,7 @@ def test_classes_of_probability_zero(dim: int) -> None:
 # The order of sweeps: what was read last is in a cache.
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("plan", ["swept", "shared"])
 @pytest.mark.parametrize("mode", [LayerNorm.draw((2, 48)).call("fwd"), LogSoftmax.draw((2, 48), 1).call("fwd")])
 def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: Callable[..., None]) -> None:
@@ -209,6 +213,7 @@ def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: C
     assert tiles == [tile for sweep in sweeps for tile in (*sweep, *reversed(sweep))]
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("mode, is_last", [("train_fwd", False), ("train_bwd", True), ("pairing", False)])
 def test_transform_of_images_begins_in_the_cache(
     mode: str, is_last: bool, use_limits: Callable[..., None], use_processors: Callable[[int], None]

@@ -22,11 +22,11 @@ from tests.kernels.calls import (
     far_apart,
     random,
 )
-from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, assert_close, check_values, expected
 from triton_kernels import _batch_norm_steps, _reduction_view, launch
 from triton_kernels import log_softmax as launchers
 from triton_kernels._channels import readable
+from triton_kernels._kernel import observe
 from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._runtime import row_view
 from triton_kernels.layer_norm import layer_norm_fwd
@@ -34,6 +34,8 @@ from triton_kernels.log_softmax import log_softmax_fwd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -55,13 +57,15 @@ GIVEN = {
 @pytest.mark.parametrize("operands, plan", GIVEN.values(), ids=GIVEN)
 def test_what_is_given_and_wanted(operands: Any, plan: str, use_limits: Callable[..., None]) -> None:
     use_limits(**ROW_PLANS[plan])
+    operands = operands.here()
     for mode in operands.MODES:
         for call in operands.choices(mode):
             check_values(call)
 
 
 def test_nothing_wanted_launches_nothing() -> None:
-    with watched() as launches:
+    launches = []
+    with observe(lambda *launch: launches.append(launch)):
         check_values(LogSoftmax.draw((2, 5), 1).call("pairing", (False,) * 3))
     assert not launches
 
@@ -81,7 +85,7 @@ PARAMETERS = {
 )
 def test_dtypes_of_parameters(name: str, plan: str, use_limits: Callable[..., None]) -> None:
     use_limits(**ROW_PLANS[plan])
-    for call in PARAMETERS[name].calls():
+    for call in PARAMETERS[name].here().calls():
         check_values(call)
 
 
@@ -180,7 +184,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("operands, shared", GROUPS.values(), ids=GROUPS)
 def test_groups(operands: Any, shared: tuple[str, ...]) -> None:
-    first = (0,) * operands.batch_ndim
+    operands, first = operands.here(), (0,) * operands.batch_ndim
     alike = {name: getattr(operands, name)[first].expand(getattr(operands, name).shape) for name in shared}
     for call in (*operands.calls(), *operands.change(**alike).calls()):
         check_values(call)
@@ -219,7 +223,7 @@ FAR_ROWS = {
 @pytest.mark.parametrize("far", FAR_ROWS)
 def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..., None]) -> None:
     use_limits(**ROW_PLANS[plan])
-    rows, strides = FAR_ROWS[far]
+    rows, strides = FAR_ROWS[far][0].here(), FAR_ROWS[far][1]
     # Several programs that share a row read it as one does.
     modes = ("jvp",) if plan == "shared" else list(rows.MODES)[1:]
     names = [name for name in ("x", "y_bar", "x_dot", "y_bar_dot", "y") if hasattr(rows, name)]
@@ -304,7 +308,7 @@ EMPTY = [
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom.*")
 @pytest.mark.parametrize("operands", EMPTY, ids=lambda operands: str(next(iter(vars(operands).values())).shape))
 def test_no_elements(operands: Any) -> None:
-    for call in operands.calls():
+    for call in operands.here().calls():
         for result, exact in zip(call.results(), expected(call), strict=True):
             assert (result.shape, result.dtype) == (exact.value.shape, exact.dtype)
             # Statistics of nothing mean nothing.

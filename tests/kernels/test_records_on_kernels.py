@@ -1,7 +1,4 @@
-"""The records on the Triton kernels: they are held to what the reference is.
-
-On a GPU the same records run on the kernels without this file: `pytest tests --device cuda`.
-"""
+"""The records on the Triton kernels: they are held to what the reference is."""
 
 from __future__ import annotations
 

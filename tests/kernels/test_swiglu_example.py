@@ -1,4 +1,4 @@
-"""The example of the documentation, on its Triton kernel in the interpreter."""
+"""The example of the documentation, on its Triton kernel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def example():
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (9, 2, 130), (1, 1, 1), (0, 3, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_kernel_against_reference(example, sizes, dtype):
-    weights, x, y_bar = example["example"](*sizes, dtype=torch.float64)
+def test_kernel_against_reference(example, sizes, dtype, device):
+    weights, x, y_bar = example["example"](*sizes, device, torch.float64)
     gated = example["gated"]
     a, b = (x @ weights.gate).to(dtype), (x @ weights.up).to(dtype)
     y_bar = y_bar.to(dtype)
@@ -37,7 +37,7 @@ def test_kernel_against_reference(example, sizes, dtype):
 
 
 @pytest.mark.usefixtures("backend")
-def test_check_rules(example):
-    weights, x, _ = example["example"]()
+def test_check_rules(example, device):
+    weights, x, _ = example["example"](device=device)
     report = check_rules(example["swiglu"], weights, x, compile=False)
     assert report["reference against kernel"].status == "ok"
