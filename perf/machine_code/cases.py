@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.workloads import CHANNEL_OPS, DROPOUT_P, GPU_WORKLOADS, KERNEL_MODES
-from triton_kernels import (
-    attention,
-    batch_norm,
-    batch_norm_second_order,
-    dropout,
-    layer_norm,
-    layer_norm_second_order,
-    log_softmax,
-    log_softmax_second_order,
-    philox,
-)
+from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax
+from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS, KERNEL_MODES
+from triton_kernels import dropout, philox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-EPS = 1e-5
-MOMENTUM = 0.1
+    # A mode of the operands of an op, the operands that are absent, and the wanted results.
+    Step = tuple[str, Sequence[str], Sequence[bool] | None]
+
 ALL_RESULTS = (True,) * 6
 
 # Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
@@ -136,101 +127,105 @@ def shapes() -> Iterator[Shape]:
     yield from OTHER_SHAPES
 
 
-def cases() -> Iterator[tuple[str, Shape, Callable[[], object]]]:
-    """Name, shape and launch of every case; launching allocates tensors that are never touched."""
+def cases() -> Iterator[tuple[str, Shape, list[Call]]]:
+    """Name, shape and calls of every case; their tensors are never touched."""
     for shape in shapes():
         for mode in shape.modes:
-            yield f"{shape} {mode}", shape, partial(launch_mode, shape, mode)
+            yield f"{shape} {mode}", shape, calls_of(shape, mode)
 
 
 def launch_mode(shape: Shape, mode: str) -> None:
-    """Call the launchers of one mode of an op, as the rules of the op do."""
+    """Make the calls of one mode of an op."""
+    for call in calls_of(shape, mode):
+        call.results()
+
+
+def calls_of(shape: Shape, mode: str) -> list[Call]:
+    """The calls of one mode of an op, as the rules of the op make them."""
     # Nobody touches its memory, which a change of its format would.
     memory_format = torch.channels_last if shape.channels_last else torch.contiguous_format
     x = torch.empty(shape.shape, dtype=shape.torch_dtype, memory_format=memory_format)
-    (_launch_evaluation if mode == "evaluation" else _LAUNCH[shape.op])(shape, mode, x)
+    if shape.op == "dropout":
+        return _dropout_calls(x, int(mode == "batched"))
+    steps, operands, derived = (_attention if shape.op == "attention" else _rows_or_channels)(shape, mode, x)
+    return [operands.change(**dict.fromkeys(absent)).call(name, wanted, derived) for name, absent, wanted in steps]
 
 
-# What the pairing of a norm is asked for in each mode, each as `(with tangents of the parameters, wanted)`. Where the
-# loss follows at once, y_bar depends on nothing.
-_OF_BACKWARD = (True, True, True, False, False, False)
-_PAIRINGS = {
-    "double_backward": [(False, _OF_BACKWARD)],
-    "gradient_backward": [(True, _OF_BACKWARD), (True, (False, *_OF_BACKWARD[1:]))],
-    "backward_of_jvp": [(True, (False, *ALL_RESULTS[1:]))],
-    "all_results": [(True, ALL_RESULTS)],
-}
-# Of log-softmax, which has no parameters, derivatives of y_bar, y and the tangent of x.
-_LOG_SOFTMAX_PAIRINGS = {
-    "double_backward": (True, True, False),
-    "backward_of_jvp": (False, True, True),
-    "gradient_backward": (False, True, False),
-}
-
-
-def _launch_norm(shape: Shape, mode: str, x: Tensor) -> None:  # noqa: C901 - one branch for each mode
-    """Layer norm, or batch norm in training: their launchers differ in the axes that they are told of."""
+def _rows_or_channels(shape: Shape, mode: str, x: Tensor) -> tuple[list[Step], Any, dict[str, Any]]:
+    """Steps of a mode, operands, and what is derived from them: all tensors of a size are one."""
+    if shape.op == "log_softmax":
+        operands = LogSoftmax(x, x, x, x, x, x, dim=shape.dim % x.dim())
+        return _log_softmax_steps(mode), operands, {"x_dtype": x.dtype}
     is_rows = shape.op == "layer_norm"
-    first, second = (layer_norm, layer_norm_second_order) if is_rows else (batch_norm, batch_norm_second_order)
-    prefix = "layer_norm" if is_rows else "batch_norm_train"
-    bwd, jvp = getattr(first, f"{prefix}_bwd"), getattr(first, f"{prefix}_jvp")
-    pairing, bwd_jvp = getattr(second, f"{shape.op}_pairing"), getattr(second, f"{shape.op}_bwd_jvp")
     weight = torch.empty(x.shape[-1 if is_rows else 1], dtype=shape.param_dtype) if shape.affine else None
     stat = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32)) if is_rows else weight
-    operands, axes, params = (x, x, weight, stat, stat), (1, 0) if is_rows else (0,), (weight is not None,) * 2
-    if mode == "forward":
-        if is_rows:
-            layer_norm.layer_norm_fwd(x, weight, weight, 1, 0, EPS)
-        for running in () if is_rows else (None, weight):
-            batch_norm.batch_norm_train_fwd(x, weight, weight, running, running, 0, MOMENTUM, EPS)
-    elif mode == "backward":
-        bwd(*operands, *axes, (True, *params))
-    elif mode == "jvp":
-        jvp(*operands[1:], x, weight, weight, *axes)
-    elif mode == "hvp":
+    params: Any = [weight] * (4 if is_rows else 8)
+    operands = (LayerNorm if is_rows else BatchNorm)(x, x, x, x, *params)
+    is_evaluation = shape.op == "batch_norm_eval" or mode == "evaluation"
+    steps = _evaluation_steps(mode) if is_evaluation else _norm_steps(mode, is_rows, shape.affine)
+    return steps, operands, {"mean": stat, "rstd": stat, "eps": EPS}
+
+
+# What the pairing of a norm is asked for in each mode, each as `(absent tangents, wanted)`. Where the loss follows at
+# once, y_bar depends on nothing.
+_PARAM_DOTS = ("weight_dot", "bias_dot")
+_OF_BACKWARD = (True, True, True, False, False, False)
+_PAIRINGS = {
+    "double_backward": [(_PARAM_DOTS, _OF_BACKWARD)],
+    "gradient_backward": [((), _OF_BACKWARD), ((), (False, *_OF_BACKWARD[1:]))],
+    "backward_of_jvp": [((), (False, *ALL_RESULTS[1:]))],
+    "all_results": [((), ALL_RESULTS)],
+}
+
+
+def _norm_steps(mode: str, is_rows: bool, affine: bool) -> list[Step]:
+    """Layer norm, or batch norm in training."""
+    prefix, first = "" if is_rows else "train_", (True, affine, affine)
+    steps: dict[str, list[Step]] = {
+        "forward": [(f"{prefix}fwd", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])],
+        "backward": [(f"{prefix}bwd", (), first)],
+        "jvp": [(f"{prefix}jvp", (), None)],
         # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
-        for y_bar_dot in (None, x):
-            bwd_jvp(*operands, y_bar_dot, x, weight, *axes, (True, *params))
-    elif mode == "x_only":
-        bwd(*operands, *axes, (True, False, False))
-        if is_rows:
-            pairing(*operands, x, None, None, *axes, (True, True, *(False,) * 4))
-        bwd_jvp(*operands, x if is_rows else None, x, None, *axes, (True, False, False))
-    else:
-        for with_param_dots, wanted in _PAIRINGS[mode]:
-            param_dot = weight if with_param_dots else None
-            # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
-            results = tuple(want and (shape.affine or number in {0, 1, 3}) for number, want in enumerate(wanted))
-            pairing(*operands, x, param_dot, param_dot, *axes, results)
+        "hvp": [("bwd_jvp", absent, first) for absent in (("y_bar_dot",), ())],
+        "x_only": [
+            (f"{prefix}bwd", (), (True, False, False)),
+            *[("pairing", _PARAM_DOTS, (True, True, *(False,) * 4))] * is_rows,
+            ("bwd_jvp", ("weight_dot", *["y_bar_dot"] * (not is_rows)), (True, False, False)),
+        ],
+    }
+    if mode in steps:
+        return steps[mode]
+    # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
+    return [
+        ("pairing", absent, [want and (affine or number in {0, 1, 3}) for number, want in enumerate(wanted)])
+        for absent, wanted in _PAIRINGS[mode]
+    ]
 
 
-def _launch_log_softmax(shape: Shape, mode: str, x: Tensor) -> None:
-    dim = shape.dim % x.dim()
-    if mode == "forward":
-        log_softmax.log_softmax_fwd(x, dim, None)
-    elif mode == "backward":
-        log_softmax.log_softmax_bwd(x, x, dim, x.dtype)
-    elif mode == "jvp":
-        log_softmax.log_softmax_jvp(x, x, dim)
-    elif mode == "hvp":
-        for y_bar_dot in (None, x):
-            log_softmax_second_order.log_softmax_bwd_jvp(x, x, y_bar_dot, x, dim, x.dtype)
-    else:
-        wanted = _LOG_SOFTMAX_PAIRINGS.get(mode, (True, True, True))
-        log_softmax_second_order.log_softmax_pairing(x, x, x, dim, wanted)
+_RUNNING = ("running_mean", "running_var")
 
 
-def _launch_evaluation(shape: Shape, mode: str, x: Tensor) -> None:
+def _evaluation_steps(mode: str) -> list[Step]:
     """Of batch norm; only the mode `"evaluation"` differentiates the running statistics."""
-    weight = torch.empty(x.shape[1], dtype=shape.param_dtype)
-    operands, has_all = (x, weight, weight, weight), mode == "evaluation"
-    dot = weight if has_all else None
-    if has_all or mode == "forward":
-        batch_norm.batch_norm_eval_fwd(x, weight, *operands[1:], 0, EPS)
-    if has_all or mode == "backward":
-        batch_norm.batch_norm_eval_bwd(x, *operands, 0, EPS, (True, True, True, has_all, has_all))
-    if has_all or mode == "jvp":
-        batch_norm.batch_norm_eval_jvp(*operands, x, weight, weight, dot, dot, 0, EPS)
+    has_all = mode == "evaluation"
+    absent = () if has_all else tuple(f"{name}_dot" for name in _RUNNING)
+    steps: dict[str, Step] = {
+        "forward": ("eval_fwd", (), None),
+        "backward": ("eval_bwd", (), (True, True, True, has_all, has_all)),
+        "jvp": ("eval_jvp", absent, None),
+    }
+    return list(steps.values()) if has_all else [steps[mode]]
+
+
+def _log_softmax_steps(mode: str) -> list[Step]:
+    """It has no parameters: the pairing has derivatives of y_bar, y and the tangent of x."""
+    first = {"forward": "fwd", "backward": "bwd", "jvp": "jvp"}
+    if mode in first:
+        return [(first[mode], (), None)]
+    if mode == "hvp":
+        return [("bwd_jvp", absent, None) for absent in (("y_bar_dot",), ())]
+    wanted = {"backward_of_jvp": (False, True, True), "gradient_backward": (False, True, False)}
+    return [("pairing", (), {"double_backward": (True, True, False), **wanted}.get(mode, (True, True, True)))]
 
 
 # Derivatives of o_bar, lse_bar, then of q, k, v and bias and of their tangents; a bias has none where it is broadcast.
@@ -243,49 +238,32 @@ _ATTENTION_PAIRINGS = {
 }
 
 
-def _launch_attention(shape: Shape, mode: str, x: Tensor) -> None:
+def _attention(shape: Shape, mode: str, x: Tensor) -> tuple[list[Step], Attention, dict[str, Any]]:
     batch, heads, tokens, width = shape.shape
     # The heads of a token lie side by side.
     q, k = (x.new_empty(batch, tokens, count, width).transpose(1, 2) for count in (heads, shape.key_heads or heads))
-    bias, mask, seed = None, None, None
+    lse = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
+    options: dict[str, Any] = {"scale": width**-0.5, "causal": shape.causal}
     if shape.masked:
-        bias = x.new_empty(1, heads, tokens, tokens)
+        bias, seed = x.new_empty(1, heads, tokens, tokens), torch.empty((), dtype=torch.int64)
         mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool)
-        seed = torch.empty((), dtype=torch.int64)
-    dropout_p = DROPOUT_P if shape.masked else 0.0
-    primals, dots = (q, k, k, bias), (q, k, k, bias)
-    results = (q, x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32)))
-    options = (mask, seed, seed, width**-0.5, shape.causal, dropout_p)
-    if mode == "forward":
-        attention.attention_fwd(*primals, *options)
-    elif mode == "backward":
-        attention.attention_bwd(q, None, *primals, *results, *options, _OF_PRIMALS)
-    elif mode == "jvp":
-        attention.attention_jvp(*primals, *results, *dots, *options)
-    else:
+        options |= {"bias": bias, "bias_dot": bias, "mask": mask, "seed": seed, "offset": seed, "dropout_p": DROPOUT_P}
+    operands = Attention(q, k, k, q, q, q, k, k, None, None, o_dot=q, lse_dot=lse, **options)
+    steps: dict[str, list[Step]] = {
+        "forward": [("fwd", (), None)],
+        "backward": [("bwd", (), _OF_PRIMALS)],
+        "jvp": [("jvp", (), None)],
+    }
+    if mode not in steps:
         # Where the jvp of the forward is at hand, so is o_dot. Where the loss follows at once, o_bar does not move.
-        given = (None, None) if mode == "double_backward" else results
-        moves = {"hvp": (None, q), "all_results": (q,)}.get(mode, (None,))
-        for o_bar_dot in moves:
-            bars = (q, None, o_bar_dot, None)
-            args: Any = (*bars, *primals, *results, *dots, *given, *options, _ATTENTION_PAIRINGS[mode])
-            attention.attention_pairing(*args)
+        given = ("o_dot", "lse_dot") if mode == "double_backward" else ()
+        moves = {"hvp": (("o_bar_dot",), ()), "all_results": ((),)}.get(mode, (("o_bar_dot",),))
+        steps[mode] = [("pairing", (*given, *absent), _ATTENTION_PAIRINGS[mode]) for absent in moves]
+    return steps[mode], operands, {"o": q, "lse": lse}
 
 
-def _launch_dropout(shape: Shape, mode: str, x: Tensor) -> None:
-    # It is linear: each of its derivatives is itself.
-    batch_ndim = int(mode == "batched")
+def _dropout_calls(x: Tensor, batch_ndim: int) -> list[Call]:
+    """It is linear: each of its derivatives is itself."""
     seed = torch.empty(x.shape[:batch_ndim], dtype=torch.int64)
-    dropout.dropout_fwd(x, seed, None, DROPOUT_P, batch_ndim)
-    if mode == "batched":
-        philox.philox_words(seed, seed, x.shape[1:])
-
-
-_LAUNCH = {
-    "layer_norm": _launch_norm,
-    "log_softmax": _launch_log_softmax,
-    "batch_norm": _launch_norm,
-    "batch_norm_eval": _launch_evaluation,
-    "attention": _launch_attention,
-    "dropout": _launch_dropout,
-}
+    calls = [Call(dropout.dropout_fwd, (x, seed, None, DROPOUT_P, batch_ndim))]
+    return [*calls, Call(philox.philox_words, (seed, seed, x.shape[1:]))] if batch_ndim else calls

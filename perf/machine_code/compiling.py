@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from perf.machine_code.assembly import accesses, is_amd, unseen_pointers, usage
 from perf.machine_code.cases import cases
+from perf.machine_code.listing import listings, regions
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from triton_kernels._kernel import intercept
@@ -26,7 +29,7 @@ from triton_kernels.launch.chips import CHIPS, use_chip
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from perf.machine_code.cases import Shape
 
@@ -171,15 +174,19 @@ def walk(
             found[launch.key] = visit(launch, case_name)
 
     with watch_launches(chip_name, current, on_launch):
-        for case_name, shape, launch_case in cases():
+        for case_name, shape, calls in cases():
             if case_names is None or case_name in case_names:
                 current[:] = [shape]
-                launch_case()
+                for call in calls:
+                    call.results()
     return found
 
 
-def try_compile(chip_name: str, launch: Launch, case: str) -> Row | str:
-    """The row of a launch, or what the compiler complains of: it has many ways to fail, and the others are to go on."""
+def try_compile(chip_name: str, launch: Launch, case: str) -> tuple[Row, Any] | str:
+    """The row of a launch, but for its regions, and the compiled kernel; or what the compiler complains of.
+
+    It has many ways to fail, and the others are to go on.
+    """
     try:
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
         registers, spills, local_bytes = usage(chip_name, compiled)
@@ -188,7 +195,23 @@ def try_compile(chip_name: str, launch: Launch, case: str) -> Row | str:
         return f"{chip_name} {launch.kernel.__name__} ({case}): {type(error).__name__}: {error}"
     num_warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
     used = (num_warps, registers, launch.register_budget, spills, local_bytes, shared_bytes)
-    return Row(launch.kernel.__name__, case, *used, loads, stores, narrow, launch.key)
+    return Row(launch.kernel.__name__, case, *used, loads, stores, narrow, "", launch.key), compiled
+
+
+def whole_rows(chip_name: str, made: Mapping[str, tuple[Row, Any] | str]) -> dict[str, Row | str]:
+    """Of what `try_compile` made of launches: rows with their regions, and complaints."""
+    pairs = {key: each for key, each in made.items() if not isinstance(each, str)}
+    has_listing = pairs and not is_amd(chip_name)
+    codes = listings(chip_name, [compiled.asm["cubin"] for _, compiled in pairs.values()]) if has_listing else []
+    found: dict[str, Row | str] = {key: each for key, each in made.items() if isinstance(each, str)}
+    for (key, (row, compiled)), code in itertools.zip_longest(pairs.items(), codes):
+        try:
+            # The latencies behind the cycles are those of one chip.
+            parts = regions(compiled, code, has_cycles=chip_name == "sm_90")
+            found[key] = dataclasses.replace(row, regions="; ".join(map(str, parts)))
+        except ValueError as error:
+            found[key] = f"{chip_name} {row.kernel} ({row.case}): {error}"
+    return found
 
 
 def _global_accesses(launch: Launch, llvm_ir: str) -> tuple[str, str, int]:

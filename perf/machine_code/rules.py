@@ -46,6 +46,10 @@ KNOWN_NARROW = {"batch_norm_statistics_kernel": 1}
 ATTENTION_NARROW = {"gfx942": 32}
 MASKED_NARROW = 1
 
+# Reductions across the warps of a block, one after another, in a step of a loop or outside of loops: a mean, then the
+# squares about it, or all sums of a derivative at once.
+MAX_REDUCTIONS = 2
+
 
 def broken_rules(chip_name: str, row: Row) -> list[str]:
     """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
@@ -54,7 +58,8 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
     narrow = KNOWN_NARROW.get(row.kernel, 0)
     if row.kernel.startswith("attention_"):
         spills, narrow = _attention_bounds(chip_name, row)
-    shared_bytes = CHIPS[chip_name].shared_bytes
+    regions, shared_bytes = row.parsed_regions(), CHIPS[chip_name].shared_bytes
+    reductions = max(region.reductions for region in regions)
     problems = {
         f"spills {row.spills}, allowed are {spills}": row.spills > spills,
         f"{row.local_bytes} bytes of local memory": row.local_bytes > 0,
@@ -62,6 +67,9 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
         f"{row.shared_bytes} bytes of shared memory, the chip has {shared_bytes}": row.shared_bytes > shared_bytes,
         f"{row.narrow} narrow accesses among loads {row.loads or 'none'} and stores {row.stores or 'none'}": row.narrow
         > narrow,
+        f"{reductions} reductions of a block one after another": reductions > MAX_REDUCTIONS,
+        "a step waits for all that is copied ahead": any(region.ahead == 0 for region in regions),
+        "a loop copies over what other warps may be reading": any(region.unguarded for region in regions),
     }
     return [f"{chip_name} {row.kernel} ({row.case}): {text}" for text, is_broken in problems.items() if is_broken]
 

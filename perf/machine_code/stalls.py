@@ -68,9 +68,13 @@ def decode(sass: str) -> list[Instruction]:
         control = int(word, 16) >> 41
         fields = (control & 15, control >> 5 & 7, control >> 8 & 7, control >> 11 & 63)
         found.append(Instruction(int(address, 16), opcode, operands, *fields))
-    while found and (found[-1].opcode == "NOP" or _target(found[-1]) == found[-1].address):
-        found.pop()
-    return found
+    return without_padding(found)
+
+
+def without_padding(code: list[Instruction]) -> list[Instruction]:
+    """The code of a kernel up to where it ends."""
+    is_code = [one.opcode != "NOP" and _target(one) != one.address for one in code]
+    return code[: len(code) - is_code[::-1].index(True)]
 
 
 def _target(instruction: Instruction) -> int | None:

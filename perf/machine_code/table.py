@@ -12,6 +12,8 @@ import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from perf.machine_code.listing import Region
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -37,6 +39,7 @@ class Row:
         stores: Likewise.
         narrow: How many of these are narrower than size and alignment of their tensor allow, and how many large tensors
             are used in a way that is neither.
+        regions: What is in no loop, then the loops, as `listing.Region` writes them.
         key: Hash of all that the code depends on.
     """
 
@@ -51,7 +54,12 @@ class Row:
     loads: str
     stores: str
     narrow: int
+    regions: str
     key: str
+
+    def parsed_regions(self) -> list[Region]:
+        """`regions`, read."""
+        return [Region.parse(text) for text in self.regions.split("; ")]
 
 
 FIELDS: dict[str, Any] = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Row)}
@@ -63,11 +71,14 @@ def _checksum(row: Row) -> str:
 
 
 def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
-    """Rows of one chip that are as `write_table` has written them; none where there is no table."""
+    """Rows of one chip that are as `write_table` has written them; none where there is no table of these columns."""
     path = folder / f"{chip_name}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
+        if next(csv.reader(file)) != [*FIELDS, "checksum"]:
+            return []
+        file.seek(0)
         lines = [(Row(*(kind(line[name]) for name, kind in FIELDS.items())), line) for line in csv.DictReader(file)]
     return [row for row, line in lines if line["checksum"] == _checksum(row)]
 

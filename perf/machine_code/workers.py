@@ -34,10 +34,10 @@ def _work(chip: str, wanted: Keys | None) -> dict[str, Any]:
         os.environ["TRITON_CACHE_DIR"] = cache_dir
         # Line tables take a tenth of the time and change no instruction.
         os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-        from perf.machine_code.compiling import try_compile, walk
+        from perf.machine_code.compiling import try_compile, walk, whole_rows
 
         if wanted is None:
             return walk(chip, lambda launch, case: (launch.kernel.__name__, case))
         cases = {case for _, case in wanted.values()}
-        rows = walk(chip, lambda launch, case: launch.key in wanted and try_compile(chip, launch, case), cases)
-        return {key: row for key, row in rows.items() if row}
+        made = walk(chip, lambda launch, case: launch.key in wanted and try_compile(chip, launch, case), cases)
+        return whole_rows(chip, {key: each for key, each in made.items() if each})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from perf.machine_code.cases import ALL_MODES, Shape, launch_mode
-from perf.machine_code.compiling import Launch, try_compile, watch_launches
+from perf.machine_code.compiling import Launch, try_compile, watch_launches, whole_rows
 from perf.machine_code.rules import broken_rules
 from perf.workloads import KERNEL_MODES
 from tests.kernels.calls import BatchNorm, LayerNorm
@@ -109,7 +109,8 @@ def faults(chip_name: str) -> None:
     with watch_launches(chip_name, [shape], lambda launch: None):
         for change, complaint in (({"num_warps": 1}, "spills"), ({"ALIGN": 1}, "narrow")):
             changed_launch = launch._replace(constants={**launch.constants, **change})
-            row = try_compile(chip_name, changed_launch, f"{shape} with {change}")
+            made = {launch.key: try_compile(chip_name, changed_launch, f"{shape} with {change}")}
+            row = whole_rows(chip_name, made)[launch.key]
             assert not isinstance(row, str), row
             assert any(complaint in problem for problem in broken_rules(chip_name, row)), row
 

@@ -16,11 +16,9 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.interpreting import watched
-from triton_kernels import costs
 from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
     from tests.kernels.calls import Call
     from tests.kernels.interpreting import Accesses, Launch
-    from triton_kernels.costs import Cost
 
 # Share by which what is moved beside full-size operands and results may differ from what is declared: parameters,
 # statistics and partial results, of which a kernel reads a few numbers again.
@@ -126,15 +123,9 @@ def measured() -> Iterator[Seen]:
         yield seen
 
 
-def cost_of(call: Call) -> Cost:
-    """What a call declares, by the cost function of the launcher's name; costs are those of operands without copies."""
-    args = [arg.contiguous() if call.copies and isinstance(arg, torch.Tensor) else arg for arg in call.args]
-    return getattr(costs, call.launcher.__name__)(*args)
-
-
 def check_cost(call: Call, seen: Seen, results: Sequence[Tensor]) -> None:
     """Assert that a call took what it declares: launches, copies, and the bytes of operands, results and all else."""
-    name, cost, results = call.launcher.__name__, cost_of(call), [result for result in results if result.numel()]
+    name, cost, results = call.launcher.__name__, call.cost(), [result for result in results if result.numel()]
     others = [operation for operation in seen.operations if operation not in COPIES]
     assert not others, f"{name} runs {', '.join(others)} beside its kernels"
     scratch = seen.scratch(results)

@@ -32,7 +32,7 @@ from tests.kernels.calls import (
     short_rows,
 )
 from tests.kernels.interpreting import reordered_programs
-from tests.kernels.meters import check_cost, cost_of, measured
+from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
 from triton_kernels import costs, launch
 from triton_kernels._kernel import INTERPRETED, Kernel, intercept, observe
@@ -150,7 +150,7 @@ def test_layer_norm(
 def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None:
     for mode, call in zip(LayerNorm.MODES, LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
         check(call)
-        cost = cost_of(call)
+        cost = call.cost()
         assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"fwd", "jvp"})
 
 
@@ -325,7 +325,7 @@ def test_products_of_matrices_of_a_tile(mode: str) -> None:
     given = {"o_dot": tile.o_bar, "lse_dot": tile.lse_bar, **dict.fromkeys(absent)}
     call = tile.change(**given).call(launcher, wanted)
     check(call)
-    cost = cost_of(call)
+    cost = call.cost()
     assert (cost.matmuls, cost.tile_matmuls) == (number, number)
 
 

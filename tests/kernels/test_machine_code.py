@@ -66,7 +66,9 @@ def test_reductions_over_channels_leave_room_for_each_other(chip_name: str) -> N
         assert fitting >= REDUCTIONS[row.kernel][across], f"{chip_name}: of {row} {fitting} programs fit a processor"
 
 
-ROW = Row("kernel", "layer_norm 8192x4096 bfloat16 forward", 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, "0123456789ab")
+STRAIGHT, LOOP = "0:1:1 r2 i300 b4 l32 c900", "0:num_rows:num_splits r2 i200 b4 l32 c800 a2 u0"
+CASE, KEY = "layer_norm 8192x4096 bfloat16 forward", "0123456789ab"
+ROW = Row("kernel", CASE, 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, f"{STRAIGHT}; {LOOP}", KEY)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,9 @@ ROW = Row("kernel", "layer_norm 8192x4096 bfloat16 forward", 8, 40, 255, 0, 0, 1
         ({"registers": 256}, "registers"),
         ({"shared_bytes": 1 << 20}, "shared memory"),
         ({"loads": "16x1 2x8", "narrow": 8}, "narrow"),
+        ({"regions": f"{STRAIGHT}; {LOOP.replace('a2', 'a0')}"}, "waits for all"),
+        ({"regions": f"{STRAIGHT}; {LOOP.replace('u0', 'u1')}"}, "copies over"),
+        ({"regions": STRAIGHT.replace("r2", "r3")}, "3 reductions"),
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from perf.calls import EPS, MOMENTUM
 from primitives import use_backend
 from primitives.core import registered_primitives
 from tests.call_properties import Call as OperatorCall
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tests.kernels.calls import Call
-
-# Large enough that the mean square of x_hat is visibly not 1, and far enough from a float32 number that rounding it to
-# one shows in float64.
-EPS = 1e-2 + 1e-10
-MOMENTUM = 0.1
 
 # Relative to the largest element, or to the number of terms of a sum over rows, positions or samples: as many roundings
 # as a sum over the tested sizes can collect. The interpreter adds in sequence.

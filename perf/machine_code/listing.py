@@ -1,0 +1,289 @@
+"""What a kernel's time depends on beside its bytes, loop by loop: instructions, barriers, reductions, copies under way.
+
+Instructions are those of NVIDIA's machine code, listed by a disassembler that comes with Triton; how often a loop runs,
+and what it reduces, are read from Triton's own text. Of AMD's code only these two are known.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import struct
+import subprocess
+import tempfile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import triton
+
+from perf.machine_code.stalls import Instruction, decode, pieces, without_padding
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Region(NamedTuple):
+    """The body of a loop without the loops in it, or all that is in none.
+
+    Attributes:
+        trips: How often the first program runs it, as `begin:end:step` in arguments of the kernel.
+        reductions: Reductions across the warps of a block, each of which waits for the one before.
+        instructions: Of one warp; None where they are not known, as on AMD.
+        barriers: Instructions that wait for the whole block.
+        loaded: Bytes that a thread loads from global memory, or copies to shared memory.
+        cycles: That one warp alone takes (see `stalls`).
+        ahead: Copies that may be under way when a step waits for its own; None where nothing is copied ahead.
+        unguarded: Whether it copies to memory that other warps may still be reading.
+    """
+
+    trips: str = "0:1:1"
+    reductions: int = 0
+    instructions: int | None = None
+    barriers: int | None = None
+    loaded: int | None = None
+    cycles: int | None = None
+    ahead: int | None = None
+    unguarded: int | None = None
+
+    def __str__(self) -> str:
+        """As in the table: `0:num_rows:1 r2 i361 b4 l48 c900 a1 u0`, each number behind a name's first letter."""
+        numbers = zip(self._fields[1:], self[1:], strict=True)
+        return " ".join([self.trips, *(f"{name[0]}{number}" for name, number in numbers if number is not None)])
+
+    @classmethod
+    def parse(cls, text: str) -> Region:
+        """The region of such a text."""
+        trips, *words = text.split()
+        names = {name[0]: name for name in cls._fields[1:]}
+        return cls(trips, **{names[word[0]]: int(word[1:]) for word in words})
+
+    def num_trips(self, values: Mapping[str, int]) -> int:
+        """How often the first program of a launch runs it, from the launch's integers and the sizes of its grid."""
+        # The text is what `_Bounds` writes.
+        begin, end, step = (eval(part, {"min": min, "max": max}, dict(values)) for part in self.trips.split(":"))
+        return len(range(begin, end, step))
+
+
+_ASSIGNMENT = re.compile(r"^\s*(%[\w.]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)
+_FOR = re.compile(r"scf\.for \S+ = (%[\w.]+) to (%[\w.]+) step (%[\w.]+)")
+_OPERATORS = {"addi": "+", "subi": "-", "muli": "*", "divsi": "//", "remsi": "%"}
+_SAME_VALUE = {"extsi", "extui", "trunci", "index_cast"}
+
+
+class _Bounds:
+    """Bounds of the loops of a kernel in Triton's text, as expressions in its arguments, for the first program."""
+
+    def __init__(self, ttir: str) -> None:
+        self._made = {name: (operation, rest) for name, operation, rest in _ASSIGNMENT.findall(ttir)}
+
+    def text(self, value: str) -> str:
+        """An expression for a value, a number where it is one."""
+        if value not in self._made:
+            return value.removeprefix("%")
+        operation, rest = self._made[value]
+        name, operands = operation.partition(".")[2], re.findall(r"%[\w.]+", rest)
+        if name == "constant":
+            return rest.split()[0]
+        if name == "get_program_id":
+            return "0"
+        if name == "get_num_programs":
+            return f"programs_{rest[0]}"
+        if name in _SAME_VALUE:
+            return self.text(operands[0])
+        if name in _OPERATORS:
+            return _folded(self.text(operands[0]), _OPERATORS[name], self.text(operands[1]))
+        if name in {"minsi", "maxsi"}:
+            return f"{name[:3]}({self.text(operands[0])},{self.text(operands[1])})"
+        raise ValueError(f"trips: bounds of loops are arithmetic on arguments, got {value} = {operation} {rest}.")
+
+
+def _folded(left: str, operator: str, right: str) -> str:
+    text = f"{left}{operator}{right}"
+    if left.isdigit() and right.isdigit():
+        return str(eval(text))
+    if left == "0" and operator in "*//%":
+        return "0"
+    if (right == "0" and operator in "+-") or (right == "1" and operator in "*//"):
+        return left
+    return right if (left, operator) in {("0", "+"), ("1", "*")} else f"({text})"
+
+
+class _Source(NamedTuple):
+    """A region of Triton's text."""
+
+    trips: str
+    reductions: int
+    stores: bool
+
+
+_LAYOUT = re.compile(r"^(#\w+) = #ttg\.\w+<\{(.*)\}>", re.MULTILINE)
+_REDUCED = re.compile(r"^\}\) : \(tensor<[\w<>x]*?, (.*?)>[,)]")
+
+
+def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
+    """What is in no loop, then each loop in the order of the text."""
+    bounds, layouts = _Bounds(ttir), dict(_LAYOUT.findall(ttgir))
+    trips = [Region().trips, *(":".join(map(bounds.text, found)) for found in _FOR.findall(ttir))]
+    reductions, stores = [0] * len(trips), [False] * len(trips)
+    # Indents and numbers of the loops that are open.
+    inside, started, axis = [(-1, 0)], 0, 0
+    for line in ttgir.splitlines():
+        text = line.lstrip()
+        indent, number = len(line) - len(text), inside[-1][1]
+        if "scf.for " in text:
+            started += 1
+            inside.append((indent, started))
+        elif text.startswith("}") and indent == inside[-1][0]:
+            inside.pop()
+        elif '"tt.reduce"' in text:
+            axis = int(re.findall(r"axis = (\d+)", text)[0])
+        elif (reduced := _REDUCED.match(text)) is not None:
+            reductions[number] += _warps_share(axis, reduced.group(1), layouts)
+        stores[number] |= text.startswith("tt.store")
+    return [_Source(*each) for each in zip(trips, reductions, stores, strict=True)]
+
+
+def _warps_share(axis: int, layout: str, layouts: Mapping[str, str]) -> bool:
+    """Whether an axis of a tensor lies in several warps."""
+    sliced = re.match(r"#ttg\.slice<\{dim = (\d+), parent = (.*?)\}>?$", layout)
+    if sliced is not None:
+        return _warps_share(axis + (axis >= int(sliced.group(1))), sliced.group(2), layouts)
+    counts = re.search(r"warpsPerCTA = \[([\d, ]*)\]", layouts[layout])
+    if counts is not None:
+        return int(counts.group(1).split(", ")[axis]) > 1
+    steps = re.findall(r"warp = \[(.*?)\](?:, block|$)", layouts[layout])[0]
+    return any(int(step.split(", ")[axis]) for step in re.findall(r"\[([\d, ]+)\]", steps))
+
+
+_READS = {"LDS", "LDSM"}
+_EXCHANGES = {"STS", "STSM"}
+_PRODUCTS = {"HMMA", "HGMMA", "UTCHMMA"}
+_GLOBAL = {"LDG", "LDGSTS", "STG"}
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+
+def listings(chip_name: str, cubins: Sequence[bytes]) -> list[list[Instruction]]:
+    """Instructions of compiled kernels of NVIDIA: of all at once, for the disassembler takes half a second to start."""
+    codes = [_code(cubin) for cubin in cubins]
+    name = chip_name.replace("sm_", "SM") + "a" * (chip_name != "sm_80")
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        tool = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "nvdisasm"
+        command = [tool, "--binary", name, "-hex", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    instructions = iter(decode(text))
+    found, end, one = [], 0, next(instructions, None)
+    for code in codes:
+        end += len(code)
+        found.append([])
+        while one is not None and one.address < end:
+            found[-1].append(one)
+            one = next(instructions, None)
+    return [without_padding(code) for code in found]
+
+
+def _code(cubin: bytes) -> bytes:
+    """The section of an ELF file that holds the code of its kernel."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + number * size) for number in range(count)]
+    (found,) = (each for each in sections if cubin.startswith(b".text.", sections[names][4] + each[0]))
+    return cubin[found[4] : found[4] + found[5]]
+
+
+def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = False) -> list[Region]:
+    """What is in no loop of a compiled kernel, then its loops.
+
+    Args:
+        compiled: The kernel.
+        code: Its listing; None for one of AMD.
+        has_cycles: Whether to ask `stalls` for cycles, which knows the latencies of one chip.
+
+    Raises:
+        ValueError: If the loops of the code are not those of the source.
+    """
+    sources = _source_regions(compiled.asm["ttir"], compiled.asm["ttgir"])
+    if code is None:
+        return [Region(source.trips, source.reductions) for source in sources]
+    spans = _loops(code)
+    bodies = [_own(code, span, spans) for span in (None, *spans)]
+    kept = _kept(sources[1:], [any(_name(one) == "STG" for one in body) for body in bodies[1:]])
+    straight, trips = pieces(code) if has_cycles else (None, [])
+    cycles = [straight.cycles, *(trip.cycles for trip in trips)] if straight and len(trips) == len(spans) else []
+    found = []
+    for number, (source, body) in enumerate(zip([sources[0], *kept], bodies, strict=True)):
+        names = [_name(one) for one in body]
+        loaded = sum(_width(one.opcode) for one in body if _name(one) in {"LDG", "LDGSTS"})
+        region = Region(source.trips, source.reductions, len(body), names.count("BAR"), loaded)
+        region = region._replace(cycles=round(cycles[number])) if cycles else region
+        # What surrounds a loop copies for its first steps, and waits for all of them behind it.
+        is_innermost = number and not any(_is_in(span, spans[number - 1]) for span in spans)
+        found.append(region._replace(**_copying(body, compiled.metadata.num_warps)) if is_innermost else region)
+    return found
+
+
+def _kept(loops: Sequence[_Source], stores: Sequence[bool]) -> list[_Source]:
+    """The loops of the source that are loops in the code, where those of few steps may be unrolled."""
+    kept = list(loops)
+    for loop in loops:
+        is_fixed = re.fullmatch(r"[\d:]+", loop.trips) is not None
+        if is_fixed and len(kept) > len(stores) and [each.stores for each in kept] != list(stores):
+            kept.remove(loop)
+    if len(kept) != len(stores):
+        raise ValueError(f"regions: {len(loops)} loops of the source must be in the code, got {len(stores)}.")
+    return kept
+
+
+def _loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """First and last address of each loop, outer ones first; without global memory it only waits for something."""
+    end = max((one.address for one in code if _name(one) == "EXIT"), default=0)
+    used = [one.address for one in code if _name(one) in _GLOBAL]
+    found: dict[int, int] = {}
+    for one in code:
+        target = re.search(r"0x([0-9a-f]+)", one.operands) if _name(one) == "BRA" else None
+        # Code behind the end jumps back to where it came from.
+        if target is not None and int(target.group(1), 16) < one.address < end:
+            found[int(target.group(1), 16)] = one.address
+    spans = [span for span in found.items() if any(span[0] <= address <= span[1] for address in used)]
+    return sorted(spans, key=lambda span: (span[0], -span[1]))
+
+
+def _own(
+    code: Sequence[Instruction], span: tuple[int, int] | None, spans: Sequence[tuple[int, int]]
+) -> list[Instruction]:
+    """Instructions of a loop, or of none, that are in no loop inside of it."""
+    whole = span or (code[0].address, code[-1].address)
+    inner = [other for other in spans if other != span and _is_in(other, whole)] if span else spans
+    return [
+        one
+        for one in code
+        if whole[0] <= one.address <= whole[1]
+        and _name(one) != "NOP"
+        and not any(first <= one.address <= last for first, last in inner)
+    ]
+
+
+def _is_in(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    return other[0] <= span[0] and span[1] <= other[1] and span != other
+
+
+def _copying(body: Sequence[Instruction], num_warps: int) -> dict[str, int]:
+    """How far ahead the body of a loop copies, and whether all warps have read what it copies over."""
+    names = [_name(one) for one in body]
+    waits = [int(one.operands.split(",")[1], 16) for one in body if one.opcode == "DEPBAR.LE" and "SB0" in one.operands]
+    if "LDGSTS" not in names or not waits:
+        return {}
+    # Reads of what was copied come first: those behind a store are of what a reduction exchanges. Products read many
+    # buffers by turns, and copy into the first behind a barrier.
+    exchange = next((number for number, name in enumerate(names) if name in _EXCHANGES), len(names))
+    reads = [n for n, one in enumerate(body[:exchange]) if names[n] in _READS and not one.operands.startswith("RZ")]
+    reads = [number for number, name in enumerate(names) if name in _PRODUCTS][:1] or reads[-1:]
+    guarded = num_warps == 1 or any("BAR" in names[read : names.index("LDGSTS")] for read in reads)
+    return {"ahead": min(waits), "unguarded": int(not guarded)}
+
+
+def _name(one: Instruction) -> str:
+    return one.opcode.partition(".")[0]
+
+
+def _width(opcode: str) -> int:
+    return next((_WIDTHS[word] for word in reversed(opcode.split(".")) if word in _WIDTHS), 4)
