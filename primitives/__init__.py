@@ -8,6 +8,7 @@ call.
 from primitives import autograd, decompositions, func, functional, nn, testing, tracing
 from primitives._override import override_torch
 from primitives._version import __version__
+from primitives._warm_up import warm_up
 from primitives.core import (
     AxisError,
     BackendError,
@@ -43,4 +44,5 @@ __all__ = [
     "testing",
     "tracing",
     "use_backend",
+    "warm_up",
 ]

@@ -31,6 +31,7 @@ LAYERS = (
         "primitives._batch_norm",
         "primitives.functional",
         "primitives._override",
+        "primitives._warm_up",
     ),
     ("primitives.nn",),
     ("primitives",),
