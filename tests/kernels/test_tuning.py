@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from tests.kernels.calls import ROW_PLANS, LayerNorm
+from tests.kernels.truth import check_values
 from triton_kernels import launch, tuning
 from triton_kernels.launch._planned import planned
 
@@ -143,6 +146,20 @@ def test_choices_outlive_the_process_but_not_their_default_and_belong_to_a_chip(
     toy.tune(path)
     toy.launcher(X)
     assert toy.timed > 5
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_launcher_is_right_before_and_after_it_is_tuned(device, path, use_limits):
+    use_limits(**ROW_PLANS["swept"])
+    # Without a device each plan seems faster than the one before it.
+    times = itertools.count(1000, -50)
+    timer = None if device.type == "cuda" else lambda run: (run(), float(next(times)))[1]
+    tuning.enable(path, timer, on_any_device=True)
+    call = LayerNorm.draw((5, 40)).call("bwd")
+    check_values(call)
+    entries = next(iter(json.loads(path.read_text())["choices"].values())).values()
+    assert timer is None or any(entry["chosen"] != entry["default"] for entry in entries)
+    check_values(call)
 
 
 def test_choices_made_with_other_sources_are_not_taken(toy, path):
