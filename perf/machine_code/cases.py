@@ -158,7 +158,8 @@ def _rows_or_channels(shape: Shape, mode: str, x: Tensor) -> tuple[list[Step], A
         return _log_softmax_steps(mode), operands, {"x_dtype": x.dtype}
     is_rows = shape.op == "layer_norm"
     weight = torch.empty(x.shape[-1 if is_rows else 1], dtype=shape.param_dtype) if shape.affine else None
-    stat = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32)) if is_rows else weight
+    statistics = x.shape[:-1] if is_rows else x.shape[1:2]
+    stat = x.new_empty(statistics, dtype=torch.promote_types(x.dtype, torch.float32))
     params: Any = [weight] * (4 if is_rows else 8)
     operands = (LayerNorm if is_rows else BatchNorm)(x, x, x, x, *params)
     is_evaluation = shape.op == "batch_norm_eval" or mode == "evaluation"

@@ -25,7 +25,7 @@ class Region(NamedTuple):
     """The body of a loop without the loops in it, or all that is in none.
 
     Attributes:
-        trips: How often the first program runs it, as `begin:end:step` in arguments of the kernel.
+        trips: How often a program runs it, as `begin:end:step` in arguments of the kernel, its number and theirs.
         reductions: Reductions across the warps of a block, each of which waits for the one before.
         instructions: Of one warp; None where they are not known, as on AMD.
         barriers: Instructions that wait for the whole block.
@@ -57,10 +57,18 @@ class Region(NamedTuple):
         return cls(trips, **{names[word[0]]: int(word[1:]) for word in words})
 
     def num_trips(self, values: Mapping[str, int]) -> int:
-        """How often the first program of a launch runs it, from the launch's integers and the sizes of its grid."""
+        """How often the first or the last program runs it, whichever runs it more.
+
+        Args:
+            values: The launch's integers, and the sizes of its grid as `programs_x` and so on.
+        """
+        sizes = {axis: values.get(f"programs_{axis}", 1) for axis in "xyz"}
+        ends = ({f"program_{axis}": last * (size - 1) for axis, size in sizes.items()} for last in (0, 1))
         # The text is what `_Bounds` writes.
-        begin, end, step = (eval(part, {"min": min, "max": max}, dict(values)) for part in self.trips.split(":"))
-        return len(range(begin, end, step))
+        parts = (
+            [eval(part, {"min": min, "max": max}, {**values, **end}) for part in self.trips.split(":")] for end in ends
+        )
+        return max(len(range(*bounds)) for bounds in parts)
 
 
 _ASSIGNMENT = re.compile(r"^\s*(%[\w.]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)
@@ -70,7 +78,7 @@ _SAME_VALUE = {"extsi", "extui", "trunci", "index_cast"}
 
 
 class _Bounds:
-    """Bounds of the loops of a kernel in Triton's text, as expressions in its arguments, for the first program."""
+    """Bounds of the loops of a kernel in Triton's text, as expressions in its arguments and the program's number."""
 
     def __init__(self, ttir: str) -> None:
         self._made = {name: (operation, rest) for name, operation, rest in _ASSIGNMENT.findall(ttir)}
@@ -84,7 +92,7 @@ class _Bounds:
         if name == "constant":
             return rest.split()[0]
         if name == "get_program_id":
-            return "0"
+            return f"program_{rest[0]}"
         if name == "get_num_programs":
             return f"programs_{rest[0]}"
         if name in _SAME_VALUE:
@@ -107,6 +115,12 @@ def _folded(left: str, operator: str, right: str) -> str:
     return right if (left, operator) in {("0", "+"), ("1", "*")} else f"({text})"
 
 
+def loop_trips(ttir: str) -> list[str]:
+    """How often a program runs each loop of Triton's text, as `Region.trips`, in the order of the text."""
+    bounds = _Bounds(ttir)
+    return [":".join(map(bounds.text, found)) for found in _FOR.findall(ttir)]
+
+
 class _Source(NamedTuple):
     """A region of Triton's text."""
 
@@ -121,8 +135,8 @@ _REDUCED = re.compile(r"^\}\) : \(tensor<[\w<>x]*?, (.*?)>[,)]")
 
 def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
     """What is in no loop, then each loop in the order of the text."""
-    bounds, layouts = _Bounds(ttir), dict(_LAYOUT.findall(ttgir))
-    trips = [Region().trips, *(":".join(map(bounds.text, found)) for found in _FOR.findall(ttir))]
+    layouts = dict(_LAYOUT.findall(ttgir))
+    trips = [Region().trips, *loop_trips(ttir)]
     reductions, stores = [0] * len(trips), [False] * len(trips)
     # Indents and numbers of the loops that are open.
     inside, started, axis = [(-1, 0)], 0, 0
