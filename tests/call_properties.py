@@ -54,6 +54,14 @@ class Call:
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
+def parts(call: Call, value: pr.core.Primitive, jvp: pr.core.Primitive) -> tuple[Call, Call]:
+    """The calls of `value` and of `jvp` for which a call of the operator of both stands."""
+    given = dict(zip(call.names, call.args, strict=True))
+    first = Call(value.overload, tuple(given[name] for name in value.spec.arguments))
+    given |= zip(value.spec.outputs, first.outputs(), strict=True)
+    return first, Call(jvp.overload, tuple(given[name] for name in jvp.spec.arguments))
+
+
 class CallRecorder(TorchDispatchMode):
     """Collects the calls of this package's primitives that are made inside it, in order."""
 

@@ -67,6 +67,7 @@ class OpCase:
         like_first: Arguments that have the dtype of `x` in a mixed sample too.
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
+        rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
     """
 
     name: str
@@ -84,6 +85,7 @@ class OpCase:
     positive: tuple[str, ...] = ()
     is_linear: bool = False
     rounds_once: bool = True
+    rounds_between: bool = False
     first: str = "x"
     like_first: tuple[str, ...] = ()
     num_kept: int = 1
@@ -109,6 +111,22 @@ class OpCase:
     @property
     def jvp(self) -> pr.core.Primitive:
         return self.primitive("_jvp")
+
+    @property
+    def fwd_jvp(self) -> pr.core.Primitive | None:
+        """That which forward mode calls instead of `forward` and `jvp` where it is outermost, if the op has one."""
+        return registered_primitives().get(f"primitives::{self.name}_fwd_jvp")
+
+    @property
+    def first_order(self) -> tuple[pr.core.Primitive, ...]:
+        """Primitives of the value and the first derivatives, each once."""
+        found = (self.forward, self.bwd, self.jvp, self.fwd_jvp)
+        return tuple(dict.fromkeys(primitive for primitive in found if primitive is not None))
+
+    def is_rounded_once(self, overload: Any) -> bool:
+        """Whether the outputs of a primitive are what `rounds_once` says."""
+        between = self.fwd_jvp is not None and overload is self.fwd_jvp.overload and self.rounds_between
+        return self.rounds_once and not between
 
     @property
     def second_order(self) -> tuple[pr.core.Primitive, ...]:

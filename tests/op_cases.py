@@ -219,6 +219,7 @@ LOG_SOFTMAX = OpCase(
         Sample((8200, 17), _options(dim=0)),
     ),
     not_kept=("x",),
+    rounds_between=True,
 )
 
 # Dropout, for a seed and an offset with more than 32 bits each.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from tests.call_properties import Call, CallRecorder, distinct
+from tests.call_properties import Call, CallRecorder, distinct, parts
 from tests.support import LAYOUTS, assert_close, coarsest, like, nested, subsets
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def check_second_order(
     """All second derivatives in the arguments `names` have the value of the definition's.
 
     Returns:
-        The calls of primitives that these make, those of first order among them, none twice.
+        The calls of primitives that these make, those of first order among them, none twice. A call that gives value
+        and tangent comes with the two that it stands for.
     """
     inputs = case.inputs(sample, dtype, device)
     primals, dots, y_bar, y_bar_dot = directions(case, sample, inputs, names)
@@ -138,10 +139,18 @@ def check_second_order(
         for i, (got, want, value) in enumerate(zip(actual, expected, of, strict=True)):
             precision = coarsest(value.dtype, *narrow)
             assert_close(got, want, dtype=value.dtype, precision=precision, order=2, what=f"{what}, result {i}")
-    return distinct(recorder.calls)
+    return distinct(with_parts(case, recorder.calls))
 
 
 # Calls of the primitives that lie under a public function.
+
+
+def with_parts(case: OpCase, calls: Sequence[Call]) -> Iterator[Call]:
+    """`calls`, each that gives value and tangent followed by the two that it stands for."""
+    for call in calls:
+        yield call
+        if case.fwd_jvp is not None and call.overload is case.fwd_jvp.overload:
+            yield from parts(call, case.forward, case.jvp)
 
 
 def vjp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> Call:
@@ -161,7 +170,7 @@ def jvp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], nam
         duals = {n: forward_ad.make_dual(v, dots[n]) if n in dots else v for n, v in inputs.items()}
         case.outputs(duals, sample)
     # The forward call comes first; of a linear op it is one of the same primitive.
-    *_, call = [c for c in recorder.calls if c.overload is case.jvp.overload]
+    *_, call = [c for c in with_parts(case, recorder.calls) if c.overload is case.jvp.overload]
     return call
 
 

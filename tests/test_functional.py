@@ -120,6 +120,7 @@ def test_log_softmax_chooses_the_axis_of_torch_when_none_is_given(name):
         assert [(w.filename, w.lineno) for w in caught] == [(__file__, IMPLICIT[name].__code__.co_firstlineno)]
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_pure_batch_norm_returns_what_batch_norm_writes(training):
     x, (mean, var), written = seeded(6, 3, 2), running(3), running(3)

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
@@ -130,6 +131,19 @@ def test_func_grad_updates_the_buffers_once(name, momentum):
         assert_close((gradients["weight"], gradients["bias"], x_bar), expected)
         # The buffers that move are those handed in, and no others.
         assert_close(buffers, dict(theirs.named_buffers()))
+        assert_close(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_jvp_updates_the_buffers_once(name):
+    """Where parameters require grad at the same level, value and tangent are recorded one by one."""
+    ours, theirs = pair(name)
+    x, x_dot = data(*BATCH_NORMS[name]), data(*BATCH_NORMS[name], seed=1)
+    for requires_grad in (True, False):
+        modules = [module.requires_grad_(requires_grad) for module in (ours, theirs)]
+        with forward_ad.dual_level():
+            actual, expected = (forward_ad.unpack_dual(f(forward_ad.make_dual(x, x_dot))) for f in modules)
+        assert_close(actual, expected)
         assert_close(ours.state_dict(), theirs.state_dict())
 
 

@@ -49,7 +49,7 @@ def test_unwanted_second_order_outputs_are_empty(case, device):
     """What is not wanted takes no memory, and what is has the value that it has among all."""
     calls = check_second_order(case, case.small, torch.float64, device, case.perturbable(case.small))
     # One operator for the reverse derivatives of both modes, one for forward over reverse, and nothing else.
-    first_order = {primitive.overload for primitive in (case.forward, case.bwd, case.jvp)}
+    first_order = {primitive.overload for primitive in case.first_order}
     assert {call.overload for call in calls} - first_order == {primitive.overload for primitive in case.second_order}
     for primitive in case.second_order:
         call = fullest(calls, primitive)
@@ -120,7 +120,7 @@ def test_no_derivative_runs_where_nothing_is_differentiated(case, device):
 
 @every_case
 def test_each_level_runs_one_primitive(case, device):
-    """A gradient is one forward and one backward primitive, a tangent one more: nothing runs twice.
+    """A gradient is one forward and one backward primitive, a tangent one more or, with the value, one: no more run.
 
     torch.func.grad always asks for a graph that may be differentiated again; so may a backward pass.
     """
@@ -131,10 +131,69 @@ def test_each_level_runs_one_primitive(case, device):
     assert called(lambda: torch.autograd.grad(function(x).sum(), x, create_graph=True)) == reverse
     assert called(torch.func.grad(lambda x: function(x).sin().sum()), x.detach()) == reverse
     tangent = functools.partial(torch.func.jvp, function, (x.detach(),), (like(x, seed=1),))
-    forward = [case.forward.overload, case.jvp.overload]
+    forward = [p.overload for p in ([case.fwd_jvp] if case.fwd_jvp else [case.forward, case.jvp])]
     assert called(tangent) == forward
     # `no_grad` ends reverse mode and leaves forward mode alone.
     with torch.no_grad():
         assert called(tangent) == forward
         x_dot = tangent()[1]
     assert_close(x_dot, tangent()[1])
+
+
+def in_forward_mode(case, device):
+    """Name, what is differentiated, and whether value and tangent come from one call, for each way to ask for both."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    function, x, x_dot = case.of(["x"], inputs, case.small), inputs["x"], like(inputs["x"], seed=1)
+    leaf = leaves(inputs, ["x"])["x"]
+
+    def push(function, x=x):
+        return torch.func.jvp(function, (x,), (x_dot.expand(x.shape),))[1]
+
+    def dual(x):
+        with forward_ad.dual_level():
+            function(forward_ad.make_dual(x, x_dot))
+
+    yield "torch.func.jvp", lambda: push(function), True
+    yield "dual numbers", lambda: dual(x), True
+    yield "of a batch", lambda: push(torch.vmap(function), torch.stack([x] * 2)), True
+    yield "of a gradient", lambda: push(torch.func.grad(lambda x: function(x).sin().sum())), True
+    yield "in a gradient", lambda: torch.func.grad(lambda x: push(function, x).sin().sum())(x), True
+    yield "in a loss", lambda: torch.autograd.grad(push(function, leaf).sin().sum(), leaf), True
+    # A batch of tangents has one value, and a gradient at the same level takes each by itself.
+    yield "in a batch", lambda: torch.func.jacfwd(function)(x), False
+    jacobian = functools.partial(torch.autograd.functional.jacobian, strategy="forward-mode", vectorize=True)
+    yield "in a batch of the older vmap", lambda: jacobian(function, x), False
+    yield "dual numbers that require grad", lambda: dual(leaf), False
+
+
+pushed_at_once = pytest.mark.parametrize("case", [case for case in CASES if case.fwd_jvp], ids=lambda case: case.name)
+
+
+@pushed_at_once
+def test_value_and_tangent_come_from_one_call_where_forward_mode_is_outermost(case, device):
+    for name, run, expected in in_forward_mode(case, device):
+        found = called(run)
+        assert [found.count(p.overload) for p in (case.fwd_jvp, case.forward, case.jvp)] == (
+            [1, 0, 0] if expected else [0, 1, 1]
+        ), (name, found)
+
+
+@pushed_at_once
+def test_a_value_keeps_nothing_of_its_tangent(case, device):
+    """A loss may drop the graph of the tangent."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    x_dot = like(inputs["x"], seed=1).requires_grad_()
+    y, y_dot = torch.func.jvp(case.of(["x"], inputs, case.small), (inputs["x"],), (x_dot,))
+    assert (y.requires_grad, y_dot.requires_grad) == (False, True)
+
+
+# Torch's own tracer says so.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+@pushed_at_once
+def test_a_linear_map_computes_no_value_again(case, device):
+    """torch.func.linearize keeps what depends on the primals alone."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    x_dot = like(inputs["x"], seed=1)
+    push = torch.func.linearize(case.of(["x"], inputs, case.small), inputs["x"])[1]
+    push(x_dot)
+    assert called(push, x_dot) == [case.jvp.overload]

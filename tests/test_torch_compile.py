@@ -62,13 +62,17 @@ def sized(case, size):
 
 @every_case
 def test_training_step(case, device):
-    """Forward and backward of a function, compiled once for inputs of any size."""
+    """Value, tangent and the backward of both, compiled once for inputs of any size."""
     names = case.perturbable(case.small)
 
-    def step(options, others, *values):
-        given = dict(zip(names, values, strict=True))
-        inputs = {**dict.fromkeys(case.arguments), **others, **given}
-        return case.outputs(inputs, dataclasses.replace(case.small, options=options))[0].sin()
+    def step(options, others, x, *values):
+        def function(x):
+            given = dict(zip(names, (x, *values), strict=True))
+            inputs = {**dict.fromkeys(case.arguments), **others, **given}
+            return case.outputs(inputs, dataclasses.replace(case.small, options=options))[0]
+
+        y, y_dot = torch.func.jvp(function, (x,), (x.detach().cos(),))
+        return y.sin() + y_dot
 
     program = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
     for i, size in enumerate((7, 5)):

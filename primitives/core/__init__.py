@@ -13,6 +13,7 @@ from primitives.core.errors import (
     TreeError,
 )
 from primitives.core.primitive import Primitive, registered_primitives
+from primitives.core.value_and_jvp import value_and_jvp
 
 __all__ = [
     "AxisError",
@@ -30,4 +31,5 @@ __all__ = [
     "to_front",
     "triton_kernels_module",
     "use_backend",
+    "value_and_jvp",
 ]

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from primitives.core.dtypes import has_derivatives
 from primitives.core.errors import DtypeError, ShapeError
@@ -96,6 +98,36 @@ def below_this_level() -> Iterator[None]:
                 yield
 
 
+def _value_and_jvp(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> _Ready:
+    """Outputs and their tangents by one call, where nothing is recorded at this level and forward mode is outermost.
+
+    Nothing where the value takes part in less than the tangent does, and one call would do more than two: in a batch of
+    tangents, in a tangent of further out, and where `torch.func.linearize` computes once what depends on primals alone.
+    Reverse mode may be further out: it records both.
+    """
+    levels = _functorch.get_interpreter_stack() or ()
+    for level in levels[:-1]:
+        if level.key() != _functorch.TransformType.Grad:
+            return _NOTHING
+    # It traces real tensors; a compiler's are fake.
+    if _C._len_torch_dispatch_stack() and get_proxy_mode() is not None and detect_fake_mode() is None:
+        return _NOTHING
+    duals = [unpack_dual(x) for x in tensors]
+    for primal, tangent in duals:
+        # Batches of torch's older vmap are no levels.
+        if tangent is not None and _C._dispatch_keys(tangent) != _C._dispatch_keys(primal):
+            return _NOTHING
+    tangents = [tangent for _, tangent in duals]
+    if torch.is_grad_enabled() and _C._any_requires_grad(*tangents):
+        return _NOTHING
+    with below_this_level():
+        both = rules.rule("value_and_jvp")(args, tangents)
+    if both is None:
+        return _NOTHING
+    count = len(rules.spec.outputs)
+    return both[:count] if count > 1 else both[0], both[count:]
+
+
 # Keys below autograd that do nothing for an operator that has a tensor argument and writes into none.
 _IDLE_KEYS = _C.DispatchKeySet(_C.DispatchKey.BackendSelect) | _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _ACTIVE_KEYS = _C._after_autograd_keyset - _IDLE_KEYS
@@ -165,8 +197,12 @@ _Linear = function_class("LinearMap", forward=_linear_forward, backward=_linear_
 
 
 # What an autograd function is told about a call before the tensors: the keys that it was dispatched with, whether
-# reverse mode records it, whether a tensor could carry a tangent, the lists among its tensors, and its arguments.
-_Call = tuple[Any, bool, bool, Lengths | None, tuple]
+# reverse mode records it, whether a tensor could carry a tangent, the lists among its tensors, its arguments, and what
+# has been computed already.
+_Call = tuple[Any, bool, bool, Lengths | None, tuple, "_Ready"]
+# What a call returns and the tangents of that, or `None`s.
+_Ready = tuple[Any, "tuple | None"]
+_NOTHING: _Ready = (None, None)
 
 
 def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> type:  # noqa: C901 - one closure
@@ -183,18 +219,20 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
     differentiable = [spec.outputs.index(name) for name in spec.differentiable_outputs]
     has_constants = bool(spec.state) or returns_list
 
-    def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
-        keyset, reverse, tangents, lengths, args = call
+    def run(keyset: Any, args: tuple) -> Any:
         # `below_this_level` spelled out: a context manager written in Python costs as much as the rest of a call.
         with below_autograd():
             if keyset is FAST_PATH_CPU:
-                output = on_cpu(*args)
-            elif peek() is None:
-                output = redispatch(keyset, *args)
-            else:
-                # Levels outside this one still differentiate.
-                with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
-                    output = redispatch(keyset, *args)
+                return on_cpu(*args)
+            if peek() is None:
+                return redispatch(keyset, *args)
+            # Levels outside this one still differentiate.
+            with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
+                return redispatch(keyset, *args)
+
+    def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
+        keyset, reverse, tangents, lengths, args, (output, dots) = call
+        output = run(keyset, args) if output is None else output
         outputs = output if num_outputs > 1 else (output,)
         if has_lists:
             ctx.lengths = lengths
@@ -209,6 +247,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
             else:
                 ctx.jvp_static = ctx.static
             ctx.save_for_forward(*tensors)
+            ctx.dots = dots
         ctx.materialize_grads = False
         flat_outputs = tuple(output) if returns_list else outputs
         if has_constants:
@@ -239,7 +278,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
             saved = [unpack_dual(value)[0] for value in ctx.saved_tensors]
             residuals = jvp_layout.unpack(saved, ctx.jvp_static)
             by_name = regroup(tangents, ctx.lengths) if has_lists else tangents
-            result = rules.rule("jvp")(residuals, make_tangents(by_name))
+            result = ctx.dots or rules.rule("jvp")(residuals, make_tangents(by_name))
             computed = result if isinstance(result, tuple) else (result,)
             if len(computed) != len(differentiable):
                 raise ShapeError(
@@ -262,6 +301,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
 def autograd_kernel(rules: RuleTable) -> Callable:
     """Kernel for the Autograd key of an operator: `(keyset, *args) -> outputs`.
 
+    With `ready`, which is what has been computed below this level, it only records the call for reverse mode.
     A call that nothing differentiates goes straight to the implementation. Where a rule is missing, the decomposition
     is differentiated: at once in forward mode, when the backward pass comes in reverse mode. Without a
     decomposition the call raises `MissingRuleError`. A rule of kind `"autograd"` takes the place of all this.
@@ -277,7 +317,7 @@ def autograd_kernel(rules: RuleTable) -> Callable:
     lists, given, returns_list, on_cpu = spec.list_tensors, rules.given, spec.returns_list, rules.cpu
     get_tensors = tuple_getter([spec.arguments.index(name) for name in spec.tensors])
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+    def kernel(keyset: Any, *args: Any, ready: _Ready = _NOTHING) -> Any:
         if "autograd" in given:
             return given["autograd"](*args)
         reverse = is_grad_enabled() and any_requires_grad(*args)
@@ -297,7 +337,9 @@ def autograd_kernel(rules: RuleTable) -> Callable:
         tensors, lengths = get_tensors(args), None
         if lists:
             tensors, lengths = flatten(tensors, lists)
-        call: _Call = (keyset, reverse, tangents, lengths, args)
+        if forward and not reverse and "value_and_jvp" in given:
+            ready = _value_and_jvp(rules, args, tensors)
+        call: _Call = (keyset, reverse, tangents, lengths, args, ready)
         apply = apply_late_rules if late else apply_rules
         if keyset is FAST_PATH_CPU:
             # No level to be entered: torch asks for permission inside transforms alone.

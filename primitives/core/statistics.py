@@ -81,7 +81,7 @@ def refused_tangent(op_name: str, output: str, primal: Tensor) -> Tensor:
     contain a Python exception: there the tangent is NaN, which reaches whatever is computed from it.
     """
     if detect_fake_mode(primal) is not None:
-        return primal.new_full((), float("nan")).expand(primal.shape)
+        return torch.full_like(primal, float("nan"))
     return _RefusedTangent(primal, _message(op_name, output, "tangent"))
 
 

@@ -20,12 +20,13 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 
 from __future__ import annotations
 
+import functools
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import Primitive
+from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import (
     affine,
@@ -68,6 +69,7 @@ batch_norm_jvp_p = Primitive(
     cached=("mean", "rstd"),
     decomposable=True,
 )
+batch_norm_fwd_jvp_p = value_and_jvp(batch_norm_p, batch_norm_jvp_p)
 
 
 # Reference.
@@ -187,16 +189,17 @@ def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 batch_all("batch_ndim", batch_norm_bwd_p, batch_norm_jvp_p)
 
 
-@batch_norm_p.def_vmap
-def _batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
-    folded = fold_batch(batch, primals, batch_norm_p.spec.tensors)._replace(batch_ndim=primals.batch_ndim + 1)
-    out = batch_norm_p(*folded)
-    if primals.running_mean is None:
-        return out, (0, 0, 0, None, None)
-    moved, axes = [], []
-    for name, value in zip(("running_mean", "running_var"), out[3:], strict=True):
+def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive = batch_norm_p) -> tuple[Any, Any]:
+    out = list(op(*fold_batch(batch, primals, op.spec.tensors)._replace(batch_ndim=primals.batch_ndim + 1)))
+    axes: list[int | None] = [0] * len(out)
+    for i, name in ((3, "running_mean"), (4, "running_var")):
         # Without a batch axis of its own, or of x, the next one is the same for every sample.
-        differs = batch.is_batched("x", name)
-        moved.append(value if differs else value[0].clone())
-        axes.append(0 if differs else None)
-    return (*out[:3], *moved), (0, 0, 0, *axes)
+        if getattr(primals, name) is None:
+            axes[i] = None
+        elif not batch.is_batched("x", name):
+            out[i], axes[i] = out[i][0].clone(), None
+    return tuple(out), tuple(axes)
+
+
+batch_norm_p.def_vmap(_batch_norm_vmap)
+batch_norm_fwd_jvp_p.def_vmap(functools.partial(_batch_norm_vmap, op=batch_norm_fwd_jvp_p))

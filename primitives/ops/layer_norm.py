@@ -22,7 +22,7 @@ import math
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from primitives.core import Primitive
+from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_layer_norm as cpu
 from primitives.ops._shared import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, unwanted
 
@@ -52,6 +52,7 @@ layer_norm_jvp_p = Primitive(
     cached=("mean", "rstd"),
     decomposable=True,
 )
+layer_norm_fwd_jvp_p = value_and_jvp(layer_norm_p, layer_norm_jvp_p)
 
 
 # Reference.
@@ -191,7 +192,7 @@ def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch becomes more rows, and where parameters have it too, one more batch axis.
 
-batch_rows(layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p)
+batch_rows(layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p)
 
 
 # Torch runs layer norm in float32 under CUDA's autocast and leaves it alone under the CPU's.

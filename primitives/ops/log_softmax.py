@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import Primitive
+from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_log_softmax as cpu
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, batch_all, bind_kernels
 
@@ -41,6 +41,7 @@ log_softmax_jvp_p = Primitive(
     residuals=("x_dot", "y"),
     decomposable=True,
 )
+log_softmax_fwd_jvp_p = value_and_jvp(log_softmax_p, log_softmax_jvp_p)
 
 
 # Reference.
@@ -95,7 +96,7 @@ def _log_softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch is one more axis that the sum does not run over.
 
-batch_all("dim", log_softmax_p, log_softmax_bwd_p, log_softmax_jvp_p)
+batch_all("dim", log_softmax_p, log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_fwd_jvp_p)
 
 
 @log_softmax_p.def_autocast("cuda")
