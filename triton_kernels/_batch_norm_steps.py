@@ -1,29 +1,105 @@
-"""The three steps that the rules of batch norm are made of: statistics, sums of products, transform.
+"""The steps that the rules of batch norm are made of: sums over channels, and the transform.
 
 Each takes tensors of any layout, and allocates, plans and launches for itself.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from triton_kernels._batch_norm_kernels import (
-    batch_norm_product_sums_kernel,
-    batch_norm_product_sums_merge_kernel,
-    batch_norm_statistics_kernel,
-    batch_norm_statistics_merge_kernel,
-    batch_norm_transform_kernel,
-)
+from triton_kernels._batch_norm_merges import batch_norm_merge_kernel, batch_norm_statistics_kernel
+from triton_kernels._batch_norm_sums import batch_norm_sums_kernel
+from triton_kernels._batch_norm_transform import batch_norm_transform_kernel
 from triton_kernels._channels import ChannelView, new_output, param_pair_view, readable, view_channels
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view, split_scratch
-from triton_kernels.launch import ChannelPlan, cdiv, plan_channel_merge, plan_channel_reduction, plan_channel_transform
+from triton_kernels.launch import (
+    TRANSFORM_TILES,
+    ChannelPlan,
+    cdiv,
+    plan_channel_merge,
+    plan_channel_sums,
+    plan_channel_transform,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+# Rows of the scratch (see the kernels): partial sums, and means.
+_NUM_SUMS = 10
+_NUM_MEANS = 6
+
+
+class Operands(NamedTuple):
+    """Full-size operands, in the order of the kernels' arguments; None where one is absent or not read."""
+
+    y_bar: Tensor | None = None
+    x: Tensor | None = None
+    x_dot: Tensor | None = None
+    y_bar_dot: Tensor | None = None
+
+    def only(self, *needed: bool) -> Operands:
+        """Those that are needed."""
+        return Operands(*(tensor if need else None for tensor, need in zip(self, needed, strict=True)))
+
+    def readable(self, batch_ndim: int) -> Operands:
+        """The same with a channel view of each."""
+        return Operands(*(None if tensor is None else readable(tensor, batch_ndim) for tensor in self))
+
+    def present(self) -> list[Tensor]:
+        """Those that are there."""
+        return [tensor for tensor in self if tensor is not None]
+
+
+class Params(NamedTuple):
+    """Per-channel operands; with an `eps`, scale_statistic is a variance, otherwise rstd."""
+
+    mean: Tensor
+    scale_statistic: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    weight_dot: Tensor | None = None
+    bias_dot: Tensor | None = None
+    mean_dot: Tensor | None = None
+    var_dot: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """Whether each result is wanted, or what came out: four of the transform, then six of the merge."""
+
+    y: Any = False
+    y_dot: Any = False
+    x_bar: Any = False
+    x_bar_dot: Any = False
+    weight_bar: Any = False
+    bias_bar: Any = False
+    mean_bar: Any = False
+    var_bar: Any = False
+    weight_bar_dot: Any = False
+    bias_bar_dot: Any = False
+
+
+class Sums(NamedTuple):
+    """What a launch of the sums leaves to the merge and to the transform.
+
+    Attributes:
+        partials: Partial results.
+        means: `[6, channels]` for the merge to fill, or None.
+        plan: Of the sums.
+        numbers: Arguments of a merge about the partial results.
+        grid: Of a merge.
+        options: Constants of a merge, and its warps.
+    """
+
+    partials: Tensor
+    means: Tensor | None
+    plan: ChannelPlan
+    numbers: tuple[int, ...]
+    grid: tuple[int]
+    options: dict[str, int]
 
 
 def channel_shape(x: Tensor, batch_ndim: int) -> torch.Size:
@@ -36,188 +112,277 @@ def new_channels(x: Tensor, batch_ndim: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(channel_shape(x, batch_ndim), dtype=dtype, device=x.device)
 
 
-def statistics(
+def derivatives(
     x: Tensor,
+    operands: Operands,
+    params: Params,
+    want: Results,
+    batch_ndim: int,
+    dtype: torch.dtype | None = None,
+    eps: float | None = None,
+) -> Results:
+    """The wanted results, empty tensors for the others.
+
+    Args:
+        x: Input; it may be an operand too.
+        operands: Those that are there; only what the wanted results take is read.
+        params: Those that are there; rstd without `eps`, a variance with it.
+        want: Which results to compute.
+        batch_ndim: Number of leading batch axes.
+        dtype: That of cotangents of weight and bias.
+        eps: Added to the variance, where the statistics are not those of x.
+    """
+    dtypes = (dtype, dtype, params.mean.dtype, params.scale_statistic.dtype, dtype, dtype)
+    bars = [
+        new_channels(x, batch_ndim, kind or x.dtype) if wanted else None
+        for wanted, kind in zip(want[4:], dtypes, strict=True)
+    ]
+    outputs, summed = [None] * 4, None
+    if x.numel() == 0:
+        for bar in bars:
+            if bar is not None:
+                bar.zero_()
+    else:
+        operands = operands.readable(batch_ndim)
+        to_sum = _summed(operands, params, want, eps is not None)
+        if to_sum.present() or any(want[4:]):
+            follows = any(want[:4])
+            flags = {"read_again": follows, "x_read_again": follows and eps is None}
+            summed = sums(x, to_sum, params.mean, batch_ndim, means_wanted=follows and eps is None, **flags)
+            merge_sums(summed, to_sum, params, bars, batch_ndim, eps)
+    if any(want[:4]):
+        transformed = _transformed(operands, params, want, eps is not None)
+        outputs = transform(x, transformed, params, want[:4], batch_ndim, eps=eps, summed=summed)
+    return Results(*(x.new_empty(0) if out is None else out for out in (*outputs, *bars)))
+
+
+def _summed(operands: Operands, params: Params, want: Results, statistics_given: bool) -> Operands:
+    """The operands whose sums the wanted results take."""
+    if statistics_given:
+        return operands.only(any(want[4:]), want.weight_bar or want.var_bar, False, False)
+    has_x_dot, has_y_bar_dot = operands.x_dot is not None, operands.y_bar_dot is not None
+    has_alpha = has_x_dot or params.weight_dot is not None
+    x_dot = has_x_dot and (want.y_dot or want.x_bar_dot or want.weight_bar_dot)
+    y_bar_products = (want.x_bar_dot and has_alpha) or (want.weight_bar_dot and has_x_dot)
+    y_bar_products = y_bar_products or want.x_bar or want.weight_bar
+    y_bar_dot_products = has_y_bar_dot and (want.x_bar_dot or want.weight_bar_dot)
+    return operands.only(
+        y_bar_products or want.bias_bar,
+        y_bar_products or x_dot or y_bar_dot_products,
+        x_dot,
+        y_bar_dot_products or want.bias_bar_dot,
+    )
+
+
+def _transformed(operands: Operands, params: Params, want: Results, statistics_given: bool) -> Operands:
+    """The operands that have a factor in one of the wanted results of full size."""
+    has_alpha = operands.x_dot is not None or params.weight_dot is not None
+    if statistics_given:
+        has_alpha = params.weight_dot is not None or params.var_dot is not None
+    from_alpha = has_alpha and (want.x_bar_dot or want.y_dot)
+    of_x_bar = want.x_bar and not statistics_given
+    return operands.only(
+        want.x_bar or (want.x_bar_dot and has_alpha),
+        want.y or of_x_bar or from_alpha or (want.x_bar_dot and operands.y_bar_dot is not None),
+        want.y_dot or want.x_bar_dot,
+        want.x_bar_dot,
+    )
+
+
+def sums(
+    x: Tensor,
+    operands: Operands,
+    mean: Tensor | None,
+    batch_ndim: int,
+    *,
+    means_wanted: bool,
+    read_again: bool,
+    x_read_again: bool = True,
+) -> Sums:
+    """Sum non-empty `operands` like `x` that have a channel view, as `batch_norm_sums_kernel` does.
+
+    Args:
+        x: Says how many channels there are where there is nothing to sum.
+        operands: What to sum.
+        mean: `[*batch, C]`; None where the statistics are wanted.
+        batch_ndim: Number of leading batch axes.
+        means_wanted: Whether a transform takes the means of the sums.
+        read_again: Whether a transform follows that reads the operands.
+        x_read_again: The same of x.
+    """
+    tensors = operands.present()
+    view = view_channels(tensors or [readable(x, batch_ndim)], batch_ndim)
+    sizes = (view.sizes, view.spatial_inner, view.align, x.element_size())
+    plan = plan_channel_sums(*sizes, x.device, len(tensors), mean is None)
+    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
+    # The means come first: where the rest starts then does not change with the number of parts, and with it the
+    # alignment that Triton compiles for.
+    shapes = [_NUM_MEANS * view.num_channels] if means_wanted else []
+    shapes.append(_NUM_SUMS * view.num_channels * plan.num_splits)
+    *means, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
+    mean, mean_stride = param_view(mean, batch_ndim)
+    if tensors:
+        with device_guard(x):
+            batch_norm_sums_kernel[(plan.num_blocks, plan.num_splits)](
+                *operands,
+                mean,
+                partials,
+                *view.extents(),
+                mean_stride,
+                *_strides_of(operands, view, 0),
+                REPEATS=plan.repeats,
+                RUN=plan.run,
+                NUM_STAGES=plan.num_stages,
+                READ_AGAIN=read_again,
+                X_READ_AGAIN=x_read_again,
+                **_tile_options(view, plan),
+            )
+    return Sums(
+        partials,
+        means[0] if means else None,
+        plan,
+        (view.num_channels, plan.num_splits, view.num_reduced),
+        (cdiv(view.num_channels, merge.block_channels),),
+        {
+            "NUM_CHANNELS": view.sizes[2],
+            "BLOCK_ROWS": merge.block_channels,
+            "BLOCK_SPLITS": merge.block_splits,
+            "num_warps": merge.num_warps,
+        },
+    )
+
+
+def merge_statistics(
+    summed: Sums,
     outputs: Sequence[Tensor | None],
     running: tuple[Tensor | None, Tensor | None],
     batch_ndim: int,
     momentum: float,
     eps: float,
 ) -> None:
-    """Fill `outputs` (mean, rstd, new running mean, new running variance) from non-empty `x` and the `running` pair."""
-    x = readable(x, batch_ndim)
-    view = view_channels([x], batch_ndim)
+    """Fill `outputs` (mean, rstd, new running mean, new running variance) and the means of the sums."""
     running_mean, running_var, running_stride = param_pair_view(*running, batch_ndim)
-    plan = plan_channel_reduction(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device)
-    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
-    shape = (view.num_channels, 3, plan.num_splits)
-    partials = torch.empty(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
-    with device_guard(x):
-        batch_norm_statistics_kernel[channel_grid(view, plan)](
-            x, partials, *view.extents(), *view.kernel_strides(0), **tile_options(view, plan)
-        )
-        batch_norm_statistics_merge_kernel[(cdiv(view.num_channels, merge.block_channels),)](
-            partials,
+    mean, rstd, *updated = outputs
+    with device_guard(summed.partials):
+        batch_norm_statistics_kernel[summed.grid](
+            summed.partials,
+            mean,
+            rstd,
+            summed.means,
             running_mean,
             running_var,
-            *outputs,
-            view.num_channels,
-            plan.num_splits,
-            view.num_reduced,
+            *updated,
+            *summed.numbers,
             running_stride,
             *float64_bits(momentum),
             EPS=eps,
-            NUM_CHANNELS=view.sizes[2],
-            BLOCK_ROWS=merge.block_channels,
-            BLOCK_SPLITS=merge.block_splits,
-            num_warps=merge.num_warps,
+            **summed.options,
         )
 
 
-def product_sums(
-    u: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    scale_statistic: Tensor,
-    weight: Tensor | None,
+def merge_sums(
+    summed: Sums,
+    operands: Operands,
+    params: Params,
     outputs: Sequence[Tensor | None],
-    products_wanted: bool,
     batch_ndim: int,
-    read_again: tuple[bool, bool],
     eps: float | None = None,
-    *,
-    means_wanted: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill `outputs`, the last four of `batch_norm_product_sums_merge_kernel`, from the sums of `u` and `u * x_hat`.
-
-    `read_again` says of `u` and of `x` whether a transform follows that reads them.
-
-    Returns:
-        The first two, the means of `u` and of `u * x_hat`, where a transform follows that takes them: scratch, out of
-        one allocation with that of the sums.
-    """
-    if x.numel() == 0:
-        for output in outputs:
-            if output is not None:
-                output.zero_()
-        return None, None
-    tensors = [readable(u, batch_ndim)]
-    if products_wanted:
-        tensors.append(readable(x, batch_ndim))
-    view = view_channels(tensors, batch_ndim)
-    mean_view, scale_view, statistic_stride = param_pair_view(mean, scale_statistic, batch_ndim)
-    weight, weight_stride = param_view(weight, batch_ndim)
-    sizes = (view.sizes, view.spatial_inner, view.align, u.element_size())
-    plan = plan_channel_reduction(*sizes, u.device, len(tensors))
-    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
-    # Without batch axes the transform takes flat means.
-    mean_shape = channel_shape(x, batch_ndim) if batch_ndim else view.num_channels
-    shapes = ([mean_shape] * 2 if means_wanted else []) + [view.num_channels * 2 * plan.num_splits]
-    *scratch, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
-    means = (scratch[0], scratch[1]) if means_wanted else (None, None)
-    with device_guard(x):
-        batch_norm_product_sums_kernel[channel_grid(view, plan)](
-            tensors[0],
-            tensors[1] if products_wanted else None,
-            mean_view,
-            partials,
-            *view.extents(),
-            statistic_stride,
-            *view.kernel_strides(0),
-            *view.kernel_strides(-1),
-            U_READ_AGAIN=read_again[0],
-            X_READ_AGAIN=read_again[1],
-            **tile_options(view, plan),
-        )
-        batch_norm_product_sums_merge_kernel[(cdiv(view.num_channels, merge.block_channels),)](
-            partials,
-            scale_view,
+) -> None:
+    """Fill `outputs`, the last six pointers of `batch_norm_merge_kernel`, and the means of the sums."""
+    _, rstd, statistic_stride = param_pair_view(params.mean, params.scale_statistic, batch_ndim)
+    weight, weight_stride = param_view(params.weight, batch_ndim)
+    with device_guard(summed.partials):
+        batch_norm_merge_kernel[summed.grid](
+            summed.partials,
+            summed.means,
+            rstd,
             weight,
-            *means,
             *outputs,
-            view.num_channels,
-            plan.num_splits,
-            view.num_reduced,
+            *summed.numbers,
             statistic_stride,
             weight_stride,
+            HAS_Y_BAR=operands.y_bar is not None,
+            HAS_X=operands.x is not None,
+            HAS_X_DOT=operands.x_dot is not None,
+            HAS_Y_BAR_DOT=operands.y_bar_dot is not None,
             EPS=eps,
-            NUM_CHANNELS=view.sizes[2],
-            BLOCK_ROWS=merge.block_channels,
-            BLOCK_SPLITS=merge.block_splits,
-            num_warps=merge.num_warps,
+            **summed.options,
         )
-    return means
 
 
 def transform(
     x: Tensor,
+    operands: Operands,
+    params: Params,
+    wanted: Sequence[bool],
     batch_ndim: int,
-    mean: Tensor,
-    scale_statistic: Tensor,
     *,
     eps: float | None = None,
-    x_read: Tensor | None = None,
-    u: Tensor | None = None,
-    weight: Tensor | None = None,
-    slope: Tensor | None = None,
-    default_slope: float = 0.0,
-    shift: Tensor | None = None,
-    u_center: Tensor | None = None,
-    tilt: Tensor | None = None,
-) -> Tensor:
-    """Result of `batch_norm_transform_kernel` in dtype and layout of `x`; `x_read` is what it reads of `x`, if it does.
+    summed: Sums | None = None,
+) -> list[Tensor | None]:
+    """The wanted ones of y, y_dot, x_bar and x_bar_dot (see `batch_norm_transform_kernel`), in dtype and layout of `x`.
 
-    `default_slope` stands for an absent `slope`. Without `eps` the scale statistic is rstd and `tilt` a mean of
-    products, otherwise a variance and its tangent.
+    Args:
+        x: Says dtype and layout.
+        operands: What has a factor in one of the results.
+        params: Those of the channels.
+        wanted: Which of the four results to compute, one at least.
+        batch_ndim: Number of leading batch axes.
+        eps: For statistics that are given, with a variance.
+        summed: Sums before this, and their means; None where there is nothing to sum.
     """
-    out = new_output(x, batch_ndim)
+    outputs = [new_output(x, batch_ndim) if want else None for want in wanted]
     if x.numel() == 0:
-        return out
-    tensors = [out]
-    tensors += [readable(tensor, batch_ndim) for tensor in (u, x_read) if tensor is not None]
-    view = view_channels(tensors, batch_ndim)
-    strides = [view.kernel_strides(index) for index in range(len(tensors))]
-    mean_view, scale_view, statistic_stride = param_pair_view(mean, scale_statistic, batch_ndim)
-    u_center, tilt, term_stride = param_pair_view(u_center, tilt, batch_ndim)
-    weight, weight_stride = param_view(weight, batch_ndim)
-    slope, slope_stride = param_view(slope, batch_ndim)
-    shift, shift_stride = param_view(shift, batch_ndim)
-    plan = plan_channel_transform(view.sizes, view.spatial_inner, x.element_size(), x.device)
+        return outputs
+    out = next(output for output in outputs if output is not None)
+    view = view_channels([out, *operands.present()], batch_ndim)
+    mean, scale_statistic, statistic_stride = param_pair_view(params.mean, params.scale_statistic, batch_ndim)
+    mean_dot, var_dot, statistic_dot_stride = param_pair_view(params.mean_dot, params.var_dot, batch_ndim)
+    views = [param_view(param, batch_ndim) for param in params[2:6]]
+    count = len(operands.present()) + sum(wanted)
+    plan = plan_channel_transform(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device, count)
+    reduced = plan if summed is None else summed.plan
+    # A small tensor fills no wave.
+    num_splits, num_resident = reduced.num_splits, min(reduced.num_resident, plan.num_blocks * reduced.num_splits)
+    num_parts = cdiv(cdiv(plan.num_tiles, num_splits), TRANSFORM_TILES)
+    num_waves = cdiv(plan.num_blocks * num_splits, num_resident)
     with device_guard(x):
-        batch_norm_transform_kernel[channel_grid(view, plan)](
-            out,
-            None if u is None else tensors[1],
-            None if x_read is None else tensors[-1],
-            mean_view,
-            scale_view,
-            weight,
-            slope,
-            shift,
-            u_center,
-            tilt,
+        batch_norm_transform_kernel[(num_waves * num_resident * num_parts,)](
+            *outputs,
+            *operands,
+            mean,
+            scale_statistic,
+            *(param for param, _ in views),
+            None if summed is None else summed.means,
+            mean_dot,
+            var_dot,
+            view.num_channels,
             *view.extents(),
+            plan.num_blocks,
+            num_splits,
+            num_resident,
+            num_parts,
             statistic_stride,
-            weight_stride,
-            slope_stride,
-            shift_stride,
-            term_stride,
-            *strides[0],
-            *strides[0 if u is None else 1],
-            *strides[0 if x_read is None else -1],
+            *(stride for _, stride in views),
+            statistic_dot_stride,
+            *view.kernel_strides(0),
+            *_strides_of(operands, view, 1),
             EPS=eps,
-            DEFAULT_SLOPE=default_slope,
-            TILT_IS_VAR_DOT=eps is not None,
             ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
-            **tile_options(view, plan),
+            NUM_TILES=TRANSFORM_TILES,
+            **_tile_options(view, plan),
         )
-    return out
+    return outputs
 
 
-def channel_grid(view: ChannelView, plan: ChannelPlan) -> tuple[int, int]:
-    return view.sizes[0] * cdiv(view.sizes[2], plan.block_channels), plan.num_splits
+def _strides_of(operands: Operands, view: ChannelView, first: int) -> list[int]:
+    """Strides of all operands, which are the tensors of `view` from number `first` on; any for absent ones."""
+    indices = iter(range(first, len(view.strides)))
+    numbers = [0 if tensor is None else next(indices) for tensor in operands]
+    return [stride for number in numbers for stride in view.kernel_strides(number)]
 
 
-def tile_options(view: ChannelView, plan: ChannelPlan) -> dict[str, int]:
+def _tile_options(view: ChannelView, plan: ChannelPlan) -> dict[str, Any]:
     return {
         "NUM_CHANNELS": view.sizes[2],
         "ALIGN": view.align,
@@ -225,6 +390,5 @@ def tile_options(view: ChannelView, plan: ChannelPlan) -> dict[str, int]:
         "BLOCK_SAMPLES": plan.block_samples,
         "BLOCK_SPATIAL": plan.block_spatial,
         "BLOCK_CHANNELS": plan.block_channels,
-        "NUM_STAGES": plan.num_stages,
         "num_warps": plan.num_warps,
     }

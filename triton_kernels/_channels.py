@@ -127,34 +127,26 @@ def param_pair_view(
 
 
 @triton.jit
-def split_channel_program(NUM_CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, BACKWARDS: tl.constexpr):
-    """Group and channels `[BLOCK_CHANNELS]` that this program owns, both int64, and the mask of the channels.
-
-    Numbers of programs run over the channels of all groups first and over the splits (axis 1) last; `BACKWARDS`
-    reverses the channels.
-    """
-    blocks_per_group: tl.constexpr = (NUM_CHANNELS + BLOCK_CHANNELS - 1) // BLOCK_CHANNELS
-    program = tl.program_id(0).to(tl.int64)
-    if BACKWARDS:
-        program = tl.num_programs(0) - 1 - program
-    channels = (program % blocks_per_group) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    return program // blocks_per_group, channels, channels < NUM_CHANNELS
+def count_tiles(num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
+    """Tiles that cover one channel."""
+    return (tl.cdiv(num_samples, BLOCK_SAMPLES) * tl.cdiv(num_spatial, BLOCK_SPATIAL)).to(tl.int32)
 
 
 @triton.jit
-def backward_share(num_tiles):
-    """Numbers of this program's tiles in a sweep from the last tile to the first: the first number and one past it.
+def share_of(split, num_splits, num_tiles):
+    """First tile of one of the splits of a channel, and one past its last; splits differ by one tile at most."""
+    tiles, longer = num_tiles // num_splits, num_tiles % num_splits
+    start = split * tiles + tl.minimum(split, longer)
+    return start, start + tiles + (split < longer).to(tl.int32)
 
-    A reduction gives its programs every `num_splits`-th tile. They all run at once, one per share of a processor, so
-    that what is being read moves through memory from its beginning to its end, and the cache is left with the end.
-    The transform after it has several times more programs than run at once. Each gets adjacent tiles here, numbered
-    from the end and in the order in which programs start, so that its sweep begins in what is cached and moves away
-    from it. Every `num_splits`-th tile would take those that run first through all of memory: they would evict the
-    tiles of the others. By calculation, not measured: what is cached is read from there, instead of a part of it.
-    """
-    split, num_splits = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    # Shares differ by one tile at most.
-    return (split * num_tiles // num_splits).to(tl.int32), ((split + 1) * num_tiles // num_splits).to(tl.int32)
+
+@triton.jit
+def channels_of(block, NUM_CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr):
+    """Group and channels `[BLOCK_CHANNELS]` of a block of channels, both int64, and the mask of the channels."""
+    blocks_per_group: tl.constexpr = (NUM_CHANNELS + BLOCK_CHANNELS - 1) // BLOCK_CHANNELS
+    block = block.to(tl.int64)
+    channels = (block % blocks_per_group) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    return block // blocks_per_group, channels, channels < NUM_CHANNELS
 
 
 @triton.jit
@@ -168,42 +160,60 @@ def spatial_extent(num_spatial, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr
 
 
 @triton.jit
-def count_tiles(num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
-    """Tiles that cover one channel."""
-    return (tl.cdiv(num_samples, BLOCK_SAMPLES) * tl.cdiv(num_spatial, BLOCK_SPATIAL)).to(tl.int32)
-
-
-@triton.jit
 def locate_tile(tile, num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
-    """Sample and position of each row of a tile (int64), the mask of the rows, and how many of them exist.
+    """First sample and position of a tile of a channel (int64), the mask of its rows, and how many of them exist.
 
     Row `i` of a tile is position `i % BLOCK_SPATIAL` of sample `i // BLOCK_SPATIAL`: powers of two, so that no
     division by a run-time number is left and the compiler sees which rows are adjacent.
     """
     tiles_per_sample = tl.cdiv(num_spatial, BLOCK_SPATIAL).to(tl.int32)
-    first_sample = (tile // tiles_per_sample).to(tl.int64) * BLOCK_SAMPLES
-    first_position = (tile % tiles_per_sample).to(tl.int64) * BLOCK_SPATIAL
+    sample = (tile // tiles_per_sample).to(tl.int64) * BLOCK_SAMPLES
+    position = (tile % tiles_per_sample).to(tl.int64) * BLOCK_SPATIAL
+    # In 32 bits, which one instruction compares.
+    num_samples = tl.minimum(num_samples - sample, BLOCK_SAMPLES).to(tl.int32)
+    num_positions = tl.minimum(num_spatial - position, BLOCK_SPATIAL).to(tl.int32)
     rows = tl.arange(0, BLOCK_SAMPLES * BLOCK_SPATIAL)
-    samples = first_sample + rows // BLOCK_SPATIAL
-    positions = first_position + rows % BLOCK_SPATIAL
-    count = tl.minimum(num_samples - first_sample, BLOCK_SAMPLES) * tl.minimum(
-        num_spatial - first_position, BLOCK_SPATIAL
-    )
-    return samples, positions, (samples < num_samples) & (positions < num_spatial), count
+    mask = (rows // BLOCK_SPATIAL < num_samples) & (rows % BLOCK_SPATIAL < num_positions)
+    return sample, position, mask, num_samples * num_positions
 
 
 @triton.jit
-def tile_offsets(group, samples, positions, channels, strides, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr):
-    """Offsets `[rows, channels]` (int64) of a tile in a tensor with `strides` from `ChannelView.kernel_strides`."""
+def tile_pointers(ptr, strides, tile, TILE: tl.constexpr):
+    """Pointers `[rows, channels]` to a tile of a tensor with `strides` from `ChannelView.kernel_strides`.
+
+    `tile` is the group, channels, first sample and first position, `TILE` alignment, whether the spatial axis is the
+    inner one, samples and positions. Only one number for all pointers follows from the place of the tile; a loop over
+    tiles leaves the others alone.
+    """
+    group, channels, sample, position = tile
     group_stride, sample_stride, channel_stride, spatial_stride = strides
-    along_samples = group * group_stride + samples * sample_stride
-    along_channels = channels * channel_stride
-    along_spatial = positions * spatial_stride
-    if SPATIAL_INNER:
-        offsets = (along_samples * ALIGN + along_spatial)[:, None] + (along_channels * ALIGN)[None, :]
+    ALIGN: tl.constexpr = TILE[0]
+    rows = tl.arange(0, TILE[2] * TILE[3])
+    samples, positions = (rows // TILE[3]).to(tl.int64), (rows % TILE[3]).to(tl.int64)
+    if TILE[1]:
+        first = (group * group_stride + sample * sample_stride) * ALIGN + position * spatial_stride
+        along_rows = samples * sample_stride * ALIGN + positions * spatial_stride
+        along_channels = channels * channel_stride * ALIGN
     else:
-        offsets = ((along_samples + along_spatial) * ALIGN)[:, None] + along_channels[None, :]
-    return offsets
+        first = (group * group_stride + sample * sample_stride + position * spatial_stride) * ALIGN
+        along_rows = (samples * sample_stride + positions * spatial_stride) * ALIGN
+        along_channels = channels * channel_stride
+    return ptr + first + (along_rows[:, None] + along_channels[None, :])
+
+
+@triton.jit
+def load_tile(ptr, strides, tile, mask, TILE: tl.constexpr, acc_dtype: tl.constexpr, policy: tl.constexpr):
+    """A tile `[rows, channels]` (see `tile_pointers`)."""
+    ptrs = tile_pointers(ptr, strides, tile, TILE)
+    values = tl.load(ptrs, mask=mask, other=0.0, eviction_policy=policy)  # pyright: ignore[reportArgumentType]
+    return cast(values, acc_dtype)
+
+
+@triton.jit
+def store_tile(ptr, values, strides, tile, mask, TILE: tl.constexpr):
+    """Store a tile (see `tile_pointers`) that nothing reads soon; nothing without a pointer."""
+    if ptr is not None:
+        tl.store(tile_pointers(ptr, strides, tile, TILE), values, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -221,7 +231,7 @@ def load_rstd(ptr, offsets, mask, EPS: tl.constexpr, acc_dtype: tl.constexpr):
     """Reciprocal standard deviations, loaded as they are (`EPS` None) or computed from variances."""
     statistic = tl.load(ptr + offsets, mask=mask, other=1.0).to(acc_dtype)
     if EPS is not None:
-        statistic = 1.0 / tl.sqrt(statistic + EPS)
+        statistic = reciprocal_root(statistic + EPS)
     return statistic
 
 
@@ -229,3 +239,10 @@ def load_rstd(ptr, offsets, mask, EPS: tl.constexpr, acc_dtype: tl.constexpr):
 def divide(numerator, denominator):
     """Quotient rounded to nearest: the fp32 `/` of GPUs may be off by two units in the last place."""
     return tl.div_rn(numerator, denominator) if denominator.dtype == tl.float32 else numerator / denominator
+
+
+@triton.jit
+def reciprocal_root(value):
+    """`1 / sqrt(value)`, both steps rounded to nearest: the fp32 `tl.sqrt` of GPUs is an approximation too."""
+    root = tl.sqrt_rn(value) if value.dtype == tl.float32 else tl.sqrt(value)
+    return divide(1.0, root)

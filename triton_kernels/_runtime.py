@@ -44,6 +44,8 @@ BATCH_DEPENDENT = {
     "num_spatial",
     "num_splits",
     "num_parts",
+    "num_blocks",
+    "num_resident",
     "count",
     "momentum_low",
     "momentum_high",

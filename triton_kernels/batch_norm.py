@@ -7,14 +7,15 @@ direction `u` is
     P(u) = rstd * (u - mean(u) - x_hat * mean(u * x_hat))       (training: mean and rstd follow x)
     P(u) = rstd * (u - mean_dot - x_hat * rstd / 2 * var_dot)   (evaluation: they are arguments)
 
-P of training is symmetric, so every rule is `weight * P(u) + x_hat * slope + shift`, which one kernel computes:
+P of training is symmetric:
 
-    forward   slope = weight, shift = bias, no u
-    jvp       u = x_dot, slope = weight_dot, shift = bias_dot
-    vjp       u = y_bar; weight_bar = sum(y_bar * x_hat), bias_bar = sum(y_bar)
+    y     = x_hat * weight + bias
+    y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    x_bar = P(y_bar) * weight,   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 
-Training reads x once for its statistics (u and x for the two means of a derivative) and once for the transform. All
-launchers take float16, bfloat16, float32 and float64, mixed as they come; absent and unwanted tensors come back empty.
+Training reads x once for its statistics (y_bar or x_dot and x once for the two means of a derivative) and once for the
+transform. All launchers take float16, bfloat16, float32 and float64, mixed as they come; absent and unwanted tensors
+come back empty.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from triton_kernels._batch_norm_steps import (
+    Operands,
+    Params,
+    Results,
     channel_shape,
+    derivatives,
+    merge_statistics,
     new_channels,
-    product_sums,
-    statistics,
+    sums,
     transform,
 )
-from triton_kernels._channels import new_output, readable
+from triton_kernels._channels import new_output
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.tuning import tunable
 
@@ -43,6 +48,7 @@ __all__ = [
     "batch_norm_eval_jvp",
     "batch_norm_train_bwd",
     "batch_norm_train_fwd",
+    "batch_norm_train_fwd_jvp",
     "batch_norm_train_jvp",
 ]
 
@@ -74,20 +80,45 @@ def batch_norm_train_fwd(
         `y` in dtype and layout of `x`; mean and rstd `[*batch, C]` in the accumulation dtype; the new running mean
         and variance in the dtypes of the old. Without elements, mean and rstd are 0 and the running statistics stay.
     """
-    acc_dtype = accumulation_dtype(x.dtype)
-    running = (running_mean, running_var)
-    if x.numel() == 0:
-        mean, rstd = (x.new_zeros(channel_shape(x, batch_ndim), dtype=acc_dtype) for _ in range(2))
-        kept_mean, kept_var = (x.new_empty(0) if old is None else old.clone() for old in running)
-        return new_output(x, batch_ndim), mean, rstd, kept_mean, kept_var
+    given = (x, None, weight, bias, None, None, running_mean, running_var)
+    return _train_fwd(*given, batch_ndim, momentum, eps, has_tangent=False)[:5]
 
-    mean, rstd = (new_channels(x, batch_ndim, acc_dtype) for _ in range(2))
-    updated = [None if old is None else new_channels(x, batch_ndim, old.dtype) for old in running]
-    x_read = readable(x, batch_ndim)
-    statistics(x_read, (mean, rstd, *updated), running, batch_ndim, momentum, eps)
-    y = transform(x, batch_ndim, mean, rstd, x_read=x_read, slope=weight, default_slope=1.0, shift=bias)
-    new_running_mean, new_running_var = (_or_empty(new, x) for new in updated)
-    return y, mean, rstd, new_running_mean, new_running_var
+
+@tunable
+def batch_norm_train_fwd_jvp(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Batch norm with the statistics of `x` and its tangent, in one sweep for all sums and one that writes both.
+
+    Args:
+        x: Input, `[*batch, N, C, *spatial]`.
+        weight: Scale `[*batch, C]`; None is 1.
+        bias: Shift `[*batch, C]`; None is 0.
+        running_mean: Running mean `[*batch, C]`; not written.
+        running_var: Running unbiased variance `[*batch, C]`; not written.
+        x_dot: Tangent of `x`; None is 0, as for the other two.
+        weight_dot: Tangent of the weight.
+        bias_dot: Tangent of the bias.
+        batch_ndim: Number of leading batch axes.
+        momentum: Weight of the new statistics in the running ones.
+        eps: Added to the variance.
+
+    Returns:
+        `(y, mean, rstd, new_running_mean, new_running_var, y_dot)`: what `batch_norm_train_fwd` returns, and `y_dot` in
+        dtype and layout of `x`.
+    """
+    given = (x, x_dot, weight, bias, weight_dot, bias_dot, running_mean, running_var)
+    return _train_fwd(*given, batch_ndim, momentum, eps, has_tangent=True)
 
 
 @tunable
@@ -115,24 +146,11 @@ def batch_norm_train_bwd(
         `x_bar` in dtype and layout of `x`; `weight_bar` and `bias_bar` `[*batch, C]` in the dtype of the weight, or of
         `x` without one.
     """
-    x_wanted, weight_wanted, bias_wanted = wanted
+    x_bar, weight_bar, bias_bar = wanted
+    want = Results(x_bar=x_bar, weight_bar=weight_bar, bias_bar=bias_bar)
     dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    weight_bar = new_channels(x, batch_ndim, dtype) if weight_wanted else None
-    bias_bar = new_channels(x, batch_ndim, dtype) if bias_wanted else None
-    x_read, y_bar = readable(x, batch_ndim), readable(y_bar, batch_ndim)
-    u_center = tilt = None
-    if any(wanted):
-        outputs = (weight_bar, bias_bar, None, None)
-        products_wanted, read_again = x_wanted or weight_wanted, (x_wanted, x_wanted)
-        u_center, tilt = product_sums(
-            y_bar, x_read, mean, rstd, weight, outputs, products_wanted, batch_ndim, read_again, means_wanted=x_wanted
-        )
-    x_bar = None
-    if x_wanted:
-        x_bar = transform(
-            x, batch_ndim, mean, rstd, x_read=x_read, u=y_bar, weight=weight, u_center=u_center, tilt=tilt
-        )
-    return _or_empty(x_bar, x), _or_empty(weight_bar, x), _or_empty(bias_bar, x)
+    out = derivatives(x, Operands(y_bar, x), Params(mean, rstd, weight), want, batch_ndim, dtype)
+    return out.x_bar, out.weight_bar, out.bias_bar
 
 
 @tunable
@@ -161,27 +179,8 @@ def batch_norm_train_jvp(
     Returns:
         `y_dot` in dtype and layout of `x`.
     """
-    u_center = tilt = None
-    x_read = readable(x, batch_ndim)
-    if x_dot is not None:
-        x_dot = readable(x_dot, batch_ndim)
-        outputs, read_again = (None,) * 4, (True, True)
-        u_center, tilt = product_sums(
-            x_dot, x_read, mean, rstd, None, outputs, True, batch_ndim, read_again, means_wanted=True
-        )
-    return transform(
-        x,
-        batch_ndim,
-        mean,
-        rstd,
-        x_read=None if x_dot is None and weight_dot is None else x_read,
-        u=x_dot,
-        weight=weight,
-        slope=weight_dot,
-        shift=bias_dot,
-        u_center=u_center,
-        tilt=tilt,
-    )
+    params = Params(mean, rstd, weight, None, weight_dot, bias_dot)
+    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim).y_dot
 
 
 @tunable
@@ -208,17 +207,8 @@ def batch_norm_eval_fwd(
     Returns:
         `y` in dtype and layout of `x`.
     """
-    return transform(
-        x,
-        batch_ndim,
-        running_mean,
-        running_var,
-        eps=eps,
-        x_read=x,
-        slope=weight,
-        default_slope=1.0,
-        shift=bias,
-    )
+    params = Params(running_mean, running_var, weight, bias)
+    return derivatives(x, Operands(x=x), params, Results(y=True), batch_ndim, eps=eps).y
 
 
 @tunable
@@ -248,23 +238,12 @@ def batch_norm_eval_bwd(
         `x_bar` in dtype and layout of `x`; `weight_bar` and `bias_bar` in the dtype of the weight, or of `x` without
         one; `running_mean_bar` and `running_var_bar` in the dtypes of the statistics; all but the first `[*batch, C]`.
     """
-    x_wanted, weight_wanted, bias_wanted, mean_wanted, var_wanted = wanted
+    x_bar, weight_bar, bias_bar, mean_bar, var_bar = wanted
+    want = Results(x_bar=x_bar, weight_bar=weight_bar, bias_bar=bias_bar, mean_bar=mean_bar, var_bar=var_bar)
     dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    sums = (
-        new_channels(x, batch_ndim, dtype) if weight_wanted else None,
-        new_channels(x, batch_ndim, dtype) if bias_wanted else None,
-        new_channels(x, batch_ndim, running_mean.dtype) if mean_wanted else None,
-        new_channels(x, batch_ndim, running_var.dtype) if var_wanted else None,
-    )
-    if any(wanted[1:]):
-        products_wanted = weight_wanted or var_wanted
-        read_again = (x_wanted, False)
-        product_sums(y_bar, x, running_mean, running_var, weight, sums, products_wanted, batch_ndim, read_again, eps)
-    x_bar = None
-    if x_wanted:
-        x_bar = transform(x, batch_ndim, running_mean, running_var, eps=eps, u=y_bar, weight=weight)
-    weight_bar, bias_bar, mean_bar, var_bar = (_or_empty(bar, x) for bar in sums)
-    return _or_empty(x_bar, x), weight_bar, bias_bar, mean_bar, var_bar
+    params = Params(running_mean, running_var, weight)
+    out = derivatives(x, Operands(y_bar, x), params, want, batch_ndim, dtype, eps)
+    return out.x_bar, out.weight_bar, out.bias_bar, out.mean_bar, out.var_bar
 
 
 @tunable
@@ -299,21 +278,38 @@ def batch_norm_eval_jvp(
     Returns:
         `y_dot` in dtype and layout of `x`.
     """
-    return transform(
-        x,
-        batch_ndim,
-        running_mean,
-        running_var,
-        eps=eps,
-        x_read=x if weight_dot is not None or running_var_dot is not None else None,
-        u=x_dot,
-        weight=weight,
-        slope=weight_dot,
-        shift=bias_dot,
-        u_center=running_mean_dot,
-        tilt=running_var_dot,
-    )
+    dots = (weight_dot, bias_dot, running_mean_dot, running_var_dot)
+    params = Params(running_mean, running_var, weight, None, *dots)
+    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, eps=eps).y_dot
 
 
-def _or_empty(tensor: Tensor | None, x: Tensor) -> Tensor:
-    return x.new_empty(0) if tensor is None else tensor
+def _train_fwd(
+    x: Tensor,
+    x_dot: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+    has_tangent: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(y, mean, rstd, new_running_mean, new_running_var, y_dot)`, the last one empty without a tangent."""
+    acc_dtype, running = accumulation_dtype(x.dtype), (running_mean, running_var)
+    if x.numel() == 0:
+        mean, rstd = (x.new_zeros(channel_shape(x, batch_ndim), dtype=acc_dtype) for _ in range(2))
+        updated = [None if old is None else old.clone() for old in running]
+        y, y_dot = new_output(x, batch_ndim), new_output(x, batch_ndim) if has_tangent else None
+    else:
+        mean, rstd = (new_channels(x, batch_ndim, acc_dtype) for _ in range(2))
+        updated = [None if old is None else new_channels(x, batch_ndim, old.dtype) for old in running]
+        operands = Operands(x=x, x_dot=x_dot).readable(batch_ndim)
+        summed = sums(x, operands, None, batch_ndim, means_wanted=x_dot is not None, read_again=True)
+        merge_statistics(summed, (mean, rstd, *updated), running, batch_ndim, momentum, eps)
+        params = Params(mean, rstd, weight, bias, weight_dot, bias_dot)
+        y, y_dot, _, _ = transform(x, operands, params, (True, has_tangent, False, False), batch_ndim, summed=summed)
+    y, new_mean, new_var, y_dot = (x.new_empty(0) if out is None else out for out in (y, *updated, y_dot))
+    return y, mean, rstd, new_mean, new_var, y_dot

@@ -24,7 +24,7 @@ from perf.machine_code.listing import listings, regions
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from triton_kernels._kernel import intercept
-from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
+from triton_kernels.launch.channels import channel_programs
 from triton_kernels.launch.chips import CHIPS, use_chip
 from triton_kernels.launch.tables import limits_of
 
@@ -41,8 +41,8 @@ _MAX_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 _LARGE_SHARE = 1 / 8
 _MAX_ACCESS_BYTES = 16
 _SUMS = ("WANT_WEIGHT", "WANT_WEIGHT_DOT", "WANT_BIAS")
-# Arguments that a reduction over channels of first order reads whole, as far as they are there.
-_CHANNEL_REDUCTIONS = {"batch_norm_statistics_kernel": ("x_ptr",), "batch_norm_product_sums_kernel": ("u_ptr", "x_ptr")}
+# Arguments that a reduction over channels reads whole, as far as they are there.
+_CHANNEL_OPERANDS = ("y_bar_ptr", "x_ptr", "x_dot_ptr", "y_bar_dot_ptr")
 
 
 class Launch(NamedTuple):
@@ -151,12 +151,10 @@ def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[s
     # others, one block has to fit.
     if any(constants.get(name) for name in _SUMS) and "num_cols" in constants:
         threads = max(threads, limits_of(chip).resident_threads)
-    if kernel.__name__ == "batch_norm_second_sums_kernel":
-        threads *= channel_second_reduction_programs(chip)
-    elif kernel.__name__ in _CHANNEL_REDUCTIONS:
+    if kernel.__name__ == "batch_norm_sums_kernel":
         named = dict(zip(kernel.argument_names, args, strict=False))
-        num_inputs = sum(named[name] is not None for name in _CHANNEL_REDUCTIONS[kernel.__name__])
-        threads *= channel_reduction_programs(constants["SPATIAL_INNER"], num_inputs, chip)
+        num_inputs = sum(named[name] is not None for name in _CHANNEL_OPERANDS)
+        threads *= channel_programs(constants["SPATIAL_INNER"], num_inputs, named["mean_ptr"] is None, chip)
     # Registers are dealt out to whole warps in units of eight per thread.
     return min(chip.registers // threads // 8 * 8, _MAX_REGISTERS[chip_name])
 

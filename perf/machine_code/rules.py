@@ -19,7 +19,7 @@ FLOAT64_SPILLS = 64
 # of a vector register, and nothing goes to memory. One stage would need none of it, and wait for every tile.
 KNOWN_SPILLS = {
     ("sm_100", "layer_norm_second_kernel", "layer_norm 8192x8192 bfloat16"): 8,
-    ("gfx942", "batch_norm_statistics_kernel", "batch_norm 64x2048x7x7 float32"): 15,
+    ("gfx942", "batch_norm_sums_kernel", "batch_norm 64x2048x7x7 float32"): 15,
 }
 
 # Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in half
@@ -40,8 +40,6 @@ ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
     ("gfx942", "masked"): {"fwd": 12, "jvp": 16, "keys": 5, "second keys": 2},
 }
 
-# Loads of one element where 16 bytes could be had, by kernel: statistics are taken relative to one element per channel.
-KNOWN_NARROW = {"batch_norm_statistics_kernel": 1}
 # Products of half types lie four to a thread on gfx942, and are stored so; so is a part of a turned mask read.
 ATTENTION_NARROW = {"gfx942": 32}
 MASKED_NARROW = 1
@@ -55,7 +53,7 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
     """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
     shape, _, _ = row.case.rpartition(" ")
     spills = FLOAT64_SPILLS if " float64 " in row.case else KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
-    narrow = KNOWN_NARROW.get(row.kernel, 0)
+    narrow = 0
     if row.kernel.startswith("attention_"):
         spills, narrow = _attention_bounds(chip_name, row)
     regions, shared_bytes = row.parsed_regions(), CHIPS[chip_name].shared_bytes

@@ -12,7 +12,7 @@ import torch
 
 from triton_kernels import launch
 from triton_kernels.launch import _planned
-from triton_kernels.launch.channels import channel_reduction_programs, channel_second_reduction_programs
+from triton_kernels.launch.channels import channel_programs
 
 CHIPS = list(launch.CHIPS.values())
 CPU = torch.device("cpu")
@@ -85,11 +85,9 @@ def requests_of_rows_and_channels(chip):
         yield launch.plan_channel_merge, (cols, min(rows, 1024), chip)
     for sizes, inner, itemsize in CHANNELS:
         for align in (1, 16):
-            for num_inputs in (1, 2):
-                yield launch.plan_channel_reduction, (sizes, inner, align, itemsize, chip, num_inputs)
-            yield launch.plan_channel_second_reduction, (sizes, inner, align, itemsize, chip)
-        for name in ("transform", "second_transform"):
-            yield getattr(launch, f"plan_channel_{name}"), (sizes, inner, itemsize, chip)
+            for num_tensors in (1, 2, 4):
+                yield launch.plan_channel_sums, (sizes, inner, align, itemsize, chip, num_tensors)
+                yield launch.plan_channel_transform, (sizes, inner, align, itemsize, chip, num_tensors)
 
 
 def numbers(plan):
@@ -113,8 +111,7 @@ def staged_bytes(function, arguments, plan):
     if named.get("loop_stages", 1) > 1:
         tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
     elif named.get("num_stages", 1) > 1:
-        is_second = function is launch.plan_channel_second_reduction
-        tensors, itemsize = (4 if is_second else 2), max(arguments[3], 4)
+        tensors, itemsize = arguments[5], max(arguments[3], 4)
     else:
         return 0
     return tensors * num_values * itemsize * max(named.get("loop_stages", 1), named.get("num_stages", 1))
@@ -204,18 +201,16 @@ def test_few_long_rows_are_split(chip, num_cols):
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 @pytest.mark.parametrize("spatial_inner, num_inputs", [(True, 1), (True, 2), (False, 1), (False, 2), (True, 4)])
-def test_all_programs_of_a_reduction_run_at_once(chip, spatial_inner, num_inputs):
-    for num_channels, align, itemsize in itertools.product((64, 100), (1, 16), (2, 4, 8)):
+def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_inputs):
+    for num_channels, align, itemsize in itertools.product((64, 100, 256, 1000), (1, 16), (2, 4, 8)):
         sizes = (1, 64, num_channels, 56 * 56) if spatial_inner else (1, 1, num_channels, 64 * 56 * 56)
-        if num_inputs > 2:
-            plan = launch.plan_channel_second_reduction(sizes, spatial_inner, align, itemsize, chip)
-            programs = channel_second_reduction_programs(chip)
-        else:
-            plan = launch.plan_channel_reduction(sizes, spatial_inner, align, itemsize, chip, num_inputs)
-            programs = channel_reduction_programs(spatial_inner, num_inputs, chip)
+        plan = launch.plan_channel_sums(sizes, spatial_inner, align, itemsize, chip, num_inputs, num_inputs == 1)
+        slots = channel_programs(spatial_inner, num_inputs, num_inputs == 1, chip) * chip.num_processors
         # As many as the registers of the table of machine code leave room for: `test_machine_code` writes them out.
-        launched = launch.cdiv(num_channels, plan.block_channels) * plan.num_splits
-        assert 0.5 * programs * chip.num_processors < launched <= programs * chip.num_processors
+        waves = launch.cdiv(plan.num_blocks * plan.num_splits, slots)
+        steps = waves * launch.cdiv(plan.num_tiles, plan.num_splits)
+        assert plan.num_resident == slots
+        assert plan.num_blocks * plan.num_tiles >= 0.75 * steps * slots, (num_channels, align, itemsize)
         assert plan.num_warps * chip.warp_size <= 256
 
 

@@ -18,13 +18,10 @@ from triton_kernels.launch.chips import CHIPS
 
 OUT_OF_DATE = "the table of machine code is out of date: run `make machine-code` and commit what it changes"
 
-# Programs of 256 threads of each reduction over channels that run at once on a processor: along the spatial axis, and
-# across channels. What is here of the plan is written out, so that a plan and a budget cannot go wrong together.
-REDUCTIONS = {
-    "batch_norm_statistics_kernel": (4, 3),
-    "batch_norm_product_sums_kernel": (3, 2),
-    "batch_norm_second_sums_kernel": (2, 2),
-}
+# Programs of 256 threads of a reduction over channels that run at once on a processor, in the modes whose reductions
+# are all alike: along the spatial axis, and across channels. At least two in the others. What is here of the plan is
+# written out, so that a plan and a budget cannot go wrong together.
+REDUCTIONS = {"forward": (4, 3), "backward": (3, 2)}
 
 
 def test_kernels_and_table_agree() -> None:
@@ -57,13 +54,14 @@ def test_every_row_keeps_the_rules(chip_name: str) -> None:
 @pytest.mark.parametrize("chip_name", CHIPS)
 def test_reductions_over_channels_leave_room_for_each_other(chip_name: str) -> None:
     chip = CHIPS[chip_name]
-    rows = [row for row in read_table(chip_name) if row.kernel in REDUCTIONS]
-    assert {row.kernel for row in rows} == set(REDUCTIONS)
+    rows = [row for row in read_table(chip_name) if row.kernel == "batch_norm_sums_kernel"]
+    assert {row.case.split()[-1] for row in rows} >= set(REDUCTIONS)
     for row in rows:
         threads = row.num_warps * chip.warp_size
         fitting = chip.registers // (threads * (row.registers + -row.registers % 8))
         across = "channels_last" in row.case or row.case.split()[1].count("x") == 1
-        assert fitting >= REDUCTIONS[row.kernel][across], f"{chip_name}: of {row} {fitting} programs fit a processor"
+        wanted = REDUCTIONS.get(row.case.split()[-1], (2, 2))[across]
+        assert fitting >= wanted, f"{chip_name}: of {row} {fitting} programs fit a processor"
 
 
 STRAIGHT, LOOP = "0:1:1 r2 i300 b4 l32 c900", "0:num_rows:num_splits r2 i200 b4 l32 c800 a2 u0"

@@ -14,14 +14,16 @@ Inputs are taken to need no copy: what a launcher copies because no view fits it
 from triton_kernels.costs._cost import Cost
 from triton_kernels.costs.attention import attention_bwd, attention_fwd, attention_jvp, attention_pairing
 from triton_kernels.costs.batch_norm import (
+    batch_norm_bwd_jvp,
     batch_norm_eval_bwd,
     batch_norm_eval_fwd,
     batch_norm_eval_jvp,
+    batch_norm_pairing,
     batch_norm_train_bwd,
     batch_norm_train_fwd,
+    batch_norm_train_fwd_jvp,
     batch_norm_train_jvp,
 )
-from triton_kernels.costs.batch_norm_second_order import batch_norm_bwd_jvp, batch_norm_pairing
 from triton_kernels.costs.dropout import dropout_fwd, philox_words
 from triton_kernels.costs.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_jvp
 from triton_kernels.costs.layer_norm_second_order import layer_norm_bwd_jvp, layer_norm_pairing
@@ -46,6 +48,7 @@ __all__ = [
     "batch_norm_pairing",
     "batch_norm_train_bwd",
     "batch_norm_train_fwd",
+    "batch_norm_train_fwd_jvp",
     "batch_norm_train_jvp",
     "dropout_fwd",
     "layer_norm_bwd",

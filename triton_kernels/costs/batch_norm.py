@@ -1,223 +1,120 @@
-"""Costs of batch norm and its derivatives of first order.
-
-In training a kernel sums over each channel, one merges the sums, and one reads again and writes.
-"""
+"""Costs of batch norm and its derivatives: what the launches of a call move, as their arguments say."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
-from triton_kernels import launch
-from triton_kernels._channels import ChannelView, view_channels
-from triton_kernels._runtime import accumulation_dtype
+from triton_kernels import batch_norm, batch_norm_second_order
+from triton_kernels._kernel import intercept
 from triton_kernels.costs._cost import Account, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
+    from triton_kernels._kernel import Kernel
 
-def batch_norm_train_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-) -> Cost:
-    """Cost of `batch_norm.batch_norm_train_fwd`: x for the statistics, and again for the transform."""
-    account = Account()
-    if not x.numel():
+_OPERANDS = ("y_bar", "x", "x_dot", "y_bar_dot")
+_STATISTICS = ("mean", "scale_statistic")
+_PARAMS = ("weight", "bias", "weight_dot", "bias_dot", "mean_dot", "var_dot")
+_BARS = ("weight_bar", "bias_bar", "mean_bar", "var_bar", "weight_bar_dot", "bias_bar_dot")
+
+
+def _count_sums(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+    """Operands once, and partial results: of each operand, its product with x, of y_bar with x_dot, and of x."""
+    there = {name: named[name] for name in _OPERANDS if named[name] is not None}
+    account.load(**there)
+    _load_channels(account, {"mean": named["mean"]}, grid[1], given)
+    others = [name for name in there if name != "x"]
+    num_sums = len(others) * (1 + ("x" in there)) + ({"y_bar", "x_dot"} <= there.keys())
+    num_sums += 3 * (named["mean"] is None)
+    partials = named["partials"]
+    num_rows = partials.numel() // (10 * grid[1])
+    account.scratch(num_sums * num_rows * grid[1] * partials.element_size())
+
+
+def _count_statistics(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+    """The first mean again, the running statistics, and what is made of all."""
+    account.reload(named["mean"].nbytes)
+    _load_channels(account, {name: named[name] for name in ("running_mean", "running_var")}, 1, given)
+    _store(account, named, ("mean", "rstd", "new_running_mean", "new_running_var"))
+    if named["means"] is not None:
+        account.write(2 * named["mean"].nbytes)
+
+
+def _count_merge(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+    """Statistic and weight, the bars, and means for the transform."""
+    _load_channels(account, {name: named[name] for name in ("scale_statistic", "weight")}, 1, given)
+    _store(account, named, _BARS)
+    if named["means"] is not None:
+        num_means = 1 + 2 * named["HAS_Y_BAR"] + 2 * named["HAS_X_DOT"] + named["HAS_Y_BAR_DOT"]
+        account.write(num_means * named["num_rows"] * named["means"].element_size())
+
+
+def _count_transform(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+    """Operands once, the results, and parameters and means for each program."""
+    account.load(**{name: named[name] for name in _OPERANDS})
+    _store(account, named, ("y", "y_dot", "x_bar", "x_bar_dot"))
+    times = grid[0] / named["num_blocks"]
+    _load_channels(account, {name: named[name] for name in _STATISTICS + _PARAMS}, times, given)
+    if named["means"] is not None:
+        num_means = sum(count for name, count in zip(_OPERANDS, (2, 0, 2, 1), strict=True) if named[name] is not None)
+        num_means += named["x_bar_dot"] is not None
+        account.reload(round(num_means * times * named["num_rows"] * named["means"].element_size()))
+
+
+def _load_channels(account: Account, tensors: Mapping[str, Tensor | None], times: float, given: set[int]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if id(tensor) in given:
+            account.load_shared(times, **{name: tensor})
+        else:
+            # A result of an earlier kernel.
+            account.reload(round(times * tensor.nbytes))
+
+
+def _store(account: Account, named: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    account.store(sum(named[name].nbytes for name in names if named[name] is not None))
+
+
+_COUNTS = {
+    "batch_norm_sums_kernel": _count_sums,
+    "batch_norm_statistics_kernel": _count_statistics,
+    "batch_norm_merge_kernel": _count_merge,
+    "batch_norm_transform_kernel": _count_transform,
+}
+
+
+def _cost_of(launcher: Callable[..., Any]) -> Callable[..., Cost]:
+    """The cost function of a launcher."""
+
+    @functools.wraps(launcher)
+    def cost(*args: Any) -> Cost:
+        account = Account()
+        given = {id(arg) for arg in args}
+
+        def count(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+            named = {**dict(zip(kernel.argument_names, arguments, strict=False)), **constants}
+            account.launch()
+            named = {name.removesuffix("_ptr"): value for name, value in named.items()}
+            _COUNTS[kernel.__name__](account, named, grid, given)
+
+        with intercept(count):
+            launcher(*args)
         return account.cost()
-    view, acc = view_channels([x], batch_ndim), accumulation_dtype(x.dtype).itemsize
-    plan = launch.plan_channel_reduction(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device)
-    account.load(x=x)
-    # Each program reads one element of its channels again, to sum relative to it; so does the merge, of its mean.
-    account.reload(view.num_channels * plan.num_splits * x.element_size(), "x")
-    account.reload(view.num_channels * acc)
-    _merge(account, view, plan.num_splits, 3, acc)
-    account.load_shared(running_mean=running_mean, running_var=running_var)
-    account.store(2 * view.num_channels * acc + _nbytes(running_mean, running_var))
-    splits = _transform(account, view, x, x=x)
-    account.load_shared(splits, weight=weight, bias=bias)
-    account.reload(2 * splits * view.num_channels * acc)
-    return account.cost()
+
+    return cost
 
 
-def batch_norm_train_bwd(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    batch_ndim: int,
-    wanted: Sequence[bool],
-) -> Cost:
-    """Cost of `batch_norm.batch_norm_train_bwd`: y_bar and x for the sums, and again for the transform."""
-    want_x, want_weight, want_bias = wanted
-    account = Account()
-    if not x.numel() or not any(wanted):
-        return account.cost()
-    products = x if want_x or want_weight else None
-    _product_sums(account, y_bar, products, mean, rstd, weight, batch_ndim)
-    account.store((want_weight + want_bias) * _channel_bytes(x, batch_ndim, weight))
-    if want_x:
-        _training_transform(account, x, mean, rstd, batch_ndim, {"weight": weight}, y_bar=y_bar, x=x)
-    return account.cost()
-
-
-def batch_norm_train_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-) -> Cost:
-    """Cost of `batch_norm.batch_norm_train_jvp`: x_dot and x for the means, and again for the transform."""
-    account = Account()
-    if not x.numel():
-        return account.cost()
-    params = {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    if x_dot is not None:
-        _product_sums(account, x_dot, x, mean, rstd, None, batch_ndim, name="x_dot")
-    x_read = x if x_dot is not None or weight_dot is not None else None
-    _training_transform(account, x, mean, rstd, batch_ndim, params, has_means=x_dot is not None, x_dot=x_dot, x=x_read)
-    return account.cost()
-
-
-def batch_norm_eval_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-) -> Cost:
-    """Cost of `batch_norm.batch_norm_eval_fwd`: x once."""
-    account = Account()
-    if x.numel():
-        params = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-        account.load_shared(_transform(account, view_channels([x], batch_ndim), x, x=x), **params)
-    return account.cost()
-
-
-def batch_norm_eval_bwd(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch_ndim: int,
-    eps: float,
-    wanted: Sequence[bool],
-) -> Cost:
-    """Cost of `batch_norm.batch_norm_eval_bwd`: y_bar for x_bar, and y_bar and x for the sums where they are wanted."""
-    want_x, want_weight, want_bias, want_mean, want_var = wanted
-    account = Account()
-    if not x.numel():
-        return account.cost()
-    if any(wanted[1:]):
-        products = x if want_weight or want_var else None
-        _product_sums(account, y_bar, products, running_mean, running_var, weight, batch_ndim)
-        account.store((want_weight + want_bias) * _channel_bytes(x, batch_ndim, weight))
-        account.store(want_mean * running_mean.nbytes + want_var * running_var.nbytes)
-    if want_x:
-        splits = _transform(account, view_channels([x], batch_ndim), x, y_bar=y_bar)
-        account.load_shared(splits, weight=weight, mean=running_mean, rstd=running_var)
-    return account.cost()
-
-
-def batch_norm_eval_jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    running_mean_dot: Tensor | None,
-    running_var_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-) -> Cost:
-    """Cost of `batch_norm.batch_norm_eval_jvp`: x_dot once, and x once where it has a factor."""
-    account = Account()
-    if not x.numel():
-        return account.cost()
-    x_read = x if weight_dot is not None or running_var_dot is not None else None
-    splits = _transform(account, view_channels([x], batch_ndim), x, x_dot=x_dot, x=x_read)
-    params = {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    statistics = {"mean": running_mean, "var": running_var, "mean_dot": running_mean_dot, "var_dot": running_var_dot}
-    account.load_shared(splits, **params, **statistics)
-    return account.cost()
-
-
-def _product_sums(
-    account: Account,
-    u: Tensor,
-    x: Tensor | None,
-    mean: Tensor,
-    scale_statistic: Tensor,
-    weight: Tensor | None,
-    batch_ndim: int,
-    name: str = "y_bar",
-) -> None:
-    """Count the sums of `u`, and of its products with `x` unless that is None, and their merge."""
-    view = view_channels([u] if x is None else [u, x], batch_ndim)
-    sizes = (view.sizes, view.spatial_inner, view.align, u.element_size())
-    plan = launch.plan_channel_reduction(*sizes, u.device, 1 if x is None else 2)
-    account.load(**{name: u}, x=x)
-    account.load_shared(plan.num_splits, mean=None if x is None else mean)
-    account.load_shared(rstd=scale_statistic, weight=weight)
-    _merge(account, view, plan.num_splits, 2, accumulation_dtype(u.dtype).itemsize)
-
-
-def _merge(account: Account, view: ChannelView, num_splits: int, num_sums: int, acc_itemsize: int) -> None:
-    account.scratch(num_sums * view.num_channels * num_splits * acc_itemsize)
-    account.launch(2)
-
-
-def _training_transform(
-    account: Account,
-    out: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    batch_ndim: int,
-    params: dict[str, Tensor | None],
-    *,
-    has_means: bool = True,
-    **operands: Tensor | None,
-) -> None:
-    view = view_channels([out, *(tensor for tensor in operands.values() if tensor is not None)], batch_ndim)
-    splits = _transform(account, view, out, **operands)
-    account.load_shared(splits, mean=mean, rstd=rstd, **params)
-    if has_means:
-        # The merge writes the two means that the transform takes.
-        account.scratch(2 * mean.numel() * mean.element_size())
-        account.reload(2 * (splits - 1) * mean.nbytes)
-
-
-def _transform(account: Account, view: ChannelView, out: Tensor, **operands: Tensor | None) -> int:
-    """Count the elementwise kernel; returns how many programs load the parameters of each channel."""
-    plan = launch.plan_channel_transform(view.sizes, view.spatial_inner, out.element_size(), out.device)
-    account.load(**operands)
-    account.store(out.nbytes)
-    account.launch()
-    return plan.num_splits
-
-
-def _channel_bytes(x: Tensor, batch_ndim: int, weight: Tensor | None) -> int:
-    """Bytes of the cotangent of a parameter."""
-    itemsize = accumulation_dtype(x.dtype).itemsize if weight is None else weight.element_size()
-    return view_channels([x], batch_ndim).num_channels * itemsize
-
-
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+batch_norm_train_fwd = _cost_of(batch_norm.batch_norm_train_fwd)
+batch_norm_train_fwd_jvp = _cost_of(batch_norm.batch_norm_train_fwd_jvp)
+batch_norm_train_bwd = _cost_of(batch_norm.batch_norm_train_bwd)
+batch_norm_train_jvp = _cost_of(batch_norm.batch_norm_train_jvp)
+batch_norm_eval_fwd = _cost_of(batch_norm.batch_norm_eval_fwd)
+batch_norm_eval_bwd = _cost_of(batch_norm.batch_norm_eval_bwd)
+batch_norm_eval_jvp = _cost_of(batch_norm.batch_norm_eval_jvp)
+batch_norm_pairing = _cost_of(batch_norm_second_order.batch_norm_pairing)
+batch_norm_bwd_jvp = _cost_of(batch_norm_second_order.batch_norm_bwd_jvp)

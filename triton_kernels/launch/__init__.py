@@ -8,12 +8,11 @@ size compiles nothing.
 from triton_kernels.launch._arithmetic import MIN_MATMUL, block_row_splits, cdiv, next_power_of_2
 from triton_kernels.launch.attention import AttentionPlan, plan_attention
 from triton_kernels.launch.channels import (
+    TRANSFORM_TILES,
     ChannelMergePlan,
     ChannelPlan,
     plan_channel_merge,
-    plan_channel_reduction,
-    plan_channel_second_reduction,
-    plan_channel_second_transform,
+    plan_channel_sums,
     plan_channel_transform,
 )
 from triton_kernels.launch.chips import (
@@ -48,6 +47,7 @@ __all__ = [
     "LAYER_NORM_MAX_SEGMENTS",
     "LIMITS",
     "MIN_MATMUL",
+    "TRANSFORM_TILES",
     "AttentionPlan",
     "ChannelMergePlan",
     "ChannelPlan",
@@ -69,9 +69,7 @@ __all__ = [
     "next_power_of_2",
     "plan_attention",
     "plan_channel_merge",
-    "plan_channel_reduction",
-    "plan_channel_second_reduction",
-    "plan_channel_second_transform",
+    "plan_channel_sums",
     "plan_channel_transform",
     "plan_dropout",
     "plan_layer_norm_params",

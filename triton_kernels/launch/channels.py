@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from triton_kernels.launch._arithmetic import CACHE_LINE_BYTES, MAX_CHANNEL_SPLITS, cdiv, next_power_of_2, row_warps
+from triton_kernels.launch._arithmetic import (
+    ACCESS_BYTES,
+    CACHE_LINE_BYTES,
+    MAX_CHANNEL_SPLITS,
+    cdiv,
+    next_power_of_2,
+    row_warps,
+)
 from triton_kernels.launch._candidates import channel_candidates, warp_candidates
 from triton_kernels.launch._planned import planned
 from triton_kernels.launch.chips import Chip, chip_of
@@ -13,9 +20,6 @@ from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
     import torch
-
-# The second axis of a CUDA grid cannot be longer.
-MAX_GRID_Y = 65535
 
 # Adjacent tiles of a program of a transform, where there are many. The programs that run at once then hold less of a
 # large tensor than the cache does, and start on its end, which the reduction has left there: 1056 programs on 132
@@ -27,14 +31,33 @@ TRANSFORM_TILES = 4
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """How a kernel over channels is cut: its tile, the programs that share a channel tile, and its warps."""
+    """How a kernel over channels is cut.
+
+    Attributes:
+        block_samples: Samples of a tile.
+        block_spatial: Spatial positions of a tile.
+        block_channels: Channels of a tile.
+        num_tiles: Tiles that cover a channel.
+        num_blocks: Blocks of channels, of all groups.
+        num_splits: Programs that share the tiles of a block of channels.
+        num_resident: Programs that run at once.
+        repeats: Accesses of a thread that its part of a tile takes.
+        run: Elements of one access.
+        num_warps: Warps of a program.
+        num_stages: Steps of its loop under way, the one at work included.
+    """
 
     block_samples: int
     block_spatial: int
     block_channels: int
+    num_tiles: int
+    num_blocks: int
     num_splits: int
+    num_resident: int
+    repeats: int
+    run: int
     num_warps: int
-    num_stages: int
+    num_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,110 +90,111 @@ def _block_spatial(num_samples: int, num_spatial: int, rows: int) -> int:
     return next(block for padded, block in candidates if padded == least)
 
 
+def _num_splits(num_tiles: int, num_blocks: int, slots: int) -> int:
+    """Programs that share each of `num_blocks` blocks of channels, where `slots` programs run at once."""
+    # Up to eight waves of programs: the empty slots of the last one may cost more than the others. Every wave waits for
+    # its first loads about as long as a tile takes: 2 MB per microsecond, of which a wave of tiles has 6 MB.
+    most = max(min(num_tiles, MAX_CHANNEL_SPLITS, 8 * slots // num_blocks), 1)
+    return min(range(1, most + 1), key=lambda n: cdiv(num_blocks * n, slots) * (cdiv(num_tiles, n) + 1))
+
+
 def _plan_channels(
     sizes: tuple[int, int, int, int],
     spatial_inner: bool,
+    align: int,
     itemsize: int,
     tile: int,
-    num_programs: int,
-    max_splits: int,
-    num_stages: int,
-    channel_warps: int,
-    tiles_per_program: int | None = None,
+    slots: int,
+    chip: Chip,
+    num_stages: int = 1,
 ) -> ChannelPlan:
-    """Cut `[groups, samples, channels, spatial]` into tiles of at most `tile` elements.
-
-    Without `tiles_per_program` there are at most `num_programs` programs unless there are more tiles of channels than
-    that, with it at least `num_programs` and as many more as it takes.
-    """
+    """Cut `[groups, samples, channels, spatial]` into tiles of at most `tile` elements for `slots` programs."""
     num_groups, num_samples, num_channels, num_spatial = sizes
     block_channels = 1 if spatial_inner else min(next_power_of_2(num_channels), CACHE_LINE_BYTES // itemsize)
     rows = tile // block_channels
     block_spatial = _block_spatial(num_samples, num_spatial, rows)
     block_samples = min(rows // block_spatial, next_power_of_2(num_samples))
     num_tiles = cdiv(num_samples, block_samples) * cdiv(num_spatial, block_spatial)
-    channel_programs = num_groups * cdiv(num_channels, block_channels)
-    if tiles_per_program is None:
-        num_splits = max(num_programs // channel_programs, 1)
-    else:
-        num_splits = max(cdiv(num_programs, channel_programs), cdiv(num_tiles, tiles_per_program))
+    num_blocks = num_groups * cdiv(num_channels, block_channels)
+    rows = block_samples * block_spatial
+    # Smaller tiles keep the elements per thread of a full one.
+    num_warps = max(rows * block_channels * limits_of(chip).channel_warps // tile, 1)
+    run = min(ACCESS_BYTES // itemsize, align, rows) if spatial_inner else 1
+    access = num_warps * chip.warp_size * min(ACCESS_BYTES // itemsize, align)
     return ChannelPlan(
-        block_samples=block_samples,
-        block_spatial=block_spatial,
-        block_channels=block_channels,
-        num_splits=min(num_splits, num_tiles, max_splits),
-        # Smaller tiles keep the elements per thread of a full one.
-        num_warps=max(block_samples * block_spatial * block_channels * channel_warps // tile, 1),
+        block_samples,
+        block_spatial,
+        block_channels,
+        num_tiles,
+        num_blocks,
+        _num_splits(num_tiles, num_blocks, slots),
+        slots,
+        repeats=min(max(rows * block_channels // access, 1), rows // run),
+        run=run,
+        num_warps=num_warps,
         num_stages=num_stages,
     )
 
 
-def channel_reduction_programs(spatial_inner: bool, num_inputs: int, device: torch.device | Chip) -> int:
-    """Programs of a reduction of first order over channels for each processor.
+def channel_programs(spatial_inner: bool, num_inputs: int, statistics: bool, device: torch.device | Chip) -> int:
+    """Programs of a reduction over channels for each processor.
 
-    All of them must run at once, or those that start later go through memory once more (see
-    `_channels.backward_share`). The machine-code gate therefore holds the kernels to the registers that this number
-    leaves: on NVIDIA 64 per thread with four programs of 256 threads, 80 with three, 128 with two.
+    All of them run at once, or those that start later go through memory once more (see
+    `_batch_norm_transform.backward_share`). The machine-code gate therefore holds the kernels to the registers that
+    this number leaves: on NVIDIA 64 per thread with four programs of 256 threads, 80 with three, 128 with two.
 
     Args:
         spatial_inner: Whether tiles run along the spatial axis of one channel.
-        num_inputs: Full-size tensors that are read, 1 or 2.
+        num_inputs: Full-size tensors that are read, up to 4.
+        statistics: Whether the kernel sums for statistics.
         device: Where the kernel runs.
     """
     programs = limits_of(chip_of(device)).channel_reduction_programs
-    # ptxas reports up to 64 registers for one tensor along the spatial axis. A second one takes more, and so do offsets
-    # across channels: up to 80 with either, up to 100 with both. A cap on registers (`maxnreg`) is no option of a
-    # kernel in a graph, and smaller tiles would have less in flight. Of 2-byte elements, three programs with two tiles
-    # of 8 KiB load 48 KiB ahead, and two programs 32; a processor's share of 4.8 TB/s during 0.8 microseconds, about
-    # what a load takes, is 29 KB (by calculation, not measured).
-    programs -= num_inputs - 1 if spatial_inner else num_inputs
-    return max(programs, 1)
-
-
-def channel_second_reduction_programs(device: torch.device | Chip) -> int:
-    """Programs of a reduction of second order over channels for each processor, which must run at once likewise.
-
-    Args:
-        device: Where the kernel runs.
-    """
-    # The two that fit the registers: ptxas reports up to 128.
-    return max(limits_of(chip_of(device)).channel_reduction_programs // 2, 1)
+    if num_inputs > 2 - statistics:
+        return max(programs // 2, 1)
+    return max(programs - (num_inputs - 1 if spatial_inner else num_inputs), 1)
 
 
 @planned(channel_candidates)
-def plan_channel_reduction(
+def plan_channel_sums(
     sizes: tuple[int, int, int, int],
     spatial_inner: bool,
     align: int,
     itemsize: int,
     device: torch.device | Chip,
-    num_inputs: int = 1,
+    num_inputs: int,
+    statistics: bool = False,
 ) -> ChannelPlan:
-    """Plan for a kernel that reduces `[groups, samples, channels, spatial]` over samples and spatial positions."""
+    """Plan for a kernel that sums `num_inputs` tensors `[groups, samples, channels, spatial]` per channel."""
     chip = chip_of(device)
     limits = limits_of(chip)
     tile = limits.channel_tile_bytes // max(itemsize, 4)
-    # Elements that are loaded one by one take an address and a mask each, which spills scalar registers on gfx942.
+    if num_inputs > 2 - statistics:
+        tile //= 2
     if align * itemsize < 16:
         tile //= 2
-    # With two stages one tile is fetched while another is reduced; a third would not fit the 64 KiB of gfx942.
-    programs = channel_reduction_programs(spatial_inner, num_inputs, chip) * chip.num_processors
-    return _plan_channels(sizes, spatial_inner, itemsize, tile, programs, MAX_CHANNEL_SPLITS, 2, limits.channel_warps)
+    slots = channel_programs(spatial_inner, num_inputs, statistics, chip) * chip.num_processors
+    # On NVIDIA a step waits for all copies but those of the next one: with two stages for all there are, with three
+    # one step stays under way. On AMD the loads of the next step are issued before the work of this one with two.
+    num_stages = 2 if chip.name.startswith("gfx") else 3
+    return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip, num_stages)
 
 
 @planned(channel_candidates)
 def plan_channel_transform(
-    sizes: tuple[int, int, int, int], spatial_inner: bool, itemsize: int, device: torch.device | Chip
+    sizes: tuple[int, int, int, int],
+    spatial_inner: bool,
+    align: int,
+    itemsize: int,
+    device: torch.device | Chip,
+    num_tensors: int,
 ) -> ChannelPlan:
-    """Plan for an elementwise kernel over `[groups, samples, channels, spatial]` with coefficients per channel."""
+    """Plan for an elementwise kernel of `num_tensors` tensors with coefficients per channel."""
     chip = chip_of(device)
     limits = limits_of(chip)
-    # Coefficients of eight channels and two inputs fit without spills when a tile is half as large as in a reduction.
     tile = limits.channel_tile_bytes // max(itemsize, 4) // 2
-    # Programs hide each other's loads without stages.
-    programs = limits.channel_transform_programs * chip.num_processors
-    cut = (tile, programs, MAX_GRID_Y, 1, limits.channel_warps, TRANSFORM_TILES)
-    return _plan_channels(sizes, spatial_inner, itemsize, *cut)
+    slots = limits.channel_reduction_programs * chip.num_processors
+    return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip)
 
 
 @planned(warp_candidates)
@@ -181,38 +205,3 @@ def plan_channel_merge(num_channels: int, num_splits: int, device: torch.device 
     block_channels = min(max(2048 // block_splits, 1), 32, next_power_of_2(num_channels))
     num_warps = row_warps(block_splits * block_channels, 128, chip_of(device))
     return ChannelMergePlan(block_channels, block_splits, num_warps)
-
-
-@planned(channel_candidates)
-def plan_channel_second_reduction(
-    sizes: tuple[int, int, int, int], spatial_inner: bool, align: int, itemsize: int, device: torch.device | Chip
-) -> ChannelPlan:
-    """Plan for a kernel that takes up to seven sums of `[groups, samples, channels, spatial]` per channel."""
-    chip = chip_of(device)
-    limits = limits_of(chip)
-    # Half of the values per thread that first order takes, because there are up to four operands and seven
-    # accumulators instead of two and two: ptxas reports up to 128 registers and no spills.
-    tile = limits.channel_tile_bytes // max(itemsize, 4) // 2
-    # Narrower loads take so many addresses that two programs do not fit: up to 143 registers.
-    if align * itemsize < 8:
-        tile //= 2
-    # One tile is fetched while another is summed.
-    programs = channel_second_reduction_programs(chip) * chip.num_processors
-    return _plan_channels(sizes, spatial_inner, itemsize, tile, programs, MAX_CHANNEL_SPLITS, 2, limits.channel_warps)
-
-
-@planned(channel_candidates)
-def plan_channel_second_transform(
-    sizes: tuple[int, int, int, int], spatial_inner: bool, itemsize: int, device: torch.device | Chip
-) -> ChannelPlan:
-    """Plan for an elementwise kernel of up to four operands and three results with coefficients per channel."""
-    chip = chip_of(device)
-    limits = limits_of(chip)
-    # As in first order: 8 values per thread, 16 bytes of 2-byte elements. ptxas reports up to 64 registers along the
-    # spatial axis, and up to 128 across channels, with nine coefficients for each. At half the tile it aims at 64 there
-    # and spills 16 bytes for sm_100; twice the threads with half the bytes each would have as much memory in flight.
-    tile = limits.channel_tile_bytes // max(itemsize, 4) // 2
-    # As in first order: at least two waves of resident programs, which hide each other's loads without stages.
-    programs = limits.channel_transform_programs * chip.num_processors
-    cut = (tile, programs, MAX_GRID_Y, 1, limits.channel_warps, TRANSFORM_TILES)
-    return _plan_channels(sizes, spatial_inner, itemsize, *cut)
