@@ -9,8 +9,9 @@ import pathlib
 import sys
 
 from perf.machine_code.rules import broken_rules
+from perf.machine_code.shares import CHIP, broken_shares
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
-from perf.machine_code.workers import in_processes
+from perf.machine_code.workers import compile_keys, in_processes, walk_chip
 from triton_kernels.launch.chips import CHIPS
 
 
@@ -38,26 +39,29 @@ def main(argv: list[str] | None = None) -> int:
     if not writes and version != of_table:
         sys.stdout.write(f"The table is of Triton {of_table}, this is {version}: nothing to compare.\n")
         return 0
-    needed = in_processes([(chip, None) for chip in chips], jobs)
+    walked = dict(zip(chips, in_processes(walk_chip, [(chip,) for chip in chips], jobs), strict=True))
     problems = []
-    for chip in chips:
+    for chip, (needed, calls) in walked.items():
         old = {row.key: row for row in read_table(chip, options.folder)}
         recompiles = options.all or options.check or version != of_table
-        wanted = {} if options.keys else {k: v for k, v in needed[chip].items() if recompiles or k not in old}
+        wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
         shares = [{key: wanted[key] for key in list(wanted)[share::jobs]} for share in range(min(jobs, len(wanted)))]
-        made = in_processes([(chip, share) for share in shares], jobs).get(chip, {})
+        made = {
+            k: row for rows in in_processes(compile_keys, [(chip, s) for s in shares], jobs) for k, row in rows.items()
+        }
         problems += [row for row in made.values() if isinstance(row, str)]
         # The case of a row that needs no compiling is the first one of today.
-        kept = [(old[key], case) for key, (_, case) in needed[chip].items() if key in old and key not in wanted]
+        kept = [(old[key], case) for key, (_, case) in needed.items() if key in old and key not in wanted]
         rows = [dataclasses.replace(row, case=case) for row, case in kept]
         rows += [row for row in made.values() if isinstance(row, Row)]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
+        problems += broken_shares(calls, rows) if chip == CHIP else []
         if writes:
             write_table(chip, rows, options.folder)
         else:
-            problems += [f"{chip}: not in the table: {needed[chip][key]}" for key in needed[chip].keys() - old]
+            problems += [f"{chip}: not in the table: {needed[key]}" for key in needed.keys() - old]
             problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old.values()})]
-        sys.stdout.write(f"{chip}: {len(needed[chip])} kernels, {len(made)} compiled\n")
+        sys.stdout.write(f"{chip}: {len(needed)} kernels, {len(made)} compiled\n")
     if writes:
         (options.folder / VERSION_FILE).write_text(f"{version}\n")
     sys.stderr.write("".join(f"{problem}\n" for problem in problems))

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from perf.machine_code.assembly import accesses, is_amd, unseen_pointers, usage
 from perf.machine_code.cases import cases
 from perf.machine_code.listing import listings, regions
+from perf.machine_code.shares import Called, Launched
 from perf.machine_code.sources import source_text
 from perf.machine_code.table import Row
 from triton_kernels._kernel import intercept
@@ -65,6 +66,11 @@ class Launch(NamedTuple):
     widths: list[int | None]
     register_budget: int
     known: Any
+
+    def described(self) -> Launched:
+        """What of it outlives this process."""
+        named = {**dict(zip(self.kernel.argument_names, self.args, strict=False)), **self.constants}
+        return Launched(self.key, self.grid, {name: value for name, value in named.items() if isinstance(value, int)})
 
     def described_arguments(self) -> dict[str, str]:
         """What the compiler knows of each argument and option, by name."""
@@ -159,25 +165,23 @@ def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[s
     return min(chip.registers // threads // 8 * 8, _MAX_REGISTERS[chip_name])
 
 
-def walk(
-    chip_name: str, visit: Callable[[Launch, str], Any], case_names: Collection[str] | None = None
-) -> dict[str, Any]:
-    """What `visit` makes of the first launch with each key and of its case; all cases if none are named."""
-    found = {}
+def described_calls(
+    chip_name: str, case_names: Collection[str] | None = None
+) -> Iterator[tuple[str, Called, list[Launch]]]:
+    """Each call of the cases, of all if none are named, with its case and its launches on a chip."""
     current: list[Shape] = []
-    case_name = ""
-
-    def on_launch(launch: Launch) -> None:
-        if launch.key not in found:
-            found[launch.key] = visit(launch, case_name)
-
-    with watch_launches(chip_name, current, on_launch):
+    launches: list[Launch] = []
+    with watch_launches(chip_name, current, launches.append):
         for case_name, shape, calls in cases():
-            if case_names is None or case_name in case_names:
-                current[:] = [shape]
-                for call in calls:
-                    call.results()
-    return found
+            if case_names is not None and case_name not in case_names:
+                continue
+            current[:] = [shape]
+            for call in calls:
+                launches.clear()
+                call.results()
+                name = f"{case_name}: {call.launcher.__name__}"
+                called = Called(name, call.cost().bytes_moved, tuple(launch.described() for launch in launches))
+                yield case_name, called, list(launches)
 
 
 def try_compile(chip_name: str, launch: Launch, case: str) -> tuple[Row, Any] | str:

@@ -1,7 +1,7 @@
 """What a kernel's time depends on beside its bytes, loop by loop: instructions, barriers, reductions, copies under way.
 
 Instructions are those of NVIDIA's machine code, listed by a disassembler that comes with Triton; how often a loop runs,
-and what it reduces, are read from Triton's own text. Of AMD's code only these two are known.
+what it reduces, and on AMD what it loads ahead, are read from Triton's own text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Region(NamedTuple):
         barriers: Instructions that wait for the whole block.
         loaded: Bytes that a thread loads from global memory, or copies to shared memory.
         cycles: That one warp alone takes (see `stalls`).
-        ahead: Copies that may be under way when a step waits for its own; None where nothing is copied ahead.
+        ahead: Copies that may be under way when a step waits for its own; None where nothing is copied ahead. On AMD
+            loads of the next step that go before the work of this one.
         unguarded: Whether it copies to memory that other warps may still be reading.
     """
 
@@ -122,14 +123,16 @@ def loop_trips(ttir: str) -> list[str]:
 
 
 class _Source(NamedTuple):
-    """A region of Triton's text."""
+    """A region of Triton's text; `ahead` counts loads whose values the next step takes, as AMD's compiler arranges."""
 
     trips: str
     reductions: int
     stores: bool
+    ahead: int
 
 
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.\w+<\{(.*)\}>", re.MULTILINE)
+_LOADED = re.compile(r"(%[\w.]+) = (?:tt\.load|amdg\.buffer_load) ")
 _REDUCED = re.compile(r"^\}\) : \(tensor<[\w<>x]*?, (.*?)>[,)]")
 
 
@@ -137,7 +140,8 @@ def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
     """What is in no loop, then each loop in the order of the text."""
     layouts = dict(_LAYOUT.findall(ttgir))
     trips = [Region().trips, *loop_trips(ttir)]
-    reductions, stores = [0] * len(trips), [False] * len(trips)
+    reductions, stores, ahead = [0] * len(trips), [False] * len(trips), [0] * len(trips)
+    loaded: set[str] = set()
     # Indents and numbers of the loops that are open.
     inside, started, axis = [(-1, 0)], 0, 0
     for line in ttgir.splitlines():
@@ -152,8 +156,11 @@ def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
             axis = int(re.findall(r"axis = (\d+)", text)[0])
         elif (reduced := _REDUCED.match(text)) is not None:
             reductions[number] += _warps_share(axis, reduced.group(1), layouts)
-        stores[number] |= text.startswith("tt.store")
-    return [_Source(*each) for each in zip(trips, reductions, stores, strict=True)]
+        elif text.startswith("scf.yield "):
+            ahead[number] += len(loaded.intersection(re.findall(r"%[\w.]+", text)))
+        loaded.update(_LOADED.findall(text))
+        stores[number] |= text.startswith(("tt.store", "amdg.buffer_store"))
+    return [_Source(*each) for each in zip(trips, reductions, stores, ahead, strict=True)]
 
 
 def _warps_share(axis: int, layout: str, layouts: Mapping[str, str]) -> bool:
@@ -217,7 +224,7 @@ def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = Fa
     """
     sources = _source_regions(compiled.asm["ttir"], compiled.asm["ttgir"])
     if code is None:
-        return [Region(source.trips, source.reductions) for source in sources]
+        return [Region(source.trips, source.reductions, ahead=source.ahead or None) for source in sources]
     spans = _loops(code)
     bodies = [_own(code, span, spans) for span in (None, *spans)]
     kept = _kept(sources[1:], [any(_name(one) == "STG" for one in body) for body in bodies[1:]])

@@ -22,16 +22,16 @@ KNOWN_SPILLS = {
     ("gfx942", "batch_norm_sums_kernel", "batch_norm 64x2048x7x7 float32"): 15,
 }
 
-# Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in half
-# precision, wider ones on sm_90 only in second order, where a sweep holds up to eight tiles and four sums; each bound
-# is that of the best tile found. "masked" has tiles of bias, mask and noise beside these. Products of float32 are not
-# work for tensor cores of NVIDIA: each thread holds rows of both factors. On gfx942 they are scalar registers, which
-# wait in lanes of a vector register.
+# Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in
+# half precision, wider ones on sm_90 only in second order, where a sweep holds up to eight tiles and four sums; each
+# bound is that of the best tile found, with a step copied ahead. "masked" has tiles of bias, mask and noise beside
+# these. Products of float32 are not work for tensor cores of NVIDIA: each thread holds rows of both factors. On
+# gfx942 they are scalar registers, which wait in lanes of a vector register.
 ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
-    ("sm_80", "wide"): {"keys": 8, "second keys": 8},
+    ("sm_80", "wide"): {"keys": 16, "second keys": 32},
     ("sm_80", "masked"): {"rows": 224, "keys": 368, "second keys": 224},
     ("sm_80", "float32"): {"jvp": 184, "second rows": 3896, "second keys": 8},
-    ("sm_90", "wide"): {"second rows": 144, "second keys": 120},
+    ("sm_90", "wide"): {"second rows": 144, "second keys": 184},
     ("sm_90", "masked"): {"jvp": 32, "keys": 24, "second rows": 24, "second keys": 224},
     ("sm_90", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 24},
     ("sm_100", "wide"): {"keys": 232, "second rows": 56, "second keys": 128},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -9,24 +10,53 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from perf.machine_code.shares import Called
+    from perf.machine_code.table import Row
 
     # For each key the kernel's name and the first case with it.
     Keys = dict[str, tuple[str, str]]
 
 
-def in_processes(tasks: Sequence[tuple[str, Keys | None]], jobs: int) -> dict[str, dict[str, Any]]:
-    """For each chip all keys, or by key the rows of those that are wanted, or what the compiler complains of."""
-    found: dict[str, dict[str, Any]] = {chip: {} for chip, _ in tasks}
-    if tasks:
-        # Spawned, because threads of torch do not survive a fork.
-        with multiprocessing.get_context("spawn").Pool(min(jobs, len(tasks)), maxtasksperchild=1) as pool:
-            for (chip, _), results in zip(tasks, pool.starmap(_work, tasks, chunksize=1), strict=True):
-                found[chip].update(results)
-    return found
+def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> list[Any]:
+    """What `work` returns for the arguments of each task; a single job needs no process of its own."""
+    if jobs == 1 or not tasks:
+        return [work(*task) for task in tasks]
+    # Spawned, because threads of torch do not survive a fork.
+    with multiprocessing.get_context("spawn").Pool(min(jobs, len(tasks)), maxtasksperchild=1) as pool:
+        return pool.starmap(work, tasks, chunksize=1)
 
 
-def _work(chip: str, wanted: Keys | None) -> dict[str, Any]:
+def walk_chip(chip: str) -> tuple[Keys, list[Called]]:
+    """All keys that the cases need on a chip, and their calls."""
+    with _own_cache():
+        from perf.machine_code.compiling import described_calls
+
+        keys: Keys = {}
+        calls = []
+        for case, called, launches in described_calls(chip):
+            calls.append(called)
+            for launch in launches:
+                keys.setdefault(launch.key, (launch.kernel.__name__, case))
+        return keys, calls
+
+
+def compile_keys(chip: str, wanted: Keys) -> dict[str, Row | str]:
+    """By key the rows of those that are wanted, or what the compiler complains of."""
+    with _own_cache():
+        from perf.machine_code.compiling import described_calls, try_compile, whole_rows
+
+        made = {}
+        for case, _, launches in described_calls(chip, {case for _, case in wanted.values()}):
+            for launch in launches:
+                if launch.key in wanted and launch.key not in made:
+                    made[launch.key] = try_compile(chip, launch, case)
+        return whole_rows(chip, made)
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
     with tempfile.TemporaryDirectory() as cache_dir, warnings.catch_warnings():
         # Torch and Triton warn that there is no GPU, and of defaults to come: once per process, over the progress.
@@ -34,10 +64,4 @@ def _work(chip: str, wanted: Keys | None) -> dict[str, Any]:
         os.environ["TRITON_CACHE_DIR"] = cache_dir
         # Line tables take a tenth of the time and change no instruction.
         os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-        from perf.machine_code.compiling import try_compile, walk, whole_rows
-
-        if wanted is None:
-            return walk(chip, lambda launch, case: (launch.kernel.__name__, case))
-        cases = {case for _, case in wanted.values()}
-        made = walk(chip, lambda launch, case: launch.key in wanted and try_compile(chip, launch, case), cases)
-        return whole_rows(chip, {key: each for key, each in made.items() if each})
+        yield

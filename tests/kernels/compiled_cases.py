@@ -3,20 +3,37 @@
 `python -m tests.kernels.compiled_cases anew|faults CHIP`
 """
 
+# Compile-time constants are upper case, as in the kernels of the package.
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 import dataclasses
 import functools
 import sys
+import unittest.mock
 from typing import TYPE_CHECKING
 
 import torch
+import triton
+import triton.language as tl
 
 from perf.machine_code.cases import ALL_MODES, Shape, launch_mode
-from perf.machine_code.compiling import Launch, try_compile, watch_launches, whole_rows
+from perf.machine_code.compiling import (
+    Launch,
+    StandInDriver,
+    described_calls,
+    try_compile,
+    watch_launches,
+    whole_rows,
+)
+from perf.machine_code.listing import Region, listings, regions
 from perf.machine_code.rules import broken_rules
+from perf.machine_code.shares import broken_shares
+from perf.machine_code.table import Row, read_table
 from perf.workloads import KERNEL_MODES
 from tests.kernels.calls import BatchNorm, LayerNorm
+from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,8 +119,55 @@ def changed(case: str, first: list[tuple[str, dict[str, str]]], again: list[tupl
     return sorted(found)
 
 
+@triton.jit
+def _sums(x_ptr, y_ptr, num_rows, STAGES: tl.constexpr, REDUCTIONS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums over rows, of each of which so many sums are taken one after another."""
+    cols = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=STAGES):
+        x = tl.load(x_ptr + row * BLOCK + cols)
+        for _ in tl.static_range(REDUCTIONS):
+            x = x * x - tl.sum(x, axis=0)
+        total += x
+    tl.store(y_ptr + tl.program_id(0) * BLOCK + cols, total)
+
+
+def loops(chip_name: str) -> None:
+    """A loop that waits for what it has just copied, one with many reductions, and one without barriers are found."""
+    triton.runtime.driver.set_active(StandInDriver(chip_name))  # pyright: ignore[reportArgumentType] - it quacks
+    x = torch.empty(1 << 20)
+
+    def found(num_stages: int, reductions: int, left_out: str = "") -> tuple[list[Region], list[str]]:
+        options = {"STAGES": num_stages, "REDUCTIONS": reductions, "BLOCK": 1024, "num_warps": 4}
+        compiled = _sums.warmup(x, x, 1023, **options, grid=(8,))
+        (code,) = listings(chip_name, [compiled.asm["cubin"]])
+        parts = regions(compiled, [one for one in code if one.opcode.split(".")[0] != left_out], has_cycles=True)
+        text = "; ".join(map(str, parts))
+        return parts, broken_rules(chip_name, Row("sums", "sums", 4, 32, 32, 0, 0, 0, "", "", 0, text, ""))
+
+    (outside, loop), problems = found(3, 1)
+    assert not problems, problems
+    assert (outside.num_trips({}), loop.num_trips({"num_rows": 1023, "programs_x": 8})) == (1, 128)
+    assert (outside.reductions, loop.reductions, loop.loaded, loop.ahead) == (0, 1, 32, 1)
+    for arguments, complaint in (((2, 1), "waits for all"), ((3, 3), "3 reductions"), ((3, 1, "BAR"), "copies over")):
+        _, (problem,) = found(*arguments)
+        assert complaint in problem, problem
+
+
+def half(chip_name: str) -> None:
+    """Plans for half of the processors leave the other half idle, which the shares of a call tell."""
+    rows = read_table(chip_name)
+    chip = dataclasses.replace(CHIPS[chip_name], num_processors=CHIPS[chip_name].num_processors // 2)
+    with unittest.mock.patch.dict(CHIPS, {chip_name: chip}):
+        calls = [called for _, called, _ in described_calls(chip_name, {"layer_norm 8192x4096 bfloat16 backward"})]
+    problems = broken_shares(calls, rows)
+    assert any("of the programs that fit" in problem for problem in problems), problems
+
+
 def faults(chip_name: str) -> None:
     """A layer norm backward with a mistake in its plan breaks the rules: one warp for a long row, or no alignment."""
+    loops(chip_name)
+    half(chip_name)
     shape = Shape("layer_norm", (8192, 4096))
     (launch, *_) = launches(chip_name, shape, lambda: launch_mode(shape, "backward"))
     with watch_launches(chip_name, [shape], lambda launch: None):

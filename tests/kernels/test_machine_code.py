@@ -12,6 +12,7 @@ import pytest
 import triton
 
 from perf.machine_code.rules import broken_rules
+from perf.machine_code.shares import Called, Launched, broken_shares
 from perf.machine_code.table import Row, read_table, read_version
 from tests.kernels.interpreting import run_compiled
 from triton_kernels.launch.chips import CHIPS
@@ -87,6 +88,30 @@ def test_rules_reject(change: dict, complaint: str) -> None:
     assert not broken_rules("sm_90", ROW)
     (found,) = broken_rules("sm_90", dataclasses.replace(ROW, **change))
     assert complaint in found
+
+
+# Sums of 2,112 partial rows of 256 columns of float32, of which a program adds 64 rows at a time up, after a backward
+# of 8,192 * 4,096 elements of bfloat16; and that backward.
+ADDING = "0:1:1 r1 i200 b2 l0 c1500; 0:num_parts:64 r0 i117 b0 l128 c1000"
+SUMMING = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 l64 c1100 a4 u0"
+
+
+@pytest.mark.parametrize(
+    "regions, grid, values, complaint",
+    [
+        (ADDING, (8,), {"num_parts": 2112}, "waits 19.7 us in 33 steps of 0.06 programs"),
+        (ADDING, (8,), {"num_parts": 264}, None),
+        (SUMMING, (264,), {"num_rows": 8192, "num_splits": 264}, None),
+        (SUMMING, (132,), {"num_rows": 8192, "num_splits": 132}, "0.50 of the programs that fit"),
+        (SUMMING.replace("l64", "l16"), (264,), {"num_rows": 8192, "num_splits": 264}, "8 KiB under way"),
+        (SUMMING.replace("i360", "i900"), (264,), {"num_rows": 8192, "num_splits": 264}, "issues for 0.99 of the time"),
+    ],
+)
+def test_shares_reject(regions: str, grid: tuple[int, ...], values: dict[str, int], complaint: str | None) -> None:
+    row = dataclasses.replace(ROW, registers=96, regions=regions)
+    called = Called("layer_norm 8192x4096 bfloat16 backward", 3 * 2 * 8192 * 4096, (Launched(KEY, grid, values),))
+    problems = broken_shares([called], [row])
+    assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
 
 
 @pytest.mark.parametrize(

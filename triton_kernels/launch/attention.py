@@ -49,7 +49,9 @@ def plan_attention(
     """
     chip = chip_of(device)
     plan, most = _largest_plan(kernel, width, itemsize, chip), limits_of(chip).attention_tile
-    if plan.num_stages > 1 and _staged_bytes(plan, kernel, width, itemsize) > chip.shared_bytes:
+    # AMD's compiler loads a step ahead with two, and has less shared memory.
+    plan = replace(plan, num_stages=min(plan.num_stages, 2)) if chip.name == "gfx942" else plan
+    if plan.num_stages > 1 and _staged_bytes(plan, kernel, width, itemsize, chip) > chip.shared_bytes:
         # A chip with less memory than that of its table, which holds what a program owns too: one step, half as long.
         swept = "block_rows" if kernel.endswith("keys") else "block_keys"
         plan = replace(plan, num_stages=1, **{swept: max(getattr(plan, swept) // 2, MIN_MATMUL)})
@@ -58,35 +60,38 @@ def plan_attention(
     return replace(plan, block_rows=block_rows, block_keys=block_keys)
 
 
-def _staged_bytes(plan: AttentionPlan, kernel: str, width: int, itemsize: int) -> int:
+def _staged_bytes(plan: AttentionPlan, kernel: str, width: int, itemsize: int, chip: Chip) -> int:
     """Shared memory of the steps in flight, of two or, with tangents, four tensors, with room for what is owned."""
     owned, swept = plan.block_rows, plan.block_keys
+    # The tensor cores of sm_80 read registers, so that a step leaves its memory while it is multiplied.
+    steps = plan.num_stages - (chip.name == "sm_80")
     if kernel.endswith("keys"):
         owned, swept = swept, owned
     tensors = 2 if kernel == "fwd" or kernel.startswith("first") else 4
-    return tensors * (swept * plan.num_stages + owned) * next_power_of_2(width) * itemsize
+    return tensors * (swept * steps + owned) * next_power_of_2(width) * itemsize
 
 
 # Plans of half types by the largest width that they serve. A warp multiplies 16 of the rows or keys that a program
 # owns: with fewer of them, warps would repeat each other's products. Tiles are the largest that ptxas fits into the
 # registers of sm_90 without spills, causal or not; at width 128 the second sweep of rows spills a few bytes, and that
-# of keys, with its four sums, has no more than 32 keys.
+# of keys, with its four sums, has no more than 32 keys. With three stages the copies of a whole step are under way
+# during the products of another, at the registers of two, which wait for all that they have just copied.
 _HALF = {
     64: {
         "fwd": AttentionPlan(128, 64, 8, 3),
-        "jvp": AttentionPlan(128, 64, 8, 2),
-        "first_rows": AttentionPlan(128, 64, 8, 2),
-        "first_keys": AttentionPlan(64, 128, 8, 2),
-        "second_rows": AttentionPlan(128, 32, 8, 2),
-        "second_keys": AttentionPlan(32, 128, 8, 2),
+        "jvp": AttentionPlan(128, 64, 8, 3),
+        "first_rows": AttentionPlan(128, 64, 8, 3),
+        "first_keys": AttentionPlan(64, 128, 8, 3),
+        "second_rows": AttentionPlan(128, 32, 8, 3),
+        "second_keys": AttentionPlan(32, 128, 8, 3),
     },
     128: {
-        "fwd": AttentionPlan(128, 64, 8, 2),
-        "jvp": AttentionPlan(128, 32, 8, 2),
-        "first_rows": AttentionPlan(128, 32, 8, 2),
-        "first_keys": AttentionPlan(32, 128, 8, 2),
-        "second_rows": AttentionPlan(128, 32, 8, 2),
-        "second_keys": AttentionPlan(64, 32, 8, 2),
+        "fwd": AttentionPlan(128, 64, 8, 3),
+        "jvp": AttentionPlan(128, 32, 8, 3),
+        "first_rows": AttentionPlan(128, 32, 8, 3),
+        "first_keys": AttentionPlan(32, 128, 8, 3),
+        "second_rows": AttentionPlan(128, 32, 8, 3),
+        "second_keys": AttentionPlan(64, 32, 8, 3),
     },
     256: {
         "fwd": AttentionPlan(128, 32, 8, 1),
@@ -98,7 +103,7 @@ _HALF = {
 # Bytes of a row of float32 or float64 up to which tiles have more than the fewest rows and keys.
 _MAX_WIDE_BYTES = 512
 _WIDE = {
-    "fwd": AttentionPlan(64, 32, 8, 2),
+    "fwd": AttentionPlan(64, 32, 8, 3),
     **dict.fromkeys(("jvp", "first_rows", "first_keys"), AttentionPlan(32, 32, 8, 1)),
     **dict.fromkeys(("second_rows", "second_keys"), AttentionPlan(16, 16, 4, 1)),
 }
@@ -108,15 +113,15 @@ _WIDE = {
 _OF_CHIP = {
     "sm_80": {
         64: {
-            "jvp": AttentionPlan(128, 32, 8, 2),
-            "second_rows": AttentionPlan(64, 16, 4, 2),
-            "second_keys": AttentionPlan(16, 64, 4, 2),
+            "jvp": AttentionPlan(128, 32, 8, 3),
+            "second_rows": AttentionPlan(64, 16, 4, 3),
+            "second_keys": AttentionPlan(16, 64, 4, 3),
         },
         128: {
-            "jvp": AttentionPlan(128, 16, 8, 2),
-            "first_keys": AttentionPlan(16, 128, 8, 2),
-            "second_rows": AttentionPlan(32, 32, 8, 2),
-            "second_keys": AttentionPlan(32, 32, 8, 2),
+            "jvp": AttentionPlan(128, 16, 8, 3),
+            "first_keys": AttentionPlan(16, 128, 8, 3),
+            "second_rows": AttentionPlan(32, 32, 8, 3),
+            "second_keys": AttentionPlan(32, 32, 8, 3),
         },
     },
     "gfx942": {

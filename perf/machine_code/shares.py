@@ -1,0 +1,135 @@
+"""Whether the calls of the table are bound by memory on an H100: what they issue, wait for, and have under way.
+
+The table says what a step of each kernel takes, the launches say how many steps and programs there are. Attention is
+bound by its products of matrices and has no part in this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from perf.machine_code.work import numbers_of, work_of
+from triton_kernels.launch.chips import CHIPS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from perf.machine_code.table import Row
+
+# The chip whose latencies `stalls` knows, its clock, and what memory gives of the 3.35 TB/s of its data sheet.
+CHIP = "sm_90"
+CYCLES_PER_US = 1755
+BYTES_PER_US = 3e6
+
+# Issue slots that a call may take, as a share of those in the time of its bytes: in many of the others, a scheduler
+# finds no instruction that can go.
+MAX_ISSUE_SHARE = 0.6
+# What the longest program of a launch may take, where the time of the bytes of its call is shorter than the first; and
+# of one that leaves processors idle, beside a tenth of that time.
+MAX_CHAIN_US = 12.0
+MAX_SMALL_CHAIN_US = 5.0
+# Launches that load more are to fill the processors: three quarters of the programs that fit, or so many bytes under
+# way on each that memory has no pause (a latency of 800 cycles at full speed takes 10 KiB); and at least so many.
+LARGE_BYTES = 16 << 20
+FILLING_SHARE = 0.75
+FILLING_BYTES = 32 << 10
+LEAST_BYTES = 12 << 10
+
+
+# Calls that may break the shares, by op, sizes and dtype, and why.
+KNOWN_SHARES: dict[str, str] = {}
+
+
+class Launched(NamedTuple):
+    """A launch: the key of its row, its grid, and its integers by name."""
+
+    key: str
+    grid: tuple[int, ...]
+    values: dict[str, int]
+
+
+class Called(NamedTuple):
+    """A call of a case, named by both, the bytes that it moves, and its launches."""
+
+    name: str
+    bytes_moved: int
+    launches: tuple[Launched, ...]
+
+
+class Share(NamedTuple):
+    """What a launch takes of an H100.
+
+    Attributes:
+        kernel: Its name.
+        issue_us: Time in which all processors do nothing but issue its instructions.
+        chain_us: Time that the longest program takes alone, and those that follow it in its place.
+        programs: Programs on each processor, of which `resident` fit at once.
+        steps: Steps of its longest loop.
+        loaded: Bytes that it loads from global memory in the loop that loads most, or outside of loops.
+        under_way: Bytes that are being loaded on each processor while others are worked on.
+    """
+
+    kernel: str
+    issue_us: float
+    chain_us: float
+    programs: float
+    resident: int
+    steps: int
+    loaded: float
+    under_way: float
+
+
+def share_of(launched: Launched, row: Row) -> Share:
+    """What a launch takes, by the row of its kernel."""
+    chip, regions = CHIPS[CHIP], row.parsed_regions()
+    used = (row.num_warps, row.registers, row.shared_bytes)
+    work = work_of(regions, launched.values, launched.grid, used, chip)
+    numbers = numbers_of(launched.values, launched.grid)
+    trips = [region.num_trips(numbers) for region in regions]
+    programs = work.programs / chip.num_processors
+    step_bytes = [row.num_warps * chip.warp_size * (region.loaded or 0) for region in regions]
+    loaded, step, longest = max(
+        ((count * size, size, region) for count, size, region in zip(trips, step_bytes, regions, strict=True)),
+        key=lambda each: each[0],
+    )
+    return Share(
+        row.kernel,
+        work.issue_cycles(chip.num_processors) / CYCLES_PER_US,
+        work.latency_cycles(chip.num_processors) / CYCLES_PER_US,
+        programs,
+        work.resident,
+        max(trips[1:], default=1),
+        work.programs * loaded,
+        # A loop that waits for what it has just asked for has it under way half of the time.
+        min(programs, work.resident) * step * (0.5 if longest.ahead == 0 else 1.0),
+    )
+
+
+def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
+    shares = [share_of(launched, rows[launched.key]) for launched in called.launches if launched.key in rows]
+    memory_us = called.bytes_moved / BYTES_PER_US
+    issue = sum(share.issue_us for share in shares) / memory_us
+    problems = [f"issues for {issue:.2f} of the time of its bytes"] if issue > MAX_ISSUE_SHARE else []
+    for share in shares:
+        is_small = share.programs < 1
+        most = max(MAX_SMALL_CHAIN_US, memory_us / 10) if is_small else max(MAX_CHAIN_US, memory_us)
+        used = min(share.programs / share.resident, 1)
+        waits = f"{share.kernel} waits {share.chain_us:.1f} us in {share.steps} steps of "
+        waits += f"{share.programs:.2f} programs per processor, {most:.1f} allowed"
+        under_way = f"{share.kernel} has {share.under_way / 1024:.0f} KiB under way on a processor"
+        is_large, fills = share.loaded > LARGE_BYTES, used >= FILLING_SHARE or share.under_way >= FILLING_BYTES
+        broken = {
+            waits: share.chain_us > most,
+            under_way: is_large and share.under_way < LEAST_BYTES,
+            f"{under_way} and {used:.2f} of the programs that fit": is_large and share.steps > 1 and not fills,
+        }
+        problems += [text for text, is_broken in broken.items() if is_broken]
+    return [f"{CHIP} {called.name}: {problem}" for problem in problems]
+
+
+def broken_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
+    """What is wrong with calls, in words; empty if nothing is. Launches without a row are left out, and attention."""
+    by_key = {row.key: row for row in rows}
+    known = ("attention ", *(f"{case} " for case in KNOWN_SHARES))
+    others = (called for called in calls if not called.name.startswith(known))
+    return sorted({problem for called in others for problem in _broken(called, by_key)})
