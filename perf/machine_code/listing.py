@@ -11,6 +11,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
@@ -65,16 +66,15 @@ class Region(NamedTuple):
         """
         sizes = {axis: values.get(f"programs_{axis}", 1) for axis in "xyz"}
         ends = ({f"program_{axis}": last * (size - 1) for axis, size in sizes.items()} for last in (0, 1))
-        # The text is what `_Bounds` writes.
-        parts = (
-            [eval(part, {"min": min, "max": max}, {**values, **end}) for part in self.trips.split(":")] for end in ends
-        )
-        return max(len(range(*bounds)) for bounds in parts)
+        # The text is what `_Bounds` writes, with names that its parts share.
+        named = ({"min": min, "max": max, **values, **end} for end in ends)
+        return max(len(range(*(eval(part, names) for part in re.split(":(?!=)", self.trips)))) for names in named)
 
 
 _ASSIGNMENT = re.compile(r"^\s*(%[\w.]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)
 _FOR = re.compile(r"scf\.for \S+ = (%[\w.]+) to (%[\w.]+) step (%[\w.]+)")
 _OPERATORS = {"addi": "+", "subi": "-", "muli": "*", "divsi": "//", "remsi": "%"}
+_COMPARISONS = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge": ">="}
 _SAME_VALUE = {"extsi", "extui", "trunci", "index_cast"}
 
 
@@ -82,36 +82,69 @@ class _Bounds:
     """Bounds of the loops of a kernel in Triton's text, as expressions in its arguments and the program's number."""
 
     def __init__(self, ttir: str) -> None:
-        self._made = {name: (operation, rest) for name, operation, rest in _ASSIGNMENT.findall(ttir)}
+        self._made = {
+            name: (operation.partition(".")[2], rest, re.findall(r"%[\w.]+", rest))
+            for name, operation, rest in _ASSIGNMENT.findall(ttir)
+        }
+        self._uses: Counter[str] = Counter()
+        self._named: dict[str, str] = {}
 
-    def text(self, value: str) -> str:
-        """An expression for a value, a number where it is one."""
+    def trips(self, values: Sequence[str]) -> str:
+        """As `Region.trips`; what occurs more than once gets a name where it occurs first."""
+        self._uses.clear()
+        self._named.clear()
+        for value in values:
+            self._count(value)
+        return ":".join(map(self._text, values))
+
+    def _origin(self, value: str) -> str:
+        while value in self._made and self._made[value][0] in _SAME_VALUE:
+            value = self._made[value][2][0]
+        return value
+
+    def _count(self, value: str) -> None:
+        value = self._origin(value)
+        self._uses[value] += 1
+        if self._uses[value] == 1 and value in self._made:
+            for operand in self._made[value][2]:
+                self._count(operand)
+
+    def _text(self, value: str) -> str:
+        value = self._origin(value)
+        if value not in self._named:
+            text = self._expression(value)
+            if self._uses[value] == 1 or text.isidentifier() or text.isdigit():
+                return text
+            self._named[value] = f"t{len(self._named)}"
+            return f"({self._named[value]}:={text})"
+        return self._named[value]
+
+    def _expression(self, value: str) -> str:
         if value not in self._made:
             return value.removeprefix("%")
-        operation, rest = self._made[value]
-        name, operands = operation.partition(".")[2], re.findall(r"%[\w.]+", rest)
+        name, rest, operands = self._made[value]
         if name == "constant":
             return rest.split()[0]
-        if name == "get_program_id":
-            return f"program_{rest[0]}"
-        if name == "get_num_programs":
-            return f"programs_{rest[0]}"
-        if name in _SAME_VALUE:
-            return self.text(operands[0])
-        if name in _OPERATORS:
-            return _folded(self.text(operands[0]), _OPERATORS[name], self.text(operands[1]))
+        if name in {"get_program_id", "get_num_programs"}:
+            return f"program{'s' * (name != 'get_program_id')}_{rest[0]}"
+        if name in _OPERATORS or name == "cmpi":
+            operator = _OPERATORS.get(name) or _COMPARISONS[rest.split(",")[0]]
+            return _folded(self._text(operands[0]), operator, self._text(operands[1]))
         if name in {"minsi", "maxsi"}:
-            return f"{name[:3]}({self.text(operands[0])},{self.text(operands[1])})"
-        raise ValueError(f"trips: bounds of loops are arithmetic on arguments, got {value} = {operation} {rest}.")
+            return f"{name[:3]}({self._text(operands[0])},{self._text(operands[1])})"
+        if name == "select":
+            yes, no, condition = (self._text(operands[number]) for number in (1, 2, 0))
+            return f"({yes},{no})[not({condition})]"
+        raise ValueError(f"trips: bounds of loops are arithmetic on arguments, got {value} = {name} {rest}.")
 
 
 def _folded(left: str, operator: str, right: str) -> str:
     text = f"{left}{operator}{right}"
     if left.isdigit() and right.isdigit():
         return str(eval(text))
-    if left == "0" and operator in "*//%":
+    if left == "0" and operator in {"*", "//", "%"}:
         return "0"
-    if (right == "0" and operator in "+-") or (right == "1" and operator in "*//"):
+    if (right, operator) in {("0", "+"), ("0", "-"), ("1", "*"), ("1", "//")}:
         return left
     return right if (left, operator) in {("0", "+"), ("1", "*")} else f"({text})"
 
@@ -119,7 +152,7 @@ def _folded(left: str, operator: str, right: str) -> str:
 def loop_trips(ttir: str) -> list[str]:
     """How often a program runs each loop of Triton's text, as `Region.trips`, in the order of the text."""
     bounds = _Bounds(ttir)
-    return [":".join(map(bounds.text, found)) for found in _FOR.findall(ttir)]
+    return [bounds.trips(found) for found in _FOR.findall(ttir)]
 
 
 class _Source(NamedTuple):
