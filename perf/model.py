@@ -1,13 +1,21 @@
-"""The time model: what a call of the kernels should take on a device, from bytes, products, launches and peak speeds.
+"""The time model: what a call of the kernels should take on a device, from bytes, instructions, waits and launches.
 
-    time = max(bytes moved / copy bandwidth, operations / peak of tensor cores) + launches * time of a launch
+    time = max(bytes, issue, latency) + launches * time of a launch
 
-Bytes, and operations of products of matrices, are those of `triton_kernels.costs` under the plan that the device's chip
-gets; only attention has such products. Three times bracket a call:
+    bytes     bytes moved / copy bandwidth; of attention operations / peak of tensor cores, where that is longer
+    issue     instructions of all warps of a processor / what its four schedulers issue
+    latency   cycles that a program takes alone, waiting for memory included, times the programs that follow one
+              another in one place of a processor
+
+The longest is what binds. Bytes, and operations of products of matrices, are those of `triton_kernels.costs` under the
+plan that the device's chip gets. Instructions and cycles are those of the committed tables of machine code, in which
+each launch finds its kernel; one that is not there leaves the step to its bytes. Attention, whose products bind, has
+neither. Three times bracket the bytes of a call:
 
     floor     every operand read once, every result written once, by one launch: no implementation can be faster, but
               for one of attention with fewer products; these of pairs of tokens that see each other alone
-    cached    what the plan reads again comes from the L2 cache as far as that can hold it, and costs nothing
+    cached    what the plan reads again comes from the L2 cache as far as that can hold it, and costs nothing; this
+              enters the maximum
     memory    what the plan reads again comes from memory
 
 The last two multiply whole tiles, whose widths are powers of 2. No kernel reaches the peak of tensor cores.
@@ -19,36 +27,44 @@ A device is described by a JSON file in which each value has its source and says
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections import defaultdict
 from dataclasses import dataclass
-from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS, MATMUL_OPS
-from triton_kernels import costs, launch
+from perf.machine_code import cases
+from perf.machine_code.compiling import watch_launches
+from perf.machine_code.table import read_table
+from perf.machine_code.work import work_of
+from perf.workloads import GPU_WORKLOADS, MATMUL_OPS
+from triton_kernels import launch
 
 if TYPE_CHECKING:
+    from perf.calls import Call
+    from perf.machine_code.compiling import Launch
     from perf.workloads import Workload
     from triton_kernels.costs import Cost
 
 DEVICES = Path(__file__).parent / "devices"
 
-# The launchers that a step of each mode calls: forward mode and Hessian-vector products compute the values beside the
-# tangents. The suite's Hessian-vector products are those of a loss that is linear in y, so y_bar has no tangent.
-_LAUNCHERS = {
-    "forward": ("fwd",),
-    "backward": ("bwd",),
-    "forward_backward": ("fwd", "bwd"),
-    "jvp": ("fwd", "jvp"),
-    "hvp": ("fwd", "jvp", "bwd", "bwd_jvp"),
-    "double_backward": ("pairing",),
-    "backward_of_jvp": ("bwd", "jvp_bwd"),
+# The modes of the machine code's cases whose first call a step of each mode makes. Forward mode and Hessian-vector
+# products compute the values beside the tangents. The suite's Hessian-vector products are those of a loss that is
+# linear in y, so y_bar has no tangent.
+_STEPS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "forward_backward": ("forward", "backward"),
+    "jvp": ("forward", "jvp"),
+    "hvp": ("forward", "jvp", "backward", "hvp"),
+    "double_backward": ("double_backward",),
+    "backward_of_jvp": ("backward", "backward_of_jvp"),
 }
-MODES = tuple(_LAUNCHERS)
+MODES = tuple(_STEPS)
 
 # Programs of a sweep over long rows that run at once on a processor: the compiler reports 37 to 64 registers for most
 # sweeps of 512 threads, and the register file has room for two or three times that (docs/perf/machine_code). Kernels
@@ -73,6 +89,9 @@ class Device:
         matmul_flops_per_second: Peak of tensor cores for products of bfloat16 and float16.
         launch_seconds: Time between the ends of two kernels beyond what their bytes take.
         l2_bytes: Size of the last cache before memory.
+        clock_hertz: Cycles of a processor per second under load.
+        sustained_share: What processors make of the issue slots, and of the cycles of a warp alone, that machine code
+            says; fitted to published times.
     """
 
     name: str
@@ -82,6 +101,8 @@ class Device:
     launch_seconds: Value
     l2_bytes: Value
     num_processors: Value
+    clock_hertz: Value
+    sustained_share: Value
 
 
 def read_device(name: str) -> Device:
@@ -92,39 +113,118 @@ def read_device(name: str) -> Device:
     return Device(description["name"], description["chip"], **values)
 
 
+def read_devices() -> list[Device]:
+    """All devices that are described."""
+    return [read_device(str(path)) for path in sorted(DEVICES.glob("*.json"))]
+
+
 class Prediction(NamedTuple):
-    """Times in microseconds that a call should take on a device, and what they follow from."""
+    """Times in microseconds that a call should take on a device, and what they follow from.
+
+    The first three are of bytes and products, `issue_us` and `latency_us` of machine code, None where it is not known;
+    launches are counted in the first three and in `predicted_us`. `binds` names the term that most of it is due to.
+    """
 
     floor_us: float
     cached_us: float
     memory_us: float
+    issue_us: float | None
+    latency_us: float | None
+    predicted_us: float
+    binds: str
     cost: Cost
 
 
 def predict(workload: Workload, mode: str, device: Device) -> Prediction:
     """What one step of a mode of the suite should take on the device, apart from what the host does."""
     chip = dataclasses.replace(launch.CHIPS[device.chip], num_processors=int(device.num_processors.value))
-    with launch.use_chip(chip):
-        calls = calls_of(workload, mode)
+    times, bound = defaultdict[str, float](float), defaultdict[str, float](float)
+    known, steps = True, steps_of(workload, mode, chip)
+    for cost, launches in steps:
+        seen = cost.matmuls * workload.matmul_flops if cost.matmuls else 0
+        gaps = cost.launches * device.launch_seconds.value
+        cached = _seconds(cost.bytes_moved - _reused(cost, device), cost.flops, device)
+        times["floor"] += _seconds(cost.minimum_bytes, seen, device) + device.launch_seconds.value
+        times["cached"] += cached + gaps
+        times["memory"] += _seconds(cost.bytes_moved, cost.flops, device) + gaps
+        busy = _busy(launches, device) if launches else None
+        known = known and busy is not None
+        terms = {"products" if cost.flops else "bytes": cached, **(busy or {})}
+        for name, seconds in (busy or {}).items():
+            times[name] += seconds
+        binds = max(terms, key=terms.__getitem__)
+        bound[binds] += terms[binds] + gaps
+    return Prediction(
+        floor_us=1e6 * times["floor"],
+        cached_us=1e6 * times["cached"],
+        memory_us=1e6 * times["memory"],
+        issue_us=1e6 * times["issue"] if known else None,
+        latency_us=1e6 * times["latency"] if known else None,
+        predicted_us=1e6 * sum(bound.values()),
+        binds=max(bound, key=bound.__getitem__),
+        cost=functools.reduce(add, (cost for cost, _ in steps)),
+    )
 
-    def microseconds(num_bytes: float, launches: int, flops: float) -> float:
-        moving = num_bytes / device.copy_bytes_per_second.value
-        multiplying = flops / device.matmul_flops_per_second.value
-        return 1e6 * (max(moving, multiplying) + launches * device.launch_seconds.value)
 
-    def of_call(call: Cost) -> tuple[float, ...]:
-        seen = call.matmuls * workload.matmul_flops if call.matmuls else 0
-        return (
-            microseconds(call.minimum_bytes, 1, seen),
-            microseconds(call.bytes_moved - _reused_bytes(call, device), call.launches, call.flops),
-            microseconds(call.bytes_moved, call.launches, call.flops),
-        )
-
-    times = zip(*map(of_call, calls), strict=True)
-    return Prediction(*map(sum, times), cost=reduce(add, calls))
+def calls_of(workload: Workload, mode: str) -> list[Call]:
+    """The calls of launchers that one step of a mode, of `MODES`, makes, on meta tensors."""
+    steps = _STEPS[mode]
+    if workload.op == "log_softmax" and mode == "double_backward":
+        # It keeps y and not x: the cotangent of y goes on to x.
+        steps = (*steps, "backward")
+    with torch.device("meta"):
+        calls = [cases.calls_of(_shape_of(workload), step)[0] for step in steps]
+    # One call gives value and tangent at once, where there is a launcher for it.
+    at_once = steps[:2] == ("forward", "jvp") and calls[1].launcher.__name__.endswith("_fwd_jvp")
+    return calls[at_once:]
 
 
-def _reused_bytes(call: Cost, device: Device) -> float:
+def _shape_of(workload: Workload) -> cases.Shape:
+    names = [field.name for field in dataclasses.fields(cases.Shape) if field.name != "masked"]
+    return cases.Shape(**{name: getattr(workload, name) for name in names})
+
+
+def steps_of(workload: Workload, mode: str, chip: launch.Chip) -> list[tuple[Cost, list[Launch]]]:
+    """Of each of these calls its cost and its launches, planned for a chip."""
+    found: list[tuple[Cost, list[Launch]]] = []
+    launches: list[Launch] = []
+    with watch_launches(chip.name, [_shape_of(workload)], launches.append), launch.use_chip(chip):
+        for call in calls_of(workload, mode):
+            # Products bind attention, whatever is issued beside them.
+            if workload.op not in MATMUL_OPS:
+                call.results()
+            found.append((call.cost(), launches.copy()))
+            launches.clear()
+    return found
+
+
+def _seconds(num_bytes: float, flops: float, device: Device) -> float:
+    return max(num_bytes / device.copy_bytes_per_second.value, flops / device.matmul_flops_per_second.value)
+
+
+def _busy(launches: list[Launch], device: Device) -> dict[str, float] | None:
+    """Seconds that launches issue, and those that they wait; None where the machine code of one is not known."""
+    rows, processors = _machine_code(device.chip), int(device.num_processors.value)
+    cycles = {"issue": 0.0, "latency": 0.0}
+    for one in launches:
+        if one.key not in rows:
+            return None
+        row = rows[one.key]
+        values = dict(zip(one.kernel.argument_names, one.args, strict=False))
+        used = (row.num_warps, row.registers, row.shared_bytes)
+        work = work_of(row.parsed_regions(), values, one.grid, used, launch.CHIPS[device.chip])
+        cycles["issue"] += work.issue_cycles(processors)
+        cycles["latency"] += work.latency_cycles(processors)
+    pace = device.clock_hertz.value * device.sustained_share.value
+    return {name: count / pace for name, count in cycles.items()}
+
+
+@functools.cache
+def _machine_code(chip_name: str) -> dict[str, Any]:
+    return {row.key: row for row in read_table(chip_name)}
+
+
+def _reused(call: Cost, device: Device) -> float:
     """What of the further reads of a call the last cache can serve."""
     cache = device.l2_bytes.value
     at_once = SWEEPING_PROGRAMS * device.num_processors.value
@@ -132,111 +232,6 @@ def _reused_bytes(call: Cost, device: Device) -> float:
     # Programs come in as many waves as it takes, and each wave finds a cache full of its own rows.
     served = sum(min(sweep.num_bytes, cache * max(sweep.num_programs / at_once, 1.0)) for sweep in call.sweeps)
     return served + min(call.bytes_moved - call.minimum_bytes - swept, cache)
-
-
-def calls_of(workload: Workload, mode: str) -> list[Cost]:
-    """Costs of the launchers that one step of a mode, of `MODES`, calls, planned for the chip in force."""
-    calls = _CALLS[workload.op](workload)
-    names = _LAUNCHERS[mode]
-    if workload.op == "log_softmax" and mode == "double_backward":
-        # It keeps y and not x: the cotangent of y goes on to x.
-        names = (*names, "bwd")
-    return [calls[name] for name in names]
-
-
-def _operands(workload: Workload) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The input, its weight, and a vector of statistics."""
-    layout = torch.channels_last if workload.channels_last else torch.contiguous_format
-    x = torch.empty(workload.shape, dtype=workload.torch_dtype, device="meta", memory_format=layout)
-    weight = x.new_empty((workload.num_params,), dtype=workload.param_dtype) if workload.num_params else None
-    statistics = workload.shape[1:2] if workload.op in CHANNEL_OPS else workload.shape[:-1]
-    return x, weight, x.new_empty(statistics, dtype=torch.float32)
-
-
-def _layer_norm_calls(workload: Workload) -> dict[str, Cost]:
-    x, weight, stat = _operands(workload)
-    wanted = (True, weight is not None, weight is not None)
-    operands = (x, x, weight, stat, stat)
-    return {
-        "fwd": costs.layer_norm_fwd(x, weight, weight, 1, 0, EPS),
-        "bwd": costs.layer_norm_bwd(*operands, 1, 0, wanted),
-        "jvp": costs.layer_norm_jvp(x, weight, stat, stat, x, weight, weight, 1, 0),
-        "bwd_jvp": costs.layer_norm_bwd_jvp(*operands, None, x, weight, 1, 0, wanted),
-        "pairing": costs.layer_norm_pairing(*operands, x, None, None, 1, 0, (True, *wanted[:2], False, False, False)),
-    }
-
-
-def _log_softmax_calls(workload: Workload) -> dict[str, Cost]:
-    x, *_ = _operands(workload)
-    dim = workload.dim % x.dim()
-    return {
-        "fwd": costs.log_softmax_fwd(x, dim, None),
-        "bwd": costs.log_softmax_bwd(x, x, dim, x.dtype),
-        "jvp": costs.log_softmax_jvp(x, x, dim),
-        "bwd_jvp": costs.log_softmax_bwd_jvp(x, x, None, x, dim, x.dtype),
-        "pairing": costs.log_softmax_pairing(x, x, x, dim, (True, True, False)),
-    }
-
-
-def _batch_norm_calls(workload: Workload) -> dict[str, Cost]:
-    x, weight, stat = _operands(workload)
-    wanted = (True, weight is not None, weight is not None)
-    operands = (x, x, weight, stat, stat)
-    return {
-        "fwd": costs.batch_norm_train_fwd(x, weight, weight, None, None, 0, 0.1, EPS),
-        "bwd": costs.batch_norm_train_bwd(*operands, 0, wanted),
-        "jvp": costs.batch_norm_train_jvp(x, weight, stat, stat, x, weight, weight, 0),
-        "bwd_jvp": costs.batch_norm_bwd_jvp(*operands, None, x, weight, 0, wanted),
-        "pairing": costs.batch_norm_pairing(*operands, x, None, None, 0, (True, True, True, False, False, False)),
-    }
-
-
-def _batch_norm_eval_calls(workload: Workload) -> dict[str, Cost]:
-    x, weight, stat = _operands(workload)
-    wanted = (True, weight is not None, weight is not None, False, False)
-    return {
-        "fwd": costs.batch_norm_eval_fwd(x, weight, weight, stat, stat, 0, EPS),
-        "bwd": costs.batch_norm_eval_bwd(x, x, weight, stat, stat, 0, EPS, wanted),
-        "jvp": costs.batch_norm_eval_jvp(x, weight, stat, stat, x, weight, weight, None, None, 0, EPS),
-    }
-
-
-def _dropout_calls(workload: Workload) -> dict[str, Cost]:
-    # It is linear: each of its derivatives is itself.
-    seed = torch.empty((), dtype=torch.int64, device="meta")
-    call = costs.dropout_fwd(_operands(workload)[0], seed, None, DROPOUT_P, 0)
-    return dict.fromkeys(("fwd", "bwd", "jvp"), call)
-
-
-def _attention_calls(workload: Workload) -> dict[str, Cost]:
-    # o is like q, and so is every tangent and cotangent like what it belongs to.
-    q, _, lse = _operands(workload)
-    k = q.new_empty(workload.key_shape)
-    dots, options = (q, k, k, None), (None, None, None, 1.0, workload.causal, 0.0)
-    operands, all_three, none = (*dots, q, lse), (True, True, True, False), (False,) * 4
-
-    def pairing(*wanted: bool, moved: Any = (None, None)) -> Cost:
-        args: Any = (q, None, None, None, *operands, *dots, *moved, *options, wanted)
-        return costs.attention_pairing(*args)
-
-    return {
-        "fwd": costs.attention_fwd(*dots, *options),
-        "bwd": costs.attention_bwd(q, None, *operands, *options, all_three),
-        "jvp": costs.attention_jvp(*operands, *dots, *options),
-        "bwd_jvp": pairing(False, False, *all_three, *none, moved=(q, lse)),
-        "pairing": pairing(True, False, *all_three, *none),
-        "jvp_bwd": pairing(False, False, *all_three, *all_three, moved=(q, lse)),
-    }
-
-
-_CALLS = {
-    "layer_norm": _layer_norm_calls,
-    "log_softmax": _log_softmax_calls,
-    "batch_norm": _batch_norm_calls,
-    "batch_norm_eval": _batch_norm_eval_calls,
-    "dropout": _dropout_calls,
-    "attention": _attention_calls,
-}
 
 
 def page(device: Device) -> str:
@@ -256,14 +251,14 @@ def page(device: Device) -> str:
         lines += [
             "",
             f"| workload | mode | launches | minimum MB | moved MB |{' GFLOP |' * has_products} floor us | cached us |"
-            " memory us |",
-            f"|---|---|{'---:|' * (6 + has_products)}",
+            " memory us | issue us | latency us | predicted us | binds |",
+            f"|---|---|{'---:|' * (9 + has_products)}---|",
         ]
         for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
             if (workload.op in MATMUL_OPS) == has_products:
-                *times, cost = predict(workload, mode, device)
+                *times, binds, cost = predict(workload, mode, device)
                 flops = [cost.flops / 1e9] * has_products
                 figures = (cost.minimum_bytes / 1e6, cost.bytes_moved / 1e6, *flops, *times)
-                cells = [workload.key, mode, str(cost.launches), *(f"{figure:.1f}" for figure in figures)]
-                lines.append(f"| {' | '.join(cells)} |")
+                texts = ("" if figure is None else f"{figure:.1f}" for figure in figures)
+                lines.append(f"| {' | '.join([workload.key, mode, str(cost.launches), *texts, binds])} |")
     return "\n".join(lines) + "\n"

@@ -13,7 +13,9 @@ from triton.backends.compiler import GPUTarget
 from perf import model, wrong_derivatives
 from perf.__main__ import DOCS, main
 from perf.machine_code import stalls
+from perf.machine_code.table import Row
 from perf.workloads import Workload
+from triton_kernels import launch
 
 ROWS = Workload("by hand", "layer_norm", (8192, 4096), affine=False)
 LOGITS = Workload("by hand", "log_softmax", (8192, 4096))
@@ -79,6 +81,32 @@ def test_attention_takes_as_long_as_its_bytes_or_its_products_whichever_is_longe
     assert found.memory_us == pytest.approx(products * 2 * pairs * 128 * 1e6)
     bytes_alone = model.predict(workload, mode, device)
     assert bytes_alone.memory_us == pytest.approx(bytes_alone.cost.bytes_moved * 1e6)
+
+
+@pytest.mark.parametrize(
+    "code, binds, cycles",
+    [
+        # 63 programs for the busiest of 132 processors, of 8 warps each, whose instructions four schedulers issue.
+        ("0:1:1 r0 i600 b2 l64 c4000; program_x:programs_x:programs_x r0 i400 b0 l0 c1000", "issue", 63 * 8 * 1000 / 4),
+        # Eight programs at a time on each.
+        ("0:1:1 r0 i90 b2 l64 c4000; 0:num_rows-8190:1 r0 i5 b0 l0 c500", "latency", 8192 / 132 / 8 * (4000 + 2 * 500)),
+        ("0:1:1 r0 i1 b2 l64 c1", "bytes", 0),
+    ],
+)
+def test_the_longest_of_three_terms_is_predicted_and_named(code, binds, cycles, device, monkeypatch):
+    (_, launches), *_ = model.steps_of(ROWS, "forward", launch.CHIPS["sm_90"])
+    keys = [one.key for one in launches]
+    row = Row("by hand", "by hand", 8, 32, 255, 0, 0, 0, "", "", 0, code, "by hand")
+    monkeypatch.setattr(model, "_machine_code", lambda chip: dict.fromkeys(keys, row))
+    one, half, slow = (model.Value(value, False, "by hand") for value in (1.0, 0.5, 1e5))
+    changed = dataclasses.replace(device, clock_hertz=one, sustained_share=half, copy_bytes_per_second=slow)
+    found = model.predict(ROWS, "forward", changed)
+    assert found.binds == binds
+    assert found.predicted_us == pytest.approx(max(2e6 * cycles, found.cached_us))
+    # One that nobody has compiled leaves the step to its bytes.
+    monkeypatch.setattr(model, "_machine_code", lambda chip: {})
+    found = model.predict(ROWS, "forward", changed)
+    assert (found.binds, found.issue_us, found.predicted_us) == ("bytes", None, found.cached_us)
 
 
 def test_the_page_of_predictions_is_what_the_model_says(capsys):

@@ -126,16 +126,20 @@ def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launc
     """
     driver = StandInDriver(chip_name)
     triton.runtime.driver.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
-    texts: dict[Any, str] = {}
 
     def describe(kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
-        if kernel not in texts:
-            texts[kernel] = source_text(kernel.function)
         widths = [_width(tensor, shape[0]) for tensor in args if isinstance(tensor, torch.Tensor)]
         budget = _register_budget(chip_name, kernel, args, constants)
         known = kernel.function.device_caches[driver.get_current_device()][-1](*args, debug=False, **constants)[1]
         options = sorted((name, value) for name, value in constants.items() if name not in kernel.argument_names)
-        parts = (triton.__version__, chip_name, texts[kernel], repr(known), repr(options), repr((widths, budget)))
+        parts = (
+            triton.__version__,
+            chip_name,
+            source_text(kernel.function),
+            repr(known),
+            repr(options),
+            repr((widths, budget)),
+        )
         key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
         callback(Launch(key, kernel, grid, args, constants, widths, budget, known))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -23,6 +24,7 @@ class UnknownGlobalError(TypeError):
     """A kernel names something of which nobody knows how it changes the machine code."""
 
 
+@functools.cache
 def source_text(function: Any) -> str:
     """Text of a `triton.jit` function, of all device functions that it calls, and of the constants that they name.
 

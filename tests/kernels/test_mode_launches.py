@@ -68,5 +68,5 @@ def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(w
     for mode in (*workload.modes, "forward_backward"):
         steps = make_steps(mode, side.function(workload), side.wrap)
         launched = launches(steps(make_sample(workload, mode, torch.device("cpu"))))
-        assert len(launched) == sum(call.launches for call in model.calls_of(workload, mode)), (mode, launched)
+        assert len(launched) == sum(call.cost().launches for call in model.calls_of(workload, mode)), (mode, launched)
         assert in_table.issuperset(launched), mode
