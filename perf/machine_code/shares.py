@@ -32,7 +32,7 @@ MAX_SMALL_CHAIN_US = 5.0
 # way on each that memory has no pause (a latency of 800 cycles at full speed takes 10 KiB); and at least so many.
 LARGE_BYTES = 16 << 20
 FILLING_SHARE = 0.75
-FILLING_BYTES = 32 << 10
+FILLING_BYTES = 24 << 10
 LEAST_BYTES = 12 << 10
 
 
