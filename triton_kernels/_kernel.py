@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -54,6 +54,7 @@ _runtime = knobs.runtime
 # What wants to see launches, outermost first; the flag tells whether it takes the launch's place.
 _watchers: tuple[tuple[Callable, bool], ...] = ()
 _num_tracing = 0
+_num_recording = 0
 _lock = threading.Lock()
 _thread = threading.local()
 
@@ -117,6 +118,43 @@ def is_tracing() -> bool:
     return _num_tracing > 0 and getattr(_thread, "depth", 0) > 0
 
 
+class DirectLaunch(NamedTuple):
+    """A launch without Triton's own look-up.
+
+    Attributes:
+        device: Number of the device.
+        run: Launches the compiled kernel on its grid: `run(*args, stream=stream)`. Pointers may be integers.
+        args: All of them, constants too.
+        hooks: What Triton would call before launches of this kernel, if anything is in there.
+    """
+
+    device: int
+    run: Callable[..., None]
+    args: tuple
+    hooks: list
+
+
+@contextlib.contextmanager
+def recording(note: Callable[[DirectLaunch | None], None]) -> Iterator[None]:
+    """Context in which `note` is told of every launch of this thread, with None if it was not a direct one."""
+    global _num_recording
+    with _lock:
+        _num_recording += 1
+    _thread.note = note
+    try:
+        yield
+    finally:
+        _thread.note = None
+        with _lock:
+            _num_recording -= 1
+
+
+def are_launches_seen() -> bool:
+    """Whether somebody watches, traces, records or inspects launches, so that each has to go through its `Kernel`."""
+    is_recording = _num_recording and getattr(_thread, "note", None) is not None
+    return bool(_watchers or _num_tracing or is_recording or _runtime.add_stages_inspection_hook)
+
+
 class UntraceableLaunchError(NotImplementedError):
     """A launch that cannot become a node of a graph."""
 
@@ -167,25 +205,33 @@ class Kernel:
         return self.function.warmup(*args, grid=grid, **{**PINNED_OPTIONS, **constants})
 
     def _launch(self, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
-        if (_watchers or _num_tracing) and self._taken_over(grid, args, constants):
-            return
+        launch = None
+        if not ((_watchers or _num_tracing) and self._taken_over(grid, args, constants)):
+            launch = self._launch_directly(grid, args, constants)
+        if _num_recording and (note := getattr(_thread, "note", None)) is not None:
+            note(launch)
+
+    def _launch_directly(self, grid: Any, args: tuple, constants: dict[str, Any]) -> DirectLaunch | None:
+        """Launch what was compiled before; where there is no such thing, Triton launches and None is returned."""
         if self._key is None or callable(grid) or self.function.pre_run_hooks or _runtime.add_stages_inspection_hook:
             self._launch_by_triton(grid, args, constants)
-            return
+            return None
         try:
             active = _driver.active
             device = active.get_current_device()
             described = self._key(*args)
         except (AttributeError, TypeError):
             self._launch_by_triton(grid, args, constants)
-            return
+            return None
         key = (device, *described, *constants, *constants.values())
         found = self._compiled.get(key)
         if found is None:
             self._launch_first(key, grid, args, constants)
-            return
+            return None
         compiled, rest = found
-        compiled[(*grid, 1, 1)[:3]](*args, *rest, stream=active.get_current_stream(device))
+        launch = DirectLaunch(device, compiled[(*grid, 1, 1)[:3]], (*args, *rest), self.function.pre_run_hooks)
+        launch.run(*launch.args, stream=active.get_current_stream(device))
+        return launch
 
     def _launch_by_triton(self, grid: Any, args: tuple, constants: dict[str, Any]) -> Any:
         return self.function[grid](*args, **{**PINNED_OPTIONS, **constants})

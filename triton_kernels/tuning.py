@@ -22,6 +22,7 @@ import torch
 
 from triton_kernels import DISTRIBUTION
 from triton_kernels._kernel import INTERPRETED, is_tracing
+from triton_kernels._recipes import repeatable
 from triton_kernels._tuning_store import Choice, Store, cache_path
 from triton_kernels.launch import chip_of, device_name
 from triton_kernels.launch._planned import PlanKey, Request, set_advisor
@@ -234,7 +235,7 @@ def tunable(launcher: Launcher) -> Launcher:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return launcher(*args, **kwargs) if _tuner is None else _tuner.call(launcher, args, kwargs)
 
-    return wrapper  # pyright: ignore[reportReturnType] - same signature
+    return repeatable(wrapper)  # pyright: ignore[reportReturnType] - same signature
 
 
 def _requested() -> bool:

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from perf.machine_code.compiling import StandInDriver
 from tests.kernels.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
+from tests.kernels.repeated_calls import check_all
 from triton_kernels._kernel import Kernel, intercept
 from triton_kernels.launch.chips import CHIPS, use_chip
 
@@ -219,3 +220,4 @@ if __name__ == "__main__":
     check_fusion()
     check_threads()
     check_keys()
+    check_all()

@@ -1,4 +1,4 @@
-"""Plan functions that answer from memory: one dictionary look-up where the same launch was planned before."""
+"""Plan functions, for which an advisor may answer, and what is to be forgotten when plans change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
 Plan = TypeVar("Plan")
-
-# Batch sizes vary without end; beyond this many plans, those of a function are forgotten and made again.
-MAX_REMEMBERED = 4096
 
 
 class PlanKey(NamedTuple):
@@ -48,7 +45,7 @@ class Advisor(Protocol):
     """Who may answer with another plan than the default."""
 
     def advise(self, request: Request) -> tuple[Any, bool]:
-        """The plan to take, and whether it is settled, so that the same request need not be made again."""
+        """The plan to take, and whether it is settled, so that what follows from it may be remembered."""
         ...
 
 
@@ -58,11 +55,13 @@ def _no_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> Sequ
 
 
 _advisor: Advisor | None = None
-_remembered: list[dict[Hashable, Any]] = []
+_remembered: list[dict[Any, Any]] = []
+# Counts changes of plans, and plans for the time being.
+_num_changes = 0
 
 
 def planned(candidates: Callable[[Any, Any, Mapping[str, Any]], Sequence[Any]] = _no_candidates) -> Callable:
-    """Decorate a plan function, which has an argument `device`, so that it answers from memory.
+    """Decorate a plan function, which has an argument `device`, so that an advisor may answer.
 
     Args:
         candidates: Function of a plan, the device, and the other arguments by name; returns the plans that might be
@@ -71,41 +70,24 @@ def planned(candidates: Callable[[Any, Any, Mapping[str, Any]], Sequence[Any]] =
 
     def decorate(function: Callable[..., Plan]) -> Callable[..., Plan]:
         signature = inspect.signature(function)
-        settled: dict[Hashable, Plan] = {}
-        defaults: dict[Hashable, Request] = {}
-        _remembered.extend((settled, defaults))
 
-        def request(args: tuple, kwargs: dict[str, Any]) -> Request:
+        @functools.wraps(function)
+        def plan(*args: Any, **kwargs: Any) -> Plan:
+            # Sizes that a compiler traces are symbols. A plan fixes them.
+            args, kwargs = _concrete(args), {name: _concrete(value) for name, value in kwargs.items()}
+            default = function(*args, **kwargs)
+            if _advisor is None:
+                return default
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = dict(bound.arguments)
             device = arguments.pop("device")
-            default = function(*args, **kwargs)
             key = PlanKey(function.__name__, tuple(arguments.values()))
-            return Request(key, device, default, lambda: candidates(default, device, arguments))
-
-        def answer(key: Hashable, args: tuple, kwargs: dict[str, Any]) -> Plan:
-            if len(defaults) >= MAX_REMEMBERED:
-                settled.clear()
-                defaults.clear()
-            asked = defaults.get(key)
-            if asked is None:
-                asked = defaults[key] = request(args, kwargs)
-            result, is_settled = (asked.default, True) if _advisor is None else _advisor.advise(asked)
-            if is_settled:
-                settled[key] = result
+            request = Request(key, device, default, lambda: candidates(default, device, arguments))
+            result, is_settled = _advisor.advise(request)
+            if not is_settled:
+                _note_change()
             return result
-
-        @functools.wraps(function)
-        def plan(*args: Any, **kwargs: Any) -> Plan:
-            key = (args, *kwargs.items()) if kwargs else args
-            try:
-                return settled[key]
-            except KeyError:
-                return answer(key, args, kwargs)
-            except TypeError:
-                # Sizes that a compiler traces as symbols have no hash. A plan fixes them.
-                return function(*_concrete(args), **{name: _concrete(value) for name, value in kwargs.items()})
 
         return plan
 
@@ -118,10 +100,27 @@ def _concrete(value: Any) -> Any:
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
+def remembered(facts: dict[Any, Any]) -> dict[Any, Any]:
+    """The same dictionary, which is cleared from here on whenever plans change."""
+    _remembered.append(facts)
+    return facts
+
+
+def plan_changes() -> int:
+    """A number that is another one after plans have changed, or a plan was given that is not settled."""
+    return _num_changes
+
+
+def _note_change() -> None:
+    global _num_changes
+    _num_changes += 1
+
+
 def forget_plans() -> None:
-    """Plan everything anew, because something that plans depend on has changed."""
-    for plans in _remembered:
-        plans.clear()
+    """Forget what follows from plans, because something that they depend on has changed."""
+    _note_change()
+    for facts in _remembered:
+        facts.clear()
 
 
 def set_advisor(advisor: Advisor | None) -> None:

@@ -1,0 +1,392 @@
+"""Calls that repeat an earlier one by its recipe, beside the same calls without; fails where they launch other things.
+
+`kernel_calls` runs the checks. Nothing is compiled: in place of each kernel stands what notes its launches.
+`python -m tests.kernels.repeated_calls` prints the time of the host for each launcher, beside that of Triton's own
+launches of the same kernels.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+import unittest.mock
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.compiler import CompiledKernel
+
+from perf.machine_code.compiling import StandInDriver
+from tests.kernels.calls import (
+    ROW_PLANS,
+    Attention,
+    BatchNorm,
+    Call,
+    LayerNorm,
+    LogSoftmax,
+    channels_last,
+    copying_calls,
+    dropout_calls,
+    random,
+)
+from triton_kernels._kernel import Kernel, intercept, observe
+from triton_kernels._recipes import Recipe, repeatable
+from triton_kernels.launch import use_chip, use_limits
+from triton_kernels.launch.chips import CHIPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+# The most that a call may take, of the time of Triton's own launches of the same kernels. Calls take 0.4 to 0.9 by a
+# recipe and 1.2 to 4 without, nearly all of them more than 1.5.
+MOST_OF_TRITON = 1.5
+ROUNDS, CALLS_PER_ROUND = 15, 10
+
+launches: list[tuple] = []
+
+
+class Driver(StandInDriver):
+    """Stands in for the driver of a machine with several sm_90, the first of which is in use."""
+
+    device = 0
+
+    def get_current_device(self) -> int:
+        """Number of the device in use."""
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        """Handle of a stream, one per device."""
+        return 100 + device
+
+    def unload_module(self, module: Any) -> None:
+        """Forget a kernel: nothing was loaded."""
+
+
+def _compile(source: Any, options: Any = None, **_: Any) -> CompiledKernel:
+    """What notes the launches of a kernel, in place of the compiled one."""
+    known = repr((source.fn.__name__, source.signature, source.constants, source.attrs, options))
+
+    def run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
+        launches.append((known, (x, y, z), stream, args))
+
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    vars(compiled).update(src=source, name=source.fn.__name__, hash=known, metadata=None, packed_metadata=None)
+    vars(compiled).update(module=1, function=2, _module_pid=None, _run=run)
+    return compiled
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[Driver]:
+    """Context in which launches are planned for sm_90 and noted."""
+    driver, config = Driver("sm_90"), triton.runtime.driver
+    config.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
+    with use_chip(CHIPS["sm_90"]), unittest.mock.patch("triton.compiler.compile", _compile):
+        yield driver
+
+
+def launched(run: Callable[[], Any]) -> tuple[list[Tensor], list[tuple]]:
+    """Results, and what was launched for them."""
+    launches.clear()
+    results = run()
+    return [results] if isinstance(results, torch.Tensor) else list(results), launches.copy()
+
+
+@contextlib.contextmanager
+def only_repeated() -> Iterator[None]:
+    """Context in which a launch that does not repeat an earlier one is an error."""
+    with unittest.mock.patch.object(Kernel, "_launch", side_effect=AssertionError("not repeated")):
+        yield
+
+
+def elsewhere(x: Any) -> Any:
+    """A tensor like `x` in every respect, in other memory."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone(), x.storage_offset(), x.size(), x.stride())
+
+
+Launched = tuple[list[torch.Tensor], list[tuple]]
+
+
+def check_same(call: Call, expected: Launched, actual: Launched) -> None:
+    """The same kernels with the same arguments: of new memory, whatever takes its place, which nothing else is in."""
+    (results, launched), (others, again) = expected, actual
+    assert [(x.shape, x.stride(), x.dtype) for x in results] == [(x.shape, x.stride(), x.dtype) for x in others]
+    assert [launch[:3] for launch in launched] == [launch[:3] for launch in again]
+    # No kernel runs: what is not filled at first has the NaN of unwritten memory.
+    assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(results, others, strict=True))
+    # By how much each storage has moved.
+    moved = {x.untyped_storage().data_ptr(): 0 for x in call.tensors()}
+    moved |= {x.untyped_storage().data_ptr(): y.data_ptr() - x.data_ptr() for x, y in zip(results, others, strict=True)}
+    spans = {(y.data_ptr(), y.nbytes) for y in (*call.tensors(), *others) if y.numel()}
+    for (*_, tensors), (*_, addresses) in zip(launched, again, strict=True):
+        for x, y in zip(tensors, addresses, strict=True):
+            y = y.data_ptr() if isinstance(y, torch.Tensor) else y
+            if isinstance(x, torch.Tensor) and x.numel():
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in moved:
+                    moved[storage.data_ptr()] = y - x.data_ptr()
+                    spans.add((storage.data_ptr() + y - x.data_ptr(), storage.nbytes()))
+                assert y == x.data_ptr() + moved[storage.data_ptr()]
+            else:
+                assert y == (0 if isinstance(x, torch.Tensor) else x)
+    read = {x.data_ptr() for x in call.tensors()}
+    assert all(a + n <= b or {a, b} <= read for (a, n), (b, _) in itertools.pairwise(sorted(spans)))
+
+
+def compare(call: Call) -> None:
+    """The call launches what its launcher launches by itself."""
+    plain: Any = call.launcher.__wrapped__  # pyright: ignore[reportFunctionMemberAccess] - a decorated function
+    check_same(call, launched(lambda: plain(*call.args)), launched(call.results))
+
+
+def check_repeated(call: Call) -> None:
+    """The call launches the same without its `Kernel`s."""
+    with only_repeated():
+        call.results()
+    compare(call)
+
+
+def check(call: Call) -> None:
+    """The third of like calls repeats the second, with tensors that lie elsewhere."""
+    for _ in range(2):
+        call.results()
+    check_repeated(call._replace(args=tuple(map(elsewhere, call.args))))
+
+
+def check_every_launcher() -> None:
+    """Every mode, with what may be absent, in several layouts and in every plan of rows."""
+    rows = LayerNorm.draw((6, 40)), LogSoftmax.draw((6, 40), 1), LogSoftmax.draw((40, 6), 0)
+    images, last = BatchNorm.draw((4, 8, 5, 5)), BatchNorm.draw((4, 8, 5, 5), torch.bfloat16, arrange=channels_last)
+    pairs = {"bias": random(2, 4, 24, 24), "mask": random(1, 24, 24) > 0, "causal": True}
+    noise = {"seed": torch.tensor(3), "offset": torch.tensor(5), "dropout_p": 0.3}
+    attention = [Attention.draw((2, 4, 24, 16), 24, key_heads=2, **options) for options in ({}, pairs | noise)]
+    for operands in (*rows, images):
+        for call in (call for mode in operands.MODES for call in operands.choices(mode)):
+            check(call)
+    for call in (*last.calls(), *(call for each in attention for call in each.calls())):
+        check(call)
+    for limits in ROW_PLANS.values():
+        with use_limits(**limits):
+            for call in (call for operands in rows for call in operands.calls()):
+                check(call)
+    for call in dropout_calls():
+        check(call)
+
+
+@repeatable
+def inner(x: Tensor) -> Tensor:
+    """A launcher within another one."""
+    y = torch.empty_like(x)
+    TOY_KERNEL[(1,)](x, y, None)
+    return y
+
+
+@repeatable
+def outer(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Launches on parts of an argument, of a result and of scratch, and on a result of its own launcher."""
+    small, large, other, y = x.new_empty(5), x.new_empty(40), x.new_empty(5), torch.empty_like(x)
+    TOY_KERNEL[(2,)](x[2:], small[1:], large[10:])
+    TOY_KERNEL[(3,)](inner(x), small[1:], y[1:])
+    TOY_KERNEL[(4,)](other, None, None)
+    return y, x.new_zeros(0)
+
+
+@repeatable
+def late_zeros(x: Tensor) -> Tensor:
+    """Fills a result with zeros, but not at first."""
+    y = torch.empty_like(x)
+    TOY_KERNEL[(1,)](x, y, None)
+    return y.zero_()
+
+
+def _toy_kernel(x_ptr, y_ptr, z_ptr):
+    pass
+
+
+TOY_KERNEL = Kernel(_toy_kernel)
+
+
+def check_toys() -> None:
+    """What no launcher of today does."""
+    x = random(4, 4)
+    check(Call(outer, (x,)))
+    for _ in range(3):
+        late_zeros(x)
+    with unittest.mock.patch.object(Kernel, "_launch") as launch:
+        late_zeros(x)
+    assert launch.called
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies that torch makes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, and go on."""
+        self.count += func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
+        return func(*args, **(kwargs or {}))
+
+
+def check_copies() -> None:
+    """Whatever is copied before it is read is copied in every call."""
+    attention = Attention.draw((2, 4, 24, 16), 24)
+    other_layout = attention.change(q_dot=elsewhere(attention.q_dot).contiguous()).call("jvp")
+    for call in (*copying_calls(torch.float32), other_layout._replace(copies=1)):
+        for _ in range(4):
+            with Copies() as copies:
+                call.results()
+            assert copies.count == call.copies, call.launcher.__name__
+
+
+CALL = LayerNorm.draw((8, 64)).call("jvp")
+X, X_DOT = 0, 4
+
+
+def with_argument(call: Call, position: int, value: Any) -> Call:
+    """The call with another argument."""
+    return call._replace(args=(*call.args[:position], value, *call.args[position + 1 :]))
+
+
+def check_keys() -> None:
+    """A recipe serves no call that differs in what kernels are compiled or planned for."""
+    x = CALL.args[X]
+    others = random(8 * 64 + 1)[1:].view(8, 64), random(8, 80)[:, :64], random(6, 64), x.double(), x.t().clone().t()
+    calls = [CALL, *(with_argument(CALL, X, other) for other in others), with_argument(CALL, X_DOT, None)]
+    for call in 2 * calls:
+        check(call)
+    # What is recorded with one tensor in two places serves two.
+    call = LayerNorm.draw((5, 64)).call("jvp")
+    for _ in range(2):
+        with_argument(call, X_DOT, call.args[X]).results()
+    check_repeated(call)
+
+
+def check_who_comes_between(driver: Driver) -> None:
+    """Who watches launches sees them, other plans are followed, and the device of the tensors is the one in use."""
+    check(CALL)
+    seen = []
+    for watch in (intercept, observe):
+        with watch(lambda *launch: seen.append(launch)):
+            CALL.results()
+    kernel = seen[0][0].function
+    kernel.add_pre_run_hook(lambda *args, **kwargs: seen.append(args))
+    CALL.results()
+    kernel.pre_run_hooks.clear()
+    assert len(seen) == 3
+    check(CALL)
+    with use_limits(**ROW_PLANS["shared"]):
+        compare(CALL)
+        check(CALL)
+    compare(CALL)
+    check(CALL)
+    driver.device = 1
+    with unittest.mock.patch("torch.cuda.device", lambda device: unittest.mock.patch.object(driver, "device", device)):
+        assert [launch[2] for launch in launched(CALL.results)[1]] == [100]
+    driver.device = 0
+
+
+def check_memory() -> None:
+    """Recipes keep no tensor alive, and their number is bounded."""
+
+    def num_recipes() -> int:
+        return sum(isinstance(thing, Recipe) for thing in gc.get_objects())
+
+    call, results = LayerNorm.draw((7, 64)).call("bwd"), []
+    args = list(call.args)
+    call = call._replace(args=())
+    for _ in range(3):
+        results += call._replace(args=tuple(args)).results()
+    references = [weakref.ref(x) for x in (*args, *results) if isinstance(x, torch.Tensor)]
+    for held in (args, results, launches):
+        held.clear()
+    assert not any(reference() is not None for reference in references)
+    before = num_recipes()
+    with unittest.mock.patch("triton_kernels._recipes.MAX_RECIPES", before + 4):
+        for size in range(1, 20):
+            for _ in range(2):
+                LogSoftmax.draw((size, 8), 1).call("fwd").results()
+    assert 0 < num_recipes() - before <= before + 4
+
+
+def check_threads() -> None:
+    """Many threads may record and repeat at once."""
+    calls = [LogSoftmax.draw((size, 24), 1).call("bwd") for size in range(1, 9)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        shapes = pool.map(lambda n: (calls[n % 8].results()[0].shape[0], n % 8 + 1), range(200))
+    assert all(found == expected for found, expected in shapes)
+    for call in calls:
+        check(call)
+
+
+def timed_calls() -> list[Call]:
+    """A call of each launcher, as rules call it."""
+    images, attention = BatchNorm.draw((8, 16, 14, 14)), Attention.draw((2, 4, 64, 32), 64)
+    operands = images, LayerNorm.draw((64, 512)), LogSoftmax.draw((64, 512), 1), attention
+    calls = [*(call for each in operands for call in each.calls()), dropout_calls()[0]]
+    return [c._replace(args=tuple(tuple(x) if isinstance(x, list) else x for x in c.args)) for c in calls]
+
+
+def time_in_launches(call: Call, run: Callable[[], Any]) -> float:
+    """Median time of `run`, in times of Triton's own launches of what the call launches."""
+    made: list[tuple] = []
+    with intercept(lambda *launch: made.append(launch)):
+        call.results()
+
+    def launch_all() -> None:
+        for kernel, grid, args, constants in made:
+            kernel.function[grid](*args, **constants)
+
+    def processor_time(function: Callable[[], Any]) -> float:
+        start = time.process_time()
+        for _ in range(CALLS_PER_ROUND):
+            function()
+        return time.process_time() - start
+
+    for function in (launch_all, run, run):
+        function()
+    return statistics.median(processor_time(run) / processor_time(launch_all) for _ in range(ROUNDS))
+
+
+def check_host_time() -> None:
+    """A call takes little more than Triton takes to find its kernels."""
+    gc.disable()
+    found = [(call.launcher.__name__, time_in_launches(call, call.results)) for call in timed_calls()]
+    gc.enable()
+    slow = [(name, ratio) for name, ratio in found if ratio > MOST_OF_TRITON]
+    assert not slow, slow
+
+
+def check_all() -> None:
+    """All checks."""
+    with stand_ins() as driver:
+        # Fills new memory.
+        torch.use_deterministic_algorithms(True)
+        check_every_launcher()
+        check_toys()
+        check_copies()
+        check_keys()
+        check_who_comes_between(driver)
+        check_memory()
+        check_threads()
+        torch.use_deterministic_algorithms(False)
+        check_host_time()
+
+
+if __name__ == "__main__":
+    gc.disable()
+    with stand_ins():
+        for timed in timed_calls():
+            plain: Any = timed.launcher.__wrapped__  # pyright: ignore[reportFunctionMemberAccess] - decorated
+            before, after = (time_in_launches(timed, run) for run in (partial(plain, *timed.args), timed.results))
+            print(f"{timed.launcher.__name__:<22} without a recipe {before:.2f}, with it {after:.2f}")  # noqa: T201 - what a user asked for
