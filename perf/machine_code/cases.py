@@ -182,10 +182,15 @@ _PAIRINGS = {
 def _norm_steps(mode: str, is_rows: bool, affine: bool) -> list[Step]:
     """Layer norm, or batch norm in training."""
     prefix, first = "" if is_rows else "train_", (True, affine, affine)
+    fwd, fwd_jvp = (
+        [(f"{prefix}{name}", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])]
+        for name in ("fwd", "fwd_jvp")
+    )
     steps: dict[str, list[Step]] = {
-        "forward": [(f"{prefix}fwd", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])],
+        "forward": fwd,
         "backward": [(f"{prefix}bwd", (), first)],
-        "jvp": [(f"{prefix}jvp", (), None)],
+        # With the value where forward mode is outermost, without it elsewhere.
+        "jvp": [*([] if is_rows else fwd_jvp), (f"{prefix}jvp", (), None)],
         # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
         "hvp": [("bwd_jvp", absent, first) for absent in (("y_bar_dot",), ())],
         "x_only": [
