@@ -15,6 +15,7 @@ from primitives.core.sequences import tuple_getter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -47,14 +48,16 @@ def bind_kernels(op: Primitive, module: str, name: str, cpu: Callable[..., Any] 
         op.def_kernel("cpu")(cpu)
 
     @functools.cache
-    def pick() -> Callable[[Sequence[Any]], tuple]:
-        parameters = inspect.signature(getattr(triton_kernels_module(module), name)).parameters
-        return tuple_getter([op.spec.arguments.index(parameter) for parameter in parameters])
+    def loaded() -> tuple[ModuleType, Callable[[Sequence[Any]], tuple]]:
+        launchers = triton_kernels_module(module)
+        parameters = inspect.signature(getattr(launchers, name)).parameters
+        return launchers, tuple_getter([op.spec.arguments.index(parameter) for parameter in parameters])
 
     @op.def_kernel("cuda")
     def kernel(*args: Any) -> Any:
+        launchers, pick = loaded()
         # Looked up at each call: tests and tuning may put another launcher in its place.
-        return getattr(triton_kernels_module(module), name)(*pick()(args))
+        return getattr(launchers, name)(*pick(args))
 
 
 def cast_to_float32(primals: Any) -> Any:
