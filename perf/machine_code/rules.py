@@ -44,8 +44,8 @@ ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
 ATTENTION_NARROW = {"gfx942": 32}
 MASKED_NARROW = 1
 
-# Reductions across the warps of a block, one after another, in a step of a loop, or in a kernel without loops that reads
-# large tensors: a mean, then the squares about it, or all sums of a derivative at once.
+# Reductions across the warps of a block, one after another, in a step of a loop, or in a kernel without loops that
+# reads large tensors: a mean, then the squares about it, or all sums of a derivative at once.
 MAX_REDUCTIONS = 2
 
 

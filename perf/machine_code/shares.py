@@ -27,7 +27,7 @@ MAX_ISSUE_SHARE = 0.6
 # What the longest program of a launch may take, where the time of the bytes of its call is shorter than the first; and
 # of one that leaves processors idle, beside a tenth of that time.
 MAX_CHAIN_US = 12.0
-MAX_SMALL_CHAIN_US = 5.0
+MAX_SMALL_CHAIN_US = 10.0
 # Launches that load more are to fill the processors: three quarters of the programs that fit, or so many bytes under
 # way on each that memory has no pause (a latency of 800 cycles at full speed takes 10 KiB); and at least so many.
 LARGE_BYTES = 16 << 20
@@ -36,8 +36,18 @@ FILLING_BYTES = 24 << 10
 LEAST_BYTES = 12 << 10
 
 
-# Calls that may break the shares, by op, sizes and dtype, and why.
-KNOWN_SHARES: dict[str, str] = {}
+# Calls that may break the shares, by the beginning of their cases, and why.
+_ODD = "elements of 2 bytes are loaded and masked one by one: rows of an odd number of them begin anywhere"
+_PLANES = "planes of 49 elements are loaded one by one, of 196 by fours"
+KNOWN_SHARES = {
+    "layer_norm 8192x4097 bfloat16": _ODD,
+    "log_softmax 8192x4097 bfloat16": _ODD,
+    "log_softmax 4096x50257 bfloat16": _ODD,
+    "batch_norm 64x1001x14x14": _ODD,
+    "batch_norm 64x2048x7x7": _PLANES,
+    "batch_norm 64x1024x14x14 bfloat16": _PLANES,
+    "layer_norm 512x512 float64": "a wave of programs that begins and ends at once, with square roots in software",
+}
 
 
 class Launched(NamedTuple):
