@@ -186,7 +186,7 @@ def _norm_steps(mode: str, is_rows: bool, affine: bool) -> list[Step]:
         [(f"{prefix}{name}", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])]
         for name in ("fwd", "fwd_jvp")
     )
-    steps: dict[str, list[Step]] = {
+    steps: dict[str, Sequence[Step]] = {
         "forward": fwd,
         "backward": [(f"{prefix}bwd", (), first)],
         # With the value where forward mode is outermost, without it elsewhere.
@@ -200,7 +200,7 @@ def _norm_steps(mode: str, is_rows: bool, affine: bool) -> list[Step]:
         ],
     }
     if mode in steps:
-        return steps[mode]
+        return [*steps[mode]]
     # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
     return [
         ("pairing", absent, [want and (affine or number in {0, 1, 3}) for number, want in enumerate(wanted)])
