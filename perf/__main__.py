@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add = command(_predict)
     add("--device", default="h200", help="name in perf/devices or path of a description")
     add("--write", action="store_true", help="write the page of the docs")
+    add = command(_peers)
+    add("--write", action="store_true", help="write the page of the docs")
     return parser
 
 
@@ -106,6 +108,18 @@ def _predict(options: argparse.Namespace) -> int:
     page = model.page(model.read_device(options.device))
     if options.write:
         (DOCS / f"predictions_{Path(options.device).stem}.md").write_text(page)
+    else:
+        print(page, end="")
+    return 0
+
+
+def _peers(options: argparse.Namespace) -> int:
+    """Kernels of others beside ours, compiled; takes minutes."""
+    from perf import peers
+
+    page = peers.page()
+    if options.write:
+        (DOCS / "peers_sm_90.md").write_text(page)
     else:
         print(page, end="")
     return 0
