@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 REPOSITORY = pathlib.Path(__file__).parents[1]
 
 KERNELS = {
-    "layer_norm": [["layer_norm_fwd_kernel"], ["layer_norm_bwd_kernel", "param_reduce_kernel"]],
+    "layer_norm": [["layer_norm_fwd_kernel"], ["layer_norm_bwd_kernel", "add_partial_rows_kernel"]],
     "batch_norm": [
         ["batch_norm_sums_kernel", "batch_norm_statistics_kernel", "batch_norm_transform_kernel"],
         ["batch_norm_sums_kernel", "batch_norm_merge_kernel", "batch_norm_transform_kernel"],
@@ -30,14 +30,14 @@ KERNELS = {
             "layer_norm_jvp_kernel",
             "layer_norm_bwd_kernel",
             "layer_norm_second_kernel",
-            "param_reduce_kernel",
+            "add_partial_rows_kernel",
         ]
     ],
 }
 OPAQUE = ("symbolic sizes", "reference", "export")
 
 # Launches outside of graphs whose results nobody uses: the first-order cotangent of the weight.
-UNUSED = {"hessian-vector product": ["param_reduce_kernel"]}
+UNUSED = {"hessian-vector product": ["add_partial_rows_kernel"]}
 
 # What no kernel writes: a graph would copy it for the result.
 READ_ONLY = {"x_ptr", "weight_ptr", "bias_ptr", "y_bar_ptr", "x_dot_ptr", "weight_dot_ptr", "bias_dot_ptr"}

@@ -178,6 +178,8 @@ class Kernel:
 
     Attributes:
         function: What `triton.jit` made of it.
+        argument_names: Of all parameters, in their order.
+        run_time_names: Of those that are not constants.
     """
 
     def __init__(self, function: Callable, unspecialized: Collection[str] = ()) -> None:
@@ -187,6 +189,8 @@ class Kernel:
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
         self.argument_names = names
+        constants = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
+        self.run_time_names = tuple(name for name in names if name not in constants)
         self._key = None
         if not INTERPRETED and supports_direct_launches(self.function, _runtime):
             self._key = key_function(self.function.params, bool(torch.version.hip))

@@ -1,271 +1,278 @@
-"""Layer norm kernels that hold whole rows in registers, and the reduction of the parameter sums.
+"""Kernels of layer norm and its derivatives of first order, on the scaffold of `rows` and `sums`.
 
-Rows longer than the registers are served by `_layer_norm_looped`. Shared arguments:
+With `x_hat = (x - mean) * rstd` and `P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))`, means over a row:
 
-    x, y, y_bar, x_bar, x_dot, y_dot    seen as [segments, segment_rows, num_cols]; outputs are contiguous
-    weight, bias and their tangents     seen as [segments, num_cols], or one row shared by all segments
-    mean, rstd                          [segments * segment_rows], contiguous; all arithmetic is in their dtype
+    forward         y = x_hat * weight + bias
+    jvp             y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+    vjp             x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 """
 
-# Pyright knows neither that branches on constexpr flags are settled at compile time nor what a kernel may iterate over.
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
-from triton_kernels._rows import aligned, load_param, normalize, project, row_offset, tile_offsets
-from triton_kernels._runtime import batch_independent_jit, store_cast
+from triton_kernels._runtime import batch_independent_jit
+from triton_kernels.rows import row_op
+from triton_kernels.sums import row_sums_op
+from triton_kernels.tiles import add_tiles, nothing, sums_of
+
+
+@triton.jit
+def rstd_of(variance, EPS: tl.constexpr):
+    """`1 / sqrt(variance + EPS)`; a float argument would arrive rounded to float32.
+
+    Of float32, the approximation of GPUs (two bits short) and a step of Newton's method: within a unit in the last
+    place, as a root and a quotient that are each rounded to nearest would be, and a tenth of their instructions, which
+    every thread of a row runs.
+    """
+    shifted = variance + tl.full(variance.shape, EPS, variance.dtype)
+    if variance.dtype == tl.float32:
+        guess = tl.rsqrt(shifted)
+        ratio = shifted * guess * guess
+        # Of 0 and of infinity the ratio is NaN, and the guess exact.
+        rstd = guess * tl.where(ratio == ratio, 1.5 - 0.5 * ratio, 1.0)
+    else:
+        rstd = 1.0 / tl.sqrt(shifted)
+    return rstd
+
+
+@triton.jit
+def x_hat_of(x, mean, rstd, mask):
+    """Normalized input, zero outside `mask`, where `-mean * rstd` could overflow and spoil a sum."""
+    return tl.where(mask, x - mean, 0.0) * rstd
+
+
+@triton.jit
+def project(v, x_hat, rstd, v_mean, v_x_hat_mean):
+    """`P(v)` from the two row means that it takes."""
+    return rstd * (v - v_mean - x_hat * v_x_hat_mean)
+
+
+# Forward: x, and for the tangent of y as well x_dot. The sums are mean and rstd, and the two means of x_dot.
+
+
+@triton.jit
+def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
+    mean = sums_of((x[0],))[0] * (1.0 / num_cols)
+    centered = tl.where(mask, x[0] - mean, 0.0)
+    if x[1].type.is_block():
+        sums = sums_of((centered * centered, x[1], x[1] * centered))
+        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
+        s = mean, rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
+    else:
+        s = mean, rstd_of(sums_of((centered * centered,))[0] * (1.0 / num_cols), EPS)
+    return s
+
+
+@triton.jit
+def _fwd_anchor(x, mask, count):
+    return (sums_of((x[0],))[0] / count,)
+
+
+@triton.jit
+def _fwd_fold(state, x, p, r, anchor, mask):
+    shifted = tl.where(mask, x[0] - anchor[0], 0.0)
+    if x[1].type.is_block():
+        terms = shifted, shifted * shifted, x[1], x[1] * shifted
+    else:
+        terms = shifted, shifted * shifted
+    return add_tiles(state, terms)
+
+
+@triton.jit
+def _fwd_merge(
+    state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
+):
+    """Of lanes, or of slices by Chan's formula: the mean, squares about it, and the sums of x_dot and its products."""
+    HAS_X_DOT: tl.constexpr = len(state) == 4
+    if LEVEL == 1:
+        sums = sums_of(state)
+        shift = sums[0] / sizes
+        mean = anchor[0] + shift
+        if HAS_X_DOT:
+            sums = sums[1] - sums[0] * shift, sums[2], sums[3] - sums[2] * shift
+        else:
+            sums = (sums[1] - sums[0] * shift,)
+    else:
+        # Relative to the mean of the first slice, so that a large common offset in x costs no digits.
+        is_first = tl.arange(0, state[0].shape[1])[None, :] == 0
+        origin = sums_of((tl.where(is_first, state[0], 0.0),))[0]
+        shifted = tl.where(sizes > 0, state[0] - origin, 0.0)
+        mean = origin + sums_of((shifted * (sizes * (1.0 / num_cols)),))[0]
+        shifted = tl.where(sizes > 0, state[0] - mean, 0.0)
+        squares = state[1] + shifted * shifted * sizes
+        if HAS_X_DOT:
+            sums = sums_of((squares, state[2], state[3] + shifted * state[2]))
+        else:
+            sums = sums_of((squares,))
+    if LAST:
+        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
+        if HAS_X_DOT:
+            sums = rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
+        else:
+            sums = (rstd,)
+    return (mean,) + sums
+
+
+@triton.jit
+def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    x_hat = (x[0] - s[0]) * s[1]
+    y = x_hat
+    if p[0].type.is_block():
+        y = y * p[0]
+    if p[1].type.is_block():
+        y = y + p[1]
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = project(x[1], x_hat, s[1], s[2], s[3])
+        if p[0].type.is_block():
+            y_dot = y_dot * p[0]
+    return y, _with_param_dots(y_dot, x_hat, p[2], p[3])
+
+
+@triton.jit
+def _with_param_dots(y_dot, x_hat, weight_dot, bias_dot):
+    """The tangent of y with the terms of the parameters' tangents; `nothing()` without terms."""
+    if weight_dot.type.is_block():
+        term = x_hat * weight_dot
+        y_dot = y_dot + term if y_dot.type.is_block() else term
+    if bias_dot.type.is_block():
+        y_dot = y_dot + bias_dot if y_dot.type.is_block() else bias_dot
+    return y_dot
 
 
 @batch_independent_jit
 def layer_norm_fwd_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_rows,
-    segment_rows,
-    x_segment_stride,
-    x_row_stride,
-    x_col_stride,
-    weight_segment_stride,
-    bias_segment_stride,
-    num_cols: tl.constexpr,
-    EPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """Normalize BLOCK_ROWS whole rows of x: writes their y, mean and rstd.
-
-    The variance is summed over centered values, so that a large common offset in x costs no digits.
-    """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    row_mask = row < num_rows
-    col_mask = (col_offsets < num_cols)[None, :]
-    mask = row_mask[:, None] & col_mask
-    param_mask = mask if TWO_LEVEL else col_mask
-    dtype: tl.constexpr = mean_ptr.dtype.element_ty
-
-    offset = row_offset(row, segment_rows, x_segment_stride, x_row_stride, TWO_LEVEL, ALIGN)
-    x = tl.load(x_ptr + tile_offsets(offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
-    mean = tl.sum(x, axis=1) / num_cols
-    centered = tl.where(mask, x - mean[:, None], 0.0)
-    variance = tl.sum(centered * centered, axis=1) / num_cols
-    # A float argument would arrive rounded to float32; tl.rsqrt would be an approximation on GPUs.
-    rstd = 1.0 / tl.sqrt(variance + tl.full((BLOCK_ROWS,), EPS, dtype))
-
-    y = centered * rstd[:, None]
-    if HAS_WEIGHT:
-        y *= load_param(
-            weight_ptr, row, segment_rows, weight_segment_stride, col_offsets, param_mask, dtype, TWO_LEVEL, ALIGN
-        )
-    if HAS_BIAS:
-        y += load_param(
-            bias_ptr, row, segment_rows, bias_segment_stride, col_offsets, param_mask, dtype, TWO_LEVEL, ALIGN
-        )
-    tl.store(y_ptr + tile_offsets(row * num_cols, col_offsets, 1), y, mask=mask)
-    tl.store(mean_ptr + row, mean, mask=row_mask)
-    tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    weight_ptr, weight_stride, bias_ptr, bias_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
+    y_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, mean_ptr, rstd_ptr,
+    parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Normalize rows: y, mean and rstd; and the tangent of y where there is memory for it."""
+    row_op(
+        (x_ptr, x_dot_ptr),
+        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
+        (weight_ptr, bias_ptr, weight_dot_ptr, bias_dot_ptr),
+        (weight_stride, bias_stride, weight_dot_stride, bias_dot_stride),
+        (), 0, (y_ptr, y_dot_ptr), (out_segment_stride, out_row_stride, out_col_stride),
+        (mean_ptr, rstd_ptr, None, None),
+        parts_ptr, num_splits, num_rows,
+        _fwd_emit, (0.0, 0.0) if x_dot_ptr is None else (0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN,
+        ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        STATS=_fwd_stats, ANCHOR=_fwd_anchor, FOLD=_fwd_fold, MERGE=_fwd_merge, EPS=EPS,
+    )  # fmt: skip
 
 
-# Most of the branches are settled when the kernel is compiled.
-@batch_independent_jit
-def layer_norm_bwd_kernel(  # noqa: C901 - its branches are settled when it is compiled
-    y_bar_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_bar_ptr,
-    weight_part_ptr,
-    bias_part_ptr,
-    segment_rows,
-    num_splits,
-    y_bar_segment_stride,
-    y_bar_row_stride,
-    y_bar_col_stride,
-    x_segment_stride,
-    x_row_stride,
-    x_col_stride,
-    weight_segment_stride,
-    num_cols: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    WANT_X: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    LOOP_STAGES: tl.constexpr,
-):
-    """Own every `num_splits`-th block of BLOCK_ROWS rows of one segment: writes their x_bar and one partial row.
+# JVP: x and x_dot; the sums of x_dot and of x_dot * x_hat.
 
-    weight_part, bias_part: `[segments * num_splits, num_cols]`, the sums of `y_bar * x_hat` and `y_bar` over the rows
-    of this program, carried in registers. The order of every sum is fixed, so the result is the same in every run.
-    """
-    part = tl.program_id(0)
-    segment = (part // num_splits).to(tl.int64)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    col_mask = (col_offsets < num_cols)[None, :]
-    dtype: tl.constexpr = mean_ptr.dtype.element_ty
-    y_bar_ptr += segment * aligned(y_bar_segment_stride, ALIGN)
-    x_ptr += segment * aligned(x_segment_stride, ALIGN)
-    if HAS_WEIGHT:
-        weight_ptr += segment * aligned(weight_segment_stride, ALIGN)
-        weight = tl.load(weight_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
-    if WANT_WEIGHT:
-        weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-    if WANT_BIAS:
-        bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
 
-    for block in tl.range(part % num_splits, tl.cdiv(segment_rows, BLOCK_ROWS), num_splits, num_stages=LOOP_STAGES):
-        row = tl.arange(0, BLOCK_ROWS).to(tl.int64) + block * BLOCK_ROWS
-        row_mask = row < segment_rows
-        mask = row_mask[:, None] & col_mask
-        y_bar_offset = row * aligned(y_bar_row_stride, ALIGN)
-        y_bar_ptrs = y_bar_ptr + tile_offsets(y_bar_offset, col_offsets, y_bar_col_stride)
-        y_bar = tl.load(y_bar_ptrs, mask=mask, other=0.0).to(dtype)
-        if WANT_X or WANT_WEIGHT:
-            x_offset = row * aligned(x_row_stride, ALIGN)
-            x = tl.load(x_ptr + tile_offsets(x_offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
-            mean = tl.load(mean_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
-            rstd = tl.load(rstd_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
-            x_hat = normalize(x, mean, rstd, mask)
-        if WANT_WEIGHT:
-            weight_sum += y_bar * x_hat
-        if WANT_BIAS:
-            bias_sum += y_bar
-        if WANT_X:
-            if HAS_WEIGHT:
-                y_bar *= weight.to(dtype)
-            x_bar = project(y_bar, x_hat, rstd, num_cols)
-            x_bar_offset = (segment * segment_rows + row) * num_cols
-            tl.store(x_bar_ptr + tile_offsets(x_bar_offset, col_offsets, 1), x_bar, mask=mask)
+@triton.jit
+def _jvp_terms(x, p, r, mask):
+    return x[1], x[1] * x_hat_of(x[0], r[0], r[1], mask)
 
-    part_offset = part.to(tl.int64) * num_cols + col_offsets
-    if WANT_WEIGHT:
-        store_cast(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), col_offsets < num_cols)
-    if WANT_BIAS:
-        store_cast(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), col_offsets < num_cols)
+
+@triton.jit
+def _jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    x_hat = x_hat_of(x[0], r[0], r[1], mask) if x[0].type.is_block() else nothing()
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = project(x[1], x_hat, r[1], s[0] * (1.0 / num_cols), s[1] * (1.0 / num_cols))
+        if p[0].type.is_block():
+            y_dot = y_dot * p[0]
+    return (_with_param_dots(y_dot, x_hat, p[1], p[2]),)
 
 
 @batch_independent_jit
 def layer_norm_jvp_kernel(
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_dot_ptr,
-    weight_dot_ptr,
-    bias_dot_ptr,
-    y_dot_ptr,
-    num_rows,
-    segment_rows,
-    x_segment_stride,
-    x_row_stride,
-    x_col_stride,
-    x_dot_segment_stride,
-    x_dot_row_stride,
-    x_dot_col_stride,
-    weight_segment_stride,
-    weight_dot_segment_stride,
-    bias_dot_segment_stride,
-    num_cols: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_X_DOT: tl.constexpr,
-    HAS_WEIGHT_DOT: tl.constexpr,
-    HAS_BIAS_DOT: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """Tangent of BLOCK_ROWS whole rows: writes `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    row_mask = row < num_rows
-    col_mask = (col_offsets < num_cols)[None, :]
-    mask = row_mask[:, None] & col_mask
-    param_mask = mask if TWO_LEVEL else col_mask
-    dtype: tl.constexpr = mean_ptr.dtype.element_ty
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
+    mean_ptr, rstd_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride,
+    parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Tangent of rows."""
+    row_op(
+        (x_ptr, x_dot_ptr),
+        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
+        (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
+        (mean_ptr, rstd_ptr), 2, (y_dot_ptr,), (out_segment_stride, out_row_stride, out_col_stride), (None, None),
+        parts_ptr, num_splits, num_rows,
+        _jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_jvp_terms,
+    )  # fmt: skip
 
-    y_dot = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-    if HAS_X_DOT or HAS_WEIGHT_DOT:
-        offset = row_offset(row, segment_rows, x_segment_stride, x_row_stride, TWO_LEVEL, ALIGN)
-        x = tl.load(x_ptr + tile_offsets(offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
-        mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
-        x_hat = normalize(x, mean, rstd, mask)
-    if HAS_X_DOT:
-        offset = row_offset(row, segment_rows, x_dot_segment_stride, x_dot_row_stride, TWO_LEVEL, ALIGN)
-        x_dot_ptrs = x_dot_ptr + tile_offsets(offset, col_offsets, x_dot_col_stride)
-        y_dot = project(tl.load(x_dot_ptrs, mask=mask, other=0.0).to(dtype), x_hat, rstd, num_cols)
-        if HAS_WEIGHT:
-            y_dot *= load_param(
-                weight_ptr, row, segment_rows, weight_segment_stride, col_offsets, param_mask, dtype, TWO_LEVEL, ALIGN
-            )
-    if HAS_WEIGHT_DOT:
-        y_dot += x_hat * load_param(
-            weight_dot_ptr,
-            row,
-            segment_rows,
-            weight_dot_segment_stride,
-            col_offsets,
-            param_mask,
-            dtype,
-            TWO_LEVEL,
-            ALIGN,
-        )
-    if HAS_BIAS_DOT:
-        y_dot += load_param(
-            bias_dot_ptr, row, segment_rows, bias_dot_segment_stride, col_offsets, param_mask, dtype, TWO_LEVEL, ALIGN
-        )
-    tl.store(y_dot_ptr + tile_offsets(row * num_cols, col_offsets, 1), y_dot, mask=mask)
+
+# VJP: y_bar and x; the sums of v = y_bar * weight and of v * x_hat.
+
+
+@triton.jit
+def _bwd_terms(x, p, r, mask):
+    v = x[0] * p[0] if p[0].type.is_block() else x[0]
+    return v, v * x_hat_of(x[1], r[0], r[1], mask)
+
+
+@triton.jit
+def _bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    v = x[0] * p[0] if p[0].type.is_block() else x[0]
+    return (project(v, x_hat_of(x[1], r[0], r[1], mask), r[1], s[0] * (1.0 / num_cols), s[1] * (1.0 / num_cols)),)
+
+
+@triton.jit
+def _bwd_columns(x, p, r, s, mask):
+    return x[0] * x_hat_of(x[1], r[0], r[1], mask) if x[1].type.is_block() else nothing(), x[0]
 
 
 @batch_independent_jit
-def param_reduce_kernel(
-    weight_part_ptr,
-    bias_part_ptr,
-    weight_bar_ptr,
-    bias_bar_ptr,
-    num_parts,
-    num_cols: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """Sum BLOCK_COLS columns of one group over its `num_parts` partial rows, and cast to the dtype of the output.
+def layer_norm_x_bar_kernel(
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride, weight_ptr, weight_stride,
+    mean_ptr, rstd_ptr, x_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
+    parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Cotangent of rows, without the sums over them."""
+    row_op(
+        (y_bar_ptr, x_ptr),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
+        (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr,),
+        (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
+        _bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_terms,
+    )  # fmt: skip
 
-    weight_part, bias_part: `[groups * num_parts, num_cols]`; weight_bar, bias_bar: `[groups, num_cols]`.
-    """
-    NUM_COL_BLOCKS: tl.constexpr = tl.cdiv(num_cols, BLOCK_COLS)
-    group = (tl.program_id(0) // NUM_COL_BLOCKS).to(tl.int64)
-    col_offsets = (tl.program_id(0) % NUM_COL_BLOCKS) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    col_mask = col_offsets < num_cols
-    # The scratch of the sums that are wanted has the accumulation dtype.
-    if WANT_WEIGHT:
-        weight_sum = tl.zeros((BLOCK_PARTS, BLOCK_COLS), weight_part_ptr.dtype.element_ty)
-    if WANT_BIAS:
-        bias_sum = tl.zeros((BLOCK_PARTS, BLOCK_COLS), bias_part_ptr.dtype.element_ty)
-    for start in range(0, num_parts, BLOCK_PARTS):
-        part = start + tl.arange(0, BLOCK_PARTS)
-        mask = (part < num_parts)[:, None] & col_mask[None, :]
-        offset = tile_offsets((group * num_parts + part) * num_cols, col_offsets, 1)
-        if WANT_WEIGHT:
-            weight_sum += tl.load(weight_part_ptr + offset, mask=mask, other=0.0)
-        if WANT_BIAS:
-            bias_sum += tl.load(bias_part_ptr + offset, mask=mask, other=0.0)
-    if WANT_WEIGHT:
-        store_cast(weight_bar_ptr + group * num_cols + col_offsets, tl.sum(weight_sum, axis=0), col_mask)
-    if WANT_BIAS:
-        store_cast(bias_bar_ptr + group * num_cols + col_offsets, tl.sum(bias_sum, axis=0), col_mask)
+
+@batch_independent_jit
+def layer_norm_bwd_kernel(
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride, weight_ptr, weight_stride,
+    mean_ptr, rstd_ptr, x_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
+    weight_part_ptr, bias_part_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Cotangent of rows, if there is memory for it, and the sums over them."""
+    row_sums_op(
+        (y_bar_ptr, x_ptr),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
+        (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr,),
+        (out_segment_stride, out_row_stride, out_col_stride), (None, None), (weight_part_ptr, bias_part_ptr), 2,
+        num_splits, num_rows, _bwd_emit, _bwd_columns, () if x_bar_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
+        ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, x_bar_ptr is not None, TERMS=_bwd_terms,
+    )  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from triton_kernels._kernel import Kernel, is_tracing
-from triton_kernels.launch._arithmetic import ACCESS_BYTES, CACHE_LINE_BYTES
+from triton_kernels.launch._arithmetic import CACHE_LINE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +57,8 @@ BATCH_DEPENDENT = {
     "y_bar_row_stride",
     "y_bar_dot_segment_stride",
     "y_bar_dot_row_stride",
+    "out_segment_stride",
+    "out_row_stride",
 }
 
 
@@ -171,99 +173,6 @@ def collapse(tensor: Tensor, cuts: Sequence[int], single: int = 0) -> tuple[int,
             return None
         merged.append(stride)
     return tuple(merged)
-
-
-class RowView(NamedTuple):
-    """Tensors of one shape seen as `[num_segments, num_rows, num_cols]`, each with its own three strides.
-
-    Row `r` of segment `s` is row `s * num_rows + r` of the whole. Two levels are what it takes to address the rows of
-    an expanded or padded tensor without a copy.
-    """
-
-    num_segments: int
-    num_rows: int
-    num_cols: int
-    tensors: tuple[Tensor | None, ...]
-    strides: tuple[tuple[int, int, int], ...]
-
-    def alignment(self, *more: int) -> int:
-        """Power of two, at most 16, that divides every segment and row stride, `num_cols` and the integers `more`."""
-        divisor = math.gcd(16, self.num_cols, *more)
-        for segment_stride, row_stride, _ in self.strides:
-            divisor = math.gcd(divisor, segment_stride, row_stride)
-        return divisor
-
-    def is_aligned(self, itemsize: int, *more: int) -> bool:
-        """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time; `more` as in `alignment`."""
-        are_adjacent = all(col_stride == 1 for _, _, col_stride in self.strides)
-        return are_adjacent and self.alignment(*more) * itemsize % ACCESS_BYTES == 0
-
-
-_ABSENT_STRIDES = (0, 0, 1)
-
-
-def row_view(
-    tensors: Sequence[Tensor | None], norm_ndim: int, batch_ndim: int | None, max_segments: int | None = None
-) -> RowView:
-    """View of tensors of one shape as rows over their last `norm_ndim` dims.
-
-    Args:
-        tensors: Tensors of one non-empty shape; None entries stay None. At least one is a tensor.
-        norm_ndim: Number of trailing dims that form a row.
-        batch_ndim: Number of leading dims that form the segments; None leaves the choice to the strides.
-        max_segments: Copy rather than use more segments than this, where the strides have the choice.
-    """
-    first = next(tensor for tensor in tensors if tensor is not None)
-    row_ndim = first.dim() - norm_ndim
-    shape = first.shape
-    num_cols = math.prod(shape[row_ndim:])
-    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    cut = batch_ndim or 0
-    if batch_ndim is None and not contiguous:
-        cut = segment_cut([tensor for tensor in tensors if tensor is not None], row_ndim, max_segments)
-    viewed, strides = zip(*(_as_rows(tensor, cut, row_ndim) for tensor in tensors), strict=True)
-    num_segments = math.prod(shape[:cut])
-    return RowView(num_segments, math.prod(shape[cut:row_ndim]), num_cols, viewed, strides)
-
-
-def _as_rows(tensor: Tensor | None, cut: int, row_ndim: int) -> tuple[Tensor | None, tuple[int, int, int]]:
-    if tensor is None:
-        return None, _ABSENT_STRIDES
-    strides = _row_strides(tensor, cut, row_ndim)
-    if strides is not None:
-        return tensor, strides
-    num_cols = math.prod(tensor.shape[row_ndim:])
-    num_rows = math.prod(tensor.shape[cut:row_ndim])
-    return tensor.contiguous(), (num_rows * num_cols, num_cols, 1)
-
-
-def _row_strides(tensor: Tensor, cut: int, row_ndim: int) -> tuple[int, int, int] | None:
-    sizes, strides = tensor.shape, tensor.stride()
-    segment_stride = collapsed_stride(sizes[:cut], strides[:cut])
-    row_stride = collapsed_stride(sizes[cut:row_ndim], strides[cut:row_ndim])
-    # A stride of 1 is what Triton specializes on, so rows of one column report it too.
-    col_stride = collapsed_stride(sizes[row_ndim:], strides[row_ndim:], single=1)
-    if segment_stride is None or row_stride is None or col_stride is None:
-        return None
-    return segment_stride, row_stride, col_stride
-
-
-def segment_cut(tensors: Sequence[Tensor], row_ndim: int, max_segments: int | None) -> int:
-    """Fewest leading dims to take as segments so that no tensor needs a copy; 0 where every choice needs one.
-
-    Args:
-        tensors: Of one shape.
-        row_ndim: Number of leading dims that number the rows.
-        max_segments: No dims that make more segments than this are taken.
-    """
-    num_segments = 1
-    for cut in range(row_ndim):
-        if max_segments is not None and num_segments > max_segments:
-            break
-        if all(_row_strides(tensor, cut, row_ndim) is not None for tensor in tensors):
-            return cut
-        num_segments *= tensors[0].shape[cut]
-    return 0
 
 
 def param_view(param: Tensor | None, batch_ndim: int) -> tuple[Tensor | None, int]:

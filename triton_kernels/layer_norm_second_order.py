@@ -13,11 +13,12 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from triton_kernels import launch
-from triton_kernels._layer_norm_kernels import param_reduce_kernel
 from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel
 from triton_kernels._layer_norm_second_looped import layer_norm_second_looped_kernel, layer_norm_second_param_kernel
 from triton_kernels._layer_norm_second_operands import Operands, Results, needed_operands, num_row_means
-from triton_kernels._runtime import device_guard, param_view, row_view, split_scratch
+from triton_kernels._row_launch import add_partial_rows
+from triton_kernels._row_view import row_view
+from triton_kernels._runtime import device_guard, param_view, split_scratch
 from triton_kernels._split_rows import launch_sweeps, num_partial_results
 from triton_kernels.launch import plan_layer_norm_second, plan_layer_norm_second_columns
 from triton_kernels.tuning import tunable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from triton_kernels._runtime import RowView
+    from triton_kernels._row_view import RowView
     from triton_kernels.launch import LayerNormColumnPlan, LayerNormSecondPlan
 
     _Shape = tuple[tuple[int, ...], torch.dtype]
@@ -200,7 +201,7 @@ def _differentiate(
         if column_work is not None and columns is not None:
             _launch_columns(rows, columns, column_work, parts, scratch.x_dot_means)
         if part_size:
-            _add_partial_rows(parts, sums, num_groups, num_parts // num_groups, view.num_cols)
+            add_partial_rows(parts, sums, num_groups, view.num_cols)
 
 
 class _Work(NamedTuple):
@@ -351,25 +352,3 @@ def _sum_flags(results: Results) -> dict[str, bool]:
         "WANT_WEIGHT_DOT": results.weight_dot_bar is not None,
         "WANT_BIAS": results.bias_bar is not None,
     }
-
-
-def _add_partial_rows(
-    parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_parts: int, num_cols: int
-) -> None:
-    pairs = [(part, out) for part, out in zip(parts, sums, strict=True) if part is not None]
-    plan = launch.plan_param_reduce(num_parts, pairs[0][0].element_size(), pairs[0][0].device)
-    # The kernel adds two scratch arrays up, as the first-order backward has.
-    for first, second in zip(pairs[::2], [*pairs[1::2], (None, None)], strict=False):
-        param_reduce_kernel[(num_groups * launch.cdiv(num_cols, plan.block_cols),)](
-            first[0],
-            second[0],
-            first[1],
-            second[1],
-            num_parts,
-            num_cols,
-            WANT_WEIGHT=True,
-            WANT_BIAS=second[0] is not None,
-            BLOCK_PARTS=plan.block_parts,
-            BLOCK_COLS=plan.block_cols,
-            num_warps=plan.num_warps,
-        )

@@ -71,7 +71,7 @@ def requests(chip):
 def requests_of_rows_and_channels(chip):
     for rows, cols, itemsize in SIZES:
         for flag in (False, True):
-            yield launch.plan_layer_norm_rows, (rows, cols, itemsize, flag, chip)
+            yield launch.plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
             yield launch.plan_layer_norm_second, (1, rows, cols, itemsize, flag, chip)
             for tensors in (1, 2, 3):
                 arguments = ((1, rows, cols), flag, itemsize, max(itemsize, 4), tensors, chip, tensors)
@@ -81,7 +81,7 @@ def requests_of_rows_and_channels(chip):
         for rows_adjacent in (False, True):
             yield launch.plan_dropout, (rows, cols, rows_adjacent, itemsize, chip)
         yield launch.plan_philox, (rows * cols, chip)
-        yield launch.plan_param_reduce, (rows, itemsize, chip)
+        yield launch.plan_param_reduce, (2, rows, cols, itemsize, chip)
         yield launch.plan_channel_merge, (cols, min(rows, 1024), chip)
     for sizes, inner, itemsize in CHANNELS:
         for align in (1, 16):
@@ -110,11 +110,13 @@ def staged_bytes(function, arguments, plan):
     num_values = math.prod(number for name, number in named.items() if name.startswith("block_"))
     if named.get("loop_stages", 1) > 1:
         tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
+        tensors = arguments[5] if function is launch.plan_layer_norm_rows else tensors
     elif named.get("num_stages", 1) > 1:
         tensors, itemsize = arguments[5], max(arguments[3], 4)
     else:
         return 0
-    return tensors * num_values * itemsize * max(named.get("loop_stages", 1), named.get("num_stages", 1))
+    # The newest copies are still to come when the buffer of the oldest ones is read.
+    return tensors * num_values * itemsize * (max(named.get("loop_stages", 1), named.get("num_stages", 1)) - 1)
 
 
 def check_within(plan, chip):
@@ -178,10 +180,10 @@ def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
 @pytest.mark.parametrize("num_cols", [131072, 128256, 262144, 100000])
 def test_few_long_rows_are_split(chip, num_cols):
     # Segments count as rows.
-    assert launch.plan_layer_norm_rows(8, num_cols, 2, True, chip, 160).col_splits == 1
+    assert launch.plan_layer_norm_rows(160, 8, num_cols, 2, 2, 2, 2, chip).col_splits == 1
     for num_rows in (1, 8, 50, 2 * chip.num_processors - 1, 2 * chip.num_processors, 8192):
         for plan in (
-            launch.plan_layer_norm_rows(num_rows, num_cols, 2, False, chip),
+            launch.plan_layer_norm_rows(1, num_rows, num_cols, 2, 1, 1, 2, chip),
             launch.plan_layer_norm_second(1, num_rows, num_cols, 2, True, chip).rows,
             launch.plan_log_softmax((1, num_rows, num_cols), False, 2, 4, 1, chip),
         ):
@@ -216,10 +218,10 @@ def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_input
 
 # The most columns that a program holds. Other changes of plans show in the table of machine code.
 BOUNDARIES = [
-    (launch.plan_layer_norm_rows, (64, None, 2, False, CPU), 32768),
-    (launch.plan_layer_norm_rows, (64, None, 4, False, CPU), 16384),
-    (launch.plan_layer_norm_rows, (64, None, 2, True, CPU), 16384),
-    (launch.plan_layer_norm_rows, (64, None, 8, True, CPU), 4096),
+    (launch.plan_layer_norm_rows, (1, 64, None, 2, 1, 1, 2, CPU), 32768),
+    (launch.plan_layer_norm_rows, (1, 64, None, 4, 1, 1, 2, CPU), 16384),
+    (launch.plan_layer_norm_rows, (1, 64, None, 2, 2, 2, 2, CPU), 16384),
+    (launch.plan_layer_norm_rows, (1, 64, None, 8, 2, 2, 2, CPU), 4096),
     (launch.plan_layer_norm_second, (1, 64, None, 2, True, CPU), 8192),
     *(
         (launch.plan_log_softmax, ((1, 64, None), False, itemsize, itemsize, inputs, CPU, outputs), most)
@@ -239,7 +241,7 @@ def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
 
 
 def test_plans_follow_the_limits_and_the_chip_in_force():
-    sizes = (4096, 1024, 2, False, CPU)
+    sizes = (1, 4096, 1024, 2, 1, 1, 2, CPU)
     first = launch.plan_layer_norm_rows(*sizes)
     with launch.use_limits(layer_norm_fwd_bytes=1024):
         assert launch.plan_layer_norm_rows(*sizes).looped

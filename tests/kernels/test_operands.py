@@ -27,10 +27,10 @@ from triton_kernels import _batch_norm_steps, _reduction_view, launch
 from triton_kernels import log_softmax as launchers
 from triton_kernels._channels import readable
 from triton_kernels._kernel import observe
-from triton_kernels._layer_norm_kernels import param_reduce_kernel
-from triton_kernels._runtime import row_view
+from triton_kernels._row_view import row_view
 from triton_kernels.layer_norm import layer_norm_fwd
 from triton_kernels.log_softmax import log_softmax_fwd
+from triton_kernels.sums import add_partial_rows_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -287,7 +287,7 @@ def test_partial_sums_past_two_to_the_31() -> None:
     parts = far_apart(random(2, 64), (2**31, 1))
     sums = far_apart(torch.zeros(2, 64).half(), (2**31, 1))
     grid, blocks = ((2**31 // 64 + 1) * 2,), {"BLOCK_PARTS": 1, "BLOCK_COLS": 32}
-    param_reduce_kernel[grid](parts, None, sums, None, 1, 64, WANT_WEIGHT=True, WANT_BIAS=False, **blocks)
+    add_partial_rows_kernel[grid](parts, None, None, sums, None, None, 1, num_cols=64, **blocks)
     torch.testing.assert_close(sums[1], parts[1].half(), rtol=0, atol=0)
 
 

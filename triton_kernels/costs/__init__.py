@@ -1,17 +1,25 @@
-"""What each launcher costs: bytes of the op, bytes that the plan in force moves, launches.
+"""The cost of a call of a launcher: bytes of the op, bytes that the plan in force moves, launches.
 
     cost = costs.layer_norm_bwd(y_bar, x, weight, mean, rstd, 1, 0, (True, True, True))
     cost.minimum_bytes, cost.bytes_moved, cost.launches
 
 There is one function per launcher, of its name and with its arguments, which may be meta tensors: only shapes, strides,
 dtypes and what is None or not wanted are looked at. The plan is the one that the launcher would take on the device of
-`x`, or on the chip that `launch.use_chip` sets. The byte gate holds the kernels to these figures, the time model
-predicts from them, and the benchmarks take their bytes from here, so that no two of the three can disagree.
+`x`, or on the chip that `launch.use_chip` sets. Most costs are what the launches of the launcher say of themselves,
+with nothing launched. The byte gate holds the kernels to these figures, the time model predicts from them, and the
+benchmarks take their bytes from here, so that no two of the three can disagree.
 
 Inputs are taken to need no copy: what a launcher copies because no view fits its strides is not counted.
 """
 
-from triton_kernels.costs._cost import Cost
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from triton_kernels import layer_norm
+from triton_kernels._cost import Cost, counting
+from triton_kernels._kernel import intercept
 from triton_kernels.costs.attention import attention_bwd, attention_fwd, attention_jvp, attention_pairing
 from triton_kernels.costs.batch_norm import (
     batch_norm_bwd_jvp,
@@ -25,7 +33,6 @@ from triton_kernels.costs.batch_norm import (
     batch_norm_train_jvp,
 )
 from triton_kernels.costs.dropout import dropout_fwd, philox_words
-from triton_kernels.costs.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_jvp
 from triton_kernels.costs.layer_norm_second_order import layer_norm_bwd_jvp, layer_norm_pairing
 from triton_kernels.costs.log_softmax import (
     log_softmax_bwd,
@@ -34,6 +41,29 @@ from triton_kernels.costs.log_softmax import (
     log_softmax_jvp,
     log_softmax_pairing,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
+    with counting() as account, intercept(lambda *launch: account.launch()):
+        launcher(*args)
+    return account.cost()
+
+
+# Modules whose launches count themselves.
+_COUNTED = (layer_norm,)
+_BY_NAME = {name: functools.partial(_cost_of, getattr(module, name)) for module in _COUNTED for name in module.__all__}
+
+
+def __getattr__(name: str) -> Callable[..., Cost]:
+    """The cost function of a launcher of that name."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise AttributeError(f"costs: a launcher has that name, got {name!r}.") from None
+
 
 __all__ = [
     "Cost",
@@ -51,10 +81,7 @@ __all__ = [
     "batch_norm_train_fwd_jvp",
     "batch_norm_train_jvp",
     "dropout_fwd",
-    "layer_norm_bwd",
     "layer_norm_bwd_jvp",
-    "layer_norm_fwd",
-    "layer_norm_jvp",
     "layer_norm_pairing",
     "log_softmax_bwd",
     "log_softmax_bwd_jvp",
@@ -63,3 +90,4 @@ __all__ = [
     "log_softmax_pairing",
     "philox_words",
 ]
+__all__ += layer_norm.__all__

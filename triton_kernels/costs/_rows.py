@@ -6,14 +6,15 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from triton_kernels import launch
-from triton_kernels._runtime import accumulation_dtype, segment_cut
+from triton_kernels._row_view import segment_cut
+from triton_kernels._runtime import accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from triton_kernels.costs._cost import Account
+    from triton_kernels._cost import Account
 
 
 class Rows(NamedTuple):
@@ -107,7 +108,7 @@ def launch_sweeps(
 
 
 def add_partial_rows(account: Account, rows: Rows, num_parts: int, num_sums: int) -> None:
-    """Count partial rows of `num_sums` sums, in the accumulation dtype, and the launches that add two at a time up."""
+    """Count partial rows of `num_sums` sums, in the accumulation dtype, and the launch that adds them up."""
     if num_sums and num_parts > rows.num_groups:
         account.scratch(num_sums * num_parts * rows.num_cols * rows.stat_itemsize)
-        account.launch(launch.cdiv(num_sums, 2))
+        account.launch()

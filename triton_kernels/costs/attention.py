@@ -11,8 +11,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from triton_kernels import launch
+from triton_kernels._cost import Account, Cost, own_bytes
 from triton_kernels._runtime import accumulation_dtype
-from triton_kernels.costs._cost import Account, Cost, own_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

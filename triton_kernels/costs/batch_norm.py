@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from triton_kernels import batch_norm, batch_norm_second_order
+from triton_kernels._cost import Account, Cost
 from triton_kernels._kernel import intercept
-from triton_kernels.costs._cost import Account, Cost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

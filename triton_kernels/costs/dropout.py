@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kernels import launch
+from triton_kernels._cost import Account, Cost
 from triton_kernels._dropout_axes import NUM_AXES, adjacent_axis, merged_axes
-from triton_kernels.costs._cost import Account, Cost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

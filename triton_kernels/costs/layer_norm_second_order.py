@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from triton_kernels import launch
-from triton_kernels.costs._cost import Account, Cost, operands_of
+from triton_kernels._cost import Account, Cost, operands_of
 from triton_kernels.costs._rows import add_partial_rows, launch_sweeps, load_params, rows_of
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from triton_kernels.costs._cost import Terms
+    from triton_kernels._cost import Terms
     from triton_kernels.costs._rows import Rows
 
 _FULL_SIZE = ("y_bar", "x", "y_bar_dot", "x_dot")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from triton_kernels import launch
+from triton_kernels._cost import Account, Cost
 from triton_kernels._reduction_view import reduction_view
 from triton_kernels._runtime import accumulation_dtype
-from triton_kernels.costs._cost import Account, Cost
 from triton_kernels.costs._rows import launch_sweeps
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ size compiles nothing.
 """
 
 from triton_kernels.launch._arithmetic import MIN_MATMUL, block_row_splits, cdiv, next_power_of_2
+from triton_kernels.launch._row_plan import RowPlan, SumPlan
 from triton_kernels.launch.attention import AttentionPlan, plan_attention
 from triton_kernels.launch.channels import (
     TRANSFORM_TILES,
@@ -26,8 +27,6 @@ from triton_kernels.launch.chips import (
 from triton_kernels.launch.dropout import DropoutPlan, plan_dropout, plan_philox
 from triton_kernels.launch.layer_norm import (
     LAYER_NORM_MAX_SEGMENTS,
-    LayerNormParamPlan,
-    LayerNormPlan,
     ParamReducePlan,
     plan_layer_norm_params,
     plan_layer_norm_rows,
@@ -54,12 +53,12 @@ __all__ = [
     "Chip",
     "DropoutPlan",
     "LayerNormColumnPlan",
-    "LayerNormParamPlan",
-    "LayerNormPlan",
     "LayerNormSecondPlan",
     "Limits",
     "LogSoftmaxPlan",
     "ParamReducePlan",
+    "RowPlan",
+    "SumPlan",
     "block_row_splits",
     "cdiv",
     "chip_from_properties",

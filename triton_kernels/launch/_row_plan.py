@@ -10,7 +10,7 @@ class RowPlan:
     """Tile of a kernel whose programs own rows; `looped` means that a row is swept tile by tile.
 
     `col_splits` programs share a row that is swept: each has as many adjacent tiles as the others, and the last one
-    what remains.
+    what remains. The loops over tiles have `loop_stages`.
     """
 
     block_rows: int
@@ -18,7 +18,24 @@ class RowPlan:
     num_warps: int
     looped: bool
     col_splits: int = 1
+    loop_stages: int = 1
 
     def options(self) -> dict[str, int]:
         """What Triton is told besides the arguments of the kernel."""
         return {"num_warps": self.num_warps}
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """Tile, loop and partial sums of a kernel that sums over rows, `num_splits` programs over those of a segment.
+
+    `looped` means that its programs own columns, and that whole rows are another kernel's, because a row and its sums
+    do not fit in registers together.
+    """
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    num_splits: int
+    loop_stages: int
+    looped: bool

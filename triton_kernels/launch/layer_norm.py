@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from triton_kernels.launch._arithmetic import (
     ACCESS_BYTES,
     CACHE_LINE_BYTES,
+    SECTOR_BYTES,
     cdiv,
     next_power_of_2,
     register_values,
@@ -17,32 +18,12 @@ from triton_kernels.launch._arithmetic import (
 )
 from triton_kernels.launch._candidates import row_candidates, sum_candidates, warp_candidates
 from triton_kernels.launch._planned import planned
-from triton_kernels.launch._row_plan import RowPlan
+from triton_kernels.launch._row_plan import RowPlan, SumPlan
 from triton_kernels.launch.chips import Chip, chip_of
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
     import torch
-
-
-class LayerNormPlan(RowPlan):
-    """Of a layer norm kernel."""
-
-
-@dataclass(frozen=True)
-class LayerNormParamPlan:
-    """Tile, loop and partial sums of a kernel that also (or only) sums over rows.
-
-    `looped` here means that x_bar and the parameter sums come from two kernels, because a row and both of its
-    accumulators do not fit in registers; the tile is then that of the kernel of the sums.
-    """
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-    num_splits: int
-    loop_stages: int
-    looped: bool
 
 
 @dataclass(frozen=True)
@@ -60,35 +41,83 @@ LAYER_NORM_MAX_SEGMENTS = 64
 
 @planned(row_candidates)
 def plan_layer_norm_rows(
-    num_rows: int, num_cols: int, itemsize: int, two_rows: bool, device: torch.device | Chip, num_segments: int = 1
-) -> LayerNormPlan:
+    num_segments: int,
+    num_rows: int,
+    num_cols: int,
+    itemsize: int,
+    num_operands: int,
+    num_summed: int,
+    num_sums: int,
+    device: torch.device | Chip,
+    is_aligned: bool = True,
+) -> RowPlan:
     """Plan of a kernel whose programs own whole rows and sum nothing over rows: forward, JVP, x_bar alone.
 
     Args:
-        num_rows: Rows of a segment, of which a program may take several.
+        num_segments: Segments of rows; a program stays within one.
+        num_rows: Rows of a segment.
         num_cols: Columns of a row.
         itemsize: Bytes of an element of x.
-        two_rows: Whether two full-size tensors are read (JVP, x_bar) instead of one.
+        num_operands: Tensors of full size that are read, one or two.
+        num_summed: Tensors that the sums of a row take, parameters too.
+        num_sums: How many sums.
         device: Where the kernel runs.
-        num_segments: Segments of rows; a program stays within one.
+        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
     """
     chip = chip_of(device)
     limits = limits_of(chip)
     limit = limits.layer_norm_fwd_bytes // itemsize
-    if two_rows:
+    if num_operands > 1:
         limit = register_values(limits.layer_norm_two_row_cols, itemsize, chip)
     block_cols = next_power_of_2(num_cols)
     if block_cols > limit:
-        block_cols = register_values(limits.layer_norm_sweep_cols, itemsize, chip)
-        num_warps = row_warps(block_cols, limits.tile_threads, chip)
-        col_splits = row_splits(num_segments * num_rows, num_cols, block_cols, chip)
-        return LayerNormPlan(1, block_cols, num_warps, True, col_splits)
-    # Short rows share a program, so that one warp has 1024 values (512 of each of two rows) and no barrier.
-    tile = register_values(512 if two_rows else 1024, itemsize, chip)
-    # Up to 16 warps, then more values per thread; 32 warps only for the longest rows, where registers run out.
+        tile = register_values(limits.layer_norm_sweep_cols, itemsize, chip)
+        sizes = (num_segments * num_rows, num_cols, itemsize, num_summed, num_sums, tile)
+        return sweep_plan(*sizes, chip, is_aligned)
+    # Short rows share a program of one warp, and so the loads of the parameters, without a barrier: 64 values in each
+    # thread, or 32 of each of two rows. Longer rows take up to 16 warps, then more values per thread; 32 warps only the
+    # longest, where registers run out.
+    tile = register_values(2048 // num_operands, itemsize, chip)
     max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
     num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
-    return LayerNormPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
+    return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
+
+
+def sweep_plan(
+    num_rows: int,
+    num_cols: int,
+    itemsize: int,
+    num_summed: int,
+    num_sums: int,
+    tile: int,
+    chip: Chip,
+    is_aligned: bool,
+) -> RowPlan:
+    """Plan of a kernel that sweeps rows by tiles of `tile` columns, or twice as many where rows have enough of them.
+
+    Args:
+        num_rows: Rows of all segments.
+        num_cols: Columns of a row.
+        itemsize: Bytes of an element.
+        num_summed: Tensors that the sums of a row take.
+        num_sums: How many sums.
+        tile: Columns of a tile.
+        chip: Where the kernel runs.
+        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
+    """
+    limits = limits_of(chip)
+    num_warps = row_warps(tile, limits.tile_threads, chip)
+    col_splits = row_splits(num_rows, num_cols, tile, chip)
+    if col_splits == 1 and num_sums < 4 and 2 * num_warps <= chip.max_warps and num_cols > tile:
+        # One program per processor: with two, twice as many rows are under way, and a long one has left the cache
+        # before it is read again. It has as many threads as both, and loads ahead; lanes of four sums would spill.
+        num_warps *= 2
+        tile = tile if 2 * num_summed * tile * itemsize > limits.sweep_staged_bytes else 2 * tile
+    step_bytes = num_summed * tile * itemsize
+    stages = limits.prefetch_stages if step_bytes <= limits.sweep_staged_bytes and num_summed else 1
+    if not is_aligned or num_cols * itemsize % ACCESS_BYTES:
+        stages = min(stages, loop_stages(step_bytes, 1, False, chip))
+    return RowPlan(1, tile, num_warps, True, col_splits, stages)
 
 
 @planned(sum_candidates)
@@ -99,7 +128,7 @@ def plan_layer_norm_params(
     itemsize: int,
     device: torch.device | Chip,
     is_aligned: bool = True,
-) -> LayerNormParamPlan:
+) -> SumPlan:
     """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment.
 
     Args:
@@ -114,7 +143,8 @@ def plan_layer_norm_params(
     limits = limits_of(chip)
     looped = next_power_of_2(num_cols) > register_values(limits.layer_norm_accumulated_cols, itemsize, chip)
     block_cols = limits.layer_norm_param_cols if looped else next_power_of_2(num_cols)
-    # 16 values per thread and accumulator: one warp has a tile of 512, four warps a tile of the looped kernel.
+    # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel. Rows that
+    # share more warps than that wait at each other's barriers, and take 60 registers more (sm_90).
     block_rows = tile_rows(register_values(2048 if looped else 512, itemsize, chip), block_cols, num_rows)
     num_values = block_rows * block_cols * 2048 // register_values(2048, itemsize, chip)
     num_warps = row_warps(num_values, limits.resident_threads, chip)
@@ -122,9 +152,8 @@ def plan_layer_norm_params(
     if looped:
         programs = cdiv(programs, cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    # Two stages load the next rows of both tensors while the sums of this one are reduced.
     stages = loop_stages(2 * block_rows * block_cols * itemsize, num_cols * itemsize, is_aligned, chip)
-    return LayerNormParamPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
 
 
 def resident_programs(num_warps: int, chip: Chip) -> int:
@@ -133,10 +162,16 @@ def resident_programs(num_warps: int, chip: Chip) -> int:
 
 
 def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -> int:
-    """Stages of a loop that loads `step_bytes` per step: two load the next step while this one is reduced."""
+    """Stages of a loop that loads `step_bytes` per step: as many as have one step under way while one is reduced.
+
+    Triton's loops copy behind the reductions on NVIDIA, and wait at the top for all but the newest copies: that takes
+    three stages. On AMD, where the step ahead waits in registers, it takes two.
+    """
     limits = limits_of(chip)
     is_aligned = is_aligned and row_bytes % ACCESS_BYTES == 0
-    return 2 if step_bytes <= (limits.staged_bytes if is_aligned else limits.unaligned_staged_bytes) else 1
+    if step_bytes > (limits.staged_bytes if is_aligned else limits.unaligned_staged_bytes):
+        return 1
+    return limits.prefetch_stages
 
 
 def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int, chip: Chip) -> int:
@@ -148,11 +183,17 @@ def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int,
 
 
 @planned(warp_candidates)
-def plan_param_reduce(num_parts: int, itemsize: int, device: torch.device | Chip) -> ParamReducePlan:
-    """Plan of the column sums over `num_parts` partial rows with elements of `itemsize` bytes."""
+def plan_param_reduce(
+    num_groups: int, num_parts: int, num_cols: int, itemsize: int, device: torch.device | Chip
+) -> ParamReducePlan:
+    """Plan of the column sums of `num_groups` groups of `num_parts` partial rows, with elements of `itemsize` bytes."""
     chip = chip_of(device)
-    # A cache line of every partial row, and enough programs for wide rows; 64 rows of them are 16 float32 values in
-    # each of 128 threads. Of few partial rows more columns, so that a warp has 16 bytes for each of its threads.
-    block_parts = min(next_power_of_2(num_parts), 64)
-    block_cols = max(CACHE_LINE_BYTES, 16 * chip.warp_size // block_parts) // itemsize
-    return ParamReducePlan(block_parts, block_cols, row_warps(block_parts * block_cols, 128, chip))
+    # A cache line of every partial row; of narrow ones a sector, rather than that most processors idle.
+    line = CACHE_LINE_BYTES
+    while line > SECTOR_BYTES and num_groups * cdiv(num_cols * itemsize, line) < chip.num_processors:
+        line //= 2
+    # 16 float32 values of the tile in each of up to 256 threads: few steps, each of which waits for its loads. Of few
+    # partial rows more columns, so that a warp has 16 bytes for each of its threads.
+    block_parts = min(next_power_of_2(num_parts), 4096 * 4 // line)
+    block_cols = max(line, 16 * chip.warp_size // block_parts) // itemsize
+    return ParamReducePlan(block_parts, block_cols, row_warps(block_parts * block_cols, 256, chip))

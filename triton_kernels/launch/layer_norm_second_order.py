@@ -15,8 +15,9 @@ from triton_kernels.launch._arithmetic import (
 )
 from triton_kernels.launch._candidates import second_candidates, sum_candidates
 from triton_kernels.launch._planned import planned
+from triton_kernels.launch._row_plan import RowPlan
 from triton_kernels.launch.chips import Chip, chip_of
-from triton_kernels.launch.layer_norm import LayerNormPlan, loop_stages, resident_programs, sum_splits
+from triton_kernels.launch.layer_norm import loop_stages, resident_programs, sum_splits
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class LayerNormSecondPlan:
     accumulators do not fit in registers; `rows` is then planned without sums, and `num_splits` is 1 per block of rows.
     """
 
-    rows: LayerNormPlan
+    rows: RowPlan
     num_splits: int
     loop_stages: int
     fused: bool
@@ -99,12 +100,12 @@ def plan_layer_norm_second(
     if block_cols > register_values(limits.layer_norm_second_cols, itemsize, chip):
         block_cols = register_values(limits.layer_norm_second_sweep_cols, itemsize, chip)
         col_splits = row_splits(num_segments * num_rows, num_cols, block_cols, chip)
-        rows = LayerNormPlan(1, block_cols, _second_warps(block_cols, itemsize, chip), True, col_splits)
+        rows = RowPlan(1, block_cols, _second_warps(block_cols, itemsize, chip), True, col_splits)
         return LayerNormSecondPlan(rows, num_rows, 1, False)
     # Short rows share a program, so that one warp has 8 values of each tensor per thread and no barrier.
     block_rows = tile_rows(register_values(8 * chip.warp_size, itemsize, chip), block_cols, num_rows)
     num_values = block_rows * block_cols
-    rows = LayerNormPlan(block_rows, block_cols, _second_warps(num_values, itemsize, chip), False)
+    rows = RowPlan(block_rows, block_cols, _second_warps(num_values, itemsize, chip), False)
     if has_sums and block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip):
         programs = resident_programs(rows.num_warps, chip)
         num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)

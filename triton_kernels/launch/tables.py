@@ -30,8 +30,10 @@ class Limits:
         tile_threads: Threads of every other program, at most.
         resident_threads: Threads per processor, and of one program at most, in loops that keep sums in registers.
         double_divisor: By how much less fits where arithmetic is in float64.
-        staged_bytes: Bytes of one step of a loop, of all its tensors, up to which the next step is loaded ahead.
+        staged_bytes: Bytes of one step of a loop, of all its tensors, up to which later steps are loaded ahead.
         unaligned_staged_bytes: The same where elements are loaded one by one.
+        sweep_staged_bytes: As `staged_bytes`, of a program that has a processor for itself.
+        prefetch_stages: Stages of a loop that has one step under way while it reduces another one.
         layer_norm_fwd_bytes: Longest row, in bytes, of which a program holds one.
         layer_norm_two_row_cols: Longest rows of which a program holds two.
         layer_norm_accumulated_cols: Longest rows of which a program holds two, and two rows of sums.
@@ -65,6 +67,8 @@ class Limits:
     double_divisor: int
     staged_bytes: int
     unaligned_staged_bytes: int
+    sweep_staged_bytes: int
+    prefetch_stages: int
     layer_norm_fwd_bytes: int
     layer_norm_two_row_cols: int
     layer_norm_accumulated_cols: int
@@ -106,6 +110,10 @@ SM_90 = Limits(
     # Two steps in flight stay within 64 KiB of shared memory, the least that a supported chip has.
     staged_bytes=32768,
     unaligned_staged_bytes=32768,
+    # Two of them are less than the shared memory of a processor of every chip here but the smallest.
+    sweep_staged_bytes=49152,
+    # The copies of a step are issued behind its reductions, and the top of the loop waits for all but the newest.
+    prefetch_stages=3,
     # A row of this many bytes fits the registers of 1024 threads: ptxas reports no spills up to it, and 8 bytes
     # (float32) to 280 bytes (bfloat16) at the next power of two.
     layer_norm_fwd_bytes=65536,
@@ -186,6 +194,8 @@ GFX942 = replace(
     # The step ahead waits in registers there, and elements that are loaded one by one take an address each: with 16 KiB
     # of float32 the compiler takes 206 registers for a backward that carries sums, or spills 39.
     unaligned_staged_bytes=8192,
+    # The loads of the next step are issued ahead of the work on this one.
+    prefetch_stages=2,
     # As many threads as the eight warps of 32 threads elsewhere: 16 bytes of 2-byte elements for each.
     channel_warps=4,
 )
@@ -217,7 +227,7 @@ def _fitted(limits: Limits, chip: Chip) -> Limits:
         # As many registers for each thread; warps come in powers of two.
         threads = limits.resident_threads * chip.registers // base.registers
         fitted["resident_threads"] = 1 << (threads.bit_length() - 1)
-    for name in ("staged_bytes", "unaligned_staged_bytes"):
+    for name in ("staged_bytes", "unaligned_staged_bytes", "sweep_staged_bytes"):
         # The other half is for a second step in flight, and for what warps exchange.
         fitted[name] = min(getattr(limits, name), chip.shared_bytes // 2)
     if chip.shared_bytes < 2 * CHANNEL_STEP_TILES * limits.channel_tile_bytes:

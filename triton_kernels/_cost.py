@@ -1,13 +1,15 @@
-"""The account that every cost function keeps, and what comes out of it."""
+"""What a call of a launcher costs, and the account that its launches keep while somebody counts."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -107,6 +109,12 @@ class Account:
                 self._shared[name] = tensor.nbytes
                 self._shared_loads += round(tensor.nbytes * times)
 
+    def load_often(self, name: str, tensor: Tensor | None, nbytes: int) -> None:
+        """Count `nbytes` of loads of a small operand, by all programs together."""
+        if tensor is not None and nbytes:
+            self._shared[name] = own_bytes(tensor)
+            self._shared_loads += nbytes
+
     def load_tiles(self, operand: str | None, own: int, loaded: int) -> None:
         """Count a sweep that loads tiles, `loaded` bytes in all, of `own` bytes in memory; None for no operand."""
         self._moved += own
@@ -164,6 +172,25 @@ class Account:
             tile_matmuls=self._tile_matmuls,
             flops=self._flops,
         )
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Account]:
+    """Context in which what this thread launches is counted; somebody else has to keep it from being launched."""
+    outer = current_account()
+    _thread.account = account = Account()
+    try:
+        yield account
+    finally:
+        _thread.account = outer
+
+
+def current_account() -> Account | None:
+    """The account of this thread's launches; None where nobody counts."""
+    return getattr(_thread, "account", None)
 
 
 def own_bytes(tensor: Tensor) -> int:

@@ -1,0 +1,270 @@
+"""Launches of the kernels over rows, each from one description, which also says what the launch costs.
+
+A description names the operands of a kernel by kind. The names are those of the kernel's arguments: `<name>_ptr` of a
+tensor, `<name>_segment_stride`, `<name>_row_stride` and `<name>_col_stride` of one of full size, `<name>_stride` of a
+parameter. All outputs of full size share the strides `out_*_stride`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from triton_kernels._cost import current_account
+from triton_kernels._runtime import TL_DTYPES
+from triton_kernels.launch import block_row_splits, cdiv, chip_of, plan_param_reduce
+from triton_kernels.sums import add_partial_rows_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+    from triton_kernels._cost import Account
+    from triton_kernels._kernel import Kernel
+    from triton_kernels._row_view import RowView
+    from triton_kernels.launch import RowPlan, SumPlan
+
+    # A parameter, and the distance of two segments in it.
+    Param = tuple[Tensor | None, int]
+
+
+class Operands(NamedTuple):
+    """What a kernel over rows reads and writes, by name; None for what is absent.
+
+    Attributes:
+        view: Geometry, and the operands of full size.
+        names: Of the operands of full size, in the order of the view.
+        params: `[segments, num_cols]`.
+        statistics: One number per row.
+        outputs: Of full size.
+        row_outputs: One number per row.
+        dtype: Dtype of the arithmetic.
+        device: Of all tensors.
+    """
+
+    view: RowView
+    names: tuple[str, ...]
+    params: Mapping[str, Param]
+    statistics: Mapping[str, Tensor | None]
+    outputs: Mapping[str, Tensor | None]
+    row_outputs: Mapping[str, Tensor | None]
+    dtype: torch.dtype
+    device: torch.device
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the kernel, and constants that follow from the operands alone."""
+        view = self.view
+        found: dict[str, Any] = {}
+        for name, strides in zip((*self.names, "out"), (*view.strides, view.out_strides), strict=True):
+            for axis, stride in zip(("segment", "row", "col"), strides, strict=True):
+                found[f"{name}_{axis}_stride"] = stride
+        full_size = dict(zip(self.names, view.tensors, strict=True))
+        tensors = {**full_size, **self.statistics, **self.outputs, **self.row_outputs}
+        found |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+        for name, (param, stride) in self.params.items():
+            found |= {f"{name}_ptr": param, f"{name}_stride": stride}
+        return found | {
+            "num_rows": view.num_rows,
+            "num_cols": view.num_cols,
+            "DTYPE": TL_DTYPES[self.dtype],
+            "AXES": sum(axis << 2 * number for number, axis in enumerate(view.axes())),
+            "TWO_LEVEL": view.num_segments > 1,
+            "ALIGN": view.alignment(*(stride for _, stride in self.params.values())),
+        }
+
+    def num_blocks(self, block_rows: int) -> int:
+        """Blocks of rows, each within a segment."""
+        return self.view.num_segments * cdiv(self.view.num_rows, block_rows)
+
+    def add_to(self, account: Account, reads: Mapping[str, int], param_programs: int, row_programs: int) -> None:
+        """Count what a kernel moves that reads each operand as often as `reads` says, and writes each output once.
+
+        `param_programs` load the parameters of a segment, and `row_programs` the statistics of each row.
+        """
+        for name, tensor in zip(self.names, self.view.tensors, strict=True):
+            account.load(reads.get(name, 0), **{name: tensor})
+        for name, (param, _) in self.params.items():
+            row_bytes = 0 if param is None else self.view.num_cols * param.element_size()
+            account.load_often(name, param, reads.get(name, 0) * param_programs * row_bytes)
+        for name, tensor in self.statistics.items():
+            account.load_often(name, tensor, 0 if tensor is None else row_programs * tensor.nbytes)
+        for tensor in (*self.outputs.values(), *self.row_outputs.values()):
+            account.store(0 if tensor is None else tensor.nbytes)
+
+
+class RowSums(NamedTuple):
+    """What a kernel on `rows.row_op` sums over a row before it writes.
+
+    Attributes:
+        places: How many sums it has a place for; 0 where it has to sum nothing.
+        reads: Operands and parameters that the sums take.
+        wanted: How many of the places are taken; None for all.
+        has_anchor: Whether a sweep begins with the first tile of the first operand.
+    """
+
+    places: int = 0
+    reads: Collection[str] = ()
+    wanted: int | None = None
+    has_anchor: bool = False
+
+
+NO_SUMS = RowSums()
+
+
+def num_row_parts(operands: Operands, plan: RowPlan, sums: RowSums) -> int:
+    """Partial results of `launch_rows`: none where one program has a whole row."""
+    if not plan.looped or plan.col_splits == 1:
+        return 0
+    return operands.num_blocks(plan.block_rows) * sums.places * plan.col_splits * plan.block_rows
+
+
+def launch_rows(
+    kernel: Kernel,
+    operands: Operands,
+    plan: RowPlan,
+    sums: RowSums = NO_SUMS,
+    writes: Collection[str] | None = None,
+    parts: Tensor | None = None,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on `rows.row_op`: once, or twice where programs share rows whose sums they have to find first.
+
+    Args:
+        kernel: The kernel.
+        operands: What it reads and writes.
+        plan: Tile, splits and options.
+        sums: What is summed over a row.
+        writes: Operands that are read again to write a row that is swept; None for all.
+        parts: Memory for `num_row_parts`; None if the call has no other scratch, so that it is allocated here.
+        **constants: Further constants of the kernel.
+    """
+    writes = operands.names if writes is None else writes
+    order = (*operands.names, *operands.params)
+    num_parts = num_row_parts(operands, plan, sums)
+    if num_parts and parts is None:
+        parts = torch.empty(num_parts, dtype=operands.dtype, device=operands.device)
+    values = operands.arguments() | {
+        "parts_ptr": parts,
+        "num_splits": plan.col_splits,
+        "ROW_ALIGN": operands.view.row_alignment(),
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "SUM_READS": sum(1 << number for number, name in enumerate(order) if name in sums.reads),
+        "EMIT_READS": sum(1 << number for number, name in enumerate(order) if name in writes),
+        "STAGES": plan.loop_stages,
+        "BLOCK_SPLITS": block_row_splits(plan.col_splits, chip_of(operands.device)) if num_parts else 1,
+        **constants,
+    }
+    modes = ("whole",) if not plan.looped else ("writes",) if not sums.places else ("swept",)
+    if num_parts:
+        modes = ("sums", "writes")
+    for mode in modes:
+        _launch(kernel, operands.num_blocks(plan.block_rows) * plan.col_splits, values | {"MODE": mode}, plan.options())
+    account = current_account()
+    if account is not None:
+        _count_rows(account, operands, plan, sums, writes)
+
+
+def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSums, writes: Collection[str]) -> None:
+    """Count what `launch_rows` moves."""
+    num_blocks = operands.num_blocks(plan.block_rows)
+    names = (*operands.names, *operands.params)
+    if not plan.looped:
+        operands.add_to(account, dict.fromkeys(names, 1), num_blocks, 1)
+        return
+    # A sweep that writes reads all parameters.
+    writes = {*writes, *operands.params}
+    reads = {name: (sums.places > 0 and name in sums.reads) + (name in writes) for name in names}
+    num_sweeps = 2 if plan.col_splits > 1 and sums.places else 1
+    operands.add_to(account, reads, num_blocks, num_sweeps * plan.col_splits)
+    tensors = dict(zip(operands.names, operands.view.tensors, strict=True))
+    if sums.has_anchor:
+        name, num_cols = operands.names[0], operands.view.num_cols
+        slice_cols = cdiv(cdiv(num_cols, plan.block_cols), plan.col_splits) * plan.block_cols
+        firsts = sum(min(plan.block_cols, num_cols - first) for first in range(0, num_cols, slice_cols))
+        anchor = tensors[name]
+        account.reload(0 if anchor is None else anchor.nbytes // num_cols * firsts, name)
+    again = [tensors[name] for name in operands.names if reads[name] > 1]
+    account.sweep(
+        sum(tensor.nbytes for tensor in again if tensor is not None), num_blocks if plan.col_splits == 1 else 1
+    )
+    num_parts = num_row_parts(operands, plan, sums)
+    nbytes = num_parts * operands.dtype.itemsize * (sums.places if sums.wanted is None else sums.wanted)
+    if num_parts:
+        nbytes //= sums.places
+        account.scratch(nbytes)
+        # Every program of the second launch merges the results of all that share its row.
+        account.reload((plan.col_splits - 1) * nbytes)
+
+
+def launch_row_sums(
+    kernel: Kernel,
+    operands: Operands,
+    plan: SumPlan,
+    parts: Mapping[str, Tensor | None],
+    *,
+    is_partial: bool,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on `sums.row_sums_op`.
+
+    Args:
+        kernel: The kernel.
+        operands: What it reads and writes besides partial rows.
+        plan: Tile, splits and options.
+        parts: Memory for `segments * num_splits` partial rows of each sum.
+        is_partial: Whether these are to be added up, and not the results.
+        **constants: Further constants of the kernel.
+    """
+    view = operands.view
+    col_blocks, num_parts = cdiv(view.num_cols, plan.block_cols), view.num_segments * plan.num_splits
+    values = operands.arguments() | {f"{name}_ptr": part for name, part in parts.items()}
+    values |= {
+        "num_splits": plan.num_splits,
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "STAGES": plan.loop_stages,
+        **constants,
+    }
+    _launch(kernel, num_parts * col_blocks, values, {"num_warps": plan.num_warps})
+    account = current_account()
+    if account is not None:
+        operands.add_to(account, dict.fromkeys((*operands.names, *operands.params), 1), num_parts, col_blocks)
+        for part in parts.values():
+            account.store(0 if part is None or is_partial else part.nbytes)
+
+
+def add_partial_rows(
+    parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_cols: int
+) -> None:
+    """Add up to three times partial rows `[num_groups * n, num_cols]` up, to `[num_groups, num_cols]` each."""
+    pairs = [(part, total) for part, total in zip(parts, sums, strict=True) if part is not None]
+    pairs += [(None, None)] * (3 - len(pairs))
+    first = pairs[0][0]
+    if first is None:
+        return
+    num_parts = first.numel() // num_cols // num_groups
+    plan = plan_param_reduce(num_groups, num_parts, num_cols, first.element_size(), first.device)
+    grid = (num_groups * cdiv(num_cols, plan.block_cols),)
+    add_partial_rows_kernel[grid](
+        *(part for part, _ in pairs),
+        *(total for _, total in pairs),
+        num_parts,
+        num_cols=num_cols,
+        BLOCK_PARTS=plan.block_parts,
+        BLOCK_COLS=plan.block_cols,
+        num_warps=plan.num_warps,
+    )
+    account = current_account()
+    if account is not None:
+        for part, total in pairs:
+            account.scratch(0 if part is None else part.nbytes)
+            account.store(0 if total is None else total.nbytes)
+
+
+def _launch(kernel: Kernel, num_programs: int, values: dict[str, Any], options: Mapping[str, Any]) -> None:
+    numbers = [values[name] for name in kernel.run_time_names]
+    constants = {name: values[name] for name in kernel.argument_names[len(numbers) :]}
+    kernel[(num_programs,)](*numbers, **constants, **options)

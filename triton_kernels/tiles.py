@@ -1,0 +1,233 @@
+"""Tuples of tiles, and what the scaffolds of `rows` and `sums` do with them: addresses, loads, stores, and sums.
+
+Tensors of full size are seen as `[segments, num_rows, num_cols]`, each with three strides of its own. Tuples of
+tiles cannot have None in Triton: in the place of a tile that is absent is `nothing()`. Those of pointers can, but
+Triton 3.6 cannot tell the length of such a tuple.
+"""
+
+# Pyright takes device functions for Python, and does not know that a branch on constexpr flags is settled at compile
+# time.
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_kernels._kernel import INTERPRETED
+from triton_kernels._runtime import cast, store_cast
+
+# The interpreter takes a reduction of several tiles at once apart into calls per element.
+_ONE_BY_ONE = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def aligned(number, ALIGN: tl.constexpr):
+    """`number`, which `ALIGN` divides, in a form that tells the compiler so.
+
+    It sees the factor in the product, where `tl.multiple_of` would get lost on its way to AMD code.
+    """
+    return (number // ALIGN) * ALIGN
+
+
+@triton.jit
+def tile_offsets(segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.constexpr):
+    """Element offsets `[BLOCK_ROWS, cols]` in int64; `AXIS` is 1 where columns are adjacent, 2 where rows are, or 0.
+
+    `ALIGN` is a power of two that divides the other strides: Triton tests integers for a factor of 16 alone, and a
+    factor of 8 is what 16-byte loads of 2-byte elements need.
+    """
+    if AXIS == 1:
+        start = segment * aligned(strides[0], ALIGN)
+        offsets = (start + row * aligned(strides[1], ALIGN))[:, None] + cols[None, :]
+    elif AXIS == 2:
+        start = segment * aligned(strides[0], ALIGN)
+        offsets = (start + row)[:, None] + (cols * aligned(strides[2], ALIGN))[None, :]
+    else:
+        offsets = (segment * strides[0] + row * strides[1])[:, None] + (cols * strides[2])[None, :]
+    return offsets
+
+
+@triton.jit
+def nothing():
+    """A number of a type that no tile has, in the place of a tile that is absent."""
+    return tl.full((), 0, tl.int1)
+
+
+@triton.jit
+def out_offsets(segment, row, cols, num_rows, strides, num_cols: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr):
+    """As `tile_offsets`, of outputs: rows with adjacent columns lie one behind the other."""
+    if AXIS == 1:
+        offsets = ((segment * num_rows + row) * num_cols)[:, None] + cols[None, :]
+    else:
+        offsets = tile_offsets(segment, row, cols, strides, AXIS, ALIGN)
+    return offsets
+
+
+@triton.jit
+def load_tiles(
+    ptrs, strides, segment, row, cols, row_mask, col_mask, POLICY: tl.constexpr, READS: tl.constexpr,
+    OTHER: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Tiles of full-size operands in `DTYPE`, each rounded to `ROUNDED` before, those with a bit in `READS`.
+
+    Columns past the end are `OTHER`. Rows past the end are zero: nobody stores them.
+    """
+    mask = row_mask & col_mask
+    tiles = ()
+    for i in tl.static_range(len(strides)):
+        if ptrs[i] is None or (READS >> i) & 1 == 0:
+            tiles = tiles + (nothing(),)
+        else:
+            addresses = ptrs[i] + tile_offsets(segment, row, cols, strides[i], (AXES >> (2 * i)) & 3, ALIGN)
+            if OTHER == 0.0:
+                tile = tl.load(addresses, mask=mask, other=0.0, eviction_policy=POLICY)
+            else:
+                padding = tl.where(col_mask, 0.0, OTHER).to(addresses.dtype.element_ty)
+                padding = tl.broadcast_to(padding, mask.shape)
+                tile = tl.load(addresses, mask=mask, other=padding, eviction_policy=POLICY)
+            if ROUNDED is not None:
+                tile = cast(tile, ROUNDED)
+            tiles = tiles + (cast(tile, DTYPE),)
+    return tiles
+
+
+@triton.jit
+def load_params(ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
+
+    They are in their own dtypes if `DTYPE` is None.
+    """
+    tiles = ()
+    for i in tl.static_range(len(strides)):
+        if ptrs[i] is None or (READS >> i) & 1 == 0:
+            tiles = tiles + (nothing(),)
+        else:
+            addresses = ptrs[i] + segment * aligned(strides[i], ALIGN) + cols[None, :]
+            tile = tl.load(addresses, mask=col_mask, other=0.0)
+            tiles = tiles + (tile if DTYPE is None else cast(tile, DTYPE),)
+    return tiles
+
+
+@triton.jit
+def load_statistics(ptrs, NUM: tl.constexpr, row, row_mask):
+    """Numbers `[BLOCK_ROWS, 1]`, one per row."""
+    values = ()
+    for i in tl.static_range(NUM):
+        if ptrs[i] is None:
+            values = values + (nothing(),)
+        else:
+            values = values + (tl.load(ptrs[i] + row, mask=row_mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def store_tiles(ptrs, values, offsets, mask):
+    """Store each value in the dtype of its memory; a pointer that is None wants nothing."""
+    for i in tl.static_range(len(values)):
+        if ptrs[i] is not None:
+            store_cast(ptrs[i] + offsets, values[i], mask)
+
+
+@triton.jit
+def _add_2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _add_4(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _add_5(a, b, c, d, e, f, g, h, i, j):
+    return a + f, b + g, c + h, d + i, e + j
+
+
+@triton.jit
+def _add_6(a, b, c, d, e, f, g, h, i, j, k, m):
+    return a + g, b + h, c + i, d + j, e + k, f + m
+
+
+@triton.jit
+def _add_7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
+    return a + h, b + i, c + j, d + k, e + m, f + n, g + o
+
+
+@triton.jit
+def sums_of(tiles):
+    """Sums `[BLOCK_ROWS, 1]` over the columns of up to seven tiles of one shape.
+
+    They come from one reduction, so that warps wait for each other once, and not once per tile.
+    """
+    NUM: tl.constexpr = len(tiles)
+    if _ONE_BY_ONE or NUM < 3:
+        flat = ()
+        for i in tl.static_range(NUM):
+            flat = flat + (tl.sum(tiles[i], axis=1),)
+    elif NUM == 2:
+        flat = tl.reduce(tiles, 1, _add_2)
+    elif NUM == 3:
+        flat = tl.reduce(tiles, 1, _add_3)
+    elif NUM == 4:
+        flat = tl.reduce(tiles, 1, _add_4)
+    elif NUM == 5:
+        flat = tl.reduce(tiles, 1, _add_5)
+    elif NUM == 6:
+        flat = tl.reduce(tiles, 1, _add_6)
+    else:
+        flat = tl.reduce(tiles, 1, _add_7)
+    sums = ()
+    for i in tl.static_range(NUM):
+        sums = sums + (flat[i][:, None],)
+    return sums
+
+
+@triton.jit
+def wanted_of(tiles, WANTED: tl.constexpr):
+    """The tiles whose sums somebody takes: those with a bit in `WANTED`, and no others."""
+    wanted = ()
+    for i in tl.static_range(len(tiles)):
+        if (WANTED >> i) & 1:
+            wanted = wanted + (tiles[i],)
+    return wanted
+
+
+@triton.jit
+def in_places(sums, NUM: tl.constexpr, WANTED: tl.constexpr):
+    """The sums of `wanted_of`, each in its place of `NUM`, where `nothing()` stands for the others."""
+    found, taken = (), ()
+    for i in tl.static_range(NUM):
+        if (WANTED >> i) & 1:
+            found = found + (sums[len(taken)],)
+            taken = taken + (0,)
+        else:
+            found = found + (nothing(),)
+    return found
+
+
+@triton.jit
+def add_tiles(sums, tiles):
+    """The sums with one more tile each."""
+    found = ()
+    for i in tl.static_range(len(sums)):
+        found = found + (sums[i] + tiles[i],)
+    return found
+
+
+@triton.jit
+def either(tiles, others):
+    """Each tile, or where it is absent the other one."""
+    found = ()
+    for i in tl.static_range(len(tiles)):
+        if not tiles[i].type.is_block():
+            found = found + (others[i],)
+        else:
+            found = found + (tiles[i],)
+    return found
