@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from perf.machine_code.stalls import Instruction, decode, pieces, without_padding
+from perf.machine_code.stalls import Instruction, cycles, decode, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -261,14 +261,14 @@ def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = Fa
     spans = _loops(code)
     bodies = [_own(code, span, spans) for span in (None, *spans)]
     kept = _kept(sources[1:], [any(_name(one) == "STG" for one in body) for body in bodies[1:]])
-    straight, trips = pieces(code) if has_cycles else (None, [])
-    cycles = [straight.cycles, *(trip.cycles for trip in trips)] if straight and len(trips) == len(spans) else []
+    straight, steps = cycles(code) if has_cycles else (0.0, [])
+    known = [straight, *steps] if has_cycles and len(steps) == len(spans) else []
     found = []
     for number, (source, body) in enumerate(zip([sources[0], *kept], bodies, strict=True)):
         names = [_name(one) for one in body]
         loaded = sum(_width(one.opcode) for one in body if _name(one) in {"LDG", "LDGSTS"})
         region = Region(source.trips, source.reductions, len(body), names.count("BAR"), loaded)
-        region = region._replace(cycles=round(cycles[number])) if cycles else region
+        region = region._replace(cycles=round(known[number])) if known else region
         # What surrounds a loop copies for its first steps, and waits for all of them behind it.
         is_innermost = number and not any(_is_in(span, spans[number - 1]) for span in spans)
         found.append(region._replace(**_copying(body, compiled.metadata.num_warps)) if is_innermost else region)

@@ -9,13 +9,8 @@ these words, but for the latencies behind the scoreboards, which `LATENCIES` ass
 
 from __future__ import annotations
 
-import pathlib
 import re
-import subprocess
-import tempfile
 from typing import NamedTuple
-
-import triton
 
 # Cycles until a result is there, by the beginning of the opcode: round numbers near those of published
 # microbenchmarks of sm_90, memory as it is under load. The first that fits counts.
@@ -44,25 +39,8 @@ class Instruction(NamedTuple):
     waits: int
 
 
-class Piece(NamedTuple):
-    """A loop, or the code outside of all loops: instructions, block-wide barriers, and cycles of one warp alone."""
-
-    instructions: int
-    barriers: int
-    cycles: float
-
-
-def disassemble(cubin: bytes) -> str:
-    """What NVIDIA's own tool, which comes with Triton, prints of a compiled kernel."""
-    cuobjdump = pathlib.Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([cuobjdump, "-sass", file.name], check=True, capture_output=True, text=True).stdout
-
-
 def decode(sass: str) -> list[Instruction]:
-    """The instructions of what `cuobjdump -sass` prints of a kernel for sm_70 and later, without those that pad it."""
+    """The instructions of what NVIDIA's disassemblers print for sm_70 and later, without those that pad a kernel."""
     found = []
     for address, opcode, operands, word in _LINE.findall(sass):
         control = int(word, 16) >> 41
@@ -122,26 +100,20 @@ class _Warp:
             self.now += max(one.stall, 1)
 
 
-def pieces(code: list[Instruction]) -> tuple[Piece, list[Piece]]:
-    """The code outside of loops, and a trip of each outermost loop once it runs steadily."""
-    warp, outside, trips, done, straight = _Warp(), [], [], 0, 0.0
+def cycles(code: list[Instruction]) -> tuple[float, list[float]]:
+    """Those outside of loops, and of a trip of each outermost loop once it runs steadily."""
+    warp, trips, done, straight = _Warp(), [], 0, 0.0
     for first, last in [*loops(code), (len(code), len(code))]:
-        outside += code[done:first]
-        body, before = code[first : last + 1], warp.now
+        before = warp.now
         warp.run(code[done:first])
         straight += warp.now - before
-        if body:
+        if body := code[first : last + 1]:
             ends = [warp.now]
             for _ in range(ROUNDS):
                 warp.run(body)
                 ends.append(warp.now)
-            steady = (ends[-1] - ends[ROUNDS // 2]) / (ROUNDS - ROUNDS // 2)
+            trips.append((ends[-1] - ends[ROUNDS // 2]) / (ROUNDS - ROUNDS // 2))
             # The first trips also wait for what was under way before.
-            straight += ends[-1] - ends[0] - ROUNDS * steady
-            trips.append(_piece(body, steady))
+            straight += ends[-1] - ends[0] - ROUNDS * trips[-1]
         done = last + 1
-    return _piece(outside, straight), trips
-
-
-def _piece(code: list[Instruction], cycles: float) -> Piece:
-    return Piece(len(code), sum(one.opcode.startswith("BAR") for one in code), cycles)
+    return straight, trips
