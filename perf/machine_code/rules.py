@@ -34,7 +34,7 @@ ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
     ("sm_90", "wide"): {"second rows": 144, "second keys": 184},
     ("sm_90", "masked"): {"jvp": 32, "keys": 24, "second rows": 24, "second keys": 224},
     ("sm_90", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 24},
-    ("sm_100", "wide"): {"keys": 232, "second rows": 56, "second keys": 128},
+    ("sm_100", "wide"): {"keys": 264, "second rows": 56, "second keys": 184},
     ("sm_100", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 16},
     ("gfx942", "narrow"): {"fwd": 5, "jvp": 6, "second jvp": 6},
     ("gfx942", "masked"): {"fwd": 12, "jvp": 16, "keys": 5, "second keys": 2},

@@ -109,7 +109,8 @@ _WIDE = {
 }
 
 # Where these chips differ: operands take registers there too, and on gfx942 so does the step that is loaded ahead, so
-# that there is none.
+# that there is none. On sm_100 the second sweep of rows waits for its operands by turns, and copies ahead with two
+# stages; three of them do not fit.
 _OF_CHIP = {
     "sm_80": {
         64: {
@@ -124,6 +125,7 @@ _OF_CHIP = {
             "second_keys": AttentionPlan(32, 32, 8, 3),
         },
     },
+    "sm_100": {128: {"second_rows": AttentionPlan(128, 32, 8, 2)}},
     "gfx942": {
         64: {
             "fwd": AttentionPlan(128, 64, 8, 1),
