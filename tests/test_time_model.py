@@ -37,8 +37,9 @@ def device():
     "workload, mode, floor, passes, launches",
     [
         (ROWS, "forward", 2, 2, 1),
-        (ROWS, "jvp", 2 + 3, 2 + 3, 2),
-        (ROWS, "hvp", 2 + 3 + 3 + 4, 2 + 3 + 3 + 4, 4),
+        (ROWS, "jvp", 4, 4, 1),
+        (ROWS, "hvp", 4 + 3 + 4, 4 + 3 + 4, 3),
+        (CHANNELS, "jvp", 4, 6, 3),
         (dataclasses.replace(ROWS, affine=True), "backward", 3, 3 + PARTIAL, 2),
         # A cotangent of y goes on to x through the backward.
         (LOGITS, "double_backward", 3 + 2 + 3, 3 + 2 + 3, 2),

@@ -27,7 +27,6 @@ KERNELS = {
     "hessian-vector product": [
         [
             "layer_norm_fwd_kernel",
-            "layer_norm_jvp_kernel",
             "layer_norm_bwd_kernel",
             "layer_norm_second_kernel",
             "add_partial_rows_kernel",

@@ -336,13 +336,15 @@ def _launch_columns(
 
 
 def _read_flags(rows: _Rows, needed: Operands) -> dict[str, int]:
+    strides = [stride for of_tensor in rows.view.strides for stride in of_tensor[:2]]
     return {
         "num_cols": rows.view.num_cols,
         "READ_X": needed.x is not None,
         "READ_Y_BAR": needed.y_bar is not None,
         "HAS_Y_BAR_DOT": needed.y_bar_dot is not None,
         "HAS_X_DOT": needed.x_dot is not None,
-        "ALIGN": rows.view.alignment(*rows.param_strides),
+        # The kernels divide all strides of rows by it, also where columns are apart.
+        "ALIGN": rows.view.alignment(*rows.param_strides, rows.view.num_cols, *strides),
     }
 
 

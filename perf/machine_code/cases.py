@@ -190,7 +190,7 @@ def _norm_steps(mode: str, is_rows: bool, affine: bool) -> list[Step]:
         "forward": fwd,
         "backward": [(f"{prefix}bwd", (), first)],
         # With the value where forward mode is outermost, without it elsewhere.
-        "jvp": [*([] if is_rows else fwd_jvp), (f"{prefix}jvp", (), None)],
+        "jvp": [*fwd_jvp, (f"{prefix}jvp", (), None)],
         # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
         "hvp": [("bwd_jvp", absent, first) for absent in (("y_bar_dot",), ())],
         "x_only": [

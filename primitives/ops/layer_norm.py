@@ -172,6 +172,7 @@ def _layer_norm_jvp_reference(
 bind_kernels(layer_norm_p, "layer_norm", "layer_norm_fwd", cpu.forward)
 bind_kernels(layer_norm_bwd_p, "layer_norm", "layer_norm_bwd", cpu.bwd)
 bind_kernels(layer_norm_jvp_p, "layer_norm", "layer_norm_jvp", cpu.jvp)
+bind_kernels(layer_norm_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp")
 
 
 # Derivatives.
