@@ -3,7 +3,7 @@
     time = max(bytes, issue, latency) + launches * time of a launch
 
     bytes     bytes moved / copy bandwidth; of attention operations / peak of tensor cores, where that is longer
-    issue     instructions of all warps of a processor / what its four schedulers issue
+    issue     instructions of all warps of a processor / what its four schedulers issue, of which they sustain a share
     latency   cycles that a program takes alone, waiting for memory included, times the programs that follow one
               another in one place of a processor
 
@@ -90,8 +90,7 @@ class Device:
         launch_seconds: Time between the ends of two kernels beyond what their bytes take.
         l2_bytes: Size of the last cache before memory.
         clock_hertz: Cycles of a processor per second under load.
-        sustained_share: What processors make of the issue slots, and of the cycles of a warp alone, that machine code
-            says; fitted to published times.
+        sustained_share: Of the cycles in which a scheduler issues an instruction; fitted to published times.
     """
 
     name: str
@@ -215,8 +214,8 @@ def _busy(launches: list[Launch], device: Device) -> dict[str, float] | None:
         work = work_of(row.parsed_regions(), values, one.grid, used, launch.CHIPS[device.chip])
         cycles["issue"] += work.issue_cycles(processors)
         cycles["latency"] += work.latency_cycles(processors)
-    pace = device.clock_hertz.value * device.sustained_share.value
-    return {name: count / pace for name, count in cycles.items()}
+    clock = device.clock_hertz.value
+    return {"issue": cycles["issue"] / clock / device.sustained_share.value, "latency": cycles["latency"] / clock}
 
 
 @functools.cache

@@ -207,20 +207,22 @@ def _fit() -> Iterator[str]:
                 yield "Left out: Liger is not installed."
                 return
             name = f"{op} {'x'.join(map(str, shape))} {dtype} ({source})"
-            moving, busy = sum(each.moved for each in found) / speed, sum(each.cycles for each in found) / clock
-            rows.append((name, published, 1e6 * moving, 1e6 * busy))
+            moving = sum(each.moved for each in found) / speed
+            issue = sum(each.work.issue_cycles(CHIP.num_processors) for each in found) / clock
+            waits = sum(each.work.latency_cycles(CHIP.num_processors) for each in found) / clock
+            rows.append((name, published, 1e6 * moving, 1e6 * issue, 1e6 * waits))
 
     def ratios(share: float) -> list[float]:
         gap = 1e6 * device.launch_seconds.value
-        return [(max(moving, busy / share) + gap) / published for _, published, moving, busy in rows]
+        return [(max(moving, issue / share, waits) + gap) / published for _, published, moving, issue, waits in rows]
 
     share = min((n / 100 for n in range(20, 101)), key=lambda share: sum(math.log(r) ** 2 for r in ratios(share)))
     off = ratios(share)
-    yield f"A processor sustains the share {share:.2f} of its cycles, the one number that is fitted. The model says"
+    yield f"Of its issue slots a processor sustains the share {share:.2f}, the one fitted number. The model says"
     yield f"{min(off):.2f} to {max(off):.2f} of the published times, {statistics.median(off):.2f} in the median."
-    yield _table("kernel", "published us", "bytes us", "cycles us", "model us", "model / published")
-    for (name, published, moving, busy), ratio in zip(rows, off, strict=True):
-        cells = (published, moving, busy / share, ratio * published)
+    yield _table("kernel", "published us", "bytes us", "issue us", "latency us", "model us", "model / published")
+    for (name, published, moving, issue, waits), ratio in zip(rows, off, strict=True):
+        cells = (published, moving, issue / share, waits, ratio * published)
         yield f"| {name} | {' | '.join(f'{cell:.1f}' for cell in cells)} | {ratio:.2f} |"
 
 
