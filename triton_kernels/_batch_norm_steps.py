@@ -210,9 +210,9 @@ def sums(
         read_again: Whether a transform follows that reads the operands.
         x_read_again: The same of x.
     """
-    tensors = operands.present()
-    view = view_channels(tensors or [readable(x, batch_ndim)], batch_ndim)
-    sizes = (view.sizes, view.spatial_inner, view.align, x.element_size())
+    tensors = operands.present() or [readable(x, batch_ndim)]
+    view = view_channels(tensors, batch_ndim)
+    sizes = (view.sizes, view.spatial_inner, view.align, tensors[0].element_size())
     plan = plan_channel_sums(*sizes, x.device, len(tensors), mean is None)
     merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
     # The means come first: where the rest starts then does not change with the number of parts, and with it the
@@ -221,7 +221,7 @@ def sums(
     shapes.append(_NUM_SUMS * view.num_channels * plan.num_splits)
     *means, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
     mean, mean_stride = param_view(mean, batch_ndim)
-    if tensors:
+    if any(operand is not None for operand in operands):
         with device_guard(x):
             batch_norm_sums_kernel[(plan.num_blocks, plan.num_splits)](
                 *operands,

@@ -234,9 +234,10 @@ def batch_norm_sums_kernel(  # noqa: C901 - likewise
         c_sum = tl.sum(sums[7], axis=0)
         counts = tl.zeros([BLOCK_CHANNELS], acc_dtype) + count.to(acc_dtype)
         shift = divide(c_sum, counts)
-        square_sum = tl.sum(sums[8], axis=0) - c_sum * shift
-        # Rounding may leave less than nothing of equal elements; a NaN stays.
-        square_sum = tl.where(square_sum < 0.0, 0.0, square_sum)
+        cc_sum = tl.sum(sums[8], axis=0)
+        square_sum = cc_sum - c_sum * shift
+        # Rounding may leave less than nothing of equal elements, and overflow no number; a NaN stays.
+        square_sum = tl.where(square_sum < 0.0, 0.0, tl.where(cc_sum == float("inf"), cc_sum, square_sum))
         tl.store(results + 7 * num_splits, counts, mask=channel_mask)
         tl.store(results + 8 * num_splits, center + shift, mask=channel_mask)
         tl.store(results + 9 * num_splits, square_sum, mask=channel_mask)

@@ -58,11 +58,12 @@ def backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, N
     program = tl.program_id(0)
     wave, place = program // (num_resident * num_parts), program % (num_resident * num_parts)
     share = num_blocks * num_splits - 1 - wave * num_resident - place % num_resident
-    # The first wave may not have been full.
     number = tl.maximum(share, 0)
     start, stop = share_of(number // num_blocks, num_splits, num_tiles)
-    stop = tl.maximum(stop - place // num_resident * NUM_TILES, start)
-    return number % num_blocks, tl.where(share < 0, stop, tl.maximum(stop - NUM_TILES, start)), stop
+    # Nothing is left of a program for the first wave where that was not full.
+    stop += tl.maximum(tl.minimum(share, 0), -1) * num_tiles - place // num_resident * NUM_TILES
+    stop = tl.maximum(stop, start)
+    return number % num_blocks, tl.maximum(stop - NUM_TILES, start), stop
 
 
 @batch_independent_jit

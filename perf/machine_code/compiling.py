@@ -163,8 +163,9 @@ def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[s
         threads = max(threads, limits_of(chip).resident_threads)
     if kernel.__name__ == "batch_norm_sums_kernel":
         named = dict(zip(kernel.argument_names, args, strict=False))
-        num_inputs = sum(named[name] is not None for name in _CHANNEL_OPERANDS)
-        threads *= channel_programs(constants["SPATIAL_INNER"], num_inputs, named["mean_ptr"] is None, chip)
+        operands = [named[name] for name in _CHANNEL_OPERANDS if named[name] is not None]
+        sums = (len(operands), named["mean_ptr"] is None, operands[0].element_size())
+        threads *= channel_programs(constants["SPATIAL_INNER"], *sums, chip)
     # Registers are dealt out to whole warps in units of eight per thread.
     return min(chip.registers // threads // 8 * 8, _MAX_REGISTERS[chip_name])
 

@@ -14,12 +14,9 @@ FLOAT64_SPILLS = 64
 
 # Spilled bytes that are no mistake of a plan, by chip, kernel and case. All results, or all but one, of the pairing of
 # rows of 8,192 columns of bfloat16: 8 bytes per thread, 4 KiB of cache per row, written and read once. A sweep by tiles
-# would read another 16 KiB of each of three operands, and with 1024 threads other variants spill up to 64 bytes. On
-# gfx942, planes of 7 * 7 elements of 4 bytes, which are loaded one by one: 15 scalar registers with masks wait in lanes
-# of a vector register, and nothing goes to memory. One stage would need none of it, and wait for every tile.
+# would read another 16 KiB of each of three operands, and with 1024 threads other variants spill up to 64 bytes.
 KNOWN_SPILLS = {
     ("sm_100", "layer_norm_second_kernel", "layer_norm 8192x8192 bfloat16"): 8,
-    ("gfx942", "batch_norm_sums_kernel", "batch_norm 64x2048x7x7 float32"): 15,
 }
 
 # Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in

@@ -207,12 +207,13 @@ def test_programs_of_a_reduction_fill_their_slots(chip, spatial_inner, num_input
     for num_channels, align, itemsize in itertools.product((64, 100, 256, 1000), (1, 16), (2, 4, 8)):
         sizes = (1, 64, num_channels, 56 * 56) if spatial_inner else (1, 1, num_channels, 64 * 56 * 56)
         plan = launch.plan_channel_sums(sizes, spatial_inner, align, itemsize, chip, num_inputs, num_inputs == 1)
-        slots = channel_programs(spatial_inner, num_inputs, num_inputs == 1, chip) * chip.num_processors
+        slots = channel_programs(spatial_inner, num_inputs, num_inputs == 1, itemsize, chip) * chip.num_processors
         # As many as the registers of the table of machine code leave room for: `test_machine_code` writes them out.
-        waves = launch.cdiv(plan.num_blocks * plan.num_splits, slots)
+        waves = launch.cdiv(plan.num_blocks * plan.num_splits, plan.num_resident)
         steps = waves * launch.cdiv(plan.num_tiles, plan.num_splits)
-        assert plan.num_resident == slots
-        assert plan.num_blocks * plan.num_tiles >= 0.75 * steps * slots, (num_channels, align, itemsize)
+        # Shared memory may have room for fewer.
+        assert slots / 2 <= plan.num_resident <= slots
+        assert plan.num_blocks * plan.num_tiles >= 0.75 * steps * plan.num_resident, (num_channels, align, itemsize)
         assert plan.num_warps * chip.warp_size <= 256
 
 

@@ -218,11 +218,14 @@ def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: C
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("mode, is_last", [("train_fwd", False), ("train_bwd", True), ("pairing", False)])
+# Three or four programs for each of two processors run at once.
+@pytest.mark.parametrize(
+    "mode, is_last, resident", [("train_fwd", False, 6), ("train_bwd", True, 6), ("pairing", False, 8)]
+)
 def test_transform_of_images_begins_in_the_cache(
-    mode: str, is_last: bool, use_limits: Callable[..., None], use_processors: Callable[[int], None]
+    mode: str, is_last: bool, resident: int, use_limits: Callable[..., None], use_processors: Callable[[int], None]
 ) -> None:
-    """It reads first the third that the reduction before it, whose programs all run at once, has read last."""
+    """It reads first the third that the reduction before it, whose programs run in waves, has read last."""
     use_limits(channel_tile_bytes=1024, channel_transform_programs=1)
     use_processors(2)
     images = BatchNorm.draw((16, 16, 8, 8) if is_last else (16, 4, 16, 16))
@@ -240,7 +243,10 @@ def test_transform_of_images_begins_in_the_cache(
                 programs.setdefault(load.program[1::-1], []).append(touched)
         return [programs[number] for number in sorted(programs)]
 
-    at_once = [line for step in itertools.zip_longest(*lines(0), fillvalue=()) for load in step for line in load]
+    reduction = lines(0)
+    waves = [reduction[start : start + resident] for start in range(0, len(reduction), resident)]
+    steps = [step for wave in waves for step in itertools.zip_longest(*wave, fillvalue=())]
+    at_once = [line for step in steps for load in step for line in load]
     in_turn = [line for program in lines(2) for load in program for line in load]
     before, after = list(dict.fromkeys(at_once[::-1])), list(dict.fromkeys(in_turn))
     third = len(before) // 3

@@ -136,23 +136,33 @@ def _plan_channels(
     )
 
 
-def channel_programs(spatial_inner: bool, num_inputs: int, statistics: bool, device: torch.device | Chip) -> int:
-    """Programs of a reduction over channels for each processor.
+def channel_programs(
+    spatial_inner: bool, num_inputs: int, statistics: bool, itemsize: int, device: torch.device | Chip
+) -> int:
+    """Programs of a reduction over channels for each processor, which run at once.
 
-    All of them run at once, or those that start later go through memory once more (see
-    `_batch_norm_transform.backward_share`). The machine-code gate therefore holds the kernels to the registers that
-    this number leaves: on NVIDIA 64 per thread with four programs of 256 threads, 80 with three, 128 with two.
+    The machine-code gate holds the kernels to the registers that this number leaves: on NVIDIA 64 per thread with four
+    programs of 256 threads, 80 with three, 128 with two.
 
     Args:
         spatial_inner: Whether tiles run along the spatial axis of one channel.
         num_inputs: Full-size tensors that are read, up to 4.
         statistics: Whether the kernel sums for statistics.
+        itemsize: Bytes of an element.
         device: Where the kernel runs.
     """
-    programs = limits_of(chip_of(device)).channel_reduction_programs
-    if num_inputs > 2 - statistics:
-        return max(programs // 2, 1)
-    return max(programs - (num_inputs - 1 if spatial_inner else num_inputs), 1)
+    most = limits_of(chip_of(device)).channel_reduction_programs
+    # ptxas reports up to 64 registers for sums along the spatial axis; sums of channels, of which a thread holds eight,
+    # take up to 80 of two tensors and up to 128 of more. Statistics take up to 64, 80 and 128 where they are of one
+    # tensor of 2-byte elements along the spatial axis, one or the other, and neither. Two steps of copies are under way
+    # in turn, one of them always: 24 to 64 KiB, where a processor's share of 4.8 TB/s during 0.8 microseconds, about
+    # what a load takes, is 29 KB (by calculation, not measured). No kernel has more programs with two stages.
+    fewer = int(not spatial_inner)
+    if statistics:
+        fewer += num_inputs > 1 or itemsize > 2
+    elif num_inputs > 2:
+        fewer *= 2
+    return max(most - fewer if fewer < 2 else most // 2, 1)
 
 
 @planned(channel_candidates)
@@ -167,16 +177,21 @@ def plan_channel_sums(
 ) -> ChannelPlan:
     """Plan for a kernel that sums `num_inputs` tensors `[groups, samples, channels, spatial]` per channel."""
     chip = chip_of(device)
-    limits = limits_of(chip)
-    tile = limits.channel_tile_bytes // max(itemsize, 4)
+    tile = limits_of(chip).channel_tile_bytes // max(itemsize, 4)
+    # Half of the values per thread where there are more than two sums.
     if num_inputs > 2 - statistics:
         tile //= 2
-    if align * itemsize < 16:
+    # Elements that are loaded one by one take an address and a mask each, which spills scalar registers on gfx942.
+    if align * itemsize < ACCESS_BYTES:
         tile //= 2
-    slots = channel_programs(spatial_inner, num_inputs, statistics, chip) * chip.num_processors
     # On NVIDIA a step waits for all copies but those of the next one: with two stages for all there are, with three
     # one step stays under way. On AMD the loads of the next step are issued before the work of this one with two.
     num_stages = 2 if chip.name.startswith("gfx") else 3
+    programs = channel_programs(spatial_inner, num_inputs, statistics, itemsize, chip)
+    if num_stages == 3:
+        # Buffers of two steps, and what the system takes of each program.
+        programs = min(programs, chip.processor_shared_bytes // (2 * num_inputs * tile * itemsize + 1024))
+    slots = max(programs, 1) * chip.num_processors
     return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip, num_stages)
 
 
@@ -191,9 +206,15 @@ def plan_channel_transform(
 ) -> ChannelPlan:
     """Plan for an elementwise kernel of `num_tensors` tensors with coefficients per channel."""
     chip = chip_of(device)
-    limits = limits_of(chip)
-    tile = limits.channel_tile_bytes // max(itemsize, 4) // 2
-    slots = limits.channel_reduction_programs * chip.num_processors
+    tile = limits_of(chip).channel_tile_bytes // max(itemsize, 4)
+    # Two accesses of 16 bytes of each tensor per thread, as far as the registers go round: what a tile takes beside its
+    # elements is then a third less of each (ptxas: 9.6 instructions for 13.5 in a forward along the spatial axis), and
+    # five programs of 48 registers load 40 KiB at once where six of 40 with half the tile load 24. Coefficients of
+    # eight channels take registers too, and so do elements that are loaded one by one.
+    if align * itemsize < ACCESS_BYTES or num_tensors > (4 if spatial_inner else 2):
+        tile //= 2
+    # Programs hide each other's loads without stages.
+    slots = limits_of(chip).channel_reduction_programs * chip.num_processors
     return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip)
 
 
