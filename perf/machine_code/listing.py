@@ -71,8 +71,8 @@ class Region(NamedTuple):
         return max(len(range(*(eval(part, names) for part in re.split(":(?!=)", self.trips)))) for names in named)
 
 
-_ASSIGNMENT = re.compile(r"^\s*(%[\w.]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)
-_FOR = re.compile(r"scf\.for \S+ = (%[\w.]+) to (%[\w.]+) step (%[\w.]+)")
+_ASSIGNMENT = re.compile(r"^\s*(%[\w.-]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)
+_FOR = re.compile(r"scf\.for \S+ = (%[\w.-]+) to (%[\w.-]+) step (%[\w.-]+)")
 _OPERATORS = {"addi": "+", "subi": "-", "muli": "*", "divsi": "//", "remsi": "%"}
 _COMPARISONS = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge": ">="}
 _SAME_VALUE = {"extsi", "extui", "trunci", "index_cast"}
@@ -83,7 +83,7 @@ class _Bounds:
 
     def __init__(self, ttir: str) -> None:
         self._made = {
-            name: (operation.partition(".")[2], rest, re.findall(r"%[\w.]+", rest))
+            name: (operation.partition(".")[2], rest, re.findall(r"%[\w.-]+", rest))
             for name, operation, rest in _ASSIGNMENT.findall(ttir)
         }
         self._uses: Counter[str] = Counter()
@@ -165,7 +165,7 @@ class _Source(NamedTuple):
 
 
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.\w+<\{(.*)\}>", re.MULTILINE)
-_LOADED = re.compile(r"(%[\w.]+) = (?:tt\.load|amdg\.buffer_load) ")
+_LOADED = re.compile(r"(%[\w.-]+) = (?:tt\.load|amdg\.buffer_load) ")
 _REDUCED = re.compile(r"^\}\) : \(tensor<[\w<>x]*?, (.*?)>[,)]")
 
 
@@ -190,7 +190,7 @@ def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
         elif (reduced := _REDUCED.match(text)) is not None:
             reductions[number] += _warps_share(axis, reduced.group(1), layouts)
         elif text.startswith("scf.yield "):
-            ahead[number] += len(loaded.intersection(re.findall(r"%[\w.]+", text)))
+            ahead[number] += len(loaded.intersection(re.findall(r"%[\w.-]+", text)))
         loaded.update(_LOADED.findall(text))
         stores[number] |= text.startswith(("tt.store", "amdg.buffer_store"))
     return [_Source(*each) for each in zip(trips, reductions, stores, ahead, strict=True)]
