@@ -212,7 +212,8 @@ def sums(
     """
     tensors = operands.present() or [readable(x, batch_ndim)]
     view = view_channels(tensors, batch_ndim)
-    sizes = (view.sizes, view.spatial_inner, view.align, tensors[0].element_size())
+    itemsize = max(tensor.element_size() for tensor in tensors)
+    sizes = (view.sizes, view.spatial_inner, view.align, itemsize)
     plan = plan_channel_sums(*sizes, x.device, len(tensors), mean is None)
     merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
     # The means come first: where the rest starts then does not change with the number of parts, and with it the

@@ -17,36 +17,44 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels import layer_norm, log_softmax, log_softmax_second_order
+from triton_kernels import batch_norm, batch_norm_second_order, layer_norm
 from triton_kernels._cost import Cost, counting
 from triton_kernels._kernel import intercept
+from triton_kernels.costs._batch_norm import COUNTS
 from triton_kernels.costs.attention import attention_bwd, attention_fwd, attention_jvp, attention_pairing
-from triton_kernels.costs.batch_norm import (
-    batch_norm_bwd_jvp,
-    batch_norm_eval_bwd,
-    batch_norm_eval_fwd,
-    batch_norm_eval_jvp,
-    batch_norm_pairing,
-    batch_norm_train_bwd,
-    batch_norm_train_fwd,
-    batch_norm_train_fwd_jvp,
-    batch_norm_train_jvp,
-)
 from triton_kernels.costs.dropout import dropout_fwd, philox_words
 from triton_kernels.costs.layer_norm_second_order import layer_norm_bwd_jvp, layer_norm_pairing
+from triton_kernels.costs.log_softmax import (
+    log_softmax_bwd,
+    log_softmax_bwd_jvp,
+    log_softmax_fwd,
+    log_softmax_jvp,
+    log_softmax_pairing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from triton_kernels._kernel import Kernel
+
 
 def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
-    with counting() as account, intercept(lambda *launch: account.launch()):
+    given = {id(arg) for arg in args}
+
+    def count(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+        account.launch()
+        if kernel.__name__ in COUNTS:
+            named = {**dict(zip(kernel.argument_names, arguments, strict=False)), **constants}
+            named = {name.removesuffix("_ptr"): value for name, value in named.items()}
+            COUNTS[kernel.__name__](account, named, grid, given)
+
+    with counting() as account, intercept(count):
         launcher(*args)
     return account.cost()
 
 
 # Modules whose launches count themselves.
-_COUNTED = (layer_norm, log_softmax, log_softmax_second_order)
+_COUNTED = (layer_norm, batch_norm, batch_norm_second_order)
 _BY_NAME = {name: functools.partial(_cost_of, getattr(module, name)) for module in _COUNTED for name in module.__all__}
 
 
@@ -64,18 +72,14 @@ __all__ = [
     "attention_fwd",
     "attention_jvp",
     "attention_pairing",
-    "batch_norm_bwd_jvp",
-    "batch_norm_eval_bwd",
-    "batch_norm_eval_fwd",
-    "batch_norm_eval_jvp",
-    "batch_norm_pairing",
-    "batch_norm_train_bwd",
-    "batch_norm_train_fwd",
-    "batch_norm_train_fwd_jvp",
-    "batch_norm_train_jvp",
     "dropout_fwd",
     "layer_norm_bwd_jvp",
     "layer_norm_pairing",
+    "log_softmax_bwd",
+    "log_softmax_bwd_jvp",
+    "log_softmax_fwd",
+    "log_softmax_jvp",
+    "log_softmax_pairing",
     "philox_words",
 ]
-__all__ += [*layer_norm.__all__, *log_softmax.__all__, *log_softmax_second_order.__all__]
+__all__ += [*layer_norm.__all__, *batch_norm.__all__, *batch_norm_second_order.__all__]

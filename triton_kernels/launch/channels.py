@@ -148,20 +148,20 @@ def channel_programs(
         spatial_inner: Whether tiles run along the spatial axis of one channel.
         num_inputs: Full-size tensors that are read, up to 4.
         statistics: Whether the kernel sums for statistics.
-        itemsize: Bytes of an element.
+        itemsize: Bytes of an element, of the widest tensor.
         device: Where the kernel runs.
     """
     most = limits_of(chip_of(device)).channel_reduction_programs
-    # ptxas reports up to 64 registers for sums along the spatial axis; sums of channels, of which a thread holds eight,
-    # take up to 80 of two tensors and up to 128 of more. Statistics take up to 64, 80 and 128 where they are of one
-    # tensor of 2-byte elements along the spatial axis, one or the other, and neither. Two steps of copies are under way
-    # in turn, one of them always: 24 to 64 KiB, where a processor's share of 4.8 TB/s during 0.8 microseconds, about
-    # what a load takes, is 29 KB (by calculation, not measured). No kernel has more programs with two stages.
+    # ptxas reports up to 64 registers for sums of two tensors along the spatial axis, up to 80 of more; sums of several
+    # channels, of which a thread holds eight, take up to 80 and 128. Statistics take up to 64 of one tensor of 2-byte
+    # elements along the spatial axis, up to 80 where one of these three is not so, and up to 128 where two are not. Two
+    # steps of copies are under way in turn, one of them always: 24 to 64 KiB, where a processor's share of 4.8 TB/s
+    # during 0.8 microseconds, about what a load takes, is 29 KB (by calculation, not measured).
     fewer = int(not spatial_inner)
     if statistics:
         fewer += num_inputs > 1 or itemsize > 2
     elif num_inputs > 2:
-        fewer *= 2
+        fewer += 1
     return max(most - fewer if fewer < 2 else most // 2, 1)
 
 
@@ -178,8 +178,9 @@ def plan_channel_sums(
     """Plan for a kernel that sums `num_inputs` tensors `[groups, samples, channels, spatial]` per channel."""
     chip = chip_of(device)
     tile = limits_of(chip).channel_tile_bytes // max(itemsize, 4)
-    # Half of the values per thread where there are more than two sums.
-    if num_inputs > 2 - statistics:
+    # Half of the values per thread where there are more than two sums: of wide elements, whose copies would leave the
+    # shared memory to one program, and of several channels, of each of which a thread has sums of its own.
+    if num_inputs > 2 - statistics and (itemsize > 2 or not spatial_inner):
         tile //= 2
     # Elements that are loaded one by one take an address and a mask each, which spills scalar registers on gfx942.
     if align * itemsize < ACCESS_BYTES:
@@ -211,7 +212,7 @@ def plan_channel_transform(
     # elements is then a third less of each (ptxas: 9.6 instructions for 13.5 in a forward along the spatial axis), and
     # five programs of 48 registers load 40 KiB at once where six of 40 with half the tile load 24. Coefficients of
     # eight channels take registers too, and so do elements that are loaded one by one.
-    if align * itemsize < ACCESS_BYTES or num_tensors > (4 if spatial_inner else 2):
+    if align * itemsize < ACCESS_BYTES or not (spatial_inner or num_tensors <= 2):
         tile //= 2
     # Programs hide each other's loads without stages.
     slots = limits_of(chip).channel_reduction_programs * chip.num_processors

@@ -1,20 +1,15 @@
-"""Costs of batch norm and its derivatives: what the launches of a call move, as their arguments say."""
+"""What the kernels of batch norm move, as the arguments of a launch say: each counts itself, by the kinds of these."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels import batch_norm, batch_norm_second_order
-from triton_kernels._cost import Account, Cost
-from triton_kernels._kernel import intercept
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from triton_kernels._kernel import Kernel
+    from triton_kernels._cost import Account
 
 _OPERANDS = ("y_bar", "x", "x_dot", "y_bar_dot")
 _STATISTICS = ("mean", "scale_statistic")
@@ -80,41 +75,9 @@ def _store(account: Account, named: Mapping[str, Any], names: tuple[str, ...]) -
     account.store(sum(named[name].nbytes for name in names if named[name] is not None))
 
 
-_COUNTS = {
+COUNTS = {
     "batch_norm_sums_kernel": _count_sums,
     "batch_norm_statistics_kernel": _count_statistics,
     "batch_norm_merge_kernel": _count_merge,
     "batch_norm_transform_kernel": _count_transform,
 }
-
-
-def _cost_of(launcher: Callable[..., Any]) -> Callable[..., Cost]:
-    """The cost function of a launcher."""
-
-    @functools.wraps(launcher)
-    def cost(*args: Any) -> Cost:
-        account = Account()
-        given = {id(arg) for arg in args}
-
-        def count(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
-            named = {**dict(zip(kernel.argument_names, arguments, strict=False)), **constants}
-            account.launch()
-            named = {name.removesuffix("_ptr"): value for name, value in named.items()}
-            _COUNTS[kernel.__name__](account, named, grid, given)
-
-        with intercept(count):
-            launcher(*args)
-        return account.cost()
-
-    return cost
-
-
-batch_norm_train_fwd = _cost_of(batch_norm.batch_norm_train_fwd)
-batch_norm_train_fwd_jvp = _cost_of(batch_norm.batch_norm_train_fwd_jvp)
-batch_norm_train_bwd = _cost_of(batch_norm.batch_norm_train_bwd)
-batch_norm_train_jvp = _cost_of(batch_norm.batch_norm_train_jvp)
-batch_norm_eval_fwd = _cost_of(batch_norm.batch_norm_eval_fwd)
-batch_norm_eval_bwd = _cost_of(batch_norm.batch_norm_eval_bwd)
-batch_norm_eval_jvp = _cost_of(batch_norm.batch_norm_eval_jvp)
-batch_norm_pairing = _cost_of(batch_norm_second_order.batch_norm_pairing)
-batch_norm_bwd_jvp = _cost_of(batch_norm_second_order.batch_norm_bwd_jvp)
