@@ -149,6 +149,10 @@ def test_cycles_of_a_known_chain():
     assert outside > stalls.LATENCIES["LDG"]
 
 
+def test_the_page_of_peers_has_a_reason_wherever_ours_is_worse():
+    assert "not known" not in (DOCS / "peers_sm_90.md").read_text(), "give it in `perf.peers.REASONS`"
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_the_page_of_wrong_derivatives_says_of_each_nesting_who_is_right(monkeypatch):
     monkeypatch.setattr(wrong_derivatives, "MAX_ORDER", 2)
