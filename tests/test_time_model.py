@@ -39,6 +39,7 @@ def device():
         (ROWS, "forward", 2, 2, 1),
         (ROWS, "jvp", 4, 4, 1),
         (ROWS, "hvp", 4 + 3 + 4, 4 + 3 + 4, 3),
+        (LOGITS, "jvp", 4, 4, 1),
         (CHANNELS, "jvp", 4, 6, 3),
         (dataclasses.replace(ROWS, affine=True), "backward", 3, 3 + PARTIAL, 2),
         # A cotangent of y goes on to x through the backward.

@@ -23,7 +23,7 @@ KERNELS = {
         ["batch_norm_sums_kernel", "batch_norm_statistics_kernel", "batch_norm_transform_kernel"],
         ["batch_norm_sums_kernel", "batch_norm_merge_kernel", "batch_norm_transform_kernel"],
     ],
-    "log_softmax": [["log_softmax_fwd_kernel"], ["log_softmax_linear_kernel"]],
+    "log_softmax": [["log_softmax_fwd_kernel"], ["log_softmax_pairing_kernel"]],
     "hessian-vector product": [
         [
             "layer_norm_fwd_kernel",
@@ -81,7 +81,7 @@ def test_graphs_hold_kernels_and_no_primitive(found, program):
 
 def test_numbers_that_are_one_may_be_constants(found):
     """Inductor makes every 1 a constant, which has no methods, and every float a float32."""
-    assert len(found["ones"]) > 15
+    assert len(found["ones"]) > 10
     assert {name: complaints for name, complaints in found["ones"].items() if complaints} == {}
 
 

@@ -1,317 +1,202 @@
-"""Log-softmax kernels: forward, backward and JVP, for rows that fit in registers and for longer ones.
+"""Kernels of log-softmax and its derivatives of first and second order, on the scaffold of `rows`.
 
-Every tensor is seen as `[segments, num_rows, num_cols]` and reduced over its columns. A program owns BLOCK_ROWS rows
-of one segment, or a slice of their columns in each of two launches: `_split_rows` says which, and what `parts_ptr`,
-`num_splits`, `NUM_SLOTS`, `BLOCK_SPLITS`, `SUMS` and `WRITES` of the looped kernels are. Other shared arguments:
+With `p = exp(y)` and sums over the reduced dim:
 
-    <tensor>_{segment,row,col}_stride   in elements
-    <TENSOR>_ADJACENT                   which axis has stride 1: "cols", "rows" or "none"
-    ALIGN                               power of two that divides the other strides of the tensors with such an axis
-    ROW_ALIGN                           power of two that divides num_rows
-    DTYPE                               dtype of all arithmetic
+    forward     y = x - log(sum(exp(x))),   y_dot = x_dot - sum(p * x_dot)
+    pairing     y_bar_bar = x_dot - sum(p * x_dot),   output_bar = -p * x_dot * sum(y_bar),
+                x_dot_bar = y_bar - p * sum(y_bar)
+    bwd_jvp     x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
+
+The jvp is the first result of the pairing by itself, the vjp its last.
 """
 
-# Pyright does not know that branches on constexpr flags are settled at compile time.
-# Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
-# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportCallIssue=false
+# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from triton_kernels._runtime import cast, store_cast, stride_independent_jit
-from triton_kernels._split_rows import load_parts, merged_sum, opposite_tile, row_slice, store_part
+from triton_kernels._runtime import stride_independent_jit
+from triton_kernels.rows import row_op
+from triton_kernels.tiles import nothing, sums_of
+
+_LOWEST = tl.constexpr(float("-inf"))
+
+# Forward: x, and for the tangent of y as well x_dot. The sums are the maximum, the logarithm of the sum of exponentials
+# relative to it, and the mean of x_dot weighted with them.
 
 
 @triton.jit
-def _block_rows(block, num_rows, BLOCK_ROWS: tl.constexpr):
-    """Segment and rows (int64) of a block of rows; the last rows of the last block lie past `num_rows`."""
-    num_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
-    segment = block // num_blocks
-    first = (block - segment * num_blocks) * BLOCK_ROWS
-    return segment.to(tl.int64), first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-
-
-@triton.jit
-def _aligned(number, ALIGN: tl.constexpr):
-    # The compiler sees the factor in the product, where `tl.multiple_of` would get lost on its way to AMD code.
-    return (number // ALIGN) * ALIGN
-
-
-@triton.jit
-def _tile_offsets(
-    segment, row, col_offsets, segment_stride, row_stride, col_stride, ADJACENT: tl.constexpr, ALIGN: tl.constexpr
-):
-    """Element offsets `[BLOCK_ROWS, BLOCK_COLS]` of a tile, in int64."""
-    cols = col_offsets.to(tl.int64)
-    if ADJACENT == "cols":
-        start = segment * _aligned(segment_stride, ALIGN)
-        offsets = (start + row * _aligned(row_stride, ALIGN))[:, None] + cols[None, :]
-    elif ADJACENT == "rows":
-        start = segment * _aligned(segment_stride, ALIGN)
-        offsets = (start + row)[:, None] + (cols * _aligned(col_stride, ALIGN))[None, :]
+def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
+    top = tl.max(x[0], axis=1)[:, None]
+    weights = tl.exp(x[0] - top)
+    if x[1].type.is_block():
+        sums = sums_of((weights, weights * x[1]), 2)
+        s = top, tl.log(sums[0]), sums[1] / sums[0]
     else:
-        offsets = (segment * segment_stride + row * row_stride)[:, None] + (cols * col_stride)[None, :]
-    return offsets
+        s = top, tl.log(sums_of((weights,))[0])
+    return s
 
 
 @triton.jit
-def _load_logits(x_ptrs, row_mask, col_mask, eviction_policy: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of x, rounded to the dtype `ROUNDED` on the way to `DTYPE`.
+def _finite(top):
+    """What is taken off before the exponential: until the first finite element, -inf - -inf would be NaN."""
+    return tl.where(top == _LOWEST, 0.0, top)
 
-    Columns past the end are -inf, which adds nothing to a sum of exponentials. Rows past the end are zero: nobody
-    stores them, but they would be NaN, and in the interpreter a warning.
-    """
-    padding = tl.where(col_mask, 0.0, float("-inf")).to(x_ptrs.dtype.element_ty)
-    mask = row_mask & col_mask
-    x = tl.load(x_ptrs, mask=mask, other=tl.broadcast_to(padding, mask.shape), eviction_policy=eviction_policy)
-    return cast(cast(x, ROUNDED), DTYPE)
+
+@triton.jit
+def _fwd_fold(state, x, p, r, anchor, mask):
+    # The maximum is that of the whole row, so that each element takes one exponential and each tile one reduction.
+    top = tl.maximum(state[0], tl.max(x[0], axis=1)[:, None])
+    shift = _finite(top)
+    scale = tl.exp(state[0] - shift)
+    weights = tl.exp(x[0] - shift)
+    if x[1].type.is_block():
+        found = top, state[1] * scale + weights, state[2] * scale + weights * x[1]
+    else:
+        found = top, state[1] * scale + weights
+    return found
+
+
+@triton.jit
+def _fwd_merge(
+    state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
+):
+    HAS_X_DOT: tl.constexpr = len(state) == 3
+    # A row of nothing but -inf becomes NaN where its slices are merged, which it would when it is written.
+    top = state[0] if LEVEL == 1 else tl.max(state[0], axis=1)[:, None]
+    scale = 1.0 if LEVEL == 1 else tl.exp(state[0] - top)
+    if HAS_X_DOT:
+        sums = sums_of((state[1] * scale, state[2] * scale), 2)
+    else:
+        sums = sums_of((state[1] * scale,))
+    if HAS_X_DOT:
+        found = (top, tl.log(sums[0]), sums[1] / sums[0]) if LAST else (top, sums[0], sums[1])
+    else:
+        found = (top, tl.log(sums[0])) if LAST else (top, sums[0])
+    return found
+
+
+@triton.jit
+def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = x[1] - s[2]
+    return x[0] - s[0] - s[1], y_dot
 
 
 @stride_independent_jit
 def log_softmax_fwd_kernel(
-    x_ptr,
-    y_ptr,
-    num_rows,
-    x_segment_stride,
-    x_row_stride,
-    x_col_stride,
-    y_segment_stride,
-    y_row_stride,
-    y_col_stride,
-    num_cols: tl.constexpr,
-    DTYPE: tl.constexpr,
-    X_ADJACENT: tl.constexpr,
-    Y_ADJACENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """Reads BLOCK_ROWS whole rows of x once and writes their y; x is rounded to the dtype of y first, as in torch."""
-    segment, row = _block_rows(tl.program_id(0), num_rows, BLOCK_ROWS)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    row_mask = (row < _aligned(num_rows, ROW_ALIGN))[:, None]
-    col_mask = (col_offsets < num_cols)[None, :]
-    x_offsets = _tile_offsets(
-        segment, row, col_offsets, x_segment_stride, x_row_stride, x_col_stride, X_ADJACENT, ALIGN
-    )
-    y_offsets = _tile_offsets(
-        segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
-    )
-
-    x = _load_logits(x_ptr + x_offsets, row_mask, col_mask, "", y_ptr.dtype.element_ty, DTYPE)
-    shifted = x - tl.max(x, axis=1)[:, None]
-    log_sum = tl.log(tl.sum(tl.exp(shifted), axis=1))
-    tl.store(y_ptr + y_offsets, shifted - log_sum[:, None], mask=row_mask & col_mask)
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    y_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
+    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """y, of x in its dtype as in torch; and the tangent of y where there is one of x."""
+    row_op(
+        (x_ptr, x_dot_ptr),
+        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
+        (), (), (), 0, (y_ptr, y_dot_ptr),
+        (out_segment_stride, out_row_stride, out_col_stride), (None, None, None), parts_ptr, num_splits, num_rows,
+        _fwd_emit, (_LOWEST, 0.0) if x_dot_ptr is None else (_LOWEST, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL,
+        ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge, OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, ROW_STATES=1,
+    )  # fmt: skip
 
 
-@stride_independent_jit
-def log_softmax_fwd_looped_kernel(
-    x_ptr,
-    y_ptr,
-    parts_ptr,
-    num_splits,
-    num_rows,
-    x_segment_stride,
-    x_row_stride,
-    x_col_stride,
-    y_segment_stride,
-    y_row_stride,
-    y_col_stride,
-    num_cols: tl.constexpr,
-    DTYPE: tl.constexpr,
-    X_ADJACENT: tl.constexpr,
-    Y_ADJACENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    SUMS: tl.constexpr,
-    WRITES: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Sweeps BLOCK_ROWS long rows of x for their running maximum and sum, then again to write y.
+# Pairing: y_bar, y and x_dot; the sums of y_bar and of p * x_dot.
 
-    Every column of the tile has a sum of its own, relative to the running maximum of the whole row: one exponential
-    per element, and one reduction, not two, per tile.
-    """
-    block, split, first_col, stop_col = row_slice(num_splits, num_cols, BLOCK_COLS, SUMS, WRITES)
-    segment, row = _block_rows(block, num_rows, BLOCK_ROWS)
-    row_mask = (row < _aligned(num_rows, ROW_ALIGN))[:, None]
 
-    if SUMS:
-        row_max = tl.full((BLOCK_ROWS,), float("-inf"), DTYPE)
-        sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), DTYPE)
-        for start in range(first_col, stop_col, BLOCK_COLS):
-            col_offsets = start + tl.arange(0, BLOCK_COLS)
-            x_offsets = _tile_offsets(
-                segment, row, col_offsets, x_segment_stride, x_row_stride, x_col_stride, X_ADJACENT, ALIGN
-            )
-            col_mask = (col_offsets < num_cols)[None, :]
-            x = _load_logits(x_ptr + x_offsets, row_mask, col_mask, "evict_last", y_ptr.dtype.element_ty, DTYPE)
-            new_max = tl.maximum(row_max, tl.max(x, axis=1))
-            # Until the first finite element, -inf - -inf would turn sums of zeros into NaN.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            sums = sums * tl.exp(row_max - shift)[:, None] + tl.exp(x - shift[:, None])
-            row_max = new_max
-        row_sum = tl.sum(sums, axis=1)
-    if not WRITES:
-        store_part(parts_ptr, block, split, num_splits, row_max, 0, NUM_SLOTS)
-        store_part(parts_ptr, block, split, num_splits, row_sum, 1, NUM_SLOTS)
-    if not SUMS:
-        maxima = load_parts(parts_ptr, block, num_splits, float("-inf"), 0, NUM_SLOTS, BLOCK_ROWS, BLOCK_SPLITS)
-        sums = load_parts(parts_ptr, block, num_splits, 0.0, 1, NUM_SLOTS, BLOCK_ROWS, BLOCK_SPLITS)
-        row_max = tl.max(maxima, axis=1)
-        # A row of nothing but -inf is NaN from here on, which it would become below; one slice of it adds nothing.
-        row_sum = tl.sum(sums * tl.exp(maxima - row_max[:, None]), axis=1)
+@triton.jit
+def _pairing_terms(x, p, r, mask):
+    weighted = nothing()
+    if x[2].type.is_block():
+        weighted = tl.exp(x[1]) * x[2]
+    return x[0], weighted
 
-    if WRITES:
-        log_sum = tl.log(row_sum)
-        for step in range(first_col, stop_col, BLOCK_COLS):
-            start = opposite_tile(step, first_col, stop_col, BLOCK_COLS)
-            col_offsets = start + tl.arange(0, BLOCK_COLS)
-            x_offsets = _tile_offsets(
-                segment, row, col_offsets, x_segment_stride, x_row_stride, x_col_stride, X_ADJACENT, ALIGN
-            )
-            y_offsets = _tile_offsets(
-                segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
-            )
-            col_mask = (col_offsets < num_cols)[None, :]
-            x = _load_logits(x_ptr + x_offsets, row_mask, col_mask, "evict_first", y_ptr.dtype.element_ty, DTYPE)
-            tl.store(y_ptr + y_offsets, x - row_max[:, None] - log_sum[:, None], mask=row_mask & col_mask)
+
+@triton.jit
+def _pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
+    if s[1].type.is_block():
+        y_bar_bar = x[2] - s[1]
+    if s[0].type.is_block():
+        share = tl.exp(x[1]) * s[0]
+        if x[2].type.is_block():
+            output_bar = -share * x[2]
+        if x[0].type.is_block():
+            x_dot_bar = x[0] - share
+    return y_bar_bar, output_bar, x_dot_bar
 
 
 @stride_independent_jit
-def log_softmax_linear_kernel(
-    v_ptr,
-    y_ptr,
-    out_ptr,
-    num_rows,
-    v_segment_stride,
-    v_row_stride,
-    v_col_stride,
-    y_segment_stride,
-    y_row_stride,
-    y_col_stride,
-    out_segment_stride,
-    out_row_stride,
-    out_col_stride,
-    num_cols: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    V_ADJACENT: tl.constexpr,
-    Y_ADJACENT: tl.constexpr,
-    OUT_ADJACENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """Applies the derivative of log-softmax to BLOCK_ROWS whole rows of v, reading v and y (of the forward) once.
+def log_softmax_pairing_kernel(
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    y_ptr, y_segment_stride, y_row_stride, y_col_stride,
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    y_bar_bar_ptr, output_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
+    parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
+    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The derivatives of the pairing for which there is memory; the others' operands may be absent."""
+    row_op(
+        (y_bar_ptr, y_ptr, x_dot_ptr),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (y_segment_stride, y_row_stride, y_col_stride),
+         (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
+        (), (), (), 0, (y_bar_bar_ptr, output_bar_ptr, x_dot_bar_ptr),
+        (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
+        _pairing_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_pairing_terms,
+        WANTED=(0 if y_bar_ptr is None else 1) + (0 if y_bar_bar_ptr is None else 2),
+    )  # fmt: skip
 
-    Of a tangent v = x_dot it writes `y_dot = v - sum(exp(y) * v)`; of a cotangent v = y_bar, if `TRANSPOSED`,
-    `x_bar = v - exp(y) * sum(v)`.
-    """
-    segment, row = _block_rows(tl.program_id(0), num_rows, BLOCK_ROWS)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    mask = (row < _aligned(num_rows, ROW_ALIGN))[:, None] & (col_offsets < num_cols)[None, :]
-    v_offsets = _tile_offsets(
-        segment, row, col_offsets, v_segment_stride, v_row_stride, v_col_stride, V_ADJACENT, ALIGN
-    )
-    y_offsets = _tile_offsets(
-        segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
-    )
-    out_offsets = _tile_offsets(
-        segment, row, col_offsets, out_segment_stride, out_row_stride, out_col_stride, OUT_ADJACENT, ALIGN
-    )
 
-    v = cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0), DTYPE)
-    probability = tl.exp(cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE))
-    change = probability * tl.sum(v, axis=1)[:, None] if TRANSPOSED else tl.sum(probability * v, axis=1)[:, None]
-    store_cast(out_ptr + out_offsets, v - change, mask)
+# JVP of the vjp: y_bar, y, y_bar_dot and y_dot; the sums of y_bar and of y_bar_dot.
+
+
+@triton.jit
+def _bwd_jvp_terms(x, p, r, mask):
+    return x[0], x[2]
+
+
+@triton.jit
+def _bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    if not s[0].type.is_block():
+        change = s[1]
+    elif s[1].type.is_block():
+        change = x[3] * s[0] + s[1]
+    else:
+        change = x[3] * s[0]
+    change = -tl.exp(x[1]) * change
+    return (x[2] + change if x[2].type.is_block() else change,)
 
 
 @stride_independent_jit
-def log_softmax_linear_looped_kernel(
-    v_ptr,
-    y_ptr,
-    out_ptr,
-    parts_ptr,
-    num_splits,
-    num_rows,
-    v_segment_stride,
-    v_row_stride,
-    v_col_stride,
-    y_segment_stride,
-    y_row_stride,
-    y_col_stride,
-    out_segment_stride,
-    out_row_stride,
-    out_col_stride,
-    num_cols: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    V_ADJACENT: tl.constexpr,
-    Y_ADJACENT: tl.constexpr,
-    OUT_ADJACENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    SUMS: tl.constexpr,
-    WRITES: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    """Does what `log_softmax_linear_kernel` does to BLOCK_ROWS long rows: one sweep for the sum, one that writes.
-
-    Of y each element is read once: by the sweep that needs it.
-    """
-    block, split, first_col, stop_col = row_slice(num_splits, num_cols, BLOCK_COLS, SUMS, WRITES)
-    segment, row = _block_rows(block, num_rows, BLOCK_ROWS)
-    row_mask = (row < _aligned(num_rows, ROW_ALIGN))[:, None]
-
-    if SUMS:
-        sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), DTYPE)
-        for start in range(first_col, stop_col, BLOCK_COLS):
-            col_offsets = start + tl.arange(0, BLOCK_COLS)
-            mask = row_mask & (col_offsets < num_cols)[None, :]
-            v_offsets = _tile_offsets(
-                segment, row, col_offsets, v_segment_stride, v_row_stride, v_col_stride, V_ADJACENT, ALIGN
-            )
-            v = cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0, eviction_policy="evict_last"), DTYPE)
-            if not TRANSPOSED:
-                y_offsets = _tile_offsets(
-                    segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
-                )
-                v *= tl.exp(cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE))
-            sums += v
-        row_sum = tl.sum(sums, axis=1)
-    if not WRITES:
-        store_part(parts_ptr, block, split, num_splits, row_sum, 0, NUM_SLOTS)
-    if not SUMS:
-        row_sum = merged_sum(parts_ptr, block, num_splits, 0, NUM_SLOTS, BLOCK_ROWS, BLOCK_SPLITS)
-
-    if WRITES:
-        for step in range(first_col, stop_col, BLOCK_COLS):
-            start = opposite_tile(step, first_col, stop_col, BLOCK_COLS)
-            col_offsets = start + tl.arange(0, BLOCK_COLS)
-            mask = row_mask & (col_offsets < num_cols)[None, :]
-            v_offsets = _tile_offsets(
-                segment, row, col_offsets, v_segment_stride, v_row_stride, v_col_stride, V_ADJACENT, ALIGN
-            )
-            out_offsets = _tile_offsets(
-                segment, row, col_offsets, out_segment_stride, out_row_stride, out_col_stride, OUT_ADJACENT, ALIGN
-            )
-            v = cast(tl.load(v_ptr + v_offsets, mask=mask, other=0.0, eviction_policy="evict_first"), DTYPE)
-            if TRANSPOSED:
-                y_offsets = _tile_offsets(
-                    segment, row, col_offsets, y_segment_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
-                )
-                out = v - tl.exp(cast(tl.load(y_ptr + y_offsets, mask=mask, other=0.0), DTYPE)) * row_sum[:, None]
-            else:
-                out = v - row_sum[:, None]
-            store_cast(out_ptr + out_offsets, out, mask)
+def log_softmax_bwd_jvp_kernel(
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    y_ptr, y_segment_stride, y_row_stride, y_col_stride,
+    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
+    y_dot_ptr, y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride,
+    x_bar_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
+    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Tangent of x_bar; y_bar is absent where y_dot is."""
+    row_op(
+        (y_bar_ptr, y_ptr, y_bar_dot_ptr, y_dot_ptr),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (y_segment_stride, y_row_stride, y_col_stride),
+         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride),
+         (y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride)),
+        (), (), (), 0, (x_bar_dot_ptr,), (out_segment_stride, out_row_stride, out_col_stride), (None, None),
+        parts_ptr, num_splits, num_rows,
+        _bwd_jvp_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_jvp_terms,
+        WANTED=(0 if y_bar_ptr is None else 1) + (0 if y_bar_dot_ptr is None else 2),
+    )  # fmt: skip

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 # The longest vector load in elements that any dtype needs.
 _MAX_ALIGN = 16
-_ABSENT_STRIDES = (0, 0, 1)
+# Of a tensor that is None; a column stride of 1 keeps the others' columns adjacent.
+ABSENT_STRIDES = (0, 0, 1)
 
 
 class RowView(NamedTuple):
@@ -63,8 +64,7 @@ class RowView(NamedTuple):
 
     def is_aligned(self, itemsize: int, *more: int) -> bool:
         """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time; `more` as in `alignment`."""
-        are_adjacent = all(col_stride == 1 for _, _, col_stride in self.strides)
-        return are_adjacent and self.alignment(*more) * itemsize % ACCESS_BYTES == 0
+        return all(self.axes()) and self.alignment(*more) * itemsize % ACCESS_BYTES == 0
 
 
 def row_view(
@@ -93,7 +93,7 @@ def row_view(
 
 def _as_rows(tensor: Tensor | None, cut: int, row_ndim: int) -> tuple[Tensor | None, tuple[int, int, int]]:
     if tensor is None:
-        return None, _ABSENT_STRIDES
+        return None, ABSENT_STRIDES
     strides = _row_strides(tensor, cut, row_ndim)
     if strides is not None:
         return tensor, strides

@@ -8,8 +8,7 @@ with the sum over one dim. With p = exp(y), the derivative of y with respect to 
     vjp   x_bar = y_bar - p * sum(y_bar)
 
 so both need only y. Every launcher views its tensors as `[segments, rows, columns]` with the reduced dim as columns:
-the rows are the other dims where the reduced dim comes last, and the dims inside it where it does not. The kernels
-are in `_log_softmax_kernels`.
+the rows are the other dims where the reduced dim comes last, and the dims inside it where it does not.
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kernels._log_softmax_kernels import (
-    log_softmax_fwd_kernel,
-    log_softmax_fwd_looped_kernel,
-    log_softmax_linear_kernel,
-    log_softmax_linear_looped_kernel,
-)
-from triton_kernels._reduction_view import launch_reduction, reduction_view
-from triton_kernels._runtime import accumulation_dtype
+from triton_kernels._log_softmax_kernels import log_softmax_fwd_kernel
+from triton_kernels._log_softmax_rows import launch_log_softmax, launch_pairing
+from triton_kernels._row_launch import RowSums
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["log_softmax_bwd", "log_softmax_fwd", "log_softmax_jvp"]
+__all__ = ["log_softmax_bwd", "log_softmax_fwd", "log_softmax_fwd_jvp", "log_softmax_jvp"]
 
 
 @tunable
@@ -47,11 +41,31 @@ def log_softmax_fwd(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Te
         `y`, contiguous, with the shape of `x`. A row of which all elements are -inf, or one is +inf or NaN, is NaN.
     """
     y = torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
-    if x.numel() > 0:
-        view = reduction_view((x,), y, dim)
-        compute_dtype = accumulation_dtype(y.dtype)
-        launch_reduction(log_softmax_fwd_kernel, log_softmax_fwd_looped_kernel, 2, ("X", "Y"), view, compute_dtype)
+    outputs = {"y": y, "y_dot": None}
+    launch_log_softmax(
+        log_softmax_fwd_kernel, {"x": x, "x_dot": None}, outputs, dim, RowSums(2, ("x",)), dtypes=[y.dtype]
+    )
     return y
+
+
+@tunable
+def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """`log_softmax_fwd` and its tangent at once: the probabilities are those of x, and not of a rounded y.
+
+    Args:
+        x: As for `log_softmax_fwd`.
+        x_dot: Tangent of `x`, of its shape.
+        dim: As for `log_softmax_fwd`.
+        output_dtype: Likewise; `x_dot` is not rounded before.
+
+    Returns:
+        `y` of `log_softmax_fwd`, and `y_dot = x_dot - sum(exp(y) * x_dot)`, like `y`.
+    """
+    y, y_dot = (torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for _ in range(2))
+    inputs, outputs = {"x": x, "x_dot": x_dot}, {"y": y, "y_dot": y_dot}
+    dtypes = [y.dtype, x_dot.dtype]
+    launch_log_softmax(log_softmax_fwd_kernel, inputs, outputs, dim, RowSums(3, ("x", "x_dot")), dtypes=dtypes)
+    return y, y_dot
 
 
 @tunable
@@ -66,7 +80,9 @@ def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
     Returns:
         `y_dot`, contiguous, with the shape and dtype of `y`.
     """
-    return _apply_derivative(x_dot, y, dim, y.dtype, transposed=False)
+    y_dot = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    launch_pairing(None, y, x_dot, dim, (y_dot, None, None))
+    return y_dot
 
 
 @tunable
@@ -82,14 +98,6 @@ def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) ->
     Returns:
         `x_bar`, contiguous, with the shape of `y` and dtype `x_dtype`.
     """
-    return _apply_derivative(y_bar, y, dim, x_dtype, transposed=True)
-
-
-def _apply_derivative(v: Tensor, y: Tensor, dim: int, out_dtype: torch.dtype, *, transposed: bool) -> Tensor:
-    out = torch.empty(y.shape, dtype=out_dtype, device=y.device)
-    if y.numel() > 0:
-        view = reduction_view((v, y), out, dim)
-        dtype = accumulation_dtype(torch.promote_types(v.dtype, y.dtype))
-        kernels, names = (log_softmax_linear_kernel, log_softmax_linear_looped_kernel), ("V", "Y", "OUT")
-        launch_reduction(*kernels, 1, names, view, dtype, TRANSPOSED=transposed)
-    return out
+    x_bar = torch.empty(y.shape, dtype=x_dtype, device=y.device)
+    launch_pairing(y_bar, y, None, dim, (None, None, x_bar))
+    return x_bar

@@ -148,8 +148,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         MERGE: Likewise.
         WANTED: Bits of the sums that are taken, of `TERMS`.
         EPS: Handed to `STATS` and `MERGE`.
-        OTHER: What an operand is past the end of a row.
-        ROUNDED: Dtype to which operands are rounded before anything else, if any.
+        OTHER: What the first operand is past the end of a row; the others are zero.
+        ROUNDED: Dtype to which the first operand is rounded before anything else, if any.
         ROW_STATES: How many states of a sweep are numbers of a row, and not of its lanes; they come first.
     """
     ALL: tl.constexpr = 65535

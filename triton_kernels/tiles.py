@@ -70,9 +70,9 @@ def load_tiles(
     ptrs, strides, segment, row, cols, row_mask, col_mask, POLICY: tl.constexpr, READS: tl.constexpr,
     OTHER: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of full-size operands in `DTYPE`, each rounded to `ROUNDED` before, those with a bit in `READS`.
+    """Tiles of full-size operands in `DTYPE`, those with a bit in `READS`; the first is rounded to `ROUNDED` before.
 
-    Columns past the end are `OTHER`. Rows past the end are zero: nobody stores them.
+    Columns past the end are zero, of the first operand `OTHER`. Rows past the end are zero: nobody stores them.
     """
     mask = row_mask & col_mask
     tiles = ()
@@ -81,13 +81,13 @@ def load_tiles(
             tiles = tiles + (nothing(),)
         else:
             addresses = ptrs[i] + tile_offsets(segment, row, cols, strides[i], (AXES >> (2 * i)) & 3, ALIGN)
-            if OTHER == 0.0:
+            if OTHER == 0.0 or i > 0:
                 tile = tl.load(addresses, mask=mask, other=0.0, eviction_policy=POLICY)
             else:
                 padding = tl.where(col_mask, 0.0, OTHER).to(addresses.dtype.element_ty)
                 padding = tl.broadcast_to(padding, mask.shape)
                 tile = tl.load(addresses, mask=mask, other=padding, eviction_policy=POLICY)
-            if ROUNDED is not None:
+            if ROUNDED is not None and i == 0:
                 tile = cast(tile, ROUNDED)
             tiles = tiles + (cast(tile, DTYPE),)
     return tiles
@@ -161,13 +161,13 @@ def _add_7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
 
 
 @triton.jit
-def sums_of(tiles):
+def sums_of(tiles, LEAST: tl.constexpr = 3):
     """Sums `[BLOCK_ROWS, 1]` over the columns of up to seven tiles of one shape.
 
-    They come from one reduction, so that warps wait for each other once, and not once per tile.
+    `LEAST` tiles or more come from one reduction, so that warps wait for each other once, and not once per tile.
     """
     NUM: tl.constexpr = len(tiles)
-    if _ONE_BY_ONE or NUM < 3:
+    if _ONE_BY_ONE or NUM < LEAST:
         flat = ()
         for i in tl.static_range(NUM):
             flat = flat + (tl.sum(tiles[i], axis=1),)

@@ -225,9 +225,9 @@ def _evaluation_steps(mode: str) -> list[Step]:
 
 def _log_softmax_steps(mode: str) -> list[Step]:
     """It has no parameters: the pairing has derivatives of y_bar, y and the tangent of x."""
-    first = {"forward": "fwd", "backward": "bwd", "jvp": "jvp"}
+    first = {"forward": ["fwd"], "backward": ["bwd"], "jvp": ["fwd_jvp", "jvp"]}
     if mode in first:
-        return [(first[mode], (), None)]
+        return [(name, (), None) for name in first[mode]]
     if mode == "hvp":
         return [("bwd_jvp", absent, None) for absent in (("y_bar_dot",), ())]
     wanted = {"backward_of_jvp": (False, True, True), "gradient_backward": (False, True, False)}

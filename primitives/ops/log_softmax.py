@@ -79,6 +79,7 @@ def _log_softmax_jvp_reference(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
 bind_kernels(log_softmax_p, "log_softmax", "log_softmax_fwd", cpu.forward)
 bind_kernels(log_softmax_bwd_p, "log_softmax", "log_softmax_bwd", cpu.bwd)
 bind_kernels(log_softmax_jvp_p, "log_softmax", "log_softmax_jvp", cpu.jvp)
+bind_kernels(log_softmax_fwd_jvp_p, "log_softmax", "log_softmax_fwd_jvp")
 
 
 # Derivatives.

@@ -60,8 +60,8 @@ def short_rows(num_cols: int, max_splits: int) -> dict[str, int]:
     """Limits with which rows of more than `num_cols` columns take the plans of rows that do not fit in registers."""
     names = ("two_row_cols", "accumulated_cols", "sweep_cols", "second_cols", "second_summed_cols", "second_sweep_cols")
     limits = {f"layer_norm_{name}": num_cols for name in names}
-    names = ("row_cols", "two_row_cols", "three_row_cols", "sweep_cols", "second_sweep_cols")
-    limits |= {f"log_softmax_{name}": num_cols for name in names}
+    names = ("row_cols", "three_row_cols", "sweep_cols", "second_sweep_cols")
+    limits |= {f"log_softmax_{name}": num_cols for name in names} | {"log_softmax_two_row_bytes": num_cols * 2}
     tiles = {"log_softmax_tile": 4 * num_cols, "log_softmax_two_tile": 4 * num_cols, "layer_norm_param_cols": num_cols}
     return limits | tiles | {"layer_norm_fwd_bytes": num_cols * 2, "max_row_splits": max_splits, "double_divisor": 1}
 

@@ -74,7 +74,7 @@ def requests_of_rows_and_channels(chip):
             yield launch.plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
             yield launch.plan_layer_norm_second, (1, rows, cols, itemsize, flag, chip)
             for tensors in (1, 2, 3):
-                arguments = ((1, rows, cols), flag, itemsize, max(itemsize, 4), tensors, chip, tensors)
+                arguments = ((1, rows, cols), flag, itemsize, max(itemsize, 4), tensors, chip, tensors, tensors)
                 yield launch.plan_log_softmax, arguments
         for function in (launch.plan_layer_norm_params, launch.plan_layer_norm_second_columns):
             yield function, (2, rows, cols, itemsize, chip)
@@ -111,6 +111,8 @@ def staged_bytes(function, arguments, plan):
     if named.get("loop_stages", 1) > 1:
         tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
         tensors = arguments[5] if function is launch.plan_layer_norm_rows else tensors
+        if function is launch.plan_log_softmax:
+            tensors, itemsize = arguments[7], arguments[2]
     elif named.get("num_stages", 1) > 1:
         tensors, itemsize = arguments[5], arguments[3]
     else:
@@ -225,8 +227,12 @@ BOUNDARIES = [
     (launch.plan_layer_norm_rows, (1, 64, None, 8, 2, 2, 2, CPU), 4096),
     (launch.plan_layer_norm_second, (1, 64, None, 2, True, CPU), 8192),
     *(
-        (launch.plan_log_softmax, ((1, 64, None), False, itemsize, itemsize, inputs, CPU, outputs), most)
-        for itemsize, inputs, outputs, most in ((4, 1, 1, 32768), (8, 1, 1, 8192), (4, 3, 1, 16384), (4, 3, 3, 8192))
+        (launch.plan_log_softmax, ((1, 64, None), False, itemsize, max(itemsize, 4), inputs, CPU, outputs), most)
+        for itemsize, inputs, outputs, most in (
+            *((4, 1, 1, 32768), (8, 1, 1, 8192), (4, 3, 1, 16384), (4, 3, 3, 8192)),
+            # Two tensors that wait for a sum do so in their own dtype, a fourth one or a second result in float32.
+            *((2, 3, 1, 32768), (2, 2, 2, 16384), (2, 4, 1, 16384)),
+        )
     ),
 ]
 

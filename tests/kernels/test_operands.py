@@ -21,10 +21,10 @@ from tests.kernels.calls import (
     channels_last,
     far_apart,
     random,
+    short_rows,
 )
 from tests.kernels.truth import EPS, assert_close, check_values, expected
-from triton_kernels import _batch_norm_steps, _reduction_view, launch
-from triton_kernels import log_softmax as launchers
+from triton_kernels import _batch_norm_steps, launch
 from triton_kernels._channels import readable
 from triton_kernels._kernel import observe
 from triton_kernels._row_view import row_view
@@ -267,18 +267,25 @@ def test_offsets_of_images_past_two_to_the_31(far: str, monkeypatch: pytest.Monk
         assert_close(call.results()[0], exact, SINGLE)
 
 
-@pytest.mark.parametrize("strides", [(2**30, 3, 1), (3, 2**30, 1), (9, 3, 2**30)])
-@pytest.mark.parametrize("limits", [{}, {"log_softmax_row_cols": 2, "log_softmax_tile": 8}], ids=["whole", "swept"])
+@pytest.mark.parametrize("strides", [(2**30, 1, 3), (1, 2**30, 3), (9, 3, 2**30)])
+@pytest.mark.parametrize("limits", [{}, short_rows(2, 1)], ids=["whole", "swept"])
 def test_offsets_of_results_past_two_to_the_31(
-    strides: tuple[int, ...], limits: dict[str, int], use_limits: Callable[..., None]
+    strides: tuple[int, ...], limits: dict[str, int], use_limits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launchers make their results dense, which this does not: hence the launch below them."""
+    """Launchers make their results dense; these are made far apart, where columns are not adjacent."""
     use_limits(**limits)
     x, y = far_apart(random(3, 3, 3, dtype=HALF), strides), far_apart(torch.zeros(3, 3, 3).half(), strides)
-    view = _reduction_view.ReductionView(3, 3, 3, (x, y), (strides, strides))
-    kernels = (launchers.log_softmax_fwd_kernel, launchers.log_softmax_fwd_looped_kernel)
-    _reduction_view.launch_reduction(*kernels, 2, ("X", "Y"), view, SINGLE)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: y)
+    assert log_softmax_fwd(x, 2, None) is y
     torch.testing.assert_close(y, torch.log_softmax(x.double(), 2).half())
+
+
+@pytest.mark.usefixtures("only_the_last_programs")
+def test_dense_results_past_two_to_the_31() -> None:
+    """Those of the last rows; of the others no page exists."""
+    x = random(1, 2**15, dtype=HALF)
+    y = log_softmax_fwd(x.expand(2**16 + 8, -1), 1, None)
+    torch.testing.assert_close(y[-1], torch.log_softmax(x.double(), 1).half()[0])
 
 
 @pytest.mark.usefixtures("only_the_last_programs")

@@ -38,7 +38,7 @@ from triton_kernels.launch.layer_norm_second_order import (
     plan_layer_norm_second,
     plan_layer_norm_second_columns,
 )
-from triton_kernels.launch.log_softmax import LogSoftmaxPlan, plan_log_softmax
+from triton_kernels.launch.log_softmax import plan_log_softmax
 from triton_kernels.launch.tables import LIMITS, Limits, limits_of, use_limits
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "LayerNormColumnPlan",
     "LayerNormSecondPlan",
     "Limits",
-    "LogSoftmaxPlan",
     "ParamReducePlan",
     "RowPlan",
     "SumPlan",

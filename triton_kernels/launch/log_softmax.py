@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
+    ACCESS_BYTES,
     CACHE_LINE_BYTES,
     SECTOR_BYTES,
     cdiv,
@@ -18,6 +19,7 @@ from triton_kernels.launch._candidates import row_candidates
 from triton_kernels.launch._planned import planned
 from triton_kernels.launch._row_plan import RowPlan
 from triton_kernels.launch.chips import Chip, chip_of
+from triton_kernels.launch.layer_norm import loop_stages, sweep_plan
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
     from triton_kernels.launch.tables import Limits
 
 
-class LogSoftmaxPlan(RowPlan):
-    """Of a log-softmax kernel."""
-
-
-def _row_cols(num_inputs: int, num_outputs: int, limits: Limits) -> int:
+def _row_cols(itemsize: int, num_inputs: int, num_outputs: int, limits: Limits) -> int:
+    """Longest rows that are held."""
     if num_inputs == 1:
         return limits.log_softmax_row_cols
-    return limits.log_softmax_three_row_cols if num_outputs == 3 else limits.log_softmax_two_row_cols
+    if num_outputs == 3:
+        return limits.log_softmax_three_row_cols
+    # What waits for the sums waits in its own dtype, but for a second result or a fourth operand in float32: ptxas then
+    # spills 88 to 112 bytes of twice as many columns of 2-byte elements.
+    held = min(itemsize, 4) if num_inputs < 4 and num_outputs == 1 else 4
+    return limits.log_softmax_two_row_bytes // held
 
 
 @planned(row_candidates)
@@ -45,45 +49,62 @@ def plan_log_softmax(
     num_inputs: int,
     device: torch.device | Chip,
     num_outputs: int = 1,
-) -> LogSoftmaxPlan:
+    num_summed: int = 1,
+    num_sums: int = 1,
+    is_aligned: bool = True,
+) -> RowPlan:
     """Plan of a kernel that reduces `[segments, rows, columns]` over the columns.
 
     Args:
         sizes: Numbers of segments, rows and columns; a tile lies within one segment.
         rows_adjacent: Whether it is the rows that are adjacent in memory, so that loads must run along them.
-        itemsize: Bytes of an element of the input.
+        itemsize: Bytes of an element of the widest input.
         compute_itemsize: Bytes of the dtype of the arithmetic.
         num_inputs: Full-size tensors that are read: 1 for the forward, 2 for its derivatives, 2 to 4 for theirs.
         device: Where the kernel runs.
         num_outputs: Full-size tensors that are written: up to 3 by the second-order kernels.
+        num_summed: Full-size tensors that the sums of a row take.
+        num_sums: How many sums.
+        is_aligned: Whether tiles can be loaded 16 bytes at a time, as far as that depends on the strides.
     """
     chip = chip_of(device)
     if rows_adjacent:
-        return _plan_adjacent_rows(sizes, itemsize, compute_itemsize, num_inputs, num_outputs, chip)
+        return _plan_adjacent_rows(
+            sizes, itemsize, compute_itemsize, num_inputs, num_outputs, num_summed, chip, is_aligned
+        )
     limits = limits_of(chip)
     num_segments, num_rows, num_cols = sizes
     block_cols = next_power_of_2(num_cols)
-    limit = register_values(_row_cols(num_inputs, num_outputs, limits), compute_itemsize, chip)
+    limit = register_values(_row_cols(itemsize, num_inputs, num_outputs, limits), compute_itemsize, chip)
     if block_cols > limit:
-        # 16 values of the tile and 16 sums in each thread; where there are more tensors or sums, half as many of each.
-        second = num_inputs > 2 or num_outputs > 1
-        sweep_cols = limits.log_softmax_second_sweep_cols if second else limits.log_softmax_sweep_cols
-        block_cols = min(register_values(sweep_cols, compute_itemsize, chip), limit)
-        num_warps = row_warps(block_cols * 2 if second else block_cols, limits.tile_threads, chip)
-        col_splits = row_splits(num_segments * num_rows, num_cols, block_cols, chip)
-        return LogSoftmaxPlan(1, block_cols, num_warps, True, col_splits)
+        all_rows, is_second = num_segments * num_rows, num_inputs > 2 or num_outputs > 1
+        sweep_cols = limits.log_softmax_second_sweep_cols if is_second else limits.log_softmax_sweep_cols
+        tile = min(register_values(sweep_cols, compute_itemsize, chip), limit)
+        if not is_second:
+            return sweep_plan(all_rows, num_cols, itemsize, num_summed, num_sums, tile, chip, is_aligned)
+        # 8 values of each tensor in each thread, beside as many of each sum.
+        stages = loop_stages(num_summed * tile * itemsize, num_cols * itemsize, is_aligned, chip)
+        num_warps = row_warps(2 * tile, limits.tile_threads, chip)
+        return RowPlan(1, tile, num_warps, True, row_splits(all_rows, num_cols, tile, chip), stages)
     # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors, 256 of each of three or
     # four) and no barrier.
     tile = register_values(1024 // next_power_of_2(num_inputs), compute_itemsize, chip)
     # Up to 16 warps, then more values per thread; 32 warps only for the longest rows, where registers run out.
     max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
     num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
-    return LogSoftmaxPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
+    return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
 
 
 def _plan_adjacent_rows(
-    sizes: tuple[int, int, int], itemsize: int, compute_itemsize: int, num_inputs: int, num_outputs: int, chip: Chip
-) -> LogSoftmaxPlan:
+    sizes: tuple[int, int, int],
+    itemsize: int,
+    compute_itemsize: int,
+    num_inputs: int,
+    num_outputs: int,
+    num_summed: int,
+    chip: Chip,
+    is_aligned: bool,
+) -> RowPlan:
     limits = limits_of(chip)
     num_segments, num_rows, num_cols = sizes
     block_cols = next_power_of_2(num_cols)
@@ -94,15 +115,16 @@ def _plan_adjacent_rows(
     # Rather half a cache line per load than idle processors.
     while block_rows * itemsize > SECTOR_BYTES and num_segments * cdiv(num_rows, block_rows) < chip.num_processors:
         block_rows //= 2
-    col_splits = 1
+    col_splits = stages = 1
     if looped:
         block_cols = max(tile // block_rows, 1)
         col_splits = row_splits(num_segments * cdiv(num_rows, block_rows), num_cols, block_cols, chip)
+        stages = loop_stages(num_summed * tile * itemsize, ACCESS_BYTES, is_aligned, chip)
     else:
         # Few columns: more rows, so that four warps have 16 values per thread.
         block_rows = max(block_rows, register_values(2048, compute_itemsize, chip) // block_cols)
         block_rows = min(block_rows, next_power_of_2(num_rows))
-    # Of three results 8 values per thread: with 16, ptxas aims at 80 registers and spills 8 bytes (sm_90).
-    num_values = block_rows * block_cols * (2 if looped and num_outputs == 3 else 1)
+    # Of several results 8 values per thread: with 16, ptxas spills 8 to 16 bytes (sm_90).
+    num_values = block_rows * block_cols * (2 if looped and num_outputs > 1 else 1)
     num_warps = row_warps(num_values, limits.tile_threads, chip)
-    return LogSoftmaxPlan(block_rows, block_cols, num_warps, looped, col_splits)
+    return RowPlan(block_rows, block_cols, num_warps, looped, col_splits, stages)

@@ -43,7 +43,7 @@ class Limits:
         layer_norm_second_summed_cols: The same with up to three rows of sums.
         layer_norm_second_sweep_cols: Tile of the second-order kernels that sweep longer rows.
         log_softmax_row_cols: Longest row of which a program holds one.
-        log_softmax_two_row_cols: Longest rows of which a program holds two.
+        log_softmax_two_row_bytes: Longest rows, in bytes, of which a program holds two.
         log_softmax_three_row_cols: Longest rows of which a program holds three.
         log_softmax_sweep_cols: Tile of the kernels that sweep longer rows.
         log_softmax_second_sweep_cols: The same with more than two tensors read or one written.
@@ -78,7 +78,7 @@ class Limits:
     layer_norm_second_summed_cols: int
     layer_norm_second_sweep_cols: int
     log_softmax_row_cols: int
-    log_softmax_two_row_cols: int
+    log_softmax_two_row_bytes: int
     log_softmax_three_row_cols: int
     log_softmax_sweep_cols: int
     log_softmax_second_sweep_cols: int
@@ -138,7 +138,7 @@ SM_90 = Limits(
     # One row (the forward) takes 32 values in each of 1024 threads, two rows (x_dot or y_bar, and y) 16 of each. Up to
     # here ptxas reports no spills, at the next power of two 176 and 32 bytes (float32).
     log_softmax_row_cols=32768,
-    log_softmax_two_row_cols=16384,
+    log_softmax_two_row_bytes=65536,
     # Two is also what most second-order kernels hold of their three or four inputs: one that is only summed is let go
     # first. All three results of the pairing hold three rows: up to 82 of 128 registers of 512 threads at this many
     # columns, 16 to 72 bytes of spills at the next power of two.
