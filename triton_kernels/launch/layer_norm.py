@@ -108,9 +108,10 @@ def sweep_plan(
     limits = limits_of(chip)
     num_warps = row_warps(tile, limits.tile_threads, chip)
     col_splits = row_splits(num_rows, num_cols, tile, chip)
-    if col_splits == 1 and num_sums < 4 and 2 * num_warps <= chip.max_warps and num_cols > tile:
+    if col_splits == 1 and num_sums + num_summed < 4 and 2 * num_warps <= chip.max_warps and num_cols > tile:
         # One program per processor: with two, twice as many rows are under way, and a long one has left the cache
-        # before it is read again. It has as many threads as both, and loads ahead; lanes of four sums would spill.
+        # before it is read again. It has as many threads as both, and loads ahead. With more sums and tensors than this
+        # its lanes would spill; half the threads then have registers for most of a processor.
         num_warps *= 2
         tile = tile if 2 * num_summed * tile * itemsize > limits.sweep_staged_bytes else 2 * tile
     step_bytes = num_summed * tile * itemsize
