@@ -42,11 +42,13 @@ LEAST_BYTES = 12 << 10
 KNOWN_SHARES = (
     (r"(layer_norm|log_softmax) \S*x(4097|50257) ", 1.1, "rows that begin anywhere are loaded and masked one by one"),
     (r"batch_norm 64x1001x14x14 ", 1.2, "channels that begin anywhere are loaded and masked one by one"),
-    (r"batch_norm 64x2048x7x7 ", 2.1, "planes of 49 elements are loaded and masked one by one"),
+    (r"batch_norm 64x2048x7x7 ", 2.2, "planes of 49 elements are loaded and masked one by one"),
     (r"batch_norm 64x1024x14x14 ", 1.15, "planes of 196 elements of 2 bytes are loaded by fours"),
     (r"log_softmax 16x21x512x512 ", 1.6, "a tile has room for 32 classes, of which there are 21"),
     (r"batch_norm\S* .*(forward|jvp|evaluation)", 0.8, "a program has few steps, and half of its work outside of them"),
-    (r"layer_norm \S+ bfloat16 (hvp|x_only|gradient_backward|backward_of_jvp)", 0.95, "five operands in float32"),
+    (r"(layer_norm|log_softmax) \S*x(1152|1600|5120|5124) ", 0.95, "a third of the columns of a tile are empty"),
+    (r"layer_norm \S+ bfloat16 (hvp|x_only|double_|gradient_|backward_of_jvp)", 0.95, "five operands in float32"),
+    (r"dropout ", 0.9, "ten rounds of 64-bit products for every four elements"),
     (r"layer_norm 512x512 float64 ", 0.9, "a wave of programs that begins and ends at once"),
 )
 
