@@ -28,7 +28,7 @@ KERNELS = {
         [
             "layer_norm_fwd_kernel",
             "layer_norm_bwd_kernel",
-            "layer_norm_second_kernel",
+            "layer_norm_second_sums_kernel",
             "add_partial_rows_kernel",
         ]
     ],

@@ -132,11 +132,11 @@ def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
         y_dot = project(x[1], x_hat, s[1], s[2], s[3])
         if p[0].type.is_block():
             y_dot = y_dot * p[0]
-    return y, _with_param_dots(y_dot, x_hat, p[2], p[3])
+    return y, with_param_dots(y_dot, x_hat, p[2], p[3])
 
 
 @triton.jit
-def _with_param_dots(y_dot, x_hat, weight_dot, bias_dot):
+def with_param_dots(y_dot, x_hat, weight_dot, bias_dot):
     """The tangent of y with the terms of the parameters' tangents; `nothing()` without terms."""
     if weight_dot.type.is_block():
         term = x_hat * weight_dot
@@ -189,7 +189,7 @@ def _jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
         y_dot = project(x[1], x_hat, r[1], s[0] * (1.0 / num_cols), s[1] * (1.0 / num_cols))
         if p[0].type.is_block():
             y_dot = y_dot * p[0]
-    return (_with_param_dots(y_dot, x_hat, p[1], p[2]),)
+    return (with_param_dots(y_dot, x_hat, p[1], p[2]),)
 
 
 @batch_independent_jit
@@ -232,7 +232,7 @@ def _bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 
 @triton.jit
-def _bwd_columns(x, p, r, s, mask):
+def _bwd_columns(x, p, r, s, mask, num_cols: tl.constexpr):
     return x[0] * x_hat_of(x[1], r[0], r[1], mask) if x[1].type.is_block() else nothing(), x[0]
 
 

@@ -1,4 +1,4 @@
-"""Second-order layer norm kernel that holds whole rows in registers.
+"""Second-order layer norm kernels, on the scaffold of `rows` and `sums`.
 
 All second-order derivatives of layer norm are parts of the gradient of one scalar, the sum of the pairings of y_bar
 with the tangent of y and of y_bar_dot with y itself,
@@ -14,219 +14,224 @@ B = mean(g * x_hat), and a prime for the derivative of L with respect to what is
     weight' = sum(y_bar * h + y_bar_dot * x_hat),   weight_dot' = sum(y_bar * x_hat)
     bias'   = sum(y_bar_dot),                       bias_dot'   = sum(y_bar)
 
-Rows, or rows and accumulators, that exceed the registers are served by `_layer_norm_second_looped`. Shared arguments:
+where mean(g * h) = rstd * (C / num_cols - A * B), and C is the sum of the products of x_dot and g, each less its mean:
+h sums to zero only up to rounding, which a large mean of g would amplify. Tiles of full size are `x = (x_dot, y_bar, x,
+y_bar_dot)`, parameters `p = (weight, weight_dot, bias_dot)`, statistics `r = (mean, rstd)` and, of a kernel that owns
+columns, sums of x_dot and of x_dot * x_hat. The sums of a row are, each with a bit in `WANTED` if a result takes it,
 
-    y_bar, x, y_bar_dot, x_dot      seen as [segments, segment_rows, num_cols], any strides
-    y_bar_bar, x_bar, x_dot_bar     the derivatives y_bar', x' and x_dot', contiguous
-    weight, weight_dot, bias_dot    seen as [segments, num_cols], or one row shared by all segments
-    mean, rstd                      [segments * segment_rows], contiguous; all arithmetic is in their dtype
-    weight_part, weight_dot_part, bias_part
-                                    [segments * num_splits, num_cols], partial sums of weight', of weight_dot', and of
-                                    bias' where there is a y_bar_dot, otherwise of bias_dot'
-    x_dot_means                     [2, segments * segment_rows], the row means of x_dot and of x_dot * x_hat, for a
-                                    kernel that sums over rows
-    num_rows                        segments * segment_rows
-    READ_X, READ_Y_BAR, HAS_*       whether the operand takes part; what does not is never read
-    WANT_*                          whether the derivative is wanted
+    s = sum(x_dot), sum(x_dot * x_hat), sum(g), sum(g * x_hat), sum(k), sum(k * x_hat), C
 """
 
-# Pyright knows neither that branches on constexpr flags are settled at compile time nor what a kernel may iterate over.
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from triton_kernels._rows import aligned, apply_projection, normalize, project, tile_offsets
-from triton_kernels._runtime import batch_independent_jit, store_cast
+from triton_kernels._layer_norm_kernels import project, with_param_dots, x_hat_of
+from triton_kernels._runtime import batch_independent_jit
+from triton_kernels.rows import row_op
+from triton_kernels.sums import row_sums_op
+from triton_kernels.tiles import add_tiles, nothing, sums_of
 
 
 @triton.jit
-def curvature(g_x_hat_mean, h, x_dot_x_hat_mean, projected_g, g_h_mean, x_hat, rstd):
-    """What the dependence of P on x adds to x': `-rstd * (B * h + A * P(g) + mean(g * h) * x_hat)`."""
-    bent = g_x_hat_mean[:, None] * h + x_dot_x_hat_mean[:, None] * projected_g + g_h_mean[:, None] * x_hat
-    return -rstd[:, None] * bent
+def _factors(x, p, r, mask):
+    """x_hat, g and k, as far as their operands are there."""
+    x_hat, g, k = nothing(), x[1], nothing()
+    if x[2].type.is_block():
+        x_hat = x_hat_of(x[2], r[0], r[1], mask)
+    if x[1].type.is_block():
+        if p[0].type.is_block():
+            g = x[1] * p[0]
+        if p[1].type.is_block():
+            k = x[1] * p[1]
+    if x[3].type.is_block():
+        term = x[3]
+        if p[0].type.is_block():
+            term = x[3] * p[0]
+        k = k + term if k.type.is_block() else term
+    return x_hat, g, k
 
 
-# Most of the branches are settled when the kernel is compiled.
+@triton.jit
+def _terms(x, p, r, mask):
+    x_hat, g, k = _factors(x, p, r, mask)
+    found = ()
+    for v in tl.static_range(3):
+        tile = x[0] if v == 0 else g if v == 1 else k
+        product = nothing()
+        if tile.type.is_block():
+            product = tile * x_hat
+        found = found + (tile, product)
+    return found
+
+
+@triton.jit
+def _without_nothing(tiles):
+    found = ()
+    for i in tl.static_range(len(tiles)):
+        if tiles[i].type.is_block():
+            found = found + (tiles[i],)
+    return found
+
+
+@triton.jit
+def _in_seven(sums, c):
+    """The sums of a row whose x' takes the tangent of x: all, or without those of k."""
+    if len(sums) < 6:
+        found = sums[0], sums[1], sums[2], sums[3], nothing(), nothing(), c
+    else:
+        found = sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], c
+    return found
+
+
+# Where x' takes the tangent of x, its operands are all that is there, and so are the terms.
+
+
+@triton.jit
+def _stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
+    terms = _terms(x, p, r, mask)
+    sums = sums_of(_without_nothing(terms))
+    product = (x[0] - sums[0] * (1.0 / num_cols)) * (terms[2] - sums[2] * (1.0 / num_cols))
+    return _in_seven(sums, sums_of((tl.where(mask, product, 0.0),))[0])
+
+
+@triton.jit
+def _anchor(x, mask, count):
+    return (sums_of((x[0],))[0] / count,)
+
+
+@triton.jit
+def _fold(state, x, p, r, anchor, mask):
+    # Of C one factor is shifted close to its mean, so that the product of sums that is subtracted in the end is small.
+    shifted = tl.where(mask, x[0] - anchor[0], 0.0)
+    terms = _terms(x, p, r, mask)
+    terms = _in_seven((shifted, terms[1], terms[2], terms[3], terms[4], terms[5]), shifted * terms[2])
+    return add_tiles(state, _without_nothing(terms))
+
+
+@triton.jit
+def _merge(state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr):
+    NUM: tl.constexpr = len(state)
+    sums = sums_of(state)
+    if LEVEL == 1:
+        c = sums[NUM - 1] - sums[0] * (sums[2] / sizes)
+        x_dot_sum = sums[0] + anchor[0] * sizes
+    else:
+        # An empty slice has a weight of 0, and no mean.
+        counts = tl.maximum(sizes, 1.0)
+        x_dot_shifts = state[0] / counts - sums[0] * (1.0 / num_cols)
+        g_shifts = state[2] / counts - sums[2] * (1.0 / num_cols)
+        c = sums[NUM - 1] + sums_of((x_dot_shifts * g_shifts * sizes,))[0]
+        x_dot_sum = sums[0]
+    if NUM == 7:
+        found = x_dot_sum, sums[1], sums[2], sums[3], sums[4], sums[5], c
+    else:
+        found = x_dot_sum, sums[1], sums[2], sums[3], nothing(), nothing(), c
+    return found
+
+
+@triton.jit
+def _emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    x_hat, g, k = _factors(x, p, r, mask)
+    SHARE: tl.constexpr = 1.0 / num_cols
+    y_bar_bar, x_bar, x_dot_bar, h = nothing(), nothing(), nothing(), nothing()
+    if x[0].type.is_block():
+        h = project(x[0], x_hat, r[1], s[0] * SHARE, s[1] * SHARE)
+        y_bar_bar = h * p[0] if p[0].type.is_block() else h
+    y_bar_bar = with_param_dots(y_bar_bar, x_hat, p[1], p[2])
+    if s[2].type.is_block():
+        x_dot_bar = project(g, x_hat, r[1], s[2] * SHARE, s[3] * SHARE)
+    if s[4].type.is_block():
+        x_bar = project(k, x_hat, r[1], s[4] * SHARE, s[5] * SHARE)
+    if s[6].type.is_block():
+        a, b = s[1] * SHARE, s[3] * SHARE
+        # What the dependence of P on x adds.
+        bent = r[1] * (b * h + a * x_dot_bar + r[1] * (s[6] * SHARE - a * b) * x_hat)
+        x_bar = x_bar - bent if x_bar.type.is_block() else -bent
+    return y_bar_bar, x_bar, x_dot_bar
+
+
+@triton.jit
+def _columns(x, p, r, s, mask, num_cols: tl.constexpr):
+    SHARE: tl.constexpr = 1.0 / num_cols
+    x_hat, weight, weight_dot, bias = nothing(), nothing(), nothing(), x[1]
+    if x[2].type.is_block():
+        x_hat = x_hat_of(x[2], r[0], r[1], mask)
+        if x[1].type.is_block():
+            weight_dot = x[1] * x_hat
+    if x[0].type.is_block() and x[1].type.is_block():
+        if r[2].type.is_block():
+            weight = x[1] * project(x[0], x_hat, r[1], r[2] * SHARE, r[3] * SHARE)
+        else:
+            weight = x[1] * project(x[0], x_hat, r[1], s[0] * SHARE, s[1] * SHARE)
+    if x[3].type.is_block():
+        bias = x[3]
+        if x_hat.type.is_block():
+            weight = weight + x[3] * x_hat if weight.type.is_block() else x[3] * x_hat
+    return weight, weight_dot, bias
+
+
 @batch_independent_jit
-def layer_norm_second_kernel(  # noqa: C901 - its branches are settled when it is compiled
-    y_bar_ptr,
-    x_ptr,
-    y_bar_dot_ptr,
-    x_dot_ptr,
-    weight_ptr,
-    weight_dot_ptr,
-    bias_dot_ptr,
-    mean_ptr,
-    rstd_ptr,
-    y_bar_bar_ptr,
-    x_bar_ptr,
-    x_dot_bar_ptr,
-    weight_part_ptr,
-    weight_dot_part_ptr,
-    bias_part_ptr,
-    x_dot_means_ptr,
-    num_rows,
-    segment_rows,
-    num_splits,
-    y_bar_segment_stride,
-    y_bar_row_stride,
-    y_bar_col_stride,
-    x_segment_stride,
-    x_row_stride,
-    x_col_stride,
-    y_bar_dot_segment_stride,
-    y_bar_dot_row_stride,
-    y_bar_dot_col_stride,
-    x_dot_segment_stride,
-    x_dot_row_stride,
-    x_dot_col_stride,
-    weight_segment_stride,
-    weight_dot_segment_stride,
-    bias_dot_segment_stride,
-    num_cols: tl.constexpr,
-    READ_X: tl.constexpr,
-    READ_Y_BAR: tl.constexpr,
-    HAS_Y_BAR_DOT: tl.constexpr,
-    HAS_X_DOT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_WEIGHT_DOT: tl.constexpr,
-    HAS_BIAS_DOT: tl.constexpr,
-    WANT_Y_BAR: tl.constexpr,
-    WANT_X: tl.constexpr,
-    WANT_X_DOT: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    WANT_WEIGHT_DOT: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
-    WANT_X_DOT_MEANS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    LOOP_STAGES: tl.constexpr,
-):
-    """Own every `num_splits`-th block of BLOCK_ROWS rows of one segment: writes their y_bar', x' and x_dot'.
+def layer_norm_second_kernel(
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
+    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
+    mean_ptr, rstd_ptr, y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
+    x_dot_sum_ptr, x_dot_x_hat_sum_ptr, parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, WANTED: tl.constexpr,
+):  # fmt: skip
+    """Derivatives of rows, and the sums of x_dot for a kernel that sums over rows."""
+    IS_BENT: tl.constexpr = WANTED >> 6 == 1
+    row_op(
+        (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
+        ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride),
+         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride)),
+        (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
+        (mean_ptr, rstd_ptr), 2, (y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr),
+        (out_segment_stride, out_row_stride, out_col_stride),
+        (x_dot_sum_ptr, x_dot_x_hat_sum_ptr, None, None, None, None, None), parts_ptr, num_splits, num_rows, _emit,
+        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS,
+        MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_terms, STATS=_stats if IS_BENT else None,
+        ANCHOR=_anchor if IS_BENT else None, FOLD=_fold if IS_BENT else None, MERGE=_merge if IS_BENT else None,
+        WANTED=WANTED,
+    )  # fmt: skip
 
-    One partial row of each sum over rows is written as well. The sums are carried in registers; their order is fixed,
-    so the result is the same in every run.
-    """
-    part = tl.program_id(0)
-    segment = (part // num_splits).to(tl.int64)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    col_mask = (col_offsets < num_cols)[None, :]
-    dtype: tl.constexpr = mean_ptr.dtype.element_ty
-    if READ_X:
-        x_ptr += segment * aligned(x_segment_stride, ALIGN)
-    if READ_Y_BAR:
-        y_bar_ptr += segment * aligned(y_bar_segment_stride, ALIGN)
-    if HAS_Y_BAR_DOT:
-        y_bar_dot_ptr += segment * aligned(y_bar_dot_segment_stride, ALIGN)
-    if HAS_X_DOT:
-        x_dot_ptr += segment * aligned(x_dot_segment_stride, ALIGN)
-    if HAS_WEIGHT:
-        weight_ptr += segment * aligned(weight_segment_stride, ALIGN)
-        weight = tl.load(weight_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
-    if HAS_WEIGHT_DOT:
-        weight_dot_ptr += segment * aligned(weight_dot_segment_stride, ALIGN)
-        weight_dot = tl.load(weight_dot_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
-    if HAS_BIAS_DOT:
-        bias_dot_ptr += segment * aligned(bias_dot_segment_stride, ALIGN)
-        bias_dot = tl.load(bias_dot_ptr + col_offsets[None, :], mask=col_mask, other=0.0)
-    if WANT_WEIGHT:
-        weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-    if WANT_WEIGHT_DOT:
-        weight_dot_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-    if WANT_BIAS:
-        bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
 
-    for block in tl.range(part % num_splits, tl.cdiv(segment_rows, BLOCK_ROWS), num_splits, num_stages=LOOP_STAGES):
-        row = tl.arange(0, BLOCK_ROWS).to(tl.int64) + block * BLOCK_ROWS
-        row_mask = row < segment_rows
-        mask = row_mask[:, None] & col_mask
-        out_offsets = tile_offsets((segment * segment_rows + row) * num_cols, col_offsets, 1)
-        if READ_X:
-            offset = row * aligned(x_row_stride, ALIGN)
-            x = tl.load(x_ptr + tile_offsets(offset, col_offsets, x_col_stride), mask=mask, other=0.0).to(dtype)
-            mean = tl.load(mean_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
-            rstd = tl.load(rstd_ptr + segment * segment_rows + row, mask=row_mask, other=0.0)
-            x_hat = normalize(x, mean, rstd, mask)
-        if READ_Y_BAR:
-            offset = row * aligned(y_bar_row_stride, ALIGN)
-            y_bar_ptrs = y_bar_ptr + tile_offsets(offset, col_offsets, y_bar_col_stride)
-            y_bar = tl.load(y_bar_ptrs, mask=mask, other=0.0).to(dtype)
-        if HAS_Y_BAR_DOT:
-            offset = row * aligned(y_bar_dot_row_stride, ALIGN)
-            y_bar_dot_ptrs = y_bar_dot_ptr + tile_offsets(offset, col_offsets, y_bar_dot_col_stride)
-            y_bar_dot = tl.load(y_bar_dot_ptrs, mask=mask, other=0.0).to(dtype)
-        if HAS_X_DOT:
-            offset = row * aligned(x_dot_row_stride, ALIGN)
-            x_dot_ptrs = x_dot_ptr + tile_offsets(offset, col_offsets, x_dot_col_stride)
-            x_dot = tl.load(x_dot_ptrs, mask=mask, other=0.0).to(dtype)
-            x_dot_x_hat_mean = tl.sum(x_dot * x_hat, axis=1) / num_cols
-            x_dot_mean = tl.sum(x_dot, axis=1) / num_cols
-            h = apply_projection(x_dot, x_hat, rstd, x_dot_mean, x_dot_x_hat_mean)
-            if WANT_X_DOT_MEANS:
-                tl.store(x_dot_means_ptr + segment * segment_rows + row, x_dot_mean, mask=row_mask)
-                tl.store(x_dot_means_ptr + num_rows + segment * segment_rows + row, x_dot_x_hat_mean, mask=row_mask)
-
-        if WANT_Y_BAR:
-            y_bar_bar = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-            if HAS_X_DOT:
-                y_bar_bar = h
-                if HAS_WEIGHT:
-                    y_bar_bar *= weight.to(dtype)
-            if HAS_WEIGHT_DOT:
-                y_bar_bar += x_hat * weight_dot.to(dtype)
-            if HAS_BIAS_DOT:
-                y_bar_bar += bias_dot.to(dtype)
-            tl.store(y_bar_bar_ptr + out_offsets, y_bar_bar, mask=mask)
-        if WANT_WEIGHT:
-            if HAS_X_DOT:
-                weight_sum += y_bar * h
-            if HAS_Y_BAR_DOT:
-                weight_sum += y_bar_dot * x_hat
-        if WANT_WEIGHT_DOT:
-            weight_dot_sum += y_bar * x_hat
-        if WANT_BIAS:
-            if HAS_Y_BAR_DOT:
-                bias_sum += y_bar_dot
-            else:
-                bias_sum += y_bar
-
-        if WANT_X_DOT or (WANT_X and HAS_X_DOT):
-            g = y_bar
-            if HAS_WEIGHT:
-                g *= weight.to(dtype)
-            g_x_hat_mean = tl.sum(g * x_hat, axis=1) / num_cols
-            # Centered first, for the mean of g * h: h sums to zero only up to rounding, which a large mean of g would
-            # amplify.
-            g = tl.where(mask, g - (tl.sum(g, axis=1) / num_cols)[:, None], 0.0)
-            projected_g = rstd[:, None] * (g - x_hat * g_x_hat_mean[:, None])
-            if WANT_X_DOT:
-                tl.store(x_dot_bar_ptr + out_offsets, projected_g, mask=mask)
-        if WANT_X:
-            x_bar = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-            if HAS_WEIGHT_DOT or HAS_Y_BAR_DOT:
-                k = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype)
-                if HAS_WEIGHT_DOT:
-                    k += y_bar * weight_dot.to(dtype)
-                if HAS_Y_BAR_DOT:
-                    if HAS_WEIGHT:
-                        k += y_bar_dot * weight.to(dtype)
-                    else:
-                        k += y_bar_dot
-                x_bar = project(k, x_hat, rstd, num_cols)
-            if HAS_X_DOT:
-                g_h_mean = tl.sum(g * h, axis=1) / num_cols
-                x_bar += curvature(g_x_hat_mean, h, x_dot_x_hat_mean, projected_g, g_h_mean, x_hat, rstd)
-            tl.store(x_bar_ptr + out_offsets, x_bar, mask=mask)
-
-    part_offset = part.to(tl.int64) * num_cols + col_offsets
-    if WANT_WEIGHT:
-        store_cast(weight_part_ptr + part_offset, tl.sum(weight_sum, axis=0), col_offsets < num_cols)
-    if WANT_WEIGHT_DOT:
-        store_cast(weight_dot_part_ptr + part_offset, tl.sum(weight_dot_sum, axis=0), col_offsets < num_cols)
-    if WANT_BIAS:
-        store_cast(bias_part_ptr + part_offset, tl.sum(bias_sum, axis=0), col_offsets < num_cols)
+@batch_independent_jit
+def layer_norm_second_sums_kernel(
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
+    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
+    mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr,
+    y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
+    weight_part_ptr, weight_dot_part_ptr, bias_part_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, WANTED: tl.constexpr,
+):  # fmt: skip
+    """Derivatives of rows, and the sums over them; or, from the sums of x_dot, columns of the sums alone."""
+    WRITES: tl.constexpr = WANTED > 0 or y_bar_bar_ptr is not None
+    row_sums_op(
+        (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
+        ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride),
+         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride)),
+        (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
+        (mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr), 4, (y_bar_bar_ptr, x_bar_ptr, x_dot_bar_ptr),
+        (out_segment_stride, out_row_stride, out_col_stride), (None, None, None, None, None, None, None),
+        (weight_part_ptr, weight_dot_part_ptr, bias_part_ptr), 3, num_splits, num_rows, _emit, _columns,
+        (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, WRITES,
+        TERMS=_terms, STATS=_stats if WANTED >> 6 == 1 else None, WANTED=WANTED,
+    )  # fmt: skip

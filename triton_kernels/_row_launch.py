@@ -42,6 +42,7 @@ class Operands(NamedTuple):
         row_outputs: One number per row.
         dtype: Dtype of the arithmetic.
         device: Of all tensors.
+        scratch: Names of those numbers per row that one kernel leaves to another.
     """
 
     view: RowView
@@ -52,6 +53,7 @@ class Operands(NamedTuple):
     row_outputs: Mapping[str, Tensor | None]
     dtype: torch.dtype
     device: torch.device
+    scratch: Collection[str] = ()
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernel, and constants that follow from the operands alone."""
@@ -89,9 +91,17 @@ class Operands(NamedTuple):
             row_bytes = 0 if param is None else self.view.num_cols * param.element_size()
             account.load_often(name, param, reads.get(name, 0) * param_programs * row_bytes)
         for name, tensor in self.statistics.items():
-            account.load_often(name, tensor, 0 if tensor is None else row_programs * tensor.nbytes)
-        for tensor in (*self.outputs.values(), *self.row_outputs.values()):
-            account.store(0 if tensor is None else tensor.nbytes)
+            nbytes = 0 if tensor is None else tensor.nbytes
+            if name in self.scratch:
+                account.reload((row_programs - 1) * nbytes)
+            else:
+                account.load_often(name, tensor, row_programs * nbytes)
+        for name, tensor in (*self.outputs.items(), *self.row_outputs.items()):
+            nbytes = 0 if tensor is None else tensor.nbytes
+            if name in self.scratch:
+                account.scratch(nbytes)
+            else:
+                account.store(nbytes)
 
 
 class RowSums(NamedTuple):

@@ -3,7 +3,7 @@
 The sums are kept in registers, in one fixed order, and leave as partial rows, which `add_partial_rows_kernel` adds up.
 Tensors, and the functions of an op, are as in `rows`; one more function says what is summed over the rows:
 
-    COLUMNS(x, p, r, s, mask)           the tiles of which the columns are summed
+    COLUMNS(x, p, r, s, mask, num_cols)         the tiles of which the columns are summed
 """
 
 # Pyright takes device functions for Python, and does not know that a branch on constexpr flags is settled at compile
@@ -45,7 +45,7 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
 
     The arguments are those of `rows.row_op`, but for `num_splits`, programs that share the rows of a segment,
     `sum_ptrs`, partial rows `[segments * num_splits, num_cols]` of each of `NUM_SUMS` tiles of `COLUMNS`, None for what
-    is not wanted, and `WRITES`, whether there is any output of rows.
+    is not wanted, and `WRITES`, whether there is any output of rows, or a sum over them that takes sums of a row.
     """
     ALL: tl.constexpr = 65535
     NUM_COL_BLOCKS: tl.constexpr = tl.cdiv(num_cols, BLOCK_COLS)
@@ -81,7 +81,7 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
             AXIS: tl.constexpr = (AXES >> (2 * len(x_strides))) & 3
             offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, AXIS, ALIGN)
             store_tiles(out_ptrs, EMIT(x, p, r, s, mask, num_cols), offsets, mask)
-        columns = COLUMNS(x, p, r, s, mask)
+        columns = COLUMNS(x, p, r, s, mask, num_cols)
         wanted = ()
         for i in tl.static_range(NUM_SUMS):
             if sum_ptrs[i] is not None:

@@ -114,14 +114,14 @@ TILE, LONG_ROW = 256, 500
 ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, str]] = {
     "in registers": (13, 75, {}, None, "layer_norm_bwd_kernel"),
     # Programs with several blocks of rows each.
-    "by turns": (13, 75, {"resident_threads": 64}, 1, "layer_norm_second_kernel"),
+    "by turns": (13, 75, {"resident_threads": 64}, 1, "layer_norm_second_sums_kernel"),
     # Sums over rows that do not fit beside them.
     "sums apart": (
         5,
         75,
         {"layer_norm_second_summed_cols": 32, "layer_norm_accumulated_cols": 32, "layer_norm_param_cols": 32},
         None,
-        "layer_norm_second_param_kernel",
+        "layer_norm_second_sums_kernel",
     ),
     "swept": (3, LONG_ROW, short_rows(TILE, 1), None, "layer_norm_fwd_kernel"),
     "shared": (2, LONG_ROW, short_rows(TILE, 32), None, "layer_norm_fwd_kernel"),

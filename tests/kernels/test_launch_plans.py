@@ -72,12 +72,12 @@ def requests_of_rows_and_channels(chip):
     for rows, cols, itemsize in SIZES:
         for flag in (False, True):
             yield launch.plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
-            yield launch.plan_layer_norm_second, (1, rows, cols, itemsize, flag, chip)
+            yield launch.plan_layer_norm_second_rows, (1, rows, cols, itemsize, 3 + flag, chip)
+            yield launch.plan_layer_norm_second_sums, (2, rows, cols, itemsize, 3 + flag, 1, chip)
             for tensors in (1, 2, 3):
                 arguments = ((1, rows, cols), flag, itemsize, max(itemsize, 4), tensors, chip, tensors, tensors)
                 yield launch.plan_log_softmax, arguments
-        for function in (launch.plan_layer_norm_params, launch.plan_layer_norm_second_columns):
-            yield function, (2, rows, cols, itemsize, chip)
+        yield launch.plan_layer_norm_params, (2, rows, cols, itemsize, chip)
         for rows_adjacent in (False, True):
             yield launch.plan_dropout, (rows, cols, rows_adjacent, itemsize, chip)
         yield launch.plan_philox, (rows * cols, chip)
@@ -111,6 +111,7 @@ def staged_bytes(function, arguments, plan):
     if named.get("loop_stages", 1) > 1:
         tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
         tensors = arguments[5] if function is launch.plan_layer_norm_rows else tensors
+        tensors = arguments[4] if "second" in function.__name__ else tensors
         if function is launch.plan_log_softmax:
             tensors, itemsize = arguments[7], arguments[2]
     elif named.get("num_stages", 1) > 1:
@@ -186,7 +187,7 @@ def test_few_long_rows_are_split(chip, num_cols):
     for num_rows in (1, 8, 50, 2 * chip.num_processors - 1, 2 * chip.num_processors, 8192):
         for plan in (
             launch.plan_layer_norm_rows(1, num_rows, num_cols, 2, 1, 1, 2, chip),
-            launch.plan_layer_norm_second(1, num_rows, num_cols, 2, True, chip).rows,
+            launch.plan_layer_norm_second_rows(1, num_rows, num_cols, 2, 4, chip),
             launch.plan_log_softmax((1, num_rows, num_cols), False, 2, 4, 1, chip),
         ):
             assert plan.looped
@@ -225,7 +226,7 @@ BOUNDARIES = [
     (launch.plan_layer_norm_rows, (1, 64, None, 4, 1, 1, 2, CPU), 16384),
     (launch.plan_layer_norm_rows, (1, 64, None, 2, 2, 2, 2, CPU), 16384),
     (launch.plan_layer_norm_rows, (1, 64, None, 8, 2, 2, 2, CPU), 4096),
-    (launch.plan_layer_norm_second, (1, 64, None, 2, True, CPU), 8192),
+    (launch.plan_layer_norm_second_rows, (1, 64, None, 2, 4, CPU), 8192),
     *(
         (launch.plan_log_softmax, ((1, 64, None), False, itemsize, max(itemsize, 4), inputs, CPU, outputs), most)
         for itemsize, inputs, outputs, most in (
@@ -242,9 +243,11 @@ def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
     for cols in (most, most + 1):
         of_cols = ((1, 64, cols) if arg == (1, 64, None) else cols if arg is None else arg for arg in arguments)
         plan = planner(*of_cols)
-        assert getattr(plan, "rows", plan).looped == (cols > most)
-    # The sums of second order do not fit beside rows of half that length.
-    assert [launch.plan_layer_norm_second(1, 64, cols, 2, True, CPU).fused for cols in (4096, 4097)] == [True, False]
+        assert plan.looped == (cols > most)
+    # Rows of second order that have their sums beside them: half as long where more than four tiles are held.
+    for num_sums, most in ((1, 8192), (2, 4096)):
+        plans = [launch.plan_layer_norm_second_sums(1, 64, cols, 2, 3, num_sums, CPU) for cols in (most, most + 1)]
+        assert [plan.looped for plan in plans] == [False, True]
 
 
 def test_plans_follow_the_limits_and_the_chip_in_force():

@@ -17,13 +17,19 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels import batch_norm, batch_norm_second_order, layer_norm, log_softmax, log_softmax_second_order
+from triton_kernels import (
+    batch_norm,
+    batch_norm_second_order,
+    layer_norm,
+    layer_norm_second_order,
+    log_softmax,
+    log_softmax_second_order,
+)
 from triton_kernels._cost import Cost, counting
 from triton_kernels._kernel import intercept
 from triton_kernels.costs._batch_norm import COUNTS
 from triton_kernels.costs.attention import attention_bwd, attention_fwd, attention_jvp, attention_pairing
 from triton_kernels.costs.dropout import dropout_fwd, philox_words
-from triton_kernels.costs.layer_norm_second_order import layer_norm_bwd_jvp, layer_norm_pairing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +53,14 @@ def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
 
 
 # Modules whose launches count themselves.
-_COUNTED = (layer_norm, batch_norm, batch_norm_second_order, log_softmax, log_softmax_second_order)
+_COUNTED = (
+    layer_norm,
+    layer_norm_second_order,
+    batch_norm,
+    batch_norm_second_order,
+    log_softmax,
+    log_softmax_second_order,
+)
 _BY_NAME = {name: functools.partial(_cost_of, getattr(module, name)) for module in _COUNTED for name in module.__all__}
 
 
@@ -66,8 +79,6 @@ __all__ = [
     "attention_jvp",
     "attention_pairing",
     "dropout_fwd",
-    "layer_norm_bwd_jvp",
-    "layer_norm_pairing",
     "philox_words",
 ]
 __all__ += [name for module in _COUNTED for name in module.__all__]

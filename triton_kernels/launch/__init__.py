@@ -33,10 +33,8 @@ from triton_kernels.launch.layer_norm import (
     plan_param_reduce,
 )
 from triton_kernels.launch.layer_norm_second_order import (
-    LayerNormColumnPlan,
-    LayerNormSecondPlan,
-    plan_layer_norm_second,
-    plan_layer_norm_second_columns,
+    plan_layer_norm_second_rows,
+    plan_layer_norm_second_sums,
 )
 from triton_kernels.launch.log_softmax import plan_log_softmax
 from triton_kernels.launch.tables import LIMITS, Limits, limits_of, use_limits
@@ -52,8 +50,6 @@ __all__ = [
     "ChannelPlan",
     "Chip",
     "DropoutPlan",
-    "LayerNormColumnPlan",
-    "LayerNormSecondPlan",
     "Limits",
     "ParamReducePlan",
     "RowPlan",
@@ -72,8 +68,8 @@ __all__ = [
     "plan_dropout",
     "plan_layer_norm_params",
     "plan_layer_norm_rows",
-    "plan_layer_norm_second",
-    "plan_layer_norm_second_columns",
+    "plan_layer_norm_second_rows",
+    "plan_layer_norm_second_sums",
     "plan_log_softmax",
     "plan_param_reduce",
     "plan_philox",

@@ -74,20 +74,6 @@ def sum_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
     )
 
 
-def second_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """Other plans of a second-order layer norm kernel: those of its rows, and programs and stages where it sums."""
-    if not plan.fused:
-        rows = row_candidates(plan.rows, device, arguments)
-        return [replace(plan, rows=other) for other in rows if other.block_rows == plan.rows.block_rows]
-    chip = chip_of(device)
-    warps = _near(plan.rows.num_warps, chip.max_warps)
-    most = cdiv(arguments["num_rows"], plan.rows.block_rows)
-    return [
-        *(replace(plan, rows=replace(plan.rows, num_warps=n)) for n in warps),
-        *_varied(plan, num_splits=_near(plan.num_splits, most), loop_stages=_stages(plan.loop_stages, chip)),
-    ]
-
-
 def warp_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """The same plan with half and twice as many warps."""
     del arguments

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
+    ACCESS_BYTES,
     cdiv,
     next_power_of_2,
     register_values,
@@ -13,41 +13,15 @@ from triton_kernels.launch._arithmetic import (
     row_warps,
     tile_rows,
 )
-from triton_kernels.launch._candidates import second_candidates, sum_candidates
+from triton_kernels.launch._candidates import row_candidates, sum_candidates
 from triton_kernels.launch._planned import planned
-from triton_kernels.launch._row_plan import RowPlan
+from triton_kernels.launch._row_plan import RowPlan, SumPlan
 from triton_kernels.launch.chips import Chip, chip_of
 from triton_kernels.launch.layer_norm import loop_stages, resident_programs, sum_splits
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class LayerNormSecondPlan:
-    """Tile, loop and partial sums of the kernel that owns whole rows; `looped` means that it sweeps them by tiles.
-
-    Sums over rows, where they are wanted and not `fused`, come from a kernel of their own, because a row and its
-    accumulators do not fit in registers; `rows` is then planned without sums, and `num_splits` is 1 per block of rows.
-    """
-
-    rows: RowPlan
-    num_splits: int
-    loop_stages: int
-    fused: bool
-
-
-@dataclass(frozen=True)
-class LayerNormColumnPlan:
-    """Tile, loop and partial sums of the kernel that owns columns and sums over rows."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-    num_splits: int
-    loop_stages: int
-
 
 # Rows whose sums do not fit in registers beside them take two passes over their operands: one kernel holds whole rows
 # for the row outputs, another one reads the operands again and owns columns, so that few accumulators stay in registers
@@ -66,31 +40,41 @@ class LayerNormColumnPlan:
 # would also wait for the load of what the row before it has stored.
 
 
-def _second_warps(num_values: int, itemsize: int, chip: Chip) -> int:
-    # 8 values per thread: 16 bytes per load of 2-byte elements; of float64, whose values take two registers and whose
-    # division takes more, 2 as in first order.
-    values = num_values * 2 * 1024 // register_values(1024, itemsize, chip)
+# Tiles, those that a kernel reads and its sums, of which a thread holds twice as many values.
+_FEW_TILES = 4
+
+
+def _second_warps(num_values: int, per_thread: int, itemsize: int, chip: Chip) -> int:
+    # Of float64, whose values take two registers and whose division takes more, a quarter as in first order.
+    values = num_values * 16 // per_thread * 1024 // register_values(1024, itemsize, chip)
     return row_warps(values, limits_of(chip).tile_threads, chip)
 
 
-@planned(second_candidates)
-def plan_layer_norm_second(
+def _stages(step_bytes: int, row_bytes: int, programs: int, is_aligned: bool, chip: Chip) -> int:
+    limits = limits_of(chip)
+    if programs == 1 and is_aligned and row_bytes % ACCESS_BYTES == 0 and step_bytes <= limits.sweep_staged_bytes:
+        return limits.prefetch_stages
+    return loop_stages(step_bytes, row_bytes, is_aligned, chip)
+
+
+@planned(row_candidates)
+def plan_layer_norm_second_rows(
     num_segments: int,
     num_rows: int,
     num_cols: int,
     itemsize: int,
-    has_sums: bool,
+    num_operands: int,
     device: torch.device | Chip,
     is_aligned: bool = True,
-) -> LayerNormSecondPlan:
-    """Plan of the kernel of the second-order derivatives of layer norm that owns rows.
+) -> RowPlan:
+    """Plan of the kernel of the second-order derivatives of layer norm that sums nothing over rows.
 
     Args:
         num_segments: Segments of rows; a program stays within one.
         num_rows: Rows of a segment.
         num_cols: Columns of a row.
         itemsize: Bytes of an element of x.
-        has_sums: Whether anything is summed over the rows of a segment.
+        num_operands: Tensors of full size that are read, up to four.
         device: Where the kernel runs.
         is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
     """
@@ -98,51 +82,56 @@ def plan_layer_norm_second(
     limits = limits_of(chip)
     block_cols = next_power_of_2(num_cols)
     if block_cols > register_values(limits.layer_norm_second_cols, itemsize, chip):
-        block_cols = register_values(limits.layer_norm_second_sweep_cols, itemsize, chip)
-        col_splits = row_splits(num_segments * num_rows, num_cols, block_cols, chip)
-        rows = RowPlan(1, block_cols, _second_warps(block_cols, itemsize, chip), True, col_splits)
-        return LayerNormSecondPlan(rows, num_rows, 1, False)
+        # 8 values of each tensor and of up to seven sums per thread: a program has a processor for itself.
+        tile = register_values(limits.layer_norm_second_sweep_cols, itemsize, chip)
+        if num_operands * tile * itemsize > limits.sweep_staged_bytes:
+            tile //= 2
+        col_splits = row_splits(num_segments * num_rows, num_cols, tile, chip)
+        stages = _stages(num_operands * tile * itemsize, num_cols * itemsize, 1, is_aligned, chip)
+        return RowPlan(1, tile, _second_warps(tile, 8, itemsize, chip), True, col_splits, stages)
     # Short rows share a program, so that one warp has 8 values of each tensor per thread and no barrier.
     block_rows = tile_rows(register_values(8 * chip.warp_size, itemsize, chip), block_cols, num_rows)
-    num_values = block_rows * block_cols
-    rows = RowPlan(block_rows, block_cols, _second_warps(num_values, itemsize, chip), False)
-    if has_sums and block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip):
-        programs = resident_programs(rows.num_warps, chip)
-        num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-        # A step loads up to four tensors.
-        stages = loop_stages(4 * num_values * itemsize, num_cols * itemsize, is_aligned, chip)
-        return LayerNormSecondPlan(rows, num_splits, stages, True)
-    # One block of rows per program: the loop of the kernel runs once.
-    return LayerNormSecondPlan(rows, cdiv(num_rows, block_rows), 1, False)
+    return RowPlan(block_rows, block_cols, _second_warps(block_rows * block_cols, 8, itemsize, chip), False)
 
 
 @planned(sum_candidates)
-def plan_layer_norm_second_columns(
+def plan_layer_norm_second_sums(
     num_segments: int,
     num_rows: int,
     num_cols: int,
     itemsize: int,
+    num_operands: int,
+    num_sums: int,
     device: torch.device | Chip,
     is_aligned: bool = True,
-) -> LayerNormColumnPlan:
-    """Plan of the kernel that sums the second-order derivatives of long rows over the `num_rows` rows of a segment.
+) -> SumPlan:
+    """Plan of the kernel that sums the second-order derivatives of layer norm over the rows of each segment.
 
     Args:
         num_segments: Segments of rows.
         num_rows: Rows of a segment.
         num_cols: Columns of a row.
         itemsize: Bytes of an element of x.
+        num_operands: As for `plan_layer_norm_second_rows`.
+        num_sums: Sums over rows, up to three.
         device: Where the kernel runs.
-        is_aligned: As for `plan_layer_norm_second`.
+        is_aligned: As for `plan_layer_norm_second_rows`.
     """
     chip = chip_of(device)
-    # 8 values of each of up to four tensors and three accumulators in each of four warps, from whole cache lines.
-    block_cols = limits_of(chip).layer_norm_param_cols
-    block_rows = tile_rows(register_values(1024, itemsize, chip), block_cols, num_rows)
-    num_values = block_rows * block_cols
-    num_warps = _second_warps(num_values, itemsize, chip)
-    programs = cdiv(resident_programs(num_warps, chip), cdiv(num_cols, block_cols))
+    limits = limits_of(chip)
+    factor = 2 if num_operands + num_sums <= _FEW_TILES else 1
+    block_cols = next_power_of_2(num_cols)
+    looped = block_cols > register_values(factor * limits.layer_norm_second_summed_cols, itemsize, chip)
+    per_thread, tile = 8 * factor, 8 * factor * chip.warp_size
+    if looped:
+        # Whole cache lines of a row, and 8 values of each tensor and sum in each of four warps.
+        block_cols, per_thread, tile = limits.layer_norm_param_cols, 8, 1024
+    block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
+    num_warps = _second_warps(block_rows * block_cols, per_thread, itemsize, chip)
+    programs = resident_programs(num_warps, chip)
+    step_bytes = num_operands * block_rows * block_cols * itemsize
+    stages = _stages(step_bytes, num_cols * itemsize, programs // chip.num_processors, is_aligned, chip)
+    if looped:
+        programs = cdiv(programs, cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    # A step loads up to four tensors.
-    stages = loop_stages(4 * num_values * itemsize, num_cols * itemsize, is_aligned, chip)
-    return LayerNormColumnPlan(block_rows, block_cols, num_warps, num_splits, stages)
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)

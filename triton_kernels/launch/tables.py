@@ -40,7 +40,7 @@ class Limits:
         layer_norm_sweep_cols: Tile of the kernels that sweep longer rows.
         layer_norm_param_cols: Columns of a program that sums the parameters' cotangents of long rows.
         layer_norm_second_cols: Longest rows of which a second-order program holds three or four.
-        layer_norm_second_summed_cols: The same with up to three rows of sums.
+        layer_norm_second_summed_cols: The same with up to three rows of sums; twice as many with four rows in all.
         layer_norm_second_sweep_cols: Tile of the second-order kernels that sweep longer rows.
         log_softmax_row_cols: Longest row of which a program holds one.
         log_softmax_two_row_bytes: Longest rows, in bytes, of which a program holds two.
@@ -129,11 +129,11 @@ SM_90 = Limits(
     # Three or four rows at a time (x, y_bar, x_dot and y_bar_dot) and their parameters take up to 128 registers at 16
     # columns per thread, so no more than 512 threads: at this many columns ptxas reports no spills.
     layer_norm_second_cols=8192,
-    # With up to three accumulators they take up to 128 registers at 8 columns per thread. At 16, ptxas reports up to
-    # 239, so half as many warps, and at twice the columns 64 to 256 bytes of spills. What longer rows do instead, and
-    # why, stands in `layer_norm_second_order`.
+    # With up to three sums they take up to 128 registers at 8 columns per thread; three rows and one sum (a double
+    # backward) at 16. With more at 16, ptxas reports up to 254, and at twice the columns 168 to 344 bytes of spills.
+    # Where sums do not fit, and why, stands in `layer_norm_second_order`.
     layer_norm_second_summed_cols=4096,
-    # 8 values of each operand and parameter in each of 512 threads.
+    # 8 values of each operand, parameter and lane of a sum in each of 512 threads.
     layer_norm_second_sweep_cols=4096,
     # One row (the forward) takes 32 values in each of 1024 threads, two rows (x_dot or y_bar, and y) 16 of each. Up to
     # here ptxas reports no spills, at the next power of two 176 and 32 bytes (float32).
