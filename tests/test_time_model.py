@@ -89,9 +89,9 @@ def test_attention_takes_as_long_as_its_bytes_or_its_products_whichever_is_longe
 @pytest.mark.parametrize(
     "code, binds, seconds",
     [
-        # 63 programs for the busiest of 132 processors, of 8 warps each, whose instructions four schedulers issue.
+        # 63 programs of 8 warps for the busiest of 132 processors. Of the loop the first program has no step.
         (
-            "0:1:1 r0 i600 b2 l64 c4000; program_x:programs_x:programs_x r0 i400 b0 l0 c1000",
+            "0:1:1 r0 i600 b2 l64 c4000; program_x*2//programs_x:(program_x+1)*2//programs_x:1 r0 i400 b0 l0 c1000",
             "issue",
             63 * 8 * 1000 / 4 / 0.5,
         ),
