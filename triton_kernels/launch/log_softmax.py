@@ -83,9 +83,15 @@ def plan_log_softmax(
         if not is_second:
             return sweep_plan(all_rows, num_cols, itemsize, num_summed, num_sums, tile, chip, is_aligned)
         # 8 values of each tensor in each thread, beside as many of each sum.
-        stages = loop_stages(num_summed * tile * itemsize, num_cols * itemsize, is_aligned, chip)
         num_warps = row_warps(2 * tile, limits.tile_threads, chip)
-        return RowPlan(1, tile, num_warps, True, row_splits(all_rows, num_cols, tile, chip), stages)
+        col_splits = row_splits(all_rows, num_cols, tile, chip)
+        step_bytes, is_wide = num_summed * tile * itemsize, is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
+        stages = loop_stages(step_bytes, num_cols * itemsize, is_aligned, chip)
+        has_room = 2 * step_bytes <= limits.sweep_staged_bytes and 2 * num_warps <= chip.max_warps
+        if is_wide and col_splits == 1 and has_room and num_cols > tile:
+            # One program per processor, as in `sweep_plan`: with wide loads, 64 registers hold all of that.
+            tile, num_warps = 2 * tile, 2 * num_warps
+        return RowPlan(1, tile, num_warps, True, col_splits, stages)
     # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors, 256 of each of three or
     # four) and no barrier.
     tile = register_values(1024 // next_power_of_2(num_inputs), compute_itemsize, chip)
