@@ -46,8 +46,6 @@ REASONS = {
     ("layer_norm", "barriers"): "squares are summed about the mean, a second reduction; buffers of copies are guarded",
     ("batch_norm", "instructions"): _LAYOUTS,
     ("batch_norm", "barriers"): "buffers of copies ahead are guarded; peers copy nothing ahead",
-    ("log_softmax", "launches"): "value and tangent are one kernel each, called one after the other",
-    ("log_softmax", "passes"): "value and tangent are one kernel each, and the second reads the value again",
     (
         "log_softmax",
         "instructions",
