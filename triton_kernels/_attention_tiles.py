@@ -31,8 +31,8 @@ import triton.language as tl
 
 from triton_kernels._kernel import INTERPRETED
 from triton_kernels._philox_steps import grouped_words
-from triton_kernels._rows import aligned
 from triton_kernels._runtime import cast
+from triton_kernels.tiles import aligned
 
 # The interpreter multiplies the bits of bfloat16 numbers: they are widened there, which changes no result.
 WIDENED = tl.constexpr(INTERPRETED)
