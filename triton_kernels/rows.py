@@ -66,7 +66,8 @@ def row_slice(num_splits, num_cols: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE
     program = tl.program_id(0)
     if MODE == "writes":
         program = tl.num_programs(0) - 1 - program
-    block, split, first, stop = program, 0, 0, num_cols
+    # One split: the number of steps is not a constant to the compiler, which would write up to 32 of them out.
+    block, split, first, stop = program, 0, 0, num_cols * num_splits
     if MODE == "sums" or MODE == "writes":
         size = slice_cols(num_splits, num_cols, BLOCK_COLS)
         block = program // num_splits
