@@ -15,7 +15,6 @@ from triton_kernels._batch_norm_transform import batch_norm_transform_kernel
 from triton_kernels._channels import ChannelView, new_output, param_pair_view, readable, view_channels
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view, split_scratch
 from triton_kernels.launch import (
-    TRANSFORM_TILES,
     ChannelPlan,
     cdiv,
     plan_channel_merge,
@@ -345,7 +344,7 @@ def transform(
     reduced = plan if summed is None else summed.plan
     # A small tensor fills no wave.
     num_splits, num_resident = reduced.num_splits, min(reduced.num_resident, plan.num_blocks * reduced.num_splits)
-    num_parts = cdiv(cdiv(plan.num_tiles, num_splits), TRANSFORM_TILES)
+    num_parts = cdiv(cdiv(plan.num_tiles, num_splits), plan.part_tiles)
     num_waves = cdiv(plan.num_blocks * num_splits, num_resident)
     with device_guard(x):
         batch_norm_transform_kernel[(num_waves * num_resident * num_parts,)](
@@ -363,6 +362,7 @@ def transform(
             num_splits,
             num_resident,
             num_parts,
+            plan.part_tiles,
             statistic_stride,
             *(stride for _, stride in views),
             statistic_dot_stride,
@@ -370,7 +370,6 @@ def transform(
             *_strides_of(operands, view, 1),
             EPS=eps,
             ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
-            NUM_TILES=TRANSFORM_TILES,
             **_tile_options(view, plan),
         )
     return outputs

@@ -46,8 +46,8 @@ def load_mean(means_ptr, SUM: tl.constexpr, num_rows, rows, mask, IS_THERE: tl.c
 
 
 @triton.jit
-def backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, NUM_TILES: tl.constexpr):
-    """Block of channels of this program, its first tile, and one past its last: at most `NUM_TILES` adjacent ones.
+def backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, part_tiles):
+    """Block of channels of this program, its first tile, and one past its last: at most `part_tiles` adjacent ones.
 
     The last `num_resident` programs of the reduction before this ran at once, and have left the ends of their shares in
     the cache. The transform has several times more programs than run at once. Those that start first take the ends of
@@ -61,9 +61,9 @@ def backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, N
     number = tl.maximum(share, 0)
     start, stop = share_of(number // num_blocks, num_splits, num_tiles)
     # Nothing is left of a program for the first wave where that was not full.
-    stop += tl.maximum(tl.minimum(share, 0), -1) * num_tiles - place // num_resident * NUM_TILES
+    stop += tl.maximum(tl.minimum(share, 0), -1) * num_tiles - place // num_resident * part_tiles
     stop = tl.maximum(stop, start)
-    return number % num_blocks, tl.maximum(stop - NUM_TILES, start), stop
+    return number % num_blocks, tl.maximum(stop - part_tiles, start), stop
 
 
 @batch_independent_jit
@@ -92,6 +92,7 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
     num_splits,
     num_resident,
     num_parts,
+    part_tiles,
     statistic_group_stride,
     weight_group_stride,
     bias_group_stride,
@@ -126,9 +127,8 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
     BLOCK_SAMPLES: tl.constexpr,
     BLOCK_SPATIAL: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
-    NUM_TILES: tl.constexpr,
 ):
-    """One program writes up to `NUM_TILES` adjacent tiles of the outputs that have a pointer.
+    """One program writes up to `part_tiles` adjacent tiles of the outputs that have a pointer.
 
     Shapes:
         y_ptr, y_dot_ptr, x_bar_ptr, x_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None; one layout.
@@ -140,7 +140,7 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
         means_ptr: `[6, num_rows]` as the merge wrote them, or None for 0; `num_rows = groups * channels`.
         mean_dot_ptr, var_dot_ptr: `[groups, channels]`, or None for 0: tangents of a given mean and variance.
         num_blocks, num_splits, num_resident: Of the reduction before this, or any (see `backward_share`).
-        num_parts: Programs for each of its shares.
+        num_parts, part_tiles: Programs for each of its shares, and tiles of each of these.
     """
     out_strides = (out_group_stride, out_sample_stride, out_channel_stride, out_spatial_stride)
     y_bar_strides = (y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride)
@@ -162,7 +162,7 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
     policy: tl.constexpr = "evict_first"
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     num_tiles = count_tiles(num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
-    block, first, stop = backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, NUM_TILES)
+    block, first, stop = backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, part_tiles)
     group, channels, channel_mask = channels_of(block, NUM_CHANNELS, BLOCK_CHANNELS)
     rows = group * NUM_CHANNELS + channels
     at = group * statistic_group_stride + channels

@@ -46,6 +46,7 @@ BATCH_DEPENDENT = {
     "num_parts",
     "num_blocks",
     "num_resident",
+    "part_tiles",
     "count",
     "momentum_low",
     "momentum_high",

@@ -9,7 +9,6 @@ from triton_kernels.launch._arithmetic import MIN_MATMUL, block_row_splits, cdiv
 from triton_kernels.launch._row_plan import RowPlan, SumPlan
 from triton_kernels.launch.attention import AttentionPlan, plan_attention
 from triton_kernels.launch.channels import (
-    TRANSFORM_TILES,
     ChannelMergePlan,
     ChannelPlan,
     plan_channel_merge,
@@ -44,7 +43,6 @@ __all__ = [
     "LAYER_NORM_MAX_SEGMENTS",
     "LIMITS",
     "MIN_MATMUL",
-    "TRANSFORM_TILES",
     "AttentionPlan",
     "ChannelMergePlan",
     "ChannelPlan",

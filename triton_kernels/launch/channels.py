@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch._arithmetic import (
@@ -45,6 +45,7 @@ class ChannelPlan:
         run: Elements of one access.
         num_warps: Warps of a program.
         num_stages: Steps of its loop under way, the one at work included.
+        part_tiles: Tiles of a program of a transform.
     """
 
     block_samples: int
@@ -58,6 +59,7 @@ class ChannelPlan:
     run: int
     num_warps: int
     num_stages: int = 1
+    part_tiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,10 @@ def plan_channel_transform(
         tile //= 2
     # Programs hide each other's loads without stages.
     slots = limits_of(chip).channel_reduction_programs * chip.num_processors
-    return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip)
+    plan = _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip)
+    # As many programs as fill the processors twice come before as many tiles of each.
+    programs = limits_of(chip).channel_transform_programs * chip.num_processors
+    return replace(plan, part_tiles=min(max(plan.num_blocks * plan.num_tiles // programs, 1), TRANSFORM_TILES))
 
 
 @planned(warp_candidates)
