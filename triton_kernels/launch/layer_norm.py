@@ -177,9 +177,9 @@ def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -
 
 def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int, chip: Chip) -> int:
     """Programs, each with a partial row to write, that share the rows of a segment."""
-    # A partial row costs as much traffic as two or three rows of 2-byte tensors, so eight rows at least pay for one,
-    # unless processors would idle.
-    programs = min(programs, max(chip.num_processors, num_segments * num_rows // 8))
+    # A partial row costs as much traffic as two or three rows of 2-byte tensors, so sixteen rows at least pay for one,
+    # unless processors would idle. With more rows to each, the steps of a program would take longer than their bytes.
+    programs = min(programs, max(chip.num_processors, num_segments * num_rows // 16))
     return max(min(programs // num_segments, cdiv(num_rows, block_rows)), 1)
 
 
