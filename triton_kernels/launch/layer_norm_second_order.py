@@ -50,11 +50,11 @@ def _second_warps(num_values: int, per_thread: int, itemsize: int, chip: Chip) -
     return row_warps(values, limits_of(chip).tile_threads, chip)
 
 
-def _stages(step_bytes: int, row_bytes: int, programs: int, is_aligned: bool, chip: Chip) -> int:
+def _stages(step_bytes: int, is_wide: bool, programs: int, chip: Chip) -> int:
     limits = limits_of(chip)
-    if programs == 1 and is_aligned and row_bytes % ACCESS_BYTES == 0 and step_bytes <= limits.sweep_staged_bytes:
+    if programs == 1 and is_wide and step_bytes <= limits.sweep_staged_bytes:
         return limits.prefetch_stages
-    return loop_stages(step_bytes, row_bytes, is_aligned, chip)
+    return loop_stages(step_bytes, 0, is_wide, chip)
 
 
 @planned(row_candidates)
@@ -87,7 +87,8 @@ def plan_layer_norm_second_rows(
         if num_operands * tile * itemsize > limits.sweep_staged_bytes:
             tile //= 2
         col_splits = row_splits(num_segments * num_rows, num_cols, tile, chip)
-        stages = _stages(num_operands * tile * itemsize, num_cols * itemsize, 1, is_aligned, chip)
+        is_wide = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
+        stages = _stages(num_operands * tile * itemsize, is_wide, 1, chip)
         return RowPlan(1, tile, _second_warps(tile, 8, itemsize, chip), True, col_splits, stages)
     # Short rows share a program, so that one warp has 8 values of each tensor per thread and no barrier.
     block_rows = tile_rows(register_values(8 * chip.warp_size, itemsize, chip), block_cols, num_rows)
@@ -119,7 +120,9 @@ def plan_layer_norm_second_sums(
     """
     chip = chip_of(device)
     limits = limits_of(chip)
-    factor = 2 if num_operands + num_sums <= _FEW_TILES else 1
+    # Elements that are loaded one by one take registers for their addresses.
+    is_wide = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
+    factor = 2 if is_wide and num_operands + num_sums <= _FEW_TILES else 1
     block_cols = next_power_of_2(num_cols)
     looped = block_cols > register_values(factor * limits.layer_norm_second_summed_cols, itemsize, chip)
     per_thread, tile = 8 * factor, 8 * factor * chip.warp_size
@@ -130,7 +133,10 @@ def plan_layer_norm_second_sums(
     num_warps = _second_warps(block_rows * block_cols, per_thread, itemsize, chip)
     programs = resident_programs(num_warps, chip)
     step_bytes = num_operands * block_rows * block_cols * itemsize
-    stages = _stages(step_bytes, num_cols * itemsize, programs // chip.num_processors, is_aligned, chip)
+    stages = _stages(step_bytes, is_wide, programs // chip.num_processors, chip)
+    if not (is_wide or looped) and num_sums > 2:
+        # Three sums and the addresses of a step under way spill.
+        stages = 1
     if looped:
         programs = cdiv(programs, cdiv(num_cols, block_cols))
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
