@@ -51,8 +51,9 @@ MAX_INT32 = 2**31 - 1
 _driver: Any = driver
 _runtime = knobs.runtime
 
-# What wants to see launches, outermost first; the flag tells whether it takes the launch's place.
-_watchers: tuple[tuple[Callable, bool], ...] = ()
+# What wants to see launches, outermost first: whether it takes the launch's place, and the thread whose launches it
+# sees, None for all.
+_watchers: tuple[tuple[Callable, bool, int | None], ...] = ()
 _num_tracing = 0
 _num_recording = 0
 _lock = threading.Lock()
@@ -60,9 +61,9 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def _watching(callback: Callable, replaces: bool) -> Iterator[None]:
+def _watching(callback: Callable, replaces: bool, thread: int | None = None) -> Iterator[None]:
     global _watchers
-    entry = (callback, replaces)
+    entry = (callback, replaces, thread)
     with _lock:
         _watchers = (*_watchers, entry)
     try:
@@ -73,7 +74,9 @@ def _watching(callback: Callable, replaces: bool) -> Iterator[None]:
             _watchers = tuple(other for other in _watchers if other is not entry)
 
 
-def intercept(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
+def intercept(
+    callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any], *, every_thread: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """Context in which `callback(kernel, grid, args, constants)` takes the place of every launch of the process.
 
     Contexts nest: the innermost sees a launch first, and one outside an `intercept` does not see it at all.
@@ -81,8 +84,9 @@ def intercept(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> 
     Args:
         callback: Is given the `Kernel`, the grid, the positional arguments, and the keyword arguments (compile-time
             constants and options such as `num_warps`). What it raises passes through the launcher.
+        every_thread: False leaves the launches of other threads alone.
     """
-    return _watching(callback, replaces=True)
+    return _watching(callback, replaces=True, thread=None if every_thread else threading.get_ident())
 
 
 def observe(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
@@ -244,7 +248,9 @@ class Kernel:
         if is_tracing():
             self._trace(grid, args, constants)
             return True
-        for callback, replaces in reversed(_watchers):
+        for callback, replaces, thread in reversed(_watchers):
+            if thread not in (None, threading.get_ident()):
+                continue
             callback(self, grid, args, constants)
             if replaces:
                 return True

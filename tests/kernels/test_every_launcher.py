@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
 from triton_kernels import costs, launch
-from triton_kernels._kernel import INTERPRETED, Kernel, intercept, observe
+from triton_kernels._kernel import INTERPRETED, Kernel, intercept
 from triton_kernels.costs.attention import tiles_of_keys, tiles_of_rows
 
 if TYPE_CHECKING:
@@ -50,29 +50,31 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("on_device")
 
 
-def check(call: Call) -> list[str]:
-    """Hold one call to everything; returns the names of its kernels. Scratch and outputs begin as NaN each time."""
-    if not INTERPRETED:
-        return check_on_device(call)
-    with measured() as seen:
+def check(call: Call) -> None:
+    """Hold one call to everything. Scratch and outputs begin as NaN each time."""
+    # A device has no meters. There values are held, also of the plan for fewer processors, and the bits of another run.
+    with measured() if INTERPRETED else contextlib.nullcontext() as seen:
         first = call.results()
-    check_cost(call, seen, first)
+    if seen is not None:
+        check_cost(call, seen, first)
     check_values(call, first)
     check_order(call, first)
-    return seen.kernels
+    if seen is None:
+        few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
+        with launch.use_chip(few):
+            check_values(call)
 
 
-def check_on_device(call: Call) -> list[str]:
-    """What shows without meters: values, also of the plan for fewer processors, and the same bits in another run."""
-    names: list[str] = []
-    with observe(lambda kernel, *_: names.append(kernel.__name__)):
-        first = call.results()
-    check_values(call, first)
-    check_order(call, first)
-    few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
-    with launch.use_chip(few):
-        check_values(call)
-    return names
+def launches_of(call: Call) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each kernel that a call launches, without launching any."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def note(kernel: Kernel, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
+        found.append((kernel.__name__, {**dict(zip(kernel.argument_names, args, strict=False)), **constants}))
+
+    with intercept(note):
+        call.results()
+    return found
 
 
 def check_order(call: Call, first: Sequence[Tensor]) -> None:
@@ -110,21 +112,20 @@ def layer_norm(layout: str, num_rows: int, num_cols: int, dtype: torch.dtype) ->
 
 # Of several tiles, the last of which is partial.
 TILE, LONG_ROW = 256, 500
-# A plan of layer norm: rows and columns to call it on, limits and processors that lead to it, a kernel that shows it.
-ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, str]] = {
-    "in registers": (13, 75, {}, None, "layer_norm_bwd_kernel"),
+# A plan of layer norm: rows and columns to call it on, limits and processors that lead to it, the modes of the launches
+# over rows, and whether sums over rows have launches of their own.
+ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, list[str], bool]] = {
+    "in registers": (13, 75, {}, None, ["whole"], False),
     # Programs with several blocks of rows each.
-    "by turns": (13, 75, {"resident_threads": 64}, 1, "layer_norm_second_sums_kernel"),
+    "by turns": (13, 75, {"resident_threads": 64}, 1, ["whole"], False),
     # Sums over rows that do not fit beside them.
     "sums apart": (
-        5,
-        75,
-        {"layer_norm_second_summed_cols": 32, "layer_norm_accumulated_cols": 32, "layer_norm_param_cols": 32},
-        None,
-        "layer_norm_second_sums_kernel",
+        *(5, 75),
+        {f"layer_norm_{name}": 32 for name in ("second_summed_cols", "accumulated_cols", "param_cols")},
+        *(None, ["whole"], True),
     ),
-    "swept": (3, LONG_ROW, short_rows(TILE, 1), None, "layer_norm_fwd_kernel"),
-    "shared": (2, LONG_ROW, short_rows(TILE, 32), None, "layer_norm_fwd_kernel"),
+    "swept": (3, LONG_ROW, short_rows(TILE, 1), None, ["swept"], True),
+    "shared": (2, LONG_ROW, short_rows(TILE, 32), None, ["sums", "writes"], True),
 }
 
 
@@ -133,15 +134,20 @@ ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, str]] = {
 def test_layer_norm(
     plan: str, layout: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]
 ) -> None:
-    num_rows, num_cols, limits, processors, kernel = ROW_PLANS[plan]
+    num_rows, num_cols, limits, processors, modes, is_apart = ROW_PLANS[plan]
     use_limits(**limits)
     if processors is not None:
         use_processors(processors)
     dtype = DTYPES[(list(ROW_PLANS).index(plan) + ROW_LAYOUTS.index(layout)) % len(DTYPES)]
-    launched = [check(call) for call in layer_norm(layout, num_rows, num_cols, dtype).calls()]
-    assert any(kernel in names for names in launched)
-    # One launch makes both sweeps of a row, or each makes one.
-    assert len(launched[0]) == (2 if plan == "shared" else 1)
+    for call in layer_norm(layout, num_rows, num_cols, dtype).calls():
+        check(call)
+        launches = launches_of(call)
+        sums = [args for name, args in launches if name in {"layer_norm_bwd_kernel", "layer_norm_second_sums_kernel"}]
+        assert [args["MODE"] for _, args in launches if "MODE" in args] == (modes if is_apart or not sums else [])
+        for args in sums:
+            num_blocks = launch.cdiv(args["num_rows"], args["BLOCK_ROWS"])
+            assert (args["num_splits"] == 1) == (plan != "in registers")
+            assert plan != "by turns" or num_blocks > args["num_splits"]
 
 
 # Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
@@ -230,11 +236,9 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
         num_segments, shape[dim - 1] = 2, LONG_ROW
     turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
     rows = log_softmax(layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
-    modes = []
     for call in rows.calls():
         check(call)
-        with intercept(lambda kernel, grid, args, constants: modes.append(constants["MODE"])):
-            call.results()
+    modes = [args["MODE"] for call in rows.calls() for _, args in launches_of(call)]
     if layout != "expanded":
         # Where one number stands for a row, it is the rows that are adjacent, and fewer of them fit.
         assert modes == {0: ["whole"], 1: ["swept"], 32: ["sums", "writes"]}[splits] * len(rows.calls())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreting import run_compiled
-from triton_kernels import layer_norm
+from triton_kernels import costs, layer_norm, log_softmax
 from triton_kernels._kernel import intercept, is_tracing, observe, tracing
 
 
@@ -66,6 +66,21 @@ def test_watchers_of_other_threads_may_end_in_any_order():
     second.__exit__(None, None, None)
     normalize()
     assert seen == [2]
+
+
+def test_costs_are_those_of_the_own_launches_and_take_no_others(monkeypatch):
+    call = X, None, None, 1, 0, 1e-5
+    alone, results = costs.layer_norm_fwd(*call), []
+
+    # What the launcher calls in the middle of being counted.
+    def plan(*args, **options):
+        in_another_thread(lambda: results.append(log_softmax.log_softmax_fwd(X, 1, None)))
+        return of_plan(*args, **options)
+
+    of_plan = layer_norm.plan_rows
+    monkeypatch.setattr(layer_norm, "plan_rows", plan)
+    assert costs.layer_norm_fwd(*call) == alone
+    torch.testing.assert_close(results, [torch.log_softmax(X, 1)])
 
 
 def test_tracing_belongs_to_the_thread():

@@ -6,8 +6,8 @@
 There is one function per launcher, of its name and with its arguments, which may be meta tensors: only shapes, strides,
 dtypes and what is None or not wanted are looked at. The plan is the one that the launcher would take on the device of
 `x`, or on the chip that `launch.use_chip` sets. Most costs are what the launches of the launcher say of themselves,
-with nothing launched. The byte gate holds the kernels to these figures, the time model predicts from them, and the
-benchmarks take their bytes from here, so that no two of the three can disagree.
+with nothing launched, while other threads go on launching. The byte gate holds the kernels to these figures, the time
+model predicts from them, and the benchmarks take their bytes from here, so that no two of the three can disagree.
 
 Inputs are taken to need no copy: what a launcher copies because no view fits its strides is not counted.
 """
@@ -47,7 +47,7 @@ def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
             named = {name.removesuffix("_ptr"): value for name, value in named.items()}
             COUNTS[kernel.__name__](account, named, grid, given)
 
-    with counting() as account, intercept(count):
+    with counting() as account, intercept(count, every_thread=False):
         launcher(*args)
     return account.cost()
 
