@@ -103,7 +103,7 @@ def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatc
     monkeypatch.setattr(truth, "expected", lambda call: centered(*call.args))
     call = Call(launch, (random(NUM_ROWS, NUM_COLS),))
     if complaint is None:
-        assert check(call) == ["_center_rows"]
+        check(call)
         return
     with pytest.raises(AssertionError, match=complaint):
         check(call)
