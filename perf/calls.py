@@ -72,12 +72,12 @@ class Call(NamedTuple):
     copies: int = 0
 
     def cost(self) -> Cost:
-        """What it declares, by the cost function of the launcher's name; costs are those of operands without copies."""
+        """Its cost, by the function of the launcher's name; costs are those of operands without copies."""
         args = [arg.contiguous() if self.copies and isinstance(arg, torch.Tensor) else arg for arg in self.args]
         return getattr(costs, self.launcher.__name__)(*args)
 
     def results(self) -> tuple[Tensor, ...]:
-        """What it returns; empty tensors stand for what is not wanted."""
+        """Its results; empty tensors stand for those that are not wanted."""
         results = self.launcher(*self.args)
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
@@ -98,7 +98,7 @@ def _modes(*modules: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 class _Operands:
-    """What the operands of all ops have: modes, each a launcher that takes its arguments by their names from here."""
+    """Base of the operands of all ops. Each mode is a launcher that takes its arguments by their names from here."""
 
     MODES: ClassVar[dict[str, Callable[..., Any]]]
     # How many results there are to choose from, where they are not three.

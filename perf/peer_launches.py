@@ -1,4 +1,4 @@
-"""What a step launches on an H100, by this package and by peers, on a machine without a GPU.
+"""Launches of a step on an H100, by this package and by peers, taken down on a machine without a GPU.
 
 Inductor generates Triton code for a GPU if torch is told what the GPU would be; Liger's kernels are called with tensors
 that are not there. Nothing runs: launches are taken down. Torch stays patched, so this needs a process of its own.
@@ -143,7 +143,7 @@ def _operands(workload: Workload, device: str = "meta") -> list[Tensor]:
 
 
 def _step(workload: Workload, mode: str) -> tuple[Callable[..., Any], list[Tensor]]:
-    """What `torch.compile` would be given for a mode, and operands."""
+    """Functions that `torch.compile` would be given for a mode, and operands."""
     aten, size, dim, every = torch.ops.aten, list(workload.shape[-1:]), workload.dim, [True] * 3
     x, statistics, *params = _operands(workload)
     functions: dict[str, tuple[Callable[..., Any], ...]] = {

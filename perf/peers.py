@@ -70,7 +70,7 @@ PUBLISHED = {
 
 
 class Probe(NamedTuple):
-    """What the compiler makes of a launch, in that configuration which issues and waits least.
+    """A launch as the compiler makes it, in that configuration which issues and waits least.
 
     Attributes:
         name: Of the kernel.

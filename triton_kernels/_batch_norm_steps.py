@@ -82,7 +82,7 @@ class Results(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a launch of the sums leaves to the merge and to the transform.
+    """Results of a launch of the sums, for the merge and the transform.
 
     Attributes:
         partials: Partial results.

@@ -49,11 +49,10 @@ def load_mean(means_ptr, SUM: tl.constexpr, num_rows, rows, mask, IS_THERE: tl.c
 def backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, part_tiles):
     """Block of channels of this program, its first tile, and one past its last: at most `part_tiles` adjacent ones.
 
-    The last `num_resident` programs of the reduction before this ran at once, and have left the ends of their shares in
-    the cache. The transform has several times more programs than run at once. Those that start first take the ends of
-    these shares, the next ones what lies before them, then come the shares of the programs before: the sweep begins in
-    what is cached and moves away from it. By calculation, not measured: what is cached is read from there, instead of a
-    part of it.
+    The reduction before this gave each of its programs a share. Its last `num_resident` programs ran at once and left
+    the ends of their shares in the cache, so the transform goes backwards: the first `num_resident` programs take the
+    last part of each of these shares, the next ones the parts before them, and when the shares are done follow those of
+    the programs that ran earlier. So it reads from the cache all that is there, by calculation; this was not measured.
     """
     program = tl.program_id(0)
     wave, place = program // (num_resident * num_parts), program % (num_resident * num_parts)

@@ -1,4 +1,4 @@
-"""What a call of a launcher costs, and the account that its launches keep while somebody counts."""
+"""The cost of a call of a launcher, and the account that its launches keep while somebody counts."""
 
 from __future__ import annotations
 

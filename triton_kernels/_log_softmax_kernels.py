@@ -42,7 +42,7 @@ def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _finite(top):
-    """What is taken off before the exponential: until the first finite element, -inf - -inf would be NaN."""
+    """The maximum to subtract before the exponential: 0 until an element is finite, because -inf - -inf is NaN."""
     return tl.where(top == _LOWEST, 0.0, top)
 
 

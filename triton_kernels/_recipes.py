@@ -105,7 +105,7 @@ def _described(args: tuple) -> tuple[Any, list[Any]]:
 
 
 class Recipe(NamedTuple):
-    """What a call does, without any tensor.
+    """Allocations and launches of a call, without any tensor.
 
     Kernels take values, in this order: the addresses of the tensors among the arguments, of the results and of other
     memory; addresses within these; and what is not an address.

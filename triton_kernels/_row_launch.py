@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Operands(NamedTuple):
-    """What a kernel over rows reads and writes, by name; None for what is absent.
+    """Operands and outputs of a kernel over rows, by name; None where one is absent.
 
     Attributes:
         view: Geometry, and the operands of full size.
@@ -105,7 +105,7 @@ class Operands(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """What a kernel on `rows.row_op` sums over a row before it writes.
+    """Sums that a kernel on `rows.row_op` finds of a row before it writes.
 
     Attributes:
         places: How many sums it has a place for; 0 where it has to sum nothing.

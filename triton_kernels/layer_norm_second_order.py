@@ -263,7 +263,7 @@ def _wanted_sums(operands: Operands) -> int:
 
 
 def _row_sums(operands: Operands, wanted: int) -> RowSums:
-    """What the kernel over rows sums, from the bits of `_wanted_sums`."""
+    """Sums of the kernel over rows, from the bits of `_wanted_sums`."""
     reads = {"x"}
     for bits, names in (
         (0b11, ("x_dot",)),

@@ -17,15 +17,21 @@ The functions of an op take tuples of tiles: `x` of the full-size operands `[BLO
 `[1, cols]`, `r` of the statistics `[BLOCK_ROWS, 1]`, `s` of the sums `[BLOCK_ROWS, 1]`. In the place of one that is
 absent, or not read by a sweep, is `nothing()`, of which `.type.is_block()` is false.
 
-    TERMS(x, p, r, mask)                what is summed over a row, tile by tile; or instead of it
-    STATS(x, p, r, mask, num_cols, EPS)         the sums of a whole row
-    ANCHOR(x, mask, count)                      what a sweep shifts by, from the first operand's first tile, which it
-                                                reads twice; may be absent
-    FOLD(state, x, p, r, anchor, mask)          the state with one more tile
+    EMIT(x, p, r, s, mask, num_cols)        the tiles that are written
+
+The sums of a row come from one function where plain sums of tiles are enough:
+
+    TERMS(x, p, r, mask)                    the tiles, each of which is summed over a row
+
+or else from these, the first for rows that are held, the others for rows that are swept:
+
+    STATS(x, p, r, mask, num_cols, EPS)     the sums of a whole row
+    ANCHOR(x, mask, count)                  what a sweep subtracts from its tiles, found from the first tile of the
+                                            first operand, which is then read twice; may be absent
+    FOLD(state, x, p, r, anchor, mask)      the state with one more tile
     MERGE(state, anchor, sizes, num_cols, EPS, LEVEL, LAST)
-                                        the sums from the lanes of a sweep (LEVEL 1) or from all slices of a row
-                                        (LEVEL 2), where `sizes` are their numbers of columns; LAST if nothing follows
-    EMIT(x, p, r, s, mask, num_cols)    the tiles that are written
+                                            the sums from the lanes of a sweep (LEVEL 1) or from all slices of a row
+                                            (LEVEL 2), which have `sizes` columns; LAST if nothing follows
 """
 
 # Pyright takes device functions for Python, and does not know that a branch on constexpr flags is settled at compile
@@ -127,7 +133,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         parts_ptr: Partial results `[blocks, len(INIT), num_splits, BLOCK_ROWS]` of rows that programs share.
         num_splits: Programs that share a row.
         num_rows: Rows of a segment.
-        EMIT: As the other functions, see above.
+        EMIT: The op's function that writes. The module's docstring describes it, and `TERMS` to `MERGE` below.
         INIT: First value of each sum.
         num_cols: Columns of a row.
         DTYPE: Dtype of the arithmetic.
@@ -137,16 +143,16 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         ROW_ALIGN: Power of two that divides `num_rows` if tiles run along the rows, else 1.
         BLOCK_ROWS: Rows of a program.
         BLOCK_COLS: Columns of a tile.
-        MODE: How a row is walked, see above.
+        MODE: How a row is walked (see the module's docstring).
         SUM_READS: Bits of the operands, and behind them of the parameters, that the sums take.
         EMIT_READS: Bits of the operands that a sweep reads again to write.
         STAGES: Of the loop that sums.
         BLOCK_SPLITS: Power of two, at least `num_splits`.
-        TERMS: As the other functions, see above.
-        STATS: Likewise.
-        ANCHOR: Likewise.
-        FOLD: Likewise.
-        MERGE: Likewise.
+        TERMS: Plain sums, or None.
+        STATS: Sums of a row that is held, or None.
+        ANCHOR: Begins a sweep, or None.
+        FOLD: A step of a sweep, or None.
+        MERGE: Ends a sweep, or None.
         WANTED: Bits of the sums that are taken, of `TERMS`.
         EPS: Handed to `STATS` and `MERGE`.
         OTHER: What the first operand is past the end of a row; the others are zero.

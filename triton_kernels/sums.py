@@ -41,7 +41,8 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
 ):  # fmt: skip
     """Write this program's rows, and the sums over them.
 
-    Without outputs of rows there are no sums of a row either, and a program need not have all of its columns.
+    A program that writes rows, or takes sums of a row, owns all columns. Where neither is wanted, programs share the
+    columns too, BLOCK_COLS each.
 
     The arguments are those of `rows.row_op`, but for `num_splits`, programs that share the rows of a segment,
     `sum_ptrs`, partial rows `[segments * num_splits, num_cols]` of each of `NUM_SUMS` tiles of `COLUMNS`, None for what

@@ -68,7 +68,7 @@ class Launch(NamedTuple):
     known: Any
 
     def described(self) -> Launched:
-        """What of it outlives this process."""
+        """The part of it that outlives this process."""
         named = {**dict(zip(self.kernel.argument_names, self.args, strict=False)), **self.constants}
         return Launched(self.key, self.grid, {name: value for name, value in named.items() if isinstance(value, int)})
 

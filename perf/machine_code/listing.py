@@ -1,4 +1,4 @@
-"""What a kernel's time depends on beside its bytes, loop by loop: instructions, barriers, reductions, copies under way.
+"""Figures of each loop of a kernel that its time depends on: instructions, barriers, reductions, copies under way.
 
 Instructions are those of NVIDIA's machine code, listed by a disassembler that comes with Triton; how often a loop runs,
 what it reduces, and on AMD what it loads ahead, are read from Triton's own text.
@@ -170,7 +170,7 @@ _REDUCED = re.compile(r"^\}\) : \(tensor<[\w<>x]*?, (.*?)>[,)]")
 
 
 def _source_regions(ttir: str, ttgir: str) -> list[_Source]:
-    """What is in no loop, then each loop in the order of the text."""
+    """The code outside of loops, then each loop in the order of the text."""
     layouts = dict(_LAYOUT.findall(ttgir))
     trips = [Region().trips, *loop_trips(ttir)]
     reductions, stores, ahead = [0] * len(trips), [False] * len(trips), [0] * len(trips)
@@ -245,7 +245,7 @@ def _code(cubin: bytes) -> bytes:
 
 
 def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = False) -> list[Region]:
-    """What is in no loop of a compiled kernel, then its loops.
+    """The code of a compiled kernel outside of loops, then its loops.
 
     Args:
         compiled: The kernel.

@@ -70,7 +70,7 @@ class Called(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a launch takes of an H100.
+    """Issue time, waits and processors that a launch takes of an H100.
 
     Attributes:
         kernel: Its name.
@@ -93,7 +93,7 @@ class Share(NamedTuple):
 
 
 def share_of(launched: Launched, row: Row) -> Share:
-    """What a launch takes, by the row of its kernel."""
+    """Shares of a launch, by the row of its kernel."""
     chip, regions = CHIPS[CHIP], row.parsed_regions()
     used = (row.num_warps, row.registers, row.shared_bytes)
     work = work_of(regions, launched.values, launched.grid, used, chip)
@@ -143,7 +143,7 @@ def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
 
 
 def broken_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
-    """What is wrong with calls, in words; empty if nothing is. Launches without a row are left out, and attention."""
+    """Problems of calls, in words; empty if there is none. Launches without a row are left out, and attention."""
     by_key = {row.key: row for row in rows}
     others = (called for called in calls if not called.name.startswith("attention "))
     return sorted({problem for called in others for problem in _broken(called, by_key)})

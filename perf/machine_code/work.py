@@ -1,4 +1,4 @@
-"""What a launch issues and waits for: the regions of its machine code times their trips, for all its programs."""
+"""Issue slots and waits of a launch: the regions of its machine code times their trips, for all its programs."""
 
 from __future__ import annotations
 

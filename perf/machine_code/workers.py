@@ -1,4 +1,4 @@
-"""What compiles, in processes of its own: as many as there are cores, and each with its own cache of kernels."""
+"""Compile in processes of their own: as many as there are cores, and each with its own cache of kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) -> list[Any]:
-    """What `work` returns for the arguments of each task; a single job needs no process of its own."""
+    """Results of `work` for the arguments of each task; a single job needs no process of its own."""
     if jobs == 1 or not tasks:
         return [work(*task) for task in tasks]
     # Spawned, because threads of torch do not survive a fork.

@@ -1,4 +1,4 @@
-"""What the kernels of batch norm move, as the arguments of a launch say: each counts itself, by the kinds of these."""
+"""Bytes that the kernels of batch norm move: the arguments of a launch say them, each by its kind."""
 
 from __future__ import annotations
 
