@@ -34,8 +34,8 @@ def rstd_of(variance, EPS: tl.constexpr):
     if variance.dtype == tl.float32:
         guess = tl.rsqrt(shifted)
         ratio = shifted * guess * guess
-        # Of 0 and of infinity the ratio is NaN, and the guess exact.
-        rstd = guess * tl.where(ratio == ratio, 1.5 - 0.5 * ratio, 1.0)
+        # Far from 1 the guess is 0 or infinity, as of infinity and of 0: GPUs take subnormal numbers for 0 here.
+        rstd = guess * tl.where(ratio < 2.0, 1.5 - 0.5 * ratio, 1.0)
     else:
         rstd = 1.0 / tl.sqrt(shifted)
     return rstd

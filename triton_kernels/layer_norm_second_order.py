@@ -192,7 +192,8 @@ def _launch(
     is_aligned = view.is_aligned(x.element_size(), *(stride for _, stride in operands.params.values()))
     plan = None
     if of_sums:
-        plan = launch.plan_layer_norm_second_sums(*sizes, num_operands, len(of_sums), x.device, is_aligned)
+        num_tiles = (num_operands, len(of_sums), sum(param is not None for param, _ in operands.params.values()))
+        plan = launch.plan_layer_norm_second_sums(*sizes, *num_tiles, x.device, is_aligned)
     num_parts = 0 if plan is None else view.num_segments * plan.num_splits
     is_apart = plan is None or plan.looped
     rows_take, sums_take = _taken(set(results) - of_sums, given), _taken(of_sums, given) if is_apart else taken

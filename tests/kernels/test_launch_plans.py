@@ -73,7 +73,7 @@ def requests_of_rows_and_channels(chip):
         for flag in (False, True):
             yield launch.plan_layer_norm_rows, (2, rows, cols, itemsize, 1 + flag, 1 + 2 * flag, 2 + 2 * flag, chip)
             yield launch.plan_layer_norm_second_rows, (1, rows, cols, itemsize, 3 + flag, chip)
-            yield launch.plan_layer_norm_second_sums, (2, rows, cols, itemsize, 3 + flag, 1, chip)
+            yield launch.plan_layer_norm_second_sums, (2, rows, cols, itemsize, 3 + flag, 1, 1, chip)
             for tensors in (1, 2, 3):
                 arguments = ((1, rows, cols), flag, itemsize, max(itemsize, 4), tensors, chip, tensors, tensors)
                 yield launch.plan_log_softmax, arguments
@@ -246,7 +246,7 @@ def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
         assert plan.looped == (cols > most)
     # Rows of second order that have their sums beside them: half as long where more than four tiles are held.
     for num_sums, most in ((1, 8192), (2, 4096)):
-        plans = [launch.plan_layer_norm_second_sums(1, 64, cols, 2, 3, num_sums, CPU) for cols in (most, most + 1)]
+        plans = [launch.plan_layer_norm_second_sums(1, 64, cols, 2, 3, num_sums, 1, CPU) for cols in (most, most + 1)]
         assert [plan.looped for plan in plans] == [False, True]
 
 

@@ -158,8 +158,11 @@ def plan_layer_norm_params(
 
 
 def resident_programs(num_warps: int, chip: Chip) -> int:
-    """Programs of this many warps, with sums in registers, that all run at a time."""
-    return chip.num_processors * max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1)
+    """Programs of this many warps, with sums in registers, that all run at a time; up to eight on a processor.
+
+    Each leaves a partial row, and eight of one warp have 32 KiB of short rows under way.
+    """
+    return chip.num_processors * min(max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1), 8)
 
 
 def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -> int:

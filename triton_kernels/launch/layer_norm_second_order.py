@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 # would also wait for the load of what the row before it has stored.
 
 
-# Tiles, those that a kernel reads and its sums, of which a thread holds twice as many values.
-_FEW_TILES = 4
-
-
 def _second_warps(num_values: int, per_thread: int, itemsize: int, chip: Chip) -> int:
     # Of float64, whose values take two registers and whose division takes more, a quarter as in first order.
     values = num_values * 16 // per_thread * 1024 // register_values(1024, itemsize, chip)
@@ -103,6 +99,7 @@ def plan_layer_norm_second_sums(
     itemsize: int,
     num_operands: int,
     num_sums: int,
+    num_params: int,
     device: torch.device | Chip,
     is_aligned: bool = True,
 ) -> SumPlan:
@@ -115,6 +112,7 @@ def plan_layer_norm_second_sums(
         itemsize: Bytes of an element of x.
         num_operands: As for `plan_layer_norm_second_rows`.
         num_sums: Sums over rows, up to three.
+        num_params: Parameters that are read.
         device: Where the kernel runs.
         is_aligned: As for `plan_layer_norm_second_rows`.
     """
@@ -122,8 +120,11 @@ def plan_layer_norm_second_sums(
     limits = limits_of(chip)
     # Elements that are loaded one by one take registers for their addresses.
     is_wide = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
-    factor = 2 if is_wide and num_operands + num_sums <= _FEW_TILES else 1
     block_cols = next_power_of_2(num_cols)
+    num_tiles = num_operands + num_sums + num_params
+    fits_once = block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip)
+    # One tile more for a program of 16 warps, which the longest rows have that fit.
+    factor = 2 if is_wide and num_tiles <= limits.layer_norm_second_few_tiles + (not fits_once) else 1
     looped = block_cols > register_values(factor * limits.layer_norm_second_summed_cols, itemsize, chip)
     per_thread, tile = 8 * factor, 8 * factor * chip.warp_size
     if looped:

@@ -41,6 +41,7 @@ class Limits:
         layer_norm_param_cols: Columns of a program that sums the parameters' cotangents of long rows.
         layer_norm_second_cols: Longest rows of which a second-order program holds three or four.
         layer_norm_second_summed_cols: The same with up to three rows of sums; twice as many with four rows in all.
+        layer_norm_second_few_tiles: Tiles of operands, sums and parameters of which a thread may hold 16 values.
         layer_norm_second_sweep_cols: Tile of the second-order kernels that sweep longer rows.
         log_softmax_row_cols: Longest row of which a program holds one.
         log_softmax_two_row_bytes: Longest rows, in bytes, of which a program holds two.
@@ -76,6 +77,7 @@ class Limits:
     layer_norm_param_cols: int
     layer_norm_second_cols: int
     layer_norm_second_summed_cols: int
+    layer_norm_second_few_tiles: int
     layer_norm_second_sweep_cols: int
     log_softmax_row_cols: int
     log_softmax_two_row_bytes: int
@@ -133,6 +135,8 @@ SM_90 = Limits(
     # backward) at 16. With more at 16, ptxas reports up to 254, and at twice the columns 168 to 344 bytes of spills.
     # Where sums do not fit, and why, stands in `layer_norm_second_order`.
     layer_norm_second_summed_cols=4096,
+    # Those of a double backward take up to 128 registers, so that two programs of eight warps fit.
+    layer_norm_second_few_tiles=5,
     # 8 values of each operand, parameter and lane of a sum in each of 512 threads.
     layer_norm_second_sweep_cols=4096,
     # One row (the forward) takes 32 values in each of 1024 threads, two rows (x_dot or y_bar, and y) 16 of each. Up to
@@ -182,9 +186,11 @@ SM_90 = Limits(
 # The registers, threads and warp slots of a processor are those of sm_90, and ptxas reports the same fits.
 SM_80 = SM_90
 
-# Likewise, but for two variants of one kernel, which spill 8 bytes per thread: `perf/machine_code/rules.py` names them
-# and says why no other plan is better.
-SM_100 = SM_90
+SM_100 = replace(
+    SM_90,
+    # A double backward takes 140 registers there.
+    layer_norm_second_few_tiles=4,
+)
 
 GFX942 = replace(
     SM_90,
