@@ -17,21 +17,20 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from perf.machine_code.compiling import StandInDriver
 from tests.kernels.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
-from tests.kernels.repeated_calls import check_all
-from triton_kernels._kernel import Kernel, intercept
+from tests.kernels.host_time import check_host_time
+from tests.kernels.repeated_calls import Driver, check_all
+from triton_kernels._kernel import Kernel, intercept, key_function
 from triton_kernels.launch.chips import CHIPS, use_chip
 
 
-class RecordingDriver(StandInDriver):
+class RecordingDriver(Driver):
     """Stands in for the driver of one sm_90 device, and notes the hash, grid, stream and arguments of each launch."""
 
     def __init__(self) -> None:
         """Stand in for a driver that has launched nothing on its first device."""
         super().__init__("sm_90")
         self.launches: list[tuple] = []
-        self.device = 0
 
     def launcher_cls(self, source, metadata):
         """What Triton calls to launch one compiled kernel."""
@@ -48,17 +47,6 @@ class RecordingDriver(StandInDriver):
     def load_binary(self, name, binary, shared_bytes, device):
         """Module, function, registers, spills and threads of a kernel that was loaded."""
         return 1, 1, 32, 0, 1024
-
-    def unload_module(self, module):
-        """Forget a kernel: nothing was loaded."""
-
-    def get_current_device(self):
-        """Number of the device in use."""
-        return self.device
-
-    def get_current_stream(self, device):
-        """Handle of a stream, one per device."""
-        return 100 + device
 
 
 driver = RecordingDriver()
@@ -210,7 +198,7 @@ def check_keys() -> None:
             call.results()
     assert len(launches) > 20
     for kernel, _, args, constants in launches:
-        hash((*kernel._key(*args), *constants.values()))
+        hash((*key_function(kernel.function.params, offsets_matter=True)(*args), *constants.values()))
 
 
 if __name__ == "__main__":
@@ -221,3 +209,4 @@ if __name__ == "__main__":
     check_threads()
     check_keys()
     check_all()
+    check_host_time()

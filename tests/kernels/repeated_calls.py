@@ -1,8 +1,6 @@
 """Calls that repeat an earlier one by its recipe, beside the same calls without; fails where they launch other things.
 
 `kernel_calls` runs the checks. Nothing is compiled: in place of each kernel stands what notes its launches.
-`python -m tests.kernels.repeated_calls` prints the time of the host for each launcher, beside that of Triton's own
-launches of the same kernels.
 """
 
 from __future__ import annotations
@@ -11,11 +9,8 @@ import concurrent.futures
 import contextlib
 import gc
 import itertools
-import statistics
-import time
 import unittest.mock
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,11 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
-
-# The most that a call may take, of the time of Triton's own launches of the same kernels. Calls take 0.4 to 0.9 by a
-# recipe and 1.2 to 4 without, nearly all of them more than 1.5.
-MOST_OF_TRITON = 1.5
-ROUNDS, CALLS_PER_ROUND = 15, 10
 
 launches: list[tuple] = []
 
@@ -103,7 +93,7 @@ def launched(run: Callable[[], Any]) -> tuple[list[Tensor], list[tuple]]:
 @contextlib.contextmanager
 def only_repeated() -> Iterator[None]:
     """Context in which a launch that does not repeat an earlier one is an error."""
-    with unittest.mock.patch.object(Kernel, "_launch", side_effect=AssertionError("not repeated")):
+    with unittest.mock.patch.object(Kernel, "__getitem__", side_effect=AssertionError("not repeated")):
         yield
 
 
@@ -114,33 +104,29 @@ def elsewhere(x: Any) -> Any:
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone(), x.storage_offset(), x.size(), x.stride())
 
 
-Launched = tuple[list[torch.Tensor], list[tuple]]
-
-
-def check_same(call: Call, expected: Launched, actual: Launched) -> None:
+def check_same(
+    call: Call, expected: tuple[list[Tensor], list[tuple]], actual: tuple[list[Tensor], list[tuple]]
+) -> None:
     """The same kernels with the same arguments: of new memory, whatever takes its place, which nothing else is in."""
     (results, launched), (others, again) = expected, actual
     assert [(x.shape, x.stride(), x.dtype) for x in results] == [(x.shape, x.stride(), x.dtype) for x in others]
     assert [launch[:3] for launch in launched] == [launch[:3] for launch in again]
     # No kernel runs: what is not filled at first has the NaN of unwritten memory.
     assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(results, others, strict=True))
-    # By how much each storage has moved.
+    # By how much each storage has moved, and what they take now.
     moved = {x.untyped_storage().data_ptr(): 0 for x in call.tensors()}
     moved |= {x.untyped_storage().data_ptr(): y.data_ptr() - x.data_ptr() for x, y in zip(results, others, strict=True)}
-    spans = {(y.data_ptr(), y.nbytes) for y in (*call.tensors(), *others) if y.numel()}
-    for (*_, tensors), (*_, addresses) in zip(launched, again, strict=True):
-        for x, y in zip(tensors, addresses, strict=True):
-            y = y.data_ptr() if isinstance(y, torch.Tensor) else y
-            if isinstance(x, torch.Tensor) and x.numel():
-                storage = x.untyped_storage()
-                if storage.data_ptr() not in moved:
-                    moved[storage.data_ptr()] = y - x.data_ptr()
-                    spans.add((storage.data_ptr() + y - x.data_ptr(), storage.nbytes()))
-                assert y == x.data_ptr() + moved[storage.data_ptr()]
-            else:
-                assert y == (0 if isinstance(x, torch.Tensor) else x)
-    read = {x.data_ptr() for x in call.tensors()}
-    assert all(a + n <= b or {a, b} <= read for (a, n), (b, _) in itertools.pairwise(sorted(spans)))
+    spans = {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in (*call.tensors(), *others)}
+    for (*_, args), (*_, addresses) in zip(launched, again, strict=True):
+        for x, y in zip(args, addresses, strict=True):
+            address = y.data_ptr() if isinstance(y, torch.Tensor) else y
+            if not isinstance(x, torch.Tensor) or not x.numel():
+                assert address == (0 if isinstance(x, torch.Tensor) else x)
+                continue
+            storage, distance = x.untyped_storage(), address - x.data_ptr()
+            assert distance == moved.setdefault(storage.data_ptr(), distance)
+            spans.add((storage.data_ptr() + distance, storage.nbytes()))
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(sorted(spans)))
 
 
 def compare(call: Call) -> None:
@@ -222,7 +208,7 @@ def check_toys() -> None:
     check(Call(outer, (x,)))
     for _ in range(3):
         late_zeros(x)
-    with unittest.mock.patch.object(Kernel, "_launch") as launch:
+    with unittest.mock.patch.object(Kernel, "__getitem__") as launch:
         late_zeros(x)
     assert launch.called
 
@@ -329,44 +315,6 @@ def check_threads() -> None:
         check(call)
 
 
-def timed_calls() -> list[Call]:
-    """A call of each launcher, as rules call it."""
-    images, attention = BatchNorm.draw((8, 16, 14, 14)), Attention.draw((2, 4, 64, 32), 64)
-    operands = images, LayerNorm.draw((64, 512)), LogSoftmax.draw((64, 512), 1), attention
-    calls = [*(call for each in operands for call in each.calls()), dropout_calls()[0]]
-    return [c._replace(args=tuple(tuple(x) if isinstance(x, list) else x for x in c.args)) for c in calls]
-
-
-def time_in_launches(call: Call, run: Callable[[], Any]) -> float:
-    """Median time of `run`, in times of Triton's own launches of what the call launches."""
-    made: list[tuple] = []
-    with intercept(lambda *launch: made.append(launch)):
-        call.results()
-
-    def launch_all() -> None:
-        for kernel, grid, args, constants in made:
-            kernel.function[grid](*args, **constants)
-
-    def processor_time(function: Callable[[], Any]) -> float:
-        start = time.process_time()
-        for _ in range(CALLS_PER_ROUND):
-            function()
-        return time.process_time() - start
-
-    for function in (launch_all, run, run):
-        function()
-    return statistics.median(processor_time(run) / processor_time(launch_all) for _ in range(ROUNDS))
-
-
-def check_host_time() -> None:
-    """A call takes little more than Triton takes to find its kernels."""
-    gc.disable()
-    found = [(call.launcher.__name__, time_in_launches(call, call.results)) for call in timed_calls()]
-    gc.enable()
-    slow = [(name, ratio) for name, ratio in found if ratio > MOST_OF_TRITON]
-    assert not slow, slow
-
-
 def check_all() -> None:
     """All checks."""
     with stand_ins() as driver:
@@ -380,13 +328,3 @@ def check_all() -> None:
         check_memory()
         check_threads()
         torch.use_deterministic_algorithms(False)
-        check_host_time()
-
-
-if __name__ == "__main__":
-    gc.disable()
-    with stand_ins():
-        for timed in timed_calls():
-            plain: Any = timed.launcher.__wrapped__  # pyright: ignore[reportFunctionMemberAccess] - decorated
-            before, after = (time_in_launches(timed, run) for run in (partial(plain, *timed.args), timed.results))
-            print(f"{timed.launcher.__name__:<22} without a recipe {before:.2f}, with it {after:.2f}")  # noqa: T201 - what a user asked for
