@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.kernels.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, dropout_calls
-from tests.kernels.repeated_calls import stand_ins
+from tests.kernels.stand_ins import stand_ins
 from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:

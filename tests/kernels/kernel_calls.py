@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
 from tests.kernels.host_time import check_host_time
-from tests.kernels.repeated_calls import Driver, check_all
+from tests.kernels.repeated_calls import check_all
+from tests.kernels.stand_ins import Driver
 from triton_kernels._kernel import Kernel, intercept, key_function
 from triton_kernels.launch.chips import CHIPS, use_chip
 

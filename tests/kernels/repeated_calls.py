@@ -1,6 +1,6 @@
 """Calls that repeat an earlier one by its recipe, beside the same calls without; fails where they launch other things.
 
-`kernel_calls` runs the checks. Nothing is compiled: in place of each kernel stands what notes its launches.
+`kernel_calls` runs the checks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.compiler import CompiledKernel
 
-from perf.machine_code.compiling import StandInDriver
 from tests.kernels.calls import (
     ROW_PLANS,
     Attention,
@@ -31,63 +28,15 @@ from tests.kernels.calls import (
     dropout_calls,
     random,
 )
+from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
 from triton_kernels._kernel import Kernel, intercept, observe
 from triton_kernels._recipes import Recipe, repeatable
-from triton_kernels.launch import use_chip, use_limits
-from triton_kernels.launch.chips import CHIPS
+from triton_kernels.launch import use_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
-
-launches: list[tuple] = []
-
-
-class Driver(StandInDriver):
-    """Stands in for the driver of a machine with several sm_90, the first of which is in use."""
-
-    device = 0
-
-    def get_current_device(self) -> int:
-        """Number of the device in use."""
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        """Handle of a stream, one per device."""
-        return 100 + device
-
-    def unload_module(self, module: Any) -> None:
-        """Forget a kernel: nothing was loaded."""
-
-
-def _compile(source: Any, options: Any = None, **_: Any) -> CompiledKernel:
-    """What notes the launches of a kernel, in place of the compiled one."""
-    known = repr((source.fn.__name__, source.signature, source.constants, source.attrs, options))
-
-    def run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
-        launches.append((known, (x, y, z), stream, args))
-
-    compiled = CompiledKernel.__new__(CompiledKernel)
-    vars(compiled).update(src=source, name=source.fn.__name__, hash=known, metadata=None, packed_metadata=None)
-    vars(compiled).update(module=1, function=2, _module_pid=None, _run=run)
-    return compiled
-
-
-@contextlib.contextmanager
-def stand_ins() -> Iterator[Driver]:
-    """Context in which launches are planned for sm_90 and noted."""
-    driver, config = Driver("sm_90"), triton.runtime.driver
-    config.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
-    with use_chip(CHIPS["sm_90"]), unittest.mock.patch("triton.compiler.compile", _compile):
-        yield driver
-
-
-def launched(run: Callable[[], Any]) -> tuple[list[Tensor], list[tuple]]:
-    """Results, and what was launched for them."""
-    launches.clear()
-    results = run()
-    return [results] if isinstance(results, torch.Tensor) else list(results), launches.copy()
 
 
 @contextlib.contextmanager
@@ -156,17 +105,13 @@ def check_every_launcher() -> None:
     pairs = {"bias": random(2, 4, 24, 24), "mask": random(1, 24, 24) > 0, "causal": True}
     noise = {"seed": torch.tensor(3), "offset": torch.tensor(5), "dropout_p": 0.3}
     attention = [Attention.draw((2, 4, 24, 16), 24, key_heads=2, **options) for options in ({}, pairs | noise)]
-    for operands in (*rows, images):
-        for call in (call for mode in operands.MODES for call in operands.choices(mode)):
-            check(call)
-    for call in (*last.calls(), *(call for each in attention for call in each.calls())):
+    choices = (operands.choices(mode) for operands in (*rows, images) for mode in operands.MODES)
+    for call in itertools.chain(*choices, last.calls(), *(each.calls() for each in attention), dropout_calls()):
         check(call)
     for limits in ROW_PLANS.values():
         with use_limits(**limits):
-            for call in (call for operands in rows for call in operands.calls()):
+            for call in itertools.chain(*(operands.calls() for operands in rows)):
                 check(call)
-    for call in dropout_calls():
-        check(call)
 
 
 @repeatable
@@ -202,14 +147,18 @@ def _toy_kernel(x_ptr, y_ptr, z_ptr):
 TOY_KERNEL = Kernel(_toy_kernel)
 
 
-def check_toys() -> None:
-    """What no launcher of today does."""
-    x = random(4, 4)
-    check(Call(outer, (x,)))
+def check_toys_and_threads() -> None:
+    """What no launcher of today does, and many threads that record and repeat at once."""
+    calls = [Call(outer, (random(4, 4),)), *(LogSoftmax.draw((size, 24), 1).call("bwd") for size in range(1, 8))]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        shapes = pool.map(lambda n: (calls[n % 8].results()[0].shape, calls[n % 8].args[0].shape), range(200))
+    assert all(found == expected for found, expected in shapes)
+    for call in calls:
+        check(call)
     for _ in range(3):
-        late_zeros(x)
+        late_zeros(calls[0].args[0])
     with unittest.mock.patch.object(Kernel, "__getitem__") as launch:
-        late_zeros(x)
+        late_zeros(calls[0].args[0])
     assert launch.called
 
 
@@ -305,26 +254,15 @@ def check_memory() -> None:
     assert 0 < num_recipes() - before <= before + 4
 
 
-def check_threads() -> None:
-    """Many threads may record and repeat at once."""
-    calls = [LogSoftmax.draw((size, 24), 1).call("bwd") for size in range(1, 9)]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        shapes = pool.map(lambda n: (calls[n % 8].results()[0].shape[0], n % 8 + 1), range(200))
-    assert all(found == expected for found, expected in shapes)
-    for call in calls:
-        check(call)
-
-
 def check_all() -> None:
     """All checks."""
     with stand_ins() as driver:
         # Fills new memory.
         torch.use_deterministic_algorithms(True)
         check_every_launcher()
-        check_toys()
+        check_toys_and_threads()
         check_copies()
         check_keys()
         check_who_comes_between(driver)
         check_memory()
-        check_threads()
         torch.use_deterministic_algorithms(False)
