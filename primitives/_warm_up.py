@@ -6,7 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from primitives.core.errors import BackendError, LeafError
 from primitives.tracing.modules.lending import attributes_kept
@@ -31,7 +32,8 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
 
     What comes back bit for bit, also if the step raises: parameters and buffers, their gradients, whatever modules
     assign to their attributes (training mode included), the tensors among the arguments, and torch's random states. A
-    step had better end with the gradients: an optimizer's own state is not kept.
+    step had better end with the gradients: an optimizer's own state is not kept, nor are hooks that the step registers,
+    nor tensors inside arguments that are not pytrees. Arguments with a history are detached from it.
 
     Kernels are compiled for dtypes, strides and what is asked of them. Take a batch of the right layout, the modes of
     grad and autocast of the capture, and pass the step that is captured if it is not a plain forward and backward: with
@@ -47,7 +49,7 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
     Raises:
         TypeError: If `model` is not a module.
         BackendError: If a CUDA graph is being captured.
-        LeafError: If there is no `step`, and nothing that the model returns requires grad.
+        LeafError: If a parameter is lazy, or there is no `step` and nothing that the model returns requires grad.
 
     Example:
         >>> import torch, primitives as pr
@@ -65,14 +67,28 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
         raise TypeError(f"warm_up: model must be a torch.nn.Module, got {type(model).__name__}. Pass it first.")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError("warm_up: a CUDA graph is being captured, in which nothing can be loaded. Call it before.")
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
-    tensors = [x for x in dict.fromkeys(tensors) if isinstance(x, torch.Tensor)]
+    args, kwargs = tree_map(_as_leaf, (args, kwargs))
+    leaves = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
+    # Other leaves need not have a hash.
+    tensors = list(dict.fromkeys(x for x in leaves if isinstance(x, torch.Tensor)))
+    if any(map(is_lazy, tensors)):
+        raise LeafError(
+            f"warm_up: all parameters of {type(model).__name__} must have their shapes, got some that are lazy. Call "
+            "the model once before."
+        )
     devices = sorted({x.device for x in tensors if x.is_cuda}, key=str)
     run = _forward_and_backward if step is None else step
     random_states = torch.random.fork_rng([device.index for device in devices])
     with attributes_kept(list(model.modules())), _tensors_kept(tensors), random_states, _side_streams(devices):
         for _ in range(_RUNS):
             run(model, *args, **kwargs)
+
+
+def _as_leaf(x: Any) -> Any:
+    """An argument that has no history, which a backward pass would free."""
+    if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
+        return x.detach().requires_grad_()
+    return x
 
 
 def _forward_and_backward(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +107,7 @@ def _forward_and_backward(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def _tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Context that begins without gradients, and after which tensors and their gradients are what they were."""
-    values = [(x, x.detach().clone()) for x in tensors]
+    values = [(x, x.detach().clone(), _version(x)) for x in tensors if not x.is_meta]
     grads = [(x, x.grad) for x in tensors if x.is_leaf]
     for x, _ in grads:
         x.grad = None
@@ -101,10 +117,21 @@ def _tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
         for x, grad in grads:
             x.grad = grad
         with torch.no_grad():
-            for x, value in values:
+            for x, value, version in values:
                 # Only what was written: what autograd has saved elsewhere must not look changed.
-                if not torch.equal(x, value):
+                if _version(x) != version or not _is_same(x, value):
                     x.copy_(value)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _is_same(x: Tensor, value: Tensor) -> bool:
+    """Whether values are equal, NaN to NaN; of layouts that cannot be compared, writes show in the version alone."""
+    if x.layout != torch.strided:
+        return True
+    return bool(((x == value) | ((x != x) & (value != value))).all())
 
 
 @contextlib.contextmanager
