@@ -141,7 +141,7 @@ def test_cycles_of_a_known_chain():
         options = {"num_warps": 1, "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         (code,) = listings("sm_90", [compiled.asm["cubin"]])
-        found.append(stalls.cycles(code))
+        found.append(stalls.cycles(code, stalls.loops(code)))
     (outside, (chain,)), (_, (gathering,)) = found
     # Each product with a sum waits four cycles for the one before it, which the control words say; a load that the
     # chain goes through waits for memory, which they do not.

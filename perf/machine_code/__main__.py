@@ -9,7 +9,7 @@ import pathlib
 import sys
 
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import CHIP, broken_shares
+from perf.machine_code.shares import CHIP, broken_shares, needless_shares
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.machine_code.workers import compile_keys, in_processes, walk_chip
 from triton_kernels.launch.chips import CHIPS
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [dataclasses.replace(row, case=case) for row, case in kept]
         rows += [row for row in made.values() if isinstance(row, Row)]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
-        problems += broken_shares(calls, rows) if chip == CHIP else []
+        problems += broken_shares(calls, rows) + needless_shares(calls, rows) if chip == CHIP else []
         if writes:
             write_table(chip, rows, options.folder)
         else:

@@ -41,7 +41,6 @@ _MAX_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
 # may be as narrow as they like.
 _LARGE_SHARE = 1 / 8
 _MAX_ACCESS_BYTES = 16
-_SUMS = ("WANT_WEIGHT", "WANT_WEIGHT_DOT", "WANT_BIAS")
 # Arguments that a reduction over channels reads whole, as far as they are there.
 _CHANNEL_OPERANDS = ("y_bar_ptr", "x_ptr", "x_dot_ptr", "y_bar_dot_ptr")
 
@@ -157,12 +156,12 @@ def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[s
     """Registers per thread that leave room for the threads that the plan wants on a processor."""
     chip = CHIPS[chip_name]
     threads = constants["num_warps"] * chip.warp_size
-    # Programs that carry sums are as many as fit a processor at once, which is what the plan fills it with; of the
-    # others, one block has to fit.
-    if any(constants.get(name) for name in _SUMS) and "num_cols" in constants:
+    named = dict(zip(kernel.argument_names, args, strict=False))
+    # Programs that carry sums over rows, of which each writes a partial row, are as many as fit a processor at once,
+    # which is what the plan fills it with; of the others, one block has to fit.
+    if any(name.endswith("_part_ptr") and value is not None for name, value in named.items()):
         threads = max(threads, limits_of(chip).resident_threads)
     if kernel.__name__ == "batch_norm_sums_kernel":
-        named = dict(zip(kernel.argument_names, args, strict=False))
         operands = [named[name] for name in _CHANNEL_OPERANDS if named[name] is not None]
         sums = (len(operands), named["mean_ptr"] is None, operands[0].element_size())
         threads *= channel_programs(constants["SPATIAL_INNER"], *sums, chip)

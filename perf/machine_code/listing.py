@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 
-from perf.machine_code.stalls import Instruction, cycles, decode, without_padding
+from perf.machine_code.stalls import Instruction, cycles, decode, is_in, loops, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -261,16 +261,15 @@ def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = Fa
     spans = _loops(code)
     bodies = [_own(code, span, spans) for span in (None, *spans)]
     kept = _kept(sources[1:], [any(_name(one) == "STG" for one in body) for body in bodies[1:]])
-    straight, steps = cycles(code) if has_cycles else (0.0, [])
-    known = [straight, *steps] if has_cycles and len(steps) == len(spans) else []
+    straight, steps = cycles(code, spans) if has_cycles else (0.0, [])
     found = []
     for number, (source, body) in enumerate(zip([sources[0], *kept], bodies, strict=True)):
         names = [_name(one) for one in body]
         loaded = sum(_width(one.opcode) for one in body if _name(one) in {"LDG", "LDGSTS"})
         region = Region(source.trips, source.reductions, len(body), names.count("BAR"), loaded)
-        region = region._replace(cycles=round(known[number])) if known else region
+        region = region._replace(cycles=round([straight, *steps][number])) if has_cycles else region
         # What surrounds a loop copies for its first steps, and waits for all of them behind it.
-        is_innermost = number and not any(_is_in(span, spans[number - 1]) for span in spans)
+        is_innermost = number and not any(is_in(span, spans[number - 1]) for span in spans)
         found.append(region._replace(**_copying(body, compiled.metadata.num_warps)) if is_innermost else region)
     return found
 
@@ -288,17 +287,9 @@ def _kept(loops: Sequence[_Source], stores: Sequence[bool]) -> list[_Source]:
 
 
 def _loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """First and last address of each loop, outer ones first; without global memory it only waits for something."""
-    end = max((one.address for one in code if _name(one) == "EXIT"), default=0)
+    """First and last address of each loop of the source: without global memory it only waits for something."""
     used = [one.address for one in code if _name(one) in _GLOBAL]
-    found: dict[int, int] = {}
-    for one in code:
-        target = re.search(r"0x([0-9a-f]+)", one.operands) if _name(one) == "BRA" else None
-        # Code behind the end jumps back to where it came from.
-        if target is not None and int(target.group(1), 16) < one.address < end:
-            found[int(target.group(1), 16)] = one.address
-    spans = [span for span in found.items() if any(span[0] <= address <= span[1] for address in used)]
-    return sorted(spans, key=lambda span: (span[0], -span[1]))
+    return [span for span in loops(code) if any(span[0] <= address <= span[1] for address in used)]
 
 
 def _own(
@@ -306,7 +297,7 @@ def _own(
 ) -> list[Instruction]:
     """Instructions of a loop, or of none, that are in no loop inside of it."""
     whole = span or (code[0].address, code[-1].address)
-    inner = [other for other in spans if other != span and _is_in(other, whole)] if span else spans
+    inner = [other for other in spans if other != span and is_in(other, whole)] if span else spans
     return [
         one
         for one in code
@@ -314,10 +305,6 @@ def _own(
         and _name(one) != "NOP"
         and not any(first <= one.address <= last for first, last in inner)
     ]
-
-
-def _is_in(span: tuple[int, int], other: tuple[int, int]) -> bool:
-    return other[0] <= span[0] and span[1] <= other[1] and span != other
 
 
 def _copying(body: Sequence[Instruction], num_warps: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ bound by its products of matrices and has no part in this.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,19 +38,31 @@ FILLING_BYTES = 24 << 10
 LEAST_BYTES = 12 << 10
 
 
-# Calls that may issue for a larger share, by the beginning of their names, and why. Where that is all of the time and
-# more, nothing else is asked of them.
+# Calls that may issue for a larger share, by the beginning of their names, and why: at most `MARGIN` above what they
+# do, and only shapes that need it. Where that is all of the time and more, nothing else is asked of them.
+MARGIN = 0.1
+_FEW_STEPS = "a program has a tile or two, and half of its work outside of loops"
+_ONE_BY_ONE = "rows, channels or planes that begin anywhere are loaded and masked one by one"
+_EMPTY_TILES = "a third of the columns of a tile are empty"
 KNOWN_SHARES = (
-    (r"(layer_norm|log_softmax) \S*x(4097|50257) ", 1.1, "rows that begin anywhere are loaded and masked one by one"),
-    (r"batch_norm 64x1001x14x14 ", 1.2, "channels that begin anywhere are loaded and masked one by one"),
-    (r"batch_norm 64x2048x7x7 ", 2.2, "planes of 49 elements are loaded and masked one by one"),
-    (r"batch_norm 64x1024x14x14 ", 1.15, "planes of 196 elements of 2 bytes are loaded by fours"),
+    (r"layer_norm 8192x4097 ", 1.0, _ONE_BY_ONE),
+    (r"log_softmax \S*x(4097 |50257 bfloat16)", 0.95, _ONE_BY_ONE),
+    (r"batch_norm 64x1001x14x14 ", 1.55, _ONE_BY_ONE),
+    (r"batch_norm 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 2.5, _ONE_BY_ONE),
+    (r"batch_norm 64x1024x14x14 bfloat16 (?!channels_last)", 1.3, "planes of 196 elements are loaded by fours"),
     (r"log_softmax 16x21x512x512 ", 1.6, "a tile has room for 32 classes, of which there are 21"),
-    (r"batch_norm\S* .*(forward|jvp|evaluation)", 0.8, "a program has few steps, and half of its work outside of them"),
-    (r"(layer_norm|log_softmax) \S*x(1152|1600|5120|5124) ", 0.95, "a third of the columns of a tile are empty"),
-    (r"layer_norm \S+ bfloat16 (hvp|x_only|double_|gradient_|backward_of_jvp)", 0.95, "five operands in float32"),
-    (r"dropout ", 0.9, "ten rounds of 64-bit products for every four elements"),
-    (r"layer_norm 512x512 float64 ", 0.9, "a wave of programs that begins and ends at once"),
+    (r"batch_norm 64x2048x7x7 bfloat16 channels_last (forward|jvp)", 0.99, _FEW_STEPS),
+    (r"batch_norm 8192x1024 bfloat16 (forward|jvp)", 0.95, "a tile per program, each with coefficients to load"),
+    (r"batch_norm 64x64x56x56 bfloat16 (forward|jvp)", 0.9, _FEW_STEPS),
+    (r"batch_norm 64x(64x56x56|1024x14x14) bfloat16 channels_last (forward|jvp)", 0.85, _FEW_STEPS),
+    (r"batch_norm (64x512x28x28 bfloat16|32x64x16x16 float64) forward", 0.75, _FEW_STEPS),
+    (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.75, "eight channels to a thread"),
+    (r"layer_norm \S*x(1152|5120) ", 1.1, _EMPTY_TILES),
+    (r"layer_norm 8192x(1600|5124) ", 0.95, _EMPTY_TILES),
+    (r"log_softmax 8192x5124 ", 0.75, _EMPTY_TILES),
+    (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 0.95, "five operands in float32, a quarter of them empty"),
+    (r"layer_norm (8192x1000|8192x4096|1024x4096|32768x256|8192x8192) bfloat16", 0.75, "five operands in float32"),
+    (r"dropout 8192x4096 bfloat16 ", 0.95, "ten rounds of 64-bit products for every four elements"),
 )
 
 
@@ -75,19 +88,21 @@ class Share(NamedTuple):
     Attributes:
         kernel: Its name.
         issue_us: Time in which all processors do nothing but issue its instructions.
-        chain_us: Time that the longest program takes alone, and those that follow it in its place.
+        chain_us: Time that the longest program takes alone, and those that follow it in its place; None if not known.
         programs: Programs on each processor, of which `resident` fit at once.
         steps: Steps of its longest loop.
+        is_persistent: Whether rows go by turns to `num_splits` programs, each of which keeps sums over its own.
         loaded: Bytes that it loads from global memory in the loop that loads most, or outside of loops.
         under_way: Bytes that are being loaded on each processor while others are worked on.
     """
 
     kernel: str
     issue_us: float
-    chain_us: float
+    chain_us: float | None
     programs: float
     resident: int
     steps: int
+    is_persistent: bool
     loaded: float
     under_way: float
 
@@ -108,42 +123,67 @@ def share_of(launched: Launched, row: Row) -> Share:
     return Share(
         row.kernel,
         work.issue_cycles(chip.num_processors) / CYCLES_PER_US,
-        work.latency_cycles(chip.num_processors) / CYCLES_PER_US,
+        None if work.cycles is None else work.latency_cycles(chip.num_processors) / CYCLES_PER_US,
         programs,
         work.resident,
         max(trips[1:], default=1),
+        any(region.trips.endswith(":num_splits") and numbers["num_splits"] > 1 for region in regions),
         work.programs * loaded,
         # A loop that waits for what it has just asked for has it under way half of the time.
         min(programs, work.resident) * step * (0.5 if longest.ahead == 0 else 1.0),
     )
 
 
-def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
+def _shares(called: Called, rows: Mapping[str, Row]) -> tuple[list[Share], float]:
+    """Those of its launches, and the issue slots that they take, as a share of those in the time of its bytes."""
     shares = [share_of(launched, rows[launched.key]) for launched in called.launches if launched.key in rows]
-    memory_us = called.bytes_moved / BYTES_PER_US
-    issue = sum(share.issue_us for share in shares) / memory_us
+    return shares, sum(share.issue_us for share in shares) * BYTES_PER_US / called.bytes_moved
+
+
+def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
+    memory_us, (shares, issue) = called.bytes_moved / BYTES_PER_US, _shares(called, rows)
     known = (share for pattern, share, _ in KNOWN_SHARES if re.match(pattern, called.name))
-    most_issue = next(known, MAX_ISSUE_SHARE)
+    # The time of attention is that of its products.
+    most_issue = math.inf if called.name.startswith("attention ") else next(known, MAX_ISSUE_SHARE)
     problems = [f"issues for {issue:.2f} of the time of its bytes"] if issue > most_issue else []
+    problems += [f"of {share.kernel} the table has no cycles" for share in shares if share.chain_us is None]
     for share in shares if most_issue < 1 else []:
         is_small = share.programs < 1
         most = max(MAX_SMALL_CHAIN_US, memory_us / 10) if is_small else max(MAX_CHAIN_US, memory_us)
         used = min(share.programs / share.resident, 1)
-        waits = f"{share.kernel} waits {share.chain_us:.1f} us in {share.steps} steps of "
+        chain_us = share.chain_us or 0.0
+        waits = f"{share.kernel} waits {chain_us:.1f} us in {share.steps} steps of "
         waits += f"{share.programs:.2f} programs per processor, {most:.1f} allowed"
         under_way = f"{share.kernel} has {share.under_way / 1024:.0f} KiB under way on a processor"
+        by_turns = f"{share.kernel} has {share.programs:.2f} programs per processor, of which {share.resident} fit"
         is_large, fills = share.loaded > LARGE_BYTES, used >= FILLING_SHARE or share.under_way >= FILLING_BYTES
         broken = {
-            waits: share.chain_us > most,
+            waits: chain_us > most,
             under_way: is_large and share.under_way < LEAST_BYTES,
             f"{under_way} and {used:.2f} of the programs that fit": is_large and share.steps > 1 and not fills,
+            by_turns: share.is_persistent and share.steps > 1 and share.programs > share.resident,
         }
         problems += [text for text, is_broken in broken.items() if is_broken]
     return [f"{CHIP} {called.name}: {problem}" for problem in problems]
 
 
 def broken_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
-    """Problems of calls, in words; empty if there is none. Launches without a row are left out, and attention."""
+    """Problems of calls, in words; empty if there is none. Launches without a row are left out."""
     by_key = {row.key: row for row in rows}
-    others = (called for called in calls if not called.name.startswith("attention "))
-    return sorted({problem for called in others for problem in _broken(called, by_key)})
+    return sorted({problem for called in calls for problem in _broken(called, by_key)})
+
+
+def needless_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
+    """Entries of `KNOWN_SHARES` that allow more than these calls need, in words, with what to make of them."""
+    by_key, problems = {row.key: row for row in rows}, []
+    for pattern, bound, _ in KNOWN_SHARES:
+        most: dict[str, float] = {}
+        for called in (called for called in calls if re.match(pattern, called.name)):
+            shape = called.name.partition(":")[0].rpartition(" ")[0]
+            most[shape] = max(most.get(shape, 0.0), _shares(called, by_key)[1])
+        highest = max(most.values(), default=0.0)
+        idle = [f"{shape} ({share:.2f})" for shape, share in most.items() if share <= MAX_ISSUE_SHARE]
+        if idle or bound > highest + MARGIN:
+            text = f"leave out {', '.join(idle)}" if idle else f"allow no more than {MARGIN} above"
+            problems.append(f"{CHIP} KNOWN_SHARES {pattern!r}: its calls issue for at most {highest:.2f}, {text}")
+    return problems

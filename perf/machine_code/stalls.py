@@ -10,7 +10,10 @@ these words, but for the latencies behind the scoreboards, which `LATENCIES` ass
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Cycles until a result is there, by the beginning of the opcode: round numbers near those of published
 # microbenchmarks of sm_90, memory as it is under load. The first that fits counts.
@@ -56,19 +59,25 @@ def without_padding(code: list[Instruction]) -> list[Instruction]:
 
 
 def _target(instruction: Instruction) -> int | None:
-    match = re.search(r"0x([0-9a-f]+)$", instruction.operands.strip())
+    match = re.search(r"0x([0-9a-f]+)", instruction.operands)
     return int(match.group(1), 16) if match and instruction.opcode.startswith("BRA") else None
 
 
-def loops(code: list[Instruction]) -> list[tuple[int, int]]:
-    """First and last index of every loop that lies in no other."""
-    places = {instruction.address: index for index, instruction in enumerate(code)}
-    found: list[tuple[int, int]] = []
-    for last, instruction in reversed(list(enumerate(code))):
-        first = places.get(_target(instruction) or -1, last + 1)
-        if first < last and not any(begin <= first and last <= end for begin, end in found):
-            found.append((first, last))
-    return sorted(found)
+def loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """First and last address of every loop, outer ones first."""
+    end = max((one.address for one in code if one.opcode.startswith("EXIT")), default=code[-1].address)
+    found: dict[int, int] = {}
+    for one in code:
+        target = _target(one)
+        # Code behind the end jumps back to where it came from.
+        if target is not None and target < one.address < end:
+            found[target] = one.address
+    return sorted(found.items(), key=lambda span: (span[0], -span[1]))
+
+
+def is_in(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether a loop lies in another one."""
+    return other[0] <= span[0] and span[1] <= other[1] and span != other
 
 
 class _Warp:
@@ -100,20 +109,25 @@ class _Warp:
             self.now += max(one.stall, 1)
 
 
-def cycles(code: list[Instruction]) -> tuple[float, list[float]]:
-    """Those outside of loops, and of a trip of each outermost loop once it runs steadily."""
-    warp, trips, done, straight = _Warp(), [], 0, 0.0
-    for first, last in [*loops(code), (len(code), len(code))]:
+def cycles(code: Sequence[Instruction], spans: Sequence[tuple[int, int]]) -> tuple[float, list[float]]:
+    """Those outside of these loops, and of a trip of each once it runs steadily, without the loops in it."""
+    warp, trips = _Warp(), {}
+
+    def straight(first: int, last: int) -> float:
         before = warp.now
-        warp.run(code[done:first])
-        straight += warp.now - before
-        if body := code[first : last + 1]:
-            ends = [warp.now]
-            for _ in range(ROUNDS):
-                warp.run(body)
-                ends.append(warp.now)
-            trips.append((ends[-1] - ends[ROUNDS // 2]) / (ROUNDS - ROUNDS // 2))
+        warp.run([one for one in code if first <= one.address <= last])
+        return warp.now - before
+
+    def outside(first: int, last: int, spans: Sequence[tuple[int, int]]) -> float:
+        found = 0.0
+        # Those of an inner loop are found with the loop around it.
+        for span in (each for each in spans if not any(is_in(each, other) for other in spans)):
+            found += straight(first, span[0] - 1)
+            rounds = [outside(*span, [each for each in spans if is_in(each, span)]) for _ in range(ROUNDS)]
+            trips[span] = sum(rounds[ROUNDS // 2 :]) / (ROUNDS - ROUNDS // 2)
             # The first trips also wait for what was under way before.
-            straight += ends[-1] - ends[0] - ROUNDS * trips[-1]
-        done = last + 1
-    return straight, trips
+            found += sum(rounds) - ROUNDS * trips[span]
+            first = span[1] + 1
+        return found + straight(first, last)
+
+    return outside(code[0].address, code[-1].address, spans), [trips[span] for span in spans]

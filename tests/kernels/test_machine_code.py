@@ -11,8 +11,9 @@ import dataclasses
 import pytest
 import triton
 
+from perf.machine_code import shares
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import Called, Launched, broken_shares
+from perf.machine_code.shares import Called, Launched, broken_shares, needless_shares
 from perf.machine_code.table import Row, read_table, read_version
 from tests.kernels.interpreting import run_compiled
 from triton_kernels.launch.chips import CHIPS
@@ -112,6 +113,8 @@ SUMMING = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 
         (ADDING, (8,), {"num_parts": 264}, None),
         (SUMMING, (264,), {"num_rows": 8192, "num_splits": 264}, None),
         (SUMMING, (132,), {"num_rows": 8192, "num_splits": 132}, "0.50 of the programs that fit"),
+        (SUMMING, (528,), {"num_rows": 8192, "num_splits": 528}, "4.00 programs per processor, of which 2 fit"),
+        (SUMMING.replace(" c1100", ""), (264,), {"num_rows": 8192, "num_splits": 264}, "no cycles"),
         (SUMMING.replace("l64", "l16"), (264,), {"num_rows": 8192, "num_splits": 264}, "8 KiB under way"),
         (SUMMING.replace("i360", "i900"), (264,), {"num_rows": 8192, "num_splits": 264}, "issues for 0.99 of the time"),
     ],
@@ -121,6 +124,18 @@ def test_shares_reject(regions: str, grid: tuple[int, ...], values: dict[str, in
     called = Called("layer_norm 8192x4096 bfloat16 backward", 3 * 2 * 8192 * 4096, (Launched(KEY, grid, values),))
     problems = broken_shares([called], [row])
     assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
+
+
+def test_shares_that_nobody_needs_are_found(monkeypatch) -> None:
+    row = dataclasses.replace(ROW, registers=96, regions=SUMMING.replace("i360", "i600"))
+    launched, num_bytes = Launched(KEY, (264,), {"num_rows": 8192, "num_splits": 264}), 3 * 2 * 8192 * 4096
+    calls = [Called(f"layer_norm {size}x4096 bfloat16 backward: x", size * num_bytes, (launched,)) for size in (1, 2)]
+    patterns = {"layer_norm 1x": (0.75, 0.95), "layer_norm 2x": (0.75,), "layer_norm ": (0.75,), "dropout ": (0.75,)}
+    known = [(pattern, bound, "by hand") for pattern, bounds in patterns.items() for bound in bounds]
+    monkeypatch.setattr(shares, "KNOWN_SHARES", known)
+    problems = needless_shares(calls, [row])
+    wanted = ["0.66, allow no more", *["leave out layer_norm 2x4096 bfloat16 (0.33)"] * 2, "0.00, allow no more"]
+    assert all(text in problem for text, problem in zip(wanted, problems, strict=True)), problems
 
 
 @pytest.mark.parametrize(
