@@ -151,7 +151,7 @@ def plan_layer_norm_params(
     num_warps = row_warps(num_values, limits.resident_threads, chip)
     programs = resident_programs(num_warps, chip)
     if looped:
-        programs = cdiv(programs, cdiv(num_cols, block_cols))
+        programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     stages = loop_stages(2 * block_rows * block_cols * itemsize, num_cols * itemsize, is_aligned, chip)
     return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)

@@ -139,6 +139,6 @@ def plan_layer_norm_second_sums(
         # Three sums and the addresses of a step under way spill.
         stages = 1
     if looped:
-        programs = cdiv(programs, cdiv(num_cols, block_cols))
+        programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
