@@ -45,7 +45,7 @@ PARALLEL := -n auto --maxprocesses $(MAX_WORKERS) --dist worksteal
 DAILY := -m 'not gpu and not nightly'
 # The torch of a GPU machine is not the pinned one: what it warns of is shown and fails nothing.
 GPU_TEST = env -u TRITON_INTERPRET $(RUN) -m pytest tests -m gpu --device cuda -W default --junitxml=$(GPU_TEST_XML) $(PYTEST_ARGS)
-GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu needs a CUDA device, and torch \
+GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu and gpu-test need a CUDA device, and torch \
 {torch.__version__} of {sys.executable} sees none. ACTIVE=1 takes the python that is active.")
 
 .PHONY: help demo test test-front test-kernels test-models nightly gpu gpu-test check perf machine-code docs clean
@@ -92,6 +92,7 @@ nightly: $(call installed,models)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 
 gpu-test: $(call installed,test)
+	@$(RUN) -c '$(GPU_CHECK)'
 	$(GPU_TEST)
 
 # Whoever has a card for an hour gets all that it can tell: a test that fails stops nothing, but the exit status says so.
