@@ -36,25 +36,10 @@ def locate_parts(partials_ptr, num_rows, num_splits, BLOCK_ROWS: tl.constexpr, B
 
 @batch_independent_jit
 def batch_norm_statistics_kernel(
-    partials_ptr,
-    mean_ptr,
-    rstd_ptr,
-    means_ptr,
-    running_mean_ptr,
-    running_var_ptr,
-    new_running_mean_ptr,
-    new_running_var_ptr,
-    num_rows,
-    num_splits,
-    count,
-    running_group_stride,
-    momentum_low,
-    momentum_high,
-    EPS: tl.constexpr,
-    NUM_CHANNELS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
+    partials_ptr, mean_ptr, rstd_ptr, means_ptr, running_mean_ptr, running_var_ptr, new_running_mean_ptr,
+    new_running_var_ptr, num_rows, num_splits, count, running_group_stride, momentum_low, momentum_high,
+    EPS: tl.constexpr, NUM_CHANNELS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
     """One program merges the partial statistics of `BLOCK_ROWS` channels and updates their running statistics.
 
     Shapes:
@@ -103,30 +88,11 @@ def batch_norm_statistics_kernel(
 
 @batch_independent_jit
 def batch_norm_merge_kernel(  # noqa: C901 - likewise
-    partials_ptr,
-    means_ptr,
-    scale_statistic_ptr,
-    weight_ptr,
-    weight_bar_ptr,
-    bias_bar_ptr,
-    mean_bar_ptr,
-    var_bar_ptr,
-    weight_bar_dot_ptr,
-    bias_bar_dot_ptr,
-    num_rows,
-    num_splits,
-    count,
-    statistic_group_stride,
-    weight_group_stride,
-    HAS_Y_BAR: tl.constexpr,
-    HAS_X: tl.constexpr,
-    HAS_X_DOT: tl.constexpr,
-    HAS_Y_BAR_DOT: tl.constexpr,
-    EPS: tl.constexpr,
-    NUM_CHANNELS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
+    partials_ptr, means_ptr, scale_statistic_ptr, weight_ptr, weight_bar_ptr, bias_bar_ptr, mean_bar_ptr, var_bar_ptr,
+    weight_bar_dot_ptr, bias_bar_dot_ptr, num_rows, num_splits, count, statistic_group_stride, weight_group_stride,
+    HAS_Y_BAR: tl.constexpr, HAS_X: tl.constexpr, HAS_X_DOT: tl.constexpr, HAS_Y_BAR_DOT: tl.constexpr,
+    EPS: tl.constexpr, NUM_CHANNELS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
     """One program merges the partial sums of `BLOCK_ROWS` channels into whatever has a pointer.
 
     With `P(u) = rstd * (u - mean(u) - x_hat * mean(u * x_hat))`, rows of the means are those of 0 `y_bar`,

@@ -44,19 +44,9 @@ def fold(sums, values, FOLD: tl.constexpr):
 
 @triton.jit
 def add_tile(  # noqa: C901 - its branches are settled when it is compiled
-    sums,
-    center,
-    ptrs,
-    strides,
-    tile,
-    mask,
-    count,
-    TILE: tl.constexpr,
-    POLICIES: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    IS_ANCHOR: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    sums, center, ptrs, strides, tile, mask, count, TILE: tl.constexpr, POLICIES: tl.constexpr,
+    STATISTICS: tl.constexpr, IS_ANCHOR: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     """The nine sums of the lanes with those of another tile of `count` rows added, and the center of x.
 
     Sums of what is absent stay as they are. The center is the one given, or the mean of the tile if it `IS_ANCHOR`.
@@ -106,43 +96,14 @@ def add_tile(  # noqa: C901 - its branches are settled when it is compiled
 
 @batch_independent_jit
 def batch_norm_sums_kernel(  # noqa: C901 - likewise
-    y_bar_ptr,
-    x_ptr,
-    x_dot_ptr,
-    y_bar_dot_ptr,
-    mean_ptr,
-    partials_ptr,
-    num_samples,
-    num_spatial,
-    mean_group_stride,
-    y_bar_group_stride,
-    y_bar_sample_stride,
-    y_bar_channel_stride,
-    y_bar_spatial_stride,
-    x_group_stride,
-    x_sample_stride,
-    x_channel_stride,
-    x_spatial_stride,
-    x_dot_group_stride,
-    x_dot_sample_stride,
-    x_dot_channel_stride,
-    x_dot_spatial_stride,
-    y_bar_dot_group_stride,
-    y_bar_dot_sample_stride,
-    y_bar_dot_channel_stride,
-    y_bar_dot_spatial_stride,
-    NUM_CHANNELS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    SPATIAL_INNER: tl.constexpr,
-    BLOCK_SAMPLES: tl.constexpr,
-    BLOCK_SPATIAL: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    RUN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    READ_AGAIN: tl.constexpr,
-    X_READ_AGAIN: tl.constexpr,
-):
+    y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, mean_ptr, partials_ptr, num_samples, num_spatial, mean_group_stride,
+    y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride, x_group_stride,
+    x_sample_stride, x_channel_stride, x_spatial_stride, x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride,
+    x_dot_spatial_stride, y_bar_dot_group_stride, y_bar_dot_sample_stride, y_bar_dot_channel_stride,
+    y_bar_dot_spatial_stride, NUM_CHANNELS: tl.constexpr, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr,
+    BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, REPEATS: tl.constexpr,
+    RUN: tl.constexpr, NUM_STAGES: tl.constexpr, READ_AGAIN: tl.constexpr, X_READ_AGAIN: tl.constexpr,
+):  # fmt: skip
     """One program sums the operands that have a pointer over its split of the tiles of its channels.
 
     The partial results of a channel are sums of 0 `y_bar`, 1 `y_bar * c`, 2 `x_dot`, 3 `x_dot * c`, 4 `y_bar * x_dot`,

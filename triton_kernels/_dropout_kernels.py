@@ -51,38 +51,12 @@ def _tile_offsets(
 
 @unspecialized_jit
 def dropout_kernel(
-    x_ptr,
-    y_ptr,
-    seed_ptr,
-    offset_ptr,
-    num_inner,
-    num_rows,
-    num_cols,
-    sample_rows,
-    x_outer_stride,
-    x_inner_stride,
-    x_row_stride,
-    x_col_stride,
-    y_outer_stride,
-    y_inner_stride,
-    y_row_stride,
-    y_col_stride,
-    seed_stride,
-    offset_stride,
-    last_dropped,
-    scale_low,
-    scale_high,
-    DTYPE: tl.constexpr,
-    BATCHED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    X_ADJACENT: tl.constexpr,
-    Y_ADJACENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,
-    COL_ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
+    x_ptr, y_ptr, seed_ptr, offset_ptr, num_inner, num_rows, num_cols, sample_rows, x_outer_stride, x_inner_stride,
+    x_row_stride, x_col_stride, y_outer_stride, y_inner_stride, y_row_stride, y_col_stride, seed_stride, offset_stride,
+    last_dropped, scale_low, scale_high, DTYPE: tl.constexpr, BATCHED: tl.constexpr, GROUPED: tl.constexpr,
+    X_ADJACENT: tl.constexpr, Y_ADJACENT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    COL_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
     """Writes `y = x * noise` for one tile; noise is zero where a random word is at most `last_dropped`, else the scale.
 
     x, y                      [num_outer, num_inner, num_rows, num_cols], each with its four strides, in elements
