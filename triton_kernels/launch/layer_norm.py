@@ -146,7 +146,8 @@ def plan_layer_norm_params(
     block_cols = limits.layer_norm_param_cols if looped else next_power_of_2(num_cols)
     # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel. Rows that
     # share more warps than that wait at each other's barriers, and take 60 registers more (sm_90).
-    block_rows = tile_rows(register_values(2048 if looped else 512, itemsize, chip), block_cols, num_rows)
+    # Sixteen rows of 32 columns take 168 registers, eight 64.
+    block_rows = min(tile_rows(register_values(2048 if looped else 512, itemsize, chip), block_cols, num_rows), 8)
     num_values = block_rows * block_cols * 2048 // register_values(2048, itemsize, chip)
     num_warps = row_warps(num_values, limits.resident_threads, chip)
     programs = resident_programs(num_warps, chip)
@@ -158,11 +159,8 @@ def plan_layer_norm_params(
 
 
 def resident_programs(num_warps: int, chip: Chip) -> int:
-    """Programs of this many warps, with sums in registers, that all run at a time; up to eight on a processor.
-
-    Each leaves a partial row, and eight of one warp have 32 KiB of short rows under way.
-    """
-    return chip.num_processors * min(max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1), 8)
+    """Programs of this many warps, with sums in registers, that all run at a time."""
+    return chip.num_processors * max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1)
 
 
 def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -> int:
@@ -180,9 +178,9 @@ def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -
 
 def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int, chip: Chip) -> int:
     """Programs, each with a partial row to write, that share the rows of a segment."""
-    # A partial row costs as much traffic as two or three rows of 2-byte tensors, so sixteen rows at least pay for one,
-    # unless processors would idle. With more rows to each, the steps of a program would take longer than their bytes.
-    programs = min(programs, max(chip.num_processors, num_segments * num_rows // 16))
+    # A partial row costs as much traffic as two or three rows of 2-byte tensors, so eight rows at least pay for one,
+    # unless processors would idle. With more rows to each, too few bytes would be under way.
+    programs = min(programs, max(chip.num_processors, num_segments * num_rows // 8))
     return max(min(programs // num_segments, cdiv(num_rows, block_rows)), 1)
 
 

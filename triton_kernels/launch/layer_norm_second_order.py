@@ -124,7 +124,9 @@ def plan_layer_norm_second_sums(
     num_tiles = num_operands + num_sums + num_params
     fits_once = block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip)
     # One tile more for a program of 16 warps, which the longest rows have that fit.
-    factor = 2 if is_wide and num_tiles <= limits.layer_norm_second_few_tiles + (not fits_once) else 1
+    few_tiles = limits.layer_norm_second_few_tiles + (not fits_once)
+    # Of 4-byte operands a double backward takes 130 registers.
+    factor = 2 if is_wide and itemsize == 2 and num_tiles <= few_tiles else 1
     looped = block_cols > register_values(factor * limits.layer_norm_second_summed_cols, itemsize, chip)
     per_thread, tile = 8 * factor, 8 * factor * chip.warp_size
     if looped:
