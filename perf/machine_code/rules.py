@@ -17,10 +17,19 @@ FLOAT64_SPILLS = 64
 # would read another 16 KiB of each of three operands, and with 1024 threads other variants spill up to 64 bytes.
 KNOWN_SPILLS = {
     ("sm_100", "layer_norm_second_kernel", "layer_norm 8192x8192 bfloat16"): 8,
-    # The longest rows of which a thread holds two: 8 bytes stay in the cache, and a sweep would read 64 KiB again.
+    # The longest rows of which a program holds two: these bytes stay in a cache, and a sweep would read 64 KiB again.
     ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 8,
+    # Scalar registers, which wait in lanes of a vector register.
+    ("gfx942", "batch_norm_statistics_kernel", "batch_norm 64x256x56x56 bfloat16 channels_last"): 2,
+}
+
+# Narrow accesses that are no mistake of a plan, likewise: of 7 * 7 positions, the partial results for 304 processors
+# are an eighth of the input and more, and adjacent threads have adjacent numbers of them.
+KNOWN_NARROW = {
+    ("gfx942", name, "batch_norm 64x2048x7x7 bfloat16 channels_last"): 49
+    for name in ("batch_norm_sums_kernel", "batch_norm_statistics_kernel", "batch_norm_merge_kernel")
 }
 
 # Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in
@@ -54,7 +63,7 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
     """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
     shape, _, _ = row.case.rpartition(" ")
     spills = FLOAT64_SPILLS if " float64 " in row.case else KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
-    narrow = 0
+    narrow = KNOWN_NARROW.get((chip_name, row.kernel, shape), 0)
     if row.kernel.startswith("attention_"):
         spills, narrow = _attention_bounds(chip_name, row)
     regions, shared_bytes = row.parsed_regions(), CHIPS[chip_name].shared_bytes

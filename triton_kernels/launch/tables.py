@@ -194,6 +194,8 @@ SM_100 = replace(
 
 GFX942 = replace(
     SM_90,
+    # With two stages, those of a jvp of the backward take 182 registers of 168.
+    layer_norm_second_few_tiles=4,
     # A compute unit has 512 KiB of vector registers: 168 for each of 768 threads. The compiler takes up to 156 for the
     # kernels that carry sums, and spills where it is left 128.
     resident_threads=768,
