@@ -55,8 +55,8 @@ _SHAPES = (
     (Shape("log_softmax", (1024, 128256)), (1023, 400)),
     (Shape("log_softmax", (64, 128256)), (63, 80)),
     (Shape("log_softmax", (16, 21, 64, 64), dim=1), (15, 32)),
-    (Shape("batch_norm", (64, 256, 14, 14)), (63, 80)),
     # Other numbers of images may have more partial results to merge, for each power of two a kernel.
+    (Shape("batch_norm", (64, 256, 14, 14)), (63, 128)),
     (Shape("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 128)),
     (Shape("batch_norm", (8192, 1024)), (8191, 6400)),
     (Shape("dropout", (1024, 4096)), (1023, 400)),

@@ -53,12 +53,15 @@ def test_every_row_keeps_the_rules(chip_name: str) -> None:
 
 
 def test_amd_loads_ahead_what_nvidia_copies_ahead() -> None:
-    """At the shapes of the table, but for attention, which has no memory for it on AMD."""
+    """At the shapes of the table, but for attention, which has no memory for it on AMD.
+
+    Nor does the sweep for x_bar, of two operands and the weight: Triton leaves its loads where they are on gfx942.
+    """
     sm_90, gfx942 = (
         {row.kernel for row in read_table(chip) if any(region.ahead for region in row.parsed_regions())}
         for chip in ("sm_90", "gfx942")
     )
-    assert {kernel for kernel in sm_90 if not kernel.startswith("attention")} <= gfx942
+    assert {kernel for kernel in sm_90 if not kernel.startswith("attention")} - {"layer_norm_x_bar_kernel"} <= gfx942
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -71,7 +74,8 @@ def test_reductions_over_channels_leave_room_for_each_other(chip_name: str) -> N
         fitting = chip.registers // (threads * (row.registers + -row.registers % 8))
         across = "channels_last" in row.case or row.case.split()[1].count("x") == 1
         kind = " ".join(word for word in row.case.split() if word in {"bfloat16", "forward", "backward"})
-        wanted = REDUCTIONS.get(kind, (2, 2))[across]
+        # On sm_80 they take more registers, and there is one less of each (see `channels.channel_programs`).
+        wanted = max(REDUCTIONS.get(kind, (2, 2))[across] - (chip_name == "sm_80"), 2)
         assert fitting >= wanted, f"{chip_name}: of {row} {fitting} programs fit a processor"
 
 
