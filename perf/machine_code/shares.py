@@ -62,8 +62,12 @@ KNOWN_SHARES = (
     (r"log_softmax 8192x5124 ", 0.75, _EMPTY_TILES),
     (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 1.1, "five operands in float32, a quarter of them empty"),
     (r"layer_norm (8192x1000|8192x4096|1024x4096|32768x256|8192x8192) bfloat16", 0.85, "five operands in float32"),
-    (r"layer_norm 262144x24 bfloat16 backward", 1.45, "a quarter of a tile is empty, and a row is two sectors"),
-    (r"log_softmax (16x5000x96 float32|65536x24 bfloat16) forward", 0.7, "exponentials of a quarter that is empty"),
+    (r"layer_norm 262144x24 bfloat16 backward", 1.45, "a quarter of a tile is empty"),
+    (
+        r"log_softmax (16x5000x96 float32|65536x24 bfloat16) forward",
+        0.7,
+        "an exponential for each element, and part of the tile empty",
+    ),
     (r"dropout 8192x4096 bfloat16 ", 1.2, "ten rounds of 64-bit products for every four elements"),
 )
 
@@ -75,7 +79,7 @@ KNOWN_WAITS = (
 
 # Calls whose programs are fewer than fit, and why.
 KNOWN_FEW = {
-    "layer_norm 1024x4096 bfloat16 backward": "twice as many would have four rows each, and a third more bytes to move",
+    "layer_norm 1024x4096 bfloat16 backward": "twice as many would have four rows each, and a quarter more bytes to move",
 }
 
 

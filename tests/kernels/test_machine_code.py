@@ -55,7 +55,8 @@ def test_every_row_keeps_the_rules(chip_name: str) -> None:
 def test_amd_loads_ahead_what_nvidia_copies_ahead() -> None:
     """At the shapes of the table, but for attention, which has no memory for it on AMD.
 
-    Nor does the sweep for x_bar, of two operands and the weight: Triton leaves its loads where they are on gfx942.
+    Nor does the sweep for x_bar: a step of its three tensors is more than half of the memory of a
+    block of gfx942, and its plan asks for one stage. A smaller tile would mend it.
     """
     sm_90, gfx942 = (
         {row.kernel for row in read_table(chip) if any(region.ahead for region in row.parsed_regions())}
