@@ -79,7 +79,7 @@ KNOWN_WAITS = (
 
 # Calls whose programs are fewer than fit, and why.
 KNOWN_FEW = {
-    "layer_norm 1024x4096 bfloat16 backward": "twice as many would have four rows each, and a quarter more bytes to move",
+    "layer_norm 1024x4096 bfloat16 backward": "twice as many would have four rows each, a quarter more bytes to move",
 }
 
 
