@@ -21,167 +21,114 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of the plans that depend on the architecture.
+    """Numbers of the plans that depend on the architecture; the defaults are those of sm_90.
 
     Numbers of values are those of float32 arithmetic; `double_divisor` turns them into those of float64.
-
-    Attributes:
-        row_threads: Threads of a program that holds the longest rows that fit.
-        tile_threads: Threads of every other program, at most.
-        resident_threads: Threads per processor, and of one program at most, in loops that keep sums in registers.
-        double_divisor: By how much less fits where arithmetic is in float64.
-        staged_bytes: Bytes of one step of a loop, of all its tensors, up to which later steps are loaded ahead.
-        unaligned_staged_bytes: The same where elements are loaded one by one.
-        sweep_staged_bytes: As `staged_bytes`, of a program that has a processor for itself.
-        prefetch_stages: Stages of a loop that has one step under way while it reduces another one.
-        layer_norm_fwd_bytes: Longest row, in bytes, of which a program holds one.
-        layer_norm_two_row_cols: Longest rows of which a program holds two.
-        layer_norm_accumulated_cols: Longest rows of which a program holds two, and two rows of sums.
-        layer_norm_sweep_cols: Tile of the kernels that sweep longer rows.
-        layer_norm_param_cols: Columns of a program that sums the parameters' cotangents of long rows.
-        layer_norm_second_cols: Longest rows of which a second-order program holds three or four.
-        layer_norm_second_summed_cols: The same with up to three rows of sums; twice as many with four rows in all.
-        layer_norm_second_few_tiles: Tiles of operands, sums and parameters of which a thread may hold 16 values.
-        layer_norm_second_sweep_cols: Tile of the second-order kernels that sweep longer rows.
-        log_softmax_row_cols: Longest row of which a program holds one.
-        log_softmax_two_row_bytes: Longest rows, in bytes, of which a program holds two.
-        log_softmax_three_row_cols: Longest rows of which a program holds three.
-        log_softmax_sweep_cols: Tile of the kernels that sweep longer rows.
-        log_softmax_second_sweep_cols: The same with more than two tensors read or one written.
-        log_softmax_tile: Tile of one tensor whose rows, not columns, are adjacent in memory.
-        log_softmax_two_tile: The same with two to four tensors.
-        min_row_programs: Programs per processor below which long rows are split among several.
-        split_row_programs: Programs per processor that splitting aims at.
-        max_row_splits: Programs that share a row, at most.
-        channel_tile_bytes: Tile of a kernel over channels, in the accumulation dtype.
-        channel_warps: Warps that share such a tile.
-        channel_reduction_programs: Programs per processor of a reduction over channels, at most.
-        channel_transform_programs: Programs per processor of an elementwise kernel over channels.
-        philox_tile: Values of a tile of dropout, and words of a program that stores Philox numbers.
-        philox_threads: Threads that share such a tile.
-        attention_tile: Rows, and keys, of a tile of attention at most.
     """
 
-    row_threads: int
-    tile_threads: int
-    resident_threads: int
-    double_divisor: int
-    staged_bytes: int
-    unaligned_staged_bytes: int
-    sweep_staged_bytes: int
-    prefetch_stages: int
-    layer_norm_fwd_bytes: int
-    layer_norm_two_row_cols: int
-    layer_norm_accumulated_cols: int
-    layer_norm_sweep_cols: int
-    layer_norm_param_cols: int
-    layer_norm_second_cols: int
-    layer_norm_second_summed_cols: int
-    layer_norm_second_few_tiles: int
-    layer_norm_second_sweep_cols: int
-    log_softmax_row_cols: int
-    log_softmax_two_row_bytes: int
-    log_softmax_three_row_cols: int
-    log_softmax_sweep_cols: int
-    log_softmax_second_sweep_cols: int
-    log_softmax_tile: int
-    log_softmax_two_tile: int
-    min_row_programs: int
-    split_row_programs: int
-    max_row_splits: int
-    channel_tile_bytes: int
-    channel_warps: int
-    channel_reduction_programs: int
-    channel_transform_programs: int
-    philox_tile: int
-    philox_threads: int
-    attention_tile: int
-
-
-SM_90 = Limits(
-    # All that a block can have, 64 registers to each: only for rows that fit no other way, because one such block
-    # leaves half the warp slots of a processor empty while it waits at a barrier.
-    row_threads=1024,
-    # 16 warps: four blocks of them fill the warp slots of a processor.
-    tile_threads=512,
-    # About 128 registers per thread: 512 threads fill the register file of a processor.
-    resident_threads=512,
-    # A float64 value takes two registers, and so do the temporaries of its division and square root: at half the
-    # columns of float32 ptxas still reports up to 208 bytes of spills.
-    double_divisor=4,
-    # Two steps in flight stay within 64 KiB of shared memory, the least that a supported chip has.
-    staged_bytes=32768,
-    unaligned_staged_bytes=32768,
-    # Two of them are less than the shared memory of a processor of every chip here but the smallest.
-    sweep_staged_bytes=49152,
-    # The copies of a step are issued behind its reductions, and the top of the loop waits for all but the newest.
-    prefetch_stages=3,
-    # A row of this many bytes fits the registers of 1024 threads: ptxas reports no spills up to it, and 8 bytes
-    # (float32) to 280 bytes (bfloat16) at the next power of two.
-    layer_norm_fwd_bytes=65536,
-    # Two rows at a time (x and y_bar or x_dot) take 64 registers of 1024 threads at this many columns.
-    layer_norm_two_row_cols=16384,
-    # Two rows and two accumulators take up to 128 registers at 16 columns per thread, so no more than 512 threads:
-    # ptxas reports no spills at this many columns and over 180 bytes at twice as many with every number of warps.
-    layer_norm_accumulated_cols=8192,
-    # 16 float32 values in each of 512 threads.
-    layer_norm_sweep_cols=8192,
-    # 1 KiB of a row of 2-byte elements, so whole cache lines.
-    layer_norm_param_cols=512,
-    # Three or four rows at a time (x, y_bar, x_dot and y_bar_dot) and their parameters take up to 128 registers at 16
-    # columns per thread, so no more than 512 threads: at this many columns ptxas reports no spills.
-    layer_norm_second_cols=8192,
-    # With up to three sums they take up to 128 registers at 8 columns per thread; three rows and one sum (a double
-    # backward) at 16. With more at 16, ptxas reports up to 254, and at twice the columns 168 to 344 bytes of spills.
-    # Where sums do not fit, and why, stands in `layer_norm_second_order`.
-    layer_norm_second_summed_cols=4096,
-    # Those of a double backward take up to 128 registers, so that two programs of eight warps fit.
-    layer_norm_second_few_tiles=5,
-    # 8 values of each operand, parameter and lane of a sum in each of 512 threads.
-    layer_norm_second_sweep_cols=4096,
-    # One row (the forward) takes 32 values in each of 1024 threads, two rows (x_dot or y_bar, and y) 16 of each. Up to
-    # here ptxas reports no spills, at the next power of two 176 and 32 bytes (float32).
-    log_softmax_row_cols=32768,
-    log_softmax_two_row_bytes=65536,
-    # Two is also what most second-order kernels hold of their three or four inputs: one that is only summed is let go
-    # first. All three results of the pairing hold three rows: up to 82 of 128 registers of 512 threads at this many
-    # columns, 16 to 72 bytes of spills at the next power of two.
-    log_softmax_three_row_cols=8192,
-    # 16 values of the tile and 16 sums in each of 512 threads.
-    log_softmax_sweep_cols=8192,
-    # 8 values and 8 of each of two sums in each of 512 threads. At 16, rows of odd length, whose elements are loaded
-    # one by one, take all of the 128 registers that this leaves to each, and spill up to 160 bytes.
-    log_softmax_second_sweep_cols=4096,
-    # 16 values (8 of each of two tensors) in each of 512 threads. The offsets of such a tile take registers too,
-    # because they differ along both axes; four tensors take up to 86 of 128.
-    log_softmax_tile=8192,
-    log_softmax_two_tile=4096,
-    # With less than two programs per processor, one of which waits for its loads while the other one reduces, the
-    # memory queues of a processor run dry at every barrier.
-    min_row_programs=2,
-    # Four programs of 16 warps fill the warp slots of a processor. More would only add partial results to merge.
-    split_row_programs=4,
-    # Every program of the second launch merges the partial results of all splits of its row: at 32 they are one value
-    # for each thread of a warp.
-    max_row_splits=32,
-    # Four 16-byte registers per thread at eight warps, few enough for two inputs and two accumulators of this size.
-    channel_tile_bytes=16384,
-    # Four programs of eight warps fill half the warp slots of a processor, which its memory queues need, and leave each
-    # thread the 64 registers that the simplest reductions take (see `channels.channel_reduction_programs`); more would
+    # Threads of a program that holds the longest rows that fit: all that a block can have, 64 registers to each. Only
+    # for rows that fit no other way, because one such block leaves half the warp slots of a processor empty while it
+    # waits at a barrier.
+    row_threads: int = 1024
+    # Of every other program at most: 16 warps, and four blocks of them fill the warp slots of a processor.
+    tile_threads: int = 512
+    # Threads per processor, and of one program at most, in loops that keep sums in registers: about 128 registers per
+    # thread, so that 512 threads fill the register file of a processor.
+    resident_threads: int = 512
+    # By how much less fits where arithmetic is in float64: a value takes two registers, and so do the temporaries of
+    # its division and square root. At half the columns of float32 ptxas still reports up to 208 bytes of spills.
+    double_divisor: int = 4
+    # Bytes of one step of a loop, of all its tensors, up to which later steps are loaded ahead: two steps in flight
+    # stay within 64 KiB of shared memory, the least that a supported chip has.
+    staged_bytes: int = 32768
+    # The same where elements are loaded one by one.
+    unaligned_staged_bytes: int = 32768
+    # The same of a program that has a processor for itself: two steps are less than the shared memory of a processor
+    # of every chip here but the smallest.
+    sweep_staged_bytes: int = 49152
+    # Stages of a loop that has one step under way while it reduces another one: the copies of a step are issued behind
+    # its reductions, and the top of the loop waits for all but the newest.
+    prefetch_stages: int = 3
+    # Longest row, in bytes, of which a program holds one: it fits the registers of 1024 threads. ptxas reports no
+    # spills up to it, and 8 bytes (float32) to 280 bytes (bfloat16) at the next power of two.
+    layer_norm_fwd_bytes: int = 65536
+    # Longest rows of which a program holds two (x and y_bar or x_dot): 64 registers of 1024 threads.
+    layer_norm_two_row_cols: int = 16384
+    # Longest rows of which a program holds two, and two rows of sums: up to 128 registers at 16 columns per thread, so
+    # no more than 512 threads. At twice as many columns ptxas reports over 180 bytes with every number of warps.
+    layer_norm_accumulated_cols: int = 8192
+    # Tile of the kernels that sweep longer rows: 16 float32 values in each of 512 threads.
+    layer_norm_sweep_cols: int = 8192
+    # Columns of a program that sums the parameters' cotangents of long rows: 1 KiB of a row of 2-byte elements, so
+    # whole cache lines.
+    layer_norm_param_cols: int = 512
+    # Longest rows of which a second-order program holds three or four (x, y_bar, x_dot and y_bar_dot), and their
+    # parameters: up to 128 registers at 16 columns per thread, so no more than 512 threads, and no spills.
+    layer_norm_second_cols: int = 8192
+    # The same with up to three sums, up to 128 registers at 8 columns per thread; twice as many where it holds four
+    # rows in all, three rows and one sum (a double backward). With more at 16 columns, ptxas reports up to 254, and at
+    # twice the columns 168 to 344 bytes of spills. `layer_norm_second_order` says where sums do not fit, and why.
+    layer_norm_second_summed_cols: int = 4096
+    # Tiles of operands, sums and parameters of which a thread may hold 16 values: those of a double backward take up to
+    # 128 registers, so that two programs of eight warps fit.
+    layer_norm_second_few_tiles: int = 5
+    # Tile of the second-order kernels that sweep longer rows: 8 values of each operand, parameter and lane of a sum in
+    # each of 512 threads.
+    layer_norm_second_sweep_cols: int = 4096
+    # Longest row of which a program holds one (the forward): 32 values in each of 1024 threads. At the next power of
+    # two ptxas reports 176 bytes of spills (float32), and 32 with the two rows of the next limit.
+    log_softmax_row_cols: int = 32768
+    # Longest rows, in bytes, of which a program holds two (x_dot or y_bar, and y), 16 values of each in each thread.
+    log_softmax_two_row_bytes: int = 65536
+    # Longest rows of which a program holds three, for all results of the pairing: up to 82 of 128 registers of 512
+    # threads, 16 to 72 bytes of spills at the next power of two. Most second-order kernels hold two of their three or
+    # four inputs: one that is only summed is let go first.
+    log_softmax_three_row_cols: int = 8192
+    # Tile of the kernels that sweep longer rows: 16 values of the tile and 16 sums in each of 512 threads.
+    log_softmax_sweep_cols: int = 8192
+    # The same with more than two tensors read or one written: 8 values and 8 of each of two sums. At 16, rows of odd
+    # length, whose elements are loaded one by one, take all of the 128 registers that this leaves to each thread, and
+    # spill up to 160 bytes.
+    log_softmax_second_sweep_cols: int = 4096
+    # Tile of one tensor whose rows, not columns, are adjacent in memory: 16 values in each of 512 threads. The offsets
+    # of such a tile take registers too, because they differ along both axes.
+    log_softmax_tile: int = 8192
+    # The same with two to four tensors, 8 values of each of two; four tensors take up to 86 of 128 registers.
+    log_softmax_two_tile: int = 4096
+    # Programs per processor below which long rows are split among several: with less than two, one of which waits for
+    # its loads while the other one reduces, the memory queues of a processor run dry at every barrier.
+    min_row_programs: int = 2
+    # Programs per processor that splitting aims at: four of 16 warps fill the warp slots of a processor. More would
     # only add partial results to merge.
-    channel_warps=8,
-    channel_reduction_programs=4,
-    # Two full waves of the eight programs that fill the warp slots of a processor, and more waves of what takes more
-    # than 32 registers, so that a late program does not leave a processor idle for long.
-    channel_transform_programs=16,
-    # 16 values for each of 128 threads: 16 bytes per load, two loads and four independent chains of Philox rounds in
-    # flight for 2-byte elements, and four programs' worth of registers to spare, so that loads of one program hide
-    # behind the arithmetic of others.
-    philox_tile=2048,
-    philox_threads=128,
-    # The plans of the kernels say how much less each of them takes, and why.
-    attention_tile=128,
-)
+    split_row_programs: int = 4
+    # Programs that share a row, at most. Every program of the second launch merges the partial results of all splits of
+    # its row: at 32 they are one value for each thread of a warp.
+    max_row_splits: int = 32
+    # Tile of a kernel over channels, in the accumulation dtype: four 16-byte registers per thread at eight warps, few
+    # enough for two inputs and two accumulators of this size.
+    channel_tile_bytes: int = 16384
+    # Warps that share such a tile.
+    channel_warps: int = 8
+    # Programs per processor of a reduction over channels, at most: four of eight warps fill half the warp slots, which
+    # its memory queues need, and leave each thread the 64 registers that the simplest reductions take (see
+    # `channels.channel_programs`); more would only add partial results to merge.
+    channel_reduction_programs: int = 4
+    # Programs per processor of an elementwise kernel over channels: two full waves of the eight that fill the warp
+    # slots, and more waves of those with more than 32 registers, so that a late program does not leave a processor idle
+    # for long.
+    channel_transform_programs: int = 16
+    # Values of a tile of dropout, and words of a program that stores Philox numbers: 16 for each of 128 threads. That
+    # is 16 bytes per load, two loads and four independent chains of Philox rounds in flight for 2-byte elements, and
+    # four programs' worth of registers to spare, so that loads of one program hide behind the arithmetic of others.
+    philox_tile: int = 2048
+    # Threads that share such a tile.
+    philox_threads: int = 128
+    # Rows, and keys, of a tile of attention at most. The plans of the kernels say how much less each of them takes, and
+    # why.
+    attention_tile: int = 128
+
+
+SM_90 = Limits()
 
 # The registers, threads and warp slots of a processor are those of sm_90, and ptxas reports the same fits.
 SM_80 = SM_90
