@@ -172,22 +172,17 @@ def calls_of(workload: Workload, mode: str) -> list[Call]:
         # It keeps y and not x: the cotangent of y goes on to x.
         steps = (*steps, "backward")
     with torch.device("meta"):
-        calls = [cases.calls_of(_shape_of(workload), step)[0] for step in steps]
+        calls = [cases.calls_of(workload, step)[0] for step in steps]
     # One call gives value and tangent at once, where there is a launcher for it.
     at_once = steps[:2] == ("forward", "jvp") and calls[1].launcher.__name__.endswith("_fwd_jvp")
     return calls[at_once:]
-
-
-def _shape_of(workload: Workload) -> cases.Shape:
-    names = [field.name for field in dataclasses.fields(cases.Shape) if field.name != "masked"]
-    return cases.Shape(**{name: getattr(workload, name) for name in names})
 
 
 def steps_of(workload: Workload, mode: str, chip: launch.Chip) -> list[tuple[Cost, list[Launch]]]:
     """Of each of these calls its cost and its launches, planned for a chip."""
     found: list[tuple[Cost, list[Launch]]] = []
     launches: list[Launch] = []
-    with watch_launches(chip.name, [_shape_of(workload)], launches.append), launch.use_chip(chip):
+    with watch_launches(chip.name, [workload], launches.append), launch.use_chip(chip):
         for call in calls_of(workload, mode):
             # Products bind attention, whatever is issued beside them.
             if workload.op not in MATMUL_OPS:

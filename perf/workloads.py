@@ -66,6 +66,7 @@ class Workload:
         affine: Whether a norm has a weight and a bias.
         key_heads: Heads of the keys and values of attention; 0 for as many as the queries have.
         causal: Whether a token sees only those before it, and itself.
+        masked: Whether attention has a bias, a mask and dropout, which no step of the suite has.
         modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
@@ -80,6 +81,7 @@ class Workload:
     channels_last: bool = False
     key_heads: int = 0
     causal: bool = False
+    masked: bool = False
     modes: tuple[str, ...] = KERNEL_MODES
     quick: bool = False
     whole: bool = False
@@ -88,10 +90,17 @@ class Workload:
     def key(self) -> str:
         """Unique and stable, by which results of two runs are matched: `layer_norm GPT-2 8192x768 bf16`."""
         sizes = "x".join(map(str, self.shape))
-        key = (
-            f"{self.op} {self.name} {sizes} {SHORT_DTYPES[self.dtype]}{' channels_last' if self.channels_last else ''}"
-        )
-        return f"{key}{f' {self.key_heads} key heads' if self.key_heads else ''}{' causal' if self.causal else ''}"
+        return " ".join([self.op, self.name, sizes, SHORT_DTYPES[self.dtype], *self._words()])
+
+    @property
+    def case(self) -> str:
+        """Its name in the table of machine code, to which no model matters: `layer_norm 8192x768 bfloat16`."""
+        sizes = "x".join(map(str, self.shape))
+        return " ".join([self.op, sizes, self.dtype, *(words.replace(" ", "_") for words in self._words())])
+
+    def _words(self) -> list[str]:
+        words = {"channels_last": self.channels_last, f"{self.key_heads} key heads": self.key_heads}
+        return [word for word, said in {**words, "causal": self.causal, "masked": self.masked}.items() if said]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -100,8 +109,8 @@ class Workload:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Dtype of weight and bias: torch's layer norm wants that of the input, batch norm keeps float32."""
-        return torch.float32 if self.op in CHANNEL_OPS else self.torch_dtype
+        """Dtype of parameters: torch's layer norm wants that of the input, batch norm at least float32."""
+        return torch.promote_types(self.torch_dtype, torch.float32) if self.op in CHANNEL_OPS else self.torch_dtype
 
     @property
     def pass_bytes(self) -> int:
@@ -114,6 +123,17 @@ class Workload:
         if self.op in CHANNEL_OPS:
             return math.prod(self.shape) // self.shape[1]
         return self.shape[self.dim if self.op == "log_softmax" else -1]
+
+    @property
+    def run(self) -> int:
+        """Adjacent elements along which the tiles of a kernel run: columns, spatial positions or channels."""
+        if self.op == "log_softmax":
+            inner = math.prod(self.shape[self.dim % len(self.shape) + 1 :])
+            return inner if inner > 1 else self.shape[-1]
+        if self.op not in CHANNEL_OPS:
+            return self.shape[-1]
+        spatial = math.prod(self.shape[2:])
+        return self.shape[1] if self.channels_last or spatial == 1 else spatial
 
     @property
     def num_params(self) -> int:

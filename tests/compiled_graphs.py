@@ -33,7 +33,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import mangle_type
 
 import primitives as pr
-from perf.machine_code.cases import Shape, launch_mode
+from perf.machine_code.cases import launch_mode, unnamed
 from perf.workloads import KERNEL_MODES
 from primitives.core import inductor, registered_primitives
 from tests.kernels.kernel_calls import driver as stand_in
@@ -232,12 +232,12 @@ def inductor_source(kernel: Kernel, args: tuple, constants: dict[str, Any]) -> A
 
 
 ONES = (
-    (Shape("layer_norm", (1, 256)), KERNEL_MODES),
-    (Shape("layer_norm", (1, 65536)), ("backward", "hvp")),
-    (Shape("log_softmax", (1, 256)), ("forward", "backward", "hvp", "x_only")),
-    (Shape("log_softmax", (1, 100000)), ("forward", "jvp", "hvp", "x_only")),
-    (Shape("batch_norm", (1, 1, 4, 4)), KERNEL_MODES),
-    (Shape("batch_norm", (1, 1)), ("evaluation", "x_only")),
+    (unnamed("layer_norm", (1, 256)), KERNEL_MODES),
+    (unnamed("layer_norm", (1, 65536)), ("backward", "hvp")),
+    (unnamed("log_softmax", (1, 256)), ("forward", "backward", "hvp", "x_only")),
+    (unnamed("log_softmax", (1, 100000)), ("forward", "jvp", "hvp", "x_only")),
+    (unnamed("batch_norm", (1, 1, 4, 4)), KERNEL_MODES),
+    (unnamed("batch_norm", (1, 1)), ("evaluation", "x_only")),
 )
 
 
@@ -262,9 +262,9 @@ def ones() -> dict[str, list[str]]:
             complaints.append(str(error))
 
     with intercept(make_ir), unset_fake_temporarily():
-        for shape, modes in ONES:
+        for workload, modes in ONES:
             for mode in modes:
-                launch_mode(shape, mode)
+                launch_mode(workload, mode)
     return found
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax
-from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS, GPU_WORKLOADS, KERNEL_MODES
+from perf.workloads import DROPOUT_P, EPS, GPU_WORKLOADS, KERNEL_MODES, Workload
 from triton_kernels import dropout, philox
 
 if TYPE_CHECKING:
@@ -28,52 +27,8 @@ ALL_RESULTS = (True,) * 6
 ALL_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """An op at one shape, dtype and layout, and the modes in which it is compiled.
-
-    The fields are those of a workload, but for `masked`: attention with a bias, a mask and dropout.
-    """
-
-    op: str
-    shape: tuple[int, ...]
-    dtype: str = "bfloat16"
-    dim: int = -1
-    affine: bool = True
-    channels_last: bool = False
-    key_heads: int = 0
-    causal: bool = False
-    masked: bool = False
-    modes: tuple[str, ...] = KERNEL_MODES
-
-    def __str__(self) -> str:
-        """Op, sizes, dtype, layout; of attention the heads of keys, and what it sees."""
-        sizes = "x".join(map(str, self.shape))
-        words = {"channels_last": self.channels_last, f"{self.key_heads}_key_heads": self.key_heads}
-        words |= {"causal": self.causal, "masked": self.masked}
-        return " ".join([self.op, sizes, self.dtype, *(word for word, said in words.items() if said)])
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's object."""
-        return getattr(torch, self.dtype)
-
-    @property
-    def param_dtype(self) -> torch.dtype:
-        """Dtype of parameters: that of the input, but at least float32 for batch norm."""
-        return torch.promote_types(self.torch_dtype, torch.float32) if self.op in CHANNEL_OPS else self.torch_dtype
-
-    @property
-    def run(self) -> int:
-        """Adjacent elements along which the tiles of a kernel run: columns, spatial positions or channels."""
-        if self.op in {"layer_norm", "dropout", "attention"}:
-            return self.shape[-1]
-        if self.op == "log_softmax":
-            inner = math.prod(self.shape[self.dim % len(self.shape) + 1 :])
-            return inner if inner > 1 else self.shape[-1]
-        spatial = math.prod(self.shape[2:])
-        return self.shape[1] if self.channels_last or spatial == 1 else spatial
-
+# One that is of no model.
+unnamed = partial(Workload, "")
 
 _OF_CURVATURE = ("backward_of_jvp", "gradient_backward", "all_results")
 _OF_CHANNELS = ("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
@@ -85,85 +40,78 @@ _OF_MASKS = (*_FIRST_ORDER, "all_results")
 
 # What the suite lacks: very short rows (so many that partial sums are few beside them), float64, a reduced dim that is
 # long and not the last, and sizes that are a multiple of nothing.
-OTHER_SHAPES = (
-    Shape("layer_norm", (1 << 18, 24), modes=_FIRST_ORDER),
-    Shape("layer_norm", (512, 512), "float64"),
-    Shape("layer_norm", (8192, 768), modes=("gradient_backward",)),
-    Shape("layer_norm", (16384, 1152), affine=False, modes=("gradient_backward",)),
-    Shape("layer_norm", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results")),
-    Shape("layer_norm", (4096, 1000), "float32", modes=_OF_FLOAT32),
+OTHER_WORKLOADS = (
+    unnamed("layer_norm", (1 << 18, 24), modes=_FIRST_ORDER),
+    unnamed("layer_norm", (512, 512), "float64"),
+    unnamed("layer_norm", (8192, 768), modes=("gradient_backward",)),
+    unnamed("layer_norm", (16384, 1152), affine=False, modes=("gradient_backward",)),
+    unnamed("layer_norm", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward", "all_results")),
+    unnamed("layer_norm", (4096, 1000), "float32", modes=_OF_FLOAT32),
     # The longest rows that the second order holds whole, without sums beside them, and rows that it sweeps.
-    Shape("layer_norm", (8192, 8192), modes=_OF_CURVATURE),
-    Shape("layer_norm", (512, 131072), modes=_OF_CURVATURE),
-    Shape("log_softmax", (65536, 24), modes=_FIRST_ORDER),
-    Shape("log_softmax", (512, 512), "float64"),
-    Shape("log_softmax", (8192, 4096), modes=_OF_LOG_SOFTMAX),
-    Shape("log_softmax", (2048, 128256), modes=_OF_LOG_SOFTMAX),
-    Shape("log_softmax", (16, 5000, 96), "float32", dim=1),
-    Shape("batch_norm", (64, 256, 56, 56), modes=_OF_CHANNELS),
-    Shape("batch_norm", (64, 256, 56, 56), channels_last=True, modes=_OF_CHANNELS),
-    Shape("batch_norm", (64, 256, 56, 56), "float32", modes=("hvp", "all_results")),
-    Shape("batch_norm", (8192, 1000), "float32"),
-    Shape("batch_norm", (32, 64, 16, 16), "float64"),
+    unnamed("layer_norm", (8192, 8192), modes=_OF_CURVATURE),
+    unnamed("layer_norm", (512, 131072), modes=_OF_CURVATURE),
+    unnamed("log_softmax", (65536, 24), modes=_FIRST_ORDER),
+    unnamed("log_softmax", (512, 512), "float64"),
+    unnamed("log_softmax", (8192, 4096), modes=_OF_LOG_SOFTMAX),
+    unnamed("log_softmax", (2048, 128256), modes=_OF_LOG_SOFTMAX),
+    unnamed("log_softmax", (16, 5000, 96), "float32", dim=1),
+    unnamed("batch_norm", (64, 256, 56, 56), modes=_OF_CHANNELS),
+    unnamed("batch_norm", (64, 256, 56, 56), channels_last=True, modes=_OF_CHANNELS),
+    unnamed("batch_norm", (64, 256, 56, 56), "float32", modes=("hvp", "all_results")),
+    unnamed("batch_norm", (8192, 1000), "float32"),
+    unnamed("batch_norm", (32, 64, 16, 16), "float64"),
     # Channels, or positions of a channel, that are loaded one by one.
-    Shape("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
-    Shape("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
-    Shape("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
-    Shape("batch_norm", (64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
-    Shape("attention", (8, 12, 1024, 64), causal=True, modes=("all_results",)),
-    Shape("attention", (2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
-    Shape("attention", (8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
-    Shape("attention", (8, 12, 1024, 64), "float32", modes=_OF_MASKS),
-    Shape("dropout", (8192, 4096), modes=("batched",)),
-    Shape("dropout", (512, 512), "float64", modes=("forward",)),
+    unnamed("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
+    unnamed("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
+    unnamed("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
+    unnamed("batch_norm", (64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
+    unnamed("attention", (8, 12, 1024, 64), causal=True, modes=("all_results",)),
+    unnamed("attention", (2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
+    unnamed("attention", (8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
+    unnamed("attention", (8, 12, 1024, 64), "float32", modes=_OF_MASKS),
+    unnamed("dropout", (8192, 4096), modes=("batched",)),
+    unnamed("dropout", (512, 512), "float64", modes=("forward",)),
 )
 
 
-def shapes() -> Iterator[Shape]:
-    """The suite's shapes, then the others."""
-    names = [field.name for field in fields(Shape) if field.name != "masked"]
-    for w in GPU_WORKLOADS:
-        yield Shape(**{name: getattr(w, name) for name in names})
-    yield from OTHER_SHAPES
+def cases() -> Iterator[tuple[str, Workload, list[Call]]]:
+    """Name, workload and calls of every case, the suite's first; their tensors are never touched."""
+    for workload in (*GPU_WORKLOADS, *OTHER_WORKLOADS):
+        for mode in workload.modes:
+            yield f"{workload.case} {mode}", workload, calls_of(workload, mode)
 
 
-def cases() -> Iterator[tuple[str, Shape, list[Call]]]:
-    """Name, shape and calls of every case; their tensors are never touched."""
-    for shape in shapes():
-        for mode in shape.modes:
-            yield f"{shape} {mode}", shape, calls_of(shape, mode)
-
-
-def launch_mode(shape: Shape, mode: str) -> None:
+def launch_mode(workload: Workload, mode: str) -> None:
     """Make the calls of one mode of an op."""
-    for call in calls_of(shape, mode):
+    for call in calls_of(workload, mode):
         call.results()
 
 
-def calls_of(shape: Shape, mode: str) -> list[Call]:
+def calls_of(workload: Workload, mode: str) -> list[Call]:
     """The calls of one mode of an op, as the rules of the op make them."""
     # Nobody touches its memory, which a change of its format would.
-    memory_format = torch.channels_last if shape.channels_last else torch.contiguous_format
-    x = torch.empty(shape.shape, dtype=shape.torch_dtype, memory_format=memory_format)
-    if shape.op == "dropout":
+    memory_format = torch.channels_last if workload.channels_last else torch.contiguous_format
+    x = torch.empty(workload.shape, dtype=workload.torch_dtype, memory_format=memory_format)
+    if workload.op == "dropout":
         return _dropout_calls(x, int(mode == "batched"))
-    steps, operands, derived = (_attention if shape.op == "attention" else _rows_or_channels)(shape, mode, x)
+    make = _attention if workload.op == "attention" else _rows_or_channels
+    steps, operands, derived = make(workload, mode, x)
     return [operands.change(**dict.fromkeys(absent)).call(name, wanted, derived) for name, absent, wanted in steps]
 
 
-def _rows_or_channels(shape: Shape, mode: str, x: Tensor) -> tuple[list[Step], Any, dict[str, Any]]:
+def _rows_or_channels(workload: Workload, mode: str, x: Tensor) -> tuple[list[Step], Any, dict[str, Any]]:
     """Steps of a mode, operands, and what is derived from them: all tensors of a size are one."""
-    if shape.op == "log_softmax":
-        operands = LogSoftmax(x, x, x, x, x, x, dim=shape.dim % x.dim())
+    if workload.op == "log_softmax":
+        operands = LogSoftmax(x, x, x, x, x, x, dim=workload.dim % x.dim())
         return _log_softmax_steps(mode), operands, {"x_dtype": x.dtype}
-    is_rows = shape.op == "layer_norm"
-    weight = torch.empty(x.shape[-1 if is_rows else 1], dtype=shape.param_dtype) if shape.affine else None
+    is_rows = workload.op == "layer_norm"
+    weight = torch.empty(x.shape[-1 if is_rows else 1], dtype=workload.param_dtype) if workload.affine else None
     statistics = x.shape[:-1] if is_rows else x.shape[1:2]
     stat = x.new_empty(statistics, dtype=torch.promote_types(x.dtype, torch.float32))
     params: Any = [weight] * (4 if is_rows else 8)
     operands = (LayerNorm if is_rows else BatchNorm)(x, x, x, x, *params)
-    is_evaluation = shape.op == "batch_norm_eval" or mode == "evaluation"
-    steps = _evaluation_steps(mode) if is_evaluation else _norm_steps(mode, is_rows, shape.affine)
+    is_evaluation = workload.op == "batch_norm_eval" or mode == "evaluation"
+    steps = _evaluation_steps(mode) if is_evaluation else _norm_steps(mode, is_rows, workload.affine)
     return steps, operands, {"mean": stat, "rstd": stat, "eps": EPS}
 
 
@@ -244,13 +192,13 @@ _ATTENTION_PAIRINGS = {
 }
 
 
-def _attention(shape: Shape, mode: str, x: Tensor) -> tuple[list[Step], Attention, dict[str, Any]]:
-    batch, heads, tokens, width = shape.shape
+def _attention(workload: Workload, mode: str, x: Tensor) -> tuple[list[Step], Attention, dict[str, Any]]:
+    batch, heads, tokens, width = workload.shape
     # The heads of a token lie side by side.
-    q, k = (x.new_empty(batch, tokens, count, width).transpose(1, 2) for count in (heads, shape.key_heads or heads))
+    q, k = (x.new_empty(batch, tokens, count, width).transpose(1, 2) for count in (heads, workload.key_heads or heads))
     lse = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    options: dict[str, Any] = {"scale": width**-0.5, "causal": shape.causal}
-    if shape.masked:
+    options: dict[str, Any] = {"scale": width**-0.5, "causal": workload.causal}
+    if workload.masked:
         bias, seed = x.new_empty(1, heads, tokens, tokens), torch.empty((), dtype=torch.int64)
         mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool)
         options |= {"bias": bias, "bias_dot": bias, "mask": mask, "seed": seed, "offset": seed, "dropout_p": DROPOUT_P}

@@ -32,7 +32,7 @@ from triton_kernels.launch.tables import limits_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from perf.machine_code.cases import Shape
+    from perf.workloads import Workload
 
 # Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of
 # which a wavefront sees one.
@@ -118,16 +118,16 @@ class StandInDriver:
 
 
 @contextlib.contextmanager
-def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launch], None]) -> Iterator[None]:
+def watch_launches(chip_name: str, workload: list[Workload], callback: Callable[[Launch], None]) -> Iterator[None]:
     """Context in which every launch is handed to `callback` instead, planned and described for a chip of `CHIPS`.
 
-    `shape` holds one shape, that of the case under way; the caller sets it.
+    `workload` holds that of the case under way; the caller sets it.
     """
     driver = StandInDriver(chip_name)
     triton.runtime.driver.set_active(driver)  # pyright: ignore[reportArgumentType] - it quacks
 
     def describe(kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
-        widths = [_width(tensor, shape[0]) for tensor in args if isinstance(tensor, torch.Tensor)]
+        widths = [_width(tensor, workload[0]) for tensor in args if isinstance(tensor, torch.Tensor)]
         budget = _register_budget(chip_name, kernel, args, constants)
         known = kernel.function.device_caches[driver.get_current_device()][-1](*args, debug=False, **constants)[1]
         options = sorted((name, value) for name, value in constants.items() if name not in kernel.argument_names)
@@ -146,10 +146,10 @@ def watch_launches(chip_name: str, shape: list[Shape], callback: Callable[[Launc
         yield
 
 
-def _width(tensor: torch.Tensor, shape: Shape) -> int | None:
-    if tensor.nbytes < _LARGE_SHARE * math.prod(shape.shape) * shape.torch_dtype.itemsize:
+def _width(tensor: torch.Tensor, workload: Workload) -> int | None:
+    if tensor.nbytes < _LARGE_SHARE * workload.pass_bytes:
         return None
-    return math.gcd(_MAX_ACCESS_BYTES, shape.run * tensor.element_size(), tensor.data_ptr() % _MAX_ACCESS_BYTES)
+    return math.gcd(_MAX_ACCESS_BYTES, workload.run * tensor.element_size(), tensor.data_ptr() % _MAX_ACCESS_BYTES)
 
 
 def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[str, Any]) -> int:
@@ -173,13 +173,13 @@ def described_calls(
     chip_name: str, case_names: Collection[str] | None = None
 ) -> Iterator[tuple[str, Called, list[Launch]]]:
     """Each call of the cases, of all if none are named, with its case and its launches on a chip."""
-    current: list[Shape] = []
+    current: list[Workload] = []
     launches: list[Launch] = []
     with watch_launches(chip_name, current, launches.append):
-        for case_name, shape, calls in cases():
+        for case_name, workload, calls in cases():
             if case_names is not None and case_name not in case_names:
                 continue
-            current[:] = [shape]
+            current[:] = [workload]
             for call in calls:
                 launches.clear()
                 call.results()

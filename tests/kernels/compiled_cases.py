@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from perf.machine_code.cases import ALL_MODES, Shape, launch_mode
+from perf.machine_code.cases import ALL_MODES, launch_mode, unnamed
 from perf.machine_code.compiling import (
     Launch,
     StandInDriver,
@@ -37,6 +37,8 @@ from triton_kernels.launch.chips import CHIPS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from perf.workloads import Workload
+
 
 _MODES = dict.fromkeys(("layer_norm", "log_softmax"), ALL_MODES[:-1]) | {
     "attention": (*KERNEL_MODES, "backward_of_jvp", "all_results"),
@@ -47,28 +49,28 @@ _MODES = dict.fromkeys(("layer_norm", "log_softmax"), ALL_MODES[:-1]) | {
 # Shapes that reach every kernel, and other sizes of their first dim under which the plans stay as they are: an odd one,
 # and one that is a multiple of 16, which the compiler could know.
 _SHAPES = (
-    (Shape("layer_norm", (4096, 4096)), (4095, 1008)),
-    (Shape("layer_norm", (512, 131072)), (511, 400)),
+    (unnamed("layer_norm", (4096, 4096)), (4095, 1008)),
+    (unnamed("layer_norm", (512, 131072)), (511, 400)),
     # Several programs share a row.
-    (Shape("layer_norm", (64, 131072)), (63, 80)),
-    (Shape("log_softmax", (4096, 4096)), (4095, 1008)),
-    (Shape("log_softmax", (1024, 128256)), (1023, 400)),
-    (Shape("log_softmax", (64, 128256)), (63, 80)),
-    (Shape("log_softmax", (16, 21, 64, 64), dim=1), (15, 32)),
+    (unnamed("layer_norm", (64, 131072)), (63, 80)),
+    (unnamed("log_softmax", (4096, 4096)), (4095, 1008)),
+    (unnamed("log_softmax", (1024, 128256)), (1023, 400)),
+    (unnamed("log_softmax", (64, 128256)), (63, 80)),
+    (unnamed("log_softmax", (16, 21, 64, 64), dim=1), (15, 32)),
     # Other numbers of images may have more partial results to merge, for each power of two a kernel.
-    (Shape("batch_norm", (64, 256, 14, 14)), (63, 128)),
-    (Shape("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 128)),
-    (Shape("batch_norm", (8192, 1024)), (8191, 6400)),
-    (Shape("dropout", (1024, 4096)), (1023, 400)),
-    (Shape("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
-    (Shape("attention", (2, 8, 1024, 72), masked=True), (3, 16)),
+    (unnamed("batch_norm", (64, 256, 14, 14)), (63, 128)),
+    (unnamed("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 128)),
+    (unnamed("batch_norm", (8192, 1024)), (8191, 6400)),
+    (unnamed("dropout", (1024, 4096)), (1023, 400)),
+    (unnamed("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
+    (unnamed("attention", (2, 8, 1024, 72), masked=True), (3, 16)),
 )
 
 
-def launches(chip_name: str, shape: Shape, launch: Callable[[], object]) -> list[Launch]:
+def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:
     """What is launched on a chip."""
     found: list[Launch] = []
-    with watch_launches(chip_name, [shape], found.append):
+    with watch_launches(chip_name, [workload], found.append):
         launch()
     return found
 
@@ -85,18 +87,18 @@ def in_groups(num_rows: int) -> None:
 def anew(chip_name: str) -> None:
     """Another number of rows compiles no kernel anew."""
 
-    def described(shape: Shape, launch: Callable[[], object]) -> list[tuple[str, dict[str, str]]]:
-        return [(one.kernel.__name__, one.described_arguments()) for one in launches(chip_name, shape, launch)]
+    def described(workload: Workload, launch: Callable[[], object]) -> list[tuple[str, dict[str, str]]]:
+        return [(one.kernel.__name__, one.described_arguments()) for one in launches(chip_name, workload, launch)]
 
-    def launch_all(shape: Shape, num_rows: int) -> None:
-        for mode in _MODES[shape.op]:
-            launch_mode(dataclasses.replace(shape, shape=(num_rows, *shape.shape[1:])), mode)
+    def launch_all(workload: Workload, num_rows: int) -> None:
+        for mode in _MODES[workload.op]:
+            launch_mode(dataclasses.replace(workload, shape=(num_rows, *workload.shape[1:])), mode)
 
-    cases = [(str(shape), shape, (shape.shape[0], *others), launch_all) for shape, others in _SHAPES]
-    cases.append(("groups", _SHAPES[0][0], (640, 639, 600), lambda shape, num_rows: in_groups(num_rows)))
+    cases = [(each.case, each, (each.shape[0], *others), launch_all) for each, others in _SHAPES]
+    cases.append(("groups", _SHAPES[0][0], (640, 639, 600), lambda workload, num_rows: in_groups(num_rows)))
     problems = []
-    for name, shape, sizes, launch in cases:
-        first, *again = (described(shape, functools.partial(launch, shape, num_rows)) for num_rows in sizes)
+    for name, workload, sizes, launch in cases:
+        first, *again = (described(workload, functools.partial(launch, workload, num_rows)) for num_rows in sizes)
         for num_rows, found in zip(sizes[1:], again, strict=True):
             problems += changed(f"{name} with {num_rows}", first, found)
     assert not problems, "\n".join(problems)
@@ -166,14 +168,14 @@ def half(chip_name: str) -> None:
 
 def faults(chip_name: str) -> None:
     """A layer norm backward with a mistake in its plan breaks the rules: too few warps, or no alignment."""
-    shape = Shape("layer_norm", (8192, 4096))
-    (launch, *_) = launches(chip_name, shape, lambda: launch_mode(shape, "backward"))
+    workload = unnamed("layer_norm", (8192, 4096))
+    (launch, *_) = launches(chip_name, workload, lambda: launch_mode(workload, "backward"))
     # Half the warps spill nothing: each thread has twice the registers that leave room for the other programs.
     mistakes = (({"num_warps": launch.constants["num_warps"] // 2}, "the plan counts on"), ({"num_warps": 1}, "spills"))
-    with watch_launches(chip_name, [shape], lambda launch: None):
+    with watch_launches(chip_name, [workload], lambda launch: None):
         for change, complaint in (*mistakes, ({"ALIGN": 1}, "narrow")):
             changed_launch = launch._replace(constants={**launch.constants, **change})
-            made = {launch.key: try_compile(chip_name, changed_launch, f"{shape} with {change}")}
+            made = {launch.key: try_compile(chip_name, changed_launch, f"{workload.case} with {change}")}
             row = whole_rows(chip_name, made)[launch.key]
             assert not isinstance(row, str), row
             assert any(complaint in problem for problem in broken_rules(chip_name, row)), row

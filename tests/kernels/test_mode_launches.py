@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,7 @@ from perf import model
 from perf.machine_code import cases
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
-from perf.workloads import ATTENTION_MODES, GPU_WORKLOADS, OPS, Workload
+from perf.workloads import ATTENTION_MODES, OPS, Workload
 from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ WORKLOADS = (
     Workload("small", "dropout", (8, 64), dtype="float32", modes=FIRST_ORDER),
     Workload("small", "attention", (1, 2, 16, 16), "float32", key_heads=1, causal=True, modes=ATTENTION_MODES),
 )
-# What a workload and a case have in common; a case has more modes.
-FIELDS = [field.name for field in dataclasses.fields(cases.Shape) if field.name != "masked"]
 
 
 def launches(run: Callable[[], object]) -> list[str]:
@@ -54,16 +51,10 @@ def test_every_op_and_mode_is_looked_at() -> None:
     assert {mode for workload in WORKLOADS for mode in (*workload.modes, "forward_backward")} == set(model.MODES)
 
 
-def test_the_cases_have_every_workload_of_the_suite() -> None:
-    found = {tuple(getattr(shape, name) for name in FIELDS) for shape in cases.shapes()}
-    assert {tuple(getattr(workload, name) for name in FIELDS) for workload in GPU_WORKLOADS} <= found
-
-
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.key)
 def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(workload: Workload) -> None:
-    shape = cases.Shape(**{name: getattr(workload, name) for name in FIELDS})
-    in_table = set(launches(lambda: [cases.launch_mode(shape, mode) for mode in workload.modes]))
+    in_table = set(launches(lambda: [cases.launch_mode(workload, mode) for mode in workload.modes]))
     side = provider("primitives")
     for mode in (*workload.modes, "forward_backward"):
         steps = make_steps(mode, side.function(workload), side.wrap)
