@@ -150,7 +150,9 @@ def batch_norm_sums_kernel(  # noqa: C901 - likewise
     count = tl.zeros([], tl.int64)
     anchor_tile = first
     if STATISTICS:
-        # The fuller one of the first two: a tile with few elements has a small share of the variance.
+        # The fuller one of the first two: a tile with few elements has a small share of the variance. From the mean of
+        # one of n full tiles, that of all lies within `sqrt(n)` standard deviations: products about it lose at most as
+        # many times the rounding of a sum about the mean, and squares n times.
         second = tl.minimum(first + 1, stop - 1)
         first_count = locate_tile(first, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)[3]
         second_count = locate_tile(second, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)[3]

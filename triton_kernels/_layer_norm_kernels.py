@@ -88,7 +88,11 @@ def _fwd_fold(state, x, p, r, anchor, mask):
 def _fwd_merge(
     state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
 ):
-    """Of lanes, or of slices by Chan's formula: the mean, squares about it, and the sums of x_dot and its products."""
+    """Of lanes, or of slices by Chan's formula: the mean, squares about it, and the sums of x_dot and its products.
+
+    A row of n tiles lies within `sqrt(n)` of its standard deviations from its first one's mean: about that anchor
+    products lose at most as many times the rounding of a sum about the mean, and squares n times.
+    """
     HAS_X_DOT: tl.constexpr = len(state) == 4
     if LEVEL == 1:
         sums = sums_of(state)

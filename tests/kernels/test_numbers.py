@@ -22,6 +22,8 @@ from triton_kernels.log_softmax import log_softmax_bwd, log_softmax_fwd, log_sof
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from tests.op_cases import OpCase
 
 INF, NAN = math.inf, math.nan
@@ -102,6 +104,33 @@ def test_variance_survives_a_large_offset_and_a_drift(layout: str, use_limits: C
         torch.testing.assert_close(rstd.double() ** -2, var, rtol=rtol, atol=0.0)
         torch.testing.assert_close(running_var.double(), var * count / (count - 1), rtol=rtol, atol=0.0)
         torch.testing.assert_close(mean.double(), moved.double().mean(dims), rtol=2e-7, atol=0.0)
+
+
+def far_from_its_beginning(num_rows: int, num_cols: int) -> Tensor:
+    """Rows whose first columns, about which sweeps sum, lie far from the mean, and both far from zero.
+
+    Integers with an integer for a mean: no digit of it is lost.
+    """
+    x = (8 * random(num_rows, num_cols)).round()
+    x[:, :16] += 64
+    x[:, -1] -= x.sum(1) % num_cols
+    return x + 2**16
+
+
+def test_value_and_tangent_of_rows_far_from_their_anchor(plan: str) -> None:
+    """A tangent with a large mean asks most of its product with x."""
+    x, x_dot = far_from_its_beginning(3, 80), random(3, 80, seed=1) + 100
+    check_values(LayerNorm.draw((3, 80)).change(x=x, x_dot=x_dot).call("fwd_jvp"))
+
+
+def test_value_and_tangent_of_channels_far_from_their_anchor(
+    use_limits: Callable[..., None], use_processors: Callable[[int], None]
+) -> None:
+    use_limits(channel_tile_bytes=256)
+    use_processors(1)
+    x, x_dot = far_from_its_beginning(3, 320).T, random(320, 3, seed=1) + 100
+    features = BatchNorm.draw((320, 3)).change(x=x, x_dot=x_dot, running_mean=None, running_var=None)
+    check_values(features.call("train_fwd_jvp"))
 
 
 def test_one_element_per_channel() -> None:
