@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
-from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, pairwise, random
+from perf.calls import BatchNorm, Call, LayerNorm, random
 from triton_kernels import dropout, log_softmax, philox
+from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
 
-__all__ = [
-    "DTYPES",
-    "ROW_PLANS",
-    "Attention",
-    "BatchNorm",
-    "Call",
-    "LayerNorm",
-    "LogSoftmax",
-    "channels_last",
-    "copying_calls",
-    "dropout_calls",
-    "far_apart",
-    "need_memory",
-    "pairwise",
-    "random",
-    "short_rows",
-]
+    from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
@@ -37,6 +22,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 def channels_last(x: Tensor) -> Tensor:
     """The same, with its channels next to each other."""
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+class Launched(NamedTuple):
+    """One launch: a `Kernel`, its grid, its arguments by position, and its constants and options."""
+
+    kernel: Any
+    grid: Any
+    args: tuple
+    constants: dict[str, Any]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Arguments, constants and options by name."""
+        return {**dict(zip(self.kernel.argument_names, self.args, strict=False)), **self.constants}
+
+
+def launched_by(run: Callable[[], object], watch: Callable[..., Any] = intercept) -> list[Launched]:
+    """What `run` launches: without launching it, or besides with `observe`."""
+    found: list[Launched] = []
+    with watch(lambda *launch: found.append(Launched(*launch))):
+        run()
+    return found
 
 
 def need_memory(num_bytes: int) -> None:

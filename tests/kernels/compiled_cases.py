@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from perf.calls import BatchNorm, LayerNorm
 from perf.machine_code.cases import ALL_MODES, launch_mode, unnamed
 from perf.machine_code.compiling import (
     Launch,
@@ -31,7 +32,6 @@ from perf.machine_code.rules import broken_rules
 from perf.machine_code.shares import broken_shares
 from perf.machine_code.table import Row, read_table
 from perf.workloads import KERNEL_MODES
-from tests.kernels.calls import BatchNorm, LayerNorm
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:

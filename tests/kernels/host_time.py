@@ -11,9 +11,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tests.kernels.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, dropout_calls
+from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax
+from tests.kernels.calls import dropout_calls, launched_by
 from tests.kernels.stand_ins import stand_ins
-from triton_kernels._kernel import intercept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +34,7 @@ def timed_calls() -> list[Call]:
 
 def time_in_launches(call: Call, run: Callable[[], Any]) -> float:
     """Median time of `run`, in times of Triton's own launches of what the call launches."""
-    made: list[tuple] = []
-    with intercept(lambda *launch: made.append(launch)):
-        call.results()
+    made = launched_by(call.results)
 
     def launch_all() -> None:
         for kernel, grid, args, constants in made:

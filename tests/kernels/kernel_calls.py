@@ -1,6 +1,6 @@
 """Launches through `Kernel` beside Triton's own launches; fails where they differ.
 
-`python -m tests.kernels.kernel_calls`, in a process without Triton's interpreter. A stand-in driver records launches.
+`python -m tests.kernels.kernel_calls`, in a process without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -12,47 +12,16 @@ import unittest.mock
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
+from perf.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
+from tests.kernels.calls import launched_by
 from tests.kernels.host_time import check_host_time
 from tests.kernels.repeated_calls import check_all
-from tests.kernels.stand_ins import Driver
-from triton_kernels._kernel import Kernel, intercept, key_function
-from triton_kernels.launch.chips import CHIPS, use_chip
-
-
-class RecordingDriver(Driver):
-    """Stands in for the driver of one sm_90 device, and notes the hash, grid, stream and arguments of each launch."""
-
-    def __init__(self) -> None:
-        """Stand in for a driver that has launched nothing on its first device."""
-        super().__init__("sm_90")
-        self.launches: list[tuple] = []
-
-    def launcher_cls(self, source, metadata):
-        """What Triton calls to launch one compiled kernel."""
-
-        def launch(x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *args):
-            if enter_hook is not None:
-                enter_hook(launch_metadata)
-            self.launches.append((metadata.hash, (x, y, z), stream, args))
-            if exit_hook is not None:
-                exit_hook(launch_metadata)
-
-        return launch
-
-    def load_binary(self, name, binary, shared_bytes, device):
-        """Module, function, registers, spills and threads of a kernel that was loaded."""
-        return 1, 1, 32, 0, 1024
-
-
-driver = RecordingDriver()
-config: Any = triton.runtime.driver
-config.set_active(driver)
+from tests.kernels.stand_ins import Driver, launches, stand_ins
+from triton_kernels._kernel import Kernel, key_function
 
 
 # Constants of a kernel are capitals by this package's convention, and numbers to the checker.
@@ -70,7 +39,7 @@ def _sample_kernel(
 
 def new_kernel() -> Kernel:
     """A kernel that nothing was compiled of yet."""
-    driver.launches.clear()
+    launches.clear()
     return Kernel(_sample_kernel, unspecialized={"num_rows"})
 
 
@@ -120,11 +89,11 @@ def check_variations() -> None:
     for seed in range(3):
         for variation in random.Random(seed).sample(VARIATIONS, len(VARIATIONS)):
             args, constants = variation
-            driver.launches.clear()
+            launches.clear()
             reference[(3,)](*args, **constants)
             with counting_triton() as calls:
                 kernel[(3,)](*args, **constants)
-            expected, actual = driver.launches
+            expected, actual = launches
             assert expected[:3] == actual[:3], (variation, seed)
             assert all(a is b or a == b for a, b in zip(expected[3], actual[3], strict=True)), (variation, seed)
             # Triton has the first launch of everything, and all of some.
@@ -134,16 +103,18 @@ def check_variations() -> None:
             )
 
 
-def check_grids_and_devices() -> None:
+def check_grids_and_devices(driver: Driver) -> None:
     """Grids have three numbers; each device has its kernels and its stream."""
     kernel = new_kernel()
     for grid in ((2,), (2, 3), (2, 3, 4), lambda meta: (meta["BLOCK"],)):
         kernel[grid](*ARGS, **CONSTANTS)
-    assert [launch[1] for launch in driver.launches] == [(2, 1, 1), (2, 3, 1), (2, 3, 4), (32, 1, 1)]
-    for device in (1, 0):
-        driver.device = device
-        kernel[(1,)](*ARGS, **CONSTANTS)
-    assert [launch[2] for launch in driver.launches] == [100] * 4 + [101, 100]
+    assert [launch[1] for launch in launches] == [(2, 1, 1), (2, 3, 1), (2, 3, 4), (32, 1, 1)]
+    with counting_triton() as calls:
+        for device in (1, 0):
+            driver.device = device
+            kernel[(1,)](*ARGS, **CONSTANTS)
+    assert calls == [False]
+    assert [launch[2] for launch in launches] == [100] * 4 + [101, 100]
 
 
 def check_hooks() -> None:
@@ -167,10 +138,10 @@ def check_fusion() -> None:
     with unittest.mock.patch.object(knobs.language, "default_fp_fusion", False):
         kernel = new_kernel()
         compiled = kernel.warmup(*ARGS, grid=(1,), **CONSTANTS)
-        assert compiled.metadata.enable_fp_fusion
+        assert "'enable_fp_fusion': True" in compiled.hash
         kernel[(1,)](*ARGS, **CONSTANTS)
         kernel.function[(1,)](*ARGS, **CONSTANTS)
-    pinned, default = (launch[0] for launch in driver.launches)
+    pinned, default = (launch[0] for launch in launches)
     assert pinned == compiled.hash != default
 
 
@@ -184,7 +155,7 @@ def check_threads() -> None:
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(launch_all, range(8)))
-    assert len(driver.launches) == 64
+    assert len(launches) == 64
 
 
 def check_keys() -> None:
@@ -193,21 +164,19 @@ def check_keys() -> None:
         *(LayerNorm.draw((8, 4, 64)), BatchNorm.draw((4, 8, 5, 5)), LogSoftmax.draw((8, 64), 1)),
         Attention.draw((2, 4, 24, 16), 24, key_heads=2),
     )
-    launches: list[tuple] = []
-    with use_chip(CHIPS["sm_90"]), intercept(lambda *launch: launches.append(launch)):
-        for call in (call for each in operands for call in each.calls()):
-            call.results()
-    assert len(launches) > 20
-    for kernel, _, args, constants in launches:
+    found = launched_by(lambda: [call.results() for each in operands for call in each.calls()])
+    assert len(found) > 20
+    for kernel, _, args, constants in found:
         hash((*key_function(kernel.function.params, offsets_matter=True)(*args), *constants.values()))
 
 
 if __name__ == "__main__":
-    check_variations()
-    check_grids_and_devices()
-    check_hooks()
-    check_fusion()
-    check_threads()
-    check_keys()
+    with stand_ins() as stand_in:
+        check_variations()
+        check_grids_and_devices(stand_in)
+        check_hooks()
+        check_fusion()
+        check_threads()
+        check_keys()
     check_all()
     check_host_time()

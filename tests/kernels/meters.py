@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.kernels.calls import Call
+    from perf.calls import Call
     from tests.kernels.interpreting import Accesses, Launch
 
 # Share by which what is moved beside full-size operands and results may differ from what is declared: parameters,

@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.calls import (
-    ROW_PLANS,
-    Attention,
-    BatchNorm,
-    Call,
-    LayerNorm,
-    LogSoftmax,
-    channels_last,
-    copying_calls,
-    dropout_calls,
-    random,
-)
+from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, random
+from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
 from triton_kernels._kernel import Kernel, intercept, observe
 from triton_kernels._recipes import Recipe, repeatable

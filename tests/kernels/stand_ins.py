@@ -43,7 +43,11 @@ def _compile(source: Any, options: Any = None, **_: Any) -> CompiledKernel:
     known = repr((source.fn.__name__, source.signature, source.constants, source.attrs, options))
 
     def run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
+        if enter_hook is not None:
+            enter_hook(metadata)
         launches.append((known, (x, y, z), stream, args))
+        if exit_hook is not None:
+            exit_hook(metadata)
 
     compiled = CompiledKernel.__new__(CompiledKernel)
     vars(compiled).update(src=source, name=source.fn.__name__, hash=known, metadata=None, packed_metadata=None)

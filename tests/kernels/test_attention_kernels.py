@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.kernels.calls import Attention, random
+from perf.calls import Attention, random
+from tests.kernels.calls import launched_by
 from tests.kernels.truth import check_values
 from triton_kernels._kernel import observe
 from triton_kernels.attention import attention_fwd
@@ -73,15 +74,9 @@ def test_tangents_lie_otherwise_than_what_they_are_tangents_of(layout: str) -> N
 def test_a_bias_keeps_the_axes_along_which_it_is_broadcast() -> None:
     """Where no one stride serves its batch it is copied, but not for each pair: that would be rows times keys."""
     heads = Attention.draw((2, 3, 2, 17, 8), 18, bias=random(2, 1, 1, 1, 18), mask=random(1, 3, 1, 17, 1) > -1)
-    sizes = []
-
-    def note(kernel, grid, args, constants):
-        named = dict(zip(kernel.argument_names, args, strict=False))
-        sizes.append([named[name].untyped_storage().nbytes() for name in ("bias_ptr", "mask_ptr")])
-
-    with observe(note):
-        check_values(heads.call("fwd"))
-    assert sizes == [[2 * 3 * 18 * 4, 2 * 3 * 17]]
+    (launch,) = launched_by(lambda: check_values(heads.call("fwd")), observe)
+    sizes = [launch.named[name].untyped_storage().nbytes() for name in ("bias_ptr", "mask_ptr")]
+    assert sizes == [2 * 3 * 18 * 4, 2 * 3 * 17]
 
 
 @pytest.mark.parametrize("dtype, low", [(torch.float32, -100.0), (torch.float64, -800.0)])

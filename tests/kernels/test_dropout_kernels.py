@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from perf.calls import Call, random
 from primitives.ops.dropout import dropout_p
 from primitives.ops.philox import philox_p
-from tests.kernels.calls import Call, far_apart, need_memory, random
+from tests.kernels.calls import far_apart, need_memory
 from tests.kernels.truth import check_values
 from tests.philox_truth import true_noise, true_words
 from triton_kernels import launch

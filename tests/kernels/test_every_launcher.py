@@ -12,30 +12,19 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import triton_kernels
-from tests.kernels.calls import (
-    DTYPES,
-    Attention,
-    BatchNorm,
-    LayerNorm,
-    LogSoftmax,
-    channels_last,
-    copying_calls,
-    dropout_calls,
-    pairwise,
-    random,
-    short_rows,
-)
+from perf.calls import Attention, BatchNorm, LayerNorm, LogSoftmax, pairwise, random
+from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
 from triton_kernels import costs, launch
-from triton_kernels._kernel import INTERPRETED, Kernel, intercept
+from triton_kernels._kernel import INTERPRETED, Kernel
 from triton_kernels.costs.attention import tiles_of_keys, tiles_of_rows
 
 if TYPE_CHECKING:
@@ -44,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.kernels.calls import Call
+    from perf.calls import Call
 
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -68,18 +57,6 @@ def check(call: Call, *, in_any_order: bool = True) -> None:
         few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
         with launch.use_chip(few):
             check_values(call)
-
-
-def launches_of(call: Call) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of each kernel that a call launches, without launching any."""
-    found: list[tuple[str, dict[str, Any]]] = []
-
-    def note(kernel: Kernel, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
-        found.append((kernel.__name__, {**dict(zip(kernel.argument_names, args, strict=False)), **constants}))
-
-    with intercept(note):
-        call.results()
-    return found
 
 
 def check_order(call: Call, first: Sequence[Tensor]) -> None:
@@ -119,6 +96,7 @@ def layer_norm(layout: str, num_rows: int, num_cols: int, dtype: torch.dtype) ->
 TILE, LONG_ROW = 256, 500
 # A plan of layer norm: rows and columns to call it on, limits and processors that lead to it, the modes of the launches
 # over rows, and whether sums over rows have launches of their own.
+SUMMING = {"layer_norm_bwd_kernel", "layer_norm_second_sums_kernel"}
 ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, list[str], bool]] = {
     "in registers": (13, 75, {}, None, ["whole"], False),
     # Programs with several blocks of rows each.
@@ -146,9 +124,9 @@ def test_layer_norm(
     dtype = DTYPES[(list(ROW_PLANS).index(plan) + ROW_LAYOUTS.index(layout)) % len(DTYPES)]
     for call in layer_norm(layout, num_rows, num_cols, dtype).calls():
         check(call, in_any_order=layout == "strided")
-        launches = launches_of(call)
-        sums = [args for name, args in launches if name in {"layer_norm_bwd_kernel", "layer_norm_second_sums_kernel"}]
-        assert [args["MODE"] for _, args in launches if "MODE" in args] == (modes if is_apart or not sums else [])
+        launches = launched_by(call.results)
+        sums = [one.named for one in launches if one.kernel.__name__ in SUMMING]
+        assert [one.named["MODE"] for one in launches if "MODE" in one.named] == (modes if is_apart or not sums else [])
         for args in sums:
             num_blocks = launch.cdiv(args["num_rows"], args["BLOCK_ROWS"])
             assert (args["num_splits"] == 1) == (plan != "in registers")
@@ -244,7 +222,7 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
     rows = log_softmax(layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
     for call in rows.calls():
         check(call, in_any_order=layout == "contiguous")
-    modes = [args["MODE"] for call in rows.calls() for _, args in launches_of(call)]
+    modes = [one.named["MODE"] for call in rows.calls() for one in launched_by(call.results)]
     if layout != "expanded":
         # Where one number stands for a row, it is the rows that are adjacent, and fewer of them fit.
         assert modes == {0: ["whole"], 1: ["swept"], 32: ["sums", "writes"]}[splits] * len(rows.calls())
@@ -402,9 +380,7 @@ def test_every_launcher_is_tuned_and_has_costs_and_calls() -> None:
 def test_every_kernel_is_launched(use_limits: Callable[..., None]) -> None:
     kernels = {name for module in modules() for name, value in vars(module).items() if isinstance(value, Kernel)}
     launched: set[str] = set()
-    with intercept(lambda kernel, *launch: launched.add(kernel.__name__)):
-        for limits in ({}, short_rows(16, 1)):
-            use_limits(**limits)
-            for call in some_calls():
-                call.results()
+    for limits in ({}, short_rows(16, 1)):
+        use_limits(**limits)
+        launched |= {one.kernel.__name__ for call in some_calls() for one in launched_by(call.results)}
     assert kernels == launched, f"kernels that no gate launches: {kernels - launched}"

@@ -12,7 +12,7 @@ from perf.machine_code import cases
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
 from perf.workloads import ATTENTION_MODES, OPS, Workload
-from triton_kernels._kernel import intercept
+from tests.kernels.calls import launched_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +35,11 @@ WORKLOADS = (
 
 def launches(run: Callable[[], object]) -> list[str]:
     """The variants of kernels that `run` would launch: what there is among the operands, of which dtype, and flags."""
-    found = []
-
-    def note(kernel, grid, args, constants):
-        operands = [arg.dtype if isinstance(arg, torch.Tensor) else arg is None for arg in args]
-        found.append(f"{kernel.__name__} {operands} {sorted(constants.items(), key=str)}")
-
-    with intercept(note):
-        run()
-    return found
+    return [
+        f"{kernel.__name__} {[arg.dtype if isinstance(arg, torch.Tensor) else arg is None for arg in args]} "
+        f"{sorted(constants.items(), key=str)}"
+        for kernel, _, args, constants in launched_by(run)
+    ]
 
 
 def test_every_op_and_mode_is_looked_at() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import primitives as pr
-from tests.kernels.calls import ROW_PLANS, BatchNorm, Call, LayerNorm, LogSoftmax, random
+from perf.calls import BatchNorm, Call, LayerNorm, LogSoftmax, random
+from tests.kernels.calls import ROW_PLANS
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, check_values, expected
 from tests.op_cases import CASES

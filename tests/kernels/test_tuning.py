@@ -17,7 +17,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from tests.kernels.calls import ROW_PLANS, LayerNorm
+from perf.calls import LayerNorm
+from tests.kernels.calls import ROW_PLANS
 from tests.kernels.truth import check_values
 from triton_kernels import launch, tuning
 from triton_kernels.launch._planned import planned

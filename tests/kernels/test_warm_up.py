@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import primitives as pr
+from perf.calls import random
 from primitives.core.errors import LeafError
-from tests.kernels.calls import random
+from tests.kernels.calls import launched_by
 from triton_kernels._kernel import intercept, observe
 
 pytestmark = pytest.mark.usefixtures("backend", "on_device")
@@ -80,15 +81,11 @@ def test_nothing_changes_and_the_same_step_alone_changes_it_all():
 
 def launched(run):
     """What the compiler sees of each launch."""
-    found = set()
-
-    def note(kernel, grid, args, constants):
-        known = [(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x == 1 for x in args]
-        found.add(f"{kernel.__name__} {known} {sorted(constants.items(), key=str)}")
-
-    with observe(note):
-        run()
-    return found
+    return {
+        f"{one.kernel.__name__} {sorted(one.constants.items(), key=str)} "
+        f"{[(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x == 1 for x in one.args]}"
+        for one in launched_by(run, observe)
+    }
 
 
 def jvp_step(model, x):

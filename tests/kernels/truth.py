@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.kernels.calls import Call
+    from perf.calls import Call
 
 # Relative to the largest element, or to the number of terms of a sum over rows, positions or samples: as many roundings
 # as a sum over the tested sizes can collect. The interpreter adds in sequence.
