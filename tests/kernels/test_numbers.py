@@ -6,9 +6,11 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import primitives as pr
 from perf.calls import BatchNorm, Call, LayerNorm, LogSoftmax, random
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from tests.op_cases import OpCase
 
-INF, NAN = math.inf, math.nan
+INF, NAN, TINY = math.inf, math.nan, torch.finfo(torch.float32).tiny
 # The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
@@ -86,6 +88,24 @@ def test_idle_lanes_of_huge_constant_rows(plan: str) -> None:
     for mode in ("jvp", "bwd", "pairing", "bwd_jvp"):
         for result, plain in zip(huge.call(mode).results(), zero.call(mode).results(), strict=True):
             torch.testing.assert_close(result, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_rstd_from_a_coarse_root_that_flushes_subnormal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the approximation of GPUs does, whose last two bits are wrong."""
+    root = InterpreterBuilder.create_rsqrt
+
+    def coarse(builder: InterpreterBuilder, x: TensorHandle) -> TensorHandle:
+        handle = root(builder, TensorHandle(np.where(x.data < TINY, 0, x.data), x.dtype))
+        return TensorHandle(np.where(handle.data < TINY, 0, handle.data * (1 + 2.0**-22)).astype(np.float32), x.dtype)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_rsqrt", coarse)
+    # Rows of two values that lie as far from their mean; the last one's squares overflow.
+    deviation = torch.tensor([0.0, 2.0**-70, 2.0**-62, 2.0**63, 2.0**64, *random(40).abs()])
+    _, _, rstd = layer_norm_fwd(torch.stack([deviation, -deviation], 1), None, None, 1, 0, 0.0)
+    exact = torch.where(deviation == 2.0**64, 0.0, deviation.double().reciprocal())
+    exact[:2] = INF
+    torch.testing.assert_close(rstd.double(), exact, rtol=2.0**-23, atol=0.0)
 
 
 # Images first and last channels, and features.
