@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Rows of the scratch (see the kernels): partial sums, and means.
-_NUM_SUMS = 10
+# Rows of the means (see `batch_norm_merge_kernel`).
 _NUM_MEANS = 6
 
 
@@ -51,6 +50,12 @@ class Operands(NamedTuple):
     def present(self) -> list[Tensor]:
         """Those that are there."""
         return [tensor for tensor in self if tensor is not None]
+
+    def sums(self, statistics: bool) -> int:
+        """Bits of the sums that there are of these, or of x with its statistics (see `batch_norm_sums_kernel`)."""
+        y_bar, x, x_dot, y_bar_dot = (tensor is not None for tensor in self)
+        found = (y_bar, y_bar and x, x_dot, x_dot and x, y_bar and x_dot, y_bar_dot, y_bar_dot and x)
+        return sum(is_there << place for place, is_there in enumerate((*found, *[statistics] * 3)))
 
 
 class Params(NamedTuple):
@@ -148,7 +153,7 @@ def derivatives(
             follows = any(want[:4])
             flags = {"read_again": follows, "x_read_again": follows and eps is None}
             summed = sums(x, to_sum, params.mean, batch_ndim, means_wanted=follows and eps is None, **flags)
-            merge_sums(summed, to_sum, params, bars, batch_ndim, eps)
+            merge_sums(summed, params, bars, batch_ndim, eps)
     if any(want[:4]):
         transformed = _transformed(operands, params, want, eps is not None)
         outputs = transform(x, transformed, params, want[:4], batch_ndim, eps=eps, summed=summed)
@@ -214,11 +219,12 @@ def sums(
     itemsize = max(tensor.element_size() for tensor in tensors)
     sizes = (view.sizes, view.spatial_inner, view.align, itemsize)
     plan = plan_channel_sums(*sizes, x.device, len(tensors), mean is None)
-    merge = plan_channel_merge(view.num_channels, plan.num_splits, x.device)
+    merge = plan_channel_merge(view.num_channels, plan.most_splits, x.device)
+    wanted = operands.sums(mean is None)
     # The means come first: where the rest starts then does not change with the number of parts, and with it the
     # alignment that Triton compiles for.
     shapes = [_NUM_MEANS * view.num_channels] if means_wanted else []
-    shapes.append(_NUM_SUMS * view.num_channels * plan.num_splits)
+    shapes.append(wanted.bit_count() * view.num_channels * plan.num_splits)
     *means, partials = split_scratch(x, *shapes, dtype=accumulation_dtype(x.dtype))
     mean, mean_stride = param_view(mean, batch_ndim)
     if any(operand is not None for operand in operands):
@@ -233,6 +239,7 @@ def sums(
                 REPEATS=plan.repeats,
                 RUN=plan.run,
                 NUM_STAGES=plan.num_stages,
+                SUMS=wanted,
                 READ_AGAIN=read_again,
                 X_READ_AGAIN=x_read_again,
                 **_tile_options(view, plan),
@@ -244,6 +251,7 @@ def sums(
         (view.num_channels, plan.num_splits, view.num_reduced),
         (cdiv(view.num_channels, merge.block_channels),),
         {
+            "SUMS": wanted,
             "NUM_CHANNELS": view.sizes[2],
             "BLOCK_ROWS": merge.block_channels,
             "BLOCK_SPLITS": merge.block_splits,
@@ -282,7 +290,6 @@ def merge_statistics(
 
 def merge_sums(
     summed: Sums,
-    operands: Operands,
     params: Params,
     outputs: Sequence[Tensor | None],
     batch_ndim: int,
@@ -301,10 +308,6 @@ def merge_sums(
             *summed.numbers,
             statistic_stride,
             weight_stride,
-            HAS_Y_BAR=operands.y_bar is not None,
-            HAS_X=operands.x is not None,
-            HAS_X_DOT=operands.x_dot is not None,
-            HAS_Y_BAR_DOT=operands.y_bar_dot is not None,
             EPS=eps,
             **summed.options,
         )

@@ -20,6 +20,7 @@ from triton_kernels._channels import (
     channels_of,
     count_tiles,
     divide,
+    elements_before,
     load_channels,
     load_tile,
     locate_tile,
@@ -27,6 +28,7 @@ from triton_kernels._channels import (
     spatial_extent,
 )
 from triton_kernels._runtime import batch_independent_jit
+from triton_kernels.tiles import in_places, nothing, sums_of, wanted_of
 
 
 @triton.jit
@@ -43,72 +45,54 @@ def fold(sums, values, FOLD: tl.constexpr):
 
 
 @triton.jit
-def add_tile(  # noqa: C901 - its branches are settled when it is compiled
-    sums, center, ptrs, strides, tile, mask, count, TILE: tl.constexpr, POLICIES: tl.constexpr,
-    STATISTICS: tl.constexpr, IS_ANCHOR: tl.constexpr, FOLD: tl.constexpr,
+def load_operands(
+    ptrs, strides, place, number, num_samples, num_spatial, TILE: tl.constexpr, POLICIES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The nine sums of the lanes with those of another tile of `count` rows added, and the center of x.
+    """A tile of each operand that is there, and the mask of its rows; `place` is a group, channels and their mask."""
+    sample, position, row_mask = locate_tile(number, num_samples, num_spatial, TILE[2], TILE[3])
+    tiles = ()
+    for i in tl.static_range(4):
+        if ptrs[i] is None:
+            tiles = tiles + (nothing(),)
+        else:
+            tile, mask = (place[0], place[1], sample, position), row_mask[:, None] & place[2][None, :]
+            tiles = tiles + (load_tile(ptrs[i], strides[i], tile, mask, TILE, DTYPE, POLICIES[i]),)
+    return tiles, row_mask
 
-    Sums of what is absent stay as they are. The center is the one given, or the mean of the tile if it `IS_ANCHOR`.
-    """
-    y_bar_sum, y_bar_product, x_dot_sum, x_dot_product, pair_sum, y_bar_dot_sum, y_bar_dot_product, c_sum, cc_sum = sums
-    acc_dtype: tl.constexpr = c_sum.dtype
-    if ptrs[1] is not None:
-        c = load_tile(ptrs[1], strides[1], tile, mask, TILE, acc_dtype, POLICIES[1])
-        if IS_ANCHOR:
-            # In this order the sum cannot overflow.
-            center = tl.sum(c * divide(1.0, count.to(acc_dtype)), axis=0)
-        c -= center[None, :]
-        if STATISTICS:
-            c = tl.where(mask, c, 0.0)
-            c_sum = fold(c_sum, c, FOLD)
-            cc_sum = fold(cc_sum, c * c, FOLD)
-    if ptrs[0] is not None:
-        y_bar = load_tile(ptrs[0], strides[0], tile, mask, TILE, acc_dtype, POLICIES[0])
-        y_bar_sum = fold(y_bar_sum, y_bar, FOLD)
-        if ptrs[1] is not None:
-            y_bar_product = fold(y_bar_product, y_bar * c, FOLD)
-    if ptrs[2] is not None:
-        x_dot = load_tile(ptrs[2], strides[2], tile, mask, TILE, acc_dtype, POLICIES[0])
-        x_dot_sum = fold(x_dot_sum, x_dot, FOLD)
-        if ptrs[1] is not None:
-            x_dot_product = fold(x_dot_product, x_dot * c, FOLD)
-        if ptrs[0] is not None:
-            pair_sum = fold(pair_sum, y_bar * x_dot, FOLD)
-    if ptrs[3] is not None:
-        y_bar_dot = load_tile(ptrs[3], strides[3], tile, mask, TILE, acc_dtype, POLICIES[0])
-        y_bar_dot_sum = fold(y_bar_dot_sum, y_bar_dot, FOLD)
-        if ptrs[1] is not None:
-            y_bar_dot_product = fold(y_bar_dot_product, y_bar_dot * c, FOLD)
-    sums = (
-        y_bar_sum,
-        y_bar_product,
-        x_dot_sum,
-        x_dot_product,
-        pair_sum,
-        y_bar_dot_sum,
-        y_bar_dot_product,
-        c_sum,
-        cc_sum,
-    )
-    return sums, center
+
+@triton.jit
+def add_operands(sums, tiles, center, row_mask, SUMS: tl.constexpr, FOLD: tl.constexpr):
+    """The sums of the lanes that have a bit in `SUMS`, with those of another tile added."""
+    y_bar, x, x_dot, y_bar_dot = tiles
+    c = x
+    if x.type.is_block():
+        # What is not there is loaded as 0, and stays 0. Each thread has few rows, and an element takes one operation.
+        c = x - row_mask[:, None].to(x.dtype) * center[None, :]
+    products = (y_bar, y_bar * c, x_dot, x_dot * c, y_bar * x_dot, y_bar_dot, y_bar_dot * c, c, c * c)
+    wanted = wanted_of(products, SUMS)
+    found = ()
+    for i in tl.static_range(len(sums)):
+        found = found + (fold(sums[i], wanted[i], FOLD),)
+    return found
 
 
 @batch_independent_jit
-def batch_norm_sums_kernel(  # noqa: C901 - likewise
+def batch_norm_sums_kernel(
     y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, mean_ptr, partials_ptr, num_samples, num_spatial, mean_group_stride,
     y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride, x_group_stride,
     x_sample_stride, x_channel_stride, x_spatial_stride, x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride,
     x_dot_spatial_stride, y_bar_dot_group_stride, y_bar_dot_sample_stride, y_bar_dot_channel_stride,
     y_bar_dot_spatial_stride, NUM_CHANNELS: tl.constexpr, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr,
     BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, REPEATS: tl.constexpr,
-    RUN: tl.constexpr, NUM_STAGES: tl.constexpr, READ_AGAIN: tl.constexpr, X_READ_AGAIN: tl.constexpr,
+    RUN: tl.constexpr, NUM_STAGES: tl.constexpr, SUMS: tl.constexpr, READ_AGAIN: tl.constexpr,
+    X_READ_AGAIN: tl.constexpr,
 ):  # fmt: skip
     """One program sums the operands that have a pointer over its split of the tiles of its channels.
 
     The partial results of a channel are sums of 0 `y_bar`, 1 `y_bar * c`, 2 `x_dot`, 3 `x_dot * c`, 4 `y_bar * x_dot`,
     5 `y_bar_dot`, 6 `y_bar_dot * c` with `c = x - mean`. Without a `mean_ptr` the mean is that of the elements summed,
-    and 7 their count, 8 their mean and 9 the sum of `c * c` are written too. What takes an absent operand is not.
+    and 7 their count, 8 their mean and 9 the sum of `c * c` are wanted too. Those that are wanted lie side by side.
 
     Nothing is reduced across lanes inside the loop. The sums of statistics are taken about the mean of the first tile,
     and moved to the mean of all at the end: the tile is one of the `n` that are summed, so its share of the variance
@@ -117,13 +101,14 @@ def batch_norm_sums_kernel(  # noqa: C901 - likewise
     Shapes:
         y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None.
         mean_ptr: `[groups, channels]`, or None.
-        partials_ptr: `[num_rows, 10, num_splits]`, accumulation dtype; `num_rows = groups * channels`.
+        partials_ptr: `[num_rows, num_sums, num_splits]`, accumulation dtype; `num_rows = groups * channels`.
+        SUMS: Bits of the `num_sums` of them that are wanted.
         READ_AGAIN, X_READ_AGAIN: Whether a transform follows that reads the operands, and x, again.
     """
     # The cache is for what will be read from it.
     policy: tl.constexpr = "evict_last" if READ_AGAIN else "evict_first"
     x_policy: tl.constexpr = "evict_last" if X_READ_AGAIN else "evict_first"
-    POLICIES: tl.constexpr = (policy, x_policy)
+    POLICIES: tl.constexpr = (policy, x_policy, policy, policy)
     STATISTICS: tl.constexpr = mean_ptr is None
     TILE: tl.constexpr = (ALIGN, SPATIAL_INNER, BLOCK_SAMPLES, BLOCK_SPATIAL)
     acc_dtype = partials_ptr.dtype.element_ty
@@ -140,75 +125,73 @@ def batch_norm_sums_kernel(  # noqa: C901 - likewise
     strides = (y_bar_strides, x_strides, x_dot_strides, y_bar_dot_strides)
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = channels_of(tl.program_id(0), NUM_CHANNELS, BLOCK_CHANNELS)
+    place = (group, channels, channel_mask)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     num_tiles = count_tiles(num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
     first, stop = share_of(split, num_splits, num_tiles)
 
     FOLD: tl.constexpr = (REPEATS, SPATIAL_INNER)
-    nothing = tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL // REPEATS // RUN, BLOCK_CHANNELS], acc_dtype)
-    sums = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    count = tl.zeros([], tl.int64)
-    anchor_tile = first
+    sums = ()
+    for i in tl.static_range(9):
+        if (SUMS >> i) & 1:
+            sums = sums + (tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL // REPEATS // RUN, BLOCK_CHANNELS], acc_dtype),)
+    anchor = first
     if STATISTICS:
         # The fuller one of the first two: a tile with few elements has a small share of the variance. From the mean of
         # one of n full tiles, that of all lies within `sqrt(n)` standard deviations: products about it lose at most as
         # many times the rounding of a sum about the mean, and squares n times.
-        second = tl.minimum(first + 1, stop - 1)
-        first_count = locate_tile(first, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)[3]
-        second_count = locate_tile(second, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)[3]
-        anchor_tile = tl.where(second_count > first_count, second, first)
-        sample, position, row_mask, tile_count = locate_tile(
-            anchor_tile, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL
+        before = elements_before(first, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
+        until = elements_before(first + 1, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
+        second = tl.minimum(first + 2, stop)
+        second_count = elements_before(second, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL) - until
+        anchor = tl.where(second_count > until - before, first + 1, first)
+        anchor_tiles, anchor_mask = load_operands(
+            ptrs, strides, place, anchor, num_samples, num_spatial, TILE, POLICIES, acc_dtype
         )
-        mask = row_mask[:, None] & channel_mask[None, :]
-        tile = (group, channels, sample, position)
-        center = tl.zeros([BLOCK_CHANNELS], acc_dtype)
-        sums, center = add_tile(sums, center, ptrs, strides, tile, mask, tile_count, TILE, POLICIES, True, True, FOLD)
-        count += tile_count
+        # In this order the sum cannot overflow.
+        weight = divide(1.0, tl.maximum(second_count, until - before).to(acc_dtype))
+        center = tl.sum(anchor_tiles[1] * weight, axis=0)
+        sums = add_operands(sums, anchor_tiles, center, anchor_mask, SUMS, FOLD)
     else:
         center = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)
 
     for number in tl.range(first + STATISTICS, stop, num_stages=NUM_STAGES):
         # What took the place of the first one has been summed.
-        place = tl.where(number == anchor_tile, first, number) if STATISTICS else number
-        sample, position, row_mask, tile_count = locate_tile(
-            place, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL
+        other = tl.where(number == anchor, first, number) if STATISTICS else number
+        tiles, row_mask = load_operands(
+            ptrs, strides, place, other, num_samples, num_spatial, TILE, POLICIES, acc_dtype
         )
-        mask = row_mask[:, None] & channel_mask[None, :]
-        tile = (group, channels, sample, position)
-        sums, center = add_tile(
-            sums, center, ptrs, strides, tile, mask, tile_count, TILE, POLICIES, STATISTICS, False, FOLD
-        )
-        count += tile_count
+        sums = add_operands(sums, tiles, center, row_mask, SUMS, FOLD)
 
-    results = partials_ptr + (group * NUM_CHANNELS + channels) * 10 * num_splits + split
-    if y_bar_ptr is not None:
-        tl.store(results, tl.sum(sums[0], axis=0), mask=channel_mask)
-        if x_ptr is not None:
-            tl.store(results + num_splits, tl.sum(sums[1], axis=0), mask=channel_mask)
-        if x_dot_ptr is not None:
-            tl.store(results + 4 * num_splits, tl.sum(sums[4], axis=0), mask=channel_mask)
-    if y_bar_dot_ptr is not None:
-        tl.store(results + 5 * num_splits, tl.sum(sums[5], axis=0), mask=channel_mask)
-        if x_ptr is not None:
-            tl.store(results + 6 * num_splits, tl.sum(sums[6], axis=0), mask=channel_mask)
-    shift = tl.zeros([BLOCK_CHANNELS], acc_dtype)
+    turned = ()
+    for i in tl.static_range(len(sums)):
+        turned = turned + (tl.trans(sums[i]),)
+    totals = in_places(sums_of(turned, 2), 9, SUMS)
+    products, counts, means, square_sums = totals[3], nothing(), nothing(), nothing()
     if STATISTICS:
-        c_sum = tl.sum(sums[7], axis=0)
-        counts = tl.zeros([BLOCK_CHANNELS], acc_dtype) + count.to(acc_dtype)
-        shift = divide(c_sum, counts)
-        cc_sum = tl.sum(sums[8], axis=0)
-        square_sum = cc_sum - c_sum * shift
+        until = elements_before(stop, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
+        counts = tl.zeros([BLOCK_CHANNELS, 1], acc_dtype) + (until - before).to(acc_dtype)
+        shift = divide(totals[7], counts)
+        means = center[:, None] + shift
+        square_sums = totals[8] - totals[7] * shift
         # Rounding may leave less than nothing of equal elements, and overflow no number; a NaN stays.
-        square_sum = tl.where(square_sum < 0.0, 0.0, tl.where(cc_sum == float("inf"), cc_sum, square_sum))
-        tl.store(results + 7 * num_splits, counts, mask=channel_mask)
-        tl.store(results + 8 * num_splits, center + shift, mask=channel_mask)
-        tl.store(results + 9 * num_splits, square_sum, mask=channel_mask)
-    if x_dot_ptr is not None:
-        x_dot_sum = tl.sum(sums[2], axis=0)
-        tl.store(results + 2 * num_splits, x_dot_sum, mask=channel_mask)
-        if x_ptr is not None:
-            product = tl.sum(sums[3], axis=0)
-            if STATISTICS:
-                product -= x_dot_sum * shift
-            tl.store(results + 3 * num_splits, product, mask=channel_mask)
+        square_sums = tl.where(totals[8] == float("inf"), totals[8], square_sums)
+        square_sums = tl.where(square_sums < 0.0, 0.0, square_sums)
+        if x_dot_ptr is not None:
+            products -= totals[2] * shift
+    found = (
+        totals[0],
+        totals[1],
+        totals[2],
+        products,
+        totals[4],
+        totals[5],
+        totals[6],
+        counts,
+        means,
+        square_sums,
+    )
+    found = wanted_of(found, SUMS)
+    rows = (group * NUM_CHANNELS + channels)[:, None]
+    for i in tl.static_range(len(found)):
+        tl.store(partials_ptr + (rows * len(found) + i) * num_splits + split, found[i], mask=channel_mask[:, None])

@@ -146,7 +146,7 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
 
     # Programs hide each other's loads without stages.
     for number in tl.range(first, stop, num_stages=1):
-        sample, position, row_mask, _ = locate_tile(number, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
+        sample, position, row_mask = locate_tile(number, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
         mask = row_mask[:, None] & channel_mask[None, :]
         tile = (group, channels, sample, position)
         nothing = tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL, BLOCK_CHANNELS], ACC_DTYPE)

@@ -159,21 +159,35 @@ def spatial_extent(num_spatial, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr
 
 
 @triton.jit
+def corner_of(tile, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
+    """First sample and position of a tile of a channel (int64)."""
+    # Division of numbers without a sign takes half of the instructions.
+    tiles_per_sample, tile = tl.cdiv(num_spatial, BLOCK_SPATIAL).to(tl.uint32), tl.cast(tile, tl.uint32)
+    sample = (tile // tiles_per_sample).to(tl.int64) * BLOCK_SAMPLES
+    return sample, (tile % tiles_per_sample).to(tl.int64) * BLOCK_SPATIAL
+
+
+@triton.jit
 def locate_tile(tile, num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
-    """First sample and position of a tile of a channel (int64), the mask of its rows, and how many of them exist.
+    """First sample and position of a tile of a channel (int64), and the mask of its rows.
 
     Row `i` of a tile is position `i % BLOCK_SPATIAL` of sample `i // BLOCK_SPATIAL`: powers of two, so that no
     division by a run-time number is left and the compiler sees which rows are adjacent.
     """
-    tiles_per_sample = tl.cdiv(num_spatial, BLOCK_SPATIAL).to(tl.int32)
-    sample = (tile // tiles_per_sample).to(tl.int64) * BLOCK_SAMPLES
-    position = (tile % tiles_per_sample).to(tl.int64) * BLOCK_SPATIAL
+    sample, position = corner_of(tile, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
     # In 32 bits, which one instruction compares.
     num_samples = tl.minimum(num_samples - sample, BLOCK_SAMPLES).to(tl.int32)
     num_positions = tl.minimum(num_spatial - position, BLOCK_SPATIAL).to(tl.int32)
     rows = tl.arange(0, BLOCK_SAMPLES * BLOCK_SPATIAL)
-    mask = (rows // BLOCK_SPATIAL < num_samples) & (rows % BLOCK_SPATIAL < num_positions)
-    return sample, position, mask, num_samples * num_positions
+    return sample, position, (rows // BLOCK_SPATIAL < num_samples) & (rows % BLOCK_SPATIAL < num_positions)
+
+
+@triton.jit
+def elements_before(tile, num_samples, num_spatial, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr):
+    """Elements of a channel in the tiles before this one, which need not be there (int64)."""
+    sample, position = corner_of(tile, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
+    in_block = tl.minimum(num_samples - sample, BLOCK_SAMPLES) * tl.minimum(position, num_spatial)
+    return tl.minimum(sample, num_samples) * num_spatial + in_block
 
 
 @triton.jit

@@ -22,17 +22,6 @@ KNOWN_SPILLS = {
     ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     # A jvp of the backward of 5,120 columns, in tiles of 8,192: the best tile was not looked for.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 8,
-    # Scalar registers, which wait in lanes of a vector register.
-    ("gfx942", "batch_norm_statistics_kernel", "batch_norm 64x256x56x56 bfloat16 channels_last"): 2,
-}
-
-# Narrow accesses, likewise. The partial results of 7 * 7 positions for 304 processors are more than an eighth of the
-# input, so that the rule takes them for operands; whether wider ones would pay was not tried.
-_SMALL_PLANES = "batch_norm 64x2048x7x7 bfloat16 channels_last"
-KNOWN_NARROW = {
-    ("gfx942", "batch_norm_sums_kernel", _SMALL_PLANES): 3,
-    ("gfx942", "batch_norm_statistics_kernel", _SMALL_PLANES): 49,
-    ("gfx942", "batch_norm_merge_kernel", _SMALL_PLANES): 32,
 }
 
 # Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in
@@ -66,7 +55,7 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
     """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
     shape, _, _ = row.case.rpartition(" ")
     spills = FLOAT64_SPILLS if " float64 " in row.case else KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
-    narrow = KNOWN_NARROW.get((chip_name, row.kernel, shape), 0)
+    narrow = 0
     if row.kernel.startswith("attention_"):
         spills, narrow = _attention_bounds(chip_name, row)
     regions, shared_bytes = row.parsed_regions(), CHIPS[chip_name].shared_bytes

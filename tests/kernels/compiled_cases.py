@@ -57,9 +57,8 @@ _SHAPES = (
     (unnamed("log_softmax", (1024, 128256)), (1023, 400)),
     (unnamed("log_softmax", (64, 128256)), (63, 80)),
     (unnamed("log_softmax", (16, 21, 64, 64), dim=1), (15, 32)),
-    # Other numbers of images may have more partial results to merge, for each power of two a kernel.
-    (unnamed("batch_norm", (64, 256, 14, 14)), (63, 128)),
-    (unnamed("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 128)),
+    (unnamed("batch_norm", (64, 256, 14, 14)), (63, 80)),
+    (unnamed("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 80)),
     (unnamed("batch_norm", (8192, 1024)), (8191, 6400)),
     (unnamed("dropout", (1024, 4096)), (1023, 400)),
     (unnamed("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),

@@ -18,16 +18,11 @@ _BARS = ("weight_bar", "bias_bar", "mean_bar", "var_bar", "weight_bar_dot", "bia
 
 
 def _count_sums(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
-    """Operands once, and partial results: of each operand, its product with x, of y_bar with x_dot, and of x."""
+    """Operands once, and partial results."""
     there = {name: named[name] for name in _OPERANDS if named[name] is not None}
     account.load(**there)
     _load_channels(account, {"mean": named["mean"]}, grid[1], given)
-    others = [name for name in there if name != "x"]
-    num_sums = len(others) * (1 + ("x" in there)) + ({"y_bar", "x_dot"} <= there.keys())
-    num_sums += 3 * (named["mean"] is None)
-    partials = named["partials"]
-    num_rows = partials.numel() // (10 * grid[1])
-    account.scratch(num_sums * num_rows * grid[1] * partials.element_size())
+    account.scratch(named["partials"].nbytes)
 
 
 def _count_statistics(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
@@ -44,7 +39,8 @@ def _count_merge(account: Account, named: Mapping[str, Any], grid: tuple[int, ..
     _load_channels(account, {name: named[name] for name in ("scale_statistic", "weight")}, 1, given)
     _store(account, named, _BARS)
     if named["means"] is not None:
-        num_means = 1 + 2 * named["HAS_Y_BAR"] + 2 * named["HAS_X_DOT"] + named["HAS_Y_BAR_DOT"]
+        sums = named["SUMS"]
+        num_means = 1 + 2 * (sums & 1) + 2 * (sums >> 2 & 1) + (sums >> 5 & 1)
         account.write(num_means * named["num_rows"] * named["means"].element_size())
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from triton_kernels.launch._arithmetic import (
     MAX_BLOCK_ELEMENTS,
-    MAX_CHANNEL_SPLITS,
     MAX_TILE_ROWS,
     MIN_MATMUL,
     PHILOX_WORDS,
@@ -115,6 +114,6 @@ def channel_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> 
     return _varied(
         plan,
         num_warps=_near(plan.num_warps, chip.max_warps),
-        num_splits=_near(plan.num_splits, min(num_tiles, MAX_CHANNEL_SPLITS)),
+        num_splits=_near(plan.num_splits, min(num_tiles, plan.most_splits)),
         num_stages=_stages(plan.num_stages, chip),
     )

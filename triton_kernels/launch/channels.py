@@ -40,6 +40,7 @@ class ChannelPlan:
         num_tiles: Tiles that cover a channel.
         num_blocks: Blocks of channels, of all groups.
         num_splits: Programs that share the tiles of a block of channels.
+        most_splits: As many as there may be of other numbers of samples and positions.
         num_resident: Programs that run at once.
         repeats: Accesses of a thread that its part of a tile takes.
         run: Elements of one access.
@@ -54,6 +55,7 @@ class ChannelPlan:
     num_tiles: int
     num_blocks: int
     num_splits: int
+    most_splits: int
     num_resident: int
     repeats: int
     run: int
@@ -64,7 +66,7 @@ class ChannelPlan:
 
 @dataclass(frozen=True)
 class ChannelMergePlan:
-    """Channels per program, and the power of two that holds all partial results of a channel."""
+    """Channels per program, and the power of two that holds all partial results of a channel there may be."""
 
     block_channels: int
     block_splits: int
@@ -92,12 +94,11 @@ def _block_spatial(num_samples: int, num_spatial: int, rows: int) -> int:
     return next(block for padded, block in candidates if padded == least)
 
 
-def _num_splits(num_tiles: int, num_blocks: int, slots: int) -> int:
-    """Programs that share each of `num_blocks` blocks of channels, where `slots` programs run at once."""
-    # Up to eight waves of programs: the empty slots of the last one may cost more than the others. Every wave waits for
-    # its first loads about as long as a tile takes: 2 MB per microsecond, of which a wave of tiles has 6 MB.
-    most = max(min(num_tiles, MAX_CHANNEL_SPLITS, 8 * slots // num_blocks), 1)
-    return min(range(1, most + 1), key=lambda n: cdiv(num_blocks * n, slots) * (cdiv(num_tiles, n) + 1))
+def _num_splits(num_tiles: int, num_blocks: int, most: int, slots: int) -> int:
+    """Programs, at most `most`, that share each of `num_blocks` blocks of channels, where `slots` run at once."""
+    # The empty slots of the last wave of programs may cost more than the others. Every wave waits for its first loads
+    # about as long as a tile takes: 2 MB per microsecond, of which a wave of tiles has 6 MB.
+    return min(range(1, min(num_tiles, most) + 1), key=lambda n: cdiv(num_blocks * n, slots) * (cdiv(num_tiles, n) + 1))
 
 
 def _plan_channels(
@@ -118,6 +119,8 @@ def _plan_channels(
     block_samples = min(rows // block_spatial, next_power_of_2(num_samples))
     num_tiles = cdiv(num_samples, block_samples) * cdiv(num_spatial, block_spatial)
     num_blocks = num_groups * cdiv(num_channels, block_channels)
+    # Up to eight waves of programs.
+    most_splits = max(min(MAX_CHANNEL_SPLITS, 8 * slots // num_blocks), 1)
     rows = block_samples * block_spatial
     # Smaller tiles keep the elements per thread of a full one.
     num_warps = max(rows * block_channels * limits_of(chip).channel_warps // tile, 1)
@@ -129,7 +132,8 @@ def _plan_channels(
         block_channels,
         num_tiles,
         num_blocks,
-        _num_splits(num_tiles, num_blocks, slots),
+        _num_splits(num_tiles, num_blocks, most_splits, slots),
+        most_splits,
         slots,
         repeats=min(max(rows * block_channels // access, 1), rows // run),
         run=run,
@@ -159,8 +163,7 @@ def channel_programs(
     # elements along the spatial axis, up to 80 where one of these three is not so, and up to 128 where two are not. Two
     # steps of copies are under way in turn, one of them always: 24 to 64 KiB, where a processor's share of 4.8 TB/s
     # during 0.8 microseconds, about what a load takes, is 29 KB (by calculation, not measured).
-    # On sm_80 sums take up to 98 registers where they take 80 elsewhere, and 74 for 64.
-    fewer = (not spatial_inner) + (chip_of(device).name == "sm_80")
+    fewer = 0 if spatial_inner else 1
     if statistics:
         fewer += num_inputs > 1 or itemsize > 2
     elif num_inputs > 2:
@@ -226,10 +229,14 @@ def plan_channel_transform(
 
 
 @planned(warp_candidates)
-def plan_channel_merge(num_channels: int, num_splits: int, device: torch.device | Chip) -> ChannelMergePlan:
-    """Plan for merging `num_splits` partial results for each of `num_channels` channels."""
-    block_splits = next_power_of_2(num_splits)
-    # 2048 partial results are 16 for each of 128 threads; at most 32 channels, so that several processors take part.
-    block_channels = min(max(2048 // block_splits, 1), 32, next_power_of_2(num_channels))
-    num_warps = row_warps(block_splits * block_channels, 128, chip_of(device))
+def plan_channel_merge(num_channels: int, most_splits: int, device: torch.device | Chip) -> ChannelMergePlan:
+    """Plan for merging up to `most_splits` partial results for each of `num_channels` channels.
+
+    It is the same for every number of samples: a new one compiles no merge.
+    """
+    block_splits = next_power_of_2(most_splits)
+    # Two per thread where there are few: nothing runs beside a merge, and eight take twice as long. At most 32
+    # channels, so that several processors take part.
+    block_channels = min(max(256 // block_splits, 1), 32, next_power_of_2(num_channels))
+    num_warps = row_warps(8 * block_splits * block_channels, 128, chip_of(device))
     return ChannelMergePlan(block_channels, block_splits, num_warps)
