@@ -196,7 +196,7 @@ MISTAKES: dict[str, Callable[[Tensor], tuple]] = {
     "a cotangent of another shape": lambda y_bar: (y_bar, y_bar[:2]),
     "a cotangent of another dtype": lambda y_bar: (y_bar, y_bar.bfloat16()),
     "a cotangent is missing": lambda y_bar: (y_bar,),
-    "a cotangent is no tensor": lambda y_bar: (y_bar, 0.0),
+    "a cotangent is not a tensor": lambda y_bar: (y_bar, 0.0),
 }
 
 

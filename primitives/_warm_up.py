@@ -30,7 +30,7 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
     where it is on, times plans then, and never in a capture. After `warm_up`, a capture of the same step finds
     everything in place. On a CUDA device it runs on a stream of its own, as torch asks of what precedes a capture.
 
-    What comes back bit for bit, also if the step raises: parameters and buffers, their gradients, whatever modules
+    These come back bit for bit, also if the step raises: parameters and buffers, their gradients, whatever modules
     assign to their attributes (training mode included), the tensors among the arguments, and torch's random states. A
     step had better end with the gradients: an optimizer's own state is not kept, nor are hooks that the step registers,
     nor tensors inside arguments that are not pytrees. Arguments with a history are detached from it.

@@ -38,7 +38,7 @@ def backward(
         create_graph: Whether the gradients can be differentiated. They then refer to the graph that refers to them:
             use `grad`, or set `.grad` to `None` afterwards.
         inputs: Pytree of tensors and `GradientEdge`s: gradients are added to these and to nothing else. `None` means
-            all leaves of the graph. Here and in `tensors`, an iterable that is no pytree node, such as
+            all leaves of the graph. Here and in `tensors`, an iterable that is not a pytree node, such as
             `module.parameters()`, stands for the tuple of its elements.
         namespace: optree namespace of custom pytree nodes.
 
@@ -85,7 +85,7 @@ def grad(
     Args:
         outputs: Pytree of tensors and `GradientEdge`s to differentiate. Their gradients are added up.
         inputs: Pytree of tensors and `GradientEdge`s to differentiate with respect to. Here and in `outputs`, an
-            iterable that is no pytree node, such as `module.parameters()`, stands for the tuple of its elements.
+            iterable that is not a pytree node, such as `module.parameters()`, stands for the tuple of its elements.
         grad_outputs: Cotangents of the outputs: a tree of their structure, in shapes and dtypes too, with `None` for a
             real output of one element, which means 1. `None` stands for such a tree of `None`s.
         retain_graph: Whether the graph can be used again. `None` means what `create_graph` says.
@@ -185,7 +185,7 @@ class _Leaves(NamedTuple):
 
 
 def _collected(tree: Any, options: dict[str, Any]) -> Any:
-    """`tree`, or the tuple of its elements if it is an iterable that is no node, such as `module.parameters()`."""
+    """`tree`, or the tuple of its elements if it is an iterable that is not a node, such as `module.parameters()`."""
     single = isinstance(tree, (torch.Tensor, GradientEdge, str)) or not isinstance(tree, Iterable)
     return tree if single or not optree.tree_is_leaf(cast("Any", tree), **options) else tuple(tree)
 

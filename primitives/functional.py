@@ -337,7 +337,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 
     Raises:
         ValueError: If `p` is not in `[0, 1]`.
-        DtypeError: If a dtype is not one of the above, or `p` is no number.
+        DtypeError: If a dtype is not one of the above, or `p` is not a number.
         MutationError: If `inplace` would write into a leaf that requires grad.
         RuntimeError: Under `vmap` with `randomness="error"`, as torch raises it.
 

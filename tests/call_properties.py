@@ -140,7 +140,7 @@ def check_call(
             assert_rounded(got, want, via, wide, roundings + crosses, f"{call}, output {i}")
         else:
             assert_close(got, want, dtype=got.dtype, precision=coarsest(*dtypes), order=2, what=f"{call}, output {i}")
-        assert not got.numel() or got.untyped_storage().data_ptr() not in storages, f"{call}: output {i} is no copy"
+        assert not got.numel() or got.untyped_storage().data_ptr() not in storages, f"{call}: output {i} is not a copy"
         storages.add(got.untyped_storage().data_ptr())
     for a, b in zip(call.args, before, strict=True):
         assert not isinstance(a, torch.Tensor) or same(a, b), f"{call} writes into an argument"
@@ -202,7 +202,7 @@ def with_its_statistics(call: Call, args: list) -> list:
     axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
     variance, mean = torch.var_mean(x, axes, correction=0)
     true = {"mean": mean, "rstd": (variance + options["eps"]).rsqrt()}
-    # What is given still counts as batched or not.
+    # A given one still counts as batched or not.
     return [true[n] + 0 * arg if n in true else arg for n, arg in zip(call.names, args, strict=True)]
 
 

@@ -121,7 +121,7 @@ def cube(x):
 
 @pr.custom_op("tests::moving_average", mutates=("state",), differentiate="reference")
 def moving_average(state, x, *, decay=0.5):
-    """Update `state["mean"]` in place; the count is a number that is no tensor."""
+    """Update `state["mean"]` in place; the count is a number that is not a tensor."""
     state["mean"].mul_(decay).add_(x.mean(0), alpha=1 - decay)
     return x - state["mean"]
 

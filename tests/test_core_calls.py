@@ -48,7 +48,7 @@ def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
 
     op = define("(Tensor x, Tensor? w, float s) -> Tensor y", rules={"reference": lambda x, w, s: x * s, "vmap": rule})
     assert_close(vmap(lambda x: op(x, None, 3.0), 1, 1)(data(2, 5)), 3 * data(2, 5))
-    # What has no batch axis is expanded without a copy, and what is absent stays so.
+    # Arguments without a batch axis are expanded without a copy, and absent ones stay so.
     assert to_front(None, None, 4) is None
     assert to_front(data(2, 3), None, 4).stride() == (0, 3, 1)
 

@@ -36,7 +36,7 @@ def test_quick_run(tmp_path, capsys):
         assert 0 <= float32_gap < 1e-3
         assert min(torch_ms, our_ms) > 0
     for name in ("jvp(jvp)", "grad(jvp)", "third derivative"):
-        # What torch is off by is printed, and not required: a torch that is mended must not fail this test.
+        # The error of torch is printed, and not required: a torch that is mended must not fail this test.
         _, our_conv, _, our_transformer = row(output, name)
         assert max(our_conv, our_transformer) <= 1e-9
     for name in ("loss_curves.png", "digits.png"):

@@ -111,7 +111,7 @@ def counted(*packets):
         decomposition_table.update(kept)
 
 
-# What torch writes in Python hides the operator that it calls.
+# A function that torch writes in Python hides the operator that it calls.
 WRAPPERS = {
     "mse_loss": lambda x: functional.mse_loss(x, 2 * x),
     "glu": lambda x: functional.glu(x, 1),

@@ -38,7 +38,7 @@ OPAQUE = ("symbolic sizes", "reference", "export")
 # Launches outside of graphs whose results nobody uses: the first-order cotangent of the weight.
 UNUSED = {"hessian-vector product": ["add_partial_rows_kernel"]}
 
-# What no kernel writes: a graph would copy it for the result.
+# A tensor that no kernel writes: a graph would copy it for the result.
 READ_ONLY = {"x_ptr", "weight_ptr", "bias_ptr", "y_bar_ptr", "x_dot_ptr", "weight_dot_ptr", "bias_dot_ptr"}
 
 

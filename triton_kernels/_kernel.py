@@ -332,7 +332,7 @@ def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..
         offsets_matter: Whether the backend also asks if 32-bit offsets reach all of a tensor's storage.
 
     Returns:
-        The function. It raises `TypeError` where an argument is missing that is no constant, or is of a type that it
+        The function. It raises `TypeError` where an argument is missing that is not a constant, or is of a type that it
         does not know.
     """
     num_needed = max((p.num + 1 for p in parameters if not p.is_constexpr), default=0)

@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):
         # Launches, and for each argument that is an address the root, which is one of these inverse numbers or the
         # address of a storage, and the distance in bytes.
         self._launches: list[tuple[DirectLaunch, list[tuple[int, int] | None]]] = []
-        # What is kept instead of a recipe.
+        # Kept instead of a recipe.
         self._refusal: object | None = None
 
     def _refuse(self, refusal: object) -> None:

@@ -268,7 +268,7 @@ def regions(compiled: Any, code: list[Instruction] | None, has_cycles: bool = Fa
         loaded = sum(_width(one.opcode) for one in body if _name(one) in {"LDG", "LDGSTS"})
         region = Region(source.trips, source.reductions, len(body), names.count("BAR"), loaded)
         region = region._replace(cycles=round([straight, *steps][number])) if has_cycles else region
-        # What surrounds a loop copies for its first steps, and waits for all of them behind it.
+        # The code around a loop copies for its first steps, and waits for all of them behind it.
         is_innermost = number and not any(is_in(span, spans[number - 1]) for span in spans)
         found.append(region._replace(**_copying(body, compiled.metadata.num_warps)) if is_innermost else region)
     return found

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # On NVIDIA, float64 division and square root are subroutines, around whose calls a few registers go to the stack.
 FLOAT64_SPILLS = 64
 
-# Spilled bytes that are no mistake of a plan, by chip, kernel and case. All results, or all but one, of the pairing of
+# Spilled bytes that no plan can avoid, by chip, kernel and case. All results, or all but one, of the pairing of
 # rows of 8,192 columns of bfloat16: 8 bytes per thread, 4 KiB of cache per row, written and read once. A sweep by tiles
 # would read another 16 KiB of each of three operands, and with 1024 threads other variants spill up to 64 bytes.
 KNOWN_SPILLS = {

@@ -71,7 +71,7 @@ def _checksum(row: Row) -> str:
 
 
 def read_table(chip_name: str, folder: pathlib.Path = TABLE) -> list[Row]:
-    """Rows of one chip that are as `write_table` has written them; none where there is no table of these columns."""
+    """Rows of one chip that are as `write_table` has written them; none of a table with other columns, or without."""
     path = folder / f"{chip_name}.csv"
     if not path.exists():
         return []

@@ -8,7 +8,7 @@ are sums over the chunks of rows.
 An error is measured in units of the largest value of its tensor: a sum over many rows may be off by as much more as it
 is larger, and one that was accumulated in the dtype of the input is off by more than that.
 
-What a dropout drops is left to chance: its results must be their operands times one noise of right values and share.
+Chance decides what a dropout drops: its results must be their operands times one noise of right values and share.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _laid_at(row: Row, timer: CpuTimer) -> Iterator[None]:
     """Have what goes wrong be the answer of a provider: of ours an error, a peer just cannot do it."""
     try:
         yield
-        # What goes wrong on the device is laid at the right door.
+        # Lays what goes wrong on the device at the right door.
         timer.wait()
     except Exception as error:
         machine = isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -114,7 +114,7 @@ def _value_and_jvp(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> _Re
         return _NOTHING
     duals = [unpack_dual(x) for x in tensors]
     for primal, tangent in duals:
-        # Batches of torch's older vmap are no levels.
+        # Batches of torch's older vmap are not levels.
         if tangent is not None and _C._dispatch_keys(tangent) != _C._dispatch_keys(primal):
             return _NOTHING
     tangents = [tangent for _, tangent in duals]
@@ -173,7 +173,7 @@ def function_class(name: str, *, every_level: bool = False, **methods: Callable)
 
 
 def apply_linear(forward: Callable[..., Any], transpose: Callable[..., Sequence[Any]], *tensors: Any) -> Any:
-    """A linear map of tensors that can be no operator, since an operator would not see its arguments as they are.
+    """A linear map of tensors that cannot be an operator, since an operator would not see its arguments as they are.
 
     `forward(*tensors)` returns an output or a tuple, `transpose(*cotangents)` the cotangents of them. Reverse mode
     differentiates it to every order; forward mode and transforms of `torch.func` raise. Integers are constants.
@@ -209,7 +209,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
     """Build the autograd function of an operator that is differentiated by `flat_vjp` and keeps `layout` for it.
 
     It is applied to a `_Call`, and to the tensors of the call one by one: torch differentiates no lists, and looks at
-    what is no tensor for longer than at a tensor.
+    what is not a tensor for longer than at a tensor.
     """
     spec, jvp_layout = rules.spec, rules.layouts[1]
     redispatch, make_tangents = _redispatch(rules), tuple_maker(namedtuple("Tangents", spec.tensors))

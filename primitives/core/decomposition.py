@@ -113,7 +113,7 @@ def registered_overloads(op: Any, caller: str) -> tuple[OpOverload, ...]:
 
     Raises:
         MissingRuleError: If there is none.
-        TypeError: If `op` is no operator.
+        TypeError: If `op` is not an operator.
     """
     if isinstance(op, (list, tuple)):
         return tuple(overload for entry in op for overload in registered_overloads(entry, caller))
@@ -175,7 +175,7 @@ def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> C
 
     Raises:
         ValueError: If an operator has a decomposition already and `allow_existing` is false; none is registered then.
-        TypeError: If `op_or_ops` is no operator.
+        TypeError: If `op_or_ops` is not an operator.
     """
     return _register(decomposition_table, "register_decomposition", op_or_ops, allow_existing)
 
@@ -204,7 +204,7 @@ def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:
 
     Raises:
         MissingRuleError: If there is none, naming the operator.
-        TypeError: If `op` is no operator.
+        TypeError: If `op` is not an operator.
     """
     overloads = overloads_of(op, "get_decomposition")
     for table in (decomposition_table_for_jvp, decomposition_table) if for_jvp else (decomposition_table,):

@@ -34,7 +34,7 @@ class DtypeError(TypeError, NotImplementedError):
 
 
 class LeafError(DtypeError, ValueError):
-    """A leaf of a pytree is no tensor, or none that can be differentiated: depending on where, torch raises either."""
+    """A leaf of a pytree is not a tensor, or not one to differentiate: depending on where, torch raises either."""
 
 
 class MissingRuleError(NotImplementedError):

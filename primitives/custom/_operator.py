@@ -228,7 +228,7 @@ def custom_op(
 
     Returns:
         The decorator, which returns a `CustomOp`. The function's positional arguments hold tensors, in any trees;
-        leaves that are no tensors, and the keyword-only arguments, are static: they must be hashable. The tree of
+        leaves that are not tensors, and the keyword-only arguments, are static: they must be hashable. The tree of
         the result depends on trees and static arguments alone.
 
     Raises:

@@ -352,7 +352,7 @@ class Rules(RuleTable):
                     f"{rule.where}: {structure.results.label(i)} must have {batch.size} samples along axis {axis}, got "
                     f"shape {list(x.shape)}."
                 )
-        # What shares memory with an input would be written by whoever writes to the result.
+        # Whoever writes to a result that shares memory with an input would write to the input.
         return [x.clone() if any(shares_memory(x, leaf) for leaf in primals.leaves) else x for x in outputs], axes
 
     def autocast(self, kind: str) -> Callable[[Any], tuple]:

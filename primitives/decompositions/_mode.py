@@ -44,8 +44,8 @@ _REDUCTIONS = ("none", "mean", "sum")  # in the order of ATen's enumeration
 def _bodies() -> dict[Callable, Callable]:
     """Functions of `torch.nn.functional`, each with one of the same body that never asks who else would handle it.
 
-    What torch wrote in Python hides the operator that it calls: a mode sees the function, and torch switches the mode
-    off before it runs the body. These run with the mode on.
+    A function that torch wrote in Python hides the operator that it calls: a mode sees the function, and torch switches
+    the mode off before it runs the body. These run with the mode on.
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**vars(functional), **dict.fromkeys(names, lambda *args: False)}
@@ -166,7 +166,7 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
             return func(*args, **kwargs)
         names = kwargs
         if "input" in kwargs and "self" in signatures[0].positional:
-            # What schemas call self, functions of torch call input.
+            # Functions of torch call input what schemas call self.
             names = {"self" if name == "input" else name: value for name, value in kwargs.items()}
         meant = [signature for signature in signatures if signature.accepts(args, names)]
         if len(meant) > 1:

@@ -41,9 +41,9 @@ def jvp(
         `(output, tangent of the output)`, two trees of one structure; with `has_aux`, `(output, tangent, aux)`.
 
     Raises:
-        TreeError: If `primals` is no tuple or empty, `tangents` has another structure, there is no output, or
-            `has_aux` and the output is no pair.
-        LeafError: If a leaf of `primals` is no floating-point or complex tensor, or another one no tensor.
+        TreeError: If `primals` is not a tuple or empty, `tangents` has another structure, there is no output, or
+            `has_aux` and the output is not a pair.
+        LeafError: If a leaf of `primals` is not a floating-point or complex tensor, or another one not a tensor.
         ShapeError: If a tangent has another shape than its primal.
         DtypeError: If a tangent has another dtype than its primal, which torch lets pass.
         DeviceError: If a tangent is on another device than its primal.
@@ -85,7 +85,7 @@ def hvp(
         func: Function of pytrees that returns a real tensor of shape `[]`; with `has_aux`, a pair of it and any tree.
         primals: Arguments of `func`, a tuple of pytrees.
         tangents: The vector: a tree like `primals`, in shapes and dtypes too. `None` for a leaf or for a whole argument
-            holds it constant: the Hessian is that of the rest. It is the only choice for what is no floating-point or
+            holds it constant: the Hessian is that of the rest. It is the only choice for all but a floating-point or
             complex tensor, and for what `func` changes in place, such as the buffers of a module.
         has_aux: Whether `func` returns `(output, aux)`.
         namespace: optree namespace of custom pytree nodes.

@@ -60,9 +60,9 @@ def jacrev(
         RuntimeError: If `randomness` is none of the three.
         ShapeError: If `chunk_size` is less than 1.
         AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
-        LeafError: If a differentiated leaf is no real floating-point tensor, or an output is no tensor.
-        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are no ints.
-        TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is no pair.
+        LeafError: If a differentiated leaf is not a real floating-point tensor, or an output is not a tensor.
+        DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are not ints.
+        TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is not a pair.
 
     Example:
         >>> jacrev(lambda tree: {"square": tree["a"] ** 2})({"a": torch.tensor([1.0, 2.0])})

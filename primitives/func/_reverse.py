@@ -26,7 +26,7 @@ def grad(
 
     Args:
         func: Function of pytrees that returns a real tensor of shape `[]`; with `has_aux`, a pair of it and any tree.
-            What is no tensor in the arguments passes through.
+            Arguments that are not tensors pass through.
         argnums: Position of the differentiated argument, or a tuple of positions. Every leaf there must be a
             floating-point or complex tensor.
         has_aux: Whether `func` returns `(output, aux)`.
@@ -39,10 +39,10 @@ def grad(
 
     Raises:
         AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
-        LeafError: If a differentiated leaf is no floating-point or complex tensor, or the output is no tensor.
+        LeafError: If a differentiated leaf is not a floating-point or complex tensor, or the output is not a tensor.
         ShapeError: If the output has axes.
         DtypeError: If the output is integral or complex.
-        TreeError: If `has_aux` and the output is no pair.
+        TreeError: If `has_aux` and the output is not a pair.
 
     Example:
         >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0), "unused": None}
@@ -124,10 +124,10 @@ def vjp(
         cotangent tree for each primal. `create_graph=None` means whether grad mode is on.
 
     Raises:
-        LeafError: If a leaf of `primals`, of the output or of the cotangents is no tensor to differentiate.
+        LeafError: If a leaf of `primals`, of the output or of the cotangents is not a tensor to differentiate.
         DtypeError: If an output is integral, or a cotangent has another dtype than its output.
         TreeError: If the cotangents have another structure than the output, there is no output, or `has_aux` and the
-            output is no pair.
+            output is not a pair.
         ShapeError: If a cotangent has another shape than its output.
         DeviceError: If a cotangent is on another device than its output.
 

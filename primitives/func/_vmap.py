@@ -36,10 +36,10 @@ def vmap(
     Args:
         func: Function of pytrees that returns a pytree of tensors.
         in_dims: Mapped axis of each leaf of the positional arguments, `None` for a leaf that every call sees whole
-            (the only choice for what is no tensor): an int, or a tree prefix of the tuple of arguments. Keyword
+            (the only choice for what is not a tensor): an int, or a tree prefix of the tuple of arguments. Keyword
             arguments are never mapped.
         out_dims: Where the mapped axis goes in each leaf of the output: an int, or a tree prefix of the output. `None`
-            is for leaves that are the same in every call, and for what is no tensor.
+            is for leaves that are the same in every call, and for what is not a tensor.
         randomness: What random operations in `func` do: `"error"`, the `"same"` numbers in each call, or
             `"different"` ones.
         chunk_size: Number of calls run at a time, which bounds the memory that they take. `None` runs all at once.
@@ -53,10 +53,10 @@ def vmap(
     Raises:
         RuntimeError: If `randomness` is none of the three.
         ShapeError: If `chunk_size` is less than 1, or, by the returned function, mapped axes differ in size.
-        TreeError: If `in_dims` or `out_dims` is no tree prefix or holds something else than ints and `None`, or
+        TreeError: If `in_dims` or `out_dims` is not a tree prefix or holds something else than ints and `None`, or
             nothing is mapped.
         AxisError: If a leaf has no such axis.
-        LeafError: If a leaf with an axis to map is no tensor.
+        LeafError: If a leaf with an axis to map is not a tensor.
 
     Example:
         >>> batch = {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "scale": torch.tensor(10.0)}

@@ -30,7 +30,7 @@ ROUNDING_OF_DIFFERENCES = 1e-9
 IDENTITY_TOLERANCE = 1e-10
 
 LAYOUTS = ("transposed", "sliced", "expanded")
-# What `sum().backward()` gives has stride 0 everywhere.
+# The cotangent of `sum().backward()` has stride 0 everywhere.
 COTANGENT_LAYOUTS = (*LAYOUTS, "constant")
 
 
@@ -84,7 +84,7 @@ def arranged(x: Tensor, layout: str) -> Tensor:
         return contiguous(x.permute(axes)).permute(axes)
     if layout == "sliced" and x.dim() > 0:
         wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
-        # What lies between the elements must never be read.
+        # Nobody may read what lies between the elements.
         if has_derivatives(x.dtype):
             wide.fill_(float("nan"))
         wide[..., ::2] = x

@@ -51,7 +51,7 @@ def pullback(results: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Se
 
 
 def pushforward(function: Function, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor]:
-    """Tangents of the results by `torch.autograd.forward_ad`; `None` among `tangents` is no tangent at all."""
+    """Tangents of the results by `torch.autograd.forward_ad`; `None` among `tangents` stands for none."""
     with forward_ad.dual_level():
         duals = [x if d is None else forward_ad.make_dual(x, d) for x, d in zip(inputs, tangents, strict=True)]
         pairs = [forward_ad.unpack_dual(y) for y in function(*duals)]

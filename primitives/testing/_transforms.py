@@ -194,7 +194,7 @@ def opcheck(subject: Subject, record: Record) -> None:
     """`torch.library.opcheck` of the operator under the trees."""
     op = subject.primitive
     if op is None:
-        raise NotApplicableError("a plain function is no operator")
+        raise NotApplicableError("a plain function is not an operator")
     # torch gives every result a cotangent, those too that have none: statistics, and what was not wanted and is empty.
     empty = not all(y.numel() for y in subject.call(*map(clone, subject.tensors)))
     differentiable = not (op.spec.statistics or subject.mutates or empty) and REVERSE in modes(subject)

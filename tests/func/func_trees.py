@@ -14,7 +14,7 @@ N = {"namespace": NAMESPACE}
 
 @optree.dataclasses.dataclass(namespace=NAMESPACE)
 class Affine:
-    """A dataclass: two children and a field that is no child."""
+    """A dataclass: two children and a field that is not a child."""
 
     w: torch.Tensor
     b: torch.Tensor
@@ -85,7 +85,7 @@ def like(tree: Any) -> Any:
 
 
 def assert_tree(actual: Any, expected: Any, **options: Any) -> None:
-    """The trees have one structure and close tensors; what is no tensor is equal."""
+    """The trees have one structure and close tensors; what is not a tensor is equal."""
     assert structure(actual) == structure(expected)
     assert_leaves(actual, leaves(expected), **options)
 

@@ -4,7 +4,7 @@
         results = call.results()
     check_cost(call, seen, results)
 
-Lanes that are masked off do not count. What a cache would serve counts like everything else: the figures are those of
+Lanes that are masked off do not count. Loads that a cache would serve count like all others: the figures are those of
 a GPU without caches.
 """
 
@@ -151,7 +151,7 @@ def check_cost(call: Call, seen: Seen, results: Sequence[Tensor]) -> None:
     moved, declared = seen.loaded().total + seen.stored().total, cost.bytes_moved + cost.bytes_reread
     beside = declared - cost.bytes_written - sum(nbytes for _, nbytes in cost.loads)
     assert abs(moved - declared) <= TOLERANCE * beside, f"{name} moves {moved} bytes, {declared} declared"
-    # What is swept again is part of what is moved beyond the minimum; all of it was loaded twice.
+    # Bytes that are swept again are among those moved beyond the minimum; all of them were loaded twice.
     swept = sum(sweep.num_bytes for sweep in cost.sweeps)
     assert 0 <= swept <= cost.bytes_moved - cost.minimum_bytes, f"{name} declares {swept} bytes as swept again"
     twice = [seen.loaded(tensor) for tensor in call.tensors()]

@@ -202,7 +202,7 @@ def check_keys() -> None:
     calls = [CALL, *(with_argument(CALL, X, other) for other in others), with_argument(CALL, X_DOT, None)]
     for call in 2 * calls:
         check(call)
-    # What is recorded with one tensor in two places serves two.
+    # A recipe that is recorded with one tensor in two places serves two.
     call = LayerNorm.draw((5, 64)).call("jvp")
     for _ in range(2):
         with_argument(call, X_DOT, call.args[X]).results()

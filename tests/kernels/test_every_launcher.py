@@ -63,7 +63,7 @@ def check_order(call: Call, first: Sequence[Tensor]) -> None:
     """Hold a call to the results that it had when its programs ran in the order of their numbers, or in any order."""
     with reordered_programs() if INTERPRETED else contextlib.nullcontext():
         again = call.results()
-    # What differs from run to run does so here too. As integers: NaN differs from itself.
+    # As integers: NaN differs from itself.
     bits = [[result.flatten().view(torch.uint8) for result in results] for results in (first, again)]
     assert all(map(torch.equal, *bits)), f"{call.launcher.__name__} depends on the order of its programs"
 
@@ -226,7 +226,7 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
     if layout != "expanded":
         # Where one number stands for a row, it is the rows that are adjacent, and fewer of them fit.
         assert modes == {0: ["whole"], 1: ["swept"], 32: ["sums", "writes"]}[splits] * len(rows.calls())
-    # What is read, and how often, follows from the wanted results alike in every layout.
+    # The wanted results decide alike in every layout what is read, and how often.
     if layout == "strided" and splits < 2:
         others = (
             *(rows.call("pairing", wanted) for wanted in pairwise(3)[1:-1]),

@@ -225,7 +225,7 @@ def test_nothing_is_timed_where_it_must_not_be(toy, path, monkeypatch):
     monkeypatch.setattr(tuning, "is_tracing", lambda: True)
     toy.launcher(X)
     assert toy.timed == 0
-    # What was launched then is still tuned when it can be.
+    # A launch of then is still tuned when it can be.
     monkeypatch.undo()
     toy.launcher(X)
     assert toy.timed == 5

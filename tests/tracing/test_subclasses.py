@@ -152,7 +152,7 @@ def test_gradients_as_outputs():
     graph = make_fx(unwrapped.fn, tracing_mode="fake")(*unwrapped.args)
     assert_plain(graph)
     assert [spec and spec.type for spec in unwrapped.out_specs] == [TwoTensor] * 3
-    # What requires grad is the subclass, whatever the plain tensors that are put into it do.
+    # The subclass requires grad, whatever the plain tensors do that are put into it.
     pieces, *others = unwrapped.args
     detached = unwrapped.fn({name: piece.detach() for name, piece in pieces.items()}, *others)
     for _, found in (unwrapped.wrap(graph(*unwrapped.args)), unwrapped(x, w, y_bar), unwrapped.wrap(detached)):

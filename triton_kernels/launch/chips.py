@@ -93,7 +93,7 @@ def chip_from_properties(properties: Any, is_amd: bool) -> Chip:
         shared_bytes=shared_bytes,
         processor_shared_bytes=told("shared_memory_per_multiprocessor", max(shared_bytes, base.processor_shared_bytes)),
         registers=told("regs_per_multiprocessor", registers),
-        # What ROCm calls L2 is a smaller cache in front of the infinity cache, which it does not tell of.
+        # ROCm calls L2 a smaller cache in front of the infinity cache, which it does not tell of.
         l2_bytes=base.l2_bytes if has_infinity_cache else told("L2_cache_size", base.l2_bytes),
         max_warps=told("max_threads_per_block", MAX_BLOCK_THREADS) // warp_size,
     )

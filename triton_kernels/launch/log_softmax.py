@@ -34,7 +34,7 @@ def _row_cols(itemsize: int, num_inputs: int, num_outputs: int, limits: Limits) 
         return limits.log_softmax_row_cols
     if num_outputs == 3:
         return limits.log_softmax_three_row_cols
-    # What waits for the sums waits in its own dtype, but for a second result or a fourth operand in float32: ptxas then
+    # Tensors wait for the sums in their own dtype, but for a second result or a fourth operand in float32: ptxas then
     # spills 88 to 112 bytes of twice as many columns of 2-byte elements.
     held = min(itemsize, 4) if num_inputs < 4 and num_outputs == 1 else 4
     return limits.log_softmax_two_row_bytes // held

@@ -219,7 +219,7 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     for node, target in zip(graph.find_nodes(op="placeholder"), targets, strict=True):
         node.target = target
     for seed in [node for node in graph.nodes if node.name == SEED and node.op == "call_function"]:
-        # What depends on it is the backward pass.
+        # The backward pass depends on it.
         with graph.inserting_before(seed):
             new = graph.placeholder(_SEED_INPUT)
         new.meta = dict(seed.meta)

@@ -160,7 +160,7 @@ def checked_primals(function: str, fn: Callable[..., Any], primals: tuple) -> Le
 
 def _of_its_own(x: Any, *, passes_on: bool) -> tuple[Any, Any]:
     """What a gradient is taken in, and what `fn` gets, whose history a joint function inside passes on."""
-    # What requires no grad is passed as it is: `fn` may transpose it in place.
+    # `fn` gets tensors that require no grad as they are: it may transpose them in place.
     if not (isinstance(x, torch.Tensor) and x.requires_grad):
         return x, x
     leaf = torch.ops.aten.alias.default(x) if passes_on else x.detach().requires_grad_()

@@ -149,8 +149,8 @@ class PureModule:
         Raises:
             TreeError: If names are missing, unknown, or tied and given different tensors.
             ShapeError: If a tensor has another shape than in the module.
-            DtypeError: If it has another dtype, or is no tensor.
-            LeafError: If a value is no tensor, or the module returns a generator or a coroutine, which would run after
+            DtypeError: If it has another dtype, or is not a tensor.
+            LeafError: If a value is not a tensor, or the module returns a generator or coroutine, which would run after
                 the call.
             MutationError: If the module has written a parameter in place.
             TraceError: In a trace of `make_fx`, if the module branches on a value that the graph does not have.
@@ -245,9 +245,9 @@ def functional_call(
         The pure function, a `PureModule`; with `parameters_and_buffers`, what the module returns.
 
     Raises:
-        TypeError: If `module` is no module, or one of TorchScript or `DataParallel`.
+        TypeError: If `module` is not a module, or one of TorchScript or `DataParallel`.
         TreeError: If a name is given twice; for what the pure function raises, see `PureModule.__call__`.
-        LeafError: If a leaf is no tensor.
+        LeafError: If a leaf is not a tensor.
         RuntimeError: In a call at once, if `strict` and a name is missing or unknown, or tied names are given
             different tensors.
 

@@ -292,7 +292,7 @@ def _copied(x: Tensor) -> Tensor:
         else:
             copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     if copy.requires_grad and not is_wrapped(copy):
-        # An optimizer takes nothing else that is no leaf.
+        # An optimizer takes nothing else that is not a leaf.
         copy.retain_grad()
         copy.grad = x.grad if x.is_leaf else None
     return copy

@@ -69,7 +69,7 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
         state: Where the stream begins.
 
     Raises:
-        DtypeError: If `state` is no pair of int64 tensors.
+        DtypeError: If `state` is not a pair of int64 tensors.
         ShapeError: If these have axes.
         MissingRuleError: Inside, at a random operation that is not covered or is given a generator.
 
@@ -209,7 +209,7 @@ def functionalize_rng(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Philox
         as inputs and holds no random operation.
 
     Raises:
-        DtypeError: If the state is no pair of int64 tensors.
+        DtypeError: If the state is not a pair of int64 tensors.
         ShapeError: If these have axes.
         MissingRuleError: At a random operation that is not covered, or is given a generator.
         TraceError: In a trace of `make_fx`, if `fn` branches on a value that the graph does not have.

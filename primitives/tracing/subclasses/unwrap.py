@@ -39,7 +39,7 @@ class SubclassSpec:
     Attributes:
         type: The subclass.
         inner: What is inside, by the name of its attribute: the spec of a subclass, or `None` for a plain tensor.
-        constants: What else is inside and is no tensor, such as the mesh of a `DTensor` in some releases of torch.
+        constants: What else is inside and is not a tensor, such as the mesh of a `DTensor` in some releases of torch.
         context: Metadata, as `__tensor_flatten__` gives it.
         size: Outer size when it was recorded.
         stride: Outer stride.
@@ -205,7 +205,7 @@ class Unwrapped:
             arguments and in the output. The given function itself, where no argument has a subclass.
         args: The given positional arguments, unwrapped.
         kwargs: The given keyword arguments, unwrapped.
-        in_specs: Spec of each leaf of the arguments, positional ones first; `None` for what is no subclass.
+        in_specs: Spec of each leaf of the arguments, positional ones first; `None` for what is not a subclass.
         out_specs: Spec of each leaf of the output, from the last call of `fn`; `None` before.
         gradient_specs: Spec of the gradient of each leaf of the arguments, from the backward pass of the last call of
             `fn`; `None` for those that had none, or a plain one.
@@ -356,7 +356,7 @@ def unwrap_subclasses(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> U
     A wrapper subclass is one with `__tensor_flatten__` and `__tensor_unflatten__`, such as `DTensor`. `make_fx` traces
     the result to a graph of plain tensors, and `trace_joint` to a joint graph: the gradient with respect to the plain
     tensors is what is inside the gradient with respect to the subclass, whose metadata are recorded in
-    `gradient_specs`. Where that is no such subclass, unwrap the joint function: its gradients are outputs, and their
+    `gradient_specs`. Where that is not such a subclass, unwrap the joint function: its gradients are outputs, and their
     metadata are recorded in `out_specs`.
 
     Args:
