@@ -146,13 +146,17 @@ def _emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar = with_param_dots(y_bar_bar, x_hat, p[1], p[2])
     if s[2].type.is_block():
         x_dot_bar = project(g, x_hat, r[1], s[2] * SHARE, s[3] * SHARE)
-    if s[4].type.is_block():
-        x_bar = project(k, x_hat, r[1], s[4] * SHARE, s[5] * SHARE)
     if s[6].type.is_block():
+        # What the dependence of P on x adds; its part along x_hat shares a factor with that of P(k).
         a, b = s[1] * SHARE, s[3] * SHARE
-        # What the dependence of P on x adds.
-        bent = r[1] * (b * h + a * x_dot_bar + r[1] * (s[6] * SHARE - a * b) * x_hat)
-        x_bar = x_bar - bent if x_bar.type.is_block() else -bent
+        along = r[1] * (s[6] * SHARE - a * b)
+        if s[4].type.is_block():
+            bent = h * (r[1] * b) + x_dot_bar * (r[1] * a)
+            x_bar = project(k, x_hat, r[1], s[4] * SHARE, s[5] * SHARE + along) - bent
+        else:
+            x_bar = -r[1] * (b * h + a * x_dot_bar + along * x_hat)
+    elif s[4].type.is_block():
+        x_bar = project(k, x_hat, r[1], s[4] * SHARE, s[5] * SHARE)
     return y_bar_bar, x_bar, x_dot_bar
 
 

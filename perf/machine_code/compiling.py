@@ -128,7 +128,7 @@ def watch_launches(chip_name: str, workload: list[Workload], callback: Callable[
 
     def describe(kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
         widths = [_width(tensor, workload[0]) for tensor in args if isinstance(tensor, torch.Tensor)]
-        budget = _register_budget(chip_name, kernel, args, constants)
+        budget = _register_budget(chip_name, kernel, grid, args, constants)
         known = kernel.function.device_caches[driver.get_current_device()][-1](*args, debug=False, **constants)[1]
         options = sorted((name, value) for name, value in constants.items() if name not in kernel.argument_names)
         parts = (
@@ -152,15 +152,16 @@ def _width(tensor: torch.Tensor, workload: Workload) -> int | None:
     return math.gcd(_MAX_ACCESS_BYTES, workload.run * tensor.element_size(), tensor.data_ptr() % _MAX_ACCESS_BYTES)
 
 
-def _register_budget(chip_name: str, kernel: Any, args: tuple, constants: dict[str, Any]) -> int:
+def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> int:
     """Registers per thread that leave room for the threads that the plan wants on a processor."""
     chip = CHIPS[chip_name]
     threads = constants["num_warps"] * chip.warp_size
     named = dict(zip(kernel.argument_names, args, strict=False))
-    # Programs that carry sums over rows, of which each writes a partial row, are as many as fit a processor at once,
-    # which is what the plan fills it with; of the others, one block has to fit.
+    # Programs that carry sums over rows, of which each writes a partial row, are as many as the plan takes to fit a
+    # processor at once, up to a limit; of the others, one block has to fit.
     if any(name.endswith("_part_ptr") and value is not None for name, value in named.items()):
-        threads = max(threads, limits_of(chip).resident_threads)
+        programs = math.ceil(math.prod(grid) / chip.num_processors)
+        threads = max(threads, min(programs * threads, limits_of(chip).resident_threads))
     if kernel.__name__ == "batch_norm_sums_kernel":
         operands = [named[name] for name in _CHANNEL_OPERANDS if named[name] is not None]
         sums = (len(operands), named["mean_ptr"] is None, operands[0].element_size())

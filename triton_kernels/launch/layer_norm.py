@@ -93,7 +93,7 @@ def sweep_plan(
     chip: Chip,
     is_aligned: bool,
 ) -> RowPlan:
-    """Plan of a kernel that sweeps rows by tiles of `tile` columns, or twice as many where rows have enough of them.
+    """Plan of a kernel that sweeps rows by tiles of `tile` columns, half or twice as many, as memory allows.
 
     Args:
         num_rows: Rows of all segments.
@@ -107,6 +107,9 @@ def sweep_plan(
     """
     limits = limits_of(chip)
     num_warps = row_warps(tile, limits.tile_threads, chip)
+    if num_summed * tile * itemsize > limits.sweep_staged_bytes:
+        # As many threads with half the values each: a step that is loaded ahead, where a whole tile could not be.
+        tile //= 2
     col_splits = row_splits(num_rows, num_cols, tile, chip)
     if col_splits == 1 and num_sums + num_summed < 4 and 2 * num_warps <= chip.max_warps and num_cols > tile:
         # One program per processor: with two, twice as many rows are under way, and a long one has left the cache

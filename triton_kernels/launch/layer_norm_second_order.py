@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 # would also wait for the load of what the row before it has stored.
 
 
+def _per_thread(is_wide: bool, itemsize: int) -> int:
+    """Values of each tensor in a thread: two loads of 16 bytes, or as many as registers allow."""
+    # A row's sums take as much of each thread, whatever it holds: with 16 values a jvp of the backward issues three
+    # quarters of the instructions that it does with 8. Of 4-byte operands a double backward takes 130 registers then,
+    # and elements that are loaded one by one take registers for their addresses.
+    return 16 if is_wide and itemsize == 2 else 8
+
+
 def _second_warps(num_values: int, per_thread: int, itemsize: int, chip: Chip) -> int:
     # Of float64, whose values take two registers and whose division takes more, a quarter as in first order.
     values = num_values * 16 // per_thread * 1024 // register_values(1024, itemsize, chip)
@@ -76,19 +84,19 @@ def plan_layer_norm_second_rows(
     """
     chip = chip_of(device)
     limits = limits_of(chip)
-    block_cols = next_power_of_2(num_cols)
+    block_cols, is_wide = next_power_of_2(num_cols), is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
     if block_cols > register_values(limits.layer_norm_second_cols, itemsize, chip):
         # 8 values of each tensor and of up to seven sums per thread: a program has a processor for itself.
         tile = register_values(limits.layer_norm_second_sweep_cols, itemsize, chip)
         if num_operands * tile * itemsize > limits.sweep_staged_bytes:
             tile //= 2
         col_splits = row_splits(num_segments * num_rows, num_cols, tile, chip)
-        is_wide = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
         stages = _stages(num_operands * tile * itemsize, is_wide, 1, chip)
         return RowPlan(1, tile, _second_warps(tile, 8, itemsize, chip), True, col_splits, stages)
-    # Short rows share a program, so that one warp has 8 values of each tensor per thread and no barrier.
-    block_rows = tile_rows(register_values(8 * chip.warp_size, itemsize, chip), block_cols, num_rows)
-    return RowPlan(block_rows, block_cols, _second_warps(block_rows * block_cols, 8, itemsize, chip), False)
+    # Short rows share a program of one warp, without a barrier.
+    per_thread = _per_thread(is_wide, itemsize)
+    block_rows = tile_rows(register_values(per_thread * chip.warp_size, itemsize, chip), block_cols, num_rows)
+    return RowPlan(block_rows, block_cols, _second_warps(block_rows * block_cols, per_thread, itemsize, chip), False)
 
 
 @planned(sum_candidates)
@@ -118,23 +126,22 @@ def plan_layer_norm_second_sums(
     """
     chip = chip_of(device)
     limits = limits_of(chip)
-    # Elements that are loaded one by one take registers for their addresses.
     is_wide = is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
     block_cols = next_power_of_2(num_cols)
     num_tiles = num_operands + num_sums + num_params
     fits_once = block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip)
+    per_thread = _per_thread(is_wide, itemsize)
     # One tile more for a program of 16 warps, which the longest rows have that fit.
-    few_tiles = limits.layer_norm_second_few_tiles + (not fits_once)
-    # Of 4-byte operands a double backward takes 130 registers.
-    factor = 2 if is_wide and itemsize == 2 and num_tiles <= few_tiles else 1
-    looped = block_cols > register_values(factor * limits.layer_norm_second_summed_cols, itemsize, chip)
-    per_thread, tile = 8 * factor, 8 * factor * chip.warp_size
+    is_few = per_thread == 16 and num_tiles <= limits.layer_norm_second_few_tiles + (not fits_once)
+    looped = not (fits_once or (is_few and block_cols <= 2 * limits.layer_norm_second_summed_cols))
+    tile = per_thread * chip.warp_size
     if looped:
         # Whole cache lines of a row, and 8 values of each tensor and sum in each of four warps.
         block_cols, per_thread, tile = limits.layer_norm_param_cols, 8, 1024
     block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
     num_warps = _second_warps(block_rows * block_cols, per_thread, itemsize, chip)
-    programs = resident_programs(num_warps, chip)
+    # Threads with 16 values of more tiles than that take up to 254 registers, and half as many fit a processor.
+    programs = resident_programs(num_warps * (2 if per_thread == 16 and not is_few else 1), chip)
     step_bytes = num_operands * block_rows * block_cols * itemsize
     stages = _stages(step_bytes, is_wide, programs // chip.num_processors, chip)
     if not (is_wide or looped) and num_sums > 2:

@@ -65,12 +65,13 @@ class Limits:
     # Longest rows of which a second-order program holds three or four (x, y_bar, x_dot and y_bar_dot), and their
     # parameters: up to 128 registers at 16 columns per thread, so no more than 512 threads, and no spills.
     layer_norm_second_cols: int = 8192
-    # The same with up to three sums, up to 128 registers at 8 columns per thread; twice as many where it holds four
-    # rows in all, three rows and one sum (a double backward). With more at 16 columns, ptxas reports up to 254, and at
-    # twice the columns 168 to 344 bytes of spills. `layer_norm_second_order` says where sums do not fit, and why.
+    # The same with up to three sums: at 16 columns per thread up to 254 registers, in half of `resident_threads`; twice
+    # as many columns where it holds four rows in all, three rows and one sum (a double backward). With more, ptxas
+    # reports 80 to 344 bytes of spills there in 512 threads, and 120 to 256 in 1024, which have 64 registers each.
+    # `layer_norm_second_order` says where sums do not fit, and why.
     layer_norm_second_summed_cols: int = 4096
-    # Tiles of operands, sums and parameters of which a thread may hold 16 values: those of a double backward take up to
-    # 128 registers, so that two programs of eight warps fit.
+    # Tiles of operands, sums and parameters of which threads with 16 values of each leave room for as many others: with
+    # those of a double backward they take up to 128 registers, so that two programs of eight warps fit.
     layer_norm_second_few_tiles: int = 5
     # Tile of the second-order kernels that sweep longer rows: 8 values of each operand, parameter and lane of a sum in
     # each of 512 threads.
