@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import unittest.mock
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,17 +21,14 @@ from perf.machine_code.cases import ALL_MODES, launch_mode, unnamed
 from perf.machine_code.compiling import (
     Launch,
     StandInDriver,
-    described_calls,
     try_compile,
     watch_launches,
     whole_rows,
 )
 from perf.machine_code.listing import Region, listings, regions
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import broken_shares
-from perf.machine_code.table import Row, read_table
+from perf.machine_code.table import Row
 from perf.workloads import KERNEL_MODES
-from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,16 +151,6 @@ def loops(chip_name: str) -> None:
         assert complaint in problem, problem
 
 
-def half(chip_name: str) -> None:
-    """Plans for half of the processors leave the other half idle, which the shares of a call tell."""
-    rows = read_table(chip_name)
-    chip = dataclasses.replace(CHIPS[chip_name], num_processors=CHIPS[chip_name].num_processors // 2)
-    with unittest.mock.patch.dict(CHIPS, {chip_name: chip}):
-        calls = [called for _, called, _ in described_calls(chip_name, {"layer_norm 8192x4096 bfloat16 backward"})]
-    problems = broken_shares(calls, rows)
-    assert any("of the programs that fit" in problem for problem in problems), problems
-
-
 def faults(chip_name: str) -> None:
     """A layer norm backward with a mistake in its plan breaks the rules: too few warps, or no alignment."""
     workload = unnamed("layer_norm", (8192, 4096))
@@ -183,5 +169,4 @@ def faults(chip_name: str) -> None:
 if __name__ == "__main__":
     anew("sm_100")
     loops("sm_90")
-    half("sm_90")
     faults("sm_90")

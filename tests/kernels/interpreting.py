@@ -9,7 +9,6 @@ survive what a kernel adds.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import os
 import pathlib
@@ -193,35 +192,13 @@ def _running_kernels(original: Callable) -> Callable:
     return run
 
 
-def _patching_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replace the functions of the language for a kernel, and not again for each call of a device function in it.
+def _replace_language() -> None:
+    """Replace the functions of the language for good, where Triton does so anew in each launch and device function.
 
-    That changes nothing any more, and takes two thirds of the time of most launches here.
+    This process compiles nothing, and it takes two thirds of the time of most launches here.
     """
-    in_force: set[int] = set()
-    named: dict[Any, set[int]] = {}
-
-    def patched(function: Any) -> Any:
-        if function not in named:
-            modules = {id(value) for value in function.__globals__.values() if inspect.ismodule(value)}
-            named[function] = modules & {id(tl), id(tl.core)}
-        needed = named[function]
-        if in_force and needed <= in_force:
-            return types.SimpleNamespace(restore=lambda: None)
-        changes = patch(function)
-        if not in_force:
-            # The interpreter calls it when a launch ends, and never for device functions.
-            restore = changes.restore
-
-            def restore_all() -> None:
-                in_force.clear()
-                restore()
-
-            changes.restore = restore_all
-        in_force.update(needed)
-        return changes
-
-    return patched
+    interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
 
 
 def _remember_types() -> None:
@@ -262,7 +239,7 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_dot = _counting(interpreter.InterpreterBuilder.create_dot)
     interpreter._implicit_cvt = _converting(interpreter._implicit_cvt)
     interpreter.GridExecutor.__call__ = _running_kernels(interpreter.GridExecutor.__call__)
-    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    _replace_language()
     _remember_types()
 
 
