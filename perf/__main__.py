@@ -106,20 +106,19 @@ def _predict(options: argparse.Namespace) -> int:
     from perf import model
 
     page = model.page(model.read_device(options.device))
-    if options.write:
-        (DOCS / f"predictions_{Path(options.device).stem}.md").write_text(page)
-    else:
-        print(page, end="")
-    return 0
+    return _show(page, f"predictions_{Path(options.device).stem}.md" if options.write else None)
 
 
 def _peers(options: argparse.Namespace) -> int:
     """Kernels of others beside ours, compiled; takes minutes."""
     from perf import peers
 
-    page = peers.page()
-    if options.write:
-        (DOCS / "peers_sm_90.md").write_text(page)
+    return _show(peers.page(), "peers_sm_90.md" if options.write else None)
+
+
+def _show(page: str, name: str | None) -> int:
+    if name is not None:
+        (DOCS / name).write_text(page)
     else:
         print(page, end="")
     return 0

@@ -319,7 +319,7 @@ class Attention(_Operands):
         has_bars = self.bias is not None and self.bias.shape == (*self.q.shape[:-1], self.k.shape[-2])
         of_bias = {"bwd": {3}, "pairing": {5, 9}}.get(mode, set())
         wanted = (True,) * count if wanted is None else wanted
-        wanted = [want and (has_bars or n not in of_bias) for n, want in enumerate(wanted)]
+        wanted = tuple(want and (has_bars or n not in of_bias) for n, want in enumerate(wanted))
         return super().call(mode, wanted, derived)
 
     def choices(self, mode: str) -> Iterator[Call]:

@@ -7,7 +7,7 @@ import torch
 
 from tests.call_properties import check_call
 from tests.op_cases import CASES, LOG_SOFTMAX
-from tests.properties import check_jvp, check_outputs, check_second_order, check_vjp
+from tests.properties import check_jvp, check_not_finite, check_outputs, check_second_order, check_vjp
 from tests.support import dtype_id
 
 
@@ -50,9 +50,4 @@ def test_second_derivatives_and_the_calls_that_they_make(case, sample, dtype, ba
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 def test_nan_and_infinity_propagate_as_in_torch(case, value, device):
-    """Torch's own op says where: the definition overflows in places where a stable formula does not."""
-    inputs = case.inputs(case.small, torch.float32, device)
-    inputs["x"].view(-1)[1] = value
-    y = case.outputs(inputs, case.small)[0]
-    expected = case.torch_function(*inputs.values(), **dict(case.small.options))
-    torch.testing.assert_close(y, expected, equal_nan=True)
+    check_not_finite(case, value, device)

@@ -28,8 +28,7 @@ def timed_calls() -> list[Call]:
     """A call of each launcher, as rules call it."""
     images, attention = BatchNorm.draw((8, 16, 14, 14)), Attention.draw((2, 4, 64, 32), 64)
     operands = images, LayerNorm.draw((64, 512)), LogSoftmax.draw((64, 512), 1), attention
-    calls = [*(call for each in operands for call in each.calls()), dropout_calls()[0]]
-    return [c._replace(args=tuple(tuple(x) if isinstance(x, list) else x for x in c.args)) for c in calls]
+    return [*(call for each in operands for call in each.calls()), dropout_calls()[0]]
 
 
 def time_in_launches(call: Call, run: Callable[[], Any]) -> float:
