@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,11 +38,13 @@ def _merge(x: Tensor, y: Tensor, dims: range) -> list[Axis]:
 
 
 def merged_axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[Axis], int]:
-    """Axes `[outer, inner, rows, columns]` of x and y, more where their strides need more, and the rows of a sample."""
-    rest = _merge(x, y, range(batch_ndim, x.dim())) or [Axis(1, 1, 1)]
-    axes = [*rest, *_merge(x, y, range(batch_ndim))]
-    axes += [Axis(1, 0, 0)] * (NUM_AXES - len(axes))
-    return axes[::-1], math.prod(axis.size for axis in rest[1:])
+    """Axes `[outer, inner, rows, columns]` of x and y, more where their strides need more.
+
+    Also how many of them, from the last on, are those of a sample: all if there is one sample alone.
+    """
+    rest, batch = _merge(x, y, range(batch_ndim, x.dim())) or [Axis(1, 1, 1)], _merge(x, y, range(batch_ndim))
+    axes = [*rest, *batch, *[Axis(1, 0, 0)] * (NUM_AXES - len(rest) - len(batch))]
+    return axes[::-1], len(rest) if batch else len(axes)
 
 
 def adjacent_axis(rows: Axis, cols: Axis, strides: Sequence[int]) -> str:

@@ -51,9 +51,9 @@ def _tile_offsets(
 
 @unspecialized_jit
 def dropout_kernel(
-    x_ptr, y_ptr, seed_ptr, offset_ptr, num_inner, num_rows, num_cols, sample_rows, x_outer_stride, x_inner_stride,
+    x_ptr, y_ptr, seed_ptr, offset_ptr, num_inner, num_rows, num_cols, x_outer_stride, x_inner_stride,
     x_row_stride, x_col_stride, y_outer_stride, y_inner_stride, y_row_stride, y_col_stride, seed_stride, offset_stride,
-    last_dropped, scale_low, scale_high, DTYPE: tl.constexpr, BATCHED: tl.constexpr, GROUPED: tl.constexpr,
+    last_dropped, scale_low, scale_high, DTYPE: tl.constexpr, SAMPLE_AXES: tl.constexpr, GROUPED: tl.constexpr,
     X_ADJACENT: tl.constexpr, Y_ADJACENT: tl.constexpr, ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr,
     COL_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -61,11 +61,10 @@ def dropout_kernel(
 
     x, y                      [num_outer, num_inner, num_rows, num_cols], each with its four strides, in elements
     seed, offset              [num_samples], or one; offset counts Philox blocks, and None stands for 0
-    sample_rows               rows of a sample, over all axes but the last
     last_dropped              bits of the largest word that drops its element
     scale_low, scale_high     bits of the scale, a float64
     DTYPE                     dtype of the product
-    BATCHED                   whether there are several samples, with a seed each
+    SAMPLE_AXES               how many of the axes, from the last on, are those of a sample, which has its own seed
     GROUPED                   whether every row begins with the first word of a Philox block
     X_ADJACENT, Y_ADJACENT    which axis has stride 1: "cols", "rows" or "none"
     ALIGN                     power of two that divides the other strides of tensors with such an axis
@@ -74,28 +73,28 @@ def dropout_kernel(
     """
     num_row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     num_col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    above = tl.program_id(0) // num_col_blocks
-    start_col = (tl.program_id(0) - above * num_col_blocks).to(tl.int64) * BLOCK_COLS
-    segment = above // num_row_blocks
-    row = (above - segment * num_row_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # Division of numbers without a sign takes half of the instructions.
+    program, num_inner = tl.program_id(0).to(tl.uint32), tl.cast(num_inner, tl.uint32)
+    above = program // num_col_blocks.to(tl.uint32)
+    start_col = (program - above * num_col_blocks.to(tl.uint32)).to(tl.int64) * BLOCK_COLS
+    segment = above // num_row_blocks.to(tl.uint32)
+    row = (above - segment * num_row_blocks.to(tl.uint32)).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     outer = (segment // num_inner).to(tl.int64)
-    inner = (segment - outer * num_inner).to(tl.int64)
+    inner = (segment % num_inner).to(tl.int64)
     col = start_col + tl.arange(0, BLOCK_COLS)
 
     # Rows past the end get numbers of other rows, which nobody stores.
-    row_number = segment.to(tl.int64) * num_rows + row
-    if BATCHED:
-        sample = row_number // sample_rows
-        row_number -= sample * sample_rows
-        sample_mask = row < num_rows
-        seed = tl.load(seed_ptr + sample * seed_stride, mask=sample_mask, other=0)[:, None]
-        if offset_ptr is None:
-            offset = 0
-        else:
-            offset = tl.load(offset_ptr + sample * offset_stride, mask=sample_mask, other=0)[:, None]
+    segment = segment.to(tl.int64)
+    if SAMPLE_AXES == 4:
+        sample, row_number = 0, segment * num_rows + row
+    elif SAMPLE_AXES == 3:
+        sample, row_number = outer, inner * num_rows + row
+    elif SAMPLE_AXES == 2:
+        sample, row_number = segment, row
     else:
-        seed = tl.load(seed_ptr)
-        offset = 0 if offset_ptr is None else tl.load(offset_ptr)
+        sample, row_number = segment * num_rows + tl.minimum(row, num_rows - 1)[:, None], row * 0
+    seed = tl.load(seed_ptr + sample * seed_stride)
+    offset = 0 if offset_ptr is None else tl.load(offset_ptr + sample * offset_stride)
 
     if GROUPED:
         block_in_row = start_col // 4 + tl.arange(0, BLOCK_COLS // 4)

@@ -57,11 +57,11 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
         return y
     if num_dropped == 0:
         return y.copy_(x)
-    axes, sample_rows = merged_axes(x, y, batch_ndim)
+    axes, sample_axes = merged_axes(x, y, batch_ndim)
     if len(axes) > NUM_AXES:
         return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
     _launch(
-        x, y, axes, sample_rows, per_stream(seed), (None, 0) if offset is None else per_stream(offset), num_dropped, p
+        x, y, axes, sample_axes, per_stream(seed), (None, 0) if offset is None else per_stream(offset), num_dropped, p
     )
     return y
 
@@ -70,14 +70,13 @@ def _launch(
     x: Tensor,
     y: Tensor,
     axes: Sequence[Axis],
-    sample_rows: int,
+    sample_axes: int,
     seeds: tuple[Tensor, int],
     offsets: tuple[Tensor | None, int],
     num_dropped: int,
     p: float,
 ) -> None:
     outer, inner, rows, cols = axes
-    num_rows = outer.size * inner.size * rows.size
     x_adjacent = adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
     y_adjacent = adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
     adjacent = {x_adjacent, y_adjacent}
@@ -98,7 +97,6 @@ def _launch(
             inner.size,
             rows.size,
             cols.size,
-            sample_rows,
             *(axis.x_stride for axis in axes),
             *(axis.y_stride for axis in axes),
             seeds[1],
@@ -106,9 +104,9 @@ def _launch(
             _signed(num_dropped - 1),
             *float64_bits(1.0 / (1.0 - p) if p < 1.0 else 0.0),
             DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
-            BATCHED=num_rows > sample_rows,
+            SAMPLE_AXES=sample_axes,
             # A sample of a single row begins at its first word.
-            GROUPED=cols.size % _WORDS_PER_BLOCK == 0 or sample_rows == 1,
+            GROUPED=cols.size % _WORDS_PER_BLOCK == 0 or sample_axes == 1 or x.numel() == cols.size,
             X_ADJACENT=x_adjacent,
             Y_ADJACENT=y_adjacent,
             ALIGN=align,

@@ -30,13 +30,13 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
 
 
 def _seed_loads(x: Tensor, batch_ndim: int) -> float:
-    """How often the seed of a sample is loaded: by every tile where it is the only one, else for each row of a tile."""
+    """How often the seed of a sample is loaded: by each of its tiles, or for each row of a tile if it is one row."""
     y = torch.empty_like(x, device="meta")
-    axes, _ = merged_axes(x, y, batch_ndim)
+    axes, sample_axes = merged_axes(x, y, batch_ndim)
     if len(axes) > NUM_AXES:
         # x is copied first.
         y = torch.empty(x.shape, device="meta")
-        axes, _ = merged_axes(y, y, batch_ndim)
+        axes, sample_axes = merged_axes(y, y, batch_ndim)
     outer, inner, rows, cols = axes
     adjacent = {
         adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride)),
@@ -44,10 +44,9 @@ def _seed_loads(x: Tensor, batch_ndim: int) -> float:
     }
     along_rows = "cols" not in adjacent and "rows" in adjacent
     plan = launch.plan_dropout(rows.size, cols.size, along_rows, x.element_size(), x.device)
-    num_samples, num_segments = math.prod(x.shape[:batch_ndim]), outer.size * inner.size
-    if num_samples == 1:
-        return num_segments * _programs(rows.size, cols.size, plan)
-    return num_segments * rows.size * launch.cdiv(cols.size, plan.block_cols) / num_samples
+    programs = _programs(rows.size, cols.size, plan)
+    num_loads = rows.size * launch.cdiv(cols.size, plan.block_cols) if sample_axes == 1 else programs
+    return outer.size * inner.size * num_loads / math.prod(x.shape[:batch_ndim])
 
 
 def philox_words(seed: Tensor, offset: Tensor, size: Sequence[int]) -> Cost:

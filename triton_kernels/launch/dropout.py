@@ -39,7 +39,7 @@ def plan_dropout(
     """
     chip = chip_of(device)
     limits = limits_of(chip)
-    tile = limits.philox_tile
+    tile = limits.philox_tile // max(itemsize // 4, 1)
     # A tile is at least as wide as a Philox block, so that one thread uses all of its words.
     whole_rows, whole_cols = next_power_of_2(num_rows), max(next_power_of_2(num_cols), PHILOX_WORDS)
     if rows_adjacent:
@@ -63,5 +63,5 @@ def plan_philox(num_words: int, device: torch.device | Chip) -> DropoutPlan:
     """
     chip = chip_of(device)
     limits = limits_of(chip)
-    block = min(limits.philox_tile, max(next_power_of_2(num_words), PHILOX_WORDS))
+    block = min(limits.philox_tile // 2, max(next_power_of_2(num_words), PHILOX_WORDS))
     return DropoutPlan(1, block, row_warps(block, limits.philox_threads, chip))

@@ -118,10 +118,10 @@ class Limits:
     # slots, and more waves of those with more than 32 registers, so that a late program does not leave a processor idle
     # for long.
     channel_transform_programs: int = 16
-    # Values of a tile of dropout, and words of a program that stores Philox numbers: 16 for each of 128 threads. That
-    # is 16 bytes per load, two loads and four independent chains of Philox rounds in flight for 2-byte elements, and
-    # four programs' worth of registers to spare, so that loads of one program hide behind the arithmetic of others.
-    philox_tile: int = 2048
+    # Values of a tile of dropout, and words of a program that stores Philox numbers, half as many of 8 bytes: 32 for
+    # each of 128 threads. That is 16 bytes per load and four loads in flight for 2-byte elements, with 44 to 60
+    # registers; with 16, a sixth more instructions for each element find where it is.
+    philox_tile: int = 4096
     # Threads that share such a tile.
     philox_threads: int = 128
     # Rows, and keys, of a tile of attention at most. The plans of the kernels say how much less each of them takes, and
