@@ -223,9 +223,10 @@ def plan_channel_transform(
     # Programs hide each other's loads without stages.
     slots = limits_of(chip).channel_reduction_programs * chip.num_processors
     plan = _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip)
-    # As many programs as fill the processors twice come before as many tiles of each.
+    # Where tiles are more than the programs that fill the processors twice, each takes more than one: its coefficients
+    # take as many instructions as a tile of a small plane.
     programs = limits_of(chip).channel_transform_programs * chip.num_processors
-    return replace(plan, part_tiles=min(max(plan.num_blocks * plan.num_tiles // programs, 1), TRANSFORM_TILES))
+    return replace(plan, part_tiles=min(cdiv(plan.num_blocks * plan.num_tiles, programs), TRANSFORM_TILES))
 
 
 @planned(warp_candidates)
