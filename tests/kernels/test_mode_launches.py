@@ -11,25 +11,19 @@ from perf import model
 from perf.machine_code import cases
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
-from perf.workloads import ATTENTION_MODES, OPS, Workload
+from perf.workloads import FIRST_ORDER, OPS, Workload
 from tests.kernels.calls import launched_by
+from tests.test_perf import TINY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FIRST_ORDER = ("forward", "backward", "jvp")
 # Small ones of every op, layout and kind of parameters that the suite has.
 WORKLOADS = (
-    Workload("small", "layer_norm", (40, 64), dtype="float32"),
-    Workload("bare", "layer_norm", (40, 64), dtype="float32", affine=False),
+    *TINY,
     Workload("small", "log_softmax", (8, 64), dtype="float32"),
-    Workload("across", "log_softmax", (2, 8, 64), dtype="float32", dim=1, modes=FIRST_ORDER),
     Workload("small", "batch_norm", (4, 3, 4, 4), dtype="float32"),
-    Workload("last", "batch_norm", (4, 3, 4, 4), dtype="float32", channels_last=True),
-    Workload("small", "batch_norm_eval", (4, 3, 4, 4), dtype="float32", modes=FIRST_ORDER),
     Workload("last", "batch_norm_eval", (4, 3, 4, 4), dtype="float32", channels_last=True, modes=FIRST_ORDER),
-    Workload("small", "dropout", (8, 64), dtype="float32", modes=FIRST_ORDER),
-    Workload("small", "attention", (1, 2, 16, 16), "float32", key_heads=1, causal=True, modes=ATTENTION_MODES),
 )
 
 
