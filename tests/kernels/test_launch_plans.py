@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import types
@@ -101,25 +102,17 @@ def numbers(plan):
 
 def staged_bytes(function, arguments, plan):
     """Shared memory for the steps in flight of a loop, all its tensors; 0 where nothing is loaded ahead."""
-    named = dict(numbers(plan))
-    if function is launch.plan_attention:
-        kernel, _, _, width, itemsize, _ = arguments
-        swept = plan.block_rows if kernel.endswith("keys") else plan.block_keys
-        tensors = 2 if kernel == "fwd" or kernel.startswith("first") else 4
-        return tensors * swept * launch.next_power_of_2(width) * itemsize * plan.num_stages * (plan.num_stages > 1)
-    num_values = math.prod(number for name, number in named.items() if name.startswith("block_"))
-    if named.get("loop_stages", 1) > 1:
-        tensors, itemsize = (2 if function is launch.plan_layer_norm_params else 4), arguments[3]
-        tensors = arguments[5] if function is launch.plan_layer_norm_rows else tensors
-        tensors = arguments[4] if "second" in function.__name__ else tensors
-        if function is launch.plan_log_softmax:
-            tensors, itemsize = arguments[7], arguments[2]
-    elif named.get("num_stages", 1) > 1:
-        tensors, itemsize = arguments[5], arguments[3]
-    else:
-        return 0
+    named, given = dict(numbers(plan)), inspect.signature(function).bind(*arguments).arguments
     # The newest copies are still to come when the buffer of the oldest ones is read.
-    return tensors * num_values * itemsize * (max(named.get("loop_stages", 1), named.get("num_stages", 1)) - 1)
+    steps = max(named.get("loop_stages", 1), named.get("num_stages", 1)) - 1
+    tensors = next((given[name] for name in ("num_summed", "num_operands", "num_inputs") if name in given), 2)
+    num_values = math.prod(number for name, number in named.items() if name.startswith("block_"))
+    if function is launch.plan_attention:
+        kernel, steps = given["kernel"], steps and steps + 1
+        tensors = 2 if kernel == "fwd" or kernel.startswith("first") else 4
+        swept = plan.block_rows if kernel.endswith("keys") else plan.block_keys
+        num_values = swept * launch.next_power_of_2(given["width"])
+    return tensors * num_values * given.get("itemsize", 0) * steps
 
 
 def check_within(plan, chip):
