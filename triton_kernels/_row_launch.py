@@ -241,7 +241,9 @@ def launch_row_sums(
     _launch(kernel, num_parts * col_blocks, values, {"num_warps": plan.num_warps})
     account = current_account()
     if account is not None:
-        operands.add_to(account, dict.fromkeys((*operands.names, *operands.params), 1), num_parts, col_blocks)
+        # Each row of a tile has the parameters beside it.
+        reads = dict.fromkeys((*operands.names, *operands.params), 1)
+        operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks)
         for part in parts.values():
             account.store(0 if part is None or is_partial else part.nbytes)
 

@@ -105,7 +105,7 @@ def load_params(ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTY
             tiles = tiles + (nothing(),)
         else:
             addresses = ptrs[i] + segment * aligned(strides[i], ALIGN) + cols[None, :]
-            tile = tl.load(addresses, mask=col_mask, other=0.0)
+            tile = tl.load(tl.broadcast_to(addresses, col_mask.shape), mask=col_mask, other=0.0)
             tiles = tiles + (tile if DTYPE is None else cast(tile, DTYPE),)
     return tiles
 

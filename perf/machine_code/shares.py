@@ -62,7 +62,7 @@ KNOWN_SHARES = (
     (r"log_softmax 8192x5124 ", 0.75, _EMPTY_TILES),
     (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 0.85, "five operands in float32, a quarter of them empty"),
     (r"layer_norm 32768x256 bfloat16 hvp", 0.75, "sums of rows that share a warp"),
-    (r"layer_norm 262144x24 bfloat16 backward", 1.45, "a quarter of a tile is empty"),
+    (r"layer_norm 262144x24 bfloat16 backward", 0.75, "a quarter of a tile is empty"),
     (
         r"log_softmax (16x5000x96 float32|65536x24 bfloat16) forward",
         0.7,

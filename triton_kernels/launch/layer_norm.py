@@ -150,8 +150,6 @@ def plan_layer_norm_params(
     # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel. Rows that
     # share more warps than that wait at each other's barriers, and take 60 registers more (sm_90).
     block_rows = tile_rows(register_values(2048 if looped else 512, itemsize, chip), block_cols, num_rows)
-    # A warp takes 168 registers for sixteen rows of 32 columns, and 64 for eight.
-    block_rows = min(block_rows, chip.warp_size // 4)
     num_values = block_rows * block_cols * 2048 // register_values(2048, itemsize, chip)
     num_warps = row_warps(num_values, limits.resident_threads, chip)
     programs = resident_programs(num_warps, chip)
