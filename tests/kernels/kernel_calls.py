@@ -18,8 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from perf.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
 from tests.kernels.calls import launched_by
-from tests.kernels.host_time import check_host_time
-from tests.kernels.repeated_calls import check_all
+from tests.kernels.repeated_calls import check_all, check_host_time
 from tests.kernels.stand_ins import Driver, launches, stand_ins
 from triton_kernels._kernel import Kernel, key_function
 

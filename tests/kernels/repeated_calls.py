@@ -1,6 +1,7 @@
-"""Calls that repeat an earlier one by its recipe, beside the same calls without; fails where they launch other things.
+"""Calls that repeat an earlier one by its recipe, beside the same calls without: what they launch, and the host's time.
 
-`kernel_calls` runs the checks.
+`kernel_calls` runs the checks; `python -m tests.kernels.repeated_calls` prints the times of each launcher, in times of
+Triton's own launches of the same kernels.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import concurrent.futures
 import contextlib
 import gc
 import itertools
+import statistics
+import time
 import types
 import unittest.mock
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, random
-from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls
+from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls, launched_by
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
 from triton_kernels._kernel import Kernel, intercept, observe
 from triton_kernels._recipes import Recipe, repeatable
@@ -26,7 +30,7 @@ from triton_kernels.launch import use_limits
 from triton_kernels.launch._planned import set_advisor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -268,3 +272,54 @@ def check_all() -> None:
         check_who_comes_between(driver)
         check_memory()
         torch.use_deterministic_algorithms(False)
+
+
+# The most that a call may take, of the time of Triton's own launches of the same kernels. Calls take 0.4 to 0.9 by a
+# recipe and 1.2 to 4 without, nearly all of them more than 1.5.
+MOST_OF_TRITON = 1.5
+ROUNDS, CALLS_PER_ROUND = 15, 10
+
+
+def timed_calls() -> list[Call]:
+    """A call of each launcher, as rules call it."""
+    images, attention = BatchNorm.draw((8, 16, 14, 14)), Attention.draw((2, 4, 64, 32), 64)
+    operands = images, LayerNorm.draw((64, 512)), LogSoftmax.draw((64, 512), 1), attention
+    return [*(call for each in operands for call in each.calls()), dropout_calls()[0]]
+
+
+def time_in_launches(call: Call, run: Callable[[], Any]) -> float:
+    """Median time of `run`, in times of Triton's own launches of what the call launches."""
+    made = launched_by(call.results)
+
+    def launch_all() -> None:
+        for kernel, grid, args, constants in made:
+            kernel.function[grid](*args, **constants)
+
+    def processor_time(function: Callable[[], Any]) -> float:
+        start = time.process_time()
+        for _ in range(CALLS_PER_ROUND):
+            function()
+        return time.process_time() - start
+
+    for function in (launch_all, run, run):
+        function()
+    return statistics.median(processor_time(run) / processor_time(launch_all) for _ in range(ROUNDS))
+
+
+def check_host_time() -> None:
+    """A call takes little more than Triton takes to find its kernels."""
+    gc.disable()
+    with stand_ins():
+        found = [(call.launcher.__name__, time_in_launches(call, call.results)) for call in timed_calls()]
+    gc.enable()
+    slow = [(name, ratio) for name, ratio in found if ratio > MOST_OF_TRITON]
+    assert not slow, slow
+
+
+if __name__ == "__main__":
+    gc.disable()
+    with stand_ins():
+        for timed in timed_calls():
+            plain: Any = timed.launcher.__wrapped__  # pyright: ignore[reportFunctionMemberAccess] - decorated
+            before, after = (time_in_launches(timed, run) for run in (partial(plain, *timed.args), timed.results))
+            print(f"{timed.launcher.__name__:<22} without a recipe {before:.2f}, with it {after:.2f}")  # noqa: T201 - what a user asked for
