@@ -19,10 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, random
 from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls, launched_by
+from tests.kernels.meters import COPIES, Seen
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
 from triton_kernels._kernel import Kernel, intercept, observe
 from triton_kernels._recipes import Recipe, repeatable
@@ -168,26 +168,15 @@ def check_toys_and_threads() -> None:
     set_advisor(None)
 
 
-class Copies(TorchDispatchMode):
-    """Counts the copies that torch makes."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and go on."""
-        self.count += func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
-        return func(*args, **(kwargs or {}))
-
-
 def check_copies() -> None:
     """Whatever is copied before it is read is copied in every call."""
     attention = Attention.draw((2, 4, 24, 16), 24)
     other_layout = attention.change(q_dot=elsewhere(attention.q_dot).contiguous()).call("jvp")
     for call in (*copying_calls(torch.float32), other_layout._replace(copies=1)):
         for _ in range(4):
-            with Copies() as copies:
+            with Seen() as seen:
                 call.results()
-            assert copies.count == call.copies, call.launcher.__name__
+            assert [name in COPIES for name in seen.operations] == [True] * call.copies, call.launcher.__name__
 
 
 CALL = LayerNorm.draw((8, 64)).call("jvp")
