@@ -36,10 +36,12 @@ import primitives as pr
 from perf.machine_code.cases import launch_mode, unnamed
 from perf.workloads import KERNEL_MODES
 from primitives.core import inductor, registered_primitives
-from tests.kernels.kernel_calls import driver as stand_in
+from tests.kernels.stand_ins import Driver
 from triton_kernels._kernel import Kernel, intercept
 from triton_kernels.launch.chips import CHIPS, use_chip
 
+config: Any = triton.runtime.driver
+config.set_active(Driver("sm_90"))
 # The patterns that Inductor looks for in joint graphs take seconds to make, and cannot be made for CUDA without it.
 joint_graph.lazy_init = lambda *args, **kwargs: None
 
@@ -243,7 +245,7 @@ ONES = (
 
 def ones() -> dict[str, list[str]]:
     """Of launches with numbers of one, by kernel, what Triton has against them as Inductor compiles them."""
-    target = stand_in.get_current_target()
+    target = config.active.get_current_target()
     compiler: Any = make_backend(target)
     options = compiler.parse_options({})
     found: dict[str, list[str]] = {}
