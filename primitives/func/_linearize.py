@@ -13,10 +13,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives.core.dtypes import has_derivatives
 from primitives.func._calls import eager_after_break, primals_call
+from primitives.tracing.memory import bottom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +112,7 @@ class _Versions:
                 continue
             seen.add(node)
             # The version of a tensor made in inference mode cannot be read, nor can it change outside of that.
-            kept = [tensor for tensor in map(_unwrapped, _kept_by(node)) if not tensor.is_inference()]
+            kept = [tensor for tensor in map(bottom, _kept_by(node)) if not tensor.is_inference()]
             self._kept += [(tensor, tensor._version) for tensor in kept]
             nodes += [following for following, _ in node.next_functions]
 
@@ -137,10 +137,3 @@ def _kept_by(node: Any) -> Iterator[Tensor]:
 @functools.cache
 def _saving_attributes(node_type: type) -> tuple[str, ...]:
     return tuple([name for name in dir(node_type) if name == "saved_tensors" or name.startswith("_saved_")])
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor below all levels of transforms, which is the one that is changed in place."""
-    while _functorch.is_gradtrackingtensor(tensor) or _functorch.is_batchedtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
