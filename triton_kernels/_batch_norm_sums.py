@@ -112,17 +112,13 @@ def batch_norm_sums_kernel(
     STATISTICS: tl.constexpr = mean_ptr is None
     TILE: tl.constexpr = (ALIGN, SPATIAL_INNER, BLOCK_SAMPLES, BLOCK_SPATIAL)
     acc_dtype = partials_ptr.dtype.element_ty
-    y_bar_strides = (y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride)
-    x_strides = (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride)
-    x_dot_strides = (x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride, x_dot_spatial_stride)
-    y_bar_dot_strides = (
-        y_bar_dot_group_stride,
-        y_bar_dot_sample_stride,
-        y_bar_dot_channel_stride,
-        y_bar_dot_spatial_stride,
+    strides = (
+        (y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride),
+        (x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride),
+        (x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride, x_dot_spatial_stride),
+        (y_bar_dot_group_stride, y_bar_dot_sample_stride, y_bar_dot_channel_stride, y_bar_dot_spatial_stride),
     )
     ptrs = (y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr)
-    strides = (y_bar_strides, x_strides, x_dot_strides, y_bar_dot_strides)
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = channels_of(tl.program_id(0), NUM_CHANNELS, BLOCK_CHANNELS)
     place = (group, channels, channel_mask)
@@ -166,32 +162,20 @@ def batch_norm_sums_kernel(
     turned = ()
     for i in tl.static_range(len(sums)):
         turned = turned + (tl.trans(sums[i]),)
-    totals = in_places(sums_of(turned, 2), 9, SUMS)
-    products, counts, means, square_sums = totals[3], nothing(), nothing(), nothing()
+    s = in_places(sums_of(turned, 2), 9, SUMS)
+    products, counts, means, square_sums = s[3], nothing(), nothing(), nothing()
     if STATISTICS:
         until = elements_before(stop, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
         counts = tl.zeros([BLOCK_CHANNELS, 1], acc_dtype) + (until - before).to(acc_dtype)
-        shift = divide(totals[7], counts)
+        shift = divide(s[7], counts)
         means = center[:, None] + shift
-        square_sums = totals[8] - totals[7] * shift
+        square_sums = s[8] - s[7] * shift
         # Rounding may leave less than nothing of equal elements, and overflow no number; a NaN stays.
-        square_sums = tl.where(totals[8] == float("inf"), totals[8], square_sums)
+        square_sums = tl.where(s[8] == float("inf"), s[8], square_sums)
         square_sums = tl.where(square_sums < 0.0, 0.0, square_sums)
         if x_dot_ptr is not None:
-            products -= totals[2] * shift
-    found = (
-        totals[0],
-        totals[1],
-        totals[2],
-        products,
-        totals[4],
-        totals[5],
-        totals[6],
-        counts,
-        means,
-        square_sums,
-    )
-    found = wanted_of(found, SUMS)
+            products -= s[2] * shift
+    found = wanted_of((s[0], s[1], s[2], products, s[4], s[5], s[6], counts, means, square_sums), SUMS)
     rows = (group * NUM_CHANNELS + channels)[:, None]
     for i in tl.static_range(len(found)):
         tl.store(partials_ptr + (rows * len(found) + i) * num_splits + split, found[i], mask=channel_mask[:, None])

@@ -47,8 +47,9 @@ def merged_axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[Axis], int]
     return axes[::-1], len(rest) if batch else len(axes)
 
 
-def adjacent_axis(rows: Axis, cols: Axis, strides: Sequence[int]) -> str:
+def adjacent_axis(rows: Axis, cols: Axis, strides: Sequence[int]) -> int:
+    """Which axis has stride 1: 1 for columns, 2 for rows, or 0."""
     row_stride, col_stride = strides
     if col_stride == 1 and cols.size > 1:
-        return "cols"
-    return "rows" if row_stride == 1 and rows.size > 1 else "none"
+        return 1
+    return 2 if row_stride == 1 and rows.size > 1 else 0

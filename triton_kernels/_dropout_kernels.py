@@ -10,43 +10,11 @@ strides and the tile.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from triton_kernels._philox_steps import grouped_words, single_words, unspecialized_jit
 from triton_kernels._runtime import cast, float64_of_bits, store_cast
-
-
-@triton.jit
-def _aligned(number, ALIGN: tl.constexpr):
-    # The compiler sees the factor in the product, where `tl.multiple_of` would get lost on its way to AMD code.
-    return (number // ALIGN) * ALIGN
-
-
-@triton.jit
-def _tile_offsets(
-    outer,
-    inner,
-    row,
-    col,
-    outer_stride,
-    inner_stride,
-    row_stride,
-    col_stride,
-    ADJACENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Element offsets `[BLOCK_ROWS, BLOCK_COLS]` of a tile, in int64."""
-    if ADJACENT == "cols":
-        start = outer * _aligned(outer_stride, ALIGN) + inner * _aligned(inner_stride, ALIGN)
-        offsets = (start + row * _aligned(row_stride, ALIGN))[:, None] + col[None, :]
-    elif ADJACENT == "rows":
-        start = outer * _aligned(outer_stride, ALIGN) + inner * _aligned(inner_stride, ALIGN)
-        offsets = (start + row)[:, None] + (col * _aligned(col_stride, ALIGN))[None, :]
-    else:
-        start = outer * outer_stride + inner * inner_stride
-        offsets = (start + row * row_stride)[:, None] + (col * col_stride)[None, :]
-    return offsets
+from triton_kernels.tiles import aligned, tile_offsets
 
 
 @unspecialized_jit
@@ -66,7 +34,7 @@ def dropout_kernel(
     DTYPE                     dtype of the product
     SAMPLE_AXES               how many of the axes, from the last on, are those of a sample, which has its own seed
     GROUPED                   whether every row begins with the first word of a Philox block
-    X_ADJACENT, Y_ADJACENT    which axis has stride 1: "cols", "rows" or "none"
+    X_ADJACENT, Y_ADJACENT    which axis has stride 1: 1 for columns, 2 for rows, or 0
     ALIGN                     power of two that divides the other strides of tensors with such an axis
     ROW_ALIGN, COL_ALIGN      power of two that divides the number of rows or columns that loads run along
     BLOCK_ROWS, BLOCK_COLS    size of a tile; at least 4 columns
@@ -104,12 +72,10 @@ def dropout_kernel(
     kept = words > last_dropped.to(tl.int32).to(tl.uint32, bitcast=True)
     noise = tl.where(kept, cast(float64_of_bits(scale_low, scale_high), DTYPE), 0.0)
 
-    x_offsets = _tile_offsets(
-        outer, inner, row, col, x_outer_stride, x_inner_stride, x_row_stride, x_col_stride, X_ADJACENT, ALIGN
-    )
-    y_offsets = _tile_offsets(
-        outer, inner, row, col, y_outer_stride, y_inner_stride, y_row_stride, y_col_stride, Y_ADJACENT, ALIGN
-    )
-    mask = (row < _aligned(num_rows, ROW_ALIGN))[:, None] & (col < _aligned(num_cols, COL_ALIGN))[None, :]
-    x = cast(tl.load(x_ptr + x_offsets, mask=mask, other=0.0), DTYPE)
-    store_cast(y_ptr + y_offsets, x * noise, mask)
+    x_start = x_ptr + outer * aligned(x_outer_stride, ALIGN if X_ADJACENT else 1)
+    y_start = y_ptr + outer * aligned(y_outer_stride, ALIGN if Y_ADJACENT else 1)
+    x_offsets = tile_offsets(inner, row, col, (x_inner_stride, x_row_stride, x_col_stride), X_ADJACENT, ALIGN)
+    y_offsets = tile_offsets(inner, row, col, (y_inner_stride, y_row_stride, y_col_stride), Y_ADJACENT, ALIGN)
+    mask = (row < aligned(num_rows, ROW_ALIGN))[:, None] & (col < aligned(num_cols, COL_ALIGN))[None, :]
+    x = cast(tl.load(x_start + x_offsets, mask=mask, other=0.0), DTYPE)
+    store_cast(y_start + y_offsets, x * noise, mask)

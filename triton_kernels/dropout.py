@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kernels import launch
-from triton_kernels._dropout_axes import NUM_AXES, Axis, adjacent_axis, merged_axes
+from triton_kernels._dropout_axes import NUM_AXES, adjacent_axis, merged_axes
 from triton_kernels._dropout_kernels import dropout_kernel
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits
 from triton_kernels.philox import per_stream
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 __all__ = ["dropout_fwd"]
@@ -60,47 +58,33 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
     axes, sample_axes = merged_axes(x, y, batch_ndim)
     if len(axes) > NUM_AXES:
         return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
-    _launch(
-        x, y, axes, sample_axes, per_stream(seed), (None, 0) if offset is None else per_stream(offset), num_dropped, p
+    (seeds, seed_stride), (offsets, offset_stride) = (
+        per_stream(seed),
+        (None, 0) if offset is None else per_stream(offset),
     )
-    return y
-
-
-def _launch(
-    x: Tensor,
-    y: Tensor,
-    axes: Sequence[Axis],
-    sample_axes: int,
-    seeds: tuple[Tensor, int],
-    offsets: tuple[Tensor | None, int],
-    num_dropped: int,
-    p: float,
-) -> None:
     outer, inner, rows, cols = axes
     x_adjacent = adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
     y_adjacent = adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
     adjacent = {x_adjacent, y_adjacent}
     align = _MAX_ALIGN
     for kind, strides in ((x_adjacent, [a.x_stride for a in axes]), (y_adjacent, [a.y_stride for a in axes])):
-        if kind != "none":
-            align = math.gcd(align, *strides[:2], strides[2] if kind == "cols" else strides[3])
-    plan = launch.plan_dropout(
-        rows.size, cols.size, "cols" not in adjacent and "rows" in adjacent, x.element_size(), x.device
-    )
+        if kind:
+            align = math.gcd(align, *strides[:2], strides[2 if kind == 1 else 3])
+    plan = launch.plan_dropout(rows.size, cols.size, 1 not in adjacent and 2 in adjacent, x.element_size(), x.device)
     num_tiles = launch.cdiv(rows.size, plan.block_rows) * launch.cdiv(cols.size, plan.block_cols)
     with device_guard(x):
         dropout_kernel[(outer.size * inner.size * num_tiles,)](
             x,
             y,
-            seeds[0],
-            offsets[0],
+            seeds,
+            offsets,
             inner.size,
             rows.size,
             cols.size,
             *(axis.x_stride for axis in axes),
             *(axis.y_stride for axis in axes),
-            seeds[1],
-            offsets[1],
+            seed_stride,
+            offset_stride,
             _signed(num_dropped - 1),
             *float64_bits(1.0 / (1.0 - p) if p < 1.0 else 0.0),
             DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
@@ -110,9 +94,10 @@ def _launch(
             X_ADJACENT=x_adjacent,
             Y_ADJACENT=y_adjacent,
             ALIGN=align,
-            ROW_ALIGN=math.gcd(_MAX_ALIGN, rows.size) if "rows" in adjacent else 1,
-            COL_ALIGN=math.gcd(_MAX_ALIGN, cols.size) if "cols" in adjacent else 1,
+            ROW_ALIGN=math.gcd(_MAX_ALIGN, rows.size) if 2 in adjacent else 1,
+            COL_ALIGN=math.gcd(_MAX_ALIGN, cols.size) if 1 in adjacent else 1,
             BLOCK_ROWS=plan.block_rows,
             BLOCK_COLS=plan.block_cols,
             num_warps=plan.num_warps,
         )
+    return y

@@ -42,7 +42,7 @@ def _seed_loads(x: Tensor, batch_ndim: int) -> float:
         adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride)),
         adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride)),
     }
-    along_rows = "cols" not in adjacent and "rows" in adjacent
+    along_rows = 1 not in adjacent and 2 in adjacent
     plan = launch.plan_dropout(rows.size, cols.size, along_rows, x.element_size(), x.device)
     programs = _programs(rows.size, cols.size, plan)
     num_loads = rows.size * launch.cdiv(cols.size, plan.block_cols) if sample_axes == 1 else programs
