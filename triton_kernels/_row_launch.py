@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from triton_kernels._cost import current_account
-from triton_kernels._runtime import TL_DTYPES
+from triton_kernels._runtime import TL_DTYPES, split_scratch
 from triton_kernels.launch import block_row_splits, cdiv, chip_of, plan_param_reduce
 from triton_kernels.sums import add_partial_rows_kernel
 
@@ -209,28 +209,45 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
         account.reload((plan.col_splits - 1) * nbytes)
 
 
+def sums_scratch(
+    like: Tensor, view: RowView, plan: SumPlan | None, totals: Sequence[Tensor | None], num_groups: int, *sizes: int
+) -> tuple[list[Tensor | None] | None, list[Tensor | None]]:
+    """Partial rows of each of the totals, and flat tensors of `sizes`, out of one allocation; None for what is empty.
+
+    A group of a single part needs no second sum: its partial row is the result, and there are no partial rows at all.
+    """
+    num_parts = 0 if plan is None else view.num_segments * plan.num_splits
+    is_partial = num_parts > num_groups
+    sizes = (*(num_parts * view.num_cols * (is_partial and total is not None) for total in totals), *sizes)
+    memory = split_scratch(like, *sizes) if any(sizes) else [None] * len(sizes)
+    found = [part if size else None for part, size in zip(memory, sizes, strict=True)]
+    return found[: len(totals)] if is_partial else None, found[len(totals) :]
+
+
 def launch_row_sums(
     kernel: Kernel,
     operands: Operands,
     plan: SumPlan,
-    parts: Mapping[str, Tensor | None],
-    *,
-    is_partial: bool,
+    totals: Mapping[str, Tensor | None],
+    parts: Sequence[Tensor | None] | None,
+    num_groups: int,
     **constants: Any,
 ) -> None:
-    """Launch a kernel on `sums.row_sums_op`.
+    """Launch a kernel on `sums.row_sums_op`, and the sum of its partial rows.
 
     Args:
         kernel: The kernel.
-        operands: What it reads and writes besides partial rows.
+        operands: What it reads and writes besides sums over rows.
         plan: Tile, splits and options.
-        parts: Memory for `segments * num_splits` partial rows of each sum.
-        is_partial: Whether these are to be added up, and not the results.
+        totals: Sums over the rows of each group, by the kernel's names of them; None for what is not wanted.
+        parts: Partial rows of each, from `sums_scratch`.
+        num_groups: Groups of segments with sums of their own.
         **constants: Further constants of the kernel.
     """
     view = operands.view
     col_blocks, num_parts = cdiv(view.num_cols, plan.block_cols), view.num_segments * plan.num_splits
-    values = operands.arguments() | {f"{name}_ptr": part for name, part in parts.items()}
+    rows = [*totals.values()] if parts is None else parts
+    values = operands.arguments() | {f"{name}_ptr": part for name, part in zip(totals, rows, strict=True)}
     values |= {
         "num_splits": plan.num_splits,
         "BLOCK_ROWS": plan.block_rows,
@@ -244,11 +261,13 @@ def launch_row_sums(
         # Each row of a tile has the parameters beside it.
         reads = dict.fromkeys((*operands.names, *operands.params), 1)
         operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks)
-        for part in parts.values():
-            account.store(0 if part is None or is_partial else part.nbytes)
+        for part in rows:
+            account.store(0 if part is None or parts is not None else part.nbytes)
+    if parts is not None:
+        _add_partial_rows(parts, [*totals.values()], num_groups, view.num_cols)
 
 
-def add_partial_rows(
+def _add_partial_rows(
     parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_cols: int
 ) -> None:
     """Add up to three times partial rows `[num_groups * n, num_cols]` up, to `[num_groups, num_cols]` each."""

@@ -32,12 +32,12 @@ from triton_kernels._layer_norm_rows import layer_norm_operands, plan_rows
 from triton_kernels._row_launch import (
     NO_SUMS,
     RowSums,
-    add_partial_rows,
     launch_row_sums,
     launch_rows,
     num_row_parts,
+    sums_scratch,
 )
-from triton_kernels._runtime import accumulation_dtype, device_guard, split_scratch
+from triton_kernels._runtime import accumulation_dtype, device_guard
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -268,18 +268,10 @@ def _launch_sums(
     sizes = (view.num_segments, view.num_rows, view.num_cols, itemsize)
     plan = launch.plan_layer_norm_params(*sizes, x.device, view.is_aligned(itemsize, *strides))
     num_groups = math.prod(x.shape[:batch_ndim])
-    # A group of a single part needs no second sum: its partial row is the result.
-    num_parts = view.num_segments * plan.num_splits
-    is_partial = num_parts > num_groups
-    part_sizes = [num_parts * view.num_cols * (bar is not None and is_partial) for bar in bars]
     swept = _bwd_operands(*given) if x_bar is not None and plan.looped else None
     row_plan = None if swept is None else plan_rows(swept, _X_BAR_SUMS)
     swept_size = 0 if swept is None or row_plan is None else num_row_parts(swept, row_plan, _X_BAR_SUMS)
-    parts, swept_parts = bars, None
-    if swept_size or is_partial:
-        *scratch, swept_parts = split_scratch(mean, *part_sizes, swept_size)
-        if is_partial:
-            parts = tuple(part if size else None for part, size in zip(scratch, part_sizes, strict=True))
+    parts, (swept_parts,) = sums_scratch(mean, view, plan, bars, num_groups, swept_size)
     if swept is not None and row_plan is not None and x_bar is not None:
         _launch_x_bar(swept, row_plan, x_bar, swept_parts)
     if plan.looped:
@@ -289,7 +281,5 @@ def _launch_sums(
             view=view._replace(tensors=(view.tensors[0], None)), statistics={"mean": None, "rstd": None}
         )
     operands = operands._replace(outputs={"x_bar": None if plan.looped else x_bar})
-    named = {"weight_part": parts[0], "bias_part": parts[1]}
-    launch_row_sums(layer_norm_bwd_kernel, operands, plan, named, is_partial=is_partial)
-    if is_partial:
-        add_partial_rows(parts, bars, num_groups, view.num_cols)
+    totals = {"weight_part": bars[0], "bias_part": bars[1]}
+    launch_row_sums(layer_norm_bwd_kernel, operands, plan, totals, parts, num_groups)

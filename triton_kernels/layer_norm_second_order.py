@@ -18,12 +18,12 @@ from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel, 
 from triton_kernels._row_launch import (
     NO_SUMS,
     RowSums,
-    add_partial_rows,
     launch_row_sums,
     launch_rows,
     num_row_parts,
+    sums_scratch,
 )
-from triton_kernels._runtime import device_guard, split_scratch
+from triton_kernels._runtime import device_guard
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -194,7 +194,6 @@ def _launch(
     if of_sums:
         num_tiles = (num_operands, len(of_sums), sum(param is not None for param, _ in operands.params.values()))
         plan = launch.plan_layer_norm_second_sums(*sizes, *num_tiles, x.device, is_aligned)
-    num_parts = 0 if plan is None else view.num_segments * plan.num_splits
     is_apart = plan is None or plan.looped
     rows_take, sums_take = _taken(set(results) - of_sums, given), _taken(of_sums, given) if is_apart else taken
     # The kernel over rows finds the sums of x_dot that the one over columns takes.
@@ -208,11 +207,9 @@ def _launch(
         wanted = _wanted_sums(rows)
         row_sums = _row_sums(rows, wanted)
         swept_size = num_row_parts(rows, row_plan, row_sums)
-    # A group of a single part needs no second sum: its partial row is the result.
-    is_partial = num_parts > num_groups
-    part_sizes = [num_parts * view.num_cols * (is_partial and total is not None) for total in totals]
-    stat_size = view.num_segments * view.num_rows * leaves_sums
-    parts, x_dot_sums, swept_parts = _scratch(mean, part_sizes, stat_size, swept_size)
+    stat_sizes = [view.num_segments * view.num_rows * leaves_sums] * len(_X_DOT_SUMS)
+    parts, (*stats, swept_parts) = sums_scratch(mean, view, plan, totals, num_groups, *stat_sizes, swept_size)
+    x_dot_sums = dict(zip(_X_DOT_SUMS, stats, strict=True))
     if row_plan is not None:
         rows = rows._replace(row_outputs=x_dot_sums)
         launch_rows(layer_norm_second_kernel, rows, row_plan, row_sums, rows_take, swept_parts, WANTED=wanted)
@@ -221,20 +218,8 @@ def _launch(
         outputs = dict.fromkeys(_ROW_RESULTS) if is_apart else of_rows
         operands = operands._replace(outputs=outputs, statistics={**operands.statistics, **x_dot_sums})
         wanted = 0 if is_apart else _wanted_sums(operands)
-        named = dict(zip(_PARTS, parts if is_partial else totals, strict=True))
-        launch_row_sums(layer_norm_second_sums_kernel, operands, plan, named, is_partial=is_partial, WANTED=wanted)
-        if is_partial:
-            add_partial_rows(parts, totals, num_groups, view.num_cols)
-
-
-def _scratch(
-    mean: Tensor, part_sizes: Sequence[int], stat_size: int, swept_size: int
-) -> tuple[list[Tensor | None], dict[str, Tensor | None], Tensor | None]:
-    """Partial rows, the sums of x_dot, and what programs that share a row find out, out of one allocation."""
-    sizes = (*part_sizes, *[stat_size] * len(_X_DOT_SUMS), swept_size)
-    memory = split_scratch(mean, *sizes) if any(sizes) else [None] * len(sizes)
-    *parts, x_dot_sum, product_sum, swept = [part if size else None for part, size in zip(memory, sizes, strict=True)]
-    return parts, dict(zip(_X_DOT_SUMS, (x_dot_sum, product_sum), strict=True)), swept
+        named = dict(zip(_PARTS, totals, strict=True))
+        launch_row_sums(layer_norm_second_sums_kernel, operands, plan, named, parts, num_groups, WANTED=wanted)
 
 
 def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[str]:
