@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 # On NVIDIA, float64 division and square root are subroutines, around whose calls a few registers go to the stack.
 FLOAT64_SPILLS = 64
 
-# Spilled bytes that no plan can avoid, by chip, kernel and case. All results, or all but one, of the pairing of
-# rows of 8,192 columns of bfloat16: 8 bytes per thread, 4 KiB of cache per row, written and read once. A sweep by tiles
-# would read another 16 KiB of each of three operands, and with 1024 threads other variants spill up to 64 bytes.
+# Spilled bytes that no plan can avoid, by chip, kernel and case.
 KNOWN_SPILLS = {
-    ("sm_100", "layer_norm_second_kernel", "layer_norm 8192x8192 bfloat16"): 8,
     # The longest rows of which a program holds two: these bytes stay in a cache, and a sweep would read 64 KiB again.
     ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 4096x16384 bfloat16"): 8,
-    # A jvp of the backward of 5,120 columns, in tiles of 8,192: the best tile was not looked for.
+    # A jvp of the backward that holds rows of 5,120 columns, in tiles of 8,192, reads each of three operands once, which
+    # a kernel for the rows and one for the sums would do twice.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 8,
 }
 
