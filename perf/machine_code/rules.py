@@ -17,8 +17,8 @@ KNOWN_SPILLS = {
     # The longest rows of which a program holds two: these bytes stay in a cache, and a sweep would read 64 KiB again.
     ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 4096x16384 bfloat16"): 8,
-    # A jvp of the backward that holds rows of 5,120 columns, in tiles of 8,192, reads each of three operands once, which
-    # a kernel for the rows and one for the sums would do twice.
+    # A jvp of the backward that holds rows of 5,120 columns, in tiles of 8,192, reads three operands once each, which a
+    # kernel for the rows and one for the sums would do twice.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 8,
 }
 
