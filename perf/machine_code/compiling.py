@@ -108,14 +108,6 @@ class StandInDriver:
         """Handle of a stream."""
         return 0
 
-    def get_active_torch_device(self) -> torch.device:
-        """Device of the tensors that are passed."""
-        return torch.device("cpu")
-
-    def is_active(self) -> bool:
-        """Whether the driver can be used."""
-        return True
-
 
 @contextlib.contextmanager
 def watch_launches(chip_name: str, workload: list[Workload], callback: Callable[[Launch], None]) -> Iterator[None]:
