@@ -11,6 +11,7 @@ import importlib
 import re
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch._dynamo.device_interface as interfaces
@@ -33,7 +34,7 @@ from perf.workloads import EPS
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -88,43 +89,40 @@ def _always(answer: Any) -> Callable[..., Any]:
     return lambda *args, **options: answer
 
 
-class _Recorder(TorchDispatchMode):
-    """Takes down what is launched within."""
+class _Watch(TorchDispatchMode):
+    """Takes down what torch itself launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, launches: Launches) -> None:
         super().__init__()
-        self.launches: Launches = []
+        self._launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and not re.match("aten.*empty|prim", str(func)):
             tensors = tuple(leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
-            self.launches.append([Launch(None, (1,), tensors, {})])
+            self._launches.append([Launch(None, (1,), tensors, {})])
         return result
 
-    def __enter__(self) -> Any:
-        def of_inductor(tuner: Any, *args: Any, stream: Any = None, **options: Any) -> None:
-            named, found = dict(zip(tuner.fn.arg_names, args, strict=False)), []
-            for config in tuner.configs:
-                grid = GridExpr.from_meta(tuner.inductor_meta, config).eval_slow({**named, **config.kwargs})
-                chosen = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-                found.append(Launch(tuner.fn, grid, args, chosen))
-            self.launches.append(found)
 
-        def of_triton(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            self.launches.append([Launch(function, grid, args, options)])
+@contextlib.contextmanager
+def _recorded() -> Iterator[Launches]:
+    """What is launched within."""
+    launches: Launches = []
 
-        self._runs = CachingAutotuner.run, JITFunction.run
-        self._take(of_inductor, of_triton)
-        return super().__enter__()
+    def of_inductor(tuner: Any, *args: Any, stream: Any = None, **options: Any) -> None:
+        named, found = dict(zip(tuner.fn.arg_names, args, strict=False)), []
+        for config in tuner.configs:
+            grid = GridExpr.from_meta(tuner.inductor_meta, config).eval_slow({**named, **config.kwargs})
+            chosen = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+            found.append(Launch(tuner.fn, grid, args, chosen))
+        launches.append(found)
 
-    def _take(self, *runs: Any) -> None:
-        for owner, run in zip((CachingAutotuner, JITFunction), runs, strict=True):
-            setattr(owner, "run", run)  # noqa: B010 - the types of two classes would refuse it
+    def of_triton(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append([Launch(function, grid, args, options)])
 
-    def __exit__(self, *error: Any) -> None:
-        self._take(*self._runs)
-        super().__exit__(*error)
+    inductors = mock.patch.object(CachingAutotuner, "run", of_inductor)
+    with inductors, mock.patch.object(JITFunction, "run", of_triton), _Watch(launches):
+        yield launches
 
 
 def of_ours(workload: Workload, mode: str) -> Launches:
@@ -219,9 +217,9 @@ def of_inductor(workload: Workload, mode: str) -> Launches:
     exec(str(getattr(code, "value", code)), generated)
     generated |= dict.fromkeys(("assert_size_stride", "assert_alignment"), _always(None))
     generated["empty_strided_cuda"] = lambda *sizes: torch.empty_strided(*sizes[:2], dtype=sizes[2], device="meta")
-    with _Recorder() as recorder:
+    with _recorded() as launches:
         generated["call"](inputs("meta"))
-    return recorder.launches
+    return launches
 
 
 def of_liger(workload: Workload, mode: str, op: str = "layer_norm") -> Launches:
@@ -237,6 +235,6 @@ def of_liger(workload: Workload, mode: str, op: str = "layer_norm") -> Launches:
             ("rms_norm", "forward"): lambda: ops.rms_norm_forward(x, weight, EPS, 0.0, "llama", None),
             ("softmax", "forward"): lambda: ops._softmax_forward(x),
         }
-        with _Recorder() as recorder:
+        with _recorded() as launches:
             calls[op, mode]()
-    return recorder.launches
+    return launches

@@ -7,51 +7,43 @@ sm_90, and read by what reads the table of machine code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 import re
 import statistics
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 
-from perf import model
+from perf import model, peer_launches
 from perf.machine_code.assembly import Usage, accesses, usage
 from perf.machine_code.listing import Region, listings, loop_trips, regions
+from perf.machine_code.shares import BYTES_PER_US, CYCLES_PER_US, Launched, Share, share_of
+from perf.machine_code.table import Row
 from perf.machine_code.work import SCHEDULERS, Work, numbers_of, work_of
-from perf.peer_launches import CHIP, of_inductor, of_liger, of_ours, pretend_cuda
 from perf.suite.modes import minimum_bytes
 from perf.workloads import FIRST_ORDER, GPU_WORKLOADS, Workload
+from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from perf.peer_launches import Launch, Launches
 
 MODES = {"layer_norm": (*FIRST_ORDER, "double_backward"), "batch_norm": FIRST_ORDER[:2], "log_softmax": FIRST_ORDER}
-SIDES = {"ours": of_ours, "Inductor": of_inductor, "Liger": of_liger}
-# By how much a figure must be larger than a peer's to be worse.
-WORSE = {"launches": 1.0, "passes": 1.02, "spills": 1.0, "instructions": 1.1, "barriers": 1.1}
-# Why ours is worse, by op and figure.
-_PARTS = "partial sums of all programs that run at once, and a small kernel that adds them: they stay in the L2 cache"
-_AHEAD = (
-    "copies ahead through shared memory take addresses, waits and loads from there; peers wait for each load itself"
-)
-_LAYOUTS = "one kernel serves all strides and layouts, where Inductor writes sizes and strides into each as constants"
-REASONS = {
-    ("layer_norm", "launches"): f"long rows have {_PARTS}",
-    ("layer_norm", "passes"): f"{_PARTS}; of swept rows the first tile is read once more, from a cache",
-    ("layer_norm", "instructions"): _AHEAD,
-    ("layer_norm", "barriers"): "squares are summed about the mean, a second reduction; buffers of copies are guarded",
-    ("batch_norm", "instructions"): _LAYOUTS,
-    ("batch_norm", "barriers"): "buffers of copies ahead are guarded; peers copy nothing ahead",
-    (
-        "log_softmax",
-        "instructions",
-    ): "a tile of a row of odd length is masked, and as wide as registers allow; peers take smaller ones",
-    ("log_softmax", "barriers"): "maximum and sum of a tile are merged with those before in every step of a sweep",
+SIDES = ("ours", "Inductor", "Liger")
+CHIP = CHIPS["sm_90"]
+
+# Figures of a row in their order on the page, and by how much each must be above a peer's to be worse; None for those
+# that are evidence. Of `access`, less is worse.
+FIGURES = {
+    **{"launches": 1.0, "passes": 1.02, "registers": 1.1, "spills": 1.0, "access": 1.0, "instructions": 1.1},
+    **{"barriers": 1.1, "under way": None, "bytes us": None, "issue us": None, "waits us": None},
 }
+Figures = dict[str, float]
 
 # Published times of Liger's kernels on an H100 of 3.35 TB/s in microseconds, by op, dtype and rows x columns: csv from
 # its benchmark/data/all_benchmark_data.csv, QuACK read off the plot of QuACK's benchmarks (bytes over GB/s).
@@ -73,33 +65,28 @@ class Probe(NamedTuple):
     """A launch as the compiler makes it, in that configuration which issues and waits least.
 
     Attributes:
-        name: Of the kernel.
         work: What it issues and waits for.
+        share: The same in microseconds, and what it has under way.
         step: Its last loop, or all of it if it has none.
-        trips: How often a program runs that.
         uses: Registers and spills.
         moved: Bytes of its loads and stores, as if no cache held anything; at most the tensor's for each.
+        cached: As if what it reads again came from a cache: at most the tensor's for all loads together.
         widths: Bytes of each access to a large tensor.
     """
 
-    name: str
     work: Work
+    share: Share
     step: Region
-    trips: int
     uses: Usage
     moved: float
+    cached: float
     widths: list[int]
-
-    @property
-    def cycles(self) -> float:
-        """That a processor is busy or waits, whichever is more."""
-        return max(self.work.issue_cycles(CHIP.num_processors), self.work.latency_cycles(CHIP.num_processors))
 
 
 def probes(workload: Workload, launches: Launches) -> list[Probe]:
     """The probes of what Triton compiles of launches."""
     found = [_probe(configured, workload.pass_bytes / 8) for configured in launches if configured[0].function]
-    return [min(candidates, key=lambda one: one.cycles) for candidates in found]
+    return [min(each, key=lambda one: max(one.share.issue_us, one.share.chain_us or 0.0)) for each in found]
 
 
 def _probe(configured: list[Launch], large_bytes: float) -> list[Probe]:
@@ -108,23 +95,31 @@ def _probe(configured: list[Launch], large_bytes: float) -> list[Probe]:
     codes, found = listings(CHIP.name, [each.asm["cubin"] for each in compiled]), []
     for one, each, code in zip(configured, compiled, codes, strict=True):
         named = dict(zip(one.function.arg_names, one.args, strict=False))
-        uses, parts = usage(CHIP.name, each), regions(each, code, has_cycles=True)
-        work = work_of(parts, named, one.grid, (each.metadata.num_warps, uses.registers, each.metadata.shared), CHIP)
         numbers = numbers_of(named, one.grid)
-        moved = sum(min(size, named[name].nbytes) for name, size in _accessed(each.asm["ttir"], numbers, work.programs))
+        uses, parts = usage(CHIP.name, each), regions(each, code, has_cycles=True)
+        used = (each.metadata.num_warps, uses.registers, each.metadata.shared)
+        work = work_of(parts, named, one.grid, used, CHIP)
+        text = "; ".join(map(str, parts))
+        row = Row(one.function.__name__, "", *used[:2], 0, uses.spills, uses.local_bytes, used[2], "", "", 0, text, "")
+        moved, total = 0.0, defaultdict[tuple[str, str], float](float)
+        for kind, argument, size in _accessed(each.asm["ttir"], numbers, work.programs):
+            moved += min(size, named[argument].nbytes)
+            total[kind, argument] += size
+        cached = sum(min(size, named[argument].nbytes) for (_, argument), size in total.items())
         tensors = [arg for arg in one.args if isinstance(arg, torch.Tensor)]
         large = {n for n, tensor in enumerate(tensors) if tensor.nbytes >= large_bytes}
         widths = [access.num_bytes for access in accesses(each.asm["llir"]) if access.pointer in large]
-        found.append(Probe(one.function.__name__, work, parts[-1], parts[-1].num_trips(numbers), uses, moved, widths))
+        share = share_of(Launched("", one.grid, {"num_splits": 1, **numbers}), row)
+        found.append(Probe(work, share, parts[-1], uses, moved, cached, widths))
     return found
 
 
-_ACCESS = re.compile(r"tt\.(?:load|store) (%[\w.]+).* : (?:tensor<([\dx]+)x)?!tt\.ptr<[a-z]*?(\d+)>")
+_ACCESS = re.compile(r"tt\.(load|store) (%[\w.]+).* : (?:tensor<([\dx]+)x)?!tt\.ptr<[a-z]*?(\d+)>")
 _DERIVE = re.compile(r"^(%[\w.]+) = tt\.(?:addptr|splat|broadcast|expand_dims|reshape|bitcast|trans) (%[\w.]+)")
 
 
-def _accessed(ttir: str, numbers: Mapping[str, int], programs: int) -> Iterator[tuple[str, float]]:
-    """Loads and stores of Triton's text: the argument of each, and bytes of all lanes in all programs."""
+def _accessed(ttir: str, numbers: Mapping[str, int], programs: int) -> Iterator[tuple[str, str, float]]:
+    """Loads and stores of Triton's text: kind, argument, and bytes of all lanes in all programs."""
     trips, origins, weights = iter(loop_trips(ttir)), dict[str, str](), [float(programs)]
     for line in (re.sub(r" loc\([^{}]*\)$", "", line.strip()) for line in ttir.splitlines()):
         if line.startswith("}"):
@@ -134,18 +129,107 @@ def _accessed(ttir: str, numbers: Mapping[str, int], programs: int) -> Iterator[
             weight *= Region(next(trips)).num_trips(numbers)
             origins |= {new: origins.get(old, old) for new, old in re.findall(r"(%[\w.]+) = (%[\w.]+)", line)}
         elif access := _ACCESS.search(line):
-            pointer, sizes, bits = access.groups()
+            kind, pointer, sizes, bits = access.groups()
             elements = math.prod(map(int, sizes.split("x"))) if sizes else 1
-            yield origins.get(pointer, pointer)[1:], weight * elements * int(bits) / 8
+            yield kind, origins.get(pointer, pointer)[1:], weight * elements * int(bits) / 8
         elif derived := _DERIVE.match(line):
             origins[derived.group(1)] = origins.get(derived.group(2), derived.group(2))
         if line.endswith("{"):
             weights.append(weight)
 
 
+@functools.cache
+def _probed(side: str, workload: Workload, mode: str) -> tuple[Launches, list[Probe]]:
+    """Launches of a step by a side, and their probes; none of what it does not have."""
+    launches = getattr(peer_launches, f"of_{side.lower()}")(workload, mode)
+    return launches, probes(workload, launches)
+
+
+def _figures(workload: Workload, mode: str, launches: Launches, found: list[Probe]) -> Figures:
+    """The row of a side, by the names of `FIGURES`."""
+    elements = math.prod(workload.shape)
+    of_torch = sum(arg.nbytes for configured in launches if not configured[0].function for arg in configured[0].args)
+    widths = sorted(width for each in found for width in each.widths)
+    warps = sum(each.work.programs * each.work.num_warps * each.work.instructions for each in found)
+    # Registers, and what they leave room for, are those of the kernel that moves most.
+    main = max(found, key=lambda each: each.moved)
+    row = {
+        "launches": len(launches),
+        "passes": (sum(each.moved for each in found) + of_torch) / minimum_bytes(workload, mode),
+        "registers": main.uses.registers,
+        "spills": max(each.uses.spills for each in found),
+        "access": widths[len(widths) // 2],
+        "instructions": warps * CHIP.warp_size / elements,
+        "barriers": 1e3 * sum(each.work.programs * each.work.barriers for each in found) / elements,
+        "under way": main.share.under_way / 1024,
+        "bytes us": (sum(each.cached for each in found) + of_torch) / BYTES_PER_US,
+        "issue us": sum(each.share.issue_us for each in found) / _device().sustained_share.value,
+        "waits us": sum(each.share.chain_us or 0.0 for each in found),
+    }
+    return {name: round(value, 2) for name, value in row.items()}
+
+
+def _device() -> model.Device:
+    return model.read_device("h100")
+
+
+def microseconds(row: Figures) -> float:
+    """Time that the model expects of a row."""
+    gaps = 1e6 * _device().launch_seconds.value * row["launches"]
+    return max(row["bytes us"], row["issue us"], row["waits us"]) + gaps
+
+
+# What may make up for a figure that is worse, tried in this order: words, and whether it is true of our row and that of
+# the peer. All of it can be read off the page.
+REASONS: dict[str, tuple[str, Callable[[str, Figures, Figures], bool]]] = {
+    "loads": (
+        "the registers hold what is loaded: ours has at least as many bytes under way",
+        lambda figure, ours, peer: figure == "registers" and ours["under way"] >= peer["under way"],
+    ),
+    "hidden": (
+        "to move the bytes of ours takes longer than to issue its instructions, and than its waits",
+        lambda figure, ours, peer: (
+            figure in {"registers", "instructions", "barriers"}
+            and ours["bytes us"] >= max(ours["issue us"], ours["waits us"])
+        ),
+    ),
+    "time": (
+        "all told, ours takes no longer (2 % are no difference)",
+        lambda figure, ours, peer: microseconds(ours) <= 1.02 * microseconds(peer),
+    ),
+}
+LOSS = "LOSS"
+# Why steps lose, by the beginnings of their names.
+KNOWN_LOSSES = {
+    "layer_norm Llama 70B width 8192x8192 bf16 jvp": (
+        "66 registers leave room for one program of 512 threads, whose waits nothing covers; with 64 there would be two"
+    ),
+    "batch_norm BatchNorm1d 8192x1024 bf16 forward": (
+        "issue binds: a program has six tiles behind 1,100 instructions, or one tile behind its coefficients"
+    ),
+    "log_softmax GPT-2 vocabulary 4096x50257 bf16 backward": (
+        "issue binds both, and of the four tiles of 16,384 columns that a row of ours takes 23 % is empty"
+    ),
+}
+
+
+def judge(ours: Figures, **others: Figures) -> list[str]:
+    """Figures in which a peer is better, and the time, each with the reasons why it may be, or `LOSS`."""
+    found = list[str]()
+    for figure, share in FIGURES.items():
+        sign = -1 if figure == "access" else 1
+        better = [row for row in others.values() if share and sign * (ours[figure] - share * row[figure]) > 0.01]
+        reasons = {
+            next((key for key, (_, holds) in REASONS.items() if holds(figure, ours, row)), LOSS) for row in better
+        }
+        found += [f"{figure} ({', '.join(sorted(reasons))})"] if better else []
+    is_slower = not all(REASONS["time"][1]("", ours, row) for row in others.values())
+    return [*found, *[f"time ({LOSS})"] * is_slower]
+
+
 def page() -> str:
     """The page of the docs, in Markdown."""
-    pretend_cuda()
+    peer_launches.pretend_cuda()
     return "\n".join(["# Peers under the same probe, sm_90\n", *_comparison(), *_fit(), *_steps(), ""])
 
 
@@ -163,107 +247,100 @@ def _comparison() -> Iterator[str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions += f", Liger {importlib.metadata.version('liger-kernel')}"
     yield f"Written by `python -m perf peers --write` ({versions}); compiled for sm_90, nothing ran."
-    yield "[performance.md](../performance.md#peers-under-the-same-probe) says what the columns mean."
-    figures = ("launches", "passes", "registers", "spills", "access", "instructions", "barriers")
-    yield _table("workload", "mode", "of", *figures, "where ours is worse")
-    left_out, needed = dict[str, None](), dict[tuple[str, str], None]()
-    for workload, mode in ((w, mode) for w in _compared() for mode in MODES[w.op]):
-        rows: dict[str, dict[str, float]] = {}
-        for name, launches_of in SIDES.items():
-            try:
-                launches = launches_of(workload, mode)
-            # A peer may be absent, or unable to do a step.
-            except (ImportError, RuntimeError) as error:
-                left_out[f"{name}: {error}".splitlines()[0]] = None
-            else:
-                rows |= {name: _figures(workload, mode, launches)} if launches else {}
-        worse = _worse(**rows)
-        needed |= dict.fromkeys((workload.op, figure) for figure in worse)
-        for name, row in rows.items():
-            cells = [f"{value:.2f}".rstrip("0").rstrip(".") for value in row.values()]
-            yield f"| {' | '.join([workload.key, mode, name, *cells, ', '.join(worse) * (name == 'ours')])} |"
-    yield "\nReasons:\n"
-    yield from (f"- {' '.join(key)}: {REASONS.get(key, 'not known')}." for key in needed)
-    yield "\nLeft out: attention, which Inductor leaves to ATen; attorch, which is not in the package index."
+    yield "[performance.md](../performance.md#peers-under-the-same-probe) says what the columns mean. Where a figure"
+    yield "of ours is worse, a word says what makes up for that in the same lines:\n"
+    yield from (f"- *{key}*: {text};" for key, (text, _) in REASONS.items())
+    yield f"- *{LOSS}*: none of these.\n"
+    left_out, lost = dict[str, None](), list[str]()
+    for workload in _compared():
+        yield f"## {workload.key}"
+        yield _table("mode", "by", *FIGURES, "where ours is worse")
+        for mode in MODES[workload.op]:
+            rows: dict[str, Figures] = {}
+            for name in SIDES:
+                try:
+                    launches, found = _probed(name, workload, mode)
+                # A peer may be absent, or unable to do a step.
+                except (ImportError, RuntimeError) as error:
+                    left_out[f"{name}: {error}".splitlines()[0]] = None
+                else:
+                    rows |= {name: _figures(workload, mode, launches, found)} if launches else {}
+            worse = ", ".join(judge(**rows))
+            lost += [f"{workload.key} {mode}"] * (LOSS in worse)
+            for name, row in rows.items():
+                cells = (mode, name, *(f"{value:g}" for value in row.values()), worse * (name == "ours"))
+                yield f"| {' | '.join(cells)} |"
+        yield ""
+    if lost:
+        yield "## Where nothing makes up for it\n"
+        yield from (f"- {name}: {why}." for name, why in KNOWN_LOSSES.items())
+        yield from (f"- {name}: not known." for name in lost if not any(map(name.startswith, KNOWN_LOSSES)))
+        yield ""
+    yield "Left out: attention, which Inductor leaves to ATen; attorch, which is not in the package index."
     yield from (f"{line.rstrip('.')}." for line in left_out)
 
 
-def _figures(workload: Workload, mode: str, launches: Launches) -> dict[str, float]:
-    found, elements = probes(workload, launches), math.prod(workload.shape)
-    of_torch = sum(arg.nbytes for configured in launches if not configured[0].function for arg in configured[0].args)
-    widths = sorted(width for each in found for width in each.widths)
-    warps = sum(each.work.programs * each.work.num_warps * each.work.instructions for each in found)
-    return {
-        "launches": len(launches),
-        "passes": (sum(each.moved for each in found) + of_torch) / minimum_bytes(workload, mode),
-        "registers": max(each.uses.registers for each in found),
-        "spills": max(each.uses.spills for each in found),
-        "access": widths[len(widths) // 2],
-        "instructions": warps * CHIP.warp_size / elements,
-        "barriers": 1e3 * sum(each.work.programs * each.work.barriers for each in found) / elements,
-    }
-
-
-def _worse(ours: dict[str, float], **others: dict[str, float]) -> list[str]:
-    """Figures in which a peer is better."""
-    found = [f for f, share in WORSE.items() if ours[f] > share * min(other[f] for other in others.values()) + 0.01]
-    return [*found, *["access"] * (ours["access"] < max(other["access"] for other in others.values()))]
+def read_rows(text: str) -> Iterator[tuple[str, dict[str, Figures], str]]:
+    """Steps of a page by their names, each with its rows by side and with what it says of ours."""
+    heading, found = "", dict[str, tuple[dict[str, Figures], list[str]]]()
+    for line in text.splitlines():
+        heading = line[3:] if line.startswith("## ") else heading
+        mode, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if len(cells) == len(FIGURES) + 2 and cells[0] in SIDES:
+            side, *numbers, said = cells
+            rows, words = found.setdefault(f"{heading} {mode}", ({}, []))
+            rows[side] = dict(zip(FIGURES, map(float, numbers), strict=True))
+            words += [said] if side == "ours" else []
+    return ((name, rows, said) for name, (rows, (said,)) in found.items())
 
 
 def _fit() -> Iterator[str]:
     """The model with its one free number beside published times."""
-    device, rows = model.read_device("h100"), []
-    speed, clock = device.copy_bytes_per_second.value, device.clock_hertz.value
+    rows, gap = [], 1e6 * _device().launch_seconds.value
     yield "\n## Published times\n"
     for (op, dtype, source), times in PUBLISHED.items():
         for shape, published in times.items():
             workload = Workload(source, "layer_norm", shape, dtype)
             try:
-                found = probes(workload, of_liger(workload, "forward", op))
+                found = probes(workload, peer_launches.of_liger(workload, "forward", op))
             except ImportError:
                 yield "Left out: Liger is not installed."
                 return
             name = f"{op} {'x'.join(map(str, shape))} {dtype} ({source})"
-            moving = sum(each.moved for each in found) / speed
-            issue = sum(each.work.issue_cycles(CHIP.num_processors) for each in found) / clock
-            waits = sum(each.work.latency_cycles(CHIP.num_processors) for each in found) / clock
-            rows.append((name, published, 1e6 * moving, 1e6 * issue, 1e6 * waits))
+            moving = sum(each.moved for each in found) / BYTES_PER_US
+            issue, waits = (sum(getattr(each.share, term) for each in found) for term in ("issue_us", "chain_us"))
+            rows.append((name, published, moving, issue, waits))
 
     def ratios(share: float) -> list[float]:
-        gap = 1e6 * device.launch_seconds.value
         return [(max(moving, issue / share, waits) + gap) / published for _, published, moving, issue, waits in rows]
 
     share = min((n / 100 for n in range(20, 101)), key=lambda share: sum(math.log(r) ** 2 for r in ratios(share)))
     off = ratios(share)
+    yield "Microseconds, of Liger's forwards on an H100 ([where from](../performance.md#how-far-off))."
     yield f"Of its issue slots a processor sustains the share {share:.2f}, the one fitted number. The model says"
     yield f"{min(off):.2f} to {max(off):.2f} of the published times, {statistics.median(off):.2f} in the median."
-    yield _table("kernel", "published us", "bytes us", "issue us", "latency us", "model us", "model / published")
+    yield _table("kernel", "published", "bytes", "issue", "waits", "model", "model / published")
     for (name, published, moving, issue, waits), ratio in zip(rows, off, strict=True):
         cells = (published, moving, issue / share, waits, ratio * published)
         yield f"| {name} | {' | '.join(f'{cell:.1f}' for cell in cells)} | {ratio:.2f} |"
 
 
 def _steps() -> Iterator[str]:
-    """Cycles of a step of our main kernels at the quick workloads."""
-    yield "\n## Cycles of a step"
-    yield _table("kernel", "warps held", "steps", "instructions", "barriers", "alone", "issue", "bytes")
-    device, seen = model.read_device("h100"), set()
-    for workload, mode in ((w, mode) for w in _compared() if w.quick for mode in MODES[w.op]):
-        for each in probes(workload, of_ours(workload, mode)):
-            if each.name in seen or each.moved < 0.9 * workload.pass_bytes:
+    """Cycles of a step of our main kernels."""
+    yield "\n## Cycles of a step\n"
+    yield "[performance.md](../performance.md#how-far-off) says what the columns mean."
+    yield _table("kernel", "of", "warps held", "steps", "instructions", "barriers", "alone", "issue", "bytes")
+    seen = set[tuple[str, bool]]()
+    for workload, mode in ((w, mode) for w in _compared() for mode in MODES[w.op]):
+        for each in _probed("ours", workload, mode)[1]:
+            work, share, step = each.work, each.share, each.step
+            kind = (share.kernel, share.steps > 1)
+            if kind in seen or each.moved < 0.9 * workload.pass_bytes:
                 continue
-            seen.add(each.name)
-            work, step = each.work, each.step
-            held = min(work.resident, math.ceil(work.programs / CHIP.num_processors))
+            seen.add(kind)
+            held = min(work.resident, math.ceil(share.programs))
             issue = held * work.num_warps * (step.instructions or 0) / SCHEDULERS
-            seconds = (
-                each.moved
-                / work.programs
-                / each.trips
-                * held
-                * CHIP.num_processors
-                / device.copy_bytes_per_second.value
-            )
-            counts: Sequence[Any] = (held * work.num_warps, each.trips, step.instructions, step.barriers, step.cycles)
-            cells = (*counts, issue, seconds * device.clock_hertz.value)
-            yield f"| {each.name} | {' | '.join(f'{cell:.0f}' for cell in cells)} |"
+            moving = each.moved / work.programs / share.steps * held * CHIP.num_processors / BYTES_PER_US
+            cells = (held * work.num_warps, share.steps, step.instructions, step.barriers, step.cycles, issue)
+            numbers = " | ".join(f"{cell:.0f}" for cell in (*cells, moving * CYCLES_PER_US))
+            yield f"| {share.kernel.removesuffix('_kernel')} | {workload.key} {mode} | {numbers} |"

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from perf import model, wrong_derivatives
+from perf import model, peers, wrong_derivatives
 from perf.__main__ import DOCS, main
 from perf.machine_code import stalls
 from perf.machine_code.listing import listings
@@ -150,8 +150,30 @@ def test_cycles_of_a_known_chain():
     assert outside > stalls.LATENCIES["LDG"]
 
 
-def test_the_page_of_peers_has_a_reason_wherever_ours_is_worse():
-    assert "not known" not in (DOCS / "peers_sm_90.md").read_text(), "give it in `perf.peers.REASONS`"
+def test_the_page_of_peers_says_what_makes_up_for_each_figure_that_is_worse():
+    lost = []
+    steps = list(peers.read_rows((DOCS / "peers_sm_90.md").read_text()))
+    assert {name.split()[0] for name, _, _ in steps} == set(peers.MODES)
+    for name, rows, said in steps:
+        assert set(rows) >= {"ours", "Inductor"}, name
+        assert ", ".join(peers.judge(**rows)) == said, name
+        lost += [name] if peers.LOSS in said else []
+    known = {each for name in lost for each in peers.KNOWN_LOSSES if name.startswith(each)}
+    assert known == set(peers.KNOWN_LOSSES)
+    assert all(name.startswith(tuple(known)) for name in lost), lost
+
+
+@pytest.mark.parametrize("figure", [name for name, share in peers.FIGURES.items() if share])
+def test_a_figure_that_nothing_makes_up_for_is_a_loss(figure):
+    peer = dict.fromkeys(peers.FIGURES, 10.0)
+    slower = {**peer, "issue us": 20.0, "under way": 9.0}
+    worse = {**slower, figure: 5.0 if figure == "access" else 20.0}
+    lost = [f"{name} ({peers.LOSS})" for name in (figure, "time")]
+    assert peers.judge(ours=worse, Inductor=peer) == lost
+    # A slower peer does not excuse what another one does better.
+    assert peers.LOSS in peers.judge(ours=worse, Inductor=peer, Liger={**peer, "waits us": 90.0})[0]
+    assert peers.judge(ours=slower, Inductor=peer) == lost[1:]
+    assert peers.judge(ours=peer, Inductor=peer) == []
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
