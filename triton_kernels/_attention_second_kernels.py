@@ -207,8 +207,16 @@ def attention_keys_kernel(  # noqa: C901 - as above
     start_row = 0
     if CAUSAL:
         start_row = first // BLOCK_ROWS * BLOCK_ROWS
-    for member in range(0, GROUP):
-        head = key_head * GROUP + member
+    # One loop over the rows of all heads: the first rows of a head are copied during the last steps of the one before.
+    end = num_rows
+    if GROUP > 1:
+        span = tl.cdiv(num_rows - start_row, BLOCK_ROWS) * BLOCK_ROWS
+        end = start_row + GROUP * span
+    for at in range(start_row, end, BLOCK_ROWS):
+        head, start = key_head, at
+        if GROUP > 1:
+            head = key_head * GROUP + (at - start_row) // span
+            start = start_row + (at - start_row) % span
         batch_head = batch * num_heads + head
         statistic = batch_head * num_rows
         q_offset = head_offset(batch, head, q_batch_stride, q_head_stride, ALIGN)
@@ -216,50 +224,49 @@ def attention_keys_kernel(  # noqa: C901 - as above
         mask_offset = head_offset(batch, head, mask_batch_stride, mask_head_stride, PAIR_ALIGN)
         seed = sample_number(seed_ptr, batch_head, noise_heads, seed_stride)
         offset = sample_number(offset_ptr, batch_head, noise_heads, offset_stride)
-        for start in range(start_row, num_rows, BLOCK_ROWS):
-            row = start + tl.arange(0, BLOCK_ROWS)
-            q = tile_of(q_ptr, q_offset, row, num_rows, q_row_stride, WIDTH, BLOCK_WIDTH, ALIGN)
-            q_dot = tile_of(q_dot_ptr, q_offset, row, num_rows, q_row_stride, WIDTH, BLOCK_WIDTH, ALIGN)
-            o_bar = made_tile(o_bar_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-            o_bar_dot = made_tile(o_bar_dot_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-            bias = pairs_at(
-                bias_ptr, bias_offset, row, key, num_rows, num_keys, bias_row_stride, BIAS_STEP, PAIR_ALIGN, True
-            )
-            bias_dot = pairs_at(
-                bias_dot_ptr, bias_offset, row, key, num_rows, num_keys, bias_row_stride, BIAS_STEP, PAIR_ALIGN, True
-            )
-            mask = pairs_at(
-                mask_ptr, mask_offset, row, key, num_rows, num_keys, mask_row_stride, MASK_STEP, PAIR_ALIGN, True
-            )
-            seen = seen_pairs(mask, row, key, num_keys, CAUSAL, True)
-            noise = noise_of(
-                seed, offset, batch_head, noise_heads, row, first, num_rows, num_keys,
-                NUM_DROPPED, NOISE_SCALE, BLOCK_KEYS, True, DTYPE,
-            )  # fmt: skip
-            # In an order, and with loads, that keep few tiles at a time.
-            lse = lse_of(lse_ptr, statistic, row, num_rows, True)
-            p = probabilities(q, k, bias, seen, lse, True, SCALE, DTYPE)
-            if v_dot_bar_ptr is not None:
-                v_dot_acc = product(cast(noisy(p, noise), q.dtype), o_bar, v_dot_acc, DTYPE)
-            if v_bar_ptr is not None:
-                v_acc = product(cast(noisy(p, noise), q.dtype), o_bar_dot, v_acc, DTYPE)
-            if v_bar_ptr is not None or k_bar_ptr is not None:
-                scores_dot = scores_dot_of(q, q_dot, k, k_dot, bias_dot, True, SCALE, DTYPE)
-                if scores_dot is not None:
-                    scores_dot -= statistic_of(lse_dot_ptr, statistic, row, num_rows, True)
-                    if v_bar_ptr is not None:
-                        v_acc = product(cast(noisy(p * scores_dot, noise), q.dtype), o_bar, v_acc, DTYPE)
-            g = statistic_of(g_ptr, statistic, row, num_rows, True)
-            r = p * _turned(o_bar, v, noise, g, True, DTYPE)
-            if k_dot_bar_ptr is not None:
-                k_dot_acc = product(cast(r, q.dtype), q, k_dot_acc, DTYPE)
-            if k_bar_ptr is not None:
-                k_acc = product(cast(r, q.dtype), q_dot, k_acc, DTYPE)
-                w = statistic_of(w_ptr, statistic, row, num_rows, True)
-                t = p * _moved(o_bar, o_bar_dot, v, v_dot, noise, w, True, DTYPE)
-                if scores_dot is not None:
-                    t += r * scores_dot
-                k_acc = product(cast(t, q.dtype), q, k_acc, DTYPE)
+        row = start + tl.arange(0, BLOCK_ROWS)
+        q = tile_of(q_ptr, q_offset, row, num_rows, q_row_stride, WIDTH, BLOCK_WIDTH, ALIGN)
+        q_dot = tile_of(q_dot_ptr, q_offset, row, num_rows, q_row_stride, WIDTH, BLOCK_WIDTH, ALIGN)
+        o_bar = made_tile(o_bar_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        o_bar_dot = made_tile(o_bar_dot_ptr, batch, head, row, num_rows, num_heads, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        bias = pairs_at(
+            bias_ptr, bias_offset, row, key, num_rows, num_keys, bias_row_stride, BIAS_STEP, PAIR_ALIGN, True
+        )
+        bias_dot = pairs_at(
+            bias_dot_ptr, bias_offset, row, key, num_rows, num_keys, bias_row_stride, BIAS_STEP, PAIR_ALIGN, True
+        )
+        mask = pairs_at(
+            mask_ptr, mask_offset, row, key, num_rows, num_keys, mask_row_stride, MASK_STEP, PAIR_ALIGN, True
+        )
+        seen = seen_pairs(mask, row, key, num_keys, CAUSAL, True)
+        noise = noise_of(
+            seed, offset, batch_head, noise_heads, row, first, num_rows, num_keys,
+            NUM_DROPPED, NOISE_SCALE, BLOCK_KEYS, True, DTYPE,
+        )  # fmt: skip
+        # In an order, and with loads, that keep few tiles at a time.
+        lse = lse_of(lse_ptr, statistic, row, num_rows, True)
+        p = probabilities(q, k, bias, seen, lse, True, SCALE, DTYPE)
+        if v_dot_bar_ptr is not None:
+            v_dot_acc = product(cast(noisy(p, noise), q.dtype), o_bar, v_dot_acc, DTYPE)
+        if v_bar_ptr is not None:
+            v_acc = product(cast(noisy(p, noise), q.dtype), o_bar_dot, v_acc, DTYPE)
+        if v_bar_ptr is not None or k_bar_ptr is not None:
+            scores_dot = scores_dot_of(q, q_dot, k, k_dot, bias_dot, True, SCALE, DTYPE)
+            if scores_dot is not None:
+                scores_dot -= statistic_of(lse_dot_ptr, statistic, row, num_rows, True)
+                if v_bar_ptr is not None:
+                    v_acc = product(cast(noisy(p * scores_dot, noise), q.dtype), o_bar, v_acc, DTYPE)
+        g = statistic_of(g_ptr, statistic, row, num_rows, True)
+        r = p * _turned(o_bar, v, noise, g, True, DTYPE)
+        if k_dot_bar_ptr is not None:
+            k_dot_acc = product(cast(r, q.dtype), q, k_dot_acc, DTYPE)
+        if k_bar_ptr is not None:
+            k_acc = product(cast(r, q.dtype), q_dot, k_acc, DTYPE)
+            w = statistic_of(w_ptr, statistic, row, num_rows, True)
+            t = p * _moved(o_bar, o_bar_dot, v, v_dot, noise, w, True, DTYPE)
+            if scores_dot is not None:
+                t += r * scores_dot
+            k_acc = product(cast(t, q.dtype), q, k_acc, DTYPE)
     store_tile(k_bar_ptr, batch, key_head, key, num_keys, num_key_heads, k_acc * SCALE, WIDTH, BLOCK_WIDTH)
     store_tile(k_dot_bar_ptr, batch, key_head, key, num_keys, num_key_heads, k_dot_acc * SCALE, WIDTH, BLOCK_WIDTH)
     store_tile(v_bar_ptr, batch, key_head, key, num_keys, num_key_heads, v_acc, VALUE_WIDTH, BLOCK_VALUE_WIDTH)

@@ -174,6 +174,14 @@ class Account:
         )
 
 
+class Tensors(NamedTuple):
+    """Tensors of a call, by id: those it was given, those it returned, and those that its kernels have made so far."""
+
+    given: set[int]
+    returned: set[int]
+    made: set[int]
+
+
 _thread = threading.local()
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["per_stream", "philox_words"]
+__all__ = ["philox_words"]
 
 
 def per_stream(values: Tensor) -> tuple[Tensor, int]:

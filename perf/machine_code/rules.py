@@ -28,16 +28,15 @@ KNOWN_SPILLS = {
 # these. Products of float32 are not work for tensor cores of NVIDIA: each thread holds rows of both factors. On
 # gfx942 they are scalar registers, which wait in lanes of a vector register.
 ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
-    ("sm_80", "wide"): {"keys": 16, "second keys": 32},
-    ("sm_80", "masked"): {"rows": 224, "keys": 368, "second keys": 224},
+    ("sm_80", "masked"): {"rows": 224, "keys": 360, "second keys": 144},
     ("sm_80", "float32"): {"jvp": 184, "second rows": 3896, "second keys": 8},
-    ("sm_90", "wide"): {"second rows": 144, "second keys": 184},
-    ("sm_90", "masked"): {"jvp": 32, "keys": 24, "second rows": 24, "second keys": 224},
+    ("sm_90", "wide"): {"second rows": 144, "second keys": 112},
+    ("sm_90", "masked"): {"jvp": 32, "second rows": 24, "second keys": 208},
     ("sm_90", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 24},
-    ("sm_100", "wide"): {"keys": 264, "second rows": 56, "second keys": 184},
+    ("sm_100", "wide"): {"second rows": 24, "second keys": 112},
     ("sm_100", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 16},
-    ("gfx942", "narrow"): {"fwd": 5, "jvp": 6, "second jvp": 6},
-    ("gfx942", "masked"): {"fwd": 12, "jvp": 16, "keys": 5, "second keys": 2},
+    ("gfx942", "narrow"): {"fwd": 5, "jvp": 6},
+    ("gfx942", "masked"): {"fwd": 12, "jvp": 16, "second keys": 6},
 }
 
 # Products of half types lie four to a thread on gfx942, and are stored so; so is a part of a turned mask read.

@@ -25,7 +25,7 @@ from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
 from triton_kernels import costs, launch
 from triton_kernels._kernel import INTERPRETED, Kernel
-from triton_kernels.costs.attention import tiles_of_keys, tiles_of_rows
+from triton_kernels.costs._attention import tiles_of_keys, tiles_of_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

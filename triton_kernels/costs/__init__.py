@@ -5,11 +5,12 @@
 
 There is one function per launcher, of its name and with its arguments, which may be meta tensors: only shapes, strides,
 dtypes and what is None or not wanted are looked at. The plan is the one that the launcher would take on the device of
-`x`, or on the chip that `launch.use_chip` sets. Most costs are what the launches of the launcher say of themselves,
-with nothing launched, while other threads go on launching. The byte gate holds the kernels to these figures, the time
-model predicts from them, and the benchmarks take their bytes from here, so that no two of the three can disagree.
+`x`, or on the chip that `launch.use_chip` sets. A cost is what the launches of the launcher say of themselves, or their
+arguments, with nothing launched, while other threads go on launching. The byte gate holds the kernels to these figures,
+the time model predicts from them, and the benchmarks take their bytes from here, so that no two of the three can
+disagree.
 
-Inputs are taken to need no copy: what a launcher copies because no view fits its strides is not counted.
+Not counted is what a launcher has torch copy or fill: inputs that no view fits, or an input with nothing to drop.
 """
 
 from __future__ import annotations
@@ -18,50 +19,50 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from triton_kernels import (
+    attention,
     batch_norm,
     batch_norm_second_order,
+    dropout,
     layer_norm,
     layer_norm_second_order,
     log_softmax,
     log_softmax_second_order,
+    philox,
 )
-from triton_kernels._cost import Cost, counting
+from triton_kernels._cost import Cost, Tensors, counting
 from triton_kernels._kernel import intercept
-from triton_kernels.costs._batch_norm import COUNTS
-from triton_kernels.costs.attention import attention_bwd, attention_fwd, attention_jvp, attention_pairing
-from triton_kernels.costs.dropout import dropout_fwd, philox_words
+from triton_kernels.costs import _attention, _batch_norm, _dropout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from triton_kernels._kernel import Kernel
 
 
-def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
-    given = {id(arg) for arg in args}
+# Of kernels whose launches do not count themselves: what each moves, by its arguments.
+_COUNTS: Mapping[str, Callable[..., None]] = {**_batch_norm.COUNTS, **_attention.COUNTS, **_dropout.COUNTS}
 
-    def count(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+
+def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
+    launches: list[tuple[Kernel, tuple[int, ...], tuple, dict[str, Any]]] = []
+    with counting() as account, intercept(lambda *each: launches.append(each), every_thread=False):
+        results = launcher(*args)
+    tensors = Tensors(set(map(id, args)), set(map(id, results if isinstance(results, tuple) else (results,))), set())
+    for kernel, grid, arguments, constants in launches:
         account.launch()
-        if kernel.__name__ in COUNTS:
+        if kernel.__name__ in _COUNTS:
             named = {**dict(zip(kernel.argument_names, arguments, strict=False)), **constants}
             named = {name.removesuffix("_ptr"): value for name, value in named.items()}
-            COUNTS[kernel.__name__](account, named, grid, given)
-
-    with counting() as account, intercept(count, every_thread=False):
-        launcher(*args)
+            _COUNTS[kernel.__name__](account, named, grid, tensors)
     return account.cost()
 
 
-# Modules whose launches count themselves.
-_COUNTED = (
-    layer_norm,
-    layer_norm_second_order,
-    batch_norm,
-    batch_norm_second_order,
-    log_softmax,
-    log_softmax_second_order,
+_LAUNCHING = (
+    *(attention, batch_norm, batch_norm_second_order, dropout, layer_norm, layer_norm_second_order),
+    *(log_softmax, log_softmax_second_order, philox),
 )
-_BY_NAME = {name: functools.partial(_cost_of, getattr(module, name)) for module in _COUNTED for name in module.__all__}
+_NAMES = [(module, name) for module in _LAUNCHING for name in module.__all__]
+_BY_NAME = {name: functools.partial(_cost_of, getattr(module, name)) for module, name in _NAMES}
 
 
 def __getattr__(name: str) -> Callable[..., Cost]:
@@ -72,13 +73,5 @@ def __getattr__(name: str) -> Callable[..., Cost]:
         raise AttributeError(f"costs: a launcher has that name, got {name!r}.") from None
 
 
-__all__ = [
-    "Cost",
-    "attention_bwd",
-    "attention_fwd",
-    "attention_jvp",
-    "attention_pairing",
-    "dropout_fwd",
-    "philox_words",
-]
-__all__ += [name for module in _COUNTED for name in module.__all__]
+__all__ = ["Cost"]
+__all__ += [name for _, name in _NAMES]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from triton_kernels._cost import Account
+    from triton_kernels._cost import Account, Tensors
 
 _OPERANDS = ("y_bar", "x", "x_dot", "y_bar_dot")
 _STATISTICS = ("mean", "scale_statistic")
@@ -17,26 +17,26 @@ _PARAMS = ("weight", "bias", "weight_dot", "bias_dot", "mean_dot", "var_dot")
 _BARS = ("weight_bar", "bias_bar", "mean_bar", "var_bar", "weight_bar_dot", "bias_bar_dot")
 
 
-def _count_sums(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+def _count_sums(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:
     """Operands once, and partial results."""
     there = {name: named[name] for name in _OPERANDS if named[name] is not None}
     account.load(**there)
-    _load_channels(account, {"mean": named["mean"]}, grid[1], given)
+    _load_channels(account, {"mean": named["mean"]}, grid[1], tensors)
     account.scratch(named["partials"].nbytes)
 
 
-def _count_statistics(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+def _count_statistics(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:
     """The first mean again, the running statistics, and what is made of all."""
     account.reload(named["mean"].nbytes)
-    _load_channels(account, {name: named[name] for name in ("running_mean", "running_var")}, 1, given)
+    _load_channels(account, {name: named[name] for name in ("running_mean", "running_var")}, 1, tensors)
     _store(account, named, ("mean", "rstd", "new_running_mean", "new_running_var"))
     if named["means"] is not None:
         account.write(2 * named["mean"].nbytes)
 
 
-def _count_merge(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+def _count_merge(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:
     """Statistic and weight, the bars, and means for the transform."""
-    _load_channels(account, {name: named[name] for name in ("scale_statistic", "weight")}, 1, given)
+    _load_channels(account, {name: named[name] for name in ("scale_statistic", "weight")}, 1, tensors)
     _store(account, named, _BARS)
     if named["means"] is not None:
         sums = named["SUMS"]
@@ -44,23 +44,23 @@ def _count_merge(account: Account, named: Mapping[str, Any], grid: tuple[int, ..
         account.write(num_means * named["num_rows"] * named["means"].element_size())
 
 
-def _count_transform(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], given: set[int]) -> None:
+def _count_transform(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:
     """Operands once, the results, and parameters and means for each program."""
     account.load(**{name: named[name] for name in _OPERANDS})
     _store(account, named, ("y", "y_dot", "x_bar", "x_bar_dot"))
     times = grid[0] / named["num_blocks"]
-    _load_channels(account, {name: named[name] for name in _STATISTICS + _PARAMS}, times, given)
+    _load_channels(account, {name: named[name] for name in _STATISTICS + _PARAMS}, times, tensors)
     if named["means"] is not None:
         num_means = sum(count for name, count in zip(_OPERANDS, (2, 0, 2, 1), strict=True) if named[name] is not None)
         num_means += named["x_bar_dot"] is not None
         account.reload(round(num_means * times * named["num_rows"] * named["means"].element_size()))
 
 
-def _load_channels(account: Account, tensors: Mapping[str, Tensor | None], times: float, given: set[int]) -> None:
-    for name, tensor in tensors.items():
+def _load_channels(account: Account, operands: Mapping[str, Tensor | None], times: float, tensors: Tensors) -> None:
+    for name, tensor in operands.items():
         if tensor is None:
             continue
-        if id(tensor) in given:
+        if id(tensor) in tensors.given:
             account.load_shared(times, **{name: tensor})
         else:
             # A result of an earlier kernel.

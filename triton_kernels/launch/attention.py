@@ -120,7 +120,7 @@ _OF_CHIP = {
         },
         128: {
             "jvp": AttentionPlan(128, 16, 8, 3),
-            "first_keys": AttentionPlan(16, 128, 8, 3),
+            "first_keys": AttentionPlan(64, 64, 8, 3),
             "second_rows": AttentionPlan(32, 32, 8, 3),
             "second_keys": AttentionPlan(32, 32, 8, 3),
         },
