@@ -340,13 +340,12 @@ def _sweeps(
         has_w = any(x is not None for x in (q_bar, k_bar, bias_bar))
         g, w = scratch["g"], scratch["w"] if has_w else None
         order = "second" if has_w or v_bar is not None else "first"
-        # A kernel is told of what it reads, and of nothing else.
-        of_w = (of_o_dot, lse_bar_dot) if has_w else (None, None)
-        before = (of_o, of_lse, *problem.dots, of_w[0], of_lse_dot, o_bar, lse_bar, o_bar_dot, of_w[1])
-        problem.launch(attention_rows_kernel, f"{order}_rows", *before, q_bar, bias_bar, q_dot_bar, bias_dot_bar, g, w)
+        of_w = (of_o_dot, lse_bar_dot) if has_w else (None, None)  # A kernel is told of what it reads, and no more.
+        given = (of_o, of_lse, *problem.dots, of_w[0], of_lse_dot, o_bar, lse_bar, o_bar_dot, of_w[1])
+        problem.launch(attention_rows_kernel, f"{order}_rows", *given, q_bar, bias_bar, q_dot_bar, bias_dot_bar, g, w)
         if any(x is not None for x in of_keys):
-            tail = (of_lse_dot, o_bar, o_bar_dot, g, None if k_bar is None else w, *of_keys)
-            problem.launch(attention_keys_kernel, f"{order}_keys", of_lse, *problem.dots, *tail)
+            given = (of_lse, *problem.dots, of_lse_dot, o_bar, o_bar_dot, g, None if k_bar is None else w)
+            problem.launch(attention_keys_kernel, f"{order}_keys", *given, *of_keys)
     return tuple(problem.q.new_empty(0) if x is None else x for x in made)
 
 
