@@ -160,16 +160,16 @@ def channel_programs(
     most = limits_of(chip_of(device)).channel_reduction_programs
     # ptxas reports up to 64 registers for sums of two tensors of 2-byte elements along the spatial axis, up to 80 of
     # more or wider ones; sums of several channels, of which a thread holds eight, take up to 80 of two and 128 of more.
-    # Statistics take up to 64 of one tensor of 2-byte elements along the spatial axis, up to 80 where one of these
-    # three is not so, and up to 128 where two are not. Two steps of copies are under way in turn, one of them always:
-    # 24 to 64 KiB, where a processor's share of 4.8 TB/s during 0.8 microseconds, about what a load takes, is 29 KB (by
-    # calculation, not measured).
-    fewer = 0 if spatial_inner else 1
+    # Statistics take up to 64 of one tensor of 2-byte elements, and up to 80 of two or wider ones. Two steps of copies
+    # are under way in turn, one of them always: 24 to 64 KiB, where a processor's share of 4.8 TB/s during 0.8
+    # microseconds, about what a load takes, is 29 KB (by calculation, not measured).
     if statistics:
-        fewer += num_inputs > 1 or itemsize > 2
-    elif num_inputs > 2 or (spatial_inner and itemsize > 2):
-        fewer += 1
-    return max(most - fewer if fewer < 2 else most // 2, 1)
+        fewer = int(num_inputs > 1 or itemsize > 2)
+    else:
+        fewer = (not spatial_inner) + (num_inputs > 2 or (spatial_inner and itemsize > 2))
+    programs = max(most - fewer if fewer < 2 else most // 2, 1)
+    # All channels may lie in one block.
+    return programs if spatial_inner else min(programs, MAX_CHANNEL_SPLITS // chip_of(device).num_processors)
 
 
 @planned(channel_candidates)
