@@ -119,8 +119,8 @@ def _plan_channels(
     block_samples = min(rows // block_spatial, next_power_of_2(num_samples))
     num_tiles = cdiv(num_samples, block_samples) * cdiv(num_spatial, block_spatial)
     num_blocks = num_groups * cdiv(num_channels, block_channels)
-    # Up to eight waves of programs.
-    most_splits = max(min(MAX_CHANNEL_SPLITS, 8 * slots // num_blocks), 1)
+    # Up to four waves of programs.
+    most_splits = max(min(MAX_CHANNEL_SPLITS, 4 * slots // num_blocks), 1)
     rows = block_samples * block_spatial
     # Smaller tiles keep the elements per thread of a full one.
     num_warps = max(rows * block_channels * limits_of(chip).channel_warps // tile, 1)
