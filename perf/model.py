@@ -41,30 +41,19 @@ from perf.machine_code import cases
 from perf.machine_code.compiling import watch_launches
 from perf.machine_code.table import read_table
 from perf.machine_code.work import work_of
-from perf.workloads import GPU_WORKLOADS, MATMUL_OPS
+from perf.ops.record import STEPS
+from perf.workloads import GPU_WORKLOADS
 from triton_kernels import launch
 
 if TYPE_CHECKING:
     from perf.calls import Call
     from perf.machine_code.compiling import Launch
-    from perf.workloads import Workload
+    from perf.ops.workload import Workload
     from triton_kernels.costs import Cost
 
 DEVICES = Path(__file__).parent / "devices"
 
-# The modes of the machine code's cases whose first call a step of each mode makes. Forward mode and Hessian-vector
-# products compute the values beside the tangents. The suite's Hessian-vector products are those of a loss that is
-# linear in y, so y_bar has no tangent.
-_STEPS = {
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "forward_backward": ("forward", "backward"),
-    "jvp": ("forward", "jvp"),
-    "hvp": ("forward", "jvp", "backward", "hvp"),
-    "double_backward": ("double_backward",),
-    "backward_of_jvp": ("backward", "backward_of_jvp"),
-}
-MODES = tuple(_STEPS)
+MODES = tuple(STEPS)
 
 # Programs of a sweep over long rows that run at once on a processor: the compiler reports 37 to 64 registers for most
 # sweeps of 512 threads, and the register file has room for two or three times that (docs/perf/machine_code). Kernels
@@ -167,10 +156,7 @@ def predict(workload: Workload, mode: str, device: Device) -> Prediction:
 
 def calls_of(workload: Workload, mode: str) -> list[Call]:
     """The calls of launchers that one step of a mode, of `MODES`, makes, on meta tensors."""
-    steps = _STEPS[mode]
-    if workload.op == "log_softmax" and mode == "double_backward":
-        # It keeps y and not x: the cotangent of y goes on to x.
-        steps = (*steps, "backward")
+    steps = workload.record.steps[mode]
     with torch.device("meta"):
         calls = [cases.calls_of(workload, step)[0] for step in steps]
     # One call gives value and tangent at once, where there is a launcher for it.
@@ -185,7 +171,7 @@ def steps_of(workload: Workload, mode: str, chip: launch.Chip) -> list[tuple[Cos
     with watch_launches(chip.name, [workload], launches.append), launch.use_chip(chip):
         for call in calls_of(workload, mode):
             # Products bind attention, whatever is issued beside them.
-            if workload.op not in MATMUL_OPS:
+            if not workload.record.products:
                 call.results()
             found.append((call.cost(), launches.copy()))
             launches.clear()
@@ -249,7 +235,7 @@ def page(device: Device) -> str:
             f"|---|---|{'---:|' * (9 + has_products)}---|",
         ]
         for workload, mode in ((w, mode) for w in GPU_WORKLOADS for mode in w.modes):
-            if (workload.op in MATMUL_OPS) == has_products:
+            if bool(workload.record.products) == has_products:
                 *times, binds, cost = predict(workload, mode, device)
                 flops = [cost.flops / 1e9] * has_products
                 figures = (cost.minimum_bytes / 1e6, cost.bytes_moved / 1e6, *flops, *times)

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from perf import model
 from perf.machine_code.compiling import StandInDriver
-from perf.workloads import EPS
+from perf.ops.workload import EPS
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from perf.workloads import Workload
+    from perf.ops.workload import Workload
 
 CHIP = CHIPS["sm_90"]
 

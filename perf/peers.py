@@ -24,8 +24,9 @@ from perf.machine_code.listing import Region, listings, loop_trips, regions
 from perf.machine_code.shares import BYTES_PER_US, CYCLES_PER_US, Launched, Share, share_of
 from perf.machine_code.table import Row
 from perf.machine_code.work import SCHEDULERS, Work, numbers_of, work_of
+from perf.ops.workload import FIRST_ORDER, Workload
 from perf.suite.modes import minimum_bytes
-from perf.workloads import FIRST_ORDER, GPU_WORKLOADS, Workload
+from perf.workloads import GPU_WORKLOADS
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:

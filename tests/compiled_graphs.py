@@ -33,8 +33,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import mangle_type
 
 import primitives as pr
-from perf.machine_code.cases import launch_mode, unnamed
-from perf.workloads import KERNEL_MODES
+from perf.machine_code.cases import launch_mode
+from perf.ops.workload import KERNEL_MODES, unnamed
 from primitives.core import inductor, registered_primitives
 from tests.kernels.stand_ins import Driver
 from triton_kernels._kernel import Kernel, intercept

@@ -9,8 +9,9 @@ import optree
 import torch
 
 import primitives as pr
+from perf.ops.samples import normal
 from primitives.core import Primitive
-from tests.support import assert_close, normal
+from tests.support import assert_close
 
 NAMESPACE = "tests.custom_ops"
 PRIMITIVES = "primitives_test"

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from perf.ops.samples import LAYOUTS
 from tests.call_properties import Call, CallRecorder, distinct, parts
-from tests.support import LAYOUTS, assert_close, coarsest, like, nested, subsets
+from tests.support import assert_close, coarsest, like, nested, subsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from tests.op_cases import OpCase, Sample
+    from perf.ops.record import Op
+    from perf.ops.samples import Sample
 
 
 # Against the definition.
@@ -31,12 +33,12 @@ def leaves(inputs: dict[str, Tensor | None], names: Sequence[str]) -> dict[str, 
     return {n: v.detach().requires_grad_() if n in names and v is not None else v for n, v in inputs.items()}
 
 
-def output_dtype(case: OpCase, sample: Sample, x: Tensor) -> torch.dtype:
+def output_dtype(case: Op, sample: Sample, x: Tensor) -> torch.dtype:
     """Dtype of `y`: the `dtype` option where there is one, else that of `x`."""
     return dict(sample.options).get("dtype") or x.dtype
 
 
-def check_outputs(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None]) -> None:
+def check_outputs(case: Op, sample: Sample, inputs: dict[str, Tensor | None]) -> None:
     """All outputs have the value of the definition; `y` has the dtype asked for, state that of the state given."""
     actual, expected = case.outputs(inputs, sample), case.true_outputs(inputs, sample)
     assert len(actual) == len(expected)
@@ -51,7 +53,7 @@ def cotangent_layout(sample: Sample) -> str:
     return LAYOUTS[(LAYOUTS.index(sample.layout) + 1) % len(LAYOUTS)]
 
 
-def check_not_finite(case: OpCase, value: float, device: torch.device) -> None:
+def check_not_finite(case: Op, value: float, device: torch.device) -> None:
     """One element of x is NaN or infinite. Torch's own op says where: the definition overflows in more places."""
     inputs = case.inputs(case.small, torch.float32, device)
     inputs["x"].view(-1)[1] = value
@@ -62,7 +64,7 @@ def check_not_finite(case: OpCase, value: float, device: torch.device) -> None:
     torch.testing.assert_close(y, expected, equal_nan=True)
 
 
-def check_vjp(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> None:
+def check_vjp(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> None:
     """Cotangents of the arguments `names` have the value of the definition's, in the dtypes of the arguments."""
     ours, theirs = leaves(inputs, names), leaves({n: v if v is None else v.double() for n, v in inputs.items()}, names)
     y, true_y = case.outputs(ours, sample)[0], case.true_outputs(theirs, sample)[0]
@@ -76,7 +78,7 @@ def check_vjp(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], na
         assert_close(got, want, dtype=dtype, precision=coarsest(dtype, *narrow), what=f"{name}_bar")
 
 
-def check_jvp(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> None:
+def check_jvp(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> None:
     """The tangent of `y` for tangents of the arguments `names` alone has the value of the definition's."""
     # torch refuses a dense tangent of an expanded primal, so tangents share the layout of their primals.
     dots = {n: like(inputs[n], seed=11 + i, layout=sample.layout) for i, n in enumerate(names)}
@@ -109,7 +111,7 @@ def second_derivatives(
     yield "vjp of jvp", (*primal_bars, *dot_bars), (*primals, *dots)
 
 
-def directions(case: OpCase, sample: Sample, inputs: dict[str, Any], names: Sequence[str]) -> tuple:
+def directions(case: Op, sample: Sample, inputs: dict[str, Any], names: Sequence[str]) -> tuple:
     """Primals, tangents of the layout of their primals (torch refuses others), cotangent and its tangent."""
     primals = [inputs[name] for name in names]
     dots = [like(inputs[name], seed=11 + i, layout=sample.layout) for i, name in enumerate(names)]
@@ -120,7 +122,7 @@ def directions(case: OpCase, sample: Sample, inputs: dict[str, Any], names: Sequ
 
 @functools.lru_cache(maxsize=2)
 def true_second_derivatives(
-    case: OpCase, sample: Sample, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]
+    case: Op, sample: Sample, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]
 ) -> list:
     """`second_derivatives` of the definition, in float64; each is asked for by one backend after the other."""
     inputs = case.inputs(sample, dtype, device)
@@ -131,7 +133,7 @@ def true_second_derivatives(
 
 
 def check_second_order(
-    case: OpCase, sample: Sample, dtype: torch.dtype, device: torch.device, names: Sequence[str]
+    case: Op, sample: Sample, dtype: torch.dtype, device: torch.device, names: Sequence[str]
 ) -> list[Call]:
     """All second derivatives in the arguments `names` have the value of the definition's.
 
@@ -156,7 +158,7 @@ def check_second_order(
 # Calls of the primitives that lie under a public function.
 
 
-def with_parts(case: OpCase, calls: Sequence[Call]) -> Iterator[Call]:
+def with_parts(case: Op, calls: Sequence[Call]) -> Iterator[Call]:
     """`calls`, each that gives value and tangent followed by the two that it stands for."""
     for call in calls:
         yield call
@@ -164,7 +166,7 @@ def with_parts(case: OpCase, calls: Sequence[Call]) -> Iterator[Call]:
             yield from parts(call, case.forward, case.jvp)
 
 
-def vjp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> Call:
+def vjp_call(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> Call:
     """The call of the backward primitive for cotangents of the arguments `names`."""
     wanted = leaves(inputs, names)
     y = case.outputs(wanted, sample)[0]
@@ -174,7 +176,7 @@ def vjp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], nam
     return call
 
 
-def jvp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> Call:
+def jvp_call(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> Call:
     """The call of the jvp primitive for tangents of the arguments `names`."""
     with forward_ad.dual_level(), CallRecorder() as recorder:
         dots = {n: like(inputs[n], seed=3, layout=sample.layout) for n in names}
@@ -185,7 +187,7 @@ def jvp_call(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None], nam
     return call
 
 
-def recorded_calls(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None]) -> list[Call]:
+def recorded_calls(case: Op, sample: Sample, inputs: dict[str, Tensor | None]) -> list[Call]:
     """Forward, vjp and jvp calls, for each perturbable argument alone and all together."""
     with CallRecorder() as recorder:
         case.outputs(inputs, sample)
@@ -198,7 +200,7 @@ def recorded_calls(case: OpCase, sample: Sample, inputs: dict[str, Tensor | None
 # Derivatives of any order.
 
 
-def _problem(case: OpCase, device: torch.device, positions: tuple[int, ...] | None, *, true: bool) -> tuple:
+def _problem(case: Op, device: torch.device, positions: tuple[int, ...] | None, *, true: bool) -> tuple:
     """`y` of the tiny sample as a function of its arguments, or without `positions` of one vector that holds them."""
     inputs = case.inputs(case.tiny, torch.float64, device)
     names = case.perturbable(case.tiny)
@@ -214,14 +216,14 @@ def _problem(case: OpCase, device: torch.device, positions: tuple[int, ...] | No
 
 
 @functools.cache
-def true_derivative(case: OpCase, device: torch.device, positions: tuple[int, ...] | None, order: int) -> Tensor:
+def true_derivative(case: Op, device: torch.device, positions: tuple[int, ...] | None, order: int) -> Tensor:
     """Derivative of the plain formula in the arguments at `positions`, or in all of them."""
     function, args = _problem(case, device, positions, true=True)
     return nested(function, "f" * order, positions or 0)(*args)
 
 
 def check_nesting(
-    case: OpCase,
+    case: Op,
     device: torch.device,
     word: str,
     positions: tuple[int, ...] | None,

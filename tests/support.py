@@ -1,4 +1,4 @@
-"""What the generic tests share: dtypes and tolerances, numbers in many memory layouts, all-pairs sampling."""
+"""What the generic tests share: tolerances, comparisons, nestings of transforms, the peak of memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from perf.ops.samples import arranged, normal
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
 
 # What torch raises for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
 TORCH_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Allowed error in units in the last place of the largest expected element (or of 1, the size of the inputs). Results in
 # low precision are sums in float32 that are rounded once; the second unit is for log-softmax, whose derivatives see the
@@ -27,8 +26,6 @@ ULPS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 64, torch.float64: 6
 # Each further order of derivative multiplies sums by sums, and by another rstd. In low precision it also sees what came
 # before it rounded: there the calls of primitives are held to one rounding each (`assert_rounded`).
 ULPS_PER_ORDER = 8
-
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "channels_last")
 
 
 def dtype_id(dtype: torch.dtype) -> str:
@@ -104,29 +101,6 @@ def assert_raises(
         assert isinstance(raised.value, theirs.type), f"torch raises {theirs.type.__name__}: {theirs.value}"
 
 
-def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
-    """Normal numbers in float64 on the CPU, the same on every device and in every run."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") + mean
-
-
-def arranged(values: Tensor, layout: str) -> Tensor:
-    """`values` in a layout of `LAYOUTS`; `"expanded"` repeats the first entry of the first axis with stride 0."""
-    axes = list(range(values.dim()))
-    if layout == "transposed":
-        return values.permute(axes[::-1]).contiguous().permute(axes[::-1])
-    if layout == "sliced" and axes:
-        # Nobody may read what lies between the elements.
-        wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
-        wide[..., ::2] = values
-        return wide[..., ::2]
-    if layout == "expanded" and axes and values.shape[0] > 0:
-        return values[:1].clone().expand(values.shape)
-    if layout == "channels_last" and len(axes) > 1:
-        return values.movedim(1, -1).contiguous().movedim(-1, 1)
-    return values.clone(memory_format=torch.contiguous_format)
-
-
 def like(x: Tensor, seed: int, layout: str = "contiguous") -> Tensor:
     """Normal numbers with the shape, dtype and device of `x`."""
     return arranged(normal(x.shape, seed).to(x.device, x.dtype), layout)
@@ -136,24 +110,6 @@ def subsets(items: Iterable[Any]) -> Iterator[tuple]:
     """All non-empty subsets."""
     items = list(items)
     return itertools.chain.from_iterable(itertools.combinations(items, r) for r in range(1, len(items) + 1))
-
-
-def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Few combinations in which every value of each axis meets every value of each other axis."""
-    names = list(axes)
-    positions = list(itertools.combinations(range(len(names)), 2))
-    candidates = list(itertools.product(*[range(len(values)) for values in axes.values()]))
-
-    def pairs(row: tuple[int, ...]) -> set[tuple[int, ...]]:
-        return {(i, row[i], j, row[j]) for i, j in positions}
-
-    missing = set().union(*map(pairs, candidates))
-    rows = []
-    while missing:
-        best = max(candidates, key=lambda row: len(pairs(row) & missing))
-        missing -= pairs(best)
-        rows.append({name: axes[name][i] for name, i in zip(names, best, strict=True)})
-    return rows
 
 
 MODES = {"f": torch.func.jacfwd, "r": torch.func.jacrev}

@@ -15,10 +15,15 @@ import pytest
 import torch
 
 import primitives as pr
+from perf.ops import CASES
+from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL
+from perf.ops.layer_norm import LAYER_NORM
+from perf.ops.log_softmax import LOG_SOFTMAX
+from perf.ops.samples import LAYOUTS, Sample, arranged, normal
+from perf.ops.workload import EPS
 from tests.call_properties import check_call
-from tests.op_cases import BATCH_NORM, BATCH_NORM_EVAL, CASES, EPS, LAYER_NORM, LOG_SOFTMAX, Sample
 from tests.properties import check_second_order, recorded_calls
-from tests.support import LAYOUTS, arranged, assert_close, dtype_id, normal
+from tests.support import assert_close, dtype_id
 
 SERVED = [case for case in CASES if "cpu" in case.forward.rules.kernels]
 SECOND = {p.name.split("::")[-1]: p for case in SERVED for p in case.second_order}

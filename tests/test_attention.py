@@ -10,8 +10,9 @@ import torch
 from torch.func import grad, jvp, vjp
 
 import primitives as pr
-from tests.philox_truth import true_noise
-from tests.support import normal, peak
+from perf.ops.philox_truth import true_noise
+from perf.ops.samples import normal
+from tests.support import peak
 
 attention = pr.functional.attention
 

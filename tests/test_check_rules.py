@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import primitives as pr
+from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
 from tests import wrong_ops
 from tests.call_properties import fullest
 from tests.custom_ops import NAMESPACE, Affine
-from tests.op_cases import CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.properties import check_second_order
 from tests.wrong_ops import ALONE, OTHERS, WEIGHT, X, right_product
 

@@ -11,8 +11,9 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import grad, jvp, vmap
 
+from perf.ops.samples import normal
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine
-from tests.support import assert_close, normal
+from tests.support import assert_close
 
 OVERLOAD = torch.ops.tests.affine.default
 

@@ -15,8 +15,9 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from perf.ops.samples import normal
 from tests.custom_ops import Affine, affine, arguments, moving_average, operator, plain_affine, scalar, trees_close
-from tests.support import assert_close, normal
+from tests.support import assert_close
 
 # It says so once for each operator, in whichever test comes first.
 pytestmark = pytest.mark.filterwarnings("ignore:.*vmap runs a loop")

@@ -11,9 +11,10 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
+from perf.ops.samples import normal
 from primitives.core.errors import TreeError
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, scalar, trees_close
-from tests.support import assert_close, like, nested, nestings, normal
+from tests.support import assert_close, like, nested, nestings
 
 X = torch.linspace(-1.5, 2, 6).reshape(2, 3)
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from perf.ops.philox_truth import rounds, true_noise
+from perf.ops.samples import normal
 from primitives.functional import dropout
 from primitives.ops.dropout import dropout_p
-from tests.philox_truth import rounds, true_noise
-from tests.support import normal
 
 MANY = 2**16
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from tests.support import DTYPES
+from perf.ops.samples import DTYPES
 
 functional = pr.functional
 

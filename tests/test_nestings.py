@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.func import grad, jvp
 
-from tests.op_cases import CASES, CAUSAL_ATTENTION, MASKED_ATTENTION
+from perf.ops import CASES
+from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.properties import check_nesting
 from tests.support import assert_close, like, nestings
 

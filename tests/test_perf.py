@@ -17,21 +17,13 @@ import torch
 
 from perf import model, workloads
 from perf.__main__ import main
+from perf.ops.attention import ATTENTION_MODES
+from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload
 from perf.suite import modes, reference, results, timing, unit
 from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import Provider, provider
 from perf.suite.run import Collector
-from perf.workloads import (
-    ATTENTION_MODES,
-    FIRST_ORDER,
-    FLEX,
-    GPU_WORKLOADS,
-    KERNEL_MODES,
-    MATH,
-    OPS,
-    OURS,
-    Workload,
-)
+from perf.workloads import FLEX, GPU_WORKLOADS, MATH, OPS, OURS
 
 CPU = torch.device("cpu")
 FAULTY = tuple(Workload("tiny", "layer_norm", (rows, 8), dtype="float32", quick=True) for rows in (2, 3, 4))

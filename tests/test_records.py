@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from perf.ops import CASES
+from perf.ops.log_softmax import LOG_SOFTMAX
 from tests.call_properties import check_call
-from tests.op_cases import CASES, LOG_SOFTMAX
 from tests.properties import check_jvp, check_not_finite, check_outputs, check_second_order, check_vjp
 from tests.support import dtype_id
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from perf.ops import CASES
 from tests.call_properties import CallRecorder, check_call, fullest
-from tests.op_cases import CASES
 from tests.properties import check_jvp, check_second_order, check_vjp, jvp_call, leaves, vjp_call
 from tests.support import assert_close, like, subsets
 

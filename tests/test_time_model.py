@@ -15,7 +15,7 @@ from perf.__main__ import DOCS, main
 from perf.machine_code import stalls
 from perf.machine_code.listing import listings
 from perf.machine_code.table import Row
-from perf.workloads import Workload
+from perf.ops.workload import Workload
 from triton_kernels import launch
 
 ROWS = Workload("by hand", "layer_norm", (8192, 4096), affine=False)

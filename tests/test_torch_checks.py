@@ -7,8 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from perf.ops import CASES
+from perf.ops.attention import ATTENTION, MASKED_ATTENTION
 from tests.call_properties import CallRecorder, fullest
-from tests.op_cases import ATTENTION, CASES, MASKED_ATTENTION
 from tests.properties import check_second_order, leaves
 from tests.support import assert_close
 

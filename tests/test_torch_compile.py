@@ -9,8 +9,9 @@ import torch
 from torch._dynamo import compiled_autograd
 
 import primitives as pr
-from tests.op_case import make_options
-from tests.op_cases import CASES, LAYER_NORM
+from perf.ops import CASES
+from perf.ops.layer_norm import LAYER_NORM
+from perf.ops.samples import make_options
 from tests.properties import check_nesting, leaves
 from tests.support import assert_close, like, nestings
 

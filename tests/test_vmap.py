@@ -10,10 +10,12 @@ import torch
 from torch.func import grad, jvp, vmap
 
 import primitives as pr
+from perf.ops import CASES
+from perf.ops.attention import MASKED_ATTENTION
+from perf.ops.samples import LAYOUTS
 from tests.call_properties import BATCH, alone_and_together, batched, check_vmap, check_vmap_of_call, distinct, fullest
-from tests.op_cases import CASES, MASKED_ATTENTION
 from tests.properties import check_second_order
-from tests.support import LAYOUTS, assert_close, like, subsets
+from tests.support import assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -32,7 +32,7 @@ from triton_kernels.launch.tables import limits_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from perf.workloads import Workload
+    from perf.ops.workload import Workload
 
 # Registers that one thread can have. A compute unit of AMD has four register files of 512 registers for each lane, of
 # which a wavefront sees one.

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 import torch
 
-from perf.workloads import MATMUL_OPS
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from perf.workloads import Workload
+    from perf.ops.workload import Workload
 
     Step = Callable[[], Any]
     Function = Callable[..., Any]
@@ -35,49 +33,21 @@ OPERANDS = {
     "double_backward": ("y_bar", "x_bar_bar"),
     "backward_of_jvp": ("y_bar", "x_dot", "y_dot_bar"),
 }
-# Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least: x, y_bar
-# and x_dot are read and y, x_bar and their tangents written, with weight, bias, mean and rstd beside them.
-_PASSES = {
-    "forward": (2, 2, 2),
-    "backward": (3, 3, 2),
-    "jvp": (4, 4, 0),
-    "hvp": (5, 8, 0),
-    "double_backward": (5, 2, 2),
-    "forward_backward": (5, 5, 4),
-}
-# y_bar alone gives x_bar: what is dropped is drawn anew.
-_DROPOUT_PASSES = {"backward": 2, "forward_backward": 4}
-# The same of attention: over what is of the size of q or o, of k or v, and statistics of rows; and how many products of
-# matrices over all pairs of a row with a key the kernels of this package compute.
-_OF_ATTENTION = {
-    "forward": (2, 2, 1, 2),
-    "backward": (4, 4, 1, 7),
-    "jvp": (4, 4, 0, 2 + 5),
-    "hvp": (5, 8, 0, 2 + 5 + 7 + 15),
-    "double_backward": (6, 6, 1, 20),
-    "backward_of_jvp": (8, 8, 2, 7 + 18),
-    "forward_backward": (6, 6, 2, 2 + 7),
-}
 
 
 def minimum_bytes(workload: Workload, mode: str) -> int:
     """Bytes of `mode` of `workload` at least: each operand read once, each result written once."""
-    if workload.op == "attention":
-        queries, keys, statistics, _ = _OF_ATTENTION[mode]
-        key_bytes = math.prod(workload.key_shape) * workload.torch_dtype.itemsize
-        return queries * workload.pass_bytes + keys * key_bytes + 4 * statistics * math.prod(workload.shape[:-1])
-    full, params, statistics = _PASSES[mode]
-    if workload.op in {"log_softmax", "dropout"}:
-        passes = _DROPOUT_PASSES.get(mode, full) if workload.op == "dropout" else full
-        return passes * workload.pass_bytes
+    op = workload.record
+    full, params, statistics = op.passes[mode]
     # Statistics are float32.
-    rows = 4 * statistics * (math.prod(workload.shape) // workload.num_cols)
+    rows = 4 * statistics * op.has_statistics * (math.prod(workload.shape) // workload.num_cols)
     return full * workload.pass_bytes + params * workload.num_params * workload.param_dtype.itemsize + rows
 
 
 def flops(workload: Workload, mode: str) -> int | None:
     """Multiplications and additions of the products of matrices in a step; None where memory decides."""
-    return _OF_ATTENTION[mode][-1] * workload.matmul_flops if workload.op in MATMUL_OPS else None
+    products = workload.record.products
+    return products[mode] * workload.matmul_flops if products else None
 
 
 class Sample(NamedTuple):
@@ -104,28 +74,25 @@ def make_sample(workload: Workload, mode: str, device: torch.device) -> Sample:
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-    def heads(shape: tuple[int, ...]) -> Tensor:
-        # In memory as a projection leaves them: the heads of a token side by side.
-        batch, num_heads, tokens, width = shape
-        return random((batch, tokens, num_heads, width), workload.torch_dtype).transpose(1, 2)
+    op = workload.record
 
-    def full() -> Tensor:
-        if workload.op == "attention":
-            return heads(workload.shape)
-        value = random(workload.shape, workload.torch_dtype)
+    def full(shape: tuple[int, ...] = workload.shape) -> Tensor:
+        if op.products:
+            # In memory as a projection leaves them: the heads of a token side by side.
+            batch, num_heads, tokens, width = shape
+            return random((batch, tokens, num_heads, width), workload.torch_dtype).transpose(1, 2)
+        value = random(shape, workload.torch_dtype)
         return value.contiguous(memory_format=torch.channels_last) if workload.channels_last else value
 
     def params() -> tuple[Tensor, ...]:
-        if workload.op == "attention":
-            return heads(workload.key_shape), heads(workload.key_shape)
-        return tuple(
-            random((workload.num_params,), workload.param_dtype) for _ in range(2 if workload.num_params else 0)
-        )
+        if op.products:
+            return full(workload.param_shape), full(workload.param_shape)
+        return tuple(random(workload.param_shape, workload.param_dtype) for _ in range(op.num_params * workload.affine))
 
     constants: tuple[Tensor, ...] = ()
     operands = {name: full() for name in OPERANDS.get(mode, ())}
-    if workload.op == "batch_norm_eval":
-        mean, variance = (random((workload.shape[1],), torch.float32) for _ in range(2))
+    if op.num_constants:
+        mean, variance = (random(workload.param_shape, torch.float32) for _ in range(op.num_constants))
         constants = mean, variance.square_().add_(0.5)
     # Not centered, so that an implementation which forgets to subtract the mean shows.
     return Sample(full().add_(1), params(), params(), **operands, constants=constants)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from perf import workloads as w
-from perf.workloads import TrainingWorkload, Workload
+from perf.ops.workload import Workload
+from perf.workloads import TrainingWorkload
 
 Unit = tuple[Workload | TrainingWorkload, str]
 
@@ -44,7 +45,7 @@ def _modes(workload: Workload | TrainingWorkload, options: Options) -> tuple[str
         return (w.TRAINING,) if w.TRAINING in (options.modes or w.MODES) else ()
     if options.modes or options.device == "cpu":
         has = (*workload.modes, "forward_backward")
-        default = w.CPU_MODES if workload.op not in w.MATMUL_OPS else (*w.CPU_MODES, *w.ATTENTION_MODES[4:])
+        default = (*w.CPU_MODES, *w.MODES[4:6]) if workload.record.products else w.CPU_MODES
         return tuple(mode for mode in options.modes or default if mode in has)
     # A workload that is asked for itself has all of its modes.
     return workload.modes if workload.quick or workload.whole or options.only else w.BASIC_MODES

@@ -14,14 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import primitives as pr
-from perf.workloads import COMPILED, DROPOUT_P, EPS, FLEX, LIBRARIES, OURS, SDPA_BACKENDS, TUNED
+from perf.ops.workload import EPS
+from perf.workloads import COMPILED, FLEX, LIBRARIES, OURS, SDPA_BACKENDS, TUNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from perf.workloads import Workload
+    from perf.ops.workload import Workload
 
     Function = Callable[..., Any]
 
@@ -44,23 +45,8 @@ class Provider(NamedTuple):
 
 def _family(source: Any, workload: Workload) -> Function:
     """The op of a workload, of a module with the signatures of `torch.nn.functional`."""
-
-    def batch_norm_eval(x: Tensor, *rest: Tensor) -> Tensor:
-        *params, mean, variance = rest
-        return source.batch_norm(x, mean, variance, *params, training=False, eps=EPS)
-
-    functions: dict[str, Function] = {
-        "layer_norm": lambda x, *params: source.layer_norm(x, workload.shape[-1:], *params, eps=EPS),
-        "log_softmax": lambda x: source.log_softmax(x, dim=workload.dim),
-        # Running statistics are small state that only modules have.
-        "batch_norm": lambda x, *params: source.batch_norm(x, None, None, *params, training=True, eps=EPS),
-        "batch_norm_eval": batch_norm_eval,
-        "dropout": lambda x: source.dropout(x, DROPOUT_P, training=True),
-        "attention": lambda q, k, v: source.scaled_dot_product_attention(
-            q, k, v, is_causal=workload.causal, enable_gqa=workload.key_heads > 0
-        ),
-    }
-    return functions[workload.op]
+    op, options = workload.record, workload.record.options(workload)
+    return lambda *tensors: op.call(source, *tensors, **options)
 
 
 def _backend(name: str, workload: Workload) -> Function:

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 import torch
 
+from perf.ops.workload import DROPOUT_P
 from perf.suite.modes import Sample, leaves, make_steps
-from perf.workloads import CHANNEL_OPS, DROPOUT_P, EPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from perf.workloads import Workload
+    from perf.ops.workload import Workload
 
 # Largest error over the largest value of a result. A dozen roundings to the input's dtype pass: torch composes
 # derivatives of kernels that round in between. A formula that is wrong misses by tens of percent.
@@ -41,27 +41,13 @@ DROPOUT_DEVIATIONS = 6.0
 
 def formula(workload: Workload) -> Callable[..., Tensor]:
     """The op of `workload` in elementary operations."""
-    if workload.op == "log_softmax":
-        return lambda x: x - torch.logsumexp(x, workload.dim, keepdim=True)
-    if workload.op == "attention":
-        return _attention
-    by_channel = workload.op in CHANNEL_OPS
-    num_dims = len(workload.shape)
-    dims = tuple(d for d in range(num_dims) if d != 1) if by_channel else (-1,)
-    shape = (1, -1, *[1] * (num_dims - 2)) if by_channel else (-1,)
+    op, options = workload.record, workload.record.options(workload)
 
-    def norm(x: Tensor, *rest: Tensor) -> Tensor:
-        params = [value.view(shape) for value in rest]
-        if workload.op == "batch_norm_eval":
-            *params, mean, variance = params
-            centered = x - mean
-        else:
-            centered = x - x.mean(dims, keepdim=True)
-            variance = centered.square().mean(dims, keepdim=True)
-        y = centered * torch.rsqrt(variance + EPS)
-        return y * params[0] + params[1] if params else y
+    def y(*tensors: Tensor) -> Tensor:
+        found = op.truth(*tensors, **options)
+        return found[0] if isinstance(found, tuple) else found
 
-    return norm
+    return y
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -79,14 +65,14 @@ def errors(
     """
     if workload.op == "dropout":
         return {name: _dropout_error(mode, sample, leaves(result)) for name, result in results.items()}
-    make_truth = _truth_of_attention if workload.op == "attention" else _truth
+    make_truth = _truth_of_attention if workload.record.products else _truth
     truth = make_truth(workload, mode, sample, chunk_elements)
     return {name: _error(leaves(result), truth) for name, result in results.items()}
 
 
 def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -> list[Tensor]:
     """The results in float64."""
-    axis = 1 if workload.op in CHANNEL_OPS else 0
+    axis = int(workload.record.has_channels)
     size = workload.shape[axis]
     width = max(size * chunk_elements // math.prod(workload.shape), 1)
     chunks: list[list[Tensor]] = []
@@ -112,8 +98,8 @@ def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -
 
 def _truth_of_attention(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -> list[Tensor]:
     """The same in chunks of so many scores, never of all pairs."""
-    (batch, heads, tokens, _), key_heads = workload.shape, workload.key_shape[1]
-    group, make = heads // key_heads, make_steps(mode, formula(workload), lambda function: function)
+    (batch, heads, tokens, _), key_heads = workload.shape, workload.param_shape[1]
+    group, make = heads // key_heads, make_steps(mode, _attention, lambda function: function)
     width, keys = max(chunk_elements // (group * tokens), 1), torch.arange(tokens, device=sample.x.device)
     truth: list[Tensor] = []
     for index, head, start in itertools.product(range(batch), range(key_heads), range(0, tokens, width)):
@@ -128,7 +114,7 @@ def _truth_of_attention(workload: Workload, mode: str, sample: Sample, chunk_ele
         parts = leaves(make(Sample(**{**doubles, "constants": (hidden,)}))())
         # Tensors with keys have no axis of the group.
         of_rows = [part.dim() == len(rows) for part in parts]
-        shapes = [workload.shape if own else workload.key_shape for own in of_rows]
+        shapes = [workload.shape if own else workload.param_shape for own in of_rows]
         truth = truth or [part.new_zeros(shape) for part, shape in zip(parts, shapes, strict=True)]
         for whole, part, own in zip(truth, parts, of_rows, strict=True):
             whole[rows if own else (index, head)] += part.detach()

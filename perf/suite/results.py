@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.workloads import Workload
+from perf.ops.workload import Workload
 
 if TYPE_CHECKING:
     from perf.suite.plan import Unit

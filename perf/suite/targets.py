@@ -12,9 +12,10 @@ import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from perf.ops.workload import Workload
 from perf.suite.plan import Options, all_workloads, make_plan
 from perf.suite.results import OK
-from perf.workloads import COMPILED, EAGER, MATH, MATMUL_OPS, OURS, PROVIDERS, TRAINING, TUNED, Workload
+from perf.workloads import COMPILED, EAGER, MATH, MATMUL_OPS, OURS, PROVIDERS, TRAINING, TUNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,12 +16,13 @@ from torch.nn.functional import nll_loss
 import primitives as pr
 from perf.demo import models
 from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
+from perf.ops.workload import Workload
 from perf.suite import reference
 from perf.suite.modes import flops, make_sample, make_steps, minimum_bytes
 from perf.suite.providers import provider
 from perf.suite.results import CANNOT, ERROR, OK, WRONG, Row, row_for
 from perf.suite.timing import calls_per_sample, copies, describe, interleave, spread
-from perf.workloads import EAGER, ONLY_OP, OURS, TrainingWorkload, Workload
+from perf.workloads import EAGER, ONLY_OP, OURS, TrainingWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from perf.calls import BatchNorm, Call, LayerNorm, random
+from perf.calls import Call, random
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LayerNorm
 from triton_kernels import dropout, log_softmax, philox
 from triton_kernels._kernel import intercept
 

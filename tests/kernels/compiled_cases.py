@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from perf.calls import BatchNorm, LayerNorm
-from perf.machine_code.cases import ALL_MODES, launch_mode, unnamed
+from perf.machine_code.cases import launch_mode
 from perf.machine_code.compiling import (
     Launch,
     StandInDriver,
@@ -28,38 +27,15 @@ from perf.machine_code.compiling import (
 from perf.machine_code.listing import Region, listings, regions
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import Row
-from perf.workloads import KERNEL_MODES
+from perf.ops import CASES
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LAYER_NORM, LayerNorm
+from perf.ops.workload import unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perf.workloads import Workload
-
-
-_MODES = dict.fromkeys(("layer_norm", "log_softmax"), ALL_MODES[:-1]) | {
-    "attention": (*KERNEL_MODES, "backward_of_jvp", "all_results"),
-    "batch_norm": ALL_MODES,
-    "dropout": ("forward", "batched"),
-}
-
-# Shapes that reach every kernel, and other sizes of their first dim under which the plans stay as they are: an odd one,
-# and one that is a multiple of 16, which the compiler could know.
-_SHAPES = (
-    (unnamed("layer_norm", (4096, 4096)), (4095, 1008)),
-    (unnamed("layer_norm", (512, 131072)), (511, 400)),
-    # Several programs share a row.
-    (unnamed("layer_norm", (64, 131072)), (63, 80)),
-    (unnamed("log_softmax", (4096, 4096)), (4095, 1008)),
-    (unnamed("log_softmax", (1024, 128256)), (1023, 400)),
-    (unnamed("log_softmax", (64, 128256)), (63, 80)),
-    (unnamed("log_softmax", (16, 21, 64, 64), dim=1), (15, 32)),
-    (unnamed("batch_norm", (64, 256, 14, 14)), (63, 80)),
-    (unnamed("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 80)),
-    (unnamed("batch_norm", (8192, 1024)), (8191, 6400)),
-    (unnamed("dropout", (1024, 4096)), (1023, 400)),
-    (unnamed("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
-    (unnamed("attention", (2, 8, 1024, 72), masked=True), (3, 16)),
-)
+    from perf.ops.workload import Workload
 
 
 def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:
@@ -86,11 +62,11 @@ def anew(chip_name: str) -> None:
         return [(one.kernel.__name__, one.described_arguments()) for one in launches(chip_name, workload, launch)]
 
     def launch_all(workload: Workload, num_rows: int) -> None:
-        for mode in _MODES[workload.op]:
+        for mode in workload.record.modes:
             launch_mode(dataclasses.replace(workload, shape=(num_rows, *workload.shape[1:])), mode)
 
-    cases = [(each.case, each, (each.shape[0], *others), launch_all) for each, others in _SHAPES]
-    cases.append(("groups", _SHAPES[0][0], (640, 639, 600), lambda workload, num_rows: in_groups(num_rows)))
+    cases = [(each.case, each, (each.shape[0], *others), launch_all) for op in CASES for each, others in op.resized]
+    cases.append(("groups", LAYER_NORM.resized[0][0], (640, 639, 600), lambda workload, num_rows: in_groups(num_rows)))
     problems = []
     for name, workload, sizes, launch in cases:
         first, *again = (described(workload, functools.partial(launch, workload, num_rows)) for num_rows in sizes)

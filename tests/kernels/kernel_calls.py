@@ -16,7 +16,10 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from perf.calls import Attention, BatchNorm, LayerNorm, LogSoftmax
+from perf.ops.attention import Attention
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LayerNorm
+from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import launched_by
 from tests.kernels.repeated_calls import check_all, check_host_time
 from tests.kernels.stand_ins import Driver, launches, stand_ins

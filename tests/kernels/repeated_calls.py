@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.calls import Attention, BatchNorm, Call, LayerNorm, LogSoftmax, random
+from perf.calls import Call, random
+from perf.ops.attention import Attention
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LayerNorm
+from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import ROW_PLANS, channels_last, copying_calls, dropout_calls, launched_by
 from tests.kernels.meters import COPIES, Seen
 from tests.kernels.stand_ins import Driver, launched, launches, stand_ins
@@ -101,7 +105,7 @@ def check_every_launcher() -> None:
     pairs = {"bias": random(2, 4, 24, 24), "mask": random(1, 24, 24) > 0, "causal": True}
     noise = {"seed": torch.tensor(3), "offset": torch.tensor(5), "dropout_p": 0.3}
     attention = [Attention.draw((2, 4, 24, 16), 24, key_heads=2, **options) for options in ({}, pairs | noise)]
-    choices = (operands.choices(mode) for operands in (*rows, images) for mode in operands.MODES)
+    choices = (operands.choices(mode) for operands in (*rows, images) for mode in operands.modes())
     for call in itertools.chain(*choices, last.calls(), *(each.calls() for each in attention), dropout_calls()):
         check(call)
     for limits in ROW_PLANS.values():

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from perf.calls import Attention, random
+from perf.calls import random
+from perf.ops.attention import Attention
 from tests.kernels.calls import launched_by
 from tests.kernels.truth import check_values
 from triton_kernels._kernel import observe

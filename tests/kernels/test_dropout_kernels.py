@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from perf.calls import Call, random
+from perf.ops.philox_truth import true_noise, true_words
 from primitives.ops.dropout import dropout_p
 from primitives.ops.philox import philox_p
 from tests.kernels.calls import far_apart, need_memory
 from tests.kernels.truth import check_values
-from tests.philox_truth import true_noise, true_words
 from triton_kernels import launch
 from triton_kernels.dropout import dropout_fwd
 from triton_kernels.philox import philox_words

@@ -18,7 +18,11 @@ import pytest
 import torch
 
 import triton_kernels
-from perf.calls import Attention, BatchNorm, LayerNorm, LogSoftmax, pairwise, random
+from perf.calls import pairwise, random
+from perf.ops.attention import Attention
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LayerNorm
+from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
@@ -136,7 +140,7 @@ def test_layer_norm(
 # Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
 @pytest.mark.parametrize("num_cols, dtype", [(1024, torch.bfloat16), (1031, torch.float32)])
 def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None:
-    for mode, call in zip(LayerNorm.MODES, LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
+    for mode, call in zip(LayerNorm.modes(), LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
         check(call, in_any_order=False)
         cost = call.cost()
         assert (cost.bytes_moved == cost.minimum_bytes) == (mode in {"fwd", "jvp", "fwd_jvp"})
@@ -184,7 +188,7 @@ def test_norms_read_what_is_wanted(operands: LayerNorm | BatchNorm, use_processo
     use_processors(1)
     operands = operands.here()
     for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("pairing", 6)):
-        for number in range(count + 1) if mode in operands.MODES else ():
+        for number in range(count + 1) if mode in operands.modes() else ():
             check(operands.call(mode, tuple(number == other for other in range(count))), in_any_order=False)
 
 

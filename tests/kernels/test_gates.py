@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from perf.calls import Attention, Call, random
+from perf.calls import Call, random
+from perf.ops.attention import Attention
 from tests.kernels import truth
 from tests.kernels.interpreting import OutOfBoundsError
 from tests.kernels.test_every_launcher import check, check_order

@@ -9,9 +9,10 @@ import torch
 
 from perf import model
 from perf.machine_code import cases
+from perf.ops.workload import FIRST_ORDER, Workload
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
-from perf.workloads import FIRST_ORDER, OPS, Workload
+from perf.workloads import OPS
 from tests.kernels.calls import launched_by
 from tests.test_perf import TINY
 

@@ -13,11 +13,14 @@ from torch.nn import functional as F
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import primitives as pr
-from perf.calls import BatchNorm, Call, LayerNorm, LogSoftmax, random
+from perf.calls import Call, random
+from perf.ops import CASES
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LayerNorm
+from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, check_values, expected
-from tests.op_cases import CASES
 from tests.properties import check_not_finite
 from triton_kernels.batch_norm import batch_norm_train_fwd
 from triton_kernels.layer_norm import layer_norm_fwd
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tests.op_cases import OpCase
+    from perf.ops.record import Op
 
 INF, NAN, TINY = math.inf, math.nan, torch.finfo(torch.float32).tiny
 # The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.
@@ -163,7 +166,7 @@ def test_one_element_per_channel() -> None:
     # 0 / 0, as in torch below its check.
     assert running_var.isnan().all()
     check_values(features.change(running_var=None).call("train_fwd_jvp"))
-    for call in features.calls(*list(BatchNorm.MODES)[2:]):
+    for call in features.calls(*list(BatchNorm.modes())[2:]):
         check_values(call)
 
 
@@ -177,7 +180,7 @@ def test_infinite_operands_without_a_factor_do_not_spread() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
-def test_nan_and_infinity_propagate_as_in_torch(case: OpCase, value: float, device: torch.device) -> None:
+def test_nan_and_infinity_propagate_as_in_torch(case: Op, value: float, device: torch.device) -> None:
     with pr.use_backend("triton"):
         check_not_finite(case, value, device)
 

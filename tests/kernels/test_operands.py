@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from perf.calls import Attention, BatchNorm, LayerNorm, LogSoftmax, random
+from perf.calls import random
+from perf.ops.attention import Attention
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.layer_norm import LayerNorm
+from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import DTYPES, ROW_PLANS, channels_last, far_apart, launched_by, short_rows
 from tests.kernels.truth import EPS, assert_close, check_values, expected
 from triton_kernels import _batch_norm_steps, launch
@@ -48,7 +52,7 @@ GIVEN = {
 def test_what_is_given_and_wanted(operands: Any, plan: str, use_limits: Callable[..., None]) -> None:
     use_limits(**ROW_PLANS[plan])
     operands = operands.here()
-    for mode in operands.MODES:
+    for mode in operands.modes():
         for call in operands.choices(mode):
             check_values(call)
 
@@ -213,7 +217,7 @@ def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..
     use_limits(**ROW_PLANS[plan])
     rows, strides = FAR_ROWS[far][0].here(), FAR_ROWS[far][1]
     # Several programs that share a row read it as one does.
-    modes = ("jvp",) if plan == "shared" else list(rows.MODES)[1:]
+    modes = ("jvp",) if plan == "shared" else list(rows.modes())[1:]
     names = [name for name in ("x", "y_bar", "x_dot", "y_bar_dot", "y") if hasattr(rows, name)]
     for alone in (names[:1], names[1:]):
         moved = rows.change(**{name: far_apart(getattr(rows, name), strides) for name in alone})

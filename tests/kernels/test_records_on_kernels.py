@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import primitives as pr
+from perf.ops import CASES
+from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.call_properties import alone_and_together, check_call, check_vmap_of_call, fullest
-from tests.op_cases import CASES, CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.properties import check_jvp, check_nesting, check_outputs, check_second_order, check_vjp
 from tests.support import dtype_id, nestings, subsets
 from triton_kernels import launch

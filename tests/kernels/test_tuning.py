@@ -17,7 +17,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from perf.calls import LayerNorm
+from perf.ops.layer_norm import LayerNorm
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.truth import check_values
 from triton_kernels import launch, tuning

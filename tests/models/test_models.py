@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from perf.ops.samples import normal
 from tests.models.table import CASES, MODELS
-from tests.support import normal
 
 # A context, and what makes a model ready to run in it.
 WAYS = {"override": (pr.override_torch, lambda model: model), "convert": (contextlib.nullcontext, pr.nn.convert)}

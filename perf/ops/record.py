@@ -1,59 +1,68 @@
-"""What a record of an op is: see `op_cases`, which has one for each."""
+"""What a record of an op is: `perf.ops` has one for each, and all that asks for an op asks its record.
+
+Tests, the suite, the table of machine code and the time model take from it whatever they need to know of an op.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
+import primitives as pr
+from perf.ops.samples import DTYPES, LOW_PRECISION, Sample, arranged, normal
+from perf.ops.workload import KERNEL_MODES, RECORDS
 from primitives.core import registered_primitives
-from tests.support import DTYPES, LOW_PRECISION, arranged, normal, pairwise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    import primitives as pr
+    from perf.calls import Call
+    from perf.ops.workload import Workload
+    from primitives.core import Primitive
 
-__all__ = ["OpCase", "Sample", "make_options", "make_samples"]
+__all__ = ["Op"]
 
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One way to call an op, without its numbers: shape of `x`, the first argument, and keyword arguments.
-
-    Arguments that are `absent` are `None`; the layout of every tensor is one of `support.LAYOUTS`; `mixed` makes the
-    other arguments float32 beside a low-precision `x`.
-    """
-
-    shape: tuple[int, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-    absent: tuple[str, ...] = ()
-    layout: str = "contiguous"
-    mixed: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Elements of `x`."""
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        parts = ["x".join(map(str, self.shape)), *[f"{k}={v}" for k, v in self.options], self.layout]
-        parts += [f"no_{name}" for name in self.absent] + ["mixed"] * self.mixed
-        return "-".join(parts)
+# Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least: x, y_bar
+# and x_dot are read and y, x_bar and their tangents written, with weight, bias, mean and rstd beside them.
+PASSES = {
+    "forward": (2, 2, 2),
+    "backward": (3, 3, 2),
+    "jvp": (4, 4, 0),
+    "hvp": (5, 8, 0),
+    "double_backward": (5, 2, 2),
+    "forward_backward": (5, 5, 4),
+}
+# The modes of the machine code's cases whose first call a step of each mode of the suite makes. Forward mode and
+# Hessian-vector products compute the values beside the tangents. The suite's Hessian-vector products are those of a
+# loss that is linear in y, so y_bar has no tangent.
+STEPS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "forward_backward": ("forward", "backward"),
+    "jvp": ("forward", "jvp"),
+    "hvp": ("forward", "jvp", "backward", "hvp"),
+    "double_backward": ("double_backward",),
+    "backward_of_jvp": ("backward", "backward_of_jvp"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OpCase:
-    """An op and what its tests need to know.
+class Op:
+    """An op and all that tests and measurements need to know of it.
 
-    `function` is the public one, `(*arguments, **options)`, and returns `y` or a tuple that begins with it; `truth` is
-    the same by the definition, in plain torch operations, for float64 arguments; `torch_function` `y` of torch's own.
+    Names and order tie a record to its primitives: the outputs of the backward primitive are the cotangents of the
+    differentiable arguments in their order, and the jvp primitive takes the tangent of an argument `x` as `x_dot`.
 
     Attributes:
+        name: Of the op, as its primitives and its file in `primitives.ops` have it.
+        call: The op by the functions of a module like `torch.nn.functional`, `(module, *arguments, **options) -> y`.
+        truth: `y`, or a tuple that begins with it, by the definition, in plain torch operations, of float64 arguments.
         arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.
         parameter_shape: Shape of every argument but `x`, given a sample and the argument's name.
         samples: What reference and kernels are tested on.
@@ -61,6 +70,8 @@ class OpCase:
         tiny: Fewer still, for derivatives of order four.
         large: Past the sizes up to which kernels hold rows, tiles and sums at once, in float64 on every chip.
         not_kept: Arguments, or `"y"`, that the forward pass must not keep for the backward pass.
+        function: The op of this package with all of its outputs; by default `call` with `primitives.functional`.
+        torch_function: `y` of torch's own; by default `call` with `torch.nn.functional`.
         positive: Arguments that must be positive.
         is_linear: Whether the op is its own derivative: primitives of the vjp and jvp are that of the op.
         first: What the primitives call `x`.
@@ -68,20 +79,50 @@ class OpCase:
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
         rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
+        gpu_workloads: Shapes of models, which the suite measures on a GPU and for which the kernels are compiled.
+        cpu_workloads: Training sizes at which a CPU is still used.
+        other_workloads: What the kernels are compiled for beside the suite's.
+        resized: Workloads that reach every kernel, each with other sizes of its first dim that leave its plans as they
+            are: an odd one, and one that is a multiple of 16, which the compiler could know.
+        calls: The calls of launchers that a mode of a workload makes, on tensors that nobody touches.
+        modes: All modes that `calls` knows.
+        steps: The modes whose first calls a step of the suite makes, by the suite's mode.
+        passes: By the suite's mode, how often tensors of the size of x, of parameters and of statistics are touched.
+        products: By the suite's mode, how many products of matrices it takes over all pairs; empty where memory binds.
+        options: Keyword arguments of `call` and `truth` for a workload.
+        has_channels: Whether statistics belong to channels, in dim 1.
+        num_params: How many parameters it has, of which the suite takes derivatives.
+        num_constants: How many arguments come behind these, of which it takes none.
+        has_statistics: Whether statistics of rows or channels go from the forward to the backward.
     """
 
     name: str
-    function: Callable[..., Any]
+    call: Callable[..., Any]
     truth: Callable[..., Any]
-    torch_function: Callable[..., Tensor]
     arguments: tuple[str, ...]
     differentiable: tuple[str, ...]
-    parameter_shape: Callable[[Sample, str], tuple[int, ...]]
     samples: tuple[Sample, ...]
     small: Sample
     tiny: Sample
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
+    calls: Callable[[Workload, str], list[Call]]
+    gpu_workloads: tuple[Workload, ...]
+    cpu_workloads: tuple[Workload, ...] = ()
+    other_workloads: tuple[Workload, ...] = ()
+    resized: tuple[tuple[Workload, tuple[int, int]], ...] = ()
+    modes: tuple[str, ...] = KERNEL_MODES
+    steps: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: STEPS)
+    passes: Mapping[str, tuple[int, int, int]] = dataclasses.field(default_factory=lambda: PASSES)
+    products: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    options: Callable[[Workload], dict[str, Any]] = lambda workload: {}
+    has_channels: bool = False
+    num_params: int = 0
+    num_constants: int = 0
+    has_statistics: bool = False
+    parameter_shape: Callable[[Sample, str], tuple[int, ...]] = lambda sample, name: ()
+    function: Any = None
+    torch_function: Any = None
     positive: tuple[str, ...] = ()
     is_linear: bool = False
     rounds_once: bool = True
@@ -91,34 +132,43 @@ class OpCase:
     num_kept: int = 1
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
+    def __post_init__(self) -> None:
+        for name, functions in (("function", pr.functional), ("torch_function", F)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, functools.partial(self.call, functions))
+        RECORDS.setdefault(self.name, self)
+
     @property
     def narrower(self) -> tuple[torch.dtype, ...]:
         """Supported dtypes but float64."""
         return tuple(dtype for dtype in self.dtypes if dtype is not torch.float64)
 
-    def primitive(self, suffix: str) -> pr.core.Primitive:
+    def primitive(self, suffix: str) -> Primitive:
         """That of the name of the op with a suffix."""
         return registered_primitives()[f"primitives::{self.name}{'' if self.is_linear else suffix}"]
 
     @property
-    def forward(self) -> pr.core.Primitive:
+    def forward(self) -> Primitive:
+        """That of the value."""
         return self.primitive("")
 
     @property
-    def bwd(self) -> pr.core.Primitive:
+    def bwd(self) -> Primitive:
+        """That of the cotangents."""
         return self.primitive("_bwd")
 
     @property
-    def jvp(self) -> pr.core.Primitive:
+    def jvp(self) -> Primitive:
+        """That of the tangent."""
         return self.primitive("_jvp")
 
     @property
-    def fwd_jvp(self) -> pr.core.Primitive | None:
+    def fwd_jvp(self) -> Primitive | None:
         """That which forward mode calls instead of `forward` and `jvp` where it is outermost, if the op has one."""
         return registered_primitives().get(f"primitives::{self.name}_fwd_jvp")
 
     @property
-    def first_order(self) -> tuple[pr.core.Primitive, ...]:
+    def first_order(self) -> tuple[Primitive, ...]:
         """Primitives of the value and the first derivatives, each once."""
         found = (self.forward, self.bwd, self.jvp, self.fwd_jvp)
         return tuple(dict.fromkeys(primitive for primitive in found if primitive is not None))
@@ -129,7 +179,7 @@ class OpCase:
         return self.rounds_once and not between
 
     @property
-    def second_order(self) -> tuple[pr.core.Primitive, ...]:
+    def second_order(self) -> tuple[Primitive, ...]:
         """Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed."""
         names = [f"primitives::{self.name}_{suffix}" for suffix in ("pairing", "bwd_jvp")]
         return tuple(registered_primitives()[name] for name in names if name in registered_primitives())
@@ -176,23 +226,3 @@ class OpCase:
 
 def _as_tuple(out: Any) -> tuple[Tensor, ...]:
     return tuple(value for value in out if value is not None) if isinstance(out, tuple) else (out,)
-
-
-def make_options(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(options.items())
-
-
-def make_samples(
-    shapes: Sequence[tuple],
-    absent: Sequence[tuple],
-    layouts: Sequence[str],
-    constant_when_expanded: Callable[[tuple[int, ...]], bool] = lambda shape: False,
-) -> tuple[Sample, ...]:
-    """All pairs of shape with options, layout, absent arguments and mixed dtypes.
-
-    Left out are expanded shapes all of whose normalized values are equal: there the rounding of the mean, times
-    1 / sqrt(eps), is all that remains.
-    """
-    rows = pairwise(shape=shapes, layout=layouts, absent=absent, mixed=(False, True) if len(absent) > 1 else (False,))
-    samples = [Sample(*row.pop("shape"), **row) for row in rows]
-    return tuple(s for s in samples if s.layout != "expanded" or not constant_when_expanded(s.shape))

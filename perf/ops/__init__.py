@@ -1,0 +1,9 @@
+"""The ops: one record a file, from which tests, measurements and the table of machine code take what they need."""
+
+from perf.ops.attention import ATTENTION
+from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL
+from perf.ops.dropout import DROPOUT
+from perf.ops.layer_norm import LAYER_NORM
+from perf.ops.log_softmax import LOG_SOFTMAX
+
+CASES = (LAYER_NORM, LOG_SOFTMAX, BATCH_NORM, BATCH_NORM_EVAL, DROPOUT, ATTENTION)

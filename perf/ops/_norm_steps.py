@@ -1,0 +1,65 @@
+"""What layer norm and batch norm in training launch in each mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perf.ops.workload import EPS, KERNEL_MODES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perf.calls import Call, Step
+
+# Beside the suite's own modes: the vjp of a jvp, the kernels without parameter sums, the double backward of all
+# gradients (a Hessian-vector product in reverse), and the pairing with all that it can be asked for, as derivatives of
+# third order do.
+NORM_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results")
+
+# What the pairing is asked for in each mode, each as `(absent tangents, wanted)`. Where the loss follows at once, y_bar
+# depends on nothing.
+_PARAM_DOTS = ("weight_dot", "bias_dot")
+_ALL = (True,) * 6
+_OF_BACKWARD = (True, True, True, False, False, False)
+_PAIRINGS = {
+    "double_backward": [(_PARAM_DOTS, _OF_BACKWARD)],
+    "gradient_backward": [((), _OF_BACKWARD), ((), (False, *_OF_BACKWARD[1:]))],
+    "backward_of_jvp": [((), (False, *_ALL[1:]))],
+    "all_results": [((), _ALL)],
+}
+_RUNNING = ("running_mean", "running_var")
+
+
+def norm_calls(operands: Any, mode: str, statistics: Sequence[int], *, is_rows: bool) -> list[Call]:
+    """The calls of a mode on operands that nobody touches, with statistics of this shape."""
+    affine, x = operands.weight is not None, operands.x
+    prefix, first = "" if is_rows else "train_", (True, affine, affine)
+    fwd, fwd_jvp = (
+        [(f"{prefix}{name}", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])]
+        for name in ("fwd", "fwd_jvp")
+    )
+    steps: dict[str, Sequence[Step]] = {
+        "forward": fwd,
+        "backward": [(f"{prefix}bwd", (), first)],
+        # With the value where forward mode is outermost, without it elsewhere.
+        "jvp": [*fwd_jvp, (f"{prefix}jvp", (), None)],
+        # The loss of the suite is linear in y; of any other, y_bar has a tangent too.
+        "hvp": [("bwd_jvp", absent, first) for absent in (("y_bar_dot",), ())],
+        "x_only": [
+            (f"{prefix}bwd", (), (True, False, False)),
+            *[("pairing", _PARAM_DOTS, (True, True, *(False,) * 4))] * is_rows,
+            ("bwd_jvp", ("weight_dot", *["y_bar_dot"] * (not is_rows)), (True, False, False)),
+        ],
+        # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
+        **{
+            name: [
+                ("pairing", absent, [want and (affine or number in {0, 1, 3}) for number, want in enumerate(wanted)])
+                for absent, wanted in pairings
+            ]
+            for name, pairings in _PAIRINGS.items()
+        },
+    }
+    stat = x.new_empty(statistics, dtype=torch.promote_types(x.dtype, torch.float32))
+    return operands.steps(steps[mode], {"mean": stat, "rstd": stat, "eps": EPS})

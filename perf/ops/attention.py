@@ -1,0 +1,317 @@
+"""Attention.
+
+x are the queries; with `lse` the logarithm of the sum takes part in the output, with `p` there is dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import primitives as pr
+from perf.calls import Operands, random
+from perf.ops.dropout import OFFSET, SEED
+from perf.ops.philox_truth import true_noise
+from perf.ops.record import Op
+from perf.ops.samples import Sample
+from perf.ops.samples import make_options as _options
+from perf.ops.workload import DROPOUT_P, MODES, Workload, unnamed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call, Step
+
+
+def _scaled_dot_product_attention(
+    functional: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, grouped: bool = False
+) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+
+def _attention_shape(sample: Sample, name: str) -> tuple[int, ...]:
+    options, (*batch, heads, rows, width) = dict(sample.options), sample.shape
+    if name == "bias":
+        return tuple(options.get("bias_shape", (*batch, heads, rows, options["keys"])))
+    return (*batch, options.get("key_heads", heads), options["keys"], width)
+
+
+def _seen(x: Tensor, keys: int) -> Tensor:
+    """A mask in which the first row sees no key."""
+    rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
+    return (rows + torch.arange(keys, device=x.device)) % 3 < torch.minimum(rows, torch.tensor(2))
+
+
+def _attention(
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keys: int,
+    causal: bool = False,
+    masked: bool = False,
+    p: float = 0.0,
+    lse: bool = True,
+    scale: float = 0.7,
+    **shape: Any,
+) -> Tensor:
+    noise = {"dropout_p": p, "seed": SEED, "offset": OFFSET} if p else {}
+    mask = _seen(x, keys) if masked else None
+    o, o_lse = pr.functional.attention(
+        x, k, v, bias=bias, mask=mask, causal=causal, scale=scale, return_lse=True, **noise
+    )
+    return o + o_lse.clamp(min=-5).unsqueeze(-1).to(o.dtype) if lse else o
+
+
+def _true_attention(
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Any,
+    keys: int,
+    causal: bool = False,
+    masked: bool = False,
+    p: float = 0.0,
+    lse: bool = True,
+    scale: float = 0.7,
+    **shape: Any,
+) -> Tensor:
+    group, rows = x.shape[-3] // max(k.shape[-3], 1), x.shape[-2]
+    k, v = (t.repeat_interleave(group, -3) for t in (k, v))
+    scores = scale * x @ k.mT if bias is None else scale * x @ k.mT + bias
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=x.device)
+    seen = seen.tril() if causal else _seen(x, keys) if masked else seen
+    # A row that sees nothing is cut out before the softmax, whose derivative there is NaN.
+    sees_some = seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen & sees_some, -math.inf)
+    weights = scores.softmax(-1) * sees_some
+    if p:
+        blocks = -(-keys // 4) * 4
+        noise = true_noise((*x.shape[:-1], blocks), SEED, OFFSET, p).to(x.device)[..., :keys]
+        weights = weights * noise
+    o, o_lse = weights @ v, scores.logsumexp(-1, keepdim=True).where(sees_some, -math.inf)
+    return o + o_lse.clamp(min=-5) if lse else o
+
+
+def _torch_attention(x: Tensor, k: Tensor, v: Tensor, bias: Any, **options: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x, k, v, bias, is_causal=options.get("causal", False), scale=0.7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Operands):
+    """Operands of attention; None for what is absent, and for tangents of the results, which the pairing finds then.
+
+    Of the tangents of results that are there, only the shape matters.
+    """
+
+    MODULES: ClassVar = ("attention",)
+    RESULTS: ClassVar = {"bwd": 4, "pairing": 10}
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o_bar: Tensor | None
+    o_bar_dot: Tensor | None
+    q_dot: Tensor | None
+    k_dot: Tensor | None
+    v_dot: Tensor | None
+    lse_bar: Tensor | None
+    lse_bar_dot: Tensor | None
+    bias: Tensor | None = None
+    bias_dot: Tensor | None = None
+    mask: Tensor | None = None
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+    o_dot: Tensor | None = None
+    lse_dot: Tensor | None = None
+    scale: float = 0.3
+    causal: bool = False
+    dropout_p: float = 0.0
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        keys: int,
+        dtype: torch.dtype = torch.float32,
+        key_heads: int | None = None,
+        value_width: int | None = None,
+        **options: Any,
+    ) -> Attention:
+        """Random operands for queries [*batch, heads, rows, width], which lie as [*batch, rows, heads, width]."""
+        *batch, heads, rows, width = shape
+        of_keys = (*batch, keys, key_heads or heads)
+        shapes = ((*batch, rows, heads, width), (*of_keys, width), (*of_keys, value_width or width))
+        made = (*batch, rows, heads, value_width or width)
+        matrices = (random(*each, dtype=dtype, seed=n) for n, each in enumerate((*shapes, made, made, *shapes)))
+        statistic = torch.promote_types(dtype, torch.float32)
+        bars = (random(*batch, heads, rows, dtype=statistic, seed=seed) for seed in (8, 9))
+        operands: Any = (*(x.transpose(-2, -3) for x in matrices), *bars)
+        return cls(*operands, **options)
+
+    def call(self, mode: str, wanted: Sequence[bool] | None = None, derived: Mapping[str, Any] | None = None) -> Call:
+        """As for all; no kernel has a cotangent of a bias that is absent or broadcast."""
+        count = self.RESULTS.get(mode, 0)
+        has_bars = self.bias is not None and self.bias.shape == (*self.q.shape[:-1], self.k.shape[-2])
+        of_bias = {"bwd": {3}, "pairing": {5, 9}}.get(mode, set())
+        wanted = (True,) * count if wanted is None else wanted
+        wanted = tuple(want and (has_bars or n not in of_bias) for n, want in enumerate(wanted))
+        return super().call(mode, wanted, derived)
+
+    def choices(self, mode: str) -> Iterator[Call]:
+        """As for all; a backward has a cotangent of o or of lse."""
+        return (call for call in super().choices(mode) if mode != "bwd" or call.args[:2] != (None, None))
+
+    def derived(self) -> dict[str, Any]:
+        """The results of the forward, in the dtypes and the layout in which it gives them, and tangents where given."""
+        bias_dot = None if self.bias is None else self.bias_dot
+        primals, dots = (self.q, self.k, self.v, self.bias), (self.q_dot, self.k_dot, self.v_dot, bias_dot)
+        options = (self.mask, self.seed, self.offset, self.scale, self.causal, self.dropout_p)
+        with pr.use_backend("reference"):
+            o, lse = torch.ops.primitives.attention(*primals, *options)
+            o_dot, lse_dot = torch.ops.primitives.attention_jvp(*primals, o, lse, *dots, *options)
+        given = {
+            "o_dot": o_dot if self.o_dot is not None else None,
+            "lse_dot": lse_dot if self.lse_dot is not None else None,
+        }
+        return {"o": o, "lse": lse, "bias_dot": bias_dot, **given}
+
+
+# Derivatives of o_bar, lse_bar, then of q, k, v and bias and of their tangents; a bias has none where it is broadcast.
+_OF_PRIMALS, _OF_NONE = (True, True, True, False), (False,) * 4
+_PAIRINGS = {
+    "hvp": (False, False, *_OF_PRIMALS, *_OF_NONE),
+    "double_backward": (True, False, *_OF_PRIMALS, *_OF_NONE),
+    "backward_of_jvp": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
+    "all_results": (False, False, *_OF_PRIMALS, *_OF_PRIMALS),
+}
+
+
+def _calls(workload: Workload, mode: str) -> list[Call]:
+    batch, heads, tokens, width = workload.shape
+    x = workload.empty()
+    # The heads of a token lie side by side.
+    q, k = (x.new_empty(batch, tokens, count, width).transpose(1, 2) for count in (heads, workload.key_heads or heads))
+    lse = x.new_empty(x.shape[:-1], dtype=workload.statistic_dtype)
+    options: dict[str, Any] = {"scale": width**-0.5, "causal": workload.causal}
+    if workload.masked:
+        bias, seed = x.new_empty(1, heads, tokens, tokens), torch.empty((), dtype=torch.int64)
+        mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool)
+        options |= {"bias": bias, "bias_dot": bias, "mask": mask, "seed": seed, "offset": seed, "dropout_p": DROPOUT_P}
+    operands = Attention(q, k, k, q, q, q, k, k, None, None, o_dot=q, lse_dot=lse, **options)
+    steps: dict[str, list[Step]] = {
+        "forward": [("fwd", (), None)],
+        "backward": [("bwd", (), _OF_PRIMALS)],
+        "jvp": [("jvp", (), None)],
+    }
+    if mode not in steps:
+        # Where the jvp of the forward is at hand, so is o_dot. Where the loss follows at once, o_bar does not move.
+        given = ("o_dot", "lse_dot") if mode == "double_backward" else ()
+        moves = {"hvp": (("o_bar_dot",), ()), "all_results": ((),)}.get(mode, (("o_bar_dot",),))
+        steps[mode] = [("pairing", (*given, *absent), _PAIRINGS[mode]) for absent in moves]
+    return operands.steps(steps[mode], {"o": q, "lse": lse})
+
+
+# Its backward of a jvp has a target of its own.
+ATTENTION_MODES = MODES[:6]
+_attention_of = functools.partial(Workload, op="attention", modes=ATTENTION_MODES)
+_OF_MASKS = ("forward", "backward", "jvp", "all_results")
+_OTHER = (
+    unnamed("attention", (8, 12, 1024, 64), causal=True, modes=("all_results",)),
+    unnamed("attention", (2, 32, 4096, 128), key_heads=8, causal=True, modes=("all_results",)),
+    unnamed("attention", (8, 12, 1024, 64), masked=True, modes=_OF_MASKS),
+    unnamed("attention", (8, 12, 1024, 64), "float32", modes=_OF_MASKS),
+)
+ATTENTION = Op(
+    name="attention",
+    call=_scaled_dot_product_attention,
+    function=_attention,
+    truth=_true_attention,
+    torch_function=_torch_attention,
+    arguments=("x", "k", "v", "bias"),
+    differentiable=("x", "k", "v", "bias"),
+    parameter_shape=_attention_shape,
+    samples=(
+        Sample((2, 4, 5, 6), _options(keys=7, key_heads=2), ("bias",)),
+        Sample((2, 3, 7, 16), _options(keys=7, causal=True, lse=False), ("bias",), "transposed"),
+        Sample((1, 2, 6, 8), _options(keys=9, causal=True, bias_shape=(1, 1, 6, 9)), (), "sliced"),
+        Sample((2, 2, 5, 4), _options(keys=6, masked=True, lse=False), (), "channels_last"),
+        Sample((2, 2, 3, 4), _options(keys=5, masked=True, p=0.4, bias_shape=(1, 2, 1, 5)), (), "contiguous", True),
+        Sample((3, 1, 9), _options(keys=3, bias_shape=(3, 1, 1), p=0.3), (), "expanded"),
+        Sample((2, 0, 3, 4), _options(keys=3), ("bias",)),
+        Sample((1, 2, 0, 4), _options(keys=3), ()),
+        Sample((1, 2, 3, 4), _options(keys=0, lse=False), ("bias",)),
+    ),
+    small=Sample((1, 2, 3, 2), _options(keys=4, key_heads=1, lse=False)),
+    tiny=Sample((1, 2, 1), _options(keys=2)),
+    large=(Sample((1, 2, 70, 72), _options(keys=300, key_heads=1, causal=True, scale=0.1), ("bias",)),),
+    not_kept=(),
+    rounds_once=False,
+    first="q",
+    like_first=("k", "v"),
+    num_kept=2,
+    gpu_workloads=(
+        _attention_of("GPT-2", shape=(8, 12, 1024, 64), causal=True, quick=True),
+        # Images of 256 and of 512 pixels.
+        _attention_of("DiT-XL/2", shape=(64, 16, 256, 72), whole=True),
+        _attention_of("DiT-XL/2", shape=(16, 16, 1024, 72)),
+        _attention_of("Llama 8B", shape=(2, 32, 4096, 128), key_heads=8, causal=True, whole=True),
+        _attention_of("Llama 8B, 16k tokens", shape=(1, 32, 16384, 128), key_heads=8, causal=True),
+    ),
+    cpu_workloads=(
+        _attention_of("GPT-2", shape=(1, 12, 1024, 64), dtype="float32", causal=True),
+        _attention_of("DiT-XL/2", shape=(2, 16, 256, 72), dtype="float32", quick=True),
+        _attention_of("Llama 8B", shape=(1, 32, 512, 128), dtype="float32", key_heads=8, causal=True),
+    ),
+    other_workloads=_OTHER,
+    resized=(
+        (unnamed("attention", (2, 8, 1024, 128), key_heads=2, causal=True), (3, 16)),
+        (unnamed("attention", (2, 8, 1024, 72), masked=True), (3, 16)),
+    ),
+    calls=_calls,
+    modes=(*ATTENTION_MODES, "all_results"),
+    options=lambda workload: {"causal": workload.causal, "grouped": workload.key_heads > 0},
+    # Over what is of the size of q or o, of k or v, and statistics of rows; and products of matrices.
+    passes={
+        "forward": (2, 2, 1),
+        "backward": (4, 4, 1),
+        "jvp": (4, 4, 0),
+        "hvp": (5, 8, 0),
+        "double_backward": (6, 6, 1),
+        "backward_of_jvp": (8, 8, 2),
+        "forward_backward": (6, 6, 2),
+    },
+    products={
+        "forward": 2,
+        "backward": 7,
+        "jvp": 2 + 5,
+        "hvp": 2 + 5 + 7 + 15,
+        "double_backward": 20,
+        "backward_of_jvp": 7 + 18,
+        "forward_backward": 2 + 7,
+    },
+    num_params=2,
+    has_statistics=True,
+)
+
+# Attention by its other options, for the tests in which these can go wrong by themselves.
+_MASKED = {"masked": True, "p": 0.4, "key_heads": 1}
+MASKED_ATTENTION = dataclasses.replace(
+    ATTENTION,
+    small=Sample((1, 2, 3, 2), _options(keys=4, bias_shape=(1, 1, 1, 4), **_MASKED)),
+    tiny=Sample((2, 2, 1), _options(keys=2, bias_shape=(1, 1, 2), **_MASKED)),
+)
+CAUSAL_ATTENTION = dataclasses.replace(
+    ATTENTION,
+    small=Sample((1, 2, 3, 2), _options(keys=3, key_heads=1, causal=True), ("bias",)),
+    tiny=Sample((2, 2, 1), _options(keys=2, key_heads=1, causal=True), ("bias",)),
+)

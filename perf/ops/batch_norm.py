@@ -1,0 +1,257 @@
+"""Batch norm in training, and in evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import primitives as pr
+from perf.calls import Operands, random, statistics
+from perf.ops._norm_steps import NORM_MODES, norm_calls
+from perf.ops.record import Op
+from perf.ops.samples import Sample, make_samples
+from perf.ops.workload import EPS, FIRST_ORDER, KERNEL_MODES, Workload, unnamed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call, Step
+
+MOMENTUM = 0.3
+
+
+def _batch_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any) -> tuple:
+    return pr.functional.pure_batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
+
+
+def _per_channel(value: Tensor, x: Tensor) -> Tensor:
+    return value.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def _true_batch_norm(
+    x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
+) -> tuple:
+    axes = (0, *range(2, x.dim()))
+    mean = x.mean(axes)
+    centered = x - _per_channel(mean, x)
+    variance = centered.square().mean(axes)
+    y = centered / _per_channel((variance + EPS).sqrt(), x)
+    y = y if weight is None else y * _per_channel(weight, x)
+    y = y if bias is None else y + _per_channel(bias, x)
+    if running_mean is None:
+        return (y,)
+    count = x.numel() // max(x.shape[1], 1)
+    if count == 0:
+        return y, running_mean, running_var
+    unbiased = variance * count / (count - 1)
+    mixed = ((1 - MOMENTUM) * old + MOMENTUM * new for old, new in ((running_mean, mean), (running_var, unbiased)))
+    return y, *mixed
+
+
+def _training(
+    functional: Any, x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
+) -> Tensor:
+    # They are written.
+    running = [None if value is None else value.clone() for value in (running_mean, running_var)]
+    return functional.batch_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
+
+
+def _evaluation(
+    functional: Any, x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor
+) -> Tensor:
+    return functional.batch_norm(x, running_mean, running_var, weight, bias, False, MOMENTUM, EPS)
+
+
+def _true_batch_norm_eval(x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor) -> Tensor:
+    y = (x - _per_channel(running_mean, x)) / _per_channel((running_var + EPS).sqrt(), x)
+    y = y if weight is None else y * _per_channel(weight, x)
+    return y if bias is None else y + _per_channel(bias, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNorm(Operands):
+    """Operands of batch norm in training and evaluation; None for what is absent."""
+
+    MODULES: ClassVar = ("batch_norm", "batch_norm_second_order")
+    RESULTS: ClassVar = {"pairing": 6, "eval_bwd": 5}
+
+    x: Tensor
+    y_bar: Tensor
+    x_dot: Tensor | None
+    y_bar_dot: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight_dot: Tensor | None
+    bias_dot: Tensor | None
+    running_mean_dot: Tensor | None
+    running_var_dot: Tensor | None
+    batch_ndim: int = 0
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        batch_ndim: int = 0,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> BatchNorm:
+        """Random operands, those of full size in some layout."""
+        channels = (*shape[:batch_ndim], shape[batch_ndim + 1])
+        param_dtype = param_dtype or torch.promote_types(dtype, torch.float32)
+        full_size = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in range(4))
+        params = [random(*channels, dtype=param_dtype, seed=seed) for seed in range(8)]
+        # A variance.
+        params[3] = random(*channels, dtype=torch.float64, seed=3).abs().add(0.1).to(param_dtype)
+        return cls(*full_size, *params, batch_ndim=batch_ndim)
+
+    def derived(self) -> dict[str, Any]:
+        """Statistics of x."""
+        return statistics(self.x, (self.batch_ndim, *range(self.batch_ndim + 2, self.x.dim())))
+
+
+def _resnet() -> Iterator[Workload]:
+    for channels_last in (False, True):
+        for channels, side in ((64, 112), (64, 56), (256, 56), (512, 28), (1024, 14), (2048, 7)):
+            # The largest layer and the one in the middle of the network stand for the second derivatives.
+            second = channels in {256, 1024}
+            yield Workload(
+                "ResNet-50",
+                "batch_norm",
+                (64, channels, side, side),
+                channels_last=channels_last,
+                modes=KERNEL_MODES if second else FIRST_ORDER,
+                quick=channels == 256 and not channels_last,
+                whole=channels == 256,
+            )
+
+
+_RESNET = (64, 256, 56, 56)
+_OF_TRAINING = ("forward", "backward", "hvp")
+_OF_CHANNELS = ("backward_of_jvp", "x_only", "gradient_backward", "all_results", "evaluation")
+_OTHER = (
+    unnamed("batch_norm", _RESNET, modes=_OF_CHANNELS),
+    unnamed("batch_norm", _RESNET, channels_last=True, modes=_OF_CHANNELS),
+    unnamed("batch_norm", _RESNET, "float32", modes=("hvp", "all_results")),
+    unnamed("batch_norm", (8192, 1000), "float32"),
+    unnamed("batch_norm", (32, 64, 16, 16), "float64"),
+    # Channels, or positions of a channel, that are loaded one by one.
+    unnamed("batch_norm", (64, 1001, 14, 14), channels_last=True, modes=_OF_TRAINING),
+    unnamed("batch_norm", (64, 1001, 14, 14), "float32", channels_last=True, modes=_OF_TRAINING),
+    unnamed("batch_norm", (64, 2048, 7, 7), modes=("hvp",)),
+    unnamed("batch_norm", (64, 2048, 7, 7), "float32", modes=_OF_TRAINING),
+)
+
+
+def _calls(workload: Workload, mode: str) -> list[Call]:
+    x, is_evaluation = workload.empty(), workload.op == "batch_norm_eval" or mode == "evaluation"
+    weight = torch.empty(x.shape[1], dtype=workload.param_dtype) if workload.affine else None
+    params: Any = [weight] * 8
+    operands = BatchNorm(x, x, x, x, *params)
+    if not is_evaluation:
+        return norm_calls(operands, mode, x.shape[1:2], is_rows=False)
+    # Only the mode `"evaluation"` differentiates the running statistics.
+    has_all = mode == "evaluation"
+    absent = () if has_all else ("running_mean_dot", "running_var_dot")
+    steps: dict[str, Step] = {
+        "forward": ("eval_fwd", (), None),
+        "backward": ("eval_bwd", (), (True, True, True, has_all, has_all)),
+        "jvp": ("eval_jvp", absent, None),
+    }
+    return operands.steps(list(steps.values()) if has_all else [steps[mode]], {"eps": EPS})
+
+
+_CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]
+_CHANNEL_LAYOUTS = ["contiguous", "channels_last", "transposed", "sliced", "expanded"]
+_CHANNEL_SHAPES = [
+    ((3, 2, 3, 5), ()),
+    ((0, 3, 2), ()),
+    ((2, 1, 1, 2), ()),
+    ((13, 5), ()),
+    ((2, 3, 131), ()),
+    ((2, 3, 2, 2, 3), ()),
+]
+
+
+# Of each channel more values than any kernel adds up at once, in each layout.
+_LARGE_CHANNELS = (
+    Sample((2, 3, 17_000)),
+    Sample((33_000, 5)),
+    Sample((3, 9, 64, 90), layout="channels_last"),
+)
+_NO_RUNNING = ("running_mean", "running_var")
+BATCH_NORM = Op(
+    name="batch_norm",
+    call=_training,
+    function=_batch_norm,
+    truth=_true_batch_norm,
+    arguments=("x", "weight", "bias", "running_mean", "running_var"),
+    differentiable=("x", "weight", "bias"),
+    parameter_shape=lambda sample, name: (sample.shape[1],),
+    samples=make_samples(
+        _CHANNEL_SHAPES,
+        [*_CHANNEL_ABSENT, _NO_RUNNING, ("bias", *_NO_RUNNING)],
+        _CHANNEL_LAYOUTS,
+        constant_when_expanded=lambda shape: len(shape) == 2,
+    ),
+    small=Sample((3, 2, 2)),
+    tiny=Sample((3, 1), absent=_NO_RUNNING),
+    large=_LARGE_CHANNELS,
+    not_kept=("bias", "y", "running_mean", "running_var"),
+    positive=("running_var",),
+    gpu_workloads=(
+        *_resnet(),
+        Workload("ResNet-50", "batch_norm", _RESNET, dtype="float16", modes=FIRST_ORDER),
+        Workload("ResNet-50", "batch_norm", _RESNET, dtype="float32", modes=FIRST_ORDER),
+        Workload("BatchNorm1d", "batch_norm", (8192, 1024), whole=True),
+        Workload("video", "batch_norm", (8, 64, 16, 56, 56)),
+    ),
+    cpu_workloads=(
+        Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", quick=True),
+        Workload("ResNet-50", "batch_norm", (8, 64, 56, 56), dtype="float32", channels_last=True, quick=True),
+        Workload("ResNet-50", "batch_norm", (8, 256, 28, 28), dtype="float32"),
+        Workload("BatchNorm1d", "batch_norm", (2048, 1024), dtype="float32"),
+    ),
+    other_workloads=_OTHER,
+    resized=(
+        (unnamed("batch_norm", (64, 256, 14, 14)), (63, 80)),
+        (unnamed("batch_norm", (64, 256, 14, 14), channels_last=True), (63, 80)),
+        (unnamed("batch_norm", (8192, 1024)), (8191, 6400)),
+    ),
+    calls=_calls,
+    modes=(*NORM_MODES, "evaluation"),
+    has_channels=True,
+    num_params=2,
+    has_statistics=True,
+)
+
+BATCH_NORM_EVAL = Op(
+    name="batch_norm_eval",
+    call=_evaluation,
+    truth=_true_batch_norm_eval,
+    arguments=("x", "weight", "bias", "running_mean", "running_var"),
+    differentiable=("x", "weight", "bias", "running_mean", "running_var"),
+    parameter_shape=lambda sample, name: (sample.shape[1],),
+    samples=make_samples([*_CHANNEL_SHAPES, ((1, 1), ())], _CHANNEL_ABSENT, _CHANNEL_LAYOUTS),
+    small=Sample((2, 2, 2)),
+    tiny=Sample((2, 1)),
+    large=_LARGE_CHANNELS,
+    not_kept=("bias", "y"),
+    positive=("running_var",),
+    gpu_workloads=(
+        Workload("ResNet-50", "batch_norm_eval", _RESNET, modes=FIRST_ORDER, quick=True),
+        Workload("ResNet-50", "batch_norm_eval", _RESNET, channels_last=True, modes=FIRST_ORDER),
+    ),
+    calls=_calls,
+    modes=FIRST_ORDER,
+    has_channels=True,
+    num_params=2,
+    num_constants=2,
+    has_statistics=True,
+)

@@ -1,0 +1,82 @@
+"""Dropout, for a seed and an offset with more than 32 bits each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perf.calls import Call
+from perf.ops.philox_truth import true_noise
+from perf.ops.record import PASSES, Op
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
+from primitives.ops.dropout import dropout_p
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SEED, OFFSET = -(2**40) + 12345, 2**33 + 7
+
+
+def _drawn(functional: Any, x: Tensor, p: float = DROPOUT_P) -> Tensor:
+    return functional.dropout(x, p, training=True)
+
+
+def _dropout(x: Tensor, p: float) -> Tensor:
+    return dropout_p(x, torch.tensor(SEED, device=x.device), torch.tensor(OFFSET, device=x.device), p, 0)
+
+
+def _true_dropout(x: Tensor, p: float) -> Tensor:
+    return x * true_noise(tuple(x.shape), SEED, OFFSET, p).to(x.device, x.dtype)
+
+
+def _calls(workload: Workload, mode: str) -> list[Call]:
+    """It is linear: each of its derivatives is itself."""
+    from triton_kernels import dropout, philox
+
+    x, batch_ndim = workload.empty(), int(mode == "batched")
+    seed = torch.empty(x.shape[:batch_ndim], dtype=torch.int64)
+    calls = [Call(dropout.dropout_fwd, (x, seed, None, DROPOUT_P, batch_ndim))]
+    return [*calls, Call(philox.philox_words, (seed, seed, x.shape[1:]))] if batch_ndim else calls
+
+
+DROPOUT = Op(
+    name="dropout",
+    is_linear=True,
+    num_kept=0,
+    call=_drawn,
+    function=_dropout,
+    truth=_true_dropout,
+    torch_function=_true_dropout,
+    arguments=("x",),
+    differentiable=("x",),
+    samples=make_samples(
+        shapes=[
+            ((5, 13), make_options(p=0.1)),
+            ((0, 5), make_options(p=0.5)),
+            ((), make_options(p=0.3)),
+            ((2, 8, 3, 4), make_options(p=0.9)),
+            ((9,), make_options(p=1.0)),
+        ],
+        absent=[()],
+        layouts=["contiguous", "transposed", "expanded", "channels_last"],
+    ),
+    small=Sample((2, 3, 4), make_options(p=0.4)),
+    tiny=Sample((1, 3), make_options(p=0.4)),
+    large=(Sample((3, 4099), make_options(p=0.4)),),
+    not_kept=("x", "y"),
+    gpu_workloads=(
+        Workload("Llama 8B width", "dropout", (8192, 4096), modes=FIRST_ORDER, quick=True),
+        Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=FIRST_ORDER),
+    ),
+    other_workloads=(
+        unnamed("dropout", (8192, 4096), modes=("batched",)),
+        unnamed("dropout", (512, 512), "float64", modes=("forward",)),
+    ),
+    resized=((unnamed("dropout", (1024, 4096)), (1023, 400)),),
+    calls=_calls,
+    modes=("forward", "batched"),
+    # y_bar alone gives x_bar: what is dropped is drawn anew.
+    passes={**PASSES, "backward": (2, 0, 0), "forward_backward": (4, 0, 0)},
+)

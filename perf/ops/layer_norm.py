@@ -1,0 +1,164 @@
+"""Layer norm."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from perf.calls import Operands, random, statistics
+from perf.ops._norm_steps import NORM_MODES, norm_calls
+from perf.ops.record import Op
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import EPS, FIRST_ORDER, Workload, unnamed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call
+
+
+def _layer_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1) -> Tensor:
+    return functional.layer_norm(x, x.shape[x.dim() - norm_ndim :], weight, bias, EPS)
+
+
+def _true_layer_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1) -> Tensor:
+    axes = tuple(range(-norm_ndim, 0))
+    centered = x - x.mean(axes, keepdim=True)
+    y = centered / (centered.square().mean(axes, keepdim=True) + EPS).sqrt()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNorm(Operands):
+    """Operands of layer norm; None for an absent parameter and for a tangent that is zero."""
+
+    MODULES: ClassVar = ("layer_norm", "layer_norm_second_order")
+    RESULTS: ClassVar = {"pairing": 6}
+
+    x: Tensor
+    y_bar: Tensor
+    x_dot: Tensor | None
+    y_bar_dot: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_dot: Tensor | None
+    bias_dot: Tensor | None
+    norm_ndim: int = 1
+    batch_ndim: int = 0
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        **dims: int,
+    ) -> LayerNorm:
+        """Contiguous random operands."""
+        batch_ndim, norm_ndim = dims.get("batch_ndim", 0), dims.get("norm_ndim", 1)
+        param_shape = (*shape[:batch_ndim], *shape[len(shape) - norm_ndim :])
+        full_size: Any = (random(*shape, dtype=dtype, seed=seed) for seed in range(4))
+        params: Any = (random(*param_shape, dtype=param_dtype or dtype, seed=seed) for seed in range(4, 8))
+        return cls(*full_size, *params, **dims)
+
+    def derived(self) -> dict[str, Any]:
+        """Statistics of x."""
+        return statistics(self.x, tuple(range(-self.norm_ndim, 0)))
+
+
+# Other dtypes of a shape show whether the plans hold for them; their second derivatives would only cost time.
+_GPU = (
+    Workload("GPT-2", "layer_norm", (8192, 768), whole=True),
+    Workload("GPT-2 XL", "layer_norm", (8192, 1600)),
+    Workload("ViT-B/16", "layer_norm", (12608, 768)),
+    Workload("ViT-L/16", "layer_norm", (12608, 1024), dtype="float16", modes=FIRST_ORDER),
+    Workload("DiT-XL/2", "layer_norm", (16384, 1152), affine=False),
+    Workload("Llama 8B width", "layer_norm", (8192, 4096), quick=True),
+    Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float16", modes=FIRST_ORDER),
+    Workload("Llama 8B width", "layer_norm", (8192, 4096), dtype="float32"),
+    Workload("Llama 8B width, few rows", "layer_norm", (1024, 4096)),
+    Workload("Llama 13B width", "layer_norm", (8192, 5120)),
+    Workload("Llama 70B width", "layer_norm", (8192, 8192), whole=True),
+    Workload("Llama 405B width", "layer_norm", (4096, 16384)),
+    Workload("short rows", "layer_norm", (32768, 256)),
+    Workload("odd", "layer_norm", (8192, 1000)),
+    Workload("odd", "layer_norm", (8192, 4097), whole=True),
+    Workload("odd", "layer_norm", (8192, 5124)),
+    Workload("long rows", "layer_norm", (2048, 32768)),
+    Workload("long rows", "layer_norm", (1024, 65536)),
+    Workload("long rows", "layer_norm", (512, 131072), whole=True),
+    Workload("long rows", "layer_norm", (256, 262144)),
+)
+_OF_FLOAT32 = ("forward", "backward", "hvp", "double_backward", "x_only", "all_results")
+_OF_CURVATURE = ("backward_of_jvp", "gradient_backward", "all_results")
+_OTHER = (
+    # So many rows that partial sums are few beside them.
+    unnamed("layer_norm", (1 << 18, 24), modes=FIRST_ORDER),
+    unnamed("layer_norm", (512, 512), "float64"),
+    unnamed("layer_norm", (8192, 768), modes=("gradient_backward",)),
+    unnamed("layer_norm", (16384, 1152), affine=False, modes=("gradient_backward",)),
+    unnamed("layer_norm", (8192, 4096), modes=(*_OF_CURVATURE, "x_only")),
+    unnamed("layer_norm", (4096, 1000), "float32", modes=_OF_FLOAT32),
+    # The longest rows that the second order holds whole, without sums beside them, and rows that it sweeps.
+    unnamed("layer_norm", (8192, 8192), modes=_OF_CURVATURE),
+    unnamed("layer_norm", (512, 131072), modes=_OF_CURVATURE),
+)
+_RESIZED = (
+    (unnamed("layer_norm", (4096, 4096)), (4095, 1008)),
+    (unnamed("layer_norm", (512, 131072)), (511, 400)),
+    # Several programs share a row.
+    (unnamed("layer_norm", (64, 131072)), (63, 80)),
+)
+
+
+def _calls(workload: Workload, mode: str) -> list[Call]:
+    x = workload.empty()
+    weight = torch.empty(x.shape[-1], dtype=workload.param_dtype) if workload.affine else None
+    operands = LayerNorm(x, x, x, x, weight, weight, weight, weight)
+    return norm_calls(operands, mode, x.shape[:-1], is_rows=True)
+
+
+_ONE_AXIS = make_options(norm_ndim=1)
+LAYER_NORM = Op(
+    name="layer_norm",
+    call=_layer_norm,
+    truth=_true_layer_norm,
+    arguments=("x", "weight", "bias"),
+    differentiable=("x", "weight", "bias"),
+    parameter_shape=lambda sample, name: sample.shape[-dict(sample.options)["norm_ndim"] :],
+    samples=make_samples(
+        shapes=[
+            ((13, 31), _ONE_AXIS),
+            ((0, 5), _ONE_AXIS),
+            ((1, 1), _ONE_AXIS),
+            ((3, 257), _ONE_AXIS),
+            ((2, 2, 5, 4), make_options(norm_ndim=2)),
+            ((2, 7), make_options(norm_ndim=2)),
+            ((9,), _ONE_AXIS),
+        ],
+        absent=[(), ("bias",), ("weight",), ("weight", "bias")],
+        layouts=["contiguous", "transposed", "sliced", "expanded"],
+        constant_when_expanded=lambda shape: len(shape) == 1,
+    ),
+    small=Sample((2, 3, 4), _ONE_AXIS),
+    tiny=Sample((1, 3), _ONE_AXIS),
+    large=(Sample((3, 8195), _ONE_AXIS), Sample((17_000, 9), _ONE_AXIS), Sample((5, 16_500), _ONE_AXIS)),
+    not_kept=("bias", "y"),
+    gpu_workloads=_GPU,
+    cpu_workloads=(
+        Workload("GPT-2", "layer_norm", (2048, 768), dtype="float32", quick=True),
+        Workload("Llama 8B width", "layer_norm", (512, 4096), dtype="float32"),
+        Workload("ViT-B/16", "layer_norm", (1576, 768), dtype="bfloat16"),
+    ),
+    other_workloads=_OTHER,
+    resized=_RESIZED,
+    calls=_calls,
+    modes=NORM_MODES,
+    num_params=2,
+    has_statistics=True,
+)

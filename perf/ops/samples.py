@@ -1,0 +1,106 @@
+"""Ways to call an op without their numbers, and numbers in many memory layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "channels_last")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One way to call an op: shape of `x`, the first argument, and keyword arguments.
+
+    Arguments that are `absent` are `None`; the layout of every tensor is one of `LAYOUTS`; `mixed` makes the other
+    arguments float32 beside a low-precision `x`.
+    """
+
+    shape: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    absent: tuple[str, ...] = ()
+    layout: str = "contiguous"
+    mixed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of `x`."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, self.shape)), *[f"{k}={v}" for k, v in self.options], self.layout]
+        parts += [f"no_{name}" for name in self.absent] + ["mixed"] * self.mixed
+        return "-".join(parts)
+
+
+def make_options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    """Keyword arguments of a sample."""
+    return tuple(options.items())
+
+
+def make_samples(
+    shapes: Sequence[tuple],
+    absent: Sequence[tuple],
+    layouts: Sequence[str],
+    constant_when_expanded: Callable[[tuple[int, ...]], bool] = lambda shape: False,
+) -> tuple[Sample, ...]:
+    """All pairs of shape with options, layout, absent arguments and mixed dtypes.
+
+    Left out are expanded shapes all of whose normalized values are equal: there the rounding of the mean, times
+    1 / sqrt(eps), is all that remains.
+    """
+    rows = pairwise(shape=shapes, layout=layouts, absent=absent, mixed=(False, True) if len(absent) > 1 else (False,))
+    samples = [Sample(*row.pop("shape"), **row) for row in rows]
+    return tuple(s for s in samples if s.layout != "expanded" or not constant_when_expanded(s.shape))
+
+
+def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
+    """Normal numbers in float64 on the CPU, the same on every device and in every run."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") + mean
+
+
+def arranged(values: Tensor, layout: str) -> Tensor:
+    """`values` in a layout of `LAYOUTS`; `"expanded"` repeats the first entry of the first axis with stride 0."""
+    axes = list(range(values.dim()))
+    if layout == "transposed":
+        return values.permute(axes[::-1]).contiguous().permute(axes[::-1])
+    if layout == "sliced" and axes:
+        # Nobody may read what lies between the elements.
+        wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
+        wide[..., ::2] = values
+        return wide[..., ::2]
+    if layout == "expanded" and axes and values.shape[0] > 0:
+        return values[:1].clone().expand(values.shape)
+    if layout == "channels_last" and len(axes) > 1:
+        return values.movedim(1, -1).contiguous().movedim(-1, 1)
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Few combinations in which every value of each axis meets every value of each other axis."""
+    names = list(axes)
+    positions = list(itertools.combinations(range(len(names)), 2))
+    candidates = list(itertools.product(*[range(len(values)) for values in axes.values()]))
+
+    def pairs(row: tuple[int, ...]) -> set[tuple[int, ...]]:
+        return {(i, row[i], j, row[j]) for i, j in positions}
+
+    missing = set().union(*map(pairs, candidates))
+    rows = []
+    while missing:
+        best = max(candidates, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        rows.append({name: axes[name][i] for name, i in zip(names, best, strict=True)})
+    return rows

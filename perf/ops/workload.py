@@ -1,0 +1,139 @@
+"""A workload: one call of one op, at a shape at which a model calls it, and the modes that it is called in."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# `perf.suite.modes` defines what each mode computes; these first the suite measures on a GPU unless told otherwise.
+KERNEL_MODES = ("forward", "backward", "jvp", "hvp", "double_backward")
+MODES = (*KERNEL_MODES, "backward_of_jvp", "forward_backward", "training_step")
+FIRST_ORDER = MODES[:3]
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+EPS = 1e-5
+# Probability of zero of the dropouts that are measured.
+DROPOUT_P = 0.1
+
+# The records by the names of their ops, each of which enters itself.
+RECORDS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call of one operation, which its `key` names.
+
+    Attributes:
+        name: Which model the shape comes from. Llama itself has RMS norms, of which layer norm at the same width is
+            the neighbor.
+        op: Name of a record; `batch_norm_eval` is batch norm with given statistics.
+        shape: Of the input. Layer norm normalizes its last dim, log-softmax reduces `dim`, batch norm has channels in
+            dim 1, in either memory format; attention has queries `(batch, heads, tokens, width)`.
+        affine: Whether a norm has a weight and a bias.
+        key_heads: Heads of the keys and values of attention; 0 for as many as the queries have.
+        causal: Whether a token sees only those before it, and itself.
+        masked: Whether attention has a bias, a mask and dropout, which no step of the suite has.
+        modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
+        quick: Whether it is one of the few of a quick run.
+        whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    dim: int = -1
+    affine: bool = True
+    channels_last: bool = False
+    key_heads: int = 0
+    causal: bool = False
+    masked: bool = False
+    modes: tuple[str, ...] = KERNEL_MODES
+    quick: bool = False
+    whole: bool = False
+
+    @property
+    def record(self) -> Any:
+        """The `Op` of which it is a call."""
+        return RECORDS[self.op]
+
+    @property
+    def key(self) -> str:
+        """Unique and stable, by which results of two runs are matched: `layer_norm GPT-2 8192x768 bf16`."""
+        sizes = "x".join(map(str, self.shape))
+        return " ".join([self.op, self.name, sizes, SHORT_DTYPES[self.dtype], *self._words()])
+
+    @property
+    def case(self) -> str:
+        """Its name in the table of machine code, to which no model matters: `layer_norm 8192x768 bfloat16`."""
+        sizes = "x".join(map(str, self.shape))
+        return " ".join([self.op, sizes, self.dtype, *(words.replace(" ", "_") for words in self._words())])
+
+    def _words(self) -> list[str]:
+        words = {"channels_last": self.channels_last, f"{self.key_heads} key heads": self.key_heads}
+        return [word for word, said in {**words, "causal": self.causal, "masked": self.masked}.items() if said]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's object."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def statistic_dtype(self) -> torch.dtype:
+        """Dtype of what is summed, and of statistics."""
+        return torch.promote_types(self.torch_dtype, torch.float32)
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of parameters: torch's layer norm wants that of the input, batch norm at least float32."""
+        return self.statistic_dtype if self.record.has_channels else self.torch_dtype
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of one pass: of the input, and of every other tensor of its size."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def num_cols(self) -> int:
+        """Values that share their statistics: a row's columns, or what batch norm reduces of one channel."""
+        return math.prod(self.shape) // self.shape[1] if self.record.has_channels else self.shape[self.dim]
+
+    @property
+    def run(self) -> int:
+        """Adjacent elements along which the tiles of a kernel run: columns, spatial positions or channels."""
+        if self.record.has_channels:
+            spatial = math.prod(self.shape[2:])
+            return self.shape[1] if self.channels_last or spatial == 1 else spatial
+        inner = math.prod(self.shape[self.dim % len(self.shape) + 1 :])
+        return inner if inner > 1 else self.shape[-1]
+
+    @property
+    def param_shape(self) -> tuple[int, ...]:
+        """Of a parameter, or of keys and values."""
+        if self.record.products:
+            batch, heads, *rest = self.shape
+            return (batch, self.key_heads or heads, *rest)
+        return self.shape[1:2] if self.record.has_channels else self.shape[-1:]
+
+    @property
+    def num_params(self) -> int:
+        """Elements of a parameter; 0 without any."""
+        return math.prod(self.param_shape) if self.record.num_params and self.affine else 0
+
+    @property
+    def matmul_flops(self) -> int:
+        """Multiplications and additions of one product of attention, over all pairs of a token and one that it sees."""
+        batch, heads, tokens, width = self.shape
+        return batch * heads * width * tokens * (tokens + 1 if self.causal else 2 * tokens)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of the input's layout that nobody touches."""
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        return torch.empty(self.shape, dtype=self.torch_dtype, memory_format=memory_format)
+
+
+# One that is of no model.
+unnamed = functools.partial(Workload, "")
