@@ -78,6 +78,8 @@ class Primitive:
             that argument again, and nothing is ever differentiated with respect to them.
         decomposable: Whether the reference is entered into the decomposition table, which is differentiated where a
             derivative rule is missing.
+        recomputable: Whether a joint graph may compute it again instead of keeping its results: it reads its inputs
+            once or twice, draws nothing, and two runs give the same bits.
         namespace: Operator namespace.
 
     Raises:
@@ -90,6 +92,8 @@ class Primitive:
         autograd_kernel: `(keyset, *args) -> outputs`, what the dispatcher calls on the Autograd key.
     """
 
+    recomputable = False
+
     def __init__(
         self,
         name: str,
@@ -100,10 +104,12 @@ class Primitive:
         state: Sequence[str] = (),
         cached: Sequence[str] = (),
         decomposable: bool = False,
+        recomputable: bool = False,
         namespace: str = NAMESPACE,
     ) -> None:
         spec = Spec.parse(name, namespace, schema, statistics=statistics, state=state, cached=cached)
         self._assemble(RuleTable(spec, residuals, decomposable=decomposable))
+        self.recomputable = recomputable
 
     @classmethod
     def of(cls, rules: RuleTable) -> Primitive:

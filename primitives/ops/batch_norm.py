@@ -52,6 +52,7 @@ batch_norm_p = Primitive(
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
     state=("new_running_mean", "new_running_var"),
+    recomputable=True,
 )
 batch_norm_bwd_p = Primitive(
     "batch_norm_bwd",

@@ -41,6 +41,7 @@ batch_norm_eval_p = Primitive(
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, int batch_ndim, float eps)"
     " -> Tensor y",
     residuals=("x", "weight", "running_mean", "running_var"),
+    recomputable=True,
 )
 batch_norm_eval_bwd_p = Primitive(
     "batch_norm_eval_bwd",

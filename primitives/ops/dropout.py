@@ -37,6 +37,7 @@ dropout_p = Primitive(
     "dropout",
     "(Tensor x, Tensor seed, Tensor? offset, float p, int batch_ndim) -> Tensor y",
     residuals=("seed", "offset"),
+    recomputable=True,
 )
 
 

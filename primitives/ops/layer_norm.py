@@ -35,6 +35,7 @@ layer_norm_p = Primitive(
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
+    recomputable=True,
 )
 layer_norm_bwd_p = Primitive(
     "layer_norm_bwd",

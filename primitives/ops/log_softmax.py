@@ -28,6 +28,7 @@ log_softmax_p = Primitive(
     "log_softmax",
     "(Tensor x, int dim, ScalarType? output_dtype) -> Tensor y",
     residuals=("y", "x.dtype"),
+    recomputable=True,
 )
 log_softmax_bwd_p = Primitive(
     "log_softmax_bwd",

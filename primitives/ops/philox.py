@@ -29,6 +29,7 @@ philox_p = Primitive(
     "(Tensor seed, Tensor offset, SymInt[] size) -> Tensor words",
     state=("words",),
     decomposable=True,
+    recomputable=True,
 )
 
 

@@ -24,6 +24,8 @@ from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch, _pytree
 
+from primitives.core import registered_primitives
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -275,12 +277,8 @@ def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     return _dynamo.nonstrict_trace(function)
 
 
-# Besides torch's elementwise operators and views, these may be computed again: they read their inputs once or twice and
-# draw nothing, and two runs give the same bits.
-_ONE_PASS = {
-    "aten": ("native_layer_norm", "_native_batch_norm_legit_functional", "_log_softmax"),
-    "primitives": ("layer_norm", "batch_norm", "batch_norm_eval", "log_softmax", "dropout", "philox"),
-}
+# Besides torch's elementwise operators and views, and our primitives that say so, these may be computed again.
+_ONE_PASS = ("native_layer_norm", "_native_batch_norm_legit_functional", "_log_softmax")
 # Rules by which torch's partitioner keeps what its compiler could not fuse into the backward pass: they look to time.
 _RULES_FOR_TIME = [
     f"ban_recompute_{name}" for name in ("materialized_backward", "used_far_apart", "long_fusible_chains")
@@ -293,11 +291,12 @@ def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool
     from torch._functorch import partitioners
 
     split = partitioners.min_cut_rematerialization_partition if min_cut else partitioners.default_partition
-    ours = [getattr(getattr(torch.ops, space), name, None) for space, names in _ONE_PASS.items() for name in names]
+    ours = [op.overload.overloadpacket for op in registered_primitives().values() if op.recomputable]
+    also = [getattr(torch.ops.aten, name) for name in _ONE_PASS] + ours
     # The partitioner takes no list: it looks its own up by this name.
     with _partitioner_lock, functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False)):
         kinds = partitioners.get_default_op_list()
-        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *(op for op in ours if op is not None)])
+        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *also])
         kinds = dataclasses.replace(kinds, recomputable_ops=allowed)
         with mock.patch.object(partitioners, "get_default_op_list", return_value=kinds):
             return split(module, None, num_fwd_outputs=num_forward_outputs)
