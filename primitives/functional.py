@@ -13,7 +13,7 @@ import torch
 
 from primitives._attention import MAX_SEED, attention, scaled_dot_product_attention
 from primitives._batch_norm import batch_norm_of_tensors
-from primitives.checks import arguments, fast_path
+from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
 from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
@@ -92,7 +92,7 @@ def layer_norm(
     References:
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
-    if fast_path.layer_norm(input, normalized_shape, weight, bias, eps):
+    if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
         return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps)[0]
     shape = arguments.normalized_shape(normalized_shape)
     arguments.number("layer_norm", "eps", eps)
@@ -254,7 +254,7 @@ def batch_norm(
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
     """
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if not fast_path.batch_norm(*given):
+    if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree(given, namespace, in_place=True).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
@@ -298,7 +298,7 @@ def log_softmax(
         >>> log_softmax(torch.zeros(2), dim=0)
         tensor([-0.6931, -0.6931])
     """
-    if fast_path.log_softmax(input, dim, dtype):
+    if arguments.is_plain_log_softmax(input, dim, dtype):
         return log_softmax_p(input, dim % input.dim(), None)
 
     def check(label: str, x: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Checks of the functional API: the fast path of calls that need no closer look, and typed errors for all others."""
+"""Checks of the functional API: typed errors, and which calls need no closer look."""

@@ -1,11 +1,15 @@
-"""Checks of the functional API: typed errors that name the operation, the argument, what is required and what came."""
+"""Checks of the functional API: typed errors that name the operation, the argument, what is required and what came.
+
+Beside the check of an operation stands `is_plain_...`, which is asked first, since a training step asks it for every
+layer: plain numbers, and tensors of one dtype and device that fit, pass the check too. All other calls go the long way.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,6 +69,17 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
         raise DtypeError(f"{op_name}: {' and '.join(given)} must have the same dtype, got {listed}.")
 
 
+def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
+    """Whether every value is `None` or a tensor of this shape, with the dtype and device of `x`."""
+    dtype, device = x.dtype, x.device
+    for value in values:
+        if value is not None and not (
+            isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == shape and value.device == device
+        ):
+            return False
+    return dtype in FLOATING
+
+
 def normalized_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
     if not isinstance(shape, Sequence):
@@ -88,6 +103,18 @@ def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | N
             f"layer_norm: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
         )
     _pair("layer_norm", label, x, shape, "normalized_shape", weight=weight, bias=bias)
+
+
+def is_plain_layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:
+    """Whether this passes `layer_norm`, and needs no look at trees."""
+    if not (
+        type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape and not x.is_nested
+    ):
+        return False
+    for size in shape:
+        if type(size) is not int:
+            return False
+    return x.shape[-len(shape) :] == shape and _go_with(x, shape, weight, bias)
 
 
 def positive_eps(value: float) -> None:
@@ -155,6 +182,27 @@ def batch_norm(
         )
 
 
+def is_plain_batch_norm(
+    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any
+) -> bool:
+    """Whether this passes `batch_norm`, and needs no look at trees.
+
+    In training that has more than one sample, a positive eps, and running statistics that do not require grad.
+    """
+    if not (
+        type(eps) is float
+        and type(momentum) is float
+        and isinstance(x, torch.Tensor)
+        and not x.is_nested
+        and BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM
+        and (running_mean is None) == (running_var is None)
+        and (eps > 0.0 and x.shape[0] > 1 if training else running_mean is not None)
+        and _go_with(x, x.shape[1:2], running_mean, running_var, weight, bias)
+    ):
+        return False
+    return not training or running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)
+
+
 def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None) -> None:
     """Raise unless `dim` is an axis of `x` and the dtypes are floating point."""
     if dtype is None:
@@ -170,6 +218,18 @@ def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | Non
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
         raise AxisError(f"log_softmax: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")
+
+
+def is_plain_log_softmax(x: Any, dim: Any, dtype: Any) -> bool:
+    """Whether this passes `log_softmax`, and needs no look at trees."""
+    return (
+        dtype is None
+        and type(dim) is int
+        and isinstance(x, torch.Tensor)
+        and not x.is_nested
+        and -x.dim() <= dim < x.dim()
+        and x.dtype in FLOATING
+    )
 
 
 def probability(op_name: str, p: float, name: str = "p") -> None:
