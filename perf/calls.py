@@ -64,11 +64,11 @@ class Call(NamedTuple):
     copies: int = 0
 
     def cost(self) -> Cost:
-        """Its cost, by the function of the launcher's name; costs are those of operands without copies."""
-        from triton_kernels import costs
+        """Its cost, which is that of operands without copies."""
+        from triton_kernels.costs import cost_of
 
         args = [arg.contiguous() if self.copies and isinstance(arg, torch.Tensor) else arg for arg in self.args]
-        return getattr(costs, self.launcher.__name__)(*args)
+        return cost_of(self.launcher, *args)
 
     def results(self) -> tuple[Tensor, ...]:
         """Its results; empty tensors stand for those that are not wanted."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import triton_kernels
-from perf.calls import pairwise, random
+from perf.calls import Call, pairwise, random
 from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
@@ -27,17 +27,16 @@ from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_ca
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
-from triton_kernels import costs, launch
+from triton_kernels import launch
 from triton_kernels._kernel import INTERPRETED, Kernel
 from triton_kernels.costs._attention import tiles_of_keys, tiles_of_rows
+from triton_kernels.dropout import dropout_fwd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from torch import Tensor
-
-    from perf.calls import Call
 
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -343,7 +342,7 @@ def test_dropout(dtype: torch.dtype) -> None:
         check(call)
     # With nothing to drop, x is copied without a kernel.
     (x, seed, offset, _, batch_ndim) = dropout_calls(dtype)[0].args
-    assert costs.dropout_fwd(x, seed, offset, 0.0, batch_ndim).launches == 0
+    assert Call(dropout_fwd, (x, seed, offset, 0.0, batch_ndim)).cost().launches == 0
 
 
 def test_operands_that_no_view_fits_are_copied_once() -> None:
@@ -368,7 +367,7 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(f"triton_kernels.{name}") for name in names if name not in NOT_LAUNCHERS]
 
 
-def test_every_launcher_is_tuned_and_has_costs_and_calls() -> None:
+def test_every_launcher_is_tuned_and_has_calls() -> None:
     launchers = {
         name: function
         for module in modules()
@@ -376,7 +375,6 @@ def test_every_launcher_is_tuned_and_has_costs_and_calls() -> None:
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_") and name not in NOT_LAUNCHERS
     }
-    assert launchers.keys() == set(costs.__all__) - {"Cost"}
     assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
     assert all(hasattr(function, "__wrapped__") for function in launchers.values())
 

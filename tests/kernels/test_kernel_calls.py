@@ -70,7 +70,7 @@ def test_watchers_of_other_threads_may_end_in_any_order():
 
 def test_costs_are_those_of_the_own_launches_and_take_no_others(monkeypatch):
     call = X, None, None, 1, 0, 1e-5
-    alone, results = costs.layer_norm_fwd(*call), []
+    alone, results = costs.cost_of(layer_norm.layer_norm_fwd, *call), []
 
     # What the launcher calls in the middle of being counted.
     def plan(*args, **options):
@@ -79,7 +79,7 @@ def test_costs_are_those_of_the_own_launches_and_take_no_others(monkeypatch):
 
     of_plan = layer_norm.plan_rows
     monkeypatch.setattr(layer_norm, "plan_rows", plan)
-    assert costs.layer_norm_fwd(*call) == alone
+    assert costs.cost_of(layer_norm.layer_norm_fwd, *call) == alone
     torch.testing.assert_close(results, [torch.log_softmax(X, 1)])
 
 

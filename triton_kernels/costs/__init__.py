@@ -1,34 +1,21 @@
 """The cost of a call of a launcher: bytes of the op, bytes that the plan in force moves, launches.
 
-    cost = costs.layer_norm_bwd(y_bar, x, weight, mean, rstd, 1, 0, (True, True, True))
+    cost = cost_of(layer_norm_bwd, y_bar, x, weight, mean, rstd, 1, 0, (True, True, True))
     cost.minimum_bytes, cost.bytes_moved, cost.launches
 
-There is one function per launcher, of its name and with its arguments, which may be meta tensors: only shapes, strides,
-dtypes and what is None or not wanted are looked at. The plan is the one that the launcher would take on the device of
-`x`, or on the chip that `launch.use_chip` sets. A cost is what the launches of the launcher say of themselves, or their
-arguments, with nothing launched, while other threads go on launching. The byte gate holds the kernels to these figures,
-the time model predicts from them, and the benchmarks take their bytes from here, so that no two of the three can
-disagree.
+Tensors may be meta tensors: only shapes, strides, dtypes and what is None or not wanted are looked at. The plan is the
+one that the launcher would take on the device of `x`, or on the chip that `launch.use_chip` sets. A cost is what the
+launches of the launcher say of themselves, or their arguments, with nothing launched, while other threads go on
+launching. The byte gate holds the kernels to these figures, the time model predicts from them, and the benchmarks take
+their bytes from here, so that no two of the three can disagree.
 
 Not counted is what a launcher has torch copy or fill: inputs that no view fits, or an input with nothing to drop.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
-from triton_kernels import (
-    attention,
-    batch_norm,
-    batch_norm_second_order,
-    dropout,
-    layer_norm,
-    layer_norm_second_order,
-    log_softmax,
-    log_softmax_second_order,
-    philox,
-)
 from triton_kernels._cost import Cost, Tensors, counting
 from triton_kernels._kernel import intercept
 from triton_kernels.costs import _attention, _batch_norm, _dropout
@@ -38,12 +25,14 @@ if TYPE_CHECKING:
 
     from triton_kernels._kernel import Kernel
 
+__all__ = ["Cost", "cost_of"]
 
 # Of kernels whose launches do not count themselves: what each moves, by its arguments.
 _COUNTS: Mapping[str, Callable[..., None]] = {**_batch_norm.COUNTS, **_attention.COUNTS, **_dropout.COUNTS}
 
 
-def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
+def cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
+    """What a call of a launcher costs."""
     launches: list[tuple[Kernel, tuple[int, ...], tuple, dict[str, Any]]] = []
     with counting() as account, intercept(lambda *each: launches.append(each), every_thread=False):
         results = launcher(*args)
@@ -55,23 +44,3 @@ def _cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
             named = {name.removesuffix("_ptr"): value for name, value in named.items()}
             _COUNTS[kernel.__name__](account, named, grid, tensors)
     return account.cost()
-
-
-_LAUNCHING = (
-    *(attention, batch_norm, batch_norm_second_order, dropout, layer_norm, layer_norm_second_order),
-    *(log_softmax, log_softmax_second_order, philox),
-)
-_NAMES = [(module, name) for module in _LAUNCHING for name in module.__all__]
-_BY_NAME = {name: functools.partial(_cost_of, getattr(module, name)) for module, name in _NAMES}
-
-
-def __getattr__(name: str) -> Callable[..., Cost]:
-    """The cost function of a launcher of that name."""
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise AttributeError(f"costs: a launcher has that name, got {name!r}.") from None
-
-
-__all__ = ["Cost"]
-__all__ += [name for _, name in _NAMES]
