@@ -120,6 +120,8 @@ def _tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
             for x, value, version in values:
                 # Only what was written: what autograd has saved elsewhere must not look changed.
                 if _version(x) != version or not _is_same(x, value):
+                    if x.shape != value.shape:
+                        x.resize_(value.shape)
                     x.copy_(value)
 
 
@@ -129,6 +131,8 @@ def _version(x: Tensor) -> int:
 
 def _is_same(x: Tensor, value: Tensor) -> bool:
     """Whether values are equal, NaN to NaN; of layouts that cannot be compared, writes show in the version alone."""
+    if x.shape != value.shape:
+        return False
     if x.layout != torch.strided:
         return True
     return bool(((x == value) | ((x != x) & (value != value))).all())

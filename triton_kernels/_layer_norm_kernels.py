@@ -58,14 +58,20 @@ def project(v, x_hat, rstd, v_mean, v_x_hat_mean):
 
 @triton.jit
 def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
+    """By two passes over the row, the second of which corrects the mean: of a constant row it is exact."""
     mean = sums_of((x[0],))[0] * (1.0 / num_cols)
     centered = tl.where(mask, x[0] - mean, 0.0)
     if x[1].type.is_block():
-        sums = sums_of((centered * centered, x[1], x[1] * centered))
-        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
-        s = mean, rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
+        sums = sums_of((centered, centered * centered, x[1], x[1] * centered))
     else:
-        s = mean, rstd_of(sums_of((centered * centered,))[0] * (1.0 / num_cols), EPS)
+        sums = sums_of((centered, centered * centered))
+    shift = sums[0] * (1.0 / num_cols)
+    rstd = rstd_of(tl.maximum(sums[1] * (1.0 / num_cols) - shift * shift, 0.0), EPS)
+    if x[1].type.is_block():
+        product = sums[3] - shift * sums[2]
+        s = mean + shift, rstd, sums[2] * (1.0 / num_cols), product * rstd * (1.0 / num_cols)
+    else:
+        s = mean + shift, rstd
     return s
 
 

@@ -23,7 +23,7 @@ from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, check_values, expected
 from tests.properties import check_not_finite
 from triton_kernels.batch_norm import batch_norm_train_fwd
-from triton_kernels.layer_norm import layer_norm_fwd
+from triton_kernels.layer_norm import layer_norm_fwd, layer_norm_fwd_jvp
 from triton_kernels.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
 
 if TYPE_CHECKING:
@@ -73,6 +73,17 @@ def test_large_common_offset_costs_no_digits(plan: str) -> None:
     # The mean itself is rounded to 2**-10 here; a variance from a difference of squares would have no digit right.
     exact = F.layer_norm(x.double(), (70,), eps=EPS)
     torch.testing.assert_close(y.double(), exact, rtol=0.0, atol=2e-3)
+
+
+def test_constant_rows_are_normalized_to_zero(plan: str) -> None:
+    x = torch.linspace(-9, 9, 16).unsqueeze(1).expand(16, 75).contiguous()
+    # As small as models have it: a mean that is off in its last place would be off by most of a standard deviation.
+    for y, mean, *_ in (
+        layer_norm_fwd(x, None, None, 1, 0, 1e-12),
+        layer_norm_fwd_jvp(x, None, None, random(16, 75), None, None, 1, 0, 1e-12),
+    ):
+        assert torch.equal(y, torch.zeros_like(x))
+        assert torch.equal(mean, x[:, 0])
 
 
 def test_large_means_of_cotangent_and_tangent_cost_no_digits_of_their_product(plan: str) -> None:
@@ -148,12 +159,14 @@ def test_value_and_tangent_of_rows_far_from_their_anchor(plan: str) -> None:
     check_values(LayerNorm.draw((3, 80)).change(x=x, x_dot=x_dot).call("fwd_jvp"))
 
 
+@pytest.mark.parametrize("processors", [1, 4])
 def test_value_and_tangent_of_channels_far_from_their_anchor(
-    use_limits: Callable[..., None], use_processors: Callable[[int], None]
+    processors: int, use_limits: Callable[..., None], use_processors: Callable[[int], None]
 ) -> None:
     use_limits(channel_tile_bytes=256)
-    use_processors(1)
-    x, x_dot = far_from_its_beginning(3, 320).T, random(320, 3, seed=1) + 100
+    use_processors(processors)
+    # Of one program, or of four: each has a mean that is an integer.
+    x, x_dot = far_from_its_beginning(12, 80).view(3, 320).T, random(320, 3, seed=1) + 100
     features = BatchNorm.draw((320, 3)).change(x=x, x_dot=x_dot, running_mean=None, running_var=None)
     check_values(features.call("train_fwd_jvp"))
 

@@ -31,6 +31,8 @@ def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
+    # Those of TorchScript belong to its own object.
+    owners = [owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)]
     originals = [owner.__dict__ for owner in owners]
     try:
         # On a copy of its attributes, a module can change whatever it wants.
