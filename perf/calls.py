@@ -39,9 +39,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return numbers.to(torch.get_default_device(), dtype)
 
 
-def statistics(x: Tensor, dims: tuple[int, ...]) -> dict[str, Tensor]:
+def statistics(x: Tensor, dims: tuple[int, ...], centered: bool = True) -> dict[str, Tensor]:
     """The mean and the reciprocal standard deviation that a forward hands to the derivatives."""
     var, mean = torch.var_mean(x.double(), dims, correction=0)
+    if not centered:
+        var, mean = x.double().square().mean(dims), mean.new_empty(0)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return {"mean": mean.to(dtype), "rstd": ((var + EPS) ** -0.5).to(dtype)}
 

@@ -35,7 +35,7 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
     Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
-    `layer_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `dropout`,
+    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `dropout`,
     `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and `multi_head_attention_forward`. They
     are right at every order of derivative, and run on fused kernels. Results differ from torch's by rounding, and
     dropout draws other numbers, with the same probability. Running statistics are written as torch writes them.
@@ -117,6 +117,19 @@ def _layer_norm(
     if others or not _plain(input, weight, bias):
         return NotImplemented
     return _served(functional.layer_norm, input, normalized_shape, weight, bias, eps)
+
+
+@register_override(torch_functional.rms_norm, torch.rms_norm)
+def _rms_norm(
+    mode: OverrideMode,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    return (
+        _served(functional.rms_norm, input, normalized_shape, weight, eps) if _plain(input, weight) else NotImplemented
+    )
 
 
 @register_override(torch.native_layer_norm)

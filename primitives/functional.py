@@ -13,6 +13,7 @@ import torch
 
 from primitives._attention import MAX_SEED, attention, scaled_dot_product_attention
 from primitives._batch_norm import batch_norm_of_tensors
+from primitives._norms import ada_layer_norm, rms_norm
 from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
 from primitives.ops.dropout import dropout_p
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchNormOutput",
+    "ada_layer_norm",
     "attention",
     "batch_norm",
     "dropout",
     "layer_norm",
     "log_softmax",
     "pure_batch_norm",
+    "rms_norm",
     "scaled_dot_product_attention",
 ]
 
@@ -93,15 +96,15 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
-        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps)[0]
-    shape = arguments.normalized_shape(normalized_shape)
+        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False)[0]
+    shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
 
     def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        arguments.layer_norm(label, x, shape, weight, bias)
+        arguments.layer_norm("layer_norm", label, x, shape, weight=weight, bias=bias)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return layer_norm_p(x, _weight_beside(bias, weight, x), bias, len(shape), 0, eps)[0]
+        return layer_norm_p(x, _weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False)[0]
 
     return map_tensors("layer_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)
 

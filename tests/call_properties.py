@@ -201,6 +201,8 @@ def with_its_statistics(call: Call, args: list) -> list:
     x, norm_ndim = options["x"], options.get("norm_ndim")
     axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
     variance, mean = torch.var_mean(x, axes, correction=0)
+    if not options.get("centered", True):
+        variance, mean = x.square().mean(axes), torch.zeros(())
     true = {"mean": mean, "rstd": (variance + options["eps"]).rsqrt()}
     # A given one still counts as batched or not.
     return [true[n] + 0 * arg if n in true else arg for n, arg in zip(call.names, args, strict=True)]

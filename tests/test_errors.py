@@ -21,6 +21,10 @@ def layer_norm(x=X, shape=(4,), **options):
     return lambda f: f.layer_norm(x, shape, **options)
 
 
+def rms_norm(x=X, shape=(4,), **options):
+    return lambda f: f.rms_norm(x, shape, **options)
+
+
 def log_softmax(x=X, dim=1, **options):
     return lambda f: f.log_softmax(x, dim, **options)
 
@@ -58,6 +62,14 @@ CASES = {
         "weight number": (layer_norm(weight=1.0), pr.DtypeError, ["weight", "tensor", "float"]),
         "weight list": (layer_norm(weight=[1.0] * 4), pr.TreeError, ["weight", "tree prefix"]),
         "eps None": (layer_norm(eps=None), pr.DtypeError, ["eps", "NoneType"]),
+    },
+    "rms_norm": {
+        "empty shape": (rms_norm(shape=()), pr.ShapeError, ["normalized_shape", "[]"]),
+        "input shape": (rms_norm(shape=(5,)), pr.ShapeError, ["input", "[*, 5]", "got [3, 4]"]),
+        "input int": (rms_norm(X.int()), pr.DtypeError, ["input", "float16", "torch.int32"]),
+        "weight shape": (rms_norm(weight=ones(3)), pr.ShapeError, ["weight", "[4]", "got [3]"]),
+        "weight number": (rms_norm(weight=1.0), pr.DtypeError, ["weight", "tensor", "float"]),
+        "eps str": (rms_norm(eps="1"), pr.DtypeError, ["eps", "number", "str"]),
     },
     "log_softmax": {
         "dim high": (log_softmax(dim=2), pr.AxisError, ["dim", "[-2, 1]", "got 2"]),

@@ -30,7 +30,7 @@ def running(channels, dtype=torch.float32):
     return seeded(channels, dtype=dtype, seed=3), seeded(channels, dtype=dtype, seed=4).exp()
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm", "log_softmax", "dropout", "pure_batch_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "batch_norm", "log_softmax", "dropout", "pure_batch_norm"])
 def test_signature_starts_with_that_of_torch(name):
     ours = list(inspect.signature(getattr(functional, name)).parameters.values())
     theirs = list(inspect.signature(getattr(F, name.removeprefix("pure_"))).parameters.values())

@@ -16,7 +16,7 @@ import primitives as pr
 from tests.support import TORCH_ERRORS
 
 ARGS = {
-    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm"), (3,)),
+    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "RMSNorm"), (3,)),
     **dict.fromkeys(("Dropout", "LogSoftmax"), ()),
     **dict.fromkeys(("MultiheadAttention", "TransformerEncoderLayer"), (4, 2)),
 }

@@ -64,6 +64,8 @@ def nested(*rows):
 SERVED = {
     "F.layer_norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b, 1e-3), X, "layer_norm"),
     "torch.layer_norm": (lambda x, w, b: torch.layer_norm(x, (3,), w, b, 1e-3, False), X, "layer_norm"),
+    "F.rms_norm": (lambda x, w, b: F.rms_norm(x, (3,), w, 1e-3), X, "layer_norm"),
+    "torch.rms_norm": (lambda x, w, b: torch.rms_norm(x, (3,), w), X, "layer_norm"),
     "F.batch_norm": (lambda x, w, b: F.batch_norm(x, *running(), w, b, True), X, "batch_norm"),
     "F.batch_norm evaluation": (lambda x, w, b: F.batch_norm(x, *running(), w, b), X, "batch_norm_eval"),
     "torch.batch_norm": (

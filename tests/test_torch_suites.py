@@ -23,6 +23,7 @@ import primitives as pr
 OPS = {
     "nn.functional.batch_norm": "batch_norm",
     "nn.functional.layer_norm": "layer_norm",
+    "nn.functional.rms_norm": "rms_norm",
     "log_softmax": "log_softmax",
     "nn.functional.dropout": "dropout",
     "nn.functional.scaled_dot_product_attention": "scaled_dot_product_attention",

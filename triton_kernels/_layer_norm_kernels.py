@@ -1,10 +1,13 @@
-"""Kernels of layer norm and its derivatives of first order, on the scaffold of `rows` and `sums`.
+"""Kernels of layer norm and RMS norm and their derivatives of first order, on the scaffold of `rows` and `sums`.
 
 With `x_hat = (x - mean) * rstd` and `P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))`, means over a row:
 
     forward         y = x_hat * weight + bias
     jvp             y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
     vjp             x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
+
+RMS norm is layer norm without means but those of products. Its kernels have None for the mean, and `nothing()` in the
+place of every sum of a tile that is no product.
 """
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, cast
 from triton_kernels.rows import row_op
 from triton_kernels.sums import row_sums_op
 from triton_kernels.tiles import add_tiles, nothing, sums_of
@@ -44,13 +47,17 @@ def rstd_of(variance, EPS: tl.constexpr):
 @triton.jit
 def x_hat_of(x, mean, rstd, mask):
     """Normalized input, zero outside `mask`, where `-mean * rstd` could overflow and spoil a sum."""
-    return tl.where(mask, x - mean, 0.0) * rstd
+    if mean.type.is_block():
+        x = tl.where(mask, x - mean, 0.0)
+    return x * rstd
 
 
 @triton.jit
 def project(v, x_hat, rstd, v_mean, v_x_hat_mean):
-    """`P(v)` from the two row means that it takes."""
-    return rstd * (v - v_mean - x_hat * v_x_hat_mean)
+    """`P(v)` from the two row means that it takes, of which RMS norm has the second alone."""
+    if v_mean.type.is_block():
+        v = v - v_mean
+    return rstd * (v - x_hat * v_x_hat_mean)
 
 
 # Forward: x, and for the tangent of y as well x_dot. The sums are mean and rstd, and the two means of x_dot.
@@ -129,10 +136,66 @@ def _fwd_merge(
     return (mean,) + sums
 
 
+# Forward of RMS norm, with the same sums in the same places.
+
+
+@triton.jit
+def _rms_terms(x):
+    terms = (x[0] * x[0],)
+    if x[1].type.is_block():
+        terms = terms + (x[1] * x[0],)
+    return terms
+
+
+@triton.jit
+def _rms_places(sums, num_cols: tl.constexpr, EPS: tl.constexpr, LAST: tl.constexpr):
+    SHARE: tl.constexpr = 1.0 / num_cols
+    first = rstd_of(sums[0] * SHARE, EPS) if LAST else sums[0]
+    found = nothing(), first
+    if len(sums) == 2:
+        found = found + (nothing(), sums[1] * first * SHARE if LAST else sums[1])
+    return found
+
+
+@triton.jit
+def _rms_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
+    return _rms_places(sums_of(_rms_terms(x)), num_cols, EPS, True)
+
+
+@triton.jit
+def _rms_fold(state, x, p, r, anchor, mask):
+    return add_tiles(state, _rms_terms(x))
+
+
+@triton.jit
+def _rms_merge(
+    state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
+):
+    return _rms_places(sums_of(state), num_cols, EPS, LAST)
+
+
 @triton.jit
 def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    x_hat = (x[0] - s[0]) * s[1]
+    return _emitted(x, p, s, None)
+
+
+@triton.jit
+def _fwd_emit_from_float16(x, p, r, s, mask, num_cols: tl.constexpr):
+    return _emitted(x, p, s, tl.float16)
+
+
+@triton.jit
+def _fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols: tl.constexpr):
+    return _emitted(x, p, s, tl.bfloat16)
+
+
+@triton.jit
+def _emitted(x, p, s, ROUNDED: tl.constexpr):
+    """The value, of x_hat rounded to `ROUNDED` if that is not None, and the tangent."""
+    x_hat = (x[0] - s[0] if s[0].type.is_block() else x[0]) * s[1]
     y = x_hat
+    if ROUNDED is not None:
+        y = cast(cast(y, ROUNDED), y.dtype)
     if p[0].type.is_block():
         y = y * p[0]
     if p[1].type.is_block():
@@ -166,9 +229,14 @@ def layer_norm_fwd_kernel(
     num_cols: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Normalize rows: y, mean and rstd; and the tangent of y where there is memory for it."""
+    """Normalize rows: y, mean and rstd; and the tangent of y where there is memory for it.
+
+    With `ROUNDED`, y takes x_hat in the dtype of y, float16 or bfloat16.
+    """
+    CENTERED: tl.constexpr = mean_ptr is not None
+    HALF: tl.constexpr = _fwd_emit_from_float16 if y_ptr.dtype.element_ty == tl.float16 else _fwd_emit_from_bfloat16
     row_op(
         (x_ptr, x_dot_ptr),
         ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
@@ -177,9 +245,11 @@ def layer_norm_fwd_kernel(
         (), 0, (y_ptr, y_dot_ptr), (out_segment_stride, out_row_stride, out_col_stride),
         (mean_ptr, rstd_ptr, None, None),
         parts_ptr, num_splits, num_rows,
-        _fwd_emit, (0.0, 0.0) if x_dot_ptr is None else (0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN,
-        ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        STATS=_fwd_stats, ANCHOR=_fwd_anchor, FOLD=_fwd_fold, MERGE=_fwd_merge, EPS=EPS,
+        HALF if ROUNDED else _fwd_emit, (0.0, 0.0) if x_dot_ptr is None else (0.0, 0.0, 0.0, 0.0), num_cols, DTYPE,
+        AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        STATS=_fwd_stats if CENTERED else _rms_stats, ANCHOR=_fwd_anchor if CENTERED else None,
+        FOLD=_fwd_fold if CENTERED else _rms_fold, MERGE=_fwd_merge if CENTERED else _rms_merge,
+        WANTED=0b1111 if CENTERED else 0b1010, EPS=EPS,
     )  # fmt: skip
 
 
@@ -223,6 +293,7 @@ def layer_norm_jvp_kernel(
         parts_ptr, num_splits, num_rows,
         _jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_jvp_terms,
+        WANTED=0b11 if mean_ptr is not None else 0b10,
     )  # fmt: skip
 
 
@@ -265,6 +336,7 @@ def layer_norm_x_bar_kernel(
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
         _bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_terms,
+        WANTED=0b11 if mean_ptr is not None else 0b10,
     )  # fmt: skip
 
 
@@ -285,4 +357,5 @@ def layer_norm_bwd_kernel(
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), (weight_part_ptr, bias_part_ptr), 2,
         num_splits, num_rows, _bwd_emit, _bwd_columns, () if x_bar_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
         ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, x_bar_ptr is not None, TERMS=_bwd_terms,
+        WANTED=0b11 if mean_ptr is not None else 0b10,
     )  # fmt: skip

@@ -20,6 +20,8 @@ y_bar_dot)`, parameters `p = (weight, weight_dot, bias_dot)`, statistics `r = (m
 columns, sums of x_dot and of x_dot * x_hat. The sums of a row are, each with a bit in `WANTED` if a result takes it,
 
     s = sum(x_dot), sum(x_dot * x_hat), sum(g), sum(g * x_hat), sum(k), sum(k * x_hat), C
+
+RMS norm has all this without the mean, the first, third and fifth sum, and the subtractions in C.
 """
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
@@ -68,6 +70,15 @@ def _terms(x, p, r, mask):
             product = tile * x_hat
         found = found + (tile, product)
     return found
+
+
+@triton.jit
+def _all_terms(x, p, r, mask):
+    terms = _terms(x, p, r, mask)
+    product = nothing()
+    if x[0].type.is_block() and terms[2].type.is_block():
+        product = x[0] * terms[2]
+    return terms + (product,)
 
 
 @triton.jit
@@ -144,18 +155,18 @@ def _emit(x, p, r, s, mask, num_cols: tl.constexpr):
         h = project(x[0], x_hat, r[1], s[0] * SHARE, s[1] * SHARE)
         y_bar_bar = h * p[0] if p[0].type.is_block() else h
     y_bar_bar = with_param_dots(y_bar_bar, x_hat, p[1], p[2])
-    if s[2].type.is_block():
+    if s[3].type.is_block():
         x_dot_bar = project(g, x_hat, r[1], s[2] * SHARE, s[3] * SHARE)
     if s[6].type.is_block():
         # What the dependence of P on x adds; its part along x_hat shares a factor with that of P(k).
         a, b = s[1] * SHARE, s[3] * SHARE
         along = r[1] * (s[6] * SHARE - a * b)
-        if s[4].type.is_block():
+        if s[5].type.is_block():
             bent = h * (r[1] * b) + x_dot_bar * (r[1] * a)
             x_bar = project(k, x_hat, r[1], s[4] * SHARE, s[5] * SHARE + along) - bent
         else:
             x_bar = -r[1] * (b * h + a * x_dot_bar + along * x_hat)
-    elif s[4].type.is_block():
+    elif s[5].type.is_block():
         x_bar = project(k, x_hat, r[1], s[4] * SHARE, s[5] * SHARE)
     return y_bar_bar, x_bar, x_dot_bar
 
@@ -169,7 +180,7 @@ def _columns(x, p, r, s, mask, num_cols: tl.constexpr):
         if x[1].type.is_block():
             weight_dot = x[1] * x_hat
     if x[0].type.is_block() and x[1].type.is_block():
-        if r[2].type.is_block():
+        if r[3].type.is_block():
             weight = x[1] * project(x[0], x_hat, r[1], r[2] * SHARE, r[3] * SHARE)
         else:
             weight = x[1] * project(x[0], x_hat, r[1], s[0] * SHARE, s[1] * SHARE)
@@ -195,7 +206,7 @@ def layer_norm_second_kernel(
     BLOCK_SPLITS: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     """Derivatives of rows, and the sums of x_dot for a kernel that sums over rows."""
-    IS_BENT: tl.constexpr = WANTED >> 6 == 1
+    IS_BENT: tl.constexpr = WANTED >> 6 == 1 and mean_ptr is not None
     row_op(
         (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
         ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
@@ -206,7 +217,7 @@ def layer_norm_second_kernel(
         (out_segment_stride, out_row_stride, out_col_stride),
         (x_dot_sum_ptr, x_dot_x_hat_sum_ptr, None, None, None, None, None), parts_ptr, num_splits, num_rows, _emit,
         (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS,
-        MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_terms, STATS=_stats if IS_BENT else None,
+        MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_all_terms, STATS=_stats if IS_BENT else None,
         ANCHOR=_anchor if IS_BENT else None, FOLD=_fold if IS_BENT else None, MERGE=_merge if IS_BENT else None,
         WANTED=WANTED,
     )  # fmt: skip
@@ -237,5 +248,5 @@ def layer_norm_second_sums_kernel(
         (out_segment_stride, out_row_stride, out_col_stride), (None, None, None, None, None, None, None),
         (weight_part_ptr, weight_dot_part_ptr, bias_part_ptr), 3, num_splits, num_rows, _emit, _columns,
         (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, WRITES,
-        TERMS=_terms, STATS=_stats if WANTED >> 6 == 1 else None, WANTED=WANTED,
+        TERMS=_all_terms, STATS=_stats if WANTED >> 6 == 1 and mean_ptr is not None else None, WANTED=WANTED,
     )  # fmt: skip

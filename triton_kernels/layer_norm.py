@@ -11,6 +11,8 @@ which is symmetric, so one device function serves both modes:
     jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
     vjp   x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 
+Without `centered`, which makes RMS norm of it, x_hat = x * rstd, and P(v) = rstd * (v - x_hat * mean(v * x_hat)).
+
 Every launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The leading
 `batch_ndim` dims of x number the segments, each with parameters of its own; where the parameters are shared, the
 segments are whatever lets the strides be used as they are.
@@ -53,7 +55,14 @@ __all__ = ["layer_norm_bwd", "layer_norm_fwd", "layer_norm_fwd_jvp", "layer_norm
 
 @tunable
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool = True,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm of `x` over its last `norm_ndim` dims.
 
@@ -64,12 +73,15 @@ def layer_norm_fwd(
         norm_ndim: Number of normalized dims.
         batch_ndim: Number of leading dims of `x` along which the parameters differ.
         eps: Added to the variance.
+        centered: Whether the mean is subtracted.
+        rounded: Whether x_hat of a float16 or bfloat16 `x` is rounded to its dtype before it is multiplied.
 
     Returns:
         `y`, contiguous, with the shape and dtype of `x`; `mean` and `rstd`, `[*batch, *rest]` in the accumulation
-        dtype.
+        dtype; without `centered` the mean is empty.
     """
-    y, mean, rstd, _ = _forward(x, weight, bias, None, None, None, norm_ndim, batch_ndim, eps, has_tangent=False)
+    options = (norm_ndim, batch_ndim, eps, centered, rounded)
+    y, mean, rstd, _ = _forward(x, weight, bias, None, None, None, *options, has_tangent=False)
     return y, mean, rstd
 
 
@@ -84,6 +96,8 @@ def layer_norm_fwd_jvp(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool = True,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`layer_norm_fwd` and its tangent at once: x is read once for both.
 
@@ -97,11 +111,14 @@ def layer_norm_fwd_jvp(
         norm_ndim: As for `layer_norm_fwd`.
         batch_ndim: Likewise.
         eps: Likewise.
+        centered: Likewise.
+        rounded: Likewise, of `y` alone.
 
     Returns:
         `y`, `mean` and `rstd` of `layer_norm_fwd`, and `y_dot`, like `y`.
     """
-    return _forward(x, weight, bias, x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, eps, has_tangent=True)
+    options = (norm_ndim, batch_ndim, eps, centered, rounded)
+    return _forward(x, weight, bias, x_dot, weight_dot, bias_dot, *options, has_tangent=True)
 
 
 def _forward(
@@ -114,23 +131,27 @@ def _forward(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
+    rounded: bool,
     *,
     has_tangent: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row_shape = x.shape[: x.dim() - norm_ndim]
     y, y_dot = x.new_empty(x.shape), x.new_empty(x.shape if has_tangent else 0)
-    mean = x.new_empty(row_shape, dtype=accumulation_dtype(x.dtype))
-    rstd = x.new_empty(row_shape, dtype=mean.dtype)
+    rstd = x.new_empty(row_shape, dtype=accumulation_dtype(x.dtype))
+    mean = rstd.new_empty(row_shape if centered else 0)
     if x.numel() == 0:
         # Rows without columns: the empty sum and, as in torch, an undefined variance.
         return y, mean.zero_(), rstd.fill_(math.nan), y_dot
     params = {"weight": weight, "bias": bias, "weight_dot": weight_dot, "bias_dot": bias_dot}
     operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, {}, norm_ndim, batch_ndim)
     outputs = {"y": y, "y_dot": y_dot if has_tangent else None}
-    operands = operands._replace(outputs=outputs, row_outputs={"mean": mean, "rstd": rstd})
-    sums = RowSums(2 if x_dot is None else 4, ("x", "x_dot"), has_anchor=True)
+    operands = operands._replace(outputs=outputs, row_outputs={"mean": mean if centered else None, "rstd": rstd})
+    places = 2 if x_dot is None else 4
+    sums = RowSums(places, ("x", "x_dot"), places if centered else places // 2, has_anchor=centered)
+    rounded = rounded and x.dtype.itemsize == 2
     with device_guard(x):
-        launch_rows(layer_norm_fwd_kernel, operands, plan_rows(operands, sums), sums, EPS=eps)
+        launch_rows(layer_norm_fwd_kernel, operands, plan_rows(operands, sums), sums, EPS=eps, ROUNDED=rounded)
     return y, mean, rstd, y_dot
 
 
@@ -145,6 +166,7 @@ def layer_norm_jvp(
     bias_dot: Tensor | None,
     norm_ndim: int,
     batch_ndim: int,
+    centered: bool = True,
 ) -> Tensor:
     """Tangent of `layer_norm_fwd`: `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`.
 
@@ -158,6 +180,7 @@ def layer_norm_jvp(
         bias_dot: Tangent of the bias, `[*batch, *norm]`.
         norm_ndim: Number of normalized dims.
         batch_ndim: Number of leading dims of `x` along which the parameters and their tangents differ.
+        centered: As for `layer_norm_fwd`; the mean is not looked at without it, as by the other launchers.
 
     Returns:
         `y_dot`, contiguous, with the shape and dtype of `x`.
@@ -168,9 +191,9 @@ def layer_norm_jvp(
     # A weight multiplies the tangent of x alone, and bias_dot stands alone.
     takes_x = x_dot is not None or weight_dot is not None
     params = {"weight": None if x_dot is None else weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    statistics = {"mean": mean if takes_x else None, "rstd": rstd if takes_x else None}
+    statistics = {"mean": mean if takes_x and centered else None, "rstd": rstd if takes_x else None}
     operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, statistics, norm_ndim, batch_ndim)
-    sums = NO_SUMS if x_dot is None else RowSums(2, ("x", "x_dot"))
+    sums = NO_SUMS if x_dot is None else RowSums(2, ("x", "x_dot"), 2 if centered else 1)
     plan = plan_rows(operands, sums)
     if not takes_x:
         operands = operands._replace(view=operands.view._replace(tensors=(None, None)))
@@ -190,6 +213,7 @@ def layer_norm_bwd(
     norm_ndim: int,
     batch_ndim: int,
     wanted: Sequence[bool],
+    centered: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of the inputs of `layer_norm_fwd`; only the `wanted` ones are computed.
 
@@ -202,6 +226,7 @@ def layer_norm_bwd(
         norm_ndim: Number of normalized dims.
         batch_ndim: Number of leading dims of `x` over which the parameter cotangents are not summed.
         wanted: Whether `x_bar`, `weight_bar` and `bias_bar` are wanted.
+        centered: As for `layer_norm_fwd`.
 
     Returns:
         `x_bar`, contiguous, with the shape and dtype of `x`; `weight_bar` and `bias_bar`, `[*batch, *norm]` in the
@@ -215,13 +240,14 @@ def layer_norm_bwd(
     bias_bar = x.new_empty(param_shape, dtype=param_dtype) if want_bias else x.new_empty(0)
     if x.numel() == 0:
         return x_bar, weight_bar.zero_(), bias_bar.zero_()
+    given = (y_bar, x, weight, mean if centered else None, rstd, norm_ndim, batch_ndim)
     with device_guard(x):
         if want_weight or want_bias:
             bars = (weight_bar if want_weight else None, bias_bar if want_bias else None)
-            _launch_sums(y_bar, x, weight, mean, rstd, x_bar if want_x else None, bars, norm_ndim, batch_ndim)
+            _launch_sums(*given, x_bar if want_x else None, bars)
         elif want_x:
-            operands = _bwd_operands(y_bar, x, weight, mean, rstd, norm_ndim, batch_ndim)
-            _launch_x_bar(operands, plan_rows(operands, _X_BAR_SUMS), x_bar)
+            operands = _bwd_operands(*given)
+            _launch_x_bar(operands, plan_rows(operands, _x_bar_sums(operands)), x_bar)
     return x_bar, weight_bar, bias_bar
 
 
@@ -229,7 +255,7 @@ def _bwd_operands(
     y_bar: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
@@ -240,24 +266,25 @@ def _bwd_operands(
     return layer_norm_operands(full_size, {"weight": weight}, statistics, norm_ndim, batch_ndim, has_sums=has_sums)
 
 
-_X_BAR_SUMS = RowSums(2, ("y_bar", "x", "weight"))
+def _x_bar_sums(operands: Operands) -> RowSums:
+    return RowSums(2, ("y_bar", "x", "weight"), 1 if operands.statistics["mean"] is None else 2)
 
 
 def _launch_x_bar(operands: Operands, plan: RowPlan, x_bar: Tensor, parts: Tensor | None = None) -> None:
     operands = operands._replace(outputs={"x_bar": x_bar})
-    launch_rows(layer_norm_x_bar_kernel, operands, plan, _X_BAR_SUMS, parts=parts)
+    launch_rows(layer_norm_x_bar_kernel, operands, plan, _x_bar_sums(operands), parts=parts)
 
 
 def _launch_sums(
     y_bar: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
-    x_bar: Tensor | None,
-    bars: tuple[Tensor | None, Tensor | None],
     norm_ndim: int,
     batch_ndim: int,
+    x_bar: Tensor | None,
+    bars: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """Launch the sums over rows, x_bar in the same kernel or, of long rows, before it, and the sum of partial rows."""
     # The weight only enters x_bar.
@@ -269,9 +296,9 @@ def _launch_sums(
     plan = launch.plan_layer_norm_params(*sizes, x.device, view.is_aligned(itemsize, *strides))
     num_groups = math.prod(x.shape[:batch_ndim])
     swept = _bwd_operands(*given) if x_bar is not None and plan.looped else None
-    row_plan = None if swept is None else plan_rows(swept, _X_BAR_SUMS)
-    swept_size = 0 if swept is None or row_plan is None else num_row_parts(swept, row_plan, _X_BAR_SUMS)
-    parts, (swept_parts,) = sums_scratch(mean, view, plan, bars, num_groups, swept_size)
+    row_plan = None if swept is None else plan_rows(swept, _x_bar_sums(swept))
+    swept_size = 0 if swept is None or row_plan is None else num_row_parts(swept, row_plan, _x_bar_sums(swept))
+    parts, (swept_parts,) = sums_scratch(rstd, view, plan, bars, num_groups, swept_size)
     if swept is not None and row_plan is not None and x_bar is not None:
         _launch_x_bar(swept, row_plan, x_bar, swept_parts)
     if plan.looped:

@@ -69,6 +69,7 @@ def layer_norm_pairing(
     norm_ndim: int,
     batch_ndim: int,
     wanted: Sequence[bool],
+    centered: bool = True,
 ) -> tuple[Tensor, ...]:
     """Gradient of the pairing `<y_bar, y_dot>` of a cotangent with the tangent that `layer_norm_jvp` computes.
 
@@ -84,6 +85,7 @@ def layer_norm_pairing(
         norm_ndim: Number of normalized dims.
         batch_ndim: Number of leading dims of `x` along which the parameters differ.
         wanted: Which of the six results are wanted; only what these take is read.
+        centered: As for `layer_norm_fwd`.
 
     Returns:
         `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`, contiguous: those of full size with
@@ -93,7 +95,7 @@ def layer_norm_pairing(
     names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    return _differentiate(names, wanted, x, given, mean, rstd, norm_ndim, batch_ndim)
+    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim)
 
 
 @tunable
@@ -109,6 +111,7 @@ def layer_norm_bwd_jvp(
     norm_ndim: int,
     batch_ndim: int,
     wanted: Sequence[bool],
+    centered: bool = True,
 ) -> tuple[Tensor, ...]:
     """Tangents of the cotangents that `layer_norm_bwd` computes (forward over reverse).
 
@@ -124,6 +127,7 @@ def layer_norm_bwd_jvp(
         norm_ndim: Number of normalized dims.
         batch_ndim: Number of leading dims of `x` over which the parameter cotangents are not summed.
         wanted: Which of the three results are wanted; only what these take is read.
+        centered: As for `layer_norm_fwd`.
 
     Returns:
         `(x_bar_dot, weight_bar_dot, bias_bar_dot)`, contiguous, with the shapes and dtypes of `x_bar`, `weight_bar`
@@ -132,7 +136,7 @@ def layer_norm_bwd_jvp(
     names = ("x_bar", "weight_bar", "bias_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": None}
-    return _differentiate(names, wanted, x, given, mean, rstd, norm_ndim, batch_ndim)
+    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim)
 
 
 def _differentiate(
@@ -140,7 +144,7 @@ def _differentiate(
     wanted: Sequence[bool],
     x: Tensor,
     given: Mapping[str, Tensor | None],
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
@@ -167,7 +171,7 @@ def _launch(
     x: Tensor,
     given: Mapping[str, Tensor | None],
     results: Mapping[str, Tensor],
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
@@ -207,8 +211,10 @@ def _launch(
         wanted = _wanted_sums(rows)
         row_sums = _row_sums(rows, wanted)
         swept_size = num_row_parts(rows, row_plan, row_sums)
-    stat_sizes = [view.num_segments * view.num_rows * leaves_sums] * len(_X_DOT_SUMS)
-    parts, (*stats, swept_parts) = sums_scratch(mean, view, plan, totals, num_groups, *stat_sizes, swept_size)
+    num_stats = view.num_segments * view.num_rows * leaves_sums
+    # A norm that is not centered takes no mean of x_dot.
+    stat_sizes = (0 if mean is None else num_stats, num_stats)
+    parts, (*stats, swept_parts) = sums_scratch(rstd, view, plan, totals, num_groups, *stat_sizes, swept_size)
     x_dot_sums = dict(zip(_X_DOT_SUMS, stats, strict=True))
     if row_plan is not None:
         rows = rows._replace(row_outputs=x_dot_sums)
@@ -245,7 +251,8 @@ def _wanted_sums(operands: Operands) -> int:
     has_h, want_x = "x_dot" in given, "x_bar" in wanted
     has_g = "x_dot_bar" in wanted or (want_x and has_h)
     has_k = want_x and bool(given & {"weight_dot", "y_bar_dot"})
-    return 0b11 * has_h + 0b1100 * has_g + 0b110000 * has_k + 0b1000000 * (want_x and has_h)
+    bits = 0b11 * has_h + 0b1100 * has_g + 0b110000 * has_k + 0b1000000 * (want_x and has_h)
+    return bits if operands.statistics["mean"] is not None else bits & 0b1101010
 
 
 def _row_sums(operands: Operands, wanted: int) -> RowSums:
@@ -260,4 +267,4 @@ def _row_sums(operands: Operands, wanted: int) -> RowSums:
             reads.update(names)
     if wanted & 0b110000 and operands.params["weight_dot"][0] is not None:
         reads.add("y_bar")
-    return RowSums(7, reads, wanted.bit_count(), wanted > 0b111111) if wanted else NO_SUMS
+    return RowSums(7, reads, wanted.bit_count(), wanted & 0b1000001 == 0b1000001) if wanted else NO_SUMS

@@ -34,12 +34,14 @@ _RUNNING = ("running_mean", "running_var")
 
 def norm_calls(operands: Any, mode: str, statistics: Sequence[int], *, is_rows: bool) -> list[Call]:
     """The calls of a mode on operands that nobody touches, with statistics of this shape."""
-    affine, x = operands.weight is not None, operands.x
-    prefix, first = "" if is_rows else "train_", (True, affine, affine)
+    x, has_weight, has_bias = operands.x, operands.weight is not None, operands.bias is not None
+    prefix, first = "" if is_rows else "train_", (True, has_weight, has_bias)
     fwd, fwd_jvp = (
         [(f"{prefix}{name}", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])]
         for name in ("fwd", "fwd_jvp")
     )
+    # Without parameters nobody asks for their cotangents.
+    results = (True, True, has_weight, True, has_weight, has_bias)
     steps: dict[str, Sequence[Step]] = {
         "forward": fwd,
         "backward": [(f"{prefix}bwd", (), first)],
@@ -52,10 +54,9 @@ def norm_calls(operands: Any, mode: str, statistics: Sequence[int], *, is_rows: 
             *[("pairing", _PARAM_DOTS, (True, True, *(False,) * 4))] * is_rows,
             ("bwd_jvp", ("weight_dot", *["y_bar_dot"] * (not is_rows)), (True, False, False)),
         ],
-        # Without parameters nobody asks for their cotangents: the third, the fifth and the last.
         **{
             name: [
-                ("pairing", absent, [want and (affine or number in {0, 1, 3}) for number, want in enumerate(wanted)])
+                ("pairing", absent, [want and there for want, there in zip(wanted, results, strict=True)])
                 for absent, wanted in pairings
             ]
             for name, pairings in _PAIRINGS.items()

@@ -50,6 +50,8 @@ class LayerNorm(Operands):
     bias_dot: Tensor | None
     norm_ndim: int = 1
     batch_ndim: int = 0
+    centered: bool = True
+    rounded: bool = False
 
     @classmethod
     def draw(
@@ -68,7 +70,7 @@ class LayerNorm(Operands):
 
     def derived(self) -> dict[str, Any]:
         """Statistics of x."""
-        return statistics(self.x, tuple(range(-self.norm_ndim, 0)))
+        return statistics(self.x, tuple(range(-self.norm_ndim, 0)), self.centered)
 
 
 # Other dtypes of a shape show whether the plans hold for them; their second derivatives would only cost time.

@@ -93,6 +93,7 @@ class Op:
         has_channels: Whether statistics belong to channels, in dim 1.
         num_params: How many parameters it has, of which the suite takes derivatives.
         num_constants: How many arguments come behind these, of which it takes none.
+        family: Name of the op whose primitives it calls, where that is not its own.
         has_statistics: Whether statistics of rows or channels go from the forward to the backward.
     """
 
@@ -131,6 +132,7 @@ class Op:
     like_first: tuple[str, ...] = ()
     num_kept: int = 1
     dtypes: tuple[torch.dtype, ...] = DTYPES
+    family: str = ""
 
     def __post_init__(self) -> None:
         for name, functions in (("function", pr.functional), ("torch_function", F)):
@@ -145,7 +147,7 @@ class Op:
 
     def primitive(self, suffix: str) -> Primitive:
         """That of the name of the op with a suffix."""
-        return registered_primitives()[f"primitives::{self.name}{'' if self.is_linear else suffix}"]
+        return registered_primitives()[f"primitives::{self.family or self.name}{'' if self.is_linear else suffix}"]
 
     @property
     def forward(self) -> Primitive:
@@ -165,7 +167,7 @@ class Op:
     @property
     def fwd_jvp(self) -> Primitive | None:
         """That which forward mode calls instead of `forward` and `jvp` where it is outermost, if the op has one."""
-        return registered_primitives().get(f"primitives::{self.name}_fwd_jvp")
+        return registered_primitives().get(f"primitives::{self.family or self.name}_fwd_jvp")
 
     @property
     def first_order(self) -> tuple[Primitive, ...]:
@@ -181,7 +183,7 @@ class Op:
     @property
     def second_order(self) -> tuple[Primitive, ...]:
         """Primitives of the derivatives of `bwd` and `jvp`; without any, these are decomposed."""
-        names = [f"primitives::{self.name}_{suffix}" for suffix in ("pairing", "bwd_jvp")]
+        names = [f"primitives::{self.family or self.name}_{suffix}" for suffix in ("pairing", "bwd_jvp")]
         return tuple(registered_primitives()[name] for name in names if name in registered_primitives())
 
     def perturbable(self, sample: Sample) -> list[str]:

@@ -54,7 +54,7 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
             raise ShapeError(f"{op_name}: {name} must have shape {_list(shape)} ({what}), got {_list(value.shape)}.")
         if value.device != x.device:
             raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
-    if op_name == "layer_norm" and x.is_cuda and torch.is_autocast_enabled("cuda"):
+    if op_name != "batch_norm" and x.is_cuda and torch.is_autocast_enabled("cuda"):
         # Autocast will bring the arguments to one dtype.
         return
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
@@ -80,29 +80,54 @@ def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
     return dtype in FLOATING
 
 
-def normalized_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
     if not isinstance(shape, Sequence):
-        raise DtypeError(f"layer_norm: normalized_shape must be a sequence of ints, got {type(shape).__name__}.")
+        raise DtypeError(f"{op_name}: normalized_shape must be a sequence of ints, got {type(shape).__name__}.")
     if len(shape) == 0:
-        raise ShapeError("layer_norm: normalized_shape must name at least one axis, got [].")
+        raise ShapeError(f"{op_name}: normalized_shape must name at least one axis, got [].")
     for size in shape:
         if not _is_integer(size):
             raise DtypeError(
-                f"layer_norm: normalized_shape must be a sequence of ints, got one with a {type(size).__name__}."
+                f"{op_name}: normalized_shape must be a sequence of ints, got one with a {type(size).__name__}."
             )
     return tuple(shape)
 
 
-def layer_norm(label: str, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise unless `x`, `weight` and `bias` fit `shape` and one another."""
-    floating("layer_norm", label, x.dtype)
+def layer_norm(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], **params: Tensor | None) -> None:
+    """Raise unless `x` and the parameters fit `shape` and one another."""
+    floating(op_name, label, x.dtype)
     if tuple(x.shape[-len(shape) :]) != shape:
         wanted = ", ".join(["*", *map(str, shape)])
         raise ShapeError(
-            f"layer_norm: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
+            f"{op_name}: {label} must have shape [{wanted}] (normalized_shape={_list(shape)}), got {_list(x.shape)}."
         )
-    _pair("layer_norm", label, x, shape, "normalized_shape", weight=weight, bias=bias)
+    _pair(op_name, label, x, shape, "normalized_shape", **params)
+
+
+def batch_axes(param: Tensor, norm_ndim: int) -> tuple[int, ...]:
+    """Sizes of the leading axes of a parameter `[*batch, *norm]`, or `[*batch, 1, *norm]` with axes of tokens."""
+    lead = list(param.shape[: param.dim() - norm_ndim])
+    while lead and lead[-1] == 1:
+        lead.pop()
+    return tuple(lead)
+
+
+def of_samples(op_name: str, label: str, x: Tensor, norm_ndim: int, **pair: Any) -> None:
+    """Raise unless both of a pair are parameters of each sample of `x`, of one shape, that go with it."""
+    for name, value in pair.items():
+        if value is None:
+            raise DtypeError(f"{op_name}: {name} must be a tensor, got None.")
+    first, param = next(iter(pair.items()))
+    rest_ndim, lead_ndim = x.dim() - norm_ndim, param.dim() - norm_ndim
+    lead = batch_axes(param, norm_ndim)
+    fits = 0 <= lead_ndim <= rest_ndim and param.shape[lead_ndim:] == x.shape[rest_ndim:]
+    if not fits or lead != tuple(x.shape[: len(lead)]):
+        raise ShapeError(
+            f"{op_name}: {first} must have the leading axes of {label}, {_list(x.shape)}, as many as differ by sample, "
+            f"then axes of size 1 or none, and its last {norm_ndim}, got {_list(param.shape)}."
+        )
+    _pair(op_name, label, x, tuple(param.shape), f"that of {first}", **pair)
 
 
 def is_plain_layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:

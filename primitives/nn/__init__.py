@@ -10,6 +10,7 @@ from primitives.nn._modules import (
     LayerNorm,
     LogSoftmax,
     MultiheadAttention,
+    RMSNorm,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "LayerNorm",
     "LogSoftmax",
     "MultiheadAttention",
+    "RMSNorm",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "convert",

@@ -28,6 +28,7 @@ __all__ = [
     "MultiheadAttention",
     "OfThisPackage",
     "Overridden",
+    "RMSNorm",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]
@@ -71,6 +72,19 @@ class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` over its last axes."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` on `primitives.functional.rms_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` over its last axes."""
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
@@ -238,6 +252,6 @@ class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder)
 torch.serialization.add_safe_globals(
     [
         *(BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax, MultiheadAttention),
-        *(TransformerEncoder, TransformerEncoderLayer),
+        *(RMSNorm, TransformerEncoder, TransformerEncoderLayer),
     ]
 )

@@ -4,6 +4,8 @@ Notation as in `layer_norm.py`. ATen's backward without a weight is the map P, w
 gives a jvp as well as a vjp:
 
     y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+
+ATen has no kernel of a norm that is not centered; its backward gives the sums over rows, with a mean of 0.
 """
 
 from __future__ import annotations
@@ -29,15 +31,20 @@ LONGEST_BLOCK = 2**9
 # Along a row ATen has one running sum for each lane of a vector, eight in AVX2: at this length P loses 3e-5 of a v of
 # one sign. Beyond, P from sums apart makes a jvp take 1.3 times and a backward 2.3 times as long.
 LONGEST_ROW = 2**14
+ALL = slice(None)
 
 
 class Rows(NamedTuple):
-    """Contiguous x [rows, cols] with its statistics [rows, 1] and the dtype of sums, ready for ATen."""
+    """Contiguous x [rows, cols] with its statistics [rows, 1] and the dtype of sums, ready for ATen.
+
+    A norm that is not centered has a mean of 0.
+    """
 
     x: Tensor
     mean: Tensor
     rstd: Tensor
     acc: torch.dtype
+    centered: bool
 
     def like_x(self, t: Tensor | None) -> Any:
         """`t`, shaped as x was, as [rows, cols]."""
@@ -55,9 +62,9 @@ class Rows(NamedTuple):
         self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None, mask: Sequence[bool] = (True, False, False)
     ) -> tuple[Tensor, Tensor, Tensor]:
         """P(v * weight), sum(v * x_hat) and sum(v) of some rows, as far as `mask` says: mostly ATen's backward."""
-        if mask[0] and x.shape[1] > LONGEST_ROW:
+        if mask[0] and (x.shape[1] > LONGEST_ROW or not self.centered):
             sums = self.project(v, x, rows, None, (False, *mask[1:]))[1:] if any(mask[1:]) else (v, v)
-            return self._project_long_rows(v, x, rows, weight), *sums
+            return self._project_in_blocks(v, x, rows, weight), *sums
         if weight is None and (mask[1] or mask[2]):
             weight = x.new_ones(x.shape[1])
         cols = [x.shape[1]]
@@ -65,20 +72,25 @@ class Rows(NamedTuple):
             v, x, cols, self.mean[rows], self.rstd[rows], weight, weight, mask
         )
 
-    def _project_long_rows(self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None) -> Tensor:
+    def x_hat(self, x: Tensor, rows: slice, block: slice = ALL) -> Tensor:
+        """x_hat of a block of some rows, in new memory."""
+        rstd = self.rstd[rows][block]
+        return (x - self.mean[rows][block]).mul_(rstd) if self.centered else x * rstd
+
+    def _project_in_blocks(self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None) -> Tensor:
         """P(v * weight) from sums of sums."""
-        out, mean, rstd = torch.empty_like(x), self.mean[rows], self.rstd[rows]
+        out, rstd = torch.empty_like(x), self.rstd[rows]
         for block in row_blocks(*x.shape):
-            x_hat = (x[block].to(self.acc) - mean[block]).mul_(rstd[block])
+            x_hat = self.x_hat(x[block].to(self.acc), rows, block)
             g = v[block].to(self.acc) if weight is None else v[block] * weight
             product = g * x_hat
             slope = product.mean(1, keepdim=True)
-            centered = torch.sub(g, g.mean(1, keepdim=True), out=product)
-            out[block] = centered.addcmul_(x_hat, slope, value=-1).mul_(rstd[block])
+            rest = torch.sub(g, g.mean(1, keepdim=True), out=product) if self.centered else g
+            y = out[block] if out.dtype == self.acc else product
+            torch.addcmul(rest, x_hat, slope, value=-1, out=y).mul_(rstd[block])
+            if y is product:
+                out[block] = y
         return out
-
-
-ALL = slice(None)
 
 
 def rows_of(
@@ -88,20 +100,21 @@ def rows_of(
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
+    centered: bool,
     *,
     has_sums: bool,
 ) -> Rows | None:
     """The rows of x; `None` if samples have parameters or sums of their own, or ATen would lose accuracy."""
     if batch_ndim and (has_sums or _present(*params)):
         return None
-    if not served(x, *params) or not is_well_conditioned(mean, rstd):
+    if not served(x, *params) or (centered and not is_well_conditioned(mean, rstd)):
         return None
-    return _rows(x, mean, rstd, x.shape[x.dim() - norm_ndim :])
+    return _rows(x, mean, rstd, x.shape[x.dim() - norm_ndim :], centered)
 
 
-def _rows(x: Tensor, mean: Tensor, rstd: Tensor, shape: torch.Size) -> Rows:
-    mean, rstd = (statistic.contiguous().view(-1, 1) for statistic in (mean, rstd))
-    return Rows(x.contiguous().view(-1, shape.numel()), mean, rstd, accumulation_dtype(x.dtype))
+def _rows(x: Tensor, mean: Tensor, rstd: Tensor, shape: torch.Size, centered: bool) -> Rows:
+    mean, rstd = (each.contiguous().view(-1, 1) for each in (mean if centered else torch.zeros_like(rstd), rstd))
+    return Rows(x.contiguous().view(-1, shape.numel()), mean, rstd, accumulation_dtype(x.dtype), centered)
 
 
 def _present(*values: Tensor | None) -> bool:
@@ -109,12 +122,21 @@ def _present(*values: Tensor | None) -> bool:
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y, mean and rstd, by one call of ATen."""
+    """y, mean and rstd: by one call of ATen, or in blocks if not centered."""
     params = ready(x, weight, bias)
-    if params is None or (batch_ndim and _present(weight, bias)):
+    if params is None or (batch_ndim and _present(weight, bias)) or (centered and rounded):
         return None
+    if not centered:
+        return _forward_in_blocks(x, weight, bias, norm_ndim, eps, rounded)
     weight, bias = params
     rest_ndim = x.dim() - norm_ndim
     shape = x.shape[rest_ndim:]
@@ -129,6 +151,32 @@ def forward(
     return y, mean.view(rest), rstd.view(rest)
 
 
+def _forward_in_blocks(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, eps: float, rounded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and rstd of a norm that is not centered."""
+    rest, cols = x.shape[: x.dim() - norm_ndim], x.shape[x.dim() - norm_ndim :].numel()
+    acc = accumulation_dtype(x.dtype)
+    rstd = torch.empty(rest, dtype=acc)
+    rows = _rows(x, unwanted(x), rstd, x.shape[len(rest) :], centered=False)
+    weight, bias = rows.param(weight), rows.param(bias)
+    out = torch.empty_like(rows.x)
+    # What is in the dtype of sums is written where it belongs.
+    is_direct = out.dtype == acc and not rounded
+    for block in row_blocks(*rows.x.shape):
+        x_block, y = rows.x[block].to(acc), out[block] if is_direct else None
+        total = torch.linalg.vector_norm(x_block, dim=1, keepdim=True).square_()
+        torch.rsqrt(total.div_(cols).add_(eps), out=rows.rstd[block])
+        y = torch.mul(x_block, rows.rstd[block], out=y)
+        if rounded:
+            y = y.to(x.dtype).to(acc)
+        y = y if weight is None else y.mul_(weight)
+        y = y if bias is None else y.add_(bias)
+        if not is_direct:
+            out[block] = y
+    return out.view(x.shape), unwanted(rstd), rstd
+
+
 def bwd(
     y_bar: Tensor,
     x: Tensor,
@@ -138,17 +186,20 @@ def bwd(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """x_bar, weight_bar and bias_bar: by one call of ATen, in blocks where that would be inaccurate."""
     has_sums = wanted[1] or wanted[2]
     params = ready(x, weight)
-    if params is None or (batch_ndim and (has_sums or weight is not None)) or not is_well_conditioned(mean, rstd):
+    if params is None or (batch_ndim and (has_sums or weight is not None)):
+        return None
+    if centered and not is_well_conditioned(mean, rstd):
         return None
     shape = x.shape[x.dim() - norm_ndim :]
     is_long = shape.numel() > LONGEST_ROW or (has_sums and mean.numel() > LONGEST_SUM)
-    if is_long or x.dtype in LOW_PRECISION:
-        rows = _rows(x, mean, rstd, shape)
+    if is_long or x.dtype in LOW_PRECISION or not centered:
+        rows = _rows(x, mean, rstd, shape, centered)
         dtype = rows.acc if weight is None else weight.dtype
         x_bar, *sums = _bwd_of_rows(rows, rows.like_x(y_bar), rows.param(weight), wanted)
         bars: Any = (x_bar.view(x.shape) if wanted[0] else None, *[total.view(shape).to(dtype) for total in sums])
@@ -193,10 +244,11 @@ def jvp(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
 ) -> Tensor | None:
     """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
     params = (weight, weight_dot, bias_dot)
-    rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, has_sums=False)
+    rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=False)
     if rows is None:
         return None
     weight, weight_dot, bias_dot = map(rows.param, params)
@@ -207,7 +259,10 @@ def jvp(
     for block in row_blocks(*out.shape):
         x_block = rows.x[block].to(rows.acc)
         y_dot: Any = bias_dot
-        if weight_dot is not None:
+        if weight_dot is not None and not centered:
+            y_dot = rows.x_hat(x_block, block).mul_(weight_dot)
+            y_dot = y_dot if bias_dot is None else y_dot.add_(bias_dot)
+        elif weight_dot is not None:
             y_dot = torch.native_layer_norm(x_block, weight_dot.shape, weight_dot, bias_dot, eps)[0]
         if x_dot is not None:
             projected = rows.project(x_dot[block].to(rows.acc), x_block, block, None)[0]

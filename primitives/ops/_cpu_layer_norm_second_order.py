@@ -37,14 +37,15 @@ def pairing(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
     params, sums = (weight, weight_dot, bias_dot), (wanted[2], wanted[4], wanted[5])
-    rows = first_order.rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, has_sums=any(sums))
+    rows = first_order.rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=any(sums))
     if rows is None:
         return None
-    options = (norm_ndim, batch_ndim, eps)
+    options = (norm_ndim, batch_ndim, eps, centered)
     y_bar_bar = unwanted(x)
     if wanted[0]:
         y_bar_bar = first_order.jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, *options)
@@ -70,11 +71,12 @@ def bwd_jvp(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """x_bar_dot, weight_bar_dot and bias_bar_dot."""
     has_sums = wanted[1] or wanted[2]
-    rows = first_order.rows_of(x, (weight, weight_dot), mean, rstd, norm_ndim, batch_ndim, has_sums=has_sums)
+    rows = first_order.rows_of(x, (weight, weight_dot), mean, rstd, norm_ndim, batch_ndim, centered, has_sums=has_sums)
     if rows is None:
         return None
     out = _along(rows, y_bar, weight, y_bar_dot, x_dot, weight_dot, wanted)
@@ -141,7 +143,7 @@ def _x_along(
         return torch.zeros_like(x) if r is None else rows.project(r, x, block, None)[0]
     rstd = rows.rstd[block]
     scale = rstd / -x.shape[1]
-    x_hat = (x - rows.mean[block]).mul_(rstd)
+    x_hat = rows.x_hat(x, block)
     g = y_bar if weight is None else y_bar * weight
     a = (x_dot * x_hat).sum(1, keepdim=True).mul_(scale)
     b = (g * x_hat).sum(1, keepdim=True).mul_(scale)

@@ -119,8 +119,10 @@ def output_axes(op: Primitive, primals: Any) -> Any:
     """The batch comes first in every output; a stand-in for an unwanted one has none."""
     if "wanted" in primals._fields:
         return tuple(0 if want else None for want in primals.wanted)
-    count = len(op.spec.outputs)
-    return (0,) * count if count > 1 else 0
+    # The mean of a norm that is not centered is such a stand-in.
+    has_mean = getattr(primals, "centered", True)
+    axes = tuple(0 if has_mean or name != "mean" else None for name in op.spec.outputs)
+    return axes if len(axes) > 1 else 0
 
 
 def batch_all(counter: str, *ops: Primitive) -> None:

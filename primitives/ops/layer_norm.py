@@ -1,4 +1,4 @@
-r"""Layer normalization over the last axes of x.
+r"""Layer normalization over the last axes of x, and RMS norm, which is layer norm that is not `centered`.
 
 With x_hat = (x - mean) * rstd, rstd = 1 / sqrt(var + eps), all means over the normalized axes,
 
@@ -10,10 +10,13 @@ symmetric, so one map serves both modes:
     jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
     vjp   x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 
-The sums run over all axes of x but the normalized ones.
+The sums run over all axes of x but the normalized ones. Without `centered` x_hat = x * rstd, rstd =
+1 / sqrt(mean(x**2) + eps), and P(v) = rstd * (v - x_hat * mean(v * x_hat)); all else is as it was. With `rounded` the
+value takes x_hat in the dtype of x, as models do that cast before they multiply; derivatives do not look at that.
 
 Shapes: x is [*batch, *rest, *norm] with `norm_ndim` normalized axes and `batch_ndim` batch axes, which vmap adds.
-weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 (float64 for float64 x).
+weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 (float64 for float64 x). A norm that is
+not centered has a mean without elements.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
 
 layer_norm_p = Primitive(
     "layer_norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, int norm_ndim, int batch_ndim, float eps)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    "(Tensor x, Tensor? weight, Tensor? bias, int norm_ndim, int batch_ndim, float eps, bool centered,"
+    " bool rounded) -> (Tensor y, Tensor mean, Tensor rstd)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
     recomputable=True,
@@ -40,7 +43,7 @@ layer_norm_p = Primitive(
 layer_norm_bwd_p = Primitive(
     "layer_norm_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
-    " bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    " bool centered, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "x", "weight", "mean", "rstd"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -48,7 +51,7 @@ layer_norm_bwd_p = Primitive(
 layer_norm_jvp_p = Primitive(
     "layer_norm_jvp",
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
-    " int norm_ndim, int batch_ndim, float eps) -> Tensor y_dot",
+    " int norm_ndim, int batch_ndim, float eps, bool centered) -> Tensor y_dot",
     residuals=("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -64,13 +67,14 @@ def norm_axes(norm_ndim: int) -> list[int]:
     return list(range(-norm_ndim, 0))
 
 
-def _statistics(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and rstd of x [*rows, *norm], each [*rows], in the accumulation dtype."""
+def _statistics(x: Tensor, norm_ndim: int, eps: float, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and rstd of x [*rows, *norm], each [*rows], in the accumulation dtype, and x less its mean."""
     axes = norm_axes(norm_ndim)
     x = x.to(accumulation_dtype(x.dtype))
-    mean = x.mean(axes)
-    variance = (x - _per_feature(mean, norm_ndim)).square().mean(axes)
-    return mean, (variance + eps).rsqrt()
+    mean = x.mean(axes) if centered else unwanted(x)
+    if centered:
+        x = x - _per_feature(mean, norm_ndim)
+    return mean, (x.square().mean(axes) + eps).rsqrt(), x
 
 
 def _per_feature(statistic: Tensor, norm_ndim: int) -> Tensor:
@@ -78,17 +82,18 @@ def _per_feature(statistic: Tensor, norm_ndim: int) -> Tensor:
     return statistic.reshape(*statistic.shape, *[1] * norm_ndim)
 
 
-def normalized(x: Tensor, norm_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
+def normalized(x: Tensor, norm_ndim: int, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """x_hat and rstd (shaped to broadcast against x), both functions of x."""
-    mean, rstd = _statistics(x, norm_ndim, eps)
+    _, rstd, x = _statistics(x, norm_ndim, eps, centered)
     rstd = _per_feature(rstd, norm_ndim)
-    return (x - _per_feature(mean, norm_ndim)) * rstd, rstd
+    return x * rstd, rstd
 
 
-def project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int) -> Tensor:
+def project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int, centered: bool) -> Tensor:
     """`P(v)`, the derivative of x_hat with respect to x along v."""
     axes = norm_axes(norm_ndim)
-    return rstd * (v - v.mean(axes, keepdim=True) - x_hat * (v * x_hat).mean(axes, keepdim=True))
+    along = x_hat * (v * x_hat).mean(axes, keepdim=True)
+    return rstd * ((v - v.mean(axes, keepdim=True) if centered else v) - along)
 
 
 def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
@@ -105,11 +110,20 @@ def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
 
 @layer_norm_p.def_reference
 def _layer_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm_ndim: int, batch_ndim: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_ndim: int,
+    batch_ndim: int,
+    eps: float,
+    centered: bool,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    mean, rstd = _statistics(x, norm_ndim, eps)
-    y = (x - _per_feature(mean, norm_ndim)) * _per_feature(rstd, norm_ndim)
+    mean, rstd, y = _statistics(x, norm_ndim, eps, centered)
+    y = y * _per_feature(rstd, norm_ndim)
+    if rounded:
+        y = y.to(x.dtype).to(rstd.dtype)
     if weight is not None:
         y = y * per_row(weight, x, norm_ndim, batch_ndim)
     if bias is not None:
@@ -127,14 +141,15 @@ def _layer_norm_bwd_reference(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, y_bar = x.contiguous(), y_bar.contiguous()
     # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
-    x_hat, rstd = normalized(x, norm_ndim, eps)
+    x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     y_bar_acc = y_bar.to(x_hat.dtype)
     v = y_bar_acc if weight is None else y_bar_acc * per_row(weight, x, norm_ndim, batch_ndim)
-    x_bar = project(v, x_hat, rstd, norm_ndim).to(x.dtype) if wanted[0] else unwanted(x)
+    x_bar = project(v, x_hat, rstd, norm_ndim, centered).to(x.dtype) if wanted[0] else unwanted(x)
     # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
     dtype = x_hat.dtype if weight is None else weight.dtype
     weight_bar = sum_rows(y_bar_acc * x_hat, norm_ndim, batch_ndim).to(dtype) if wanted[1] else unwanted(x)
@@ -154,12 +169,13 @@ def _layer_norm_jvp_reference(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
 ) -> Tensor:
     x = x.contiguous()
-    x_hat, rstd = normalized(x, norm_ndim, eps)
+    x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     terms = []
     if x_dot is not None:
-        projected = project(x_dot.contiguous().to(x_hat.dtype), x_hat, rstd, norm_ndim)
+        projected = project(x_dot.contiguous().to(x_hat.dtype), x_hat, rstd, norm_ndim, centered)
         terms.append(projected if weight is None else projected * per_row(weight, x, norm_ndim, batch_ndim))
     if weight_dot is not None:
         terms.append(x_hat * per_row(weight_dot, x, norm_ndim, batch_ndim))
@@ -182,14 +198,16 @@ bind_kernels(layer_norm_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp")
 @layer_norm_p.def_vjp
 def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
     r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
-    out = layer_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, r.norm_ndim, r.batch_ndim, r.eps, mask)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered)
+    out = layer_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, *options, mask)
     return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
 
 
 @layer_norm_p.def_jvp
 def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
     r, t = residuals, tangents
-    return layer_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.norm_ndim, r.batch_ndim, r.eps)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered)
+    return layer_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, *options)
 
 
 # Batching: the batch becomes more rows, and where parameters have it too, one more batch axis.
@@ -197,5 +215,5 @@ def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 batch_rows(layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p, layer_norm_fwd_jvp_p)
 
 
-# Torch runs layer norm in float32 under CUDA's autocast and leaves it alone under the CPU's.
+# Torch runs both norms in float32 under CUDA's autocast and leaves them alone under the CPU's.
 layer_norm_p.def_autocast("cuda")(cast_to_float32)

@@ -24,7 +24,8 @@ Forward over reverse, `layer_norm_bwd_jvp_p`: with g_dot = y_bar_dot * weight + 
     x_bar_dot      = P(g_dot) - rstd * (A * P(g) + x_hat * mean(g * h) + h * B)
     weight_bar_dot = sum(y_bar_dot * x_hat + y_bar * h),        bias_bar_dot = sum(y_bar_dot)
 
-Third and higher orders, and the jvp of a jvp, differentiate the references.
+All of it holds for a norm that is not centered, with its P. Third and higher orders, and the jvp of a jvp,
+differentiate the references.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 layer_norm_pairing_p = Primitive(
     "layer_norm_pairing",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool[] wanted)"
+    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool[] wanted)"
     " -> (Tensor y_bar_bar, Tensor x_bar, Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar,"
     " Tensor bias_dot_bar)",
     cached=("mean", "rstd"),
@@ -59,7 +60,7 @@ layer_norm_pairing_p = Primitive(
 layer_norm_bwd_jvp_p = Primitive(
     "layer_norm_bwd_jvp",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? y_bar_dot, Tensor? x_dot,"
-    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool[] wanted)"
+    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool[] wanted)"
     " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
     cached=("mean", "rstd"),
     decomposable=True,
@@ -82,12 +83,13 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
     want_y_bar, want_x, want_weight, want_x_dot, want_weight_dot, want_bias_dot = wanted
     x = x.contiguous()
     # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
-    x_hat, rstd = normalized(x, norm_ndim, eps)
+    x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     y_bar = y_bar.contiguous().to(x_hat.dtype)
     axes, dtype = norm_axes(norm_ndim), x.dtype if weight is None else weight.dtype
 
@@ -109,18 +111,20 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
     h = projected_g = None
     if x_dot is not None:
         x_dot = x_dot.contiguous().to(x_hat.dtype)
-        h = project(x_dot, x_hat, rstd, norm_ndim)
+        h = project(x_dot, x_hat, rstd, norm_ndim, centered)
     if want_x_dot or x_dot is not None:
-        projected_g = project(g, x_hat, rstd, norm_ndim)
+        projected_g = project(g, x_hat, rstd, norm_ndim, centered)
 
     y_bar_terms, x_terms = [], []
     if h is not None and x_dot is not None and projected_g is not None:
         y_bar_terms.append(scaled(h, weight))
         twisted = rstd * (mean_of(g * x_hat) * x_dot + mean_of(x_dot * x_hat) * g)
-        x_terms.append(-project(twisted, x_hat, rstd, norm_ndim) - rstd * mean_of(x_dot * projected_g) * x_hat)
+        x_terms.append(
+            -project(twisted, x_hat, rstd, norm_ndim, centered) - rstd * mean_of(x_dot * projected_g) * x_hat
+        )
     if weight_dot is not None:
         y_bar_terms.append(scaled(x_hat, weight_dot))
-        x_terms.append(project(scaled(y_bar, weight_dot), x_hat, rstd, norm_ndim))
+        x_terms.append(project(scaled(y_bar, weight_dot), x_hat, rstd, norm_ndim, centered))
     if bias_dot is not None:
         y_bar_terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim))
     return (
@@ -146,10 +150,11 @@ def _layer_norm_bwd_jvp_reference(
     norm_ndim: int,
     batch_ndim: int,
     eps: float,
+    centered: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    x_hat, rstd = normalized(x, norm_ndim, eps)
+    x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     y_bar = y_bar.contiguous().to(x_hat.dtype)
     axes, dtype = norm_axes(norm_ndim), x.dtype if weight is None else weight.dtype
 
@@ -167,12 +172,14 @@ def _layer_norm_bwd_jvp_reference(
     if weight_dot is not None:
         g_dot_terms.append(scaled(y_bar, weight_dot))
     if g_dot_terms:
-        x_terms.append(project(total(g_dot_terms), x_hat, rstd, norm_ndim))
+        x_terms.append(project(total(g_dot_terms), x_hat, rstd, norm_ndim, centered))
     if x_dot is not None:
         x_dot = x_dot.contiguous().to(x_hat.dtype)
-        g, h = scaled(y_bar, weight), project(x_dot, x_hat, rstd, norm_ndim)
+        g, h = scaled(y_bar, weight), project(x_dot, x_hat, rstd, norm_ndim, centered)
         means = [(v * u).mean(axes, keepdim=True) for v, u in ((x_dot, x_hat), (g, h), (g, x_hat))]
-        x_terms.append(-rstd * (means[0] * project(g, x_hat, rstd, norm_ndim) + x_hat * means[1] + h * means[2]))
+        x_terms.append(
+            -rstd * (means[0] * project(g, x_hat, rstd, norm_ndim, centered) + x_hat * means[1] + h * means[2])
+        )
         weight_terms.append(y_bar * h)
     return (
         total(x_terms).to(x.dtype, copy=True) if wanted[0] else unwanted(x),
