@@ -73,7 +73,8 @@ def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
     else:
         sums = sums_of((centered, centered * centered))
     shift = sums[0] * (1.0 / num_cols)
-    rstd = rstd_of(tl.maximum(sums[1] * (1.0 / num_cols) - shift * shift, 0.0), EPS)
+    variance = sums[1] * (1.0 / num_cols) - shift * shift
+    rstd = rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
     if x[1].type.is_block():
         product = sums[3] - shift * sums[2]
         s = mean + shift, rstd, sums[2] * (1.0 / num_cols), product * rstd * (1.0 / num_cols)
