@@ -6,6 +6,7 @@ call.
 """
 
 from primitives import autograd, decompositions, func, functional, nn, testing, tracing
+from primitives._audit import AuditReport, audit
 from primitives._override import override_torch
 from primitives._version import __version__
 from primitives._warm_up import warm_up
@@ -24,6 +25,7 @@ from primitives.core import (
 from primitives.custom import custom_op
 
 __all__ = [
+    "AuditReport",
     "AxisError",
     "BackendError",
     "DeviceError",
@@ -33,6 +35,7 @@ __all__ = [
     "ShapeError",
     "TreeError",
     "__version__",
+    "audit",
     "autograd",
     "current_backend",
     "custom_op",

@@ -79,7 +79,7 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
     devices = sorted({x.device for x in tensors if x.is_cuda}, key=str)
     run = _forward_and_backward if step is None else step
     random_states = torch.random.fork_rng([device.index for device in devices])
-    with attributes_kept(list(model.modules())), _tensors_kept(tensors), random_states, _side_streams(devices):
+    with attributes_kept(list(model.modules())), tensors_kept(tensors), random_states, _side_streams(devices):
         for _ in range(_RUNS):
             run(model, *args, **kwargs)
 
@@ -105,7 +105,7 @@ def _forward_and_backward(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def _tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+def tensors_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Context that begins without gradients, and after which tensors and their gradients are what they were."""
     values = [(x, x.detach().clone(), _version(x)) for x in tensors if not x.is_meta]
     grads = [(x, x.grad) for x in tensors if x.is_leaf]

@@ -34,6 +34,7 @@ LAYERS = (
         "primitives._override",
         "primitives._warm_up",
     ),
+    ("primitives._audit",),
     ("primitives.nn",),
     ("primitives",),
 )

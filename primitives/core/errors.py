@@ -4,6 +4,14 @@ Each one also derives from what `torch` raises for the same mistake, so that cod
 working when it moves here.
 """
 
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = [
     "AxisError",
     "BackendError",
@@ -14,6 +22,7 @@ __all__ = [
     "MutationError",
     "ShapeError",
     "TreeError",
+    "remedy_noted",
 ]
 
 
@@ -51,3 +60,23 @@ class BackendError(RuntimeError):
 
 class MutationError(RuntimeError, ValueError):
     """A tensor was to be updated in place where that is impossible."""
+
+
+@contextlib.contextmanager
+def remedy_noted() -> Iterator[None]:
+    """Context in which an error of torch that it lacks a derivative gets a note of what serves it (Python 3.11+)."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        text = str(error)
+        is_torchs = "use forward AD with" in text or ("derivative for" in text and "is not implemented" in text)
+        if is_torchs and hasattr(error, "add_note"):
+            note = (
+                "primitives: torch lacks this derivative. override_torch serves norms and attention, nn.convert whole "
+                "models, and decompositions.differentiate_through other functions of torch; audit(function, *inputs) "
+                "says which."
+            )
+            # Transforms nest, and each sees the error.
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)  # type: ignore[attr-defined] - of Python 3.11
+        raise

@@ -94,7 +94,8 @@ def group_norm(
 def weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     """`g * v / |v|`, and the norms over all axes but `dim`, of the whole for -1."""
     axes = [axis for axis in range(v.dim()) if dim == -1 or axis != dim]
-    norms = torch.linalg.vector_norm(v, 2, axes, keepdim=dim != -1)
+    # Not by vector_norm, whose derivatives of third order raise in torch.
+    norms = v.square().sum(axes, keepdim=dim != -1).sqrt()
     return v * (g / norms), norms
 
 

@@ -11,7 +11,15 @@ from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from primitives.core.errors import AxisError, DtypeError, LeafError, MissingRuleError, ShapeError, TreeError
+from primitives.core.errors import (
+    AxisError,
+    DtypeError,
+    LeafError,
+    MissingRuleError,
+    ShapeError,
+    TreeError,
+    remedy_noted,
+)
 from primitives.core.trees.leaves import Partition
 
 if TYPE_CHECKING:
@@ -32,10 +40,22 @@ def eager_after_break(function: F) -> F:
     After a graph break Dynamo goes on with the functions that were called around it. Between two levels of a transform
     it fails on an assertion there, and what it makes of a treespec does not work outside of a graph. Marked, the code
     and all that it calls run eagerly then. The root of `torch.compile` must not be marked, as it would never be traced.
+
+    In eager mode, errors of torch that a derivative is missing get a note of the remedy.
     """
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with remedy_noted():
+            return function(*args, **kwargs)
+
     skip = eval_frame._FrameAction.SKIP  # type: ignore[attr-defined] - an enumeration that the stub leaves out
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return function
+    marked: Any
+    for marked in (function, noted):
+        eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return noted  # type: ignore[return-value] - it has the signature of `function`
 
 
 class FlatCall:

@@ -1,0 +1,228 @@
+"""Which nested derivatives of torch's own operators are right: writes the table that `primitives.audit` reads.
+
+Every operator that torch's OpInfo database reaches below autograd is differentiated along a random direction in every
+nesting of forward and reverse mode up to order 3, and held against central differences of the nesting below.
+
+Run: `python -m perf.torch_derivatives`, once for each version of torch. It takes about ten minutes.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import warnings
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import group_norm, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from primitives._audit.nestings import difference, nested, nestings, perturbed_sum
+from primitives._audit.table import MAX_ORDER, name_of, table_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+# Calls of an operator that are tried, and the elements that the arguments of one have at most.
+CALLS, ELEMENTS = 4, 3000
+SAMPLES = 10
+# Relative errors of central differences, and of differences of differences, where torch has no nesting that is right.
+TOLERANCE, LOOSE_TOLERANCE = 1e-5, 1e-3
+SEVERITY = ("right", "raises", "wrong")
+
+
+class Call(NamedTuple):
+    """A call of an operator, flattened; the tensors at `positions` are differentiated."""
+
+    operator: OpOverload
+    values: list[Any]
+    spec: Any
+    positions: list[int]
+
+    def __call__(self, *xs: Tensor) -> list[Tensor]:
+        """Its outputs, with `xs` in the places of the tensors that are differentiated."""
+        values = list(self.values)
+        for position, x in zip(self.positions, xs, strict=True):
+            values[position] = x
+        args, kwargs = tree_unflatten(values, self.spec)
+        # What draws numbers draws the same ones each time.
+        torch.manual_seed(0)
+        out = self.operator(*args, **kwargs)
+        return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the functional calls that are made inside."""
+
+    def __init__(self, found: dict[str, list[Call]]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        values, spec = tree_flatten((args, kwargs or {}))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        known = self.found[name_of(func, args)]
+        is_small = 0 < sum(x.numel() for x in tensors) <= ELEMENTS and all(x.layout == torch.strided for x in tensors)
+        if is_small and not func._schema.is_mutable and len(known) < CALLS:
+            copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
+            positions = [n for n, x in enumerate(copies) if isinstance(x, torch.Tensor) and x.dtype == torch.float64]
+            known.append(Call(func, copies, spec, positions))
+        return func(*args, **kwargs or {})
+
+
+def _beside_the_database() -> Iterator[Callable[[], Any]]:
+    """Calls that it lacks."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+    x = random(2, 4, 3, 3)
+    yield lambda: group_norm(x.to(memory_format=torch.channels_last), 2, random(4), random(4))
+    yield lambda: torch._weight_norm(random(3, 4), random(3, 1), 0)  # type: ignore[attr-defined] - no stub
+    q, k, v = (random(1, 2, 4, 3) for _ in range(3))
+    yield lambda: scaled_dot_product_attention(q, k, v)
+    yield lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+    # A row that sees nothing.
+    mask = torch.tensor([[True, False], [False, False]])
+    yield lambda: torch.ops.aten._safe_softmax(torch.where(mask, random(2, 2), -torch.inf), -1)
+
+
+def recorded(database: Iterable[Any]) -> dict[str, list[Call]]:
+    """Calls by the name of their operator: those of `database`, and some beside it."""
+    found: dict[str, list[Call]] = defaultdict(list)
+    for run in _beside_the_database():
+        with _Recorder(found):
+            run()
+    for op in database:
+        if not op.supports_autograd or torch.float64 not in op.supported_dtypes("cpu"):
+            continue
+        samples = op.sample_inputs("cpu", torch.float64, requires_grad=True)
+        for _, sample in zip(range(SAMPLES), samples, strict=False):
+            try:
+                with _Recorder(found):
+                    op(sample.input, *sample.args, **sample.kwargs)
+            # The database has samples of which torch says that it has no kernel for them.
+            except (RuntimeError, NotImplementedError):
+                continue
+    return {name: found[name] for name in sorted(found) if found[name]}
+
+
+def _differentiable(call: Call) -> tuple[Call, list[int]] | None:
+    """The call with the tensors that torch differentiates, and the outputs that depend on them; None without any."""
+    while call.positions:
+        try:
+            outputs = call(*[call.values[n].clone().requires_grad_() for n in call.positions])
+        except (RuntimeError, NotImplementedError) as error:
+            name = re.search(r"with respect to argument '(\w+)'", str(error))
+            arguments = [argument.name for argument in call.operator._schema.arguments]
+            if name is None or name[1] not in arguments:
+                return None
+            number = arguments.index(name[1])
+            args, kwargs = tree_unflatten(list(range(len(call.values))), call.spec)
+            left_out = args[number] if number < len(args) else kwargs.get(name[1])
+            if left_out not in call.positions:
+                return None
+            call = call._replace(positions=[n for n in call.positions if n != left_out])
+            continue
+        moving = [n for n, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+        moving = [n for n in moving if outputs[n].dtype == torch.float64 and outputs[n].layout == torch.strided]
+        return (call, moving) if moving else None
+    return None
+
+
+def _of_the_structure(direction: Tensor, x: Tensor) -> Tensor:
+    """A direction along which a symmetric or triangular matrix stays one: such operators read a half of it."""
+    if x.dim() >= 2 and x.shape[-1] == x.shape[-2]:
+        if torch.equal(x, x.mT):
+            return (direction + direction.mT) / 2
+        for half in (torch.tril, torch.triu):
+            if torch.equal(x, half(x)):
+                return half(direction)
+    return direction
+
+
+def _symmetric(call: Call) -> Call:
+    """The call with symmetric matrices, of which some operators read a half and take the other half for granted."""
+    values = list(call.values)
+    for n in call.positions:
+        if values[n].dim() >= 2 and values[n].shape[-1] == values[n].shape[-2]:
+            values[n] = (values[n] + values[n].mT) / 2
+    return call._replace(values=values)
+
+
+def judged(call: Call, moving: Sequence[int], *, is_part: bool = False) -> dict[str, str] | None:
+    """Of each nesting whether a call is `"right"`, `"wrong"` or `"raises"`; None if its first derivative is neither."""
+    generator = torch.Generator().manual_seed(0)
+    xs = [call.values[n] for n in call.positions]
+    random = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in xs]
+    directions = [_of_the_structure(v, x) for v, x in zip(random, xs, strict=True)]
+
+    def below(*xs: Tensor) -> Tensor:
+        outputs = call(*xs)
+        return perturbed_sum([outputs[n] for n in moving])
+
+    function, verdicts, tolerance = below, {}, TOLERANCE
+    for order in range(1, MAX_ORDER + 1):
+        truth = difference(below, directions)(*xs).item()
+        allowed = tolerance * max(abs(truth), abs(function(*xs).item()), 1e-3)
+        for nesting in nestings(order):
+            try:
+                error = abs(nested(function, directions, nesting)(*xs).item() - truth)
+                verdicts[nesting] = "right" if error <= allowed else "wrong"
+            except (RuntimeError, NotImplementedError, IndexError, ValueError):
+                verdicts[nesting] = "raises"
+        right = next((nesting for nesting in nestings(order) if verdicts[nesting] == "right"), None)
+        if order == 1 and ("wrong" in verdicts.values() or (is_part and truth == 0.0)):
+            # There it has no derivative, reads less of its arguments than it is given, or this part is constant.
+            return None
+        tolerance = TOLERANCE if right else LOOSE_TOLERANCE
+        below = nested(function, directions, right) if right else difference(below, directions, 1e-3)
+    return verdicts
+
+
+def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
+    """What holds of each nesting for all calls; None if none could be judged.
+
+    One call that is silently wrong makes a nesting wrong. One that raises tells by itself: half of them have to.
+    """
+    found = []
+    for call, moving in filter(None, map(_differentiable, calls)):
+        # Statistics beside a result are seldom differentiated: what holds for the result alone counts.
+        judgments = []
+        for like in (call, _symmetric(call)):
+            if not any(judgments):
+                judgments = [judged(like, moving), judged(like, moving[:1], is_part=True) if moving[1:] else None]
+        known = [judgment for judgment in judgments if judgment is not None]
+        if known:
+            found.append({nesting: min((v[nesting] for v in known), key=SEVERITY.index) for nesting in known[0]})
+    verdicts = {}
+    for nesting in found[0] if found else ():
+        counts = Counter(judgment[nesting] for judgment in found)
+        verdicts[nesting] = "wrong" if counts["wrong"] else "raises" if 2 * counts["raises"] >= len(found) else "right"
+    return verdicts or None
+
+
+def main() -> None:
+    """Write the table."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    rows = []
+    for name, calls in recorded(op_db).items():
+        verdicts = verdicts_of(calls)
+        if verdicts is not None:
+            kinds = (" ".join(n for n, v in verdicts.items() if v == kind) for kind in ("wrong", "raises"))
+            rows.append([name, *kinds])
+            print(*rows[-1], sep=" | ", flush=True)
+    with table_path().open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([["operator", "wrong", "raises"], *rows])
+
+
+if __name__ == "__main__":
+    main()

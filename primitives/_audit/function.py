@@ -1,0 +1,182 @@
+"""`audit`: run a function once, and say of each operation in it which nested derivatives torch gets right."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from primitives._audit.nestings import described, difference, nested, nestings, perturbed_sum
+from primitives._audit.recording import Recorder, autograd_functions, places_by_module
+from primitives._audit.report import AuditReport, Finding
+from primitives._audit.table import MAX_ORDER, remedy_for, tabled_version, verdict_of
+from primitives._warm_up import tensors_kept
+from primitives.core.errors import LeafError, remedy_noted
+from primitives.tracing.modules.lending import attributes_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["audit"]
+
+# Of a whole function in float64 against central differences, relative to the largest of its derivatives.
+TOLERANCE = 1e-5
+
+_UNKNOWN = "try it with strict=True"
+_CUSTOM = "primitives.custom_op with rules of its own, and testing.check_rules"
+
+
+def audit(
+    function: Callable[..., Any], /, *inputs: Any, order: int = 2, strict: bool = False, **kwargs: Any
+) -> AuditReport:
+    """Say which derivatives of a function torch gets right, operation by operation, and what to do about the others.
+
+    The function runs once, as it is; every operation that depends on an input or a parameter is looked up in a table of
+    torch's operators, measured against central differences (`python -m perf.torch_derivatives`). An operation of
+    this package is right at every order. What comes back as it was: parameters, buffers, gradients, attributes of the
+    modules, random states.
+
+    The table was measured in float64 on a CPU, over the samples of torch's own tests, along random directions: where it
+    says right, none of those was wrong. A derivative that `function` takes itself counts: of a loss with a JVP in it,
+    `order=1` is the gradient of that loss, and the operations of the JVP are listed like others.
+
+    Args:
+        function: A module or a function of tensors and pytrees of them.
+        *inputs: Its arguments. The floating-point tensors among them are differentiated, and the parameters of a
+            module.
+        order: Up to how many derivatives are nested, 1 to 3: 2 for a gradient through a JVP, a Hessian-vector product
+            or a gradient penalty.
+        strict: Whether the function is also run in float64 and each nesting held against central differences along
+            a random direction. It takes some minutes where one call takes seconds, and shows mistakes in operations
+            that the table lacks, and in `autograd.Function`s.
+        **kwargs: Keyword arguments of `function`. One that is called as an argument of this function goes into a
+            lambda.
+
+    Returns:
+        An `AuditReport`: true if nothing was found, and a text that says what was.
+
+    Raises:
+        ValueError: If `order` is not 1, 2 or 3.
+        LeafError: If there is nothing to differentiate.
+        Exception: What the function raises, with a note of the remedy where torch lacks a derivative.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+        >>> report = pr.audit(model, torch.randn(2, 3))
+        >>> [(finding.operation, finding.wrong) for finding in report.findings]
+        [('aten.native_layer_norm.default', ('jvp(jvp)', 'vjp(jvp)'))]
+        >>> report.findings[0].remedy
+        'nn.convert or override_torch'
+        >>> bool(pr.audit(pr.nn.convert(model), torch.randn(2, 3)))
+        True
+    """
+    if order not in range(1, MAX_ORDER + 1):
+        raise ValueError(f"audit: order must be between 1 and {MAX_ORDER}, got {order!r}.")
+    modules = list(function.modules()) if isinstance(function, torch.nn.Module) else []
+    parameters = list(modules[0].parameters()) if modules else []
+    buffers = list(modules[0].buffers()) if modules else []
+    given = tree_map(_leaf, (inputs, kwargs))
+    moving = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if not moving and not any(p.requires_grad for p in parameters):
+        raise LeafError("audit: there must be a floating-point tensor or a parameter to differentiate, got none.")
+    with attributes_kept(modules), tensors_kept([*parameters, *buffers]), torch.random.fork_rng(), torch.enable_grad():
+        with (
+            places_by_module(function) as running,
+            Recorder([*moving, *parameters], running) as recorder,
+            remedy_noted(),
+        ):
+            outputs = function(*given[0], **given[1])
+        functions = autograd_functions(tree_leaves(outputs))
+        errors = _errors(function, inputs, kwargs, order) if strict else {}
+    findings, right = [], {}
+    for name, places in sorted(recorder.calls.items()):
+        finding = _finding(name, dict(places), order)
+        if finding is None:
+            right[name] = places.total() if hasattr(places, "total") else sum(places.values())
+        else:
+            findings.append(finding)
+    findings += [f for cls, count in functions.items() if (f := _finding_of_function(cls, count, order)) is not None]
+    return AuditReport(tuple(findings), right, order, tabled_version(), errors, TOLERANCE)
+
+
+def _leaf(x: Any) -> Any:
+    """A tensor as it is differentiated: its own values and strides, and no history."""
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        return x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    return x
+
+
+def _finding(name: str, places: dict[str, int], order: int) -> Finding | None:
+    """What is to be said of an operator; None if it is right."""
+    namespace = name.partition(".")[0]
+    if namespace == "primitives":
+        return None
+    verdict = verdict_of(name)
+    if verdict is None:
+        # Views, factories and what torch never differentiates in its tests.
+        remedy = _UNKNOWN if namespace in {"aten", "prims"} else f"{_UNKNOWN}; {_CUSTOM}"
+        return Finding(name, (), (), places, remedy)
+    wrong, raises = (tuple(described(n) for n in kind if len(n) <= order) for kind in verdict)
+    return Finding(name, wrong, raises, places, remedy_for(name)) if wrong or raises else None
+
+
+def _finding_of_function(cls: Any, count: int, order: int) -> Finding | None:
+    """What is to be said of an `autograd.Function`, by what it defines."""
+    if cls.__module__.split(".")[0] == "primitives":
+        return None
+    place = {f"{cls.__module__}.{cls.__qualname__}": count}
+    # The decorator puts a function of its own in the place of the backward.
+    is_once = cls.backward.__code__.co_filename == torch.autograd.function.__file__
+    has_jvp = cls.jvp is not torch.autograd.Function.jvp
+    lacking = [n for k in range(1, order + 1) for n in nestings(k) if ("f" in n and not has_jvp) or (is_once and n[1:])]
+    raises = tuple(map(described, lacking))
+    return Finding(f"autograd.Function {cls.__name__}", (), raises, place, f"{_UNKNOWN}; {_CUSTOM}")
+
+
+def _errors(function: Any, inputs: Any, kwargs: Any, order: int) -> dict[str, float | Exception]:
+    """Error of each nesting of the function in float64 against central differences, or what it raises."""
+    names: list[str] = []
+    parameters: list[Tensor] = []
+    if isinstance(function, torch.nn.Module):
+        function = copy.deepcopy(function).double()
+        names = [name for name, p in function.named_parameters() if p.requires_grad]
+        parameters = [p.detach() for p in function.parameters() if p.requires_grad]
+    leaves, spec = tree_flatten((inputs, kwargs))
+    wide = [x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+    positions = [n for n, x in enumerate(wide) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+    def scalar(*xs: Tensor) -> Tensor:
+        values = list(wide)
+        for position, x in zip(positions, xs, strict=False):
+            values[position] = x
+        args, keywords = tree_unflatten(values, spec)
+        # What draws numbers draws the same ones each time.
+        torch.manual_seed(0)
+        if names:
+            moved = dict(zip(names, xs[len(positions) :], strict=True))
+            buffers = {name: b.clone() for name, b in function.named_buffers()}
+            outputs = torch.func.functional_call(function, {**moved, **buffers}, args, keywords, tie_weights=True)
+        else:
+            outputs = function(*args, **keywords)
+        return perturbed_sum([y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.is_floating_point()])
+
+    xs = [*[wide[n] for n in positions], *parameters]
+    generator = torch.Generator().manual_seed(0)
+    directions = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for x in xs]
+    below, errors = scalar, {}
+    for level in range(1, order + 1):
+        truth = difference(below, directions)(*xs).item()
+        for nesting in nestings(level):
+            try:
+                found = nested(scalar, directions, nesting)(*xs).item()
+                errors[nesting] = abs(found - truth) / max(abs(truth), 1e-3)
+            except Exception as error:
+                errors[nesting] = error
+        right = [n for n in nestings(level) if not isinstance(errors[n], Exception) and errors[n] <= TOLERANCE]
+        below = nested(scalar, directions, right[0]) if right else difference(below, directions, 1e-3)
+    return errors

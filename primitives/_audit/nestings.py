@@ -1,0 +1,82 @@
+"""Directional derivatives of a scalar function by every nesting of forward and reverse mode, and by differences.
+
+Every nesting of one order along one direction is the same number, `d^n/dt^n f(x + t v)` at `t = 0`, so that nestings
+can be held against each other and against differences of the nesting below.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    Scalar = Callable[..., Tensor]
+
+__all__ = ["along", "described", "difference", "nested", "nestings", "perturbed_sum"]
+
+# Of central differences, in float64, at values and arguments near one.
+STEP = 1e-4
+
+
+def nestings(order: int) -> list[str]:
+    """All nestings of this order, outermost first: `"fr"` is forward mode over reverse mode, `jvp(vjp)`."""
+    return ["".join(modes) for modes in itertools.product("fr", repeat=order)]
+
+
+def described(nesting: str) -> str:
+    """A nesting in words: `"fr"` is `"jvp(vjp)"`."""
+    names = [{"f": "jvp", "r": "vjp"}[mode] for mode in nesting]
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+def nested(function: Scalar, directions: Sequence[Tensor], nesting: str) -> Scalar:
+    """The derivative of a scalar function along `directions`, one for each argument, by a nesting of modes."""
+    numbers = tuple(range(len(directions)))
+
+    def forward(inner: Scalar) -> Scalar:
+        return lambda *xs: torch.func.jvp(inner, xs, tuple(directions))[1]
+
+    def reverse(inner: Scalar) -> Scalar:
+        def derivative(*xs: Tensor) -> Tensor:
+            gradients = torch.func.grad(inner, numbers)(*xs)
+            return torch.stack([(g * v).sum() for g, v in zip(gradients, directions, strict=True)]).sum()
+
+        return derivative
+
+    for mode in reversed(nesting):
+        function = (forward if mode == "f" else reverse)(function)
+    return function
+
+
+def along(function: Scalar, xs: Sequence[Tensor], directions: Sequence[Tensor], t: float) -> Tensor:
+    """The function at `x + t v`."""
+    return function(*[x + t * v for x, v in zip(xs, directions, strict=True)]).detach()
+
+
+def difference(function: Scalar, directions: Sequence[Tensor], step: float = STEP) -> Scalar:
+    """The derivative of a scalar function along `directions` by central differences, to the fourth order of `step`."""
+
+    def derivative(*xs: Tensor) -> Tensor:
+        wide, narrow = (
+            (along(function, xs, directions, h) - along(function, xs, directions, -h)) / (2 * h)
+            for h in (step, step / 2)
+        )
+        return (4 * narrow - wide) / 3
+
+    return derivative
+
+
+def perturbed_sum(outputs: Sequence[Tensor], seed: int = 1) -> Tensor:
+    """A scalar that depends on all outputs, with cotangents that depend on them too: `sum(w * (y + y**2 / 2))`."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = []
+    for y in outputs:
+        weights = torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.device, y.dtype)
+        terms.append((weights * (y + 0.5 * y * y)).sum())
+    return torch.stack(terms).sum()

@@ -1,0 +1,123 @@
+"""Record the operators of a call: which ones depend on what is differentiated, and where they are called."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from primitives._audit.table import name_of, verdict_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Recorder", "autograd_functions", "places_by_module"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Files whose lines are not the user's.
+_INNER = (str(Path(torch.__file__).parent), str(_PACKAGE), "<")
+
+
+def _storage(x: Tensor) -> int | None:
+    """Which memory a tensor lies in; None where torch cannot say, as of sparse ones."""
+    try:
+        return x.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _place() -> str:
+    """File, line and function of the innermost frame that is the user's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame = frame.f_back
+    if frame is None:
+        return "(no Python frame)"
+    path = Path(frame.f_code.co_filename)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-3:])
+    return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the operators that depend on some tensors, by name and place.
+
+    Args:
+        moving: The tensors that are differentiated.
+        modules: Where the names of the modules stand whose forward runs, outermost first.
+    """
+
+    def __init__(self, moving: Iterable[Tensor], modules: Sequence[str]) -> None:
+        super().__init__()
+        self.calls: dict[str, Counter[str]] = defaultdict(Counter)
+        self._modules = modules
+        self._moving = {_storage(x) for x in moving}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **kwargs or {})
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        depends = any((s := _storage(x)) is None or s in self._moving for x in given)
+        depends = depends and not _makes_constants(func)
+        moves = [x for x in made if depends and (x.is_floating_point() or x.is_complex())]
+        # Memory is used again for other tensors, which may not depend on anything.
+        self._moving.difference_update(map(_storage, made))
+        self._moving.update(map(_storage, moves))
+        if moves:
+            module = f"{self._modules[-1]}, " if self._modules else ""
+            self.calls[name_of(func, args)][module + _place()] += 1
+        return out
+
+
+def _makes_constants(operator: Any) -> bool:
+    """Whether an operator takes of its inputs their shapes alone, or draws numbers that have no derivative."""
+    name = operator._schema.name.partition("::")[2]
+    draws = torch.Tag.nondeterministic_seeded in operator.tags and verdict_of(name_of(operator)) is None
+    return draws or name in {"detach", "lift_fresh"} or name.endswith("_like") or name.startswith("new_")
+
+
+@contextlib.contextmanager
+def places_by_module(model: Any) -> Iterator[list[str]]:
+    """Context in which a list holds the names of the modules whose forward runs, as `model` names them."""
+    names: dict[Any, str] = {}
+    if isinstance(model, torch.nn.Module):
+        names = {module: name for name, module in model.named_modules() if name}
+    running: list[str] = []
+
+    def enter(module: Any, args: Any) -> None:
+        running.append(f"{names.get(module, '(module)')} ({type(module).__name__})")
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        running.pop()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def autograd_functions(outputs: Iterable[Any]) -> dict[type, int]:
+    """The `torch.autograd.Function`s in the history of outputs, with how often each stands there."""
+    todo = [y.grad_fn for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.grad_fn is not None]
+    seen, found = set(todo), Counter()
+    while todo:
+        node = todo.pop()
+        # Those of torch are the backward of a custom operator, which stands in the list by itself.
+        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("torch."):  # type: ignore[attr-defined]
+            found[node._forward_cls] += 1  # type: ignore[attr-defined] - set by torch on each node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return dict(found)

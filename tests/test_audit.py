@@ -1,0 +1,179 @@
+"""`audit`: what it finds in models and functions, and that the table of torch's derivatives says what torch does."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import primitives as pr
+from perf import torch_derivatives
+from primitives._audit import table
+
+
+def found(report):
+    return {finding.operation: finding for finding in report.findings}
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def test_a_norm_of_torch_is_found_with_its_place_and_its_remedy_makes_it_right():
+    net, x = model(), torch.randn(3, 4)
+    report = pr.audit(net, x)
+    norm = found(report)["aten.native_layer_norm.default"]
+    assert (set(norm.wrong), norm.raises) == ({"jvp(jvp)", "vjp(jvp)"}, ())
+    (place,) = norm.places
+    assert place.startswith("1 (LayerNorm), ")
+    assert "test_audit.py" in place
+    assert not report
+    for text in (norm.remedy, place, "silently wrong: jvp(jvp), vjp(jvp)"):
+        assert text in str(report)
+    assert pr.audit(net, x, order=1).ok
+    assert pr.audit(pr.nn.convert(net), x, order=3).ok
+    with pr.override_torch():
+        assert pr.audit(model(), x, order=3).ok
+
+
+def test_attention_raises_and_is_right_by_the_remedies():
+    q = torch.randn(1, 2, 4, 3)
+    (finding,) = pr.audit(F.scaled_dot_product_attention, q, q, q, order=1).findings
+    assert finding.raises == ("jvp",)
+    assert "MATH" in finding.remedy
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert pr.audit(F.scaled_dot_product_attention, q, q, q).ok
+    assert pr.audit(pr.functional.scaled_dot_product_attention, q, q, q).ok
+
+
+def test_only_what_depends_on_the_inputs_counts():
+    constant = torch.randn(2, 3)
+    assert pr.audit(lambda x: x * F.layer_norm(constant, (3,)), torch.randn(2, 3)).ok
+    assert not pr.audit(lambda x: F.layer_norm(constant.add_(x), (3,)), torch.randn(2, 3)).ok
+
+
+def test_functions_and_operators_of_others_are_found():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, y_bar):
+            return 3 * ctx.saved_tensors[0] ** 2 * y_bar
+
+    @torch.library.custom_op("audited::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def cube(x):
+        return Cube.apply(x)
+
+    report = pr.audit(lambda x: cube(x) + twice(x), torch.randn(3))
+    assert set(found(report)) == {"autograd.Function Cube", "audited.twice.default"}
+    assert set(found(report)["autograd.Function Cube"].raises) == {
+        *("jvp", "jvp(jvp)", "jvp(vjp)", "vjp(jvp)", "vjp(vjp)")
+    }
+    assert "not known" in str(report)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_strict_holds_the_whole_against_differences(converted):
+    net = pr.nn.convert(model()) if converted else model()
+    report = pr.audit(net, torch.randn(3, 4), strict=True)
+    assert set(report.failed) == (set() if converted else {"ff", "rf"})
+    assert set(report.errors) == {"f", "r", "ff", "fr", "rf", "rr"}
+    assert report.ok == converted
+
+
+def test_strict_finds_a_wrong_rule_of_the_user():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, y_bar):
+            return y_bar * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def jvp(ctx, x_dot):
+            return 1.01 * x_dot * ctx.saved_tensors[0].cos()
+
+    def wrong(x):
+        return Wrong.apply(x)
+
+    report = pr.audit(wrong, torch.randn(3), order=1, strict=True)
+    assert report.failed == ("f",)
+    assert "WRONG" in str(report)
+
+
+def test_the_model_is_left_as_it_was():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    x, state = torch.randn(3, 4), torch.get_rng_state()
+    pr.audit(net, x, strict=True, order=1)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_wrong_calls_say_so():
+    with pytest.raises(ValueError, match="order must be between 1 and 3, got 4"):
+        pr.audit(model(), torch.randn(3, 4), order=4)
+    with pytest.raises(pr.core.errors.LeafError, match="to differentiate"):
+        pr.audit(torch.sum, torch.arange(3))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions came with Python 3.11")
+def test_errors_of_torch_get_the_remedy_as_a_note_once():
+    q = torch.randn(1, 1, 2, 2)
+
+    def attention(q):
+        return F.scaled_dot_product_attention(q, q, q)
+
+    def tangent(q):
+        return pr.func.jvp(attention, (q,), (q,))[1]
+
+    for call in (lambda: tangent(q), lambda: pr.func.jvp(tangent, (q,), (q,)), lambda: pr.audit(tangent, q)):
+        with pytest.raises(NotImplementedError, match="forward AD") as caught:
+            call()
+        (note,) = caught.value.__notes__
+        assert "override_torch" in note
+
+
+# The table.
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """The calls that the table's script makes beside torch's database."""
+    return torch_derivatives.recorded(database=())
+
+
+RIGHT_THROUGH_DECOMPOSITIONS = ("aten.native_group_norm.default channels_last", "aten._weight_norm_interface.default")
+
+
+def test_the_table_says_what_torch_does(calls):
+    assert set(calls) >= set(RIGHT_THROUGH_DECOMPOSITIONS)
+    for name, of_name in calls.items():
+        verdicts = torch_derivatives.verdicts_of(of_name)
+        wrong, raises = (tuple(n for n, v in (verdicts or {}).items() if v == kind) for kind in ("wrong", "raises"))
+        if torch.__version__.startswith(table.tabled_version()) and verdicts:
+            assert table.verdict_of(name) == (wrong, raises), name
+
+
+def test_the_remedy_for_decomposed_operators_makes_them_right(calls):
+    for name in RIGHT_THROUGH_DECOMPOSITIONS:
+        with pr.decompositions.differentiate_through():
+            verdicts = torch_derivatives.verdicts_of(calls[name])
+        assert set(verdicts.values()) == {"right"}, name
