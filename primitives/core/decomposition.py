@@ -37,7 +37,7 @@ decomposition_table_for_jvp: dict[OpOverload, Callable] = {}
 
 
 # Where Python finds the functions and methods that call ATen operators directly.
-_ATEN_HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)  # type: ignore[attr-defined] - no stub
+_ATEN_HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C.TensorBase)  # type: ignore[attr-defined] - no stub
 
 
 class OverloadPattern(NamedTuple):

@@ -1,8 +1,8 @@
-"""Decompositions of ATen operators around losses and softmax, differentiable in forward and reverse mode."""
+"""Decompositions of ATen operators around losses, softmax and sums, differentiable in forward and reverse mode."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,18 @@ def mse_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> T
     if reduction == REDUCTION_NONE:
         return squares
     return squares.mean() if reduction == REDUCTION_MEAN else squares.sum()
+
+
+@register_decomposition(aten.huber_loss)
+def huber_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN, delta: float = 1.0) -> Tensor:
+    """Half the squared error where that is at most `delta`, and linear beyond; torch's backward has no jvp."""
+    # By the error and not its size, whose second derivative at 0 is lost.
+    error = self - target
+    size = error.abs()
+    losses = torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta))
+    if reduction == REDUCTION_NONE:
+        return losses
+    return losses.mean() if reduction == REDUCTION_MEAN else losses.sum()
 
 
 @register_decomposition(aten.trace)
@@ -84,3 +96,27 @@ def softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, input_d
     """`x_bar = y * (y_bar - sum(y * y_bar))`."""
     weighted = grad_output * output
     return (weighted - output * weighted.sum(dim, keepdim=True)).to(input_dtype)
+
+
+@register_decomposition(aten.std)
+def std(*args: Any, **kwargs: Any) -> Tensor:
+    """Standard deviation; torch's own derivative of it raises at the third order."""
+    return torch.var(*args, **kwargs).sqrt()
+
+
+@register_decomposition(aten.std_mean)
+def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Standard deviation, and the mean."""
+    variance, mean = torch.var_mean(*args, **kwargs)
+    return variance.sqrt(), mean
+
+
+@register_decomposition(aten.grid_sampler)
+def grid_sampler(
+    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Tensor:
+    """Values of images at the points of a grid; those of volumes are torch's, and have no jvp."""
+    options = interpolation_mode, padding_mode, align_corners
+    if input.dim() != 4:
+        return torch.grid_sampler(input, grid, *options)
+    return decomposition_table[aten.grid_sampler_2d.default](input, grid, *options)

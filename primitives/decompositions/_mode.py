@@ -19,7 +19,7 @@ from primitives.core.decomposition import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._ops import OpOverload
 
@@ -41,28 +41,32 @@ _COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
 _REDUCTIONS = ("none", "mean", "sum")  # in the order of ATen's enumeration
 
 
-def _bodies() -> dict[Callable, Callable]:
-    """Functions of `torch.nn.functional`, each with one of the same body that never asks who else would handle it.
+def _bodies(scope: dict[str, Any], functions: Iterable[Any]) -> dict[Callable, Callable]:
+    """Functions of a module, each with one of the same body that never asks who else would handle it.
 
     A function that torch wrote in Python hides the operator that it calls: a mode sees the function, and torch switches
     the mode off before it runs the body. These run with the mode on.
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = {**vars(functional), **dict.fromkeys(names, lambda *args: False)}
+    twin_scope = {**scope, **dict.fromkeys(names, lambda *args: False)}
     # By its name Dynamo would look the module up, and find the functions replaced here.
-    del scope["__name__"]
+    del twin_scope["__name__"]
     bodies: dict[Callable, Callable] = {}
-    for function in vars(functional).values():
-        own = isinstance(function, FunctionType) and function.__globals__ is vars(functional)
+    for function in functions:
+        own = isinstance(function, FunctionType) and function.__globals__ is scope
         if own and not set(names).isdisjoint(function.__code__.co_names):
-            body = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+            body = FunctionType(function.__code__, twin_scope, function.__name__, function.__defaults__)
             body.__kwdefaults__ = function.__kwdefaults__
             bodies[function] = body
     return bodies
 
 
-torch_bodies = _bodies()
-"""Functions of `torch.nn.functional` by a twin of each that runs with modes on."""
+torch_bodies = {
+    **_bodies(vars(functional), vars(functional).values()),
+    **_bodies(vars(torch.functional), [torch.functional.norm]),
+    **_bodies(vars(torch._tensor), [torch.Tensor.norm]),
+}
+"""Functions of torch that are written in Python, by a twin of each that runs with modes on."""
 
 
 def handles_functions(kind: type) -> bool:

@@ -1,0 +1,98 @@
+"""Decompositions of determinants and linear systems, by the factors `P L U` of the matrix.
+
+ATen hands the factors that it computed to the derivatives, which take them for constants: beyond the first, forward
+mode is silently wrong. Here they are functions of the matrix, whose derivatives torch has right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives.core.decomposition import decomposition_table, register_decomposition
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _parity(pivots: Tensor) -> Tensor:
+    """1 for an even number of swapped rows, -1 for an odd one."""
+    swapped = pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device, dtype=pivots.dtype)
+    return 1 - 2 * (swapped.sum(-1) % 2)
+
+
+@register_decomposition(aten._linalg_det)
+def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803 - ATen's name
+    """Determinant of matrices `[*, n, n]`, and their factors; derivatives are those of regular matrices."""
+    factors, pivots, _ = torch.linalg.lu_factor_ex(A)
+    return factors.diagonal(dim1=-2, dim2=-1).prod(-1) * _parity(pivots), factors, pivots
+
+
+@register_decomposition([aten.linalg_det, aten.det])
+def linalg_det(A: Tensor) -> Tensor:  # noqa: N803 - ATen's name
+    """The determinant of `linalg_det_factored`."""
+    return decomposition_table[aten._linalg_det.default](A)[0]
+
+
+@register_decomposition(aten._linalg_slogdet)
+def linalg_slogdet_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: N803 - ATen's name
+    """Sign of the determinant of matrices `[*, n, n]`, logarithm of its size, and their factors."""
+    factors, pivots, _ = torch.linalg.lu_factor_ex(A)
+    diagonal = factors.diagonal(dim1=-2, dim2=-1)
+    return diagonal.sgn().prod(-1) * _parity(pivots), diagonal.abs().log().sum(-1), factors, pivots
+
+
+@register_decomposition([aten.linalg_slogdet, aten.slogdet])
+def linalg_slogdet(A: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803 - ATen's name
+    """The sign and the logarithm of `linalg_slogdet_factored`."""
+    return decomposition_table[aten._linalg_slogdet.default](A)[:2]
+
+
+@register_decomposition(aten.logdet)
+def logdet(self: Tensor) -> Tensor:
+    """Logarithm of the determinant: NaN where that is negative."""
+    sign, logarithm = linalg_slogdet(self)
+    return logarithm + sign.log()
+
+
+@register_decomposition(aten._linalg_solve_ex)
+def linalg_solve_factored(
+    A: Tensor,  # noqa: N803 - ATen's names
+    B: Tensor,  # noqa: N803
+    *,
+    left: bool = True,
+    check_errors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solution X of `A X = B` (`X A = B` if not `left`), the factors of A, and whether it is singular."""
+    factors, pivots, info = torch.linalg.lu_factor_ex(A)
+    if check_errors:
+        torch._linalg_check_errors(info, "torch.linalg.solve_ex", is_matrix=A.dim() == 2)  # type: ignore[attr-defined]
+    # As in torch: of one axis, or of the axes of A but the last one, B is vectors.
+    is_vector = B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1])
+    columns = B.unsqueeze(-1) if is_vector else B
+    solution = torch.linalg.lu_solve(factors, pivots, columns, left=left)
+    return solution.squeeze(-1) if is_vector else solution, factors, pivots, info
+
+
+@register_decomposition(aten.linalg_solve_ex)
+def linalg_solve_ex(
+    A: Tensor,  # noqa: N803 - ATen's names
+    B: Tensor,  # noqa: N803
+    *,
+    left: bool = True,
+    check_errors: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The solution of `linalg_solve_factored`, and whether the matrix is singular."""
+    found = decomposition_table[aten._linalg_solve_ex.default](A, B, left=left, check_errors=check_errors)
+    return found[0], found[3]
+
+
+@register_decomposition(aten.linalg_solve)
+def linalg_solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:  # noqa: N803 - ATen's names
+    """The solution; a singular matrix is an error."""
+    solution, info = linalg_solve_ex(A, B, left=left)
+    torch._linalg_check_errors(info, "torch.linalg.solve", is_matrix=A.dim() == 2)  # type: ignore[attr-defined]
+    return solution

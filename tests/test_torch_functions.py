@@ -1,0 +1,94 @@
+"""Functions of torch whose nested derivatives are wrong or raise, right inside `differentiate_through`."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import primitives as pr
+from primitives._audit.nestings import difference, nested, nestings, perturbed_sum
+from tests.decomposition_support import randn
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+MATRIX, COLUMNS, VECTOR = (3, 3), (3, 2), (3,)
+GRID = (1, 2, 2, 2)
+
+# A function, shapes of its arguments, and how many orders of nested derivatives torch has right by itself.
+CASES = {
+    "det": (torch.linalg.det, [MATRIX], 1),
+    "det, method": (lambda a: a.det(), [(2, *MATRIX)], 1),
+    "slogdet": (lambda a: torch.slogdet(a)[1], [MATRIX], 1),
+    "logdet": (lambda a: torch.logdet(a @ a.mT), [MATRIX], 1),
+    "solve": (torch.linalg.solve, [MATRIX, COLUMNS], 1),
+    "solve, vector": (torch.linalg.solve, [MATRIX, VECTOR], 1),
+    "solve, vectors": (torch.linalg.solve, [(2, *MATRIX), (2, *VECTOR)], 1),
+    "solve, from the right": (lambda a, b: torch.linalg.solve_ex(a, b, left=False)[0], [MATRIX, (2, 3)], 1),
+    "normalize": (F.normalize, [MATRIX], 2),
+    "norm": (torch.norm, [MATRIX], 2),
+    "std": (torch.std, [MATRIX], 2),
+    "std_mean": (lambda x: sum(torch.std_mean(x, 1, keepdim=True)), [MATRIX], 2),
+    "glu": (lambda x: F.glu(x, 0), [(4, 3)], 1),
+    "hardsigmoid": (F.hardsigmoid, [MATRIX], 1),
+    "huber loss": (lambda x, y: F.huber_loss(x, y, delta=0.7), [MATRIX, MATRIX], 1),
+    "huber loss, of equals": (lambda x: F.huber_loss(x - x.mT, 0 * x, reduction="sum"), [MATRIX], 1),
+    "soft margin loss": (lambda x: F.soft_margin_loss(x, x.detach().sign()), [MATRIX], 1),
+    "weight norm": (lambda v, g: torch._weight_norm(v, g, 0), [(3, 4), (3, 1)], 0),
+    "grid sample": (lambda x, at: F.grid_sample(x, at.tanh(), align_corners=False), [(1, 1, 4, 4), GRID], 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_nesting_to_order_3_is_right(name):
+    function, shapes, right_in_torch = CASES[name]
+    xs, directions = [randn(*shape) for shape in shapes], [randn(*shape) for shape in shapes]
+
+    def scalar(context, *xs):
+        with context():
+            return perturbed_sum([function(*xs)])
+
+    def ours(*xs):
+        return scalar(pr.decompositions.differentiate_through, *xs)
+
+    def torchs(*xs):
+        return scalar(contextlib.nullcontext, *xs)
+
+    torch.testing.assert_close(ours(*xs), torchs(*xs))
+    below, wrong = ours, []
+    for order in (1, 2, 3):
+        truth = difference(below, directions)(*xs)
+        for nesting in nestings(order):
+            found = nested(ours, directions, nesting)(*xs)
+            torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-7, msg=lambda text, n=nesting: f"{n}: {text}")
+            try:
+                by_torch = nested(torchs, directions, nesting)(*xs)
+            except (RuntimeError, NotImplementedError):
+                wrong.append(order)
+                continue
+            wrong += [] if torch.allclose(by_torch, truth, rtol=1e-6, atol=1e-7) else [order]
+        below = nested(ours, directions, "f" * order)
+    # As long as torch needs the decomposition.
+    assert min(wrong) == right_in_torch + 1
+
+
+def test_a_singular_system_is_refused_as_in_torch():
+    with pr.decompositions.differentiate_through(), pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        torch.linalg.solve(torch.zeros(2, 2), torch.ones(2))
+
+
+def test_a_softmax_of_rows_without_a_key_is_right_beyond_the_first_order():
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+
+    def weights(x):
+        with pr.decompositions.differentiate_through():
+            return perturbed_sum([torch.ops.aten._safe_softmax(torch.where(mask, x, -torch.inf), -1)])
+
+    def truth(x):
+        kept = x[:1, ::2].softmax(-1)
+        zeros = torch.zeros_like(x)
+        return perturbed_sum([torch.cat([torch.stack([kept[0, 0], zeros[0, 0], kept[0, 1]]).unsqueeze(0), zeros[1:]])])
+
+    x, v = randn(2, 3), randn(2, 3)
+    for nesting in [*nestings(1), *nestings(2)]:
+        torch.testing.assert_close(nested(weights, [v], nesting)(x), nested(truth, [v], nesting)(x))
