@@ -188,7 +188,8 @@ def judged(call: Call, moving: Sequence[int], *, is_part: bool = False) -> dict[
 def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
     """What holds of each nesting for all calls; None if none could be judged.
 
-    One call that is silently wrong makes a nesting wrong. One that raises tells by itself: half of them have to.
+    One call that is silently wrong makes a nesting wrong. A call that raises tells by itself: the first of them, which
+    is the plainest, has to, or half of all.
     """
     found = []
     for call, moving in filter(None, map(_differentiable, calls)):
@@ -203,7 +204,8 @@ def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
     verdicts = {}
     for nesting in found[0] if found else ():
         counts = Counter(judgment[nesting] for judgment in found)
-        verdicts[nesting] = "wrong" if counts["wrong"] else "raises" if 2 * counts["raises"] >= len(found) else "right"
+        raises = found[0][nesting] == "raises" or 2 * counts["raises"] >= len(found)
+        verdicts[nesting] = "wrong" if counts["wrong"] else "raises" if raises else "right"
     return verdicts or None
 
 

@@ -61,12 +61,14 @@ def _bodies(scope: dict[str, Any], functions: Iterable[Any]) -> dict[Callable, C
     return bodies
 
 
-torch_bodies = {
-    **_bodies(vars(functional), vars(functional).values()),
+torch_bodies = _bodies(vars(functional), vars(functional).values())
+"""Functions of `torch.nn.functional` by a twin of each that runs with modes on."""
+
+# Likewise; Dynamo takes their names for others in a dictionary.
+_norm_bodies = {
     **_bodies(vars(torch.functional), [torch.functional.norm]),
     **_bodies(vars(torch._tensor), [torch.Tensor.norm]),
 }
-"""Functions of torch that are written in Python, by a twin of each that runs with modes on."""
 
 
 def handles_functions(kind: type) -> bool:
@@ -165,6 +167,9 @@ class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a func
         if func in torch_bodies and not any(map(handles_functions, types)):
             with self:
                 return torch_bodies[func](*args, **kwargs)
+        if not torch.compiler.is_compiling() and func in _norm_bodies:
+            with self:
+                return _norm_bodies[func](*args, **kwargs)
         signatures = patterns_by_callable.get(func)
         if signatures is None:
             return func(*args, **kwargs)
