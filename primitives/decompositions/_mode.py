@@ -19,7 +19,7 @@ from primitives.core.decomposition import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch._ops import OpOverload
 
@@ -41,7 +41,7 @@ _COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
 _REDUCTIONS = ("none", "mean", "sum")  # in the order of ATen's enumeration
 
 
-def _bodies(scope: dict[str, Any], functions: Iterable[Any]) -> dict[Callable, Callable]:
+def _bodies(scope: Mapping[str, Any], functions: Iterable[Any]) -> dict[Callable, Callable]:
     """Functions of a module, each with one of the same body that never asks who else would handle it.
 
     A function that torch wrote in Python hides the operator that it calls: a mode sees the function, and torch switches
@@ -67,7 +67,7 @@ torch_bodies = _bodies(vars(functional), vars(functional).values())
 # Likewise; Dynamo takes their names for others in a dictionary.
 _norm_bodies = {
     **_bodies(vars(torch.functional), [torch.functional.norm]),
-    **_bodies(vars(torch._tensor), [torch.Tensor.norm]),
+    **_bodies(torch.Tensor.norm.__globals__, [torch.Tensor.norm]),
 }
 
 
