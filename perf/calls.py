@@ -127,8 +127,8 @@ class Operands:
             if not mode.endswith("jvp") or any(name.endswith("_dot") and name not in absent for name in names):
                 yield self.change(**dict.fromkeys(absent)).call(mode, choice[len(names) :])
 
-    def steps(self, steps: Sequence[Step], derived: Mapping[str, Any]) -> list[Call]:
-        """A call for each step, with these derived arguments."""
+    def steps(self, steps: Sequence[Step], derived: Mapping[str, Any] | None = None) -> list[Call]:
+        """A call for each step, with what is derived from the operands if not given."""
         return [self.change(**dict.fromkeys(absent)).call(mode, wanted, derived) for mode, absent, wanted in steps]
 
     def derived(self) -> dict[str, Any]:

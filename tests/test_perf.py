@@ -17,8 +17,10 @@ import torch
 
 from perf import model, workloads
 from perf.__main__ import main
-from perf.ops.attention import ATTENTION_MODES
-from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload
+from perf.ops import CASES
+from perf.ops.attention import ATTENTION
+from perf.ops.dropout import DROPOUT
+from perf.ops.workload import KERNEL_MODES, Workload
 from perf.suite import modes, reference, results, timing, unit
 from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import Provider, provider
@@ -132,15 +134,7 @@ def test_workloads_move_the_bytes_that_their_launchers_declare():
         assert modes.flops(workload, mode) == (products * workload.matmul_flops if products else None)
 
 
-TINY = (
-    Workload("affine", "layer_norm", (6, 5), dtype="float32"),
-    Workload("plain", "layer_norm", (6, 5), dtype="float32", affine=False),
-    Workload("inner", "log_softmax", (4, 3, 5), dtype="float32", dim=1),
-    Workload("last", "batch_norm", (4, 3, 2, 2), dtype="float32", channels_last=True),
-    Workload("channels", "batch_norm_eval", (4, 3, 2, 2), dtype="float32", modes=FIRST_ORDER),
-    Workload("grouped", "attention", (2, 4, 6, 5), "float32", key_heads=2, causal=True, modes=ATTENTION_MODES),
-    Workload("large", "dropout", (40, 50), dtype="float32", modes=FIRST_ORDER),
-)
+TINY = tuple(w for case in CASES for w in case.small_workloads if not w.masked)
 
 
 @pytest.mark.parametrize("workload, mode", [(w, m) for w in TINY for m in (*w.modes, "forward_backward")])
@@ -159,7 +153,7 @@ def test_the_check_passes_what_is_right_and_nothing_else(workload, mode):
 # Compiling it takes longer than the tests around this one; the numbers are the same.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_peers_with_attention_alone_take_part_in_it_alone_and_see_the_same_pairs():
-    workload = TINY[-2]
+    workload = ATTENTION.small_workloads[0]
     sample = modes.make_sample(workload, "forward", CPU)
     names = ("SDPA flash", MATH, FLEX)
     found = {name: [provider(name).function(workload)(sample.x, *sample.params)] for name in names}
@@ -175,14 +169,14 @@ def test_peers_with_attention_alone_take_part_in_it_alone_and_see_the_same_pairs
 
 
 def test_a_dropout_must_drop_about_as_much_as_it_says_and_its_tangent_the_same():
-    sample = modes.make_sample(TINY[-1], "jvp", CPU)
+    sample = modes.make_sample(DROPOUT.small_workloads[0], "jvp", CPU)
 
     def noise(p, seed):
         return (torch.rand(sample.x.shape, generator=torch.Generator().manual_seed(seed)) >= p) / (1 - p)
 
     def error(*noises):
         made = [value * factor for value, factor in zip((sample.x, sample.x_dot), noises, strict=True)]
-        return reference.errors(TINY[-1], "jvp", sample, {"it": made})["it"]
+        return reference.errors(DROPOUT.small_workloads[0], "jvp", sample, {"it": made})["it"]
 
     one, other = noise(0.1, 0), noise(0.2, 0) * 0.8 / 0.9
     assert error(one, one) < 1e-6

@@ -29,4 +29,4 @@ def launch_mode(workload: Workload, mode: str) -> None:
 
 def calls_of(workload: Workload, mode: str) -> list[Call]:
     """The calls of one mode of an op, as the rules of the op make them."""
-    return workload.record.calls(workload, mode)
+    return workload.record.calls(workload, mode, False)

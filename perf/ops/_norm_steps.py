@@ -32,8 +32,8 @@ _PAIRINGS = {
 _RUNNING = ("running_mean", "running_var")
 
 
-def norm_calls(operands: Any, mode: str, statistics: Sequence[int], *, is_rows: bool) -> list[Call]:
-    """The calls of a mode on operands that nobody touches, with statistics of this shape."""
+def norm_calls(operands: Any, mode: str, statistics: Sequence[int] | None, *, is_rows: bool) -> list[Call]:
+    """The calls of a mode on operands that nobody touches, with statistics of this shape, or on random numbers."""
     x, has_weight, has_bias = operands.x, operands.weight is not None, operands.bias is not None
     prefix, first = "" if is_rows else "train_", (True, has_weight, has_bias)
     fwd, fwd_jvp = (
@@ -62,5 +62,7 @@ def norm_calls(operands: Any, mode: str, statistics: Sequence[int], *, is_rows: 
             for name, pairings in _PAIRINGS.items()
         },
     }
+    if statistics is None:
+        return operands.steps(steps[mode])
     stat = x.new_empty(statistics, dtype=torch.promote_types(x.dtype, torch.float32))
     return operands.steps(steps[mode], {"mean": stat, "rstd": stat, "eps": EPS})

@@ -196,18 +196,27 @@ _PAIRINGS = {
 }
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
+def _operands(workload: Workload, is_drawn: bool) -> Attention:
     batch, heads, tokens, width = workload.shape
-    x = workload.empty()
-    # The heads of a token lie side by side.
-    q, k = (x.new_empty(batch, tokens, count, width).transpose(1, 2) for count in (heads, workload.key_heads or heads))
-    lse = x.new_empty(x.shape[:-1], dtype=workload.statistic_dtype)
+    dtype, key_heads = workload.torch_dtype, workload.key_heads or heads
     options: dict[str, Any] = {"scale": width**-0.5, "causal": workload.causal}
     if workload.masked:
-        bias, seed = x.new_empty(1, heads, tokens, tokens), torch.empty((), dtype=torch.int64)
+        bias, seed = torch.empty(1, heads, tokens, tokens, dtype=dtype), torch.zeros((), dtype=torch.int64)
         mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bool)
+        if is_drawn:
+            bias, mask = random(*bias.shape, dtype=dtype), random(*mask.shape) > 0
         options |= {"bias": bias, "bias_dot": bias, "mask": mask, "seed": seed, "offset": seed, "dropout_p": DROPOUT_P}
-    operands = Attention(q, k, k, q, q, q, k, k, None, None, o_dot=q, lse_dot=lse, **options)
+    if is_drawn:
+        drawn = Attention.draw(workload.shape, tokens, dtype, key_heads, **options)
+        return drawn.change(lse_bar=None, lse_bar_dot=None, o_dot=drawn.o_bar, lse_dot=drawn.lse_bar)
+    # The heads of a token lie side by side.
+    q, k = (torch.empty(batch, tokens, count, width, dtype=dtype).transpose(1, 2) for count in (heads, key_heads))
+    lse = torch.empty(workload.shape[:-1], dtype=workload.statistic_dtype)
+    return Attention(q, k, k, q, q, q, k, k, None, None, o_dot=q, lse_dot=lse, **options)
+
+
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    operands = _operands(workload, is_drawn)
     steps: dict[str, list[Step]] = {
         "forward": [("fwd", (), None)],
         "backward": [("bwd", (), _OF_PRIMALS)],
@@ -218,7 +227,9 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
         given = ("o_dot", "lse_dot") if mode == "double_backward" else ()
         moves = {"hvp": (("o_bar_dot",), ()), "all_results": ((),)}.get(mode, (("o_bar_dot",),))
         steps[mode] = [("pairing", (*given, *absent), _PAIRINGS[mode]) for absent in moves]
-    return operands.steps(steps[mode], {"o": q, "lse": lse})
+    if is_drawn:
+        return operands.steps(steps[mode])
+    return operands.steps(steps[mode], {"o": operands.q, "lse": operands.lse_dot})
 
 
 # Its backward of a jvp has a target of its own.
@@ -259,6 +270,13 @@ ATTENTION = Op(
     first="q",
     like_first=("k", "v"),
     num_kept=2,
+    small_workloads=(
+        _attention_of("grouped", shape=(2, 4, 6, 5), dtype="float32", key_heads=2, causal=True),
+        _attention_of("plain", shape=(1, 2, 6, 5), dtype="float32"),
+        _attention_of("causal", shape=(1, 1, 6, 5), dtype="float32", causal=True),
+        _attention_of("shared", shape=(1, 4, 6, 5), dtype="float32", key_heads=1, causal=True),
+        _attention_of("masked", shape=(1, 2, 6, 5), dtype="float32", masked=True),
+    ),
     gpu_workloads=(
         _attention_of("GPT-2", shape=(8, 12, 1024, 64), causal=True, quick=True),
         # Images of 256 and of 512 pixels.

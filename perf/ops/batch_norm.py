@@ -149,13 +149,15 @@ _OTHER = (
 )
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
     x, is_evaluation = workload.empty(), workload.op == "batch_norm_eval" or mode == "evaluation"
     weight = torch.empty(x.shape[1], dtype=workload.param_dtype) if workload.affine else None
     params: Any = [weight] * 8
     operands = BatchNorm(x, x, x, x, *params)
+    if is_drawn:
+        operands = BatchNorm.draw(workload.shape, workload.torch_dtype, arrange=lambda value: x.copy_(value).clone())
     if not is_evaluation:
-        return norm_calls(operands, mode, x.shape[1:2], is_rows=False)
+        return norm_calls(operands, mode, None if is_drawn else x.shape[1:2], is_rows=False)
     # Only the mode `"evaluation"` differentiates the running statistics.
     has_all = mode == "evaluation"
     absent = () if has_all else ("running_mean_dot", "running_var_dot")
@@ -164,7 +166,7 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
         "backward": ("eval_bwd", (), (True, True, True, has_all, has_all)),
         "jvp": ("eval_jvp", absent, None),
     }
-    return operands.steps(list(steps.values()) if has_all else [steps[mode]], {"eps": EPS})
+    return operands.steps(list(steps.values()) if has_all else [steps[mode]], None if is_drawn else {"eps": EPS})
 
 
 _CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]
@@ -205,6 +207,11 @@ BATCH_NORM = Op(
     large=_LARGE_CHANNELS,
     not_kept=("bias", "y", "running_mean", "running_var"),
     positive=("running_var",),
+    small_workloads=(
+        Workload("first", "batch_norm", (8, 4, 8, 8), dtype="float32"),
+        Workload("last", "batch_norm", (4, 3, 4, 4), dtype="float32", channels_last=True),
+        Workload("odd", "batch_norm", (4, 3, 7, 7), dtype="float32"),
+    ),
     gpu_workloads=(
         *_resnet(),
         Workload("ResNet-50", "batch_norm", _RESNET, dtype="float16", modes=FIRST_ORDER),
@@ -244,6 +251,10 @@ BATCH_NORM_EVAL = Op(
     large=_LARGE_CHANNELS,
     not_kept=("bias", "y"),
     positive=("running_var",),
+    small_workloads=(
+        Workload("first", "batch_norm_eval", (8, 8, 8, 8), dtype="float32", modes=FIRST_ORDER),
+        Workload("last", "batch_norm_eval", (8, 8, 8, 8), dtype="float32", channels_last=True, modes=FIRST_ORDER),
+    ),
     gpu_workloads=(
         Workload("ResNet-50", "batch_norm_eval", _RESNET, modes=FIRST_ORDER, quick=True),
         Workload("ResNet-50", "batch_norm_eval", _RESNET, channels_last=True, modes=FIRST_ORDER),

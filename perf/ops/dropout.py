@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.calls import Call
+from perf.calls import Call, random
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import PASSES, Op
 from perf.ops.samples import Sample, make_options, make_samples
@@ -31,12 +31,14 @@ def _true_dropout(x: Tensor, p: float) -> Tensor:
     return x * true_noise(tuple(x.shape), SEED, OFFSET, p).to(x.device, x.dtype)
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
     """It is linear: each of its derivatives is itself."""
     from triton_kernels import dropout, philox
 
     x, batch_ndim = workload.empty(), int(mode == "batched")
     seed = torch.empty(x.shape[:batch_ndim], dtype=torch.int64)
+    if is_drawn:
+        x, seed = random(*x.shape, dtype=x.dtype), seed.fill_(SEED)
     calls = [Call(dropout.dropout_fwd, (x, seed, None, DROPOUT_P, batch_ndim))]
     return [*calls, Call(philox.philox_words, (seed, seed, x.shape[1:]))] if batch_ndim else calls
 
@@ -66,6 +68,7 @@ DROPOUT = Op(
     tiny=Sample((1, 3), make_options(p=0.4)),
     large=(Sample((3, 4099), make_options(p=0.4)),),
     not_kept=("x", "y"),
+    small_workloads=(Workload("large", "dropout", (40, 50), dtype="float32", modes=FIRST_ORDER),),
     gpu_workloads=(
         Workload("Llama 8B width", "dropout", (8192, 4096), modes=FIRST_ORDER, quick=True),
         Workload("Llama 8B width", "dropout", (8192, 4096), dtype="float32", modes=FIRST_ORDER),

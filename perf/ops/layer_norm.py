@@ -118,7 +118,11 @@ _RESIZED = (
 )
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    if is_drawn:
+        drawn = LayerNorm.draw(workload.shape, workload.torch_dtype)
+        without = {} if workload.affine else dict.fromkeys(("weight", "bias", "weight_dot", "bias_dot"))
+        return norm_calls(drawn.change(**without), mode, None, is_rows=True)
     x = workload.empty()
     weight = torch.empty(x.shape[-1], dtype=workload.param_dtype) if workload.affine else None
     operands = LayerNorm(x, x, x, x, weight, weight, weight, weight)
@@ -151,6 +155,10 @@ LAYER_NORM = Op(
     tiny=Sample((1, 3), _ONE_AXIS),
     large=(Sample((3, 8195), _ONE_AXIS), Sample((17_000, 9), _ONE_AXIS), Sample((5, 16_500), _ONE_AXIS)),
     not_kept=("bias", "y"),
+    small_workloads=(
+        Workload("affine", "layer_norm", (6, 20), dtype="float32"),
+        Workload("plain", "layer_norm", (6, 20), dtype="float32", affine=False),
+    ),
     gpu_workloads=_GPU,
     cpu_workloads=(
         Workload("GPT-2", "layer_norm", (2048, 768), dtype="float32", quick=True),

@@ -93,7 +93,7 @@ _RESIZED = (
 )
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
     """It has no parameters: the pairing has derivatives of y_bar, y and the tangent of x."""
     every, wanted = (
         (True, True, True),
@@ -107,7 +107,8 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
         "double_backward": [("pairing", (), (True, True, False))],
     }
     x = workload.empty()
-    operands = LogSoftmax(x, x, x, x, x, x, dim=workload.dim % x.dim())
+    dim = workload.dim % x.dim()
+    operands = LogSoftmax.draw(x.shape, dim, x.dtype) if is_drawn else LogSoftmax(x, x, x, x, x, x, dim=dim)
     return operands.steps(steps.get(mode, [("pairing", (), wanted.get(mode, every))]), {"x_dtype": x.dtype})
 
 
@@ -143,6 +144,10 @@ LOG_SOFTMAX = Op(
     ),
     not_kept=("x",),
     rounds_between=True,
+    small_workloads=(
+        Workload("rows", "log_softmax", (6, 20), dtype="float32"),
+        Workload("inner", "log_softmax", (4, 20, 5), dtype="float32", dim=1),
+    ),
     gpu_workloads=_GPU,
     cpu_workloads=(
         Workload("ImageNet head", "log_softmax", (2048, 1000), dtype="float32", quick=True),

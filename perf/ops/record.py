@@ -79,12 +79,15 @@ class Op:
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
         rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
+        small_workloads: A few elements in every layout and with every kind of parameters that the suite has, whose rows
+            have more than 16 columns.
         gpu_workloads: Shapes of models, which the suite measures on a GPU and for which the kernels are compiled.
         cpu_workloads: Training sizes at which a CPU is still used.
         other_workloads: What the kernels are compiled for beside the suite's.
         resized: Workloads that reach every kernel, each with other sizes of its first dim that leave its plans as they
             are: an odd one, and one that is a multiple of 16, which the compiler could know.
-        calls: The calls of launchers that a mode of a workload makes, on tensors that nobody touches.
+        calls: The calls of launchers that a mode of a workload makes, on random numbers or on tensors that nobody
+            touches.
         modes: All modes that `calls` knows.
         steps: The modes whose first calls a step of the suite makes, by the suite's mode.
         passes: By the suite's mode, how often tensors of the size of x, of parameters and of statistics are touched.
@@ -107,7 +110,8 @@ class Op:
     tiny: Sample
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
-    calls: Callable[[Workload, str], list[Call]]
+    calls: Callable[[Workload, str, bool], list[Call]]
+    small_workloads: tuple[Workload, ...]
     gpu_workloads: tuple[Workload, ...]
     cpu_workloads: tuple[Workload, ...] = ()
     other_workloads: tuple[Workload, ...] = ()

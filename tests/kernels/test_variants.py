@@ -1,0 +1,93 @@
+"""Every variant of a kernel that a plan of the suite can reach is checked for values, at small sizes.
+
+A kernel is compiled for its flags: modes, masks of what is wanted, axes, and which of its tensors there are. Any two of
+them that meet in a launch of the suite or of the table of machine code, on any chip, have to meet in a call whose
+results are held to the truth here: calls of the same modes on the small workloads of the op's record, with limits and
+numbers of processors under which these take each plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from perf.ops import CASES
+from tests.kernels.calls import ROW_PLANS, launched_by
+from tests.kernels.truth import check_values
+from triton_kernels import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from perf.calls import Call
+    from perf.ops.record import Op
+
+# Constants that are sizes, of which small calls have others.
+SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH")
+DTYPES = ("float32", "bfloat16", "float64")
+LIMITS = (*ROW_PLANS.values(), {"channel_tile_bytes": 1024})
+
+
+def variants(run: Callable[[], object]) -> set[tuple[Any, ...]]:
+    """Of each launch the kernel and its flags: constants that are no sizes, and whether each tensor is there."""
+    found = set()
+    for one in launched_by(run):
+        named = {
+            name: value is None if value is None or isinstance(value, torch.Tensor) else str(value)
+            for name, value in one.named.items()
+            if value is None or isinstance(value, torch.Tensor) or (name.isupper() and not SIZES.search(name))
+        }
+        found.add((one.kernel.__name__, *sorted(named.items())))
+    return found
+
+
+@functools.cache
+def pairs(variant: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    """Flags of a variant that meet."""
+    kernel, *flags = variant
+    return {(kernel, *pair) for pair in itertools.combinations(flags, 2)}
+
+
+def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
+    """The pairs that the suite and the table of machine code reach, each with a case that does."""
+    found: dict[tuple[Any, ...], str] = {}
+    for chip in launch.CHIPS.values():
+        # Memory that nobody touches is filled in tests.
+        with launch.use_chip(chip), torch.device("meta"):
+            for workload in (*op.gpu_workloads, *op.other_workloads):
+                for mode in workload.modes:
+                    calls = op.calls(workload, mode, False)
+                    for variant in variants(lambda calls=calls: [call.results() for call in calls]):
+                        found.setdefault(variant, f"{workload.case} {mode}")
+    return {pair: case for variant, case in found.items() for pair in pairs(variant)}
+
+
+def small_calls(op: Op) -> Iterator[Call]:
+    """Calls of all modes, which are to be made while their limits are in force."""
+    usual = launch.chip_of(torch.get_default_device())
+    few = dataclasses.replace(usual, num_processors=1)
+    for limits, chip, dtype, workload in itertools.product(LIMITS, (usual, few), DTYPES, op.small_workloads):
+        with launch.use_limits(**limits), launch.use_chip(chip):
+            for mode in op.modes:
+                yield from op.calls(dataclasses.replace(workload, dtype=dtype), mode, True)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
+def test_flags_that_meet_in_the_suite_meet_in_a_call_with_right_values(op: Op) -> None:
+    missing = in_suite(op)
+    for call in small_calls(op):
+        if not missing:
+            break
+        new = missing.keys() & set().union(*map(pairs, variants(call.results)))
+        if new:
+            check_values(call)
+            missing = {pair: case for pair, case in missing.items() if pair not in new}
+    listed = "\n".join(f"{case}: {pair}" for pair, case in missing.items())
+    assert not missing, f"perf/ops/{op.name}.py: no small workload has calls with these flags, as those have:\n{listed}"
