@@ -118,15 +118,18 @@ _RESIZED = (
 )
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
-    if is_drawn:
-        drawn = LayerNorm.draw(workload.shape, workload.torch_dtype)
-        without = {} if workload.affine else dict.fromkeys(("weight", "bias", "weight_dot", "bias_dot"))
-        return norm_calls(drawn.change(**without), mode, None, is_rows=True)
+def row_norm_calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = True) -> list[Call]:
+    """The calls of a mode of a norm over rows; one that is not centered has no bias."""
     x = workload.empty()
-    weight = torch.empty(x.shape[-1], dtype=workload.param_dtype) if workload.affine else None
-    operands = LayerNorm(x, x, x, x, weight, weight, weight, weight)
-    return norm_calls(operands, mode, x.shape[:-1], is_rows=True)
+    weight = torch.empty(x.shape[-1], dtype=workload.param_dtype)
+    drawn = LayerNorm.draw(workload.shape, workload.torch_dtype) if is_drawn else None
+    operands = drawn or LayerNorm(x, x, x, x, weight, weight, weight, weight)
+    absent = [
+        *["bias", "bias_dot"] * (not centered),
+        *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
+    ]
+    operands = operands.change(centered=centered, **dict.fromkeys(absent))
+    return norm_calls(operands, mode, None if drawn else x.shape[:-1], is_rows=True)
 
 
 _ONE_AXIS = make_options(norm_ndim=1)
@@ -167,7 +170,7 @@ LAYER_NORM = Op(
     ),
     other_workloads=_OTHER,
     resized=_RESIZED,
-    calls=_calls,
+    calls=row_norm_calls,
     modes=NORM_MODES,
     num_params=2,
     has_statistics=True,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from perf.ops._norm_steps import norm_calls
-from perf.ops.layer_norm import LAYER_NORM, LayerNorm
+from perf.ops.layer_norm import LAYER_NORM, row_norm_calls
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import EPS, FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from perf.calls import Call
 
 
 def _rms_norm(functional: Any, x: Tensor, weight: Any = None, norm_ndim: int = 1) -> Tensor:
@@ -25,13 +21,6 @@ def _rms_norm(functional: Any, x: Tensor, weight: Any = None, norm_ndim: int = 1
 def _true_rms_norm(x: Tensor, weight: Any = None, norm_ndim: int = 1) -> Tensor:
     y = x / (x.square().mean(tuple(range(-norm_ndim, 0)), keepdim=True) + EPS).sqrt()
     return y if weight is None else y * weight
-
-
-def _calls(workload: Workload, mode: str) -> list[Call]:
-    x = workload.empty()
-    weight = torch.empty(x.shape[-1], dtype=workload.param_dtype) if workload.affine else None
-    operands = LayerNorm(x, x, x, x, weight, None, weight, None, centered=False)
-    return norm_calls(operands, mode, x.shape[:-1], is_rows=True)
 
 
 _ONE_AXIS = make_options(norm_ndim=1)
@@ -52,6 +41,10 @@ RMS_NORM = dataclasses.replace(
     ),
     large=(Sample((3, 8195), _ONE_AXIS), Sample((5, 16_500), _ONE_AXIS)),
     not_kept=("y",),
+    small_workloads=(
+        Workload("scaled", "rms_norm", (6, 20), dtype="float32"),
+        Workload("plain", "rms_norm", (6, 20), dtype="float32", affine=False),
+    ),
     gpu_workloads=(
         Workload("Llama 8B", "rms_norm", (8192, 4096), quick=True),
         Workload("Llama 405B", "rms_norm", (4096, 16384)),
@@ -61,7 +54,7 @@ RMS_NORM = dataclasses.replace(
     # The heads of queries and keys.
     other_workloads=(unnamed("rms_norm", (1 << 18, 128), modes=FIRST_ORDER),),
     resized=(),
-    calls=_calls,
+    calls=functools.partial(row_norm_calls, centered=False),
     # As those of layer norm, without the mean and the bias.
     passes={
         "forward": (2, 1, 1),
