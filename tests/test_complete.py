@@ -1,0 +1,77 @@
+"""An operation that lacks a part fails here, with a sentence for each part that says what to write and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+import primitives as pr
+from perf.ops import CASES, record
+from perf.ops.layer_norm import LAYER_NORM
+from primitives.__main__ import self_check
+from primitives.core import Primitive, registered_primitives
+
+ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
+OPERATIONS, README = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/operations.md", "README.md"))
+FAMILIES = self_check("cpu")
+TABLE = "\n".join(line for line in README.splitlines() if line.startswith("| "))
+
+
+def lacking(case):
+    """A sentence for each part that an op does not have yet."""
+    public = case.name.removesuffix("_eval")
+    # As prose has it: layer norm, log-softmax.
+    words = public.replace("_", "[ _-]")
+    first_order = (case.bwd, case.jvp)
+    has_second_order = case.second_order or case.is_linear or all(op.rules.decomposable for op in first_order)
+    without_vmap = [op.name for op in (*case.first_order, *case.second_order) if not op.has_rule("vmap")]
+    parts = {
+        f"the function {public} with its checks, in primitives/functional.py": hasattr(pr.functional, public),
+        f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/{case.name}.py": not without_vmap,
+        f"{case.name}_pairing and _bwd_jvp, in primitives/ops/{case.name}_second_order.py, or decomposable=True of the "
+        "derivatives": has_second_order,
+        "a formula of it for the self-check, in primitives/__main__.py": case.is_linear
+        or (case.family or public) in FAMILIES,
+        f"a section on its formulas and edge cases, in docs/operations.md: {public}": re.search(
+            rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
+        ),
+        "a row in the table of operations of README.md": re.search(words, TABLE, re.IGNORECASE),
+        f"gpu_workloads, shapes of models, in perf/ops/{case.name}.py": case.gpu_workloads,
+        f"small_workloads, with which kernels are checked, in perf/ops/{case.name}.py": case.small_workloads,
+    }
+    return [f"{case.name}: write {part}." for part, there in parts.items() if not there]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_operations_have_every_part(case):
+    assert not (found := lacking(case)), "\n".join(found)
+
+
+def unrecorded(primitives):
+    """A sentence for each primitive whose op has no record."""
+    known = {case.family or case.name for case in CASES}
+    for name, op in primitives.items():
+        stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
+        # Random bits are state, of which there is no derivative.
+        if name.startswith("primitives::") and stem not in known and op.spec.differentiable_outputs:
+            yield f"{op.name}: write a record of {stem}, perf/ops/{stem}.py, and name it in perf/ops/__init__.py."
+
+
+def test_primitives_have_a_record():
+    assert not (found := [*unrecorded(registered_primitives())]), "\n".join(found)
+
+
+def test_each_part_that_is_missing_is_named(monkeypatch):
+    made = [
+        Primitive(name, "(Tensor x) -> Tensor y", namespace="incomplete")
+        for name in ("a_lack", "a_lack_bwd", "a_lack_jvp")
+    ]
+    found = {f"primitives::{op.name}": op for op in made}
+    monkeypatch.setattr(record, "registered_primitives", lambda: found)
+    case = dataclasses.replace(LAYER_NORM, name="a_lack", gpu_workloads=(), small_workloads=())
+    del record.RECORDS["a_lack"]
+    assert len(lacking(case)) == 8
+    assert len([*unrecorded(found)]) == 3
