@@ -89,7 +89,7 @@ def test_what_is_kept_for_the_backward_pass(case, device):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         y = case.outputs(inputs, case.small)[0]
     storages = {x.data_ptr() for x in kept}
-    assert kept, "nothing was saved"
+    assert kept or not case.num_kept, "nothing was saved"
     for name in case.not_kept:
         value = y if name == "y" else inputs[name]
         assert value.data_ptr() not in storages, f"{name} is kept"

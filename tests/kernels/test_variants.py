@@ -72,7 +72,7 @@ def small_calls(op: Op) -> Iterator[Call]:
     """Calls of all modes, which are to be made while their limits are in force."""
     usual = launch.chip_of(torch.get_default_device())
     few = dataclasses.replace(usual, num_processors=1)
-    for limits, chip, dtype, workload in itertools.product(LIMITS, (usual, few), DTYPES, op.small_workloads):
+    for chip, limits, dtype, workload in itertools.product((usual, few), LIMITS, DTYPES, op.small_workloads):
         with launch.use_limits(**limits), launch.use_chip(chip):
             for mode in op.modes:
                 yield from op.calls(dataclasses.replace(workload, dtype=dtype), mode, True)
