@@ -100,7 +100,7 @@ def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatc
         return launcher(x)
 
     cost = Cost(NUM_BYTES, NUM_BYTES, 2 * NUM_BYTES, 0, 1, loads=(("x", NUM_BYTES),))
-    monkeypatch.setattr(costs, "launch", lambda x: cost, raising=False)
+    monkeypatch.setattr(costs, "cost_of", lambda launcher, x: cost)
     monkeypatch.setattr(truth, "expected", lambda call: centered(*call.args))
     call = Call(launch, (random(NUM_ROWS, NUM_COLS),))
     if complaint is None:
