@@ -194,10 +194,13 @@ def check_vmap(
 
 
 def with_its_statistics(call: Call, args: list) -> list:
-    """`args` of `call` with mean and rstd, where it takes them, those of x: implementations may recompute them."""
-    if "rstd" not in call.names:
-        return args
+    """`args` of `call` with the statistics that it takes, those of x: implementations may recompute them."""
     options = dict(zip(call.names, args, strict=True))
+    if "smoothing" in options and "lse" in options:
+        true = options["x"].logsumexp(options["dim"])
+        return [true + 0 * arg if n == "lse" else arg for n, arg in zip(call.names, args, strict=True)]
+    if "rstd" not in options:
+        return args
     x, norm_ndim = options["x"], options.get("norm_ndim")
     axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
     variance, mean = torch.var_mean(x, axes, correction=0)

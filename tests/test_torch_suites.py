@@ -26,6 +26,8 @@ OPS = {
     "nn.functional.rms_norm": "rms_norm",
     "log_softmax": "log_softmax",
     "nn.functional.dropout": "dropout",
+    "nn.functional.cross_entropy": "cross_entropy",
+    "nn.functional.nll_loss": "nll_loss",
     "nn.functional.scaled_dot_product_attention": "scaled_dot_product_attention",
 }
 INFOS = [info for info in op_db if info.name in OPS and info.variant_test_name != "without_cudnn"]
@@ -47,7 +49,8 @@ def samples(info):
             args, kwargs = (*args, kwargs["attn_mask"]), {k: v for k, v in kwargs.items() if k != "attn_mask"}
         # Running statistics are state, which neither side differentiates in training.
         state = {i: args[i].detach() for i in (1, 2) if name == "batch_norm" and args[i] is not None}
-        places = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and i not in state]
+        tensors = {i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.is_floating_point()}
+        places = sorted(tensors - state.keys())
 
         def call(space, *tensors, args=args, kwargs=kwargs, state=state, places=places):
             given = {**{i: value.clone() for i, value in state.items()}, **dict(zip(places, tensors, strict=True))}

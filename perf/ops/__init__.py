@@ -2,9 +2,13 @@
 
 from perf.ops.attention import ATTENTION
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL
+from perf.ops.cross_entropy import CROSS_ENTROPY, SOFT_CROSS_ENTROPY
 from perf.ops.dropout import DROPOUT
 from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.log_softmax import LOG_SOFTMAX
 from perf.ops.rms_norm import RMS_NORM
 
-CASES = (LAYER_NORM, RMS_NORM, LOG_SOFTMAX, BATCH_NORM, BATCH_NORM_EVAL, DROPOUT, ATTENTION)
+CASES = (
+    *(LAYER_NORM, RMS_NORM, LOG_SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY, BATCH_NORM, BATCH_NORM_EVAL),
+    *(DROPOUT, ATTENTION),
+)

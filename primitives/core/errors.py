@@ -17,6 +17,7 @@ __all__ = [
     "BackendError",
     "DeviceError",
     "DtypeError",
+    "LabelError",
     "LeafError",
     "MissingRuleError",
     "MutationError",
@@ -40,6 +41,10 @@ class DeviceError(ValueError, RuntimeError):
 
 class DtypeError(TypeError, NotImplementedError):
     """An argument has a dtype that the operation does not take, or one that differs from what it must match."""
+
+
+class LabelError(ValueError, RuntimeError, IndexError):
+    """A class index is not that of a class."""
 
 
 class LeafError(DtypeError, ValueError):

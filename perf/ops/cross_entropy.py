@@ -1,0 +1,197 @@
+"""Cross-entropy with labels, and with probabilities. What is repeated along the classes has the shape of x."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from perf.calls import Operands, random
+from perf.ops.record import Op
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import FIRST_ORDER, unnamed
+from primitives.ops.cross_entropy import cross_entropy_p
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call, Step
+    from perf.ops.workload import Workload
+
+
+def _labels(x: Tensor, dim: int) -> Tensor:
+    """Class labels of x: never the last one, so that a test may add one; every fourth row is ignored."""
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    rows = torch.arange(math.prod(shape), device=x.device)
+    return torch.where(rows % 4 == 2, -1, (7 * rows + 2) % max(x.shape[dim] - 1, 1)).reshape(shape)
+
+
+def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
+    loss, lse = cross_entropy_p(x, target, dim, smoothing)
+    if not target.is_floating_point():
+        lse = lse.masked_fill(target < 0, 0.0)
+    # A number times a tensor of no axis has float64 tangents to torch.
+    factor = torch.full((), z_loss, dtype=lse.dtype, device=lse.device)
+    return (loss + factor * lse.square()).to(x.dtype).unsqueeze(dim).expand(x.shape)
+
+
+def _cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
+    return _soft_cross_entropy(x, _labels(x, dim), dim, smoothing, z_loss)
+
+
+def _true_soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Any:
+    lse = x.logsumexp(dim, keepdim=True)
+    t = (1 - smoothing) * target + smoothing / x.shape[dim]
+    return ((t * (lse - x)).sum(dim, keepdim=True) + z_loss * lse.square()).expand(x.shape)
+
+
+def _true_cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
+    labels = _labels(x, dim).unsqueeze(dim)
+    places = torch.arange(x.shape[dim], device=x.device).reshape([-1, *[1] * (x.dim() - dim - 1)])
+    y = _true_soft_cross_entropy(x, (labels == places).to(x.dtype), dim, smoothing, z_loss)
+    return torch.where(labels >= 0, y, 0.0)
+
+
+def _torch_soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float, z_loss: float = 0.25) -> Tensor:
+    loss = F.cross_entropy(x, target, reduction="none", label_smoothing=smoothing)
+    lse = x.logsumexp(dim)
+    lse = lse if target.is_floating_point() else torch.where(target >= 0, lse, 0.0)
+    return (loss + z_loss * lse.square()).unsqueeze(dim).expand(x.shape)
+
+
+def _torch_cross_entropy(x: Tensor, dim: int, smoothing: float, z_loss: float = 0.25) -> Tensor:
+    labels = _labels(x, dim)
+    return _torch_soft_cross_entropy(x, torch.where(labels < 0, -100, labels), dim, smoothing, z_loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy(Operands):
+    """Operands of cross-entropy along `dim`; its derivatives take its result lse. A target of integers has labels."""
+
+    MODULES: ClassVar = ("cross_entropy",)
+    RESULTS: ClassVar = {"bwd": 2, "bwd_jvp": 2}
+
+    x: Tensor
+    target: Tensor
+    lse: Tensor
+    x_dot: Tensor | None
+    target_dot: Tensor | None
+    loss_bar: Tensor | None
+    lse_bar: Tensor | None
+    loss_bar_dot: Tensor | None
+    lse_bar_dot: Tensor | None
+    dim: int
+    smoothing: float
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+        *,
+        labels: bool = True,
+        smoothing: float = 0.0,
+    ) -> CrossEntropy:
+        """Random operands in some layout."""
+        x, target, x_dot, target_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
+        rows = torch.Size((*shape[:dim], *shape[dim + 1 :]))
+        acc = torch.promote_types(dtype, torch.float32)
+        bars = (random(rows.numel(), dtype=acc, seed=seed).reshape(rows) for seed in range(4))
+        x, target, x_dot, target_dot = (arrange(t.to(dtype)) for t in (x, target.abs(), x_dot, target_dot))
+        lse = x.to(acc).logsumexp(dim)
+        of_target = (_labels(x, dim), None) if labels else (target, target_dot)
+        return cls(x, of_target[0], lse, x_dot, of_target[1], *bars, dim, smoothing)
+
+    def derived(self) -> dict[str, Any]:
+        """Nothing follows from others."""
+        return {}
+
+
+def _calls(workload: Workload, mode: str) -> list[Call]:
+    """Calls with labels, as of a language model; of probabilities in the second place."""
+    steps: dict[str, Sequence[Step]] = {
+        "forward": [("fwd", (), None)],
+        "backward": [("bwd", (), None)],
+        "jvp": [("fwd_jvp", (), None)],
+        "hvp": [("bwd_jvp", (), None)],
+        "double_backward": [("bwd_jvp", ("loss_bar_dot", "lse_bar_dot"), None)],
+    }
+    x, dim = workload.empty(), workload.dim % len(workload.shape)
+    rows = (*workload.shape[:dim], *workload.shape[dim + 1 :])
+    labels, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=workload.statistic_dtype)
+    operands = CrossEntropy(x, labels, numbers, x, None, *[numbers] * 4, dim, 0.0)
+    soft = operands.change(target=x, target_dot=x, smoothing=0.1)
+    return [*operands.steps(steps[mode], {}), *soft.steps(steps[mode], {})]
+
+
+_OTHER = (
+    *(unnamed("cross_entropy", shape) for shape in ((8192, 1000), (4096, 32000), (2048, 128256), (1024, 262144))),
+    unnamed("cross_entropy", (4096, 50257), modes=FIRST_ORDER),
+    unnamed("cross_entropy", (64, 128256), modes=FIRST_ORDER),
+    unnamed("cross_entropy", (512, 512), "float64"),
+    unnamed("cross_entropy", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
+)
+_RESIZED = ((unnamed("cross_entropy", (4096, 4096)), (4095, 1008)), (unnamed("cross_entropy", (64, 128256)), (63, 80)))
+_SHAPES = [
+    ((13, 31), make_options(dim=1)),
+    ((0, 5), make_options(dim=1)),
+    ((1, 1), make_options(dim=1)),
+    ((3, 257), make_options(dim=1, smoothing=0.1)),
+    ((2, 5, 3, 4), make_options(dim=1)),
+    ((9,), make_options(dim=0, smoothing=0.2)),
+    ((31, 5), make_options(dim=0)),
+]
+_LARGE = (
+    Sample((3, 8195), make_options(dim=1)),
+    Sample((3, 66_000), make_options(dim=1, smoothing=0.1)),
+    Sample((8200, 17), make_options(dim=0)),
+)
+
+CROSS_ENTROPY = Op(
+    name="cross_entropy",
+    call=_cross_entropy,
+    function=_cross_entropy,
+    truth=_true_cross_entropy,
+    torch_function=_torch_cross_entropy,
+    arguments=("x",),
+    differentiable=("x",),
+    samples=make_samples(_SHAPES, [()], ["contiguous", "transposed", "sliced", "expanded"]),
+    small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),
+    tiny=Sample((1, 3), make_options(dim=1, smoothing=0.1)),
+    large=_LARGE,
+    not_kept=("y",),
+    rounds_once=False,
+    gpu_workloads=(),
+    other_workloads=_OTHER,
+    resized=_RESIZED,
+    calls=_calls,
+)
+SOFT_CROSS_ENTROPY = Op(
+    name="soft_cross_entropy",
+    family="cross_entropy",
+    call=_soft_cross_entropy,
+    function=_soft_cross_entropy,
+    truth=_true_soft_cross_entropy,
+    torch_function=_torch_soft_cross_entropy,
+    arguments=("x", "target"),
+    differentiable=("x", "target"),
+    parameter_shape=lambda sample, name: sample.shape,
+    samples=make_samples(_SHAPES, [()], ["contiguous", "transposed", "sliced", "expanded"])
+    + (Sample((5, 12), make_options(dim=1), mixed=True),),
+    small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),
+    tiny=Sample((1, 2), make_options(dim=1, smoothing=0.1)),
+    large=_LARGE[1:2],
+    not_kept=("y",),
+    positive=("target",),
+    rounds_once=False,
+    num_kept=2,
+    gpu_workloads=(),
+    calls=_calls,
+)

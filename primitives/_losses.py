@@ -1,0 +1,238 @@
+"""The losses of the functional API over classes: what surrounds the primitives are numbers of rows, in plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import _reduction
+
+from primitives.checks import losses as checks
+from primitives.core.trees.leaves import map_tensors
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype
+from primitives.ops.cross_entropy import class_labels_p, cross_entropy_p
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["cross_entropy", "nll_loss"]
+
+
+def cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    namespace: str = "",
+) -> Any:
+    r"""Cross-entropy of logits with class indices or with probabilities of the classes.
+
+    $$ \ell = \log \sum_c \exp(x_c) \sum_c t_c - \sum_c t_c \, x_c + z \left( \log \sum_c \exp(x_c) \right)^2 $$
+
+    Here `t` is the target, `(1 - label_smoothing) * target + label_smoothing / C`, times `weight`; an index stands for
+    the probability 1 of its class, which is weighted by itself, as in torch.
+
+    Args:
+        input: Logits of shape `[C]` or `[N, C, *]`, float16, bfloat16, float32 or float64, any strides; or a pytree of
+            such tensors, each of which gives a loss of its own.
+        target: Class indices of shape `[]` or `[N, *]`, of an integer dtype, or probabilities of the shape of `input`,
+            of any floating dtype. For a pytree `input`, a tensor or a tree prefix of it; `weight` likewise.
+        weight: Weights of the classes, shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`.
+        size_average: As torch's: deprecated, see `reduction`.
+        ignore_index: A class index whose rows have no loss and no gradient; it need not be that of a class.
+        reduce: As torch's: deprecated, see `reduction`.
+        reduction: `"none"`, `"sum"`, or `"mean"`, which divides by the sum of the weights of the rows that are not
+            ignored, or for probabilities by the number of rows.
+        label_smoothing: Share of the target that is spread over all classes.
+        z_loss: Factor of the squared logarithm of the sum, which keeps logits from drifting; not weighted.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        The loss, of shape `[]`, or that of the class indices with `reduction="none"`; in the dtype of `input` (of the
+        wider of `input` and probabilities), in float32 under autocast. NaN for `"mean"` where all rows are ignored.
+
+    Raises:
+        ShapeError: If shapes do not go together.
+        DtypeError: If a dtype is not one of the above.
+        DeviceError: If the tensors are on different devices.
+        LabelError: If a class index is out of range, on the CPU; on a GPU, where nobody waits for it, a device
+            assertion fails.
+        ValueError: If `reduction` or `label_smoothing` is not one of the above.
+        TreeError: If `target` or `weight` is not a prefix of the tree `input`.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`, in `weight` and in probabilities. Reverse mode keeps
+        `input`, `target` and one number a row.
+
+    Numerics:
+        Accumulated in float32, in float64 for float64 `input`, with the maximum subtracted before exponentiation.
+        Logits in half precision are never copied to float32. A class of logit `-inf` has probability 0; a row that is
+        all `-inf`, or has `+inf` or NaN in it, gives NaN.
+
+    Example:
+        >>> import torch
+        >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor(1.3863)
+
+    References:
+        Szegedy et al., "Rethinking the Inception architecture for computer vision", 2015 (label smoothing);
+        Chowdhery et al., "PaLM", arXiv:2204.02311, 2022 (z-loss).
+    """
+    reduction = _by_legacy(reduction, size_average, reduce)
+    checks.options("cross_entropy", reduction, ignore_index, label_smoothing, z_loss)
+
+    def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
+        checks.loss("cross_entropy", label, x, target, weight, takes_probabilities=True)
+
+    def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        if checks.has_probabilities(tuple(x.shape), target):
+            rows, total = _of_probabilities(x, target, weight, label_smoothing, z_loss)
+            dtype = torch.promote_types(x.dtype, target.dtype)
+        else:
+            labels = _labels(x, target, ignore_index)
+            rows, total = _of_labels(x, labels, weight, label_smoothing, z_loss)
+            dtype = x.dtype
+        return _reduced(rows, total, reduction).to(_result_dtype(x, dtype))
+
+    prefixes = {"target": target, "weight": weight}
+    return map_tensors("cross_entropy", check, compute, input, prefixes, namespace=namespace)
+
+
+def nll_loss(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    *,
+    namespace: str = "",
+) -> Any:
+    r"""Negative log-likelihood of class indices: minus the entry of `input` for the class of each row, weighted.
+
+    Args:
+        input: Logarithms of probabilities, of shape `[C]` or `[N, C, *]`, float16, bfloat16, float32 or float64, any
+            strides; or a pytree of such tensors, each of which gives a loss of its own.
+        target: Class indices of shape `[]` or `[N, *]`, of an integer dtype. For a pytree `input`, a tensor or a tree
+            prefix of it; `weight` likewise.
+        weight: Weights of the classes, as for `cross_entropy`.
+        size_average: As torch's: deprecated, see `reduction`.
+        ignore_index: As for `cross_entropy`.
+        reduce: As torch's: deprecated, see `reduction`.
+        reduction: As for `cross_entropy`.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        The loss, of shape `[]`, or that of `target` with `reduction="none"`, as `cross_entropy` returns it.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LabelError, ValueError, TreeError: As `cross_entropy` does.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input` and `weight`, of plain torch operations.
+
+    Example:
+        >>> import torch
+        >>> nll_loss(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]))
+        tensor(2.)
+    """
+    reduction = _by_legacy(reduction, size_average, reduce)
+    checks.options("nll_loss", reduction, ignore_index)
+
+    def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
+        checks.loss("nll_loss", label, x, target, weight, takes_probabilities=False)
+
+    def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        labels, axis = _labels(x, target, ignore_index), checks.class_axis(x)
+        picked = x.gather(axis, labels.clamp(min=0).unsqueeze(axis)).squeeze(axis).to(accumulation_dtype(x.dtype))
+        rows = (-picked).masked_fill(labels < 0, 0.0)
+        of_rows = _row_weights(labels, weight, picked.dtype)
+        rows = rows if weight is None else rows * of_rows
+        return _reduced(rows, of_rows.sum(), reduction).to(_result_dtype(x, x.dtype))
+
+    prefixes = {"target": target, "weight": weight}
+    return map_tensors("nll_loss", check, compute, input, prefixes, namespace=namespace)
+
+
+def _by_legacy(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that torch's deprecated arguments stand for, with torch's warning."""
+    if size_average is None and reduce is None:
+        return reduction
+    return _reduction.legacy_get_string(size_average, reduce)
+
+
+def _result_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 where torch's autocast runs losses in it."""
+    if dtype in LOW_PRECISION and torch.is_autocast_enabled(x.device.type):
+        return torch.float32
+    return dtype
+
+
+def _labels(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Class indices in int64, -1 where they are ignored."""
+    # Torch takes one label in a list of one for logits without a batch.
+    target = target.reshape(()) if x.dim() == 1 else target
+    return class_labels_p(target, x.shape[checks.class_axis(x)], ignore_index)
+
+
+def _row_weights(labels: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight of each row, that of its class; 0 where it is ignored."""
+    if weight is None:
+        return (labels >= 0).to(dtype)
+    return weight.to(dtype)[labels.clamp(min=0)].masked_fill(labels < 0, 0.0)
+
+
+def _of_labels(
+    x: Tensor, labels: Tensor, weight: Tensor | None, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and the sum of the weights of all."""
+    axis = checks.class_axis(x)
+    if weight is None:
+        rows, lse = cross_entropy_p(x, labels, axis, smoothing)
+    else:
+        rows, lse = cross_entropy_p(x, labels, axis, 0.0)
+    of_rows = _row_weights(labels, weight, rows.dtype)
+    if weight is not None:
+        rows = _times(of_rows * rows, 1.0 - smoothing)
+        if smoothing:
+            # The share of all classes is one target, which is repeated in no memory.
+            shares = smoothing / x.shape[axis] * weight.to(rows.dtype)
+            shares = shares.reshape([-1, *[1] * (x.dim() - axis - 1)]).expand(x.shape)
+            rows = rows + cross_entropy_p(x, shares, axis, 0.0)[0].masked_fill(labels < 0, 0.0)
+    if z_loss:
+        rows = rows + _times(lse.square(), z_loss).masked_fill(labels < 0, 0.0)
+    return rows, of_rows.sum()
+
+
+def _of_probabilities(
+    x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, z_loss: float
+) -> tuple[Tensor, int]:
+    """The loss of each row, and their number."""
+    axis = checks.class_axis(x)
+    if x.shape[axis] == 0:
+        return x.sum(axis).to(accumulation_dtype(x.dtype)), 0
+    if target.dtype == torch.float64:
+        x = x.double()
+    if weight is not None:
+        target = (1.0 - smoothing) * target + smoothing / x.shape[axis]
+        target, smoothing = target * weight.reshape([-1, *[1] * (x.dim() - axis - 1)]), 0.0
+    rows, lse = cross_entropy_p(x, target, axis, smoothing)
+    return rows + _times(lse.square(), z_loss) if z_loss else rows, rows.numel()
+
+
+def _times(rows: Tensor, number: float) -> Tensor:
+    """`number * rows`, by a tensor: of a number of torch's, that of no axis, torch makes float64 tangents otherwise."""
+    return rows * torch.full((), number, dtype=rows.dtype, device=rows.device)
+
+
+def _reduced(rows: Tensor, total: Tensor | int, reduction: str) -> Tensor:
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / total
