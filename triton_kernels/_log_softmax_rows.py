@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ def launch_log_softmax(
     sums: RowSums,
     writes: Collection[str] | None = None,
     dtypes: Sequence[torch.dtype] = (),
+    statistics: Mapping[str, Tensor | None] | None = None,
+    row_outputs: Mapping[str, Tensor | None] | None = None,
+    **constants: Any,
 ) -> None:
     """Launch a kernel over rows along `dim`, unless there is nothing to write.
 
@@ -40,14 +43,19 @@ def launch_log_softmax(
         sums: What is summed over a row.
         writes: Inputs that are read again to write a row that is swept; None for all.
         dtypes: Dtypes whose numbers the arithmetic has to hold; those of the inputs if empty.
+        statistics: Numbers of the rows that are read, by name.
+        row_outputs: Numbers of the rows that are written, by name; None for one that is not wanted.
+        **constants: Further constants of the kernel.
     """
+    statistics, row_outputs = statistics or {}, row_outputs or {}
     wanted = [tensor for tensor in outputs.values() if tensor is not None]
-    if not wanted or not wanted[0].numel():
+    first = next(tensor for tensor in (*wanted, *inputs.values()) if tensor is not None)
+    if not (wanted or row_outputs) or not first.numel():
         return
-    view = reduction_view([*inputs.values()], wanted[0], dim)
+    view = reduction_view([*inputs.values()], first, dim)
     dtypes = dtypes or [tensor.dtype for tensor in inputs.values() if tensor is not None]
     dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
-    operands = Operands(view, tuple(inputs), {}, {}, outputs, {}, dtype, wanted[0].device)
+    operands = Operands(view, tuple(inputs), {}, statistics, outputs, row_outputs, dtype, first.device)
     itemsizes = [tensor.element_size() for tensor in view.tensors if tensor is not None]
     plan = launch.plan_log_softmax(
         (view.num_segments, view.num_rows, view.num_cols),
@@ -56,13 +64,13 @@ def launch_log_softmax(
         dtype.itemsize,
         len(itemsizes),
         operands.device,
-        len(wanted),
+        max(len(wanted), 1),
         len(sums.reads),
         sums.places if sums.wanted is None else sums.wanted,
         view.is_aligned(min(itemsizes)),
     )
-    with device_guard(wanted[0]):
-        launch_rows(kernel, operands, plan, sums, writes)
+    with device_guard(first):
+        launch_rows(kernel, operands, plan, sums, writes, **constants)
 
 
 def launch_pairing(

@@ -17,7 +17,8 @@ The functions of an op take tuples of tiles: `x` of the full-size operands `[BLO
 `[1, cols]`, `r` of the statistics `[BLOCK_ROWS, 1]`, `s` of the sums `[BLOCK_ROWS, 1]`. In the place of one that is
 absent, or not read by a sweep, is `nothing()`, of which `.type.is_block()` is false.
 
-    EMIT(x, p, r, s, mask, num_cols)        the tiles that are written
+    EMIT(x, p, r, s, mask, num_cols)        the tiles that are written; may be absent
+    ROWS(s, r, num_cols)                    the numbers of a row that are written, if not the sums
 
 The sums of a row come from one function where plain sums of tiles are enough:
 
@@ -48,6 +49,7 @@ import triton.language as tl
 from triton_kernels.tiles import (
     add_tiles,
     aligned,
+    as_tiles,
     either,
     in_places,
     load_params,
@@ -116,7 +118,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TERMS: tl.constexpr = None,
     STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None, MERGE: tl.constexpr = None,
     WANTED: tl.constexpr = 65535, EPS: tl.constexpr = 0.0, OTHER: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None,
-    ROW_STATES: tl.constexpr = 0,
+    ROW_STATES: tl.constexpr = 0, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
 
@@ -129,7 +131,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         NUM_R: How many.
         out_ptrs: Outputs of full size, in the order of `EMIT`.
         out_strides: Their strides, the same for all.
-        s_ptrs: Outputs `[segments * num_rows]`, one for each of the sums of a row.
+        s_ptrs: Outputs `[segments * num_rows]`, one for each of the sums of a row, or of `ROWS`.
         parts_ptr: Partial results `[blocks, len(INIT), num_splits, BLOCK_ROWS]` of rows that programs share.
         num_splits: Programs that share a row.
         num_rows: Rows of a segment.
@@ -158,6 +160,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         OTHER: What the first operand is past the end of a row; the others are zero.
         ROUNDED: Dtype to which the first operand is rounded before anything else, if any.
         ROW_STATES: How many states of a sweep are numbers of a row, and not of its lanes; they come first.
+        ROWS: Numbers of a row, or None.
+        NUMBERS: If given, the statistics end with these, or `nothing()` for zeros, and the parameters with the numbers
+            of the columns.
     """
     ALL: tl.constexpr = 65535
     NUM_X: tl.constexpr = len(x_strides)
@@ -174,6 +179,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     flat_row = (segment * num_rows + row)[:, None]
     lanes = tl.arange(0, BLOCK_COLS)
     r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
+    if NUMBERS is not None:
+        r = r + as_tiles(NUMBERS, DTYPE)
 
     if MODE == "whole":
         cols = lanes.to(tl.int64)
@@ -183,16 +190,18 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, OTHER, ROUNDED, DTYPE, AXES, ALIGN
         )
         p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
+        c = () if NUMBERS is None else (cols[None, :],)
         s = ()
         if STATS is not None:
-            s = STATS(x, p, r, mask, num_cols, EPS)
+            s = STATS(x, p + c, r, mask, num_cols, EPS)
         elif NUM > 0:
-            s = in_places(sums_of(wanted_of(TERMS(x, p, r, mask), WANTED)), NUM, WANTED)
+            s = in_places(sums_of(wanted_of(TERMS(x, p + c, r, mask), WANTED)), NUM, WANTED)
         # Behind the sums, so that no register holds such a parameter while they are reduced.
         p = either(p, load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL - SUM_PARAMS, DTYPE, ALIGN))
-        offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN)
-        store_tiles(out_ptrs, EMIT(x, p, r, s, mask, num_cols), offsets, mask)
-        store_tiles(s_ptrs, s, flat_row, row_mask)
+        if EMIT is not None:
+            offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN)
+            store_tiles(out_ptrs, EMIT(x, p + c, r, s, mask, num_cols), offsets, mask)
+        store_tiles(s_ptrs, s if ROWS is None else ROWS(s, r, num_cols), flat_row, row_mask)
     else:
         if MODE == "writes":
             state = load_parts(parts_ptr, block, num_splits, INIT, WANTED, BLOCK_ROWS, BLOCK_SPLITS)
@@ -227,10 +236,11 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     DTYPE, AXES, ALIGN,
                 )  # fmt: skip
                 p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
+                c = () if NUMBERS is None else (cols[None, :],)
                 if FOLD is not None:
-                    state = FOLD(state, x, p, r, anchor, row_mask & col_mask)
+                    state = FOLD(state, x, p + c, r, anchor, row_mask & col_mask)
                 else:
-                    state = add_tiles(state, wanted_of(TERMS(x, p, r, row_mask & col_mask), WANTED))
+                    state = add_tiles(state, wanted_of(TERMS(x, p + c, r, row_mask & col_mask), WANTED))
             if MERGE is not None:
                 size = num_cols if MODE == "swept" else (stop_col - first_col).to(DTYPE)
                 s = MERGE(state, anchor, size, num_cols, EPS, 1, MODE == "swept")
@@ -243,18 +253,20 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     tl.store(parts_ptr + offset + tl.arange(0, BLOCK_ROWS)[:, None], s[i])
         else:
             if split == 0:
-                store_tiles(s_ptrs, s, flat_row, row_mask)
-            # Not staged: nothing is reduced here, so that other warps load while one waits.
-            for step in range(first_col, stop_col, BLOCK_COLS):
-                cols = (opposite_tile(step, first_col, stop_col, BLOCK_COLS) + lanes).to(tl.int64)
-                col_mask = (cols < num_cols)[None, :]
-                mask = row_mask & col_mask
-                x = load_tiles(
-                    x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_first", EMIT_READS, OTHER,
-                    ROUNDED, DTYPE, AXES, ALIGN,
-                )  # fmt: skip
-                p = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN)
-                offsets = out_offsets(
-                    segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN
-                )
-                store_tiles(out_ptrs, EMIT(x, p, r, s, mask, num_cols), offsets, mask)
+                store_tiles(s_ptrs, s if ROWS is None else ROWS(s, r, num_cols), flat_row, row_mask)
+            if EMIT is not None:
+                # Not staged: nothing is reduced here, so that other warps load while one waits.
+                for step in range(first_col, stop_col, BLOCK_COLS):
+                    cols = (opposite_tile(step, first_col, stop_col, BLOCK_COLS) + lanes).to(tl.int64)
+                    col_mask = (cols < num_cols)[None, :]
+                    mask = row_mask & col_mask
+                    x = load_tiles(
+                        x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_first", EMIT_READS, OTHER,
+                        ROUNDED, DTYPE, AXES, ALIGN,
+                    )  # fmt: skip
+                    p = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN)
+                    c = () if NUMBERS is None else (cols[None, :],)
+                    offsets = out_offsets(
+                        segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN
+                    )
+                    store_tiles(out_ptrs, EMIT(x, p + c, r, s, mask, num_cols), offsets, mask)

@@ -123,6 +123,18 @@ def load_statistics(ptrs, NUM: tl.constexpr, row, row_mask):
 
 
 @triton.jit
+def as_tiles(numbers: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers that are known when a kernel is compiled, as tiles `[1, 1]`; `nothing()` for zeros."""
+    tiles = ()
+    for i in tl.static_range(len(numbers)):
+        if numbers[i] == 0:
+            tiles = tiles + (nothing(),)
+        else:
+            tiles = tiles + (tl.full((1, 1), numbers[i], DTYPE),)
+    return tiles
+
+
+@triton.jit
 def store_tiles(ptrs, values, offsets, mask):
     """Store each value in the dtype of its memory; a pointer that is None wants nothing."""
     for i in tl.static_range(len(values)):

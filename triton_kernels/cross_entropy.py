@@ -1,0 +1,209 @@
+"""Cross-entropy of rows of logits with labels or probabilities: launchers of first and of second order.
+
+With t = (1 - smoothing) * target + smoothing / C, where a label stands for the probability 1 of its class,
+
+    lse = log(sum(exp(x))),      loss = lse * sum(t) - sum(t * x)
+
+Two kernels serve all: one for what is a number of a row, the value and its tangent, one for what has the shape of x,
+the vjp and its jvp; `_cross_entropy_kernels` has the formulas. A target of integers has labels, of which a negative one
+ignores its row; any other target has probabilities. Every launcher views its tensors as those of log-softmax do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from triton_kernels._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
+from triton_kernels._log_softmax_rows import launch_log_softmax
+from triton_kernels._row_launch import RowSums
+from triton_kernels._runtime import accumulation_dtype
+from triton_kernels.tuning import tunable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "cross_entropy_bwd",
+    "cross_entropy_bwd_jvp",
+    "cross_entropy_fwd",
+    "cross_entropy_fwd_jvp",
+    "cross_entropy_jvp",
+]
+
+
+def _row_numbers(x: Tensor, dim: int, count: int) -> list[Tensor]:
+    """Memory for `count` numbers of each row."""
+    shape, dtype = (*x.shape[:dim], *x.shape[dim + 1 :]), accumulation_dtype(x.dtype)
+    return [torch.empty(shape, dtype=dtype, device=x.device) for _ in range(count)]
+
+
+def _operands(
+    x: Tensor, target: Tensor, x_dot: Tensor | None, target_dot: Tensor | None
+) -> tuple[dict[str, Tensor | None], Tensor | None]:
+    """Operands of full size, and labels."""
+    if target.is_floating_point():
+        return {"x": x, "target": target, "x_dot": x_dot, "target_dot": target_dot}, None
+    return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target.contiguous()
+
+
+def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, float]:
+    return {"KEEP": 1.0 - smoothing, "SHARE": smoothing / max(x.shape[dim], 1)}
+
+
+def _launch_sums(
+    x: Tensor,
+    target: Tensor,
+    x_dot: Tensor | None,
+    target_dot: Tensor | None,
+    dim: int,
+    smoothing: float,
+    results: Mapping[str, Tensor | None],
+) -> None:
+    inputs, label = _operands(x, target, x_dot, target_dot)
+    present = [name for name, tensor in inputs.items() if tensor is not None]
+    # The maximum, the sum of exponentials and that of t * x; with a tangent, the sums that it enters; of probabilities
+    # their own sums.
+    has_x_dot, has_target_dot = "x_dot" in present, "target_dot" in present
+    wanted = 3 + has_x_dot + (has_x_dot or has_target_dot) + ("target" in present) + has_target_dot
+    launch_log_softmax(
+        cross_entropy_sums_kernel,
+        inputs,
+        {},
+        dim,
+        RowSums(7, present, wanted),
+        writes=(),
+        statistics={"label": label},
+        row_outputs={"loss": None, "lse": None, "loss_dot": None, "lse_dot": None, **results},
+        **_numbers(x, dim, smoothing),
+    )
+
+
+@tunable
+def cross_entropy_fwd(x: Tensor, target: Tensor, dim: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the rows of `x` along `dim`.
+
+    Args:
+        x: Logits.
+        target: Labels, int64, without axis `dim`, or probabilities of the shape of `x`.
+        dim: Axis of the classes, not negative.
+        smoothing: Share of the target that is spread over all classes.
+
+    Returns:
+        `(loss, lse)`, without axis `dim`, in the dtype of sums.
+    """
+    loss, lse = _row_numbers(x, dim, 2)
+    _launch_sums(x, target, None, None, dim, smoothing, {"loss": loss, "lse": lse})
+    return loss, lse
+
+
+@tunable
+def cross_entropy_fwd_jvp(
+    x: Tensor, target: Tensor, x_dot: Tensor | None, target_dot: Tensor | None, dim: int, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`cross_entropy_fwd` and the tangents of both results, for those of `x` and of probabilities.
+
+    Returns:
+        `(loss, lse, loss_dot, lse_dot)`.
+    """
+    loss, lse, loss_dot, lse_dot = _row_numbers(x, dim, 4)
+    results = {"loss": loss, "lse": lse, "loss_dot": loss_dot, "lse_dot": lse_dot}
+    _launch_sums(x, target, x_dot, target_dot, dim, smoothing, results)
+    return loss, lse, loss_dot, lse_dot
+
+
+@tunable
+def cross_entropy_jvp(
+    x: Tensor, target: Tensor, x_dot: Tensor | None, target_dot: Tensor | None, dim: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The tangents `(loss_dot, lse_dot)` of `cross_entropy_fwd`, without its results."""
+    loss_dot, lse_dot = _row_numbers(x, dim, 2)
+    _launch_sums(x, target, x_dot, target_dot, dim, smoothing, {"loss_dot": loss_dot, "lse_dot": lse_dot})
+    return loss_dot, lse_dot
+
+
+def _launch_gradient(
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    x_dot: Tensor | None,
+    target_dot: Tensor | None,
+    dim: int,
+    smoothing: float,
+    bars: Mapping[str, Tensor | None],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    inputs, label = _operands(x, target, x_dot, target_dot)
+    x_bar = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted[0] else None
+    target_bar = None
+    if wanted[1] and label is None:
+        target_bar = torch.empty(x.shape, dtype=target.dtype, device=x.device)
+    summed = [name for name in ("target", "x_dot", "target_dot") if inputs[name] is not None]
+    launch_log_softmax(
+        cross_entropy_gradient_kernel,
+        inputs,
+        {"x_bar": x_bar, "target_bar": target_bar},
+        dim,
+        RowSums(3, ["x", *summed], len(summed)) if summed else RowSums(),
+        statistics={
+            "label": label,
+            "lse": lse.contiguous(),
+            **{name: None if bar is None else bar.contiguous() for name, bar in bars.items()},
+        },
+        **_numbers(x, dim, smoothing),
+    )
+    return x.new_empty(0) if x_bar is None else x_bar, x.new_empty(0) if target_bar is None else target_bar
+
+
+@tunable
+def cross_entropy_bwd(
+    loss_bar: Tensor | None,
+    lse_bar: Tensor | None,
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    dim: int,
+    smoothing: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of the arguments of `cross_entropy_fwd`.
+
+    Args:
+        loss_bar: Cotangent of the loss; None for zero.
+        lse_bar: Cotangent of lse; None for zero.
+        x: As for the forward.
+        target: Likewise.
+        lse: Result of the forward.
+        dim: As for the forward.
+        smoothing: Likewise.
+        wanted: Which of the results to compute.
+
+    Returns:
+        `(x_bar, target_bar)`, in the shapes and dtypes of the arguments; empty, of the dtype of `x`, if not wanted, as
+        the cotangent of labels always is.
+    """
+    bars = {"u": None, "v": None, "u_dot": loss_bar, "v_dot": lse_bar}
+    return _launch_gradient(x, target, lse, None, None, dim, smoothing, bars, wanted)
+
+
+@tunable
+def cross_entropy_bwd_jvp(
+    loss_bar: Tensor | None,
+    lse_bar: Tensor | None,
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    loss_bar_dot: Tensor | None,
+    lse_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    target_dot: Tensor | None,
+    dim: int,
+    smoothing: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """The tangents of the results of `cross_entropy_bwd`, for those of its arguments; None for zero."""
+    bars = {"u": loss_bar, "v": lse_bar, "u_dot": loss_bar_dot, "v_dot": lse_bar_dot}
+    return _launch_gradient(x, target, lse, x_dot, target_dot, dim, smoothing, bars, wanted)
