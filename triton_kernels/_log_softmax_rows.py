@@ -31,6 +31,7 @@ def launch_log_softmax(
     dtypes: Sequence[torch.dtype] = (),
     statistics: Mapping[str, Tensor | None] | None = None,
     row_outputs: Mapping[str, Tensor | None] | None = None,
+    num_results: int = 0,
     **constants: Any,
 ) -> None:
     """Launch a kernel over rows along `dim`, unless there is nothing to write.
@@ -45,6 +46,7 @@ def launch_log_softmax(
         dtypes: Dtypes whose numbers the arithmetic has to hold; those of the inputs if empty.
         statistics: Numbers of the rows that are read, by name.
         row_outputs: Numbers of the rows that are written, by name; None for one that is not wanted.
+        num_results: For how many outputs to plan, if it takes the registers of more than there are.
         **constants: Further constants of the kernel.
     """
     statistics, row_outputs = statistics or {}, row_outputs or {}
@@ -64,7 +66,7 @@ def launch_log_softmax(
         dtype.itemsize,
         len(itemsizes),
         operands.device,
-        max(len(wanted), 1),
+        max(len(wanted), num_results, 1),
         len(sums.reads),
         sums.places if sums.wanted is None else sums.wanted,
         view.is_aligned(min(itemsizes)),

@@ -78,6 +78,7 @@ def _launch_sums(
         writes=(),
         statistics={"label": label},
         row_outputs={"loss": None, "lse": None, "loss_dot": None, "lse_dot": None, **results},
+        num_results=1 + (has_x_dot or has_target_dot),
         **_numbers(x, dim, smoothing),
     )
 
@@ -153,6 +154,7 @@ def _launch_gradient(
             "lse": lse.contiguous(),
             **{name: None if bar is None else bar.contiguous() for name, bar in bars.items()},
         },
+        num_results=3 if len(summed) == 3 else 1 + (x_dot is not None),
         **_numbers(x, dim, smoothing),
     )
     return x.new_empty(0) if x_bar is None else x_bar, x.new_empty(0) if target_bar is None else target_bar

@@ -87,7 +87,8 @@ def plan_log_softmax(
         col_splits = row_splits(all_rows, num_cols, tile, chip)
         step_bytes, is_wide = num_summed * tile * itemsize, is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
         stages = loop_stages(step_bytes, num_cols * itemsize, is_aligned, chip)
-        has_room = 2 * step_bytes <= limits.sweep_staged_bytes and 2 * num_warps <= chip.max_warps
+        # Of more sums, ptxas spills 40 to 48 bytes.
+        has_room = 2 * step_bytes <= limits.sweep_staged_bytes and 2 * num_warps <= chip.max_warps and num_sums < 5
         if is_wide and col_splits == 1 and has_room and num_cols > tile:
             # One program per processor, as in `sweep_plan`: with wide loads, 64 registers hold all of that.
             tile, num_warps = 2 * tile, 2 * num_warps
