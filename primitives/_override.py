@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from primitives import functional
 from primitives.checks.attention import is_causal_bias
+from primitives.checks.losses import REDUCTIONS
 from primitives.core.decomposition import decomposition_table
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
@@ -35,7 +36,7 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
     Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
-    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `dropout`,
+    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `nll_loss`, `dropout`,
     `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and `multi_head_attention_forward`. They
     are right at every order of derivative, and run on fused kernels. Results differ from torch's by rounding, and
     dropout draws other numbers, with the same probability. Running statistics are written as torch writes them.
@@ -256,19 +257,11 @@ def _torch_log_softmax(
     return _functional_log_softmax(mode, input, dim, dtype=dtype)
 
 
-def _autocast_on_the_cpu(x: Any) -> Any:
-    """What torch's autocast makes of an argument of `cross_entropy`, where it leaves `log_softmax` by itself alone."""
-    # Under CUDA's, the primitive casts as torch does.
-    if x is None or x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        return x
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 @register_override(torch_functional.cross_entropy)
 def _cross_entropy(
     mode: OverrideMode,
     input: Any,
-    target: Tensor,
+    target: Any,
     weight: Tensor | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
@@ -276,16 +269,29 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The negative log-likelihood of class indices; probabilities as targets, and smoothed ones, are left to torch."""
-    if size_average is not None or reduce is not None or label_smoothing != 0.0:
+    is_served = size_average is None and reduce is None and reduction in REDUCTIONS and 0.0 <= label_smoothing <= 1.0
+    if not is_served or not _plain(input, target, weight):
         return NotImplemented
-    if not _plain(input, target, weight) or target.shape == input.shape or input.dim() == 0:
+    call = functools.partial(functional.cross_entropy, ignore_index=ignore_index, reduction=reduction)
+    return _served(functools.partial(call, label_smoothing=label_smoothing), input, target, weight)
+
+
+@register_override(torch_functional.nll_loss)
+def _nll_loss(
+    mode: OverrideMode,
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    is_served = size_average is None and reduce is None and reduction in REDUCTIONS
+    if not is_served or not _plain(input, target, weight):
         return NotImplemented
-    logits, weight = _autocast_on_the_cpu(input), _autocast_on_the_cpu(weight)
-    log_probabilities = _functional_log_softmax(mode, logits, 1 if input.dim() > 1 else 0)
-    if log_probabilities is NotImplemented:
-        return log_probabilities
-    return torch_functional.nll_loss(log_probabilities, target, weight, None, ignore_index, None, reduction)
+    call = functools.partial(functional.nll_loss, ignore_index=ignore_index, reduction=reduction)
+    return _served(call, input, target, weight)
 
 
 @register_override(torch_functional.dropout)

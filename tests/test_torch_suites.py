@@ -100,8 +100,8 @@ def modules(info, dtype, training):
 
 def step(module, args, kwargs, *, order=1):
     """Outputs and gradients, with `order` 2 those of the gradients too, and the state."""
-    args = [x.detach().requires_grad_() for x in args]
-    variables = [*args, *module.parameters()]
+    args = [x.detach().requires_grad_() if x.is_floating_point() else x for x in args]
+    variables = [*(x for x in args if x.requires_grad), *module.parameters()]
     outputs = [y for y in leaves_of(module(*args, **kwargs)) if y is not None]
     results, values = [], outputs
     for _ in range(order):

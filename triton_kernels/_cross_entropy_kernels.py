@@ -35,7 +35,7 @@ _PLACES = tl.constexpr(7)
 
 @triton.jit
 def _target(x, p, r, factor, KEEP: tl.constexpr, SHARE: tl.constexpr):
-    """factor * t: of classes without probability nothing, whatever the factor is there, unless there is a share."""
+    """The product of `factor` and t: of classes without probability 0, whatever the factor is, unless there is a share."""
     if x[1].type.is_block():
         found = x[1] * r[KEEP] * factor
     else:
@@ -222,9 +222,8 @@ def _gradient_emit(x, p, r, s, mask, num_cols: tl.constexpr):
         if x[2].type.is_block():
             target_bar -= u * (x[2] - s[1])
             x_bar += prob * a * (x[2] - s[1])
-    elif r[3].type.is_block():
-        if x[2].type.is_block():
-            x_bar += prob * r[3] * (x[2] - s[1])
+    elif r[3].type.is_block() and x[2].type.is_block():
+        x_bar += prob * r[3] * (x[2] - s[1])
     return x_bar + prob * a_dot, target_bar * r[6]
 
 

@@ -183,8 +183,10 @@ SOFT_CROSS_ENTROPY = Op(
     arguments=("x", "target"),
     differentiable=("x", "target"),
     parameter_shape=lambda sample, name: sample.shape,
-    samples=make_samples(_SHAPES, [()], ["contiguous", "transposed", "sliced", "expanded"])
-    + (Sample((5, 12), make_options(dim=1), mixed=True),),
+    samples=(
+        *make_samples(_SHAPES, [()], ["contiguous", "transposed", "sliced", "expanded"]),
+        Sample((5, 12), make_options(dim=1), mixed=True),
+    ),
     small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),
     tiny=Sample((1, 2), make_options(dim=1, smoothing=0.1)),
     large=_LARGE[1:2],

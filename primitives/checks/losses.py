@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def options(
-    op_name: str, reduction: str, ignore_index: int, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> None:
+def options(op_name: str, reduction: str, ignore_index: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
     """Raise unless the options of a loss are of their kinds."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op_name}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")

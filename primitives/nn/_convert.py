@@ -153,10 +153,10 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     """Make a model right at every order of derivative, in place, as it is written.
 
     The modules of `torch.nn` that have a counterpart here turn into it: `LayerNorm`, `RMSNorm`, `BatchNorm1d`, `2d` and
-    `3d`, their lazy forms, `LogSoftmax`, `MultiheadAttention`, `TransformerEncoderLayer` and `TransformerEncoder`, and
-    their subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks, training mode and
-    `state_dict` stay the same objects under the same names. `repr` shows a changed module with `primitives.` before
-    its name, and `converted` lists them.
+    `3d`, their lazy forms, `LogSoftmax`, `CrossEntropyLoss`, `NLLLoss`, `MultiheadAttention`, `TransformerEncoderLayer`
+    and `TransformerEncoder`, and their subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks,
+    training mode and `state_dict` stay the same objects under the same names. `repr` shows a changed module with
+    `primitives.` before its name, and `converted` lists them.
 
     Modules that somebody else wrote stay as they are, and the functions of torch that they call are served, as
     inside `override_torch`, `dropout` excepted: `scaled_dot_product_attention` of a transformer of whatever library,

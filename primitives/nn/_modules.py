@@ -19,6 +19,7 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "ConversionWarning",
+    "CrossEntropyLoss",
     "Dropout",
     "LayerNorm",
     "LazyBatchNorm1d",
@@ -26,6 +27,7 @@ __all__ = [
     "LazyBatchNorm3d",
     "LogSoftmax",
     "MultiheadAttention",
+    "NLLLoss",
     "OfThisPackage",
     "Overridden",
     "RMSNorm",
@@ -98,6 +100,39 @@ class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
     def forward(self, input: Tensor) -> Tensor:
         """Logarithm of the softmax of `input` over axis `dim`."""
         return functional.log_softmax(input, self.dim, _stacklevel=7)
+
+
+class CrossEntropyLoss(OfThisPackage, torch.nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` on `primitives.functional.cross_entropy`.
+
+    Shape:
+        Logits `[C]` or `[N, C, *]`, class indices `[]` or `[N, *]`, or probabilities of the shape of the logits.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of the logits `input`."""
+        return functional.cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class NLLLoss(OfThisPackage, torch.nn.NLLLoss):
+    """`torch.nn.NLLLoss` on `primitives.functional.nll_loss`.
+
+    Shape:
+        Logarithms of probabilities `[C]` or `[N, C, *]`, class indices `[]` or `[N, *]`.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of the logarithms of probabilities `input`."""
+        return functional.nll_loss(input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
 
 
 class _AskedByReplacement:
@@ -251,7 +286,7 @@ class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder)
 # What `torch.load` may build of a file that holds a module.
 torch.serialization.add_safe_globals(
     [
-        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, Dropout, LayerNorm, LogSoftmax, MultiheadAttention),
-        *(RMSNorm, TransformerEncoder, TransformerEncoderLayer),
+        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, CrossEntropyLoss, Dropout, LayerNorm, LogSoftmax),
+        *(MultiheadAttention, NLLLoss, RMSNorm, TransformerEncoder, TransformerEncoderLayer),
     ]
 )

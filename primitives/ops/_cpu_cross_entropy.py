@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def in_blocks(reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...] | None]:
     """`reference` by blocks of the first axis, which every tensor argument has, and every result that has elements.
 
-    `None`, which leaves the call to the reference itself, where that is one block, or the axis that of the classes.
+    `None`, which leaves the call to the reference itself, where x has no elements.
     """
     names = list(inspect.signature(reference).parameters)
     place_of_x, place_of_dim = names.index("x"), names.index("dim")
@@ -27,14 +27,13 @@ def in_blocks(reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tup
     @functools.wraps(reference)
     def kernel(*args: Any) -> tuple[Tensor, ...] | None:
         x, dim = args[place_of_x], args[place_of_dim]
-        if dim == 0 or not x.numel():
+        if not x.numel():
             return None
-        blocks = list(row_blocks(x.shape[0], x.shape[1:].numel()))
+        # Along the first axis the classes lie in every row.
+        blocks = list(row_blocks(x.shape[0], x.shape[1:].numel())) if dim else [slice(None)]
         if len(blocks) == 1:
-            return None
-        parts = (
-            reference(*[arg[rows] if isinstance(arg, torch.Tensor) else arg for arg in args]) for rows in blocks
-        )
+            return reference(*args)
+        parts = (reference(*[arg[rows] if isinstance(arg, torch.Tensor) else arg for arg in args]) for rows in blocks)
         outputs: list[Tensor] = []
         for rows, part in zip(blocks, parts, strict=True):
             # Allocated at once, since pieces that are joined at the end take the memory twice.

@@ -106,7 +106,7 @@ def target_sum(terms: Terms, dim: int, smoothing: float) -> Tensor | float:
 
 
 def scaled_target(factor: Tensor, terms: Terms, dim: int, smoothing: float) -> Tensor:
-    """factor * t."""
+    """The product of `factor` and t."""
     share = smoothing / terms.shifted.shape[dim]
     if terms.probabilities is None:
         return torch.where(terms.hit, (1.0 - smoothing + share) * factor, share * factor)
@@ -210,7 +210,13 @@ batch_all("dim", cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cros
 
 # Labels.
 
-class_labels_p = Primitive("class_labels", "(Tensor target, int num_classes, int ignore_index) -> Tensor labels")
+# Not among the primitives, whose kernels are Triton's: it has integers alone, one a row, and no derivative.
+class_labels_p = Primitive(
+    "class_labels",
+    "(Tensor target, int num_classes, int ignore_index) -> Tensor labels",
+    namespace="primitives_checks",
+    decomposable=True,
+)
 
 
 @class_labels_p.def_reference

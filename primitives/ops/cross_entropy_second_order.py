@@ -11,8 +11,9 @@ rest is symmetric in x: with t_dot = (1 - smoothing) * target_dot,
     dL/dx = p * (a * (x_dot - m) + loss_bar * sum(t_dot)) - loss_bar * t_dot
     dL/d(target) = (1 - smoothing) * loss_bar * (m - x_dot)
 
-which are also what the tangents of x and of the target add to those of x_bar and target_bar. So one operator serves
-both: `cross_entropy_bwd_jvp_p`, the jvp of the backward, is dL/dx and dL/d(target) where the cotangents have no tangent.
+which are also what the tangents of x and of the target add to those of x_bar and target_bar. So one operator
+serves both: `cross_entropy_bwd_jvp_p`, the jvp of the backward, is dL/dx and dL/d(target) where the cotangents have no
+tangent.
 
 Third and higher orders, and the jvp of a jvp, differentiate the references.
 """

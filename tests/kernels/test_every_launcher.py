@@ -21,6 +21,7 @@ import triton_kernels
 from perf.calls import EPS, Call, pairwise, random
 from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
+from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
@@ -216,6 +217,10 @@ DOTS = ("y_bar_dot", "y_dot")
 REDUCED_SHAPES = {"columns": ((21, 75), 1), "rows": ((2, 75, 5), 1)}
 
 
+def with_wide_rows(x: Tensor) -> Tensor:
+    return torch.cat([x, x[..., :1]], -1)[..., :-1]
+
+
 def log_softmax(layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> LogSoftmax:
     if layout == "expanded":
         row = tuple(size if axis == dim else 1 for axis, size in enumerate(shape))
@@ -224,10 +229,7 @@ def log_softmax(layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtyp
         full_size = {name: random(*part, dtype=dtype, seed=9).expand(shape) for name, part in parts.items()}
         return LogSoftmax.draw(shape, dim, dtype).change(**full_size)
 
-    def with_gaps(x: Tensor) -> Tensor:
-        return torch.cat([x, x[..., :1]], -1)[..., :-1]
-
-    return LogSoftmax.draw(shape, dim, dtype, torch.Tensor.contiguous if layout == "contiguous" else with_gaps)
+    return LogSoftmax.draw(shape, dim, dtype, torch.Tensor.contiguous if layout == "contiguous" else with_wide_rows)
 
 
 @pytest.mark.parametrize("layout", REDUCED_LAYOUTS)
@@ -254,6 +256,29 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
         )
         for call in others:
             check(call, in_any_order=False)
+
+
+@pytest.mark.parametrize("layout", REDUCED_LAYOUTS[:2])
+@pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
+@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
+def test_cross_entropy(splits: int, adjacent: str, layout: str, use_limits: Callable[..., None]) -> None:
+    (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
+    if splits:
+        use_limits(**short_rows(TILE, splits))
+        num_segments, shape[dim - 1] = 2, LONG_ROW
+    turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
+    arrange = torch.Tensor.contiguous if layout == "contiguous" else with_wide_rows
+    labels, smoothing = bool(turn % 2), 0.1 * (turn % 3)
+    given = (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)], arrange
+    rows = CrossEntropy.draw(*given, labels=labels, smoothing=smoothing)
+    for call in rows.calls():
+        check(call, in_any_order=layout == "contiguous")
+    if splits < 2:
+        others = CrossEntropy.draw(*given, labels=not labels, smoothing=0.1 - smoothing / 2)
+        for mode in ("fwd_jvp", "bwd", "bwd_jvp"):
+            for number, call in enumerate(others.choices(mode)):
+                if number % 2 == turn % 2:
+                    check(call, in_any_order=False)
 
 
 def fused(dtype: torch.dtype) -> Attention:
@@ -376,7 +401,9 @@ def some_calls() -> list[Call]:
     rows, images, classes = LayerNorm.draw((9, 40)), BatchNorm.draw((2, 3, 5, 5)), LogSoftmax.draw((2, 40), 1)
     one_result = rows.call("bwd", (False, True, False))
     matrices = Attention.draw((1, 1, 3, 4), 3)
-    return [*rows.calls(), one_result, *images.calls(), *classes.calls(), *matrices.calls(), *dropout_calls()]
+    labelled = CrossEntropy.draw((2, 40), 1)
+    calls = [*rows.calls(), one_result, *images.calls(), *classes.calls(), *labelled.calls()]
+    return [*calls, *matrices.calls(), *dropout_calls()]
 
 
 def modules() -> list[ModuleType]:
