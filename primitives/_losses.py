@@ -186,7 +186,8 @@ def _row_weights(labels: Tensor, weight: Tensor | None, dtype: torch.dtype) -> T
     """The weight of each row, that of its class; 0 where it is ignored."""
     if weight is None:
         return (labels >= 0).to(dtype)
-    return weight.to(dtype)[labels.clamp(min=0)].masked_fill(labels < 0, 0.0)
+    found = weight.to(dtype).gather(0, labels.clamp(min=0).flatten())
+    return found.reshape(labels.shape).masked_fill(labels < 0, 0.0)
 
 
 def _of_labels(

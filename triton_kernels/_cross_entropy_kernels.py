@@ -35,7 +35,7 @@ _PLACES = tl.constexpr(7)
 
 @triton.jit
 def _target(x, p, r, factor, KEEP: tl.constexpr, SHARE: tl.constexpr):
-    """The product of `factor` and t: of classes without probability 0, whatever the factor is, unless there is a share."""
+    """`factor` times t: 0 beside a label, whatever the factor is there, unless there is a share."""
     if x[1].type.is_block():
         found = x[1] * r[KEEP] * factor
     else:
