@@ -11,7 +11,6 @@ from typing import NamedTuple
 from perf.ops import CASES
 from perf.ops.workload import MODES
 
-OPS = tuple(case.name for case in CASES)
 # Ops whose statistics belong to channels, in dim 1.
 CHANNEL_OPS = tuple(case.name for case in CASES if case.has_channels)
 # Bound by products of matrices, where the others are bound by memory.

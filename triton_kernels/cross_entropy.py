@@ -11,7 +11,7 @@ ignores its row; any other target has probabilities. Every launcher views its te
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,7 +50,7 @@ def _operands(
     return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target.contiguous()
 
 
-def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, float]:
+def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, Any]:
     return {"KEEP": 1.0 - smoothing, "SHARE": smoothing / max(x.shape[dim], 1)}
 
 

@@ -103,11 +103,11 @@ class CrossEntropy(Operands):
         x, target, x_dot, target_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
         rows = torch.Size((*shape[:dim], *shape[dim + 1 :]))
         acc = torch.promote_types(dtype, torch.float32)
-        bars = (random(rows.numel(), dtype=acc, seed=seed).reshape(rows) for seed in range(4))
+        a, b, c, d = (random(rows.numel(), dtype=acc, seed=seed).reshape(rows) for seed in range(4))
         x, target, x_dot, target_dot = (arrange(t.to(dtype)) for t in (x, target.abs(), x_dot, target_dot))
         lse = x.to(acc).logsumexp(dim)
         of_target = (_labels(x, dim), None) if labels else (target, target_dot)
-        return cls(x, of_target[0], lse, x_dot, of_target[1], *bars, dim, smoothing)
+        return cls(x, of_target[0], lse, x_dot, of_target[1], a, b, c, d, dim, smoothing)
 
     def derived(self) -> dict[str, Any]:
         """Nothing follows from others."""
@@ -126,7 +126,7 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
     x, dim = workload.empty(), workload.dim % len(workload.shape)
     rows = (*workload.shape[:dim], *workload.shape[dim + 1 :])
     labels, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=workload.statistic_dtype)
-    operands = CrossEntropy(x, labels, numbers, x, None, *[numbers] * 4, dim, 0.0)
+    operands = CrossEntropy(x, labels, numbers, x, None, numbers, numbers, numbers, numbers, dim, 0.0)
     soft = operands.change(target=x, target_dot=x, smoothing=0.1)
     return [*operands.steps(steps[mode], {}), *soft.steps(steps[mode], {})]
 

@@ -62,16 +62,20 @@ cross_entropy_fwd_jvp_p = value_and_jvp(cross_entropy_p, cross_entropy_jvp_p)
 class Terms(NamedTuple):
     """What the formulas have in common, in the dtype of sums; of one number a row, the axis of the classes stays.
 
-    `shifted` is x minus the maximum of its row, `log_sum` the logarithm of the sum of its exponentials. Without labels
-    all rows are `kept`.
+    `shifted` is x minus the maximum of its row, `log_sum` the logarithm of the sum of its exponentials. The target is
+    true in the places of labels, or probabilities. Without labels, nothing says which rows are `kept`: all are.
     """
 
     shifted: Tensor
     log_sum: Tensor
     lse: Tensor
-    hit: Tensor | None
+    target: Tensor
     kept: Tensor | None
-    probabilities: Tensor | None
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the target are labels."""
+        return self.target.dtype == torch.bool
 
 
 def terms_of(x: Tensor, target: Tensor, dim: int) -> Terms:
@@ -83,34 +87,34 @@ def terms_of(x: Tensor, target: Tensor, dim: int) -> Terms:
     shifted = x - top
     log_sum = shifted.exp().sum(dim, keepdim=True).log()
     if target.is_floating_point():
-        return Terms(shifted, log_sum, log_sum + top, None, None, target.contiguous().to(acc))
+        return Terms(shifted, log_sum, log_sum + top, target.contiguous().to(acc), None)
     labels = target.unsqueeze(dim)
     classes = torch.arange(x.shape[dim], device=x.device).reshape([-1, *[1] * (x.dim() - dim - 1)])
-    return Terms(shifted, log_sum, log_sum + top, labels == classes, labels >= 0, None)
+    return Terms(shifted, log_sum, log_sum + top, labels == classes, labels >= 0)
 
 
 def dot(terms: Terms, v: Tensor, dim: int, smoothing: float) -> Tensor:
     """Sum of t * v; a class of probability 0 adds nothing by its label, whatever v is there."""
-    if terms.probabilities is None:
-        total = (1.0 - smoothing) * torch.where(terms.hit, v, 0.0).sum(dim, keepdim=True)
+    if terms.has_labels:
+        total = (1.0 - smoothing) * torch.where(terms.target, v, 0.0).sum(dim, keepdim=True)
     else:
-        total = (1.0 - smoothing) * (terms.probabilities * v).sum(dim, keepdim=True)
+        total = (1.0 - smoothing) * (terms.target * v).sum(dim, keepdim=True)
     return total + smoothing / v.shape[dim] * v.sum(dim, keepdim=True) if smoothing else total
 
 
 def target_sum(terms: Terms, dim: int, smoothing: float) -> Tensor | float:
     """Sum of t; of rows with labels, which are kept, it is 1."""
-    if terms.probabilities is None:
+    if terms.has_labels:
         return 1.0
-    return (1.0 - smoothing) * terms.probabilities.sum(dim, keepdim=True) + smoothing
+    return (1.0 - smoothing) * terms.target.sum(dim, keepdim=True) + smoothing
 
 
-def scaled_target(factor: Tensor, terms: Terms, dim: int, smoothing: float) -> Tensor:
+def scaled_target(factor: Tensor | float, terms: Terms, dim: int, smoothing: float) -> Tensor:
     """The product of `factor` and t."""
     share = smoothing / terms.shifted.shape[dim]
-    if terms.probabilities is None:
-        return torch.where(terms.hit, (1.0 - smoothing + share) * factor, share * factor)
-    return factor * ((1.0 - smoothing) * terms.probabilities + share)
+    if terms.has_labels:
+        return torch.where(terms.target, (1.0 - smoothing + share) * factor, share * factor)
+    return factor * ((1.0 - smoothing) * terms.target + share)
 
 
 def per_row(bar: Tensor | None, terms: Terms, dim: int, *, of_loss: bool) -> Tensor | float:
@@ -149,7 +153,7 @@ def _cross_entropy_bwd_reference(
     if wanted[0]:
         x_bar = (u * target_sum(terms, dim, smoothing) + v) * log_p.exp()
         x_bar = (x_bar if loss_bar is None else x_bar - scaled_target(u, terms, dim, smoothing)).to(x.dtype)
-    if wanted[1] and terms.probabilities is not None:
+    if wanted[1] and not terms.has_labels:
         target_bar = ((smoothing - 1.0) * u * log_p).to(target.dtype)
     return x_bar, target_bar
 

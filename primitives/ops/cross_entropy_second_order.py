@@ -84,7 +84,7 @@ def _cross_entropy_bwd_jvp_reference(
         change = change + u * (p * t_dot.sum(dim, keepdim=True) - t_dot)
     return (
         change.to(x.dtype) if wanted[0] else unwanted(x),
-        target_change.to(target.dtype) if wanted[1] and terms.probabilities is not None else unwanted(x),
+        target_change.to(target.dtype) if wanted[1] and not terms.has_labels else unwanted(x),
     )
 
 
