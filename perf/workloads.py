@@ -11,6 +11,8 @@ from typing import NamedTuple
 from perf.ops import CASES
 from perf.ops.workload import MODES
 
+# Those that the suite measures.
+OPS = tuple(case.name for case in CASES if case.gpu_workloads)
 # Ops whose statistics belong to channels, in dim 1.
 CHANNEL_OPS = tuple(case.name for case in CASES if case.has_channels)
 # Bound by products of matrices, where the others are bound by memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,17 @@ from primitives.checks import losses as checks
 from primitives.core.trees.leaves import map_tensors
 from primitives.ops._shared import LOW_PRECISION, accumulation_dtype
 from primitives.ops.cross_entropy import class_labels_p, cross_entropy_p
+from primitives.ops.linear_cross_entropy import linear_cross_entropy_p
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
-__all__ = ["cross_entropy", "nll_loss"]
+    # Loss and lse of each row, of a target and its smoothing.
+    _Losses = Callable[[Tensor, float], tuple[Tensor, Tensor]]
+
+__all__ = ["cross_entropy", "linear_cross_entropy", "nll_loss"]
 
 
 def cross_entropy(
@@ -91,13 +98,17 @@ def cross_entropy(
         checks.loss("cross_entropy", label, x, target, weight, takes_probabilities=True)
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        if checks.has_probabilities(tuple(x.shape), target):
-            rows, total = _of_probabilities(x, target, weight, label_smoothing, z_loss)
-            dtype = torch.promote_types(x.dtype, target.dtype)
+        axis, shape, options = checks.class_axis(x), tuple(x.shape), (weight, label_smoothing, z_loss)
+        if not checks.has_probabilities(shape, target):
+            losses = functools.partial(_losses_of, x, axis)
+            rows, total = _of_labels(losses, shape, _labels(x, target, ignore_index), *options)
+            return _reduced(rows, total, reduction).to(_result_dtype(x, x.dtype))
+        dtype = torch.promote_types(x.dtype, target.dtype)
+        wide = x.double() if dtype == torch.float64 else x
+        if shape[axis]:
+            rows, total = _of_probabilities(functools.partial(_losses_of, wide, axis), shape, target, *options)
         else:
-            labels = _labels(x, target, ignore_index)
-            rows, total = _of_labels(x, labels, weight, label_smoothing, z_loss)
-            dtype = x.dtype
+            rows, total = wide.sum(axis), 0
         return _reduced(rows, total, reduction).to(_result_dtype(x, dtype))
 
     prefixes = {"target": target, "weight": weight}
@@ -182,6 +193,10 @@ def _labels(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return class_labels_p(target, x.shape[checks.class_axis(x)], ignore_index)
 
 
+def _losses_of(x: Tensor, axis: int, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    return cross_entropy_p(x, target, axis, smoothing)
+
+
 def _row_weights(labels: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weight of each row, that of its class; 0 where it is ignored."""
     if weight is None:
@@ -190,41 +205,36 @@ def _row_weights(labels: Tensor, weight: Tensor | None, dtype: torch.dtype) -> T
     return found.reshape(labels.shape).masked_fill(labels < 0, 0.0)
 
 
+def _per_class(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """Weights of the classes beside logits of this shape."""
+    return weight.reshape([-1, *[1] * (len(shape) - 1 - min(len(shape) - 1, 1))])
+
+
 def _of_labels(
-    x: Tensor, labels: Tensor, weight: Tensor | None, smoothing: float, z_loss: float
+    losses: _Losses, shape: Sequence[int], labels: Tensor, weight: Tensor | None, smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and the sum of the weights of all."""
-    axis = checks.class_axis(x)
-    if weight is None:
-        rows, lse = cross_entropy_p(x, labels, axis, smoothing)
-    else:
-        rows, lse = cross_entropy_p(x, labels, axis, 0.0)
+    """The loss of each row of logits of this shape, and the sum of the weights of all."""
+    rows, lse = losses(labels, smoothing if weight is None else 0.0)
     of_rows = _row_weights(labels, weight, rows.dtype)
     if weight is not None:
         rows = _times(of_rows * rows, 1.0 - smoothing)
         if smoothing:
             # The share of all classes is one target, which is repeated in no memory.
-            shares = smoothing / x.shape[axis] * weight.to(rows.dtype)
-            shares = shares.reshape([-1, *[1] * (x.dim() - axis - 1)]).expand(x.shape)
-            rows = rows + cross_entropy_p(x, shares, axis, 0.0)[0].masked_fill(labels < 0, 0.0)
+            shares = smoothing / weight.shape[0] * _per_class(weight.to(rows.dtype), shape)
+            rows = rows + losses(shares.expand(shape), 0.0)[0].masked_fill(labels < 0, 0.0)
     if z_loss:
         rows = rows + _times(lse.square(), z_loss).masked_fill(labels < 0, 0.0)
     return rows, of_rows.sum()
 
 
 def _of_probabilities(
-    x: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, z_loss: float
+    losses: _Losses, shape: Sequence[int], target: Tensor, weight: Tensor | None, smoothing: float, z_loss: float
 ) -> tuple[Tensor, int]:
-    """The loss of each row, and their number."""
-    axis = checks.class_axis(x)
-    if x.shape[axis] == 0:
-        return x.sum(axis).to(accumulation_dtype(x.dtype)), 0
-    if target.dtype == torch.float64:
-        x = x.double()
+    """The loss of each row of logits of this shape, and their number."""
     if weight is not None:
-        target = (1.0 - smoothing) * target + smoothing / x.shape[axis]
-        target, smoothing = target * weight.reshape([-1, *[1] * (x.dim() - axis - 1)]), 0.0
-    rows, lse = cross_entropy_p(x, target, axis, smoothing)
+        target = (1.0 - smoothing) * target + smoothing / weight.shape[0]
+        target, smoothing = target * _per_class(weight, shape), 0.0
+    rows, lse = losses(target, smoothing)
     return rows + _times(lse.square(), z_loss) if z_loss else rows, rows.numel()
 
 
@@ -237,3 +247,91 @@ def _reduced(rows: Tensor, total: Tensor | int, reduction: str) -> Tensor:
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / total
+
+
+# The most logits of a chunk that is not asked for: 256 MiB in half precision, and many rows beside any vocabulary.
+_CHUNK_ELEMENTS = 2**27
+
+
+def linear_cross_entropy(
+    input: Any,
+    linear_weight: Tensor,
+    target: Any,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    shift: bool = False,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    r"""`cross_entropy` of the logits `input linear_weight^T + linear_bias`, which are never in memory as a whole.
+
+    They are made by chunks of rows, and again for each derivative.
+
+    Args:
+        input: Shape `[D]` or `[*, D]`, float16, bfloat16, float32 or float64.
+        linear_weight: Shape `[C, D]`, or `[C, *, D]` for `input` of one or two axes; dtype of `input`.
+        target: Class indices, of an integer dtype, or probabilities, as `cross_entropy` takes them for logits of shape
+            `[C]`, `[N, C]` or `[N, C, *]`. For `input` of more than two axes, class indices of shape `[*]`.
+        linear_bias: Shape `[C]`, or `[C, *]`; dtype of `input`.
+        weight: As for `cross_entropy`.
+        reduction: Likewise.
+        ignore_index: Likewise; `None` means -100.
+        label_smoothing: Likewise.
+        z_loss: Likewise.
+        softcap: Bounds the logits: `softcap * tanh(logits / softcap)`. `None` leaves them as they are.
+        shift: Whether a row of `input` is held to the next label along the last axis of class indices, as tokens of a
+            language model are; the last row of each has none.
+        chunk_rows: Rows of a chunk. `None` takes those of at most 2**27 logits.
+
+    Returns:
+        The loss, as `cross_entropy` returns it.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, LabelError, ValueError: As `cross_entropy` does.
+
+    Derivatives:
+        Forward and reverse mode, to any order, in `input`, `linear_weight`, `linear_bias`, `weight` and probabilities.
+        Kept are the arguments and one number a row; to the second order, no derivative holds more than a few tensors of
+        the size of a chunk, the third order those of all chunks.
+
+    Numerics:
+        Logits are rounded to the dtype of `input`, as a linear layer rounds them. The cotangent of `linear_weight` is
+        added up over the chunks in its own dtype.
+
+    Example:
+        >>> import torch
+        >>> linear_cross_entropy(torch.zeros(3, 2), torch.ones(4, 2), torch.tensor([0, 1, 3]), chunk_rows=2)
+        tensor(1.3863)
+
+    References:
+        Wijmans et al., "Cut your losses in large-vocabulary language models", arXiv:2411.09009, 2024.
+    """
+    ignore_index = -100 if ignore_index is None else ignore_index
+    checks.options("linear_cross_entropy", reduction, ignore_index, label_smoothing, z_loss)
+    shape = checks.linear_loss(input, linear_weight, target, linear_bias, weight, shift=shift)
+    checks.linear_options(softcap, chunk_rows)
+    x, rest = input.reshape(-1, input.shape[-1]), tuple(linear_weight.shape[1:-1])
+    of_rows = (x.shape[0], linear_weight.shape[0], *rest)
+    most = max(_CHUNK_ELEMENTS // max(linear_weight.shape[:-1].numel(), 1), 1)
+    rows_at_once = min(chunk_rows or most, max(x.shape[0], 1))
+
+    def losses(target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        return linear_cross_entropy_p(x, linear_weight, linear_bias, target, softcap or 0.0, smoothing, rows_at_once)
+
+    options = (weight, label_smoothing, z_loss)
+    if checks.has_probabilities(shape, target):
+        rows, total = _of_probabilities(losses, of_rows, target.reshape(of_rows), *options)
+        dtype = torch.promote_types(input.dtype, target.dtype)
+    else:
+        if shift:
+            target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
+        labels = class_labels_p(target.reshape(of_rows[0], *rest), of_rows[1], ignore_index)
+        rows, total = _of_labels(losses, of_rows, labels, *options)
+        dtype = input.dtype
+    rows = rows.reshape(*input.shape[:-1], *rest)
+    return _reduced(rows, total, reduction).to(_result_dtype(input, dtype))

@@ -13,7 +13,7 @@ import torch
 
 from primitives._attention import MAX_SEED, attention, scaled_dot_product_attention
 from primitives._batch_norm import batch_norm_of_tensors
-from primitives._losses import cross_entropy, nll_loss
+from primitives._losses import cross_entropy, linear_cross_entropy, nll_loss
 from primitives._norms import ada_layer_norm, rms_norm
 from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
@@ -34,6 +34,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "nll_loss",
     "pure_batch_norm",

@@ -25,7 +25,7 @@ from perf.suite import modes, reference, results, timing, unit
 from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import Provider, provider
 from perf.suite.run import Collector
-from perf.workloads import FLEX, GPU_WORKLOADS, MATH, OURS
+from perf.workloads import FLEX, GPU_WORKLOADS, MATH, OPS, OURS
 
 CPU = torch.device("cpu")
 FAULTY = tuple(Workload("tiny", "layer_norm", (rows, 8), dtype="float32", quick=True) for rows in (2, 3, 4))
@@ -78,7 +78,7 @@ def test_options_that_mean_nothing_are_refused_before_anything_is_measured(tmp_p
 def test_a_plan_has_the_quick_ones_first_and_all_modes_of_what_is_asked_for():
     whole, quick = (make_plan(Options("cuda", quick=quick)) for quick in (False, True))
     assert whole[: len(quick)] == quick
-    assert {workload.op for workload, _ in quick} == {workload.op for workload in GPU_WORKLOADS}
+    assert {workload.op for workload, _ in quick} == set(OPS)
     assert {workload.key for workload, _ in whole} == {w.key for w in (*GPU_WORKLOADS, *workloads.GPU_TRAINING)}
     assert [mode for _, mode in make_plan(Options("cuda", only=("GPT-2 XL",)))] == list(KERNEL_MODES)
 

@@ -27,6 +27,7 @@ OPS = {
     "log_softmax": "log_softmax",
     "nn.functional.dropout": "dropout",
     "nn.functional.cross_entropy": "cross_entropy",
+    "nn.functional.linear_cross_entropy": "linear_cross_entropy",
     "nn.functional.nll_loss": "nll_loss",
     "nn.functional.scaled_dot_product_attention": "scaled_dot_product_attention",
 }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REDUCTIONS = ("none", "mean", "sum")
+_MATRIX = 2
 
 
 def options(op_name: str, reduction: str, ignore_index: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
@@ -87,3 +88,68 @@ def fit(
     if weight.dtype not in allowed and not torch.is_autocast_enabled(device.type):
         names = " or ".join(map(str, allowed))
         raise DtypeError(f"{op_name}: weight must have dtype {names} for {label} of dtype {dtype}, got {weight.dtype}.")
+
+
+_NAME = "linear_cross_entropy"
+
+
+def _layer(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
+    """Raise unless the parameters of a linear layer fit one another and the rows `x`."""
+    if x.dim() == 0 or linear_weight.dim() <= 1 or min(x.dim(), linear_weight.dim()) > _MATRIX:
+        raise ShapeError(
+            f"{_NAME}: input must have shape [*, D] and linear_weight [C, D], or [D] or [N, D] and [C, *, D], got "
+            f"{list(x.shape)} and {list(linear_weight.shape)}."
+        )
+    if linear_weight.shape[-1] != x.shape[-1]:
+        raise ShapeError(
+            f"{_NAME}: linear_weight must have shape [C, *, {x.shape[-1]}], got {list(linear_weight.shape)}."
+        )
+    classes = list(linear_weight.shape[:-1])
+    if linear_bias is not None and list(linear_bias.shape) != classes:
+        raise ShapeError(f"{_NAME}: linear_bias must have shape {classes}, got {list(linear_bias.shape)}.")
+    for label, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if value is not None and value.dtype != x.dtype:
+            raise DtypeError(f"{_NAME}: {label} must have the dtype of input, {x.dtype}, got {value.dtype}.")
+        if value is not None and value.device != x.device:
+            raise DeviceError(f"{_NAME}: {label} must be on the device of input, {x.device}, got {value.device}.")
+
+
+def linear_loss(
+    x: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    *,
+    shift: bool,
+) -> tuple[int, ...]:
+    """The shape of the logits; raises unless the arguments of a linear cross-entropy fit one another."""
+    for label, value in (("input", x), ("linear_weight", linear_weight), ("target", target)):
+        if not isinstance(value, torch.Tensor):
+            raise DtypeError(f"{_NAME}: {label} must be a tensor, got {type(value).__name__}.")
+    floating(_NAME, "input", x.dtype)
+    _layer(x, linear_weight, linear_bias)
+    rows, classes = tuple(x.shape[:-1]), tuple(linear_weight.shape[:-1])
+    given = target
+    if len(rows) > 1:
+        # The logits of more axes have the classes last, and the target a label for each row.
+        if tuple(target.shape) != rows:
+            raise ShapeError(f"{_NAME}: target must have shape {list(rows)}, got {list(target.shape)}.")
+        given, rows = target.reshape(-1), (target.numel(),)
+    shape = (*rows, *classes)
+    if not rows and len(classes) > 1:
+        raise ShapeError(f"{_NAME}: input must have shape [N, D] for linear_weight [C, *, D], got {list(x.shape)}.")
+    fit(_NAME, "the logits", x.dtype, x.device, shape, given, weight, takes_probabilities=True)
+    if shift and (has_probabilities(shape, given) or target.dim() == 0):
+        raise ShapeError(f"{_NAME}: shift needs class indices of shape [*, tokens], got {list(target.shape)}.")
+    return shape
+
+
+def linear_options(softcap: float | None, chunk_rows: int | None) -> None:
+    """Raise unless the options of a linear cross-entropy are in range."""
+    if softcap is not None:
+        number(_NAME, "softcap", softcap)
+        if softcap <= 0.0:
+            raise ValueError(f"{_NAME}: softcap must be positive, got {softcap}.")
+    if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1):
+        raise ValueError(f"{_NAME}: chunk_rows must be a positive int, got {chunk_rows!r}.")

@@ -111,7 +111,7 @@ def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tupl
 
     torch.vmap of the reference does not serve: the dispatcher keys of a running batching rule exclude a new layer.
     """
-    # An argument that is not a list has one axis or None, a list has a list of them.
+    # An argument that is not a list of tensors has one axis or None, or a list of Nones; such a list has one of them.
     (flat, lengths), (flat_axes, _) = flatten(args, spec.list_arguments), flatten(axes, spec.list_arguments)
 
     def outputs_of(sample: list) -> Sequence[Any]:
@@ -119,7 +119,7 @@ def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tupl
         return output if spec.returns_list or len(spec.outputs) > 1 else (output,)
 
     def sample(i: int) -> list:
-        return [x if axis is None else x.select(axis, i) for x, axis in zip(flat, flat_axes, strict=True)]
+        return [x.select(axis, i) if isinstance(axis, int) else x for x, axis in zip(flat, flat_axes, strict=True)]
 
     if size:
         rows = [outputs_of(sample(i)) for i in _each_sample(spec.name, randomness, size, flat)]
@@ -127,7 +127,7 @@ def vmap_by_loop(spec: Spec, size: int, randomness: str, axes: tuple, args: tupl
     else:
         # The shapes and dtypes of the results for no sample are those for a sample of zeros.
         zeros = [
-            x if axis is None else x.new_zeros(x.movedim(axis, 0).shape[1:])
+            x.new_zeros(x.movedim(axis, 0).shape[1:]) if isinstance(axis, int) else x
             for x, axis in zip(flat, flat_axes, strict=True)
         ]
         stacks = [x.new_empty((0, *x.shape)) for x in outputs_of(zeros)]

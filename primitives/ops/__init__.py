@@ -8,5 +8,6 @@ from primitives.ops import batch_norm_second_order as batch_norm_second_order
 from primitives.ops import cross_entropy_second_order as cross_entropy_second_order
 from primitives.ops import dropout as dropout
 from primitives.ops import layer_norm_second_order as layer_norm_second_order
+from primitives.ops import linear_cross_entropy as linear_cross_entropy
 from primitives.ops import log_softmax_second_order as log_softmax_second_order
 from primitives.ops import philox as philox

@@ -218,7 +218,7 @@ batch_all("dim", cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cros
 class_labels_p = Primitive(
     "class_labels",
     "(Tensor target, int num_classes, int ignore_index) -> Tensor labels",
-    namespace="primitives_checks",
+    namespace="primitives_composed",
     decomposable=True,
 )
 
