@@ -333,5 +333,5 @@ def linear_cross_entropy(
         labels = class_labels_p(target.reshape(of_rows[0], *rest), of_rows[1], ignore_index)
         rows, total = _of_labels(losses, of_rows, labels, *options)
         dtype = input.dtype
-    rows = rows.reshape(*input.shape[:-1], *rest)
+    rows = rows.reshape((*input.shape[:-1], *rest))
     return _reduced(rows, total, reduction).to(_result_dtype(input, dtype))

@@ -31,7 +31,9 @@ OPS = {
     "nn.functional.nll_loss": "nll_loss",
     "nn.functional.scaled_dot_product_attention": "scaled_dot_product_attention",
 }
-INFOS = [info for info in op_db if info.name in OPS and info.variant_test_name != "without_cudnn"]
+# Torch's options for chunks are its own.
+VARIANTS = ("without_cudnn", "chunked", "chunked_none")
+INFOS = [info for info in op_db if info.name in OPS and info.variant_test_name not in VARIANTS]
 MODULES = [info for info in module_db if info.module_cls.__name__ in pr.nn.__all__]
 WITHOUT_WEIGHTS = ({"need_weights": True}, {"need_weights": False})
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -65,7 +67,7 @@ def samples(info):
 @sdpa_kernel(SDPBackend.MATH)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: f"{info.name} {info.variant_test_name}".strip())
 def test_op_samples(info):
-    for ours, theirs, tensors in samples(info):
+    for i, (ours, theirs, tensors) in enumerate(samples(info)):
         results = ours(*tensors), theirs(*tensors)
         # Attention has rows beside one another, head after head, as torch's own kernels but not as its formula.
         assert_close(*results, check_stride="attention" not in info.name)
@@ -74,6 +76,9 @@ def test_op_samples(info):
         primals = tuple(t.detach() for t in tensors)
         tangents = tuple(torch.randn_like(t) for t in primals)
         assert_close(*[torch.func.jvp(f, primals, tangents) for f in (ours, theirs)])
+        # It has over a hundred samples, which differ in what surrounds the operator.
+        if "linear" in info.name and i % 8:
+            continue
         options = {"fast_mode": True, "check_batched_grad": True}
         torch.autograd.gradgradcheck(ours, tensors, check_fwd_over_rev=True, check_rev_over_rev=True, **options)
 

@@ -1,0 +1,143 @@
+"""Cross-entropy of logits that are made by chunks: against the formula that makes all of them, and its memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+from torch.testing import assert_close
+
+import primitives as pr
+from tests.support import normal, peak
+
+N, D, C = 5, 3, 7
+LABELS = torch.tensor([[2, -100, 6, 0, 6], [1, 3, 3, -100, 5]])
+OPTIONS = {
+    "labels": {},
+    "next tokens, capped": {"softcap": 2.0, "shift": True, "z_loss": 0.3},
+    "smoothed and weighted": {"label_smoothing": 0.2, "weight": normal((C,), 8).abs() + 0.5},
+}
+SHAPES = {"x": (2, N, D), "weight": (C, D), "bias": (C,)}
+
+
+def arguments():
+    return torch.cat([normal(shape, i).flatten() for i, shape in enumerate(SHAPES.values())])
+
+
+def split(vector):
+    parts = vector.split([torch.Size(shape).numel() for shape in SHAPES.values()])
+    return [part.reshape(shape) for part, shape in zip(parts, SHAPES.values(), strict=True)]
+
+
+def ours(vector, **options):
+    x, weight, bias = split(vector)
+    return pr.functional.linear_cross_entropy(x, weight, LABELS, linear_bias=bias, chunk_rows=4, **options)
+
+
+def true(vector, softcap=None, shift=False, z_loss=0.0, label_smoothing=0.0, weight=None):
+    x, linear_weight, bias = split(vector)
+    h, labels = x @ linear_weight.mT + bias, LABELS
+    h = h if softcap is None else softcap * torch.tanh(h / softcap)
+    h, labels = (h[:, :-1], labels[:, 1:]) if shift else (h, labels)
+    h, labels = h.reshape(-1, C), labels.reshape(-1)
+    weight = torch.ones(C, dtype=h.dtype) if weight is None else weight
+    lse, kept, hit = h.logsumexp(-1), labels >= 0, torch.nn.functional.one_hot(labels.clamp(min=0), C)
+    t = ((1 - label_smoothing) * hit + label_smoothing / C) * weight
+    # The share of smoothing has the weights of its classes, a label its own.
+    rows = (t * (lse.unsqueeze(-1) - h)).sum(-1) + z_loss * lse * lse
+    return (rows * kept).sum() / (kept * (hit * weight).sum(-1)).sum()
+
+
+def derivatives(function):
+    """Derivatives of the first two orders at a point, one for each way to compose the modes."""
+    z, v = arguments(), torch.linspace(-1, 1, arguments().numel(), dtype=torch.float64)
+
+    def push(function):
+        return lambda z: jvp(function, (z,), (v,))[1]
+
+    pull = grad(lambda z: (grad(function)(z) * v).sum())
+    ways = {"f": push(function), "r": grad(function), "ff": push(push(function)), "fr": push(grad(function))}
+    return {name: way(z) for name, way in {**ways, "rf": grad(push(function)), "rr": pull}.items()}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_nesting_to_order_two_is_that_of_the_formula(name):
+    functions = [functools.partial(function, **OPTIONS[name]) for function in (ours, true)]
+    assert_close(*[function(arguments()) for function in functions])
+    assert_close(*[derivatives(function) for function in functions])
+
+
+def test_third_order_and_batches():
+    v, vectors = torch.linspace(-1, 1, arguments().numel(), dtype=torch.float64), torch.stack([arguments()] * 2)
+
+    def third(function, vector):
+        return jvp(lambda z: jvp(grad(function), (z,), (v,))[1], (vector,), (v,))[1]
+
+    assert_close(third(ours, arguments()), third(true, arguments()))
+    assert_close(vmap(grad(ours))(vectors), vmap(grad(true))(vectors))
+
+
+def test_a_graph_of_gradients_is_attached():
+    """Torch's own by chunks detaches it, and has no tangent."""
+    leaf = arguments().requires_grad_()
+    (gradient,) = torch.autograd.grad(ours(leaf), leaf, create_graph=True)
+    actual = torch.autograd.grad(gradient.square().sum(), leaf)[0]
+    expected = grad(lambda z: grad(true)(z).square().sum())(leaf.detach())
+    assert_close(actual, expected)
+
+
+def test_probabilities_have_derivatives():
+    x, weight, target = normal((N, D), 0), normal((C, D), 1), normal((N, C), 2).softmax(-1)
+
+    def loss(function):
+        return lambda *args: function(*args).sin()
+
+    def all_logits(x, weight, target):
+        return torch.nn.functional.cross_entropy(x @ weight.mT, target)
+
+    def by_chunks(x, weight, target):
+        return pr.functional.linear_cross_entropy(x, weight, target, chunk_rows=2)
+
+    found = [grad(loss(function), (0, 1, 2))(x, weight, target) for function in (by_chunks, all_logits)]
+    assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"input": torch.ones(N, D + 1)}, pr.ShapeError),
+        ({"linear_weight": torch.ones(C, D, dtype=torch.float64)}, pr.DtypeError),
+        ({"target": torch.full((N,), C)}, pr.LabelError),
+        ({"target": torch.ones(N - 1, dtype=torch.int64)}, pr.ShapeError),
+        ({"linear_bias": torch.ones(C + 1)}, pr.ShapeError),
+        ({"softcap": 0.0}, ValueError),
+        ({"chunk_rows": 0}, ValueError),
+        ({"reduction": "first"}, ValueError),
+        ({"target": torch.ones(N, C), "shift": True}, pr.ShapeError),
+    ],
+)
+def test_wrong_arguments(change, error):
+    given = {"input": torch.ones(N, D), "linear_weight": torch.ones(C, D), "target": torch.zeros(N, dtype=torch.int64)}
+    with pytest.raises(error, match="cross_entropy"):
+        pr.functional.linear_cross_entropy(**{**given, **change})
+
+
+def test_no_more_than_a_few_chunks_of_logits_are_in_memory():
+    """Of the logits; the cotangent of the weight takes what the weight does."""
+    rows, width, classes, chunk = 256, 8, 1024, 8
+    x, weight, target = torch.randn(rows, width), torch.randn(classes, width), torch.randint(classes, (rows,))
+    x_dot = torch.randn_like(x)
+
+    def loss(x, weight):
+        return pr.functional.linear_cross_entropy(x, weight, target, chunk_rows=chunk)
+
+    modes = {
+        "gradient": lambda: grad(loss, (0, 1))(x, weight),
+        "tangent": lambda: jvp(loss, (x, weight), (x_dot, weight)),
+        "Hessian": lambda: jvp(grad(loss, (0, 1)), (x, weight), (x_dot, weight)),
+    }
+    for name, run in modes.items():
+        others = 4 * (x.nbytes + weight.nbytes)
+        assert peak(run) < others + 12 * chunk * classes * 4 < rows * classes * 4, name
