@@ -150,7 +150,7 @@ def cross_entropy_sums_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    KEEP: tl.constexpr, SHARE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     """Loss and lse of each row, and their tangents where there is one of x or of the probabilities."""
     HAS_DOT: tl.constexpr = x_dot_ptr is not None or target_dot_ptr is not None
@@ -169,7 +169,7 @@ def cross_entropy_sums_kernel(
         None, (_LOWEST, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
         STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge, WANTED=WANTED, EPS=WANTED, OTHER=_LOWEST, ROW_STATES=1,
-        ROWS=_fwd_rows, NUMBERS=(KEEP, SHARE),
+        ROWS=_fwd_rows, NUMBERS=(1.0 - SMOOTHING, SMOOTHING / num_cols),
     )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def cross_entropy_gradient_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    KEEP: tl.constexpr, SHARE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     """x_bar and target_bar, or their tangents, those for which there is memory."""
     row_op(
@@ -253,5 +253,5 @@ def cross_entropy_gradient_kernel(
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_gradient_terms,
         WANTED=(1 if target_ptr is not None else 0) + (2 if x_dot_ptr is not None else 0)
         + (4 if target_dot_ptr is not None else 0),
-        OTHER=_LOWEST, NUMBERS=(KEEP, SHARE),
+        OTHER=_LOWEST, NUMBERS=(1.0 - SMOOTHING, SMOOTHING / num_cols),
     )  # fmt: skip

@@ -11,7 +11,7 @@ ignores its row; any other target has probabilities. Every launcher views its te
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -50,10 +50,6 @@ def _operands(
     return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target.contiguous()
 
 
-def _numbers(x: Tensor, dim: int, smoothing: float) -> dict[str, Any]:
-    return {"KEEP": 1.0 - smoothing, "SHARE": smoothing / max(x.shape[dim], 1)}
-
-
 def _launch_sums(
     x: Tensor,
     target: Tensor,
@@ -79,7 +75,7 @@ def _launch_sums(
         statistics={"label": label},
         row_outputs={"loss": None, "lse": None, "loss_dot": None, "lse_dot": None, **results},
         num_results=1 + (has_x_dot or has_target_dot),
-        **_numbers(x, dim, smoothing),
+        SMOOTHING=smoothing,
     )
 
 
@@ -155,7 +151,7 @@ def _launch_gradient(
             **{name: None if bar is None else bar.contiguous() for name, bar in bars.items()},
         },
         num_results=3 if len(summed) == 3 else 1 + (x_dot is not None),
-        **_numbers(x, dim, smoothing),
+        SMOOTHING=smoothing,
     )
     return x.new_empty(0) if x_bar is None else x_bar, x.new_empty(0) if target_bar is None else target_bar
 

@@ -114,8 +114,8 @@ class CrossEntropy(Operands):
         return {}
 
 
-def _calls(workload: Workload, mode: str) -> list[Call]:
-    """Calls with labels, as of a language model; of probabilities in the second place."""
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    """Calls with labels, as of a language model, and with probabilities, which are smoothed."""
     steps: dict[str, Sequence[Step]] = {
         "forward": [("fwd", (), None)],
         "backward": [("bwd", (), None)],
@@ -124,10 +124,14 @@ def _calls(workload: Workload, mode: str) -> list[Call]:
         "double_backward": [("bwd_jvp", ("loss_bar_dot", "lse_bar_dot"), None)],
     }
     x, dim = workload.empty(), workload.dim % len(workload.shape)
-    rows = (*workload.shape[:dim], *workload.shape[dim + 1 :])
-    labels, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=workload.statistic_dtype)
-    operands = CrossEntropy(x, labels, numbers, x, None, numbers, numbers, numbers, numbers, dim, 0.0)
-    soft = operands.change(target=x, target_dot=x, smoothing=0.1)
+    if is_drawn:
+        operands = CrossEntropy.draw(x.shape, dim, x.dtype)
+        soft = CrossEntropy.draw(x.shape, dim, x.dtype, labels=False, smoothing=0.1)
+    else:
+        rows = (*workload.shape[:dim], *workload.shape[dim + 1 :])
+        labels, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=workload.statistic_dtype)
+        operands = CrossEntropy(x, labels, numbers, x, None, numbers, numbers, numbers, numbers, dim, 0.0)
+        soft = operands.change(target=x, target_dot=x, smoothing=0.1)
     return [*operands.steps(steps[mode], {}), *soft.steps(steps[mode], {})]
 
 
@@ -169,6 +173,7 @@ CROSS_ENTROPY = Op(
     not_kept=("y",),
     rounds_once=False,
     gpu_workloads=(),
+    small_workloads=(unnamed("cross_entropy", (6, 20)), unnamed("cross_entropy", (4, 20, 5), dim=1)),
     other_workloads=_OTHER,
     resized=_RESIZED,
     calls=_calls,
@@ -195,5 +200,6 @@ SOFT_CROSS_ENTROPY = Op(
     rounds_once=False,
     num_kept=2,
     gpu_workloads=(),
+    small_workloads=(),
     calls=_calls,
 )

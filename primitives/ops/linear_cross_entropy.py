@@ -124,8 +124,9 @@ class _Sums:
         self._in_place = in_place
         # A product is added in the dtype of the weight: the sum of more than that would be the largest tensor of all.
         self.weight = torch.zeros_like(weight.flatten(0, -2)) if wanted[1] else None
-        has_bias = wanted[2] and bias is not None
-        self.bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if has_bias else None
+        self.bias = None
+        if wanted[2] and bias is not None:
+            self.bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
 
     def add(self, h_bar: Tensor, x: Tensor, *, to_bias: bool = True) -> None:
         """Add what the cotangent of the logits of a chunk brings."""
