@@ -49,10 +49,15 @@ def _families() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor]
         return centered * (centered.square().mean(axis, keepdim=True) + 1e-5).rsqrt()
 
     functional = pr.functional
+
+    def cross_entropy(x: Tensor) -> Tensor:
+        return functional.cross_entropy(x, torch.arange(x.shape[0], device=x.device), reduction="none")
+
     return {
         "layer_norm": (lambda x: functional.layer_norm(x, (x.shape[-1],)), lambda x: standardized(x, 1)),
         "batch_norm": (lambda x: functional.batch_norm(x, None, None, training=True), lambda x: standardized(x, 0)),
         "attention": (lambda x: functional.attention(x, x, x, scale=1.0), lambda x: (x @ x.mT).softmax(-1) @ x),
+        "cross_entropy": (cross_entropy, lambda x: x.exp().sum(1).log() - x.diagonal()),
         "log_softmax": (lambda x: functional.log_softmax(x, 1), lambda x: x - x.exp().sum(1, keepdim=True).log()),
     }
 
