@@ -37,7 +37,6 @@ def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 
         lse = lse.masked_fill(target < 0, 0.0)
     # A number times a tensor of no axis has float64 tangents to torch.
     factor = torch.full((), z_loss, dtype=lse.dtype, device=lse.device)
-    # A compiler takes the sizes of `expand` for numbers that never change.
     return (loss + factor * lse.square()).to(x.dtype).unsqueeze(dim) + torch.zeros_like(x)
 
 
