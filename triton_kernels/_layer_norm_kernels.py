@@ -65,21 +65,19 @@ def project(v, x_hat, rstd, v_mean, v_x_hat_mean):
 
 @triton.jit
 def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
-    """By two passes over the row, the second of which corrects the mean: of a constant row it is exact."""
     mean = sums_of((x[0],))[0] * (1.0 / num_cols)
     centered = tl.where(mask, x[0] - mean, 0.0)
     if x[1].type.is_block():
-        sums = sums_of((centered, centered * centered, x[1], x[1] * centered))
+        # Without the correction below: the registers of another sum would not be there.
+        sums = sums_of((centered * centered, x[1], x[1] * centered))
+        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
+        s = mean, rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
     else:
-        sums = sums_of((centered, centered * centered))
-    shift = sums[0] * (1.0 / num_cols)
-    variance = sums[1] * (1.0 / num_cols) - shift * shift
-    rstd = rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
-    if x[1].type.is_block():
-        product = sums[3] - shift * sums[2]
-        s = mean + shift, rstd, sums[2] * (1.0 / num_cols), product * rstd * (1.0 / num_cols)
-    else:
-        s = mean + shift, rstd
+        # The sum about the mean says how far that is off: a constant row is normalized to zero.
+        sums = sums_of((centered, centered * centered), 2)
+        shift = sums[0] * (1.0 / num_cols)
+        variance = sums[1] * (1.0 / num_cols) - shift * shift
+        s = mean + shift, rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
     return s
 
 
