@@ -10,6 +10,7 @@ import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from perf.machine_code.rules import NOT_HELD_YET
 from perf.machine_code.work import numbers_of, work_of
 from triton_kernels.launch.chips import CHIPS
 
@@ -170,7 +171,8 @@ def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
     memory_us, (shares, issue) = called.bytes_moved / BYTES_PER_US, _shares(called, rows)
     known = (share for pattern, share, _ in KNOWN_SHARES if re.match(pattern, called.name))
     # The time of attention is that of its products.
-    most_issue = math.inf if called.name.startswith("attention ") else next(known, MAX_ISSUE_SHARE)
+    is_free = called.name.startswith(("attention ", *NOT_HELD_YET))
+    most_issue = math.inf if is_free else next(known, MAX_ISSUE_SHARE)
     longer = next((times for pattern, times, _ in KNOWN_WAITS if re.match(pattern, called.name)), 1.0)
     problems = [f"issues for {issue:.2f} of the time of its bytes"] if issue > most_issue else []
     problems += [f"of {share.kernel} the table has no cycles" for share in shares if share.chain_us is None]
