@@ -11,7 +11,7 @@ With t = (1 - smoothing) * target + smoothing / C, where a label stands for the 
     vjp   x_bar = a * p - loss_bar * t,      target_bar = (1 - smoothing) * loss_bar * (lse - x)
 
 All sums run over the classes. Reverse mode keeps x, target and lse, one number a row: probabilities of classes are
-never in memory. A z-loss is a function of lse, and a weight of a labelled row one of loss, both outside of here.
+never in memory. A z-loss is a function of lse, and a weight of a labeled row one of loss, both outside of here.
 
 Shapes: x `[*, C, *]` with the classes along `dim`; target is like x, of any floating dtype, or int64 without that axis:
 a label that is negative ignores its row, whose loss is 0. Loss and lse lack that axis; they are float32, or float64 for

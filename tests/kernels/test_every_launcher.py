@@ -401,8 +401,8 @@ def some_calls() -> list[Call]:
     rows, images, classes = LayerNorm.draw((9, 40)), BatchNorm.draw((2, 3, 5, 5)), LogSoftmax.draw((2, 40), 1)
     one_result = rows.call("bwd", (False, True, False))
     matrices = Attention.draw((1, 1, 3, 4), 3)
-    labelled = CrossEntropy.draw((2, 40), 1)
-    calls = [*rows.calls(), one_result, *images.calls(), *classes.calls(), *labelled.calls()]
+    labeled = CrossEntropy.draw((2, 40), 1)
+    calls = [*rows.calls(), one_result, *images.calls(), *classes.calls(), *labeled.calls()]
     return [*calls, *matrices.calls(), *dropout_calls()]
 
 
