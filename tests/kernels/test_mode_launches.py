@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from perf.ops.workload import Workload
 
-WORKLOADS = [workload for case in CASES for workload in case.small_workloads if not workload.masked]
+# Of the operations that the suite measures.
+WORKLOADS = [w for case in CASES if case.gpu_workloads for w in case.small_workloads if not w.masked]
 
 
 def launches(run: Callable[[], object]) -> list[str]:
