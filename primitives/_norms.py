@@ -65,9 +65,8 @@ def rms_norm(
 
     Example:
         >>> import torch
-        >>> rms_norm(torch.tensor([[3.0, -3.0], [0.0, 0.0]]), (2,))
-        tensor([[ 1., -1.],
-                [ 0.,  0.]])
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,))
+        tensor([[0.8485, 1.1314]])
 
     References:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, 2019.
