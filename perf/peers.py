@@ -195,7 +195,7 @@ REASONS: dict[str, tuple[str, Callable[[str, Figures, Figures], bool]]] = {
         ),
     ),
     "time": (
-        "all told, ours takes no longer (2 % are no difference)",
+        "all told, ours takes no longer (within 2 %)",
         lambda figure, ours, peer: microseconds(ours) <= 1.02 * microseconds(peer),
     ),
 }
