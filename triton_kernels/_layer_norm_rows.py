@@ -42,10 +42,8 @@ def layer_norm_operands(
 
 def plan_rows(operands: Operands, sums: RowSums) -> RowPlan:
     """Plan of a kernel that holds or sweeps whole rows."""
-    view, strides = operands.view, (stride for _, stride in operands.params.values())
-    tensors = [tensor for tensor in view.tensors if tensor is not None]
+    tensors, given = [tensor for tensor in operands.view.tensors if tensor is not None], operands.given()
     itemsize = tensors[0].element_size() if tensors else operands.dtype.itemsize
-    given = dict(zip(operands.names, view.tensors, strict=True)) | {n: p for n, (p, _) in operands.params.items()}
-    num_summed = sum(given[name] is not None for name in sums.reads)
-    sizes = (view.num_segments, view.num_rows, view.num_cols, itemsize, len(tensors), num_summed, sums.places)
-    return launch.plan_layer_norm_rows(*sizes, operands.device, view.is_aligned(itemsize, *strides))
+    num_summed = len(given.intersection(sums.reads))
+    sizes = (*operands.sizes(), itemsize, len(tensors), num_summed, sums.places)
+    return launch.plan_layer_norm_rows(*sizes, operands.device, operands.is_aligned(itemsize))

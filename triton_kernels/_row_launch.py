@@ -76,6 +76,28 @@ class Operands(NamedTuple):
             "ALIGN": view.alignment(*(stride for _, stride in self.params.values())),
         }
 
+    def given(self) -> set[str]:
+        """Names of the operands of full size, and of the parameters, that are there."""
+        full_size = {name for name, tensor in zip(self.names, self.view.tensors, strict=True) if tensor is not None}
+        return full_size | {name for name, (param, _) in self.params.items() if param is not None}
+
+    def only(self, names: Collection[str]) -> Operands:
+        """The operands of these names, and the statistics if x is among them."""
+        tensors = zip(self.names, self.view.tensors, strict=True)
+        return self._replace(
+            view=self.view._replace(tensors=tuple(tensor if name in names else None for name, tensor in tensors)),
+            params={name: param if name in names else (None, 0) for name, param in self.params.items()},
+            statistics={name: tensor if "x" in names else None for name, tensor in self.statistics.items()},
+        )
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Segments, rows of each, and columns."""
+        return self.view.num_segments, self.view.num_rows, self.view.num_cols
+
+    def is_aligned(self, itemsize: int) -> bool:
+        """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time."""
+        return self.view.is_aligned(itemsize, *(stride for _, stride in self.params.values()))
+
     def num_blocks(self, block_rows: int) -> int:
         """Blocks of rows, each within a segment."""
         return self.view.num_segments * cdiv(self.view.num_rows, block_rows)

@@ -3,7 +3,7 @@
 The backward and the JVP are the partial derivatives, with respect to the tangents and to the cotangent, of their
 pairing L = <y_bar, y_dot>. `layer_norm_pairing` is the gradient of L, which is the vjp of either. `layer_norm_bwd_jvp`
 is the JVP of the backward: the gradient of L + <y_bar_dot, y> with respect to the inputs of the forward. The same
-kernels compute both; the formulas stand in `_layer_norm_second_kernels`.
+kernels compute both; the formulas stand in `_layer_norm_second_kernels`, and `layer_norm` says what the arguments are.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from triton_kernels import launch
 from triton_kernels._cost import operands_of
 from triton_kernels._layer_norm_rows import layer_norm_operands
 from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel, layer_norm_second_sums_kernel
-from triton_kernels._row_launch import (
-    NO_SUMS,
-    RowSums,
-    launch_row_sums,
-    launch_rows,
-    num_row_parts,
-    sums_scratch,
-)
+from triton_kernels._row_launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
 from triton_kernels._runtime import device_guard
 from triton_kernels.tuning import tunable
 
@@ -71,26 +64,11 @@ def layer_norm_pairing(
     wanted: Sequence[bool],
     centered: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Gradient of the pairing `<y_bar, y_dot>` of a cotangent with the tangent that `layer_norm_jvp` computes.
-
-    Args:
-        y_bar: Cotangent of `y`, of the shape of `x`, any strides.
-        x: Input of the forward.
-        weight: Weight of the forward, or None.
-        mean: Mean of the forward.
-        rstd: Reciprocal standard deviation of the forward.
-        x_dot: Tangent of `x`, of its shape; None for zero, as for the other tangents.
-        weight_dot: Tangent of the weight, `[*batch, *norm]`.
-        bias_dot: Tangent of the bias, `[*batch, *norm]`.
-        norm_ndim: Number of normalized dims.
-        batch_ndim: Number of leading dims of `x` along which the parameters differ.
-        wanted: Which of the six results are wanted; only what these take is read.
-        centered: As for `layer_norm_fwd`.
+    """Gradient of `<y_bar, y_dot>`, y_dot as of `layer_norm_jvp`; zero where it does not depend on an argument.
 
     Returns:
-        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`, contiguous: those of full size with
-        the shape and dtype of `x`, those of parameters `[*batch, *norm]` in the dtype of the weight, or of `x` without
-        one. What is not wanted is an empty tensor; what the pairing does not depend on is zero.
+        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`, those of parameters in the dtype of
+        the weight, or of `x` without one.
     """
     names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
@@ -113,25 +91,9 @@ def layer_norm_bwd_jvp(
     wanted: Sequence[bool],
     centered: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Tangents of the cotangents that `layer_norm_bwd` computes (forward over reverse).
+    """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of what `layer_norm_bwd` computes; zero where none moves it.
 
-    Args:
-        y_bar: Cotangent of `y`, of the shape of `x`, any strides.
-        x: Input of the forward.
-        weight: Weight of the forward, or None.
-        mean: Mean of the forward.
-        rstd: Reciprocal standard deviation of the forward.
-        y_bar_dot: Tangent of `y_bar`, of its shape; None for zero, as for the other tangents.
-        x_dot: Tangent of `x`, of its shape.
-        weight_dot: Tangent of the weight, `[*batch, *norm]`.
-        norm_ndim: Number of normalized dims.
-        batch_ndim: Number of leading dims of `x` over which the parameter cotangents are not summed.
-        wanted: Which of the three results are wanted; only what these take is read.
-        centered: As for `layer_norm_fwd`.
-
-    Returns:
-        `(x_bar_dot, weight_bar_dot, bias_bar_dot)`, contiguous, with the shapes and dtypes of `x_bar`, `weight_bar`
-        and `bias_bar`. What is not wanted is an empty tensor; what no given tangent moves is zero.
+    Those of parameters are in the dtype of the weight, or of `x` without one.
     """
     names = ("x_bar", "weight_bar", "bias_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
@@ -182,23 +144,20 @@ def _launch(
     totals[2:] = [totals[2] if totals[3] is None else totals[3]]
     of_sums = set(results).intersection(_SUMS)
     taken = _taken(results, given)
-    operands = layer_norm_operands(
-        {name: given[name] if name in taken or name == "x" else None for name in _FULL_SIZE},
+    full_size = {name: given[name] if name in taken or name == "x" else None for name in _FULL_SIZE}
+    params, statistics = (
         {name: given[name] if name in taken else None for name in _PARAMS},
         {"mean": mean, "rstd": rstd},
-        norm_ndim,
-        batch_ndim,
-        has_sums=bool(of_sums),
-    )._replace(scratch=_X_DOT_SUMS)
+    )
+    operands = layer_norm_operands(full_size, params, statistics, norm_ndim, batch_ndim, has_sums=bool(of_sums))
+    operands = operands._replace(scratch=_X_DOT_SUMS)
     view, num_groups = operands.view, math.prod(x.shape[:batch_ndim])
-    sizes = (view.num_segments, view.num_rows, view.num_cols, x.element_size())
-    num_operands = len(taken.intersection(_FULL_SIZE))
-    is_aligned = view.is_aligned(x.element_size(), *(stride for _, stride in operands.params.values()))
+    sizes, is_aligned = (*operands.sizes(), x.element_size()), operands.is_aligned(x.element_size())
     plan = None
     if of_sums:
         # Without a mean, ptxas finds no room for five tiles: 133 registers for 128. It counts as one tile more.
-        num_params = sum(param is not None for param, _ in operands.params.values()) + (mean is None)
-        num_tiles = (num_operands, len(of_sums), num_params)
+        num_params = len(taken.intersection(_PARAMS)) + (mean is None)
+        num_tiles = (len(taken.intersection(_FULL_SIZE)), len(of_sums), num_params)
         plan = launch.plan_layer_norm_second_sums(*sizes, *num_tiles, x.device, is_aligned)
     is_apart = plan is None or plan.looped
     rows_take, sums_take = _taken(set(results) - of_sums, given), _taken(of_sums, given) if is_apart else taken
@@ -206,8 +165,8 @@ def _launch(
     leaves_sums = is_apart and "x_dot" in sums_take
     rows, row_plan, row_sums, wanted, swept_size = operands, None, NO_SUMS, 0, 0
     if is_apart and (rows_take or leaves_sums):
-        rows = _only(operands, {*rows_take, "x", "x_dot"} if leaves_sums else rows_take)
-        num_operands = sum(tensor is not None for tensor in rows.view.tensors)
+        rows = operands.only({*rows_take, "x", "x_dot"} if leaves_sums else rows_take)
+        num_operands = len(rows.given().intersection(_FULL_SIZE))
         row_plan = launch.plan_layer_norm_second_rows(*sizes, num_operands, x.device, is_aligned)
         rows = rows._replace(outputs=of_rows)
         wanted = _wanted_sums(rows)
@@ -222,7 +181,7 @@ def _launch(
         rows = rows._replace(row_outputs=x_dot_sums)
         launch_rows(layer_norm_second_kernel, rows, row_plan, row_sums, rows_take, swept_parts, WANTED=wanted)
     if plan is not None:
-        operands = _only(operands, sums_take)
+        operands = operands.only(sums_take)
         outputs = dict.fromkeys(_ROW_RESULTS) if is_apart else of_rows
         operands = operands._replace(outputs=outputs, statistics={**operands.statistics, **x_dot_sums})
         wanted = 0 if is_apart else _wanted_sums(operands)
@@ -235,20 +194,9 @@ def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[
     return operands_of(_TERMS, {name: name in results for name in _TERMS}, given)
 
 
-def _only(operands: Operands, names: Collection[str]) -> Operands:
-    """The operands of these names, and the statistics if they take them."""
-    tensors = zip(operands.names, operands.view.tensors, strict=True)
-    return operands._replace(
-        view=operands.view._replace(tensors=tuple(tensor if name in names else None for name, tensor in tensors)),
-        params={name: param if name in names else (None, 0) for name, param in operands.params.items()},
-        statistics={name: tensor if "x" in names else None for name, tensor in operands.statistics.items()},
-    )
-
-
 def _wanted_sums(operands: Operands) -> int:
     """A bit for each sum of a row that a kernel takes which reads these operands and writes these outputs."""
-    given = {name for name, tensor in zip(operands.names, operands.view.tensors, strict=True) if tensor is not None}
-    given |= {name for name, (param, _) in operands.params.items() if param is not None}
+    given = operands.given()
     wanted = {name for name, tensor in operands.outputs.items() if tensor is not None}
     has_h, want_x = "x_dot" in given, "x_bar" in wanted
     has_g = "x_dot_bar" in wanted or (want_x and has_h)
@@ -259,14 +207,13 @@ def _wanted_sums(operands: Operands) -> int:
 
 def _row_sums(operands: Operands, wanted: int) -> RowSums:
     """Sums of the kernel over rows, from the bits of `_wanted_sums`."""
+    if not wanted:
+        return NO_SUMS
     reads = {"x"}
-    for bits, names in (
-        (0b11, ("x_dot",)),
-        (0b1100, ("y_bar", "weight")),
-        (0b110000, ("y_bar_dot", "weight_dot", "weight")),
-    ):
-        if wanted & bits:
-            reads.update(names)
-    if wanted & 0b110000 and operands.params["weight_dot"][0] is not None:
-        reads.add("y_bar")
-    return RowSums(7, reads, wanted.bit_count(), wanted & 0b1000001 == 0b1000001) if wanted else NO_SUMS
+    if wanted & 0b11:
+        reads.add("x_dot")
+    if wanted & 0b1100:
+        reads |= {"y_bar", "weight"}
+    if wanted & 0b110000:
+        reads |= {"y_bar_dot", "weight_dot", "weight"} | ({"y_bar"} if "weight_dot" in operands.given() else set())
+    return RowSums(7, reads, wanted.bit_count(), wanted & 0b1000001 == 0b1000001)
