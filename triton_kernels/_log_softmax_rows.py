@@ -9,8 +9,8 @@ import torch
 
 from triton_kernels import launch
 from triton_kernels._log_softmax_kernels import log_softmax_pairing_kernel
-from triton_kernels._reduction_view import reduction_view
 from triton_kernels._row_launch import Operands, RowSums, launch_rows
+from triton_kernels._row_view import reduction_view
 from triton_kernels._runtime import accumulation_dtype, device_guard
 
 if TYPE_CHECKING:

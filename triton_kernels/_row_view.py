@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # The longest vector load in elements that any dtype needs.
 _MAX_ALIGN = 16
-# Of a tensor that is None; a column stride of 1 keeps the others' columns adjacent.
-ABSENT_STRIDES = (0, 0, 1)
+
+Strides = tuple[int, int, int]
 
 
 class RowView(NamedTuple):
@@ -70,62 +70,87 @@ class RowView(NamedTuple):
 def row_view(
     tensors: Sequence[Tensor | None], norm_ndim: int, batch_ndim: int | None, max_segments: int | None = None
 ) -> RowView:
-    """View of tensors of one shape as rows over their last `norm_ndim` dims.
+    """View of tensors of one non-empty shape as rows over their last `norm_ndim` dims.
 
     Args:
-        tensors: Tensors of one non-empty shape; None entries stay None. At least one is a tensor.
+        tensors: One at least is not None.
         norm_ndim: Number of trailing dims that form a row.
         batch_ndim: Number of leading dims that form the segments; None leaves the choice to the strides.
         max_segments: Copy rather than use more segments than this, where the strides have the choice.
     """
-    first = next(tensor for tensor in tensors if tensor is not None)
-    row_ndim = first.dim() - norm_ndim
-    shape = first.shape
-    num_cols = math.prod(shape[row_ndim:])
-    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    present = [tensor for tensor in tensors if tensor is not None]
+    shape = present[0].shape
+    cols = range(len(shape) - norm_ndim, len(shape))
     cut = batch_ndim or 0
-    if batch_ndim is None and not contiguous:
-        cut = segment_cut([tensor for tensor in tensors if tensor is not None], row_ndim, max_segments)
-    viewed, strides = zip(*(_as_rows(tensor, cut, row_ndim) for tensor in tensors), strict=True)
-    num_segments, num_rows = math.prod(shape[:cut]), math.prod(shape[cut:row_ndim])
+    if batch_ndim is None:
+        cut = _fewest_segments(present, cols, range(cols.start), 0, max_segments)
+    views = [_as_rows(tensor, cols, cut, single=1) for tensor in tensors]
+    num_segments, num_rows = math.prod(shape[:cut]), math.prod(shape[cut : cols.start])
+    num_cols = math.prod(shape[cols.start :])
+    viewed, strides = zip(*views, strict=True)
     return RowView(num_segments, num_rows, num_cols, viewed, strides, (num_rows * num_cols, num_cols, 1))
 
 
-def _as_rows(tensor: Tensor | None, cut: int, row_ndim: int) -> tuple[Tensor | None, tuple[int, int, int]]:
+def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int) -> RowView:
+    """View of tensors of one non-empty shape as rows along `dim`, which the other dims number.
+
+    An input is copied only if no view fits its strides.
+
+    Args:
+        inputs: Operands; None entries stay None.
+        out: One of the outputs, which are contiguous and have its shape.
+        dim: Reduced dim.
+    """
+    shape, cols = out.shape, range(dim, dim + 1)
+    # Contiguous rows lie within a segment for each index of the dims outside `dim`, or one behind the other. Of others
+    # that no number of leading dims serves, these are copied least.
+    cut = dim if math.prod(shape[dim + 1 :]) > 1 else 0
+    present = [tensor for tensor in inputs if tensor is not None]
+    cut = _fewest_segments([*present, out], cols, range(max(out.dim() - 1, 1)), cut)
+    viewed, strides = zip(*(_as_rows(tensor, cols, cut) for tensor in (*inputs, out)), strict=True)
+    num_segments = math.prod(_without(shape, cols)[:cut])
+    num_rows = out.numel() // (shape[dim] * num_segments)
+    view = RowView(num_segments, num_rows, shape[dim], viewed[:-1], strides[:-1], strides[-1], along_rows=True)
+    return view._replace(along_rows=2 in view.axes())
+
+
+def _fewest_segments(
+    tensors: Sequence[Tensor], cols: range, cuts: range, usual: int, max_segments: int | None = None
+) -> int:
+    """Fewest leading dims to take as segments so that no tensor needs a copy; as usual if there are none, or no need."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return usual
+    sizes = _without(tensors[0].shape, cols)
+    for cut in cuts:
+        if max_segments is not None and math.prod(sizes[:cut]) > max_segments:
+            break
+        if all(_row_strides(tensor, cols, cut) is not None for tensor in tensors):
+            return cut
+    return usual
+
+
+def _as_rows(tensor: Tensor | None, cols: range, cut: int, single: int = 0) -> tuple[Tensor | None, Strides]:
+    """A tensor whose strides fit, a copy if need be, and its strides."""
     if tensor is None:
-        return None, ABSENT_STRIDES
-    strides = _row_strides(tensor, cut, row_ndim)
+        # A column stride of 1 keeps the others' columns adjacent.
+        return None, (0, 0, 1)
+    strides = _row_strides(tensor, cols, cut, single)
     if strides is not None:
         return tensor, strides
-    num_cols = math.prod(tensor.shape[row_ndim:])
-    num_rows = math.prod(tensor.shape[cut:row_ndim])
-    return tensor.contiguous(), (num_rows * num_cols, num_cols, 1)
+    return _as_rows(tensor.contiguous(), cols, cut, single)
 
 
-def _row_strides(tensor: Tensor, cut: int, row_ndim: int) -> tuple[int, int, int] | None:
-    sizes, strides = tensor.shape, tensor.stride()
+def _row_strides(tensor: Tensor, cols: range, cut: int, single: int = 0) -> Strides | None:
+    """Of segments, rows and columns; of rows of one column `single`: 1 is what Triton specializes on."""
+    sizes, strides = _without(tensor.shape, cols), _without(tensor.stride(), cols)
+    inside = slice(cols.start, cols.stop)
     segment_stride = collapsed_stride(sizes[:cut], strides[:cut])
-    row_stride = collapsed_stride(sizes[cut:row_ndim], strides[cut:row_ndim])
-    # A stride of 1 is what Triton specializes on, so rows of one column report it too.
-    col_stride = collapsed_stride(sizes[row_ndim:], strides[row_ndim:], single=1)
+    row_stride = collapsed_stride(sizes[cut:], strides[cut:])
+    col_stride = collapsed_stride(tensor.shape[inside], tensor.stride()[inside], single)
     if segment_stride is None or row_stride is None or col_stride is None:
         return None
     return segment_stride, row_stride, col_stride
 
 
-def segment_cut(tensors: Sequence[Tensor], row_ndim: int, max_segments: int | None) -> int:
-    """Fewest leading dims to take as segments so that no tensor needs a copy; 0 where every choice needs one.
-
-    Args:
-        tensors: Of one shape.
-        row_ndim: Number of leading dims that number the rows.
-        max_segments: No dims that make more segments than this are taken.
-    """
-    num_segments = 1
-    for cut in range(row_ndim):
-        if max_segments is not None and num_segments > max_segments:
-            break
-        if all(_row_strides(tensor, cut, row_ndim) is not None for tensor in tensors):
-            return cut
-        num_segments *= tensors[0].shape[cut]
-    return 0
+def _without(numbers: Sequence[int], dims: range) -> tuple[int, ...]:
+    return (*numbers[: dims.start], *numbers[dims.stop :])
