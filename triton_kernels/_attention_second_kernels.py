@@ -39,8 +39,7 @@ from triton_kernels._attention_tiles import (
     store_tile,
     tile_of,
 )
-from triton_kernels._philox_steps import unspecialized_jit
-from triton_kernels._runtime import cast
+from triton_kernels._runtime import cast, unspecialized_jit
 
 
 @triton.jit

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
-
-    # For each result its terms, each as `(factor, others)`.
-    Terms = Mapping[str, Sequence[tuple[str | None, Sequence[str]]]]
 
 
 class Sweep(NamedTuple):
@@ -68,18 +66,7 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         """Cost of two calls, one after the other."""
-        return Cost(
-            self.bytes_read + other.bytes_read,
-            self.bytes_written + other.bytes_written,
-            self.bytes_moved + other.bytes_moved,
-            self.bytes_reread + other.bytes_reread,
-            self.launches + other.launches,
-            self.sweeps + other.sweeps,
-            self.loads + other.loads,
-            self.matmuls + other.matmuls,
-            self.tile_matmuls + other.tile_matmuls,
-            self.flops + other.flops,
-        )
+        return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 class Account:
@@ -87,11 +74,11 @@ class Account:
 
     def __init__(self) -> None:
         """Start at nothing."""
+        # Bytes of operands of full size and of small ones, and all that is loaded of the former, by name.
         self._operands: dict[str, int] = {}
-        self._loads: dict[str, int] = {}
         self._shared: dict[str, int] = {}
-        self._shared_loads = self._written = self._moved = self._launches = 0
-        self._matmuls = self._tile_matmuls = self._flops = 0
+        self._loads: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
         self._sweeps: list[Sweep] = []
 
     def load(self, passes: int = 1, /, **operands: Tensor | None) -> None:
@@ -99,78 +86,63 @@ class Account:
         for name, tensor in operands.items():
             if tensor is not None and passes:
                 self._operands[name] = own_bytes(tensor)
-                self._moved += tensor.nbytes * passes
-                self._loads[name] = self._loads.get(name, 0) + tensor.nbytes * passes
-
-    def load_shared(self, times: float = 1, /, **operands: Tensor | None) -> None:
-        """Count small operands of which the programs of a kernel together load `times` their size."""
-        for name, tensor in operands.items():
-            if tensor is not None and times:
-                self._shared[name] = tensor.nbytes
-                self._shared_loads += round(tensor.nbytes * times)
+                self._loads[name] += tensor.nbytes * passes
+                self.write(tensor.nbytes * passes)
 
     def load_often(self, name: str, tensor: Tensor | None, nbytes: int) -> None:
         """Count `nbytes` of loads of a small operand, by all programs together."""
         if tensor is not None and nbytes:
             self._shared[name] = own_bytes(tensor)
-            self._shared_loads += nbytes
+            self.reload(nbytes)
 
     def load_tiles(self, operand: str | None, own: int, loaded: int) -> None:
         """Count a sweep that loads tiles, `loaded` bytes in all, of `own` bytes in memory; None for no operand."""
-        self._moved += own
-        self._shared_loads += loaded - own
+        self.write(own)
+        self.reload(loaded - own)
         if operand is not None:
             self._operands[operand] = max(own, self._operands.get(operand, 0))
-            self._loads[operand] = self._loads.get(operand, 0) + loaded
+            self._loads[operand] += loaded
 
     def reload(self, nbytes: int, operand: str | None = None) -> None:
         """Count loads of what is small: results and coefficients of an earlier kernel, or a part of an operand."""
-        self._shared_loads += nbytes
+        self._totals["reloaded"] += nbytes
         if operand is not None:
-            self._loads[operand] = self._loads.get(operand, 0) + nbytes
+            self._loads[operand] += nbytes
 
     def store(self, nbytes: int) -> None:
         """Count a result of `nbytes`."""
-        self._written += nbytes
-        self._moved += nbytes
+        self._totals["stored"] += nbytes
+        self.write(nbytes)
 
     def scratch(self, nbytes: int) -> None:
         """Count partial results of `nbytes`, written by one kernel and read by the next."""
-        self._moved += 2 * nbytes
+        self.write(2 * nbytes)
 
     def write(self, nbytes: int) -> None:
-        """Count partial results of `nbytes` that are written, and nothing that is read of them."""
-        self._moved += nbytes
+        """Count bytes that move, and belong to no operand or result."""
+        self._totals["moved"] += nbytes
 
     def multiply(self, matmuls: int, num_tiles: int, flops: int) -> None:
         """Count products of matrices: of each tile so many, `flops` in all."""
-        self._matmuls += matmuls
-        self._tile_matmuls += matmuls * num_tiles
-        self._flops += flops
-
-    def launch(self, count: int = 1) -> None:
-        """Count launches."""
-        self._launches += count
+        self._totals.update(matmuls=matmuls, tile_matmuls=matmuls * num_tiles, flops=flops)
 
     def sweep(self, nbytes: int, num_programs: int) -> None:
         """Note that `nbytes` of what was counted are second reads of swept rows (see `Sweep`)."""
         if nbytes:
             self._sweeps.append(Sweep(nbytes, num_programs))
 
-    def cost(self) -> Cost:
-        """The sum."""
-        shared = sum(self._shared.values())
+    def cost(self, launches: int) -> Cost:
+        """The sum, of so many launches."""
+        totals, shared = self._totals, sum(self._shared.values())
         return Cost(
             bytes_read=sum(self._operands.values()) + shared,
-            bytes_written=self._written,
-            bytes_moved=self._moved + shared,
-            bytes_reread=self._shared_loads - shared,
-            launches=self._launches,
+            bytes_written=totals["stored"],
+            bytes_moved=totals["moved"] + shared,
+            bytes_reread=totals["reloaded"] - shared,
+            launches=launches,
             sweeps=tuple(self._sweeps),
             loads=tuple(self._loads.items()),
-            matmuls=self._matmuls,
-            tile_matmuls=self._tile_matmuls,
-            flops=self._flops,
+            **{name: totals[name] for name in ("matmuls", "tile_matmuls", "flops")},
         )
 
 
@@ -205,26 +177,3 @@ def own_bytes(tensor: Tensor) -> int:
     """Bytes of the elements that are there, of which those along an expanded dim are one."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()
-
-
-def operands_of(
-    terms: Terms,
-    wanted: Mapping[str, bool],
-    given: Mapping[str, Tensor | None],
-) -> set[str]:
-    """Names of the operands that the wanted results take.
-
-    Args:
-        terms: For each result its terms, each as `(factor, others)`: a term is there if `factor`, a tangent that may be
-            None, is given (a factor of None always is), and then takes `factor` and the `others`.
-        wanted: Which results are wanted.
-        given: The operands by name; None for those that are not there.
-    """
-    taken = set()
-    for result, result_terms in terms.items():
-        if not wanted[result]:
-            continue
-        for factor, others in result_terms:
-            if factor is None or given[factor] is not None:
-                taken.update(name for name in (factor, *others) if name is not None and given[name] is not None)
-    return taken

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from triton_kernels._philox_steps import grouped_words, single_words, unspecialized_jit
-from triton_kernels._runtime import cast, float64_of_bits, store_cast
+from triton_kernels._philox_steps import grouped_words, single_words
+from triton_kernels._runtime import cast, float64_of_bits, store_cast, unspecialized_jit
 from triton_kernels.tiles import aligned, tile_offsets
 
 

@@ -8,21 +8,10 @@ Word i of a stream is word `i % 4` of block `offset + i // 4` (see `tl.randint4x
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
-from triton_kernels._kernel import Kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-def unspecialized_jit(function: Callable) -> Kernel:
-    """Decorator for a kernel that is never compiled anew for another value of an integer argument."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return Kernel(function, unspecialized=[name for name in names if name.islower() and not name.endswith("_ptr")])
+from triton_kernels._runtime import unspecialized_jit
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int) -> Ro
 def _fewest_segments(
     tensors: Sequence[Tensor], cols: range, cuts: range, usual: int, max_segments: int | None = None
 ) -> int:
-    """Fewest leading dims to take as segments so that no tensor needs a copy; as usual if there are none, or no need."""
+    """Fewest leading dims to take as segments so that no tensor needs a copy; the usual if there is no such number."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return usual
     sizes = _without(tensors[0].shape, cols)

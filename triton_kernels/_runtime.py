@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import struct
 from typing import TYPE_CHECKING
@@ -50,22 +51,12 @@ BATCH_DEPENDENT = {
     "count",
     "momentum_low",
     "momentum_high",
-    "x_segment_stride",
-    "x_row_stride",
-    "x_dot_segment_stride",
-    "x_dot_row_stride",
-    "y_bar_segment_stride",
-    "y_bar_row_stride",
-    "y_bar_dot_segment_stride",
-    "y_bar_dot_row_stride",
-    "out_segment_stride",
-    "out_row_stride",
 }
 
 
 def batch_independent_jit(function: Callable) -> Kernel:
     """Decorator for a kernel that is never compiled anew for integer arguments which change with the batch."""
-    return Kernel(function, unspecialized=BATCH_DEPENDENT)
+    return _free_of(function, lambda name: name in BATCH_DEPENDENT or name.endswith(("_segment_stride", "_row_stride")))
 
 
 def stride_independent_jit(function: Callable) -> Kernel:
@@ -73,9 +64,16 @@ def stride_independent_jit(function: Callable) -> Kernel:
 
     What the compiler has to know of the strides for wide loads reaches such a kernel as compile-time constants.
     """
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    strides = {name for name in arguments if name.endswith("_stride")}
-    return Kernel(function, unspecialized=BATCH_DEPENDENT | strides)
+    return _free_of(function, lambda name: name in BATCH_DEPENDENT or name.endswith("_stride"))
+
+
+def unspecialized_jit(function: Callable) -> Kernel:
+    """Decorator for a kernel that is never compiled anew for another value of an integer argument."""
+    return _free_of(function, lambda name: name.islower() and not name.endswith("_ptr"))
+
+
+def _free_of(function: Callable, is_free: Callable[[str], bool]) -> Kernel:
+    return Kernel(function, unspecialized=[*filter(is_free, inspect.signature(function).parameters)])
 
 
 def float64_bits(value: float) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import math
 from typing import TYPE_CHECKING
 
 from triton_kernels import launch
-from triton_kernels._cost import operands_of
 from triton_kernels._layer_norm_rows import layer_norm_operands
 from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel, layer_norm_second_sums_kernel
 from triton_kernels._row_launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from triton_kernels._cost import Terms
     from triton_kernels._row_launch import Operands
 
 __all__ = ["layer_norm_bwd_jvp", "layer_norm_pairing"]
@@ -38,7 +36,7 @@ _PARTS: tuple[str, ...] = ("weight_part", "weight_dot_part", "bias_part")
 _X_DOT_SUMS = ("x_dot_sum", "x_dot_x_hat_sum")
 # The terms of the derivatives of L + <y_bar_dot, y>: a factor that is a tangent, without which a term is not there, and
 # what else it takes.
-_TERMS: Terms = {
+_TERMS: Mapping[str, Sequence[tuple[str | None, Sequence[str]]]] = {
     "y_bar_bar": [("x_dot", ("x", "weight")), ("weight_dot", ("x",)), ("bias_dot", ())],
     "x_bar": [("y_bar_dot", ("x", "weight")), ("x_dot", ("y_bar", "x", "weight")), ("weight_dot", ("y_bar", "x"))],
     "x_dot_bar": [(None, ("y_bar", "x", "weight"))],
@@ -191,7 +189,8 @@ def _launch(
 
 def _taken(results: Collection[str], given: Mapping[str, Tensor | None]) -> set[str]:
     """Names of the operands that the results take."""
-    return operands_of(_TERMS, {name: name in results for name in _TERMS}, given)
+    terms = [term for name in results for term in _TERMS[name] if term[0] is None or given[term[0]] is not None]
+    return {name for factor, others in terms for name in (factor, *others) if name and given[name] is not None}
 
 
 def _wanted_sums(operands: Operands) -> int:

@@ -38,9 +38,8 @@ def cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
         results = launcher(*args)
     tensors = Tensors(set(map(id, args)), set(map(id, results if isinstance(results, tuple) else (results,))), set())
     for kernel, grid, arguments, constants in launches:
-        account.launch()
         if kernel.__name__ in _COUNTS:
             named = {**dict(zip(kernel.argument_names, arguments, strict=False)), **constants}
             named = {name.removesuffix("_ptr"): value for name, value in named.items()}
             _COUNTS[kernel.__name__](account, named, grid, tensors)
-    return account.cost()
+    return account.cost(len(launches))

@@ -61,7 +61,7 @@ def _load_channels(account: Account, operands: Mapping[str, Tensor | None], time
         if tensor is None:
             continue
         if id(tensor) in tensors.given:
-            account.load_shared(times, **{name: tensor})
+            account.load_often(name, tensor, round(times * tensor.nbytes))
         else:
             # A result of an earlier kernel.
             account.reload(round(times * tensor.nbytes))
