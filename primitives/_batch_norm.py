@@ -42,9 +42,10 @@ def batch_norm_of_tensors(
         eps: Added to the variance.
         in_place: Whether to write the new running statistics into the given ones.
     """
-    if not training:
+    if not training and running_mean is not None:
         y = batch_norm_eval_p(x, weight, bias, running_mean, running_var, 0, eps)
         return y, running_mean, running_var
+    # In evaluation, only what has no elements has no statistics.
     if running_mean is None or running_var is None:
         return batch_norm_p(x, weight, bias, None, None, 0, 0.0, eps)[0], None, None
     if isinstance(momentum, torch.Tensor):

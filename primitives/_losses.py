@@ -52,7 +52,8 @@ def cross_entropy(
             of any floating dtype. For a pytree `input`, a tensor or a tree prefix of it; `weight` likewise.
         weight: Weights of the classes, shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`.
         size_average: As torch's: deprecated, see `reduction`.
-        ignore_index: A class index whose rows have no loss and no gradient; it need not be that of a class.
+        ignore_index: A class index whose rows have no loss and no gradient; it need not be that of a class. One of a
+            class does not go with probabilities.
         reduce: As torch's: deprecated, see `reduction`.
         reduction: `"none"`, `"sum"`, or `"mean"`, which divides by the sum of the weights of the rows that are not
             ignored, or for probabilities by the number of rows.
@@ -96,6 +97,8 @@ def cross_entropy(
 
     def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
         checks.loss("cross_entropy", label, x, target, weight, takes_probabilities=True)
+        if ignore_index >= 0:
+            checks.class_indices("cross_entropy", tuple(x.shape), target)
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         axis, shape, options = checks.class_axis(x), tuple(x.shape), (weight, label_smoothing, z_loss)
@@ -280,7 +283,7 @@ def linear_cross_entropy(
         linear_bias: Shape `[C]`, or `[C, *]`; dtype of `input`.
         weight: As for `cross_entropy`.
         reduction: Likewise.
-        ignore_index: Likewise; `None` means -100.
+        ignore_index: Likewise; `None` means -100. With probabilities it must be `None`.
         label_smoothing: Likewise.
         z_loss: Likewise.
         softcap: Bounds the logits: `softcap * tanh(logits / softcap)`. `None` leaves them as they are.
@@ -311,11 +314,13 @@ def linear_cross_entropy(
     References:
         Wijmans et al., "Cut your losses in large-vocabulary language models", arXiv:2411.09009, 2024.
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
+    is_default, ignore_index = ignore_index is None, -100 if ignore_index is None else ignore_index
     checks.options("linear_cross_entropy", reduction, ignore_index, label_smoothing, z_loss)
     shape = checks.linear_loss(input, linear_weight, target, linear_bias, weight, shift=shift)
     checks.linear_options(softcap, chunk_rows)
-    x, rest = input.reshape(-1, input.shape[-1]), tuple(linear_weight.shape[1:-1])
+    if not is_default:
+        checks.class_indices("linear_cross_entropy", shape, target)
+    x, rest = (input if input.dim() > 1 else input.unsqueeze(0)).flatten(0, -2), tuple(linear_weight.shape[1:-1])
     of_rows = (x.shape[0], linear_weight.shape[0], *rest)
     most = max(_CHUNK_ELEMENTS // max(linear_weight.shape[:-1].numel(), 1), 1)
     rows_at_once = min(chunk_rows or most, max(x.shape[0], 1))

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import functional as torch_functional
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from primitives import functional
+from primitives import _override_losses, functional  # noqa: F401 - fills the table
+from primitives._serving import is_plain as _plain
+from primitives._serving import served as _served
 from primitives.checks.attention import is_causal_bias
-from primitives.checks.losses import REDUCTIONS
+from primitives.core.autograd import is_transforming
 from primitives.core.decomposition import decomposition_table
-from primitives.core.errors import DeviceError, DtypeError, ShapeError
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
 from primitives.decompositions import register_decomposition
-from primitives.decompositions._mode import forward_mode, handles_functions, torch_bodies
+from primitives.decompositions._mode import forward_mode, torch_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,20 +27,18 @@ __all__ = ["override_except_dropout", "override_torch"]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
-# What the functional API raises before any work: torch answers for such arguments, by its own error or its own result.
-_REFUSALS = (ShapeError, DtypeError, DeviceError)
-
 
 class override_torch(OverrideMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context manager, and decorator, in which functions of torch run on the primitives of this package.
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
     Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
-    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `nll_loss`, `dropout`,
-    `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and `multi_head_attention_forward`. They
-    are right at every order of derivative, and run on fused kernels. Results differ from torch's by rounding, and
-    dropout draws other numbers, with the same probability. Running statistics are written as torch writes them.
-    `group_norm` has a jvp in channels_last, and under `torch.compile`.
+    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `nll_loss`,
+    `linear_cross_entropy`, `dropout`, `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and
+    `multi_head_attention_forward`. They are right at every order of derivative, and run on fused kernels. Results
+    differ from torch's by rounding, and dropout draws other numbers, with the same probability. Running statistics are
+    written as torch writes them, and batches counted inside of transforms too. `group_norm` has a jvp in channels_last,
+    and under `torch.compile`.
 
     Whatever a stand-in does not serve goes to torch's own function, with the arguments as they were: an `out=` or a
     legacy argument (`size_average`, `reduce`), dtypes that do not go together, sparse and nested tensors, wrapper
@@ -80,27 +78,6 @@ class override_except_dropout(override_torch):  # noqa: N801 - as above
     """`override_torch` for a model that `convert` changed: it leaves dropout, which torch differentiates right."""
 
     left = frozenset([torch_functional.dropout, torch.dropout])
-
-
-def _plain(*values: Any) -> bool:
-    """Whether every tensor among `values` is one that the primitives take, at a first look."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and (
-            value.layout is not torch.strided
-            or value.is_nested
-            or is_traceable_wrapper_subclass(value)
-            or (type(value) not in (torch.Tensor, torch.nn.Parameter) and handles_functions(type(value)))
-        ):
-            return False
-    return len(values) > 0 and isinstance(values[0], torch.Tensor)
-
-
-def _served(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns, or `NotImplemented` if it refuses the arguments."""
-    try:
-        return function(*args)
-    except _REFUSALS:
-        return NotImplemented
 
 
 @register_override(torch_functional.layer_norm, torch.layer_norm)
@@ -257,41 +234,14 @@ def _torch_log_softmax(
     return _functional_log_softmax(mode, input, dim, dtype=dtype)
 
 
-@register_override(torch_functional.cross_entropy)
-def _cross_entropy(
-    mode: OverrideMode,
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    is_served = size_average is None and reduce is None and reduction in REDUCTIONS and 0.0 <= label_smoothing <= 1.0
-    if not is_served or not _plain(input, target, weight):
+@register_override(torch.Tensor.add_, torch.Tensor.__iadd__)
+def _count(mode: OverrideMode, counter: Any, number: Any, **others: Any) -> Any:
+    # A batch norm counts its batches in place, which a transform refuses for a tensor from outside it.
+    is_counter = isinstance(counter, torch.Tensor) and counter.dtype == torch.int64 and type(number) is int
+    if others or not is_counter or not is_transforming():
         return NotImplemented
-    call = functools.partial(functional.cross_entropy, ignore_index=ignore_index, reduction=reduction)
-    return _served(functools.partial(call, label_smoothing=label_smoothing), input, target, weight)
-
-
-@register_override(torch_functional.nll_loss)
-def _nll_loss(
-    mode: OverrideMode,
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    is_served = size_average is None and reduce is None and reduction in REDUCTIONS
-    if not is_served or not _plain(input, target, weight):
-        return NotImplemented
-    call = functools.partial(functional.nll_loss, ignore_index=ignore_index, reduction=reduction)
-    return _served(call, input, target, weight)
+    mode.write([counter], [counter + number])
+    return counter
 
 
 @register_override(torch_functional.dropout)

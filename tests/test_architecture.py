@@ -33,6 +33,8 @@ LAYERS = (
         "primitives._norms",
         "primitives.functional",
         "primitives._override",
+        "primitives._override_losses",
+        "primitives._serving",
         "primitives._warm_up",
     ),
     ("primitives._audit",),

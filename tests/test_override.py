@@ -21,6 +21,8 @@ def data(seed, *shape):
 
 X, IMAGES, W, B = data(0, 4, 3), data(1, 2, 3, 2, 2), data(2, 3).exp(), data(3, 3)
 TARGET = torch.tensor([0, 2, -100, 1])
+# Of torch 2.13, whose derivatives by chunks end at the first order.
+CHUNKS = {"options": nn.LinearCrossEntropyOptions(batch_chunk_size=3)} if hasattr(F, "linear_cross_entropy") else {}
 
 
 class Seen(TorchDispatchMode):
@@ -31,7 +33,7 @@ class Seen(TorchDispatchMode):
         self.ops = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "primitives":
+        if func.namespace.startswith("primitives"):
             self.ops.add(func._schema.name.split("::")[1])
         return func(*args, **(kwargs or {}))
 
@@ -91,6 +93,10 @@ SERVED = {
         lambda x, w, b: F.cross_entropy(x, torch.tensor([[[0, 1], [2, 0]]] * 2), reduction="sum", ignore_index=1),
         IMAGES, "cross_entropy",
     ),
+    "F.linear_cross_entropy": (
+        lambda x, w, b: F.linear_cross_entropy(x, torch.outer(b, w), TARGET, linear_bias=b, **CHUNKS), X,
+        "linear_cross_entropy",
+    ),
     "F.dropout all": (lambda x, w, b: F.dropout(x, 1.0), X, "dropout"),
     "torch.dropout all": (lambda x, w, b: torch.dropout(x, 1.0, True), X, "dropout"),
     "F.scaled_dot_product_attention": (
@@ -116,7 +122,7 @@ SERVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize("case", [case for case in SERVED if CHUNKS or "linear" not in case])
 def test_first_order_is_that_of_torch(case):
     """The value, and the gradient of every argument."""
     call, x, op = SERVED[case]
@@ -195,6 +201,36 @@ def test_running_statistics_are_written_under_transforms():
         ours(2 * IMAGES)
     theirs(IMAGES), theirs(2 * IMAGES)
     assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+def test_batches_are_counted_inside_of_transforms():
+    """Torch counts in place, which `torch.func` refuses for a counter from outside of it."""
+    norm, along = nn.BatchNorm2d(3).double(), lambda f: lambda x: torch.func.jvp(f, (x,), (x.sin(),))[1]
+    with pytest.raises(RuntimeError, match="in-place"):
+        torch.func.grad(lambda x: norm(x).sum())(IMAGES)
+    with pr.override_torch():
+        found = along(along(torch.func.grad(lambda x: norm(x).pow(3).sum())))(IMAGES)
+    assert norm.num_batches_tracked == 1
+    bare = nn.BatchNorm2d(3, track_running_stats=False).double()
+    with pr.override_torch():
+        assert_close(found, along(along(torch.func.grad(lambda x: bare(x).pow(3).sum())))(IMAGES))
+
+
+@pytest.mark.skipif(not CHUNKS, reason="torch has linear_cross_entropy from 2.13 on")
+def test_linear_cross_entropy_has_every_derivative():
+    def loss(x):
+        return F.linear_cross_entropy(x, torch.outer(B, W), TARGET, **CHUNKS)
+
+    def composed(x):
+        return F.nll_loss(torch.log(torch.softmax(x @ torch.outer(B, W).mT, -1)), TARGET)
+
+    def along(f):
+        return lambda x: torch.func.jvp(f, (x,), (x.sin(),))[1]
+
+    with pr.override_torch():
+        found = along(loss)(X), torch.func.grad(loss)(X), along(along(loss))(X), along(torch.func.grad(loss))(X)
+    true = along(composed)(X), torch.func.grad(composed)(X), along(along(composed))(X)
+    assert_close(found, (*true, along(torch.func.grad(composed))(X)))
 
 
 def in_block(model):

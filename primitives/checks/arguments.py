@@ -190,7 +190,7 @@ def batch_norm(
             "batch_norm: running_mean and running_var must both be given or both be None, "
             f"got {given} without {missing}."
         )
-    if not training and running_mean is None:
+    if not training and running_mean is None and x.numel() > 0:
         raise ShapeError(
             "batch_norm: running_mean and running_var must be given in evaluation mode, got None. "
             "Pass training=True to normalize by the statistics of the batch."

@@ -31,6 +31,15 @@ def has_probabilities(shape: tuple[int, ...], target: Tensor) -> bool:
     return tuple(target.shape) == shape
 
 
+def class_indices(op_name: str, shape: tuple[int, ...], target: Tensor) -> None:
+    """Raise if `target` is of probabilities, of which no row is ignored by its class."""
+    if has_probabilities(shape, target):
+        raise DtypeError(
+            f"{op_name}: ignore_index goes with class indices, got a target of probabilities, of shape {list(shape)}. "
+            "Leave ignore_index out, and set the rows to ignore to zero."
+        )
+
+
 def class_axis(x: Tensor) -> int:
     """The axis of the classes."""
     return min(x.dim() - 1, 1)
