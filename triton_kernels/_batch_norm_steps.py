@@ -87,15 +87,9 @@ class Results(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Results of a launch of the sums, for the merge and the transform.
+    """Partial results of a launch of the sums, `[6, channels]` for a merge to fill or None, and the plan of the sums.
 
-    Attributes:
-        partials: Partial results.
-        means: `[6, channels]` for the merge to fill, or None.
-        plan: Of the sums.
-        numbers: Arguments of a merge about the partial results.
-        grid: Of a merge.
-        options: Constants of a merge, and its warps.
+    A merge is launched on `grid`, with `numbers` about the partial results, constants and warps.
     """
 
     partials: Tensor
@@ -125,16 +119,10 @@ def derivatives(
     dtype: torch.dtype | None = None,
     eps: float | None = None,
 ) -> Results:
-    """The wanted results, empty tensors for the others.
+    """The wanted results, empty tensors for the others; `dtype` is that of cotangents of weight and bias.
 
-    Args:
-        x: Input; it may be an operand too.
-        operands: Those that are there; only what the wanted results take is read.
-        params: Those that are there; rstd without `eps`, a variance with it.
-        want: Which results to compute.
-        batch_ndim: Number of leading batch axes.
-        dtype: That of cotangents of weight and bias.
-        eps: Added to the variance, where the statistics are not those of x.
+    Of the operands only those are read that the wanted results take. With `eps`, the statistics are given: a mean and a
+    variance, to which it is added.
     """
     dtypes = (dtype, dtype, params.mean.dtype, params.scale_statistic.dtype, dtype, dtype)
     bars = [
@@ -205,14 +193,8 @@ def sums(
 ) -> Sums:
     """Sum non-empty `operands` like `x` that have a channel view, as `batch_norm_sums_kernel` does.
 
-    Args:
-        x: Says how many channels there are where there is nothing to sum.
-        operands: What to sum.
-        mean: `[*batch, C]`; None where the statistics are wanted.
-        batch_ndim: Number of leading batch axes.
-        means_wanted: Whether a transform takes the means of the sums.
-        read_again: Whether a transform follows that reads the operands.
-        x_read_again: The same of x.
+    Without a mean it is for the statistics. `means_wanted` says whether a transform takes the means of the sums, the
+    others whether it reads the operands, and x, again.
     """
     tensors = operands.present() or [readable(x, batch_ndim)]
     view = view_channels(tensors, batch_ndim)
@@ -270,47 +252,24 @@ def merge_statistics(
 ) -> None:
     """Fill `outputs` (mean, rstd, new running mean, new running variance) and the means of the sums."""
     running_mean, running_var, running_stride = param_pair_view(*running, batch_ndim)
-    mean, rstd, *updated = outputs
+    (mean, rstd, *updated), means, numbers = outputs, summed.means, (*summed.numbers, running_stride)
+    tensors = (summed.partials, mean, rstd, means, running_mean, running_var, *updated)
     with device_guard(summed.partials):
         batch_norm_statistics_kernel[summed.grid](
-            summed.partials,
-            mean,
-            rstd,
-            summed.means,
-            running_mean,
-            running_var,
-            *updated,
-            *summed.numbers,
-            running_stride,
-            *float64_bits(momentum),
-            EPS=eps,
-            **summed.options,
+            *tensors, *numbers, *float64_bits(momentum), EPS=eps, **summed.options
         )
 
 
 def merge_sums(
-    summed: Sums,
-    params: Params,
-    outputs: Sequence[Tensor | None],
-    batch_ndim: int,
-    eps: float | None = None,
+    summed: Sums, params: Params, outputs: Sequence[Tensor | None], batch_ndim: int, eps: float | None
 ) -> None:
     """Fill `outputs`, the last six pointers of `batch_norm_merge_kernel`, and the means of the sums."""
     _, rstd, statistic_stride = param_pair_view(params.mean, params.scale_statistic, batch_ndim)
     weight, weight_stride = param_view(params.weight, batch_ndim)
+    tensors = (summed.partials, summed.means, rstd, weight, *outputs)
+    numbers = (*summed.numbers, statistic_stride, weight_stride)
     with device_guard(summed.partials):
-        batch_norm_merge_kernel[summed.grid](
-            summed.partials,
-            summed.means,
-            rstd,
-            weight,
-            *outputs,
-            *summed.numbers,
-            statistic_stride,
-            weight_stride,
-            EPS=eps,
-            **summed.options,
-        )
+        batch_norm_merge_kernel[summed.grid](*tensors, *numbers, EPS=eps, **summed.options)
 
 
 def transform(
@@ -325,14 +284,8 @@ def transform(
 ) -> list[Tensor | None]:
     """The wanted ones of y, y_dot, x_bar and x_bar_dot (see `batch_norm_transform_kernel`), in dtype and layout of `x`.
 
-    Args:
-        x: Says dtype and layout.
-        operands: What has a factor in one of the results.
-        params: Those of the channels.
-        wanted: Which of the four results to compute, one at least.
-        batch_ndim: Number of leading batch axes.
-        eps: For statistics that are given, with a variance.
-        summed: Sums before this, and their means; None where there is nothing to sum.
+    Operands are what has a factor in one of them. Statistics that are given come with an `eps`, others with sums, but
+    where there is nothing to sum.
     """
     outputs = [new_output(x, batch_ndim) if want else None for want in wanted]
     if x.numel() == 0:

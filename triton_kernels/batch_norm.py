@@ -14,8 +14,19 @@ P of training is symmetric:
     x_bar = P(y_bar) * weight,   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 
 Training reads x once for its statistics (y_bar or x_dot and x once for the two means of a derivative) and once for the
-transform. All launchers take float16, bfloat16, float32 and float64, mixed as they come; absent and unwanted tensors
-come back empty.
+transform. All launchers, those of second order too, take
+
+    x, y_bar, x_dot, y_bar_dot    `[*batch, N, C, *spatial]`, any strides; a tangent that is None is 0
+    weight, bias, their tangents  `[*batch, C]`; a weight that is None is 1, a bias 0
+    mean, rstd                    `[*batch, C]`, of the forward
+    running_mean, running_var     `[*batch, C]`, never written; the variance is unbiased
+    batch_ndim                    number of leading batch axes, along which all of these differ
+    momentum                      weight of the new statistics in the running ones
+    wanted                        which results to compute; only what these take is read
+
+of float16, bfloat16, float32 and float64, mixed as they come. Results of full size have dtype and layout of `x`, the
+others are `[*batch, C]`: cotangents of weight and bias in the dtype of the weight, or without one in that of `x` or of
+sums. Absent and unwanted tensors come back empty.
 """
 
 from __future__ import annotations
@@ -64,24 +75,12 @@ def batch_norm_train_fwd(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Batch norm with the statistics of `x`.
+    """Batch norm with the statistics of `x`: y, mean and rstd in the dtype of sums, the new running mean and variance.
 
-    Args:
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        bias: Shift `[*batch, C]`; None is 0.
-        running_mean: Running mean `[*batch, C]`; not written.
-        running_var: Running unbiased variance `[*batch, C]`; not written.
-        batch_ndim: Number of leading batch axes.
-        momentum: Weight of the new statistics in the running ones.
-        eps: Added to the variance.
-
-    Returns:
-        `y` in dtype and layout of `x`; mean and rstd `[*batch, C]` in the accumulation dtype; the new running mean
-        and variance in the dtypes of the old. Without elements, mean and rstd are 0 and the running statistics stay.
+    Without elements, mean and rstd are 0 and the running statistics stay.
     """
-    given = (x, None, weight, bias, None, None, running_mean, running_var)
-    return _train_fwd(*given, batch_ndim, momentum, eps, has_tangent=False)[:5]
+    params, running = (weight, bias, None, None), (running_mean, running_var)
+    return _train_fwd(x, None, params, running, batch_ndim, momentum, eps, has_tangent=False)[:5]
 
 
 @tunable
@@ -98,27 +97,9 @@ def batch_norm_train_fwd_jvp(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Batch norm with the statistics of `x` and its tangent, in one sweep for all sums and one that writes both.
-
-    Args:
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        bias: Shift `[*batch, C]`; None is 0.
-        running_mean: Running mean `[*batch, C]`; not written.
-        running_var: Running unbiased variance `[*batch, C]`; not written.
-        x_dot: Tangent of `x`; None is 0, as for the other two.
-        weight_dot: Tangent of the weight.
-        bias_dot: Tangent of the bias.
-        batch_ndim: Number of leading batch axes.
-        momentum: Weight of the new statistics in the running ones.
-        eps: Added to the variance.
-
-    Returns:
-        `(y, mean, rstd, new_running_mean, new_running_var, y_dot)`: what `batch_norm_train_fwd` returns, and `y_dot` in
-        dtype and layout of `x`.
-    """
-    given = (x, x_dot, weight, bias, weight_dot, bias_dot, running_mean, running_var)
-    return _train_fwd(*given, batch_ndim, momentum, eps, has_tangent=True)
+    """Results of `batch_norm_train_fwd`, and y_dot, in one sweep for all sums and one that writes both."""
+    params, running = (weight, bias, weight_dot, bias_dot), (running_mean, running_var)
+    return _train_fwd(x, x_dot, params, running, batch_ndim, momentum, eps, has_tangent=True)
 
 
 @tunable
@@ -131,21 +112,7 @@ def batch_norm_train_bwd(
     batch_ndim: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cotangents of `x`, weight and bias for batch norm with the statistics of `x`.
-
-    Args:
-        y_bar: Cotangent of `y`, shape of `x`.
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        mean: As the forward returned it.
-        rstd: As the forward returned it.
-        batch_ndim: Number of leading batch axes.
-        wanted: Which of the three cotangents to compute.
-
-    Returns:
-        `x_bar` in dtype and layout of `x`; `weight_bar` and `bias_bar` `[*batch, C]` in the dtype of the weight, or of
-        `x` without one.
-    """
+    """Cotangents of `x`, weight and bias for batch norm with the statistics of `x`."""
     x_bar, weight_bar, bias_bar = wanted
     want = Results(x_bar=x_bar, weight_bar=weight_bar, bias_bar=bias_bar)
     dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
@@ -164,21 +131,7 @@ def batch_norm_train_jvp(
     bias_dot: Tensor | None,
     batch_ndim: int,
 ) -> Tensor:
-    """Tangent of batch norm with the statistics of `x`.
-
-    Args:
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        mean: As the forward returned it.
-        rstd: As the forward returned it.
-        x_dot: Tangent of `x`; None is 0, as for the other two.
-        weight_dot: Tangent of the weight.
-        bias_dot: Tangent of the bias.
-        batch_ndim: Number of leading batch axes.
-
-    Returns:
-        `y_dot` in dtype and layout of `x`.
-    """
+    """Tangent of y for batch norm with the statistics of `x`."""
     params = Params(mean, rstd, weight, None, weight_dot, bias_dot)
     return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim).y_dot
 
@@ -193,20 +146,7 @@ def batch_norm_eval_fwd(
     batch_ndim: int,
     eps: float,
 ) -> Tensor:
-    """Batch norm with given statistics.
-
-    Args:
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        bias: Shift `[*batch, C]`; None is 0.
-        running_mean: Mean `[*batch, C]`.
-        running_var: Variance `[*batch, C]`.
-        batch_ndim: Number of leading batch axes.
-        eps: Added to the variance.
-
-    Returns:
-        `y` in dtype and layout of `x`.
-    """
+    """Batch norm with given statistics: y."""
     params = Params(running_mean, running_var, weight, bias)
     return derivatives(x, Operands(x=x), params, Results(y=True), batch_ndim, eps=eps).y
 
@@ -222,22 +162,7 @@ def batch_norm_eval_bwd(
     eps: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cotangents of all arguments of batch norm with given statistics.
-
-    Args:
-        y_bar: Cotangent of `y`, shape of `x`.
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        running_mean: Mean `[*batch, C]`.
-        running_var: Variance `[*batch, C]`.
-        batch_ndim: Number of leading batch axes.
-        eps: Added to the variance.
-        wanted: Which of the five cotangents to compute.
-
-    Returns:
-        `x_bar` in dtype and layout of `x`; `weight_bar` and `bias_bar` in the dtype of the weight, or of `x` without
-        one; `running_mean_bar` and `running_var_bar` in the dtypes of the statistics; all but the first `[*batch, C]`.
-    """
+    """Cotangents of x, weight, bias, mean and variance for batch norm with given statistics."""
     x_bar, weight_bar, bias_bar, mean_bar, var_bar = wanted
     want = Results(x_bar=x_bar, weight_bar=weight_bar, bias_bar=bias_bar, mean_bar=mean_bar, var_bar=var_bar)
     dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
@@ -260,24 +185,7 @@ def batch_norm_eval_jvp(
     batch_ndim: int,
     eps: float,
 ) -> Tensor:
-    """Tangent of batch norm with given statistics.
-
-    Args:
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        running_mean: Mean `[*batch, C]`.
-        running_var: Variance `[*batch, C]`.
-        x_dot: Tangent of `x`; None is 0, as for the other four.
-        weight_dot: Tangent of the weight.
-        bias_dot: Tangent of the bias.
-        running_mean_dot: Tangent of the mean.
-        running_var_dot: Tangent of the variance.
-        batch_ndim: Number of leading batch axes.
-        eps: Added to the variance.
-
-    Returns:
-        `y_dot` in dtype and layout of `x`.
-    """
+    """Tangent of y for batch norm with given statistics."""
     dots = (weight_dot, bias_dot, running_mean_dot, running_var_dot)
     params = Params(running_mean, running_var, weight, None, *dots)
     return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, eps=eps).y_dot
@@ -286,19 +194,15 @@ def batch_norm_eval_jvp(
 def _train_fwd(
     x: Tensor,
     x_dot: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    params: tuple[Tensor | None, ...],
+    running: tuple[Tensor | None, Tensor | None],
     batch_ndim: int,
     momentum: float,
     eps: float,
     has_tangent: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(y, mean, rstd, new_running_mean, new_running_var, y_dot)`, the last one empty without a tangent."""
-    acc_dtype, running = accumulation_dtype(x.dtype), (running_mean, running_var)
+    acc_dtype = accumulation_dtype(x.dtype)
     if x.numel() == 0:
         mean, rstd = (x.new_zeros(channel_shape(x, batch_ndim), dtype=acc_dtype) for _ in range(2))
         updated = [None if old is None else old.clone() for old in running]
@@ -309,7 +213,8 @@ def _train_fwd(
         operands = Operands(x=x, x_dot=x_dot).readable(batch_ndim)
         summed = sums(x, operands, None, batch_ndim, means_wanted=x_dot is not None, read_again=True)
         merge_statistics(summed, (mean, rstd, *updated), running, batch_ndim, momentum, eps)
-        params = Params(mean, rstd, weight, bias, weight_dot, bias_dot)
-        y, y_dot, _, _ = transform(x, operands, params, (True, has_tangent, False, False), batch_ndim, summed=summed)
+        y, y_dot, _, _ = transform(
+            x, operands, Params(mean, rstd, *params), (True, has_tangent, False, False), batch_ndim, summed=summed
+        )
     y, new_mean, new_var, y_dot = (x.new_empty(0) if out is None else out for out in (y, *updated, y_dot))
     return y, mean, rstd, new_mean, new_var, y_dot

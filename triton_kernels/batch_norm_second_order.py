@@ -1,8 +1,8 @@
 """Launchers of second-order batch norm in training: derivatives of its backward and of its jvp.
 
-`x: [*batch, N, C, *spatial]` is normalized per channel over `N` and the spatial axes. The backward and the jvp are the
-partial derivatives of the pairing of a cotangent with a tangent of y, `L = <y_bar, y_dot>`. Per channel, with u~ for an
-operand minus its mean, `x_hat = x~ * rstd` and
+`batch_norm` says what they take, and in which dtypes they return. The backward and the jvp are the partial derivatives
+of the pairing of a cotangent with a tangent of y, `L = <y_bar, y_dot>`. Per channel, with u~ for an operand minus its
+mean, `x_hat = x~ * rstd` and
 
     A = mean(x_dot * x_hat),  B = mean(y_bar * x_hat),  D = mean(y_bar_dot * x_hat)
     P(u) = rstd * (u~ - x_hat * mean(u * x_hat)),  S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B)
@@ -52,22 +52,9 @@ def batch_norm_pairing(
 ) -> tuple[Tensor, ...]:
     """Gradient of the pairing of a cotangent with a tangent of the output of batch norm in training.
 
-    Args:
-        y_bar: Cotangent of `y`, shape of `x`.
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        mean: As the forward returned it.
-        rstd: As the forward returned it.
-        x_dot: Tangent of `x`; None is 0, as for the other two.
-        weight_dot: Tangent of the weight.
-        bias_dot: Tangent of the bias.
-        batch_ndim: Number of leading batch axes.
-        wanted: Which of the six results to compute; only what these take is read.
-
     Returns:
-        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`. Those of full size have dtype and
-        layout of `x`, the others are `[*batch, C]` in the dtype of the weight, or of `x` without one. What the pairing
-        does not depend on has a gradient of zeros.
+        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`; what the pairing does not depend on
+        has a gradient of zeros.
     """
     y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = wanted
     # The pairing is linear in y_bar and in the tangents: its gradients there are the jvp and the vjp.
@@ -97,24 +84,7 @@ def batch_norm_bwd_jvp(
     batch_ndim: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Tangents of the cotangents that `batch_norm_train_bwd` computes.
-
-    Args:
-        y_bar: Cotangent of `y`, shape of `x`.
-        x: Input, `[*batch, N, C, *spatial]`.
-        weight: Scale `[*batch, C]`; None is 1.
-        mean: As the forward returned it.
-        rstd: As the forward returned it.
-        y_bar_dot: Tangent of `y_bar`; None is 0, as for the other two.
-        x_dot: Tangent of `x`.
-        weight_dot: Tangent of the weight.
-        batch_ndim: Number of leading batch axes.
-        wanted: Which of the three results to compute; only what these take is read.
-
-    Returns:
-        `(x_bar_dot, weight_bar_dot, bias_bar_dot)`, the first in dtype and layout of `x`, the others `[*batch, C]` in
-        the dtype of the weight, or of `x` without one.
-    """
+    """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of the cotangents that `batch_norm_train_bwd` computes."""
     x_bar_dot, weight_bar_dot, bias_bar_dot = wanted
     want = Results(x_bar_dot=x_bar_dot, weight_bar_dot=weight_bar_dot, bias_bar_dot=bias_bar_dot)
     params, dtype = Params(mean, rstd, weight, None, weight_dot), (x if weight is None else weight).dtype
