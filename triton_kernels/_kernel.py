@@ -7,7 +7,6 @@ looks it up under what the compiler can have taken into account (see `key_functi
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,10 +31,8 @@ def _probe_kernel():
 # Decided when triton is imported, by TRITON_INTERPRET.
 INTERPRETED = isinstance(_probe_kernel, InterpretedFunction)
 
-# What a direct launch relies on of Triton's description of a function, of a parameter, and of its settings.
-_FUNCTION_FIELDS = ("params", "pre_run_hooks")
-_PARAMETER_FIELDS = ("name", "num", "is_constexpr", "do_not_specialize", "has_default", "default")
-_RUNTIME_FIELDS = ("add_stages_inspection_hook", "launch_enter_hook", "launch_exit_hook")
+# Releases of Triton that describe functions and launches as a direct launch relies on: others launch by themselves.
+KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 # Options that a kernel in a graph can have: what Inductor reads from a `triton.Config`.
 GRAPH_OPTIONS = frozenset({"num_warps", "num_stages"})
@@ -79,22 +76,16 @@ def intercept(
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which `callback(kernel, grid, args, constants)` takes the place of every launch of the process.
 
-    Contexts nest: the innermost sees a launch first, and one outside an `intercept` does not see it at all.
-
-    Args:
-        callback: Is given the `Kernel`, the grid, the positional arguments, and the keyword arguments (compile-time
-            constants and options such as `num_warps`). What it raises passes through the launcher.
-        every_thread: False leaves the launches of other threads alone.
+    Contexts nest: the innermost sees a launch first, and one outside an `intercept` does not see it at all. The
+    callback is given the `Kernel`, the grid, the positional arguments, and the keyword arguments (compile-time
+    constants and options such as `num_warps`); what it raises passes through the launcher. Without `every_thread`, the
+    launches of other threads are left alone.
     """
     return _watching(callback, replaces=True, thread=None if every_thread else threading.get_ident())
 
 
 def observe(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> contextlib.AbstractContextManager[None]:
-    """Context in which `callback(kernel, grid, args, constants)` is called before every launch of the process.
-
-    Args:
-        callback: As for `intercept`.
-    """
+    """Context in which `callback` is called, as by `intercept`, before every launch of the process."""
     return _watching(callback, replaces=False)
 
 
@@ -123,13 +114,9 @@ def is_tracing() -> bool:
 
 
 class DirectLaunch(NamedTuple):
-    """A launch without Triton's own look-up.
+    """A launch without Triton's own look-up: `run(*args, stream=stream)`, all arguments, constants too.
 
-    Attributes:
-        device: Number of the device.
-        run: Launches the compiled kernel on its grid: `run(*args, stream=stream)`. Pointers may be integers.
-        args: All of them, constants too.
-        hooks: What Triton would call before launches of this kernel, if anything is in there.
+    Pointers may be integers. If anything is in the hooks, Triton would call it before launches of this kernel.
     """
 
     device: int
@@ -171,9 +158,8 @@ class Kernel:
     In the interpreter this is the function that `triton.jit` makes. On a GPU the compiled kernel comes from a
     dictionary; `key_function` says what of a launch selects it. Triton itself launches what is not in there yet, and
     what is unusual: run-time arguments by keyword or of other types, grids that are functions, kernels and compilers
-    with hooks that have to see every launch. It launches everything where it is a release in which something that a
-    direct launch relies on is missing (see `supports_direct_launches` and `takes_all_parameters`). `TRITON_DEBUG` and
-    its like are read when a kernel is compiled.
+    with hooks that have to see every launch. It launches everything where it is not one of the `KNOWN_RELEASES`.
+    `TRITON_DEBUG` and its like are read when a kernel is compiled.
 
     Args:
         function: The kernel's source, a function for `triton.jit`.
@@ -196,7 +182,7 @@ class Kernel:
         constants = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
         self.run_time_names = tuple(name for name in names if name not in constants)
         self._key = None
-        if not INTERPRETED and supports_direct_launches(self.function, _runtime):
+        if not INTERPRETED and triton.__version__.startswith(KNOWN_RELEASES):
             self._key = key_function(self.function.params, bool(torch.version.hip))
         self._compiled: dict[Any, tuple[CompiledKernel, tuple]] = {}
         self._configured: dict[tuple, Any] = {}
@@ -260,7 +246,7 @@ class Kernel:
         """Let Triton compile and launch, and remember under `key` what it launched, with what follows `args`."""
         compiled = self._launch_by_triton(grid, args, constants)
         # A hook may have refused to compile, or left it to another thread.
-        if isinstance(compiled, CompiledKernel) and takes_all_parameters(compiled, self.argument_names):
+        if isinstance(compiled, CompiledKernel):
             self._compiled[key] = compiled, tuple(self._all_constants(len(args), constants).values())
 
     def _all_constants(self, num_args: int, constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,38 +274,6 @@ class Kernel:
         return self._configured[key]
 
 
-def supports_direct_launches(function: Any, runtime: Any) -> bool:
-    """Whether Triton describes a function and its own hooks as the releases do that `Kernel` was written for.
-
-    Args:
-        function: What `triton.jit` made of a kernel's source.
-        runtime: Triton's settings for launches, `triton.knobs.runtime`.
-    """
-    return (
-        all(hasattr(function, name) for name in _FUNCTION_FIELDS)
-        and all(hasattr(parameter, name) for parameter in function.params for name in _PARAMETER_FIELDS)
-        and all(hasattr(runtime, name) for name in _RUNTIME_FIELDS)
-    )
-
-
-def takes_all_parameters(compiled: Any, names: Sequence[str]) -> bool:
-    """Whether a compiled kernel is launched with every parameter in order, constants too, and a stream by keyword.
-
-    Args:
-        compiled: What Triton has launched.
-        names: Of all parameters.
-    """
-    signature = getattr(getattr(compiled, "src", None), "signature", None)
-    if (
-        not isinstance(signature, dict)
-        or tuple(signature) != tuple(names)
-        or not hasattr(type(compiled), "__getitem__")
-    ):
-        return False
-    expected = {"args": inspect.Parameter.VAR_POSITIONAL, "stream": inspect.Parameter.KEYWORD_ONLY}
-    return {p.name: p.kind for p in inspect.signature(compiled[(1, 1, 1)]).parameters.values()} == expected
-
-
 def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..., tuple]:
     """Build `(*args) -> key`: what of positional arguments the compiler can have taken into account.
 
@@ -327,13 +281,8 @@ def key_function(parameters: Sequence[Any], offsets_matter: bool) -> Callable[..
     or a multiple of 16, of a constant its value, and of every other number its type. Constants that compare equal are
     one, as they are to Triton.
 
-    Args:
-        parameters: The kernel's, as Triton describes them.
-        offsets_matter: Whether the backend also asks if 32-bit offsets reach all of a tensor's storage.
-
-    Returns:
-        The function. It raises `TypeError` where an argument is missing that is not a constant, or is of a type that it
-        does not know.
+    With `offsets_matter`, the backend also asks if 32-bit offsets reach all of a tensor's storage. The function raises
+    `TypeError` where an argument is missing that is not a constant, or is of a type that it does not know.
     """
     num_needed = max((p.num + 1 for p in parameters if not p.is_constexpr), default=0)
     needed = parameters[:num_needed]

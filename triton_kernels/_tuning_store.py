@@ -8,37 +8,19 @@ import os
 import tempfile
 import threading
 import warnings
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from triton_kernels.launch._planned import forget_plans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from triton_kernels.launch._planned import PlanKey
+    from triton_kernels.launch._planned import Request
 
 # A file of another layout is not read.
 FORMAT = 1
-
-
-class Choice(NamedTuple):
-    """The fastest plan found beside the default one, and the milliseconds that the launcher took with each."""
-
-    default: Any
-    chosen: Any
-    default_time: float
-    chosen_time: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain numbers by name."""
-        return {
-            "default": asdict(self.default),
-            "chosen": asdict(self.chosen),
-            "default_ms": self.default_time,
-            "chosen_ms": self.chosen_time,
-        }
 
 
 def cache_path() -> Path:
@@ -59,17 +41,20 @@ class Store:
         self._lock = threading.Lock()
         self._entries = _read(path)
 
-    def find(self, environment: str, key: PlanKey, default: Any) -> Any | None:
+    def find(self, environment: str, request: Request) -> Any | None:
         """The plan chosen for a request, if there is one and it was chosen over the same default."""
-        entry = self._entries.get(environment, {}).get(str(key))
-        if entry is None or entry["default"] != asdict(default):
+        entry = self._entries.get(environment, {}).get(str(request.key))
+        if entry is None or entry["default"] != asdict(request.default):
             return None
-        return _rebuilt(default, entry["chosen"])
+        plans = (request.default, *request.candidates())
+        return next((plan for plan in plans if asdict(plan) == entry["chosen"]), None)
 
-    def keep(self, environment: str, key: PlanKey, choice: Choice) -> None:
-        """Answer requests with this choice from here on."""
+    def keep(self, environment: str, request: Request, chosen: Any, default_time: float, chosen_time: float) -> None:
+        """Answer a request with this plan from here on; times are milliseconds of the launcher."""
+        plans = {"default": asdict(request.default), "chosen": asdict(chosen)}
         with self._lock:
-            self._entries.setdefault(environment, {})[str(key)] = choice.as_json()
+            of_environment = self._entries.setdefault(environment, {})
+            of_environment[str(request.key)] = {**plans, "default_ms": default_time, "chosen_ms": chosen_time}
         forget_plans()
 
     def save(self) -> None:
@@ -96,30 +81,11 @@ class Store:
                 gain = entry["default_ms"] / entry["chosen_ms"] if entry["chosen_ms"] else 1.0
                 yield f"  {key}"
                 yield f"    {entry['default_ms']:.4f} ms -> {entry['chosen_ms']:.4f} ms, {gain:.2f} x"
-                yield f"    {_difference(entry['default'], entry['chosen']) or 'the default plan'}"
-
-
-def _difference(default: dict[str, Any], chosen: dict[str, Any]) -> str:
-    parts = []
-    for name, value in default.items():
-        if isinstance(value, dict):
-            parts.append(_difference(value, chosen[name]))
-        elif chosen[name] != value:
-            parts.append(f"{name} {value} -> {chosen[name]}")
-    return ", ".join(filter(None, parts))
-
-
-def _rebuilt(default: Any, numbers: Any) -> Any | None:
-    """The plan of these numbers, of the type of `default`; None if they are not those of such a plan."""
-    if not isinstance(numbers, dict) or set(numbers) != {field.name for field in fields(default)}:
-        return None
-    changes = {}
-    for name, number in numbers.items():
-        current = getattr(default, name)
-        changes[name] = _rebuilt(current, number) if is_dataclass(current) else number
-        if type(changes[name]) is not type(current):
-            return None
-    return replace(default, **changes)
+                chosen, default = entry["chosen"], entry["default"].items()
+                changes = ", ".join(
+                    f"{name} {value} -> {chosen[name]}" for name, value in default if chosen[name] != value
+                )
+                yield f"    {changes or 'the default plan'}"
 
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -130,10 +96,8 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
             return {}
         for entries in content["choices"].values():
             for entry in entries.values():
-                for name in ("default", "chosen"):
-                    entry[name].items()
-                for name in ("default_ms", "chosen_ms"):
-                    float(entry[name])
+                dict(entry["default"], **entry["chosen"])
+                float(entry["default_ms"] + entry["chosen_ms"])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

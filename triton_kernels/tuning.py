@@ -23,7 +23,7 @@ import torch
 from triton_kernels import DISTRIBUTION
 from triton_kernels._kernel import INTERPRETED, is_tracing
 from triton_kernels._recipes import repeatable
-from triton_kernels._tuning_store import Choice, Store, cache_path
+from triton_kernels._tuning_store import Store, cache_path
 from triton_kernels.launch import chip_of, device_name
 from triton_kernels.launch._planned import PlanKey, Request, set_advisor
 
@@ -80,7 +80,7 @@ class Tuner:
         trial = getattr(self._thread, "trial", None)
         if trial is not None and trial[0] == request.key:
             return trial[1], False
-        chosen = self._store.find(_environment(request.device), request.key, request.default)
+        chosen = self._store.find(_environment(request.device), request)
         if chosen is not None:
             return chosen, True
         asked = getattr(self._thread, "asked", None)
@@ -117,23 +117,16 @@ class Tuner:
             self._thread.asked = self._thread.trial = None
 
     def _tune(self, run: Callable[[], Any], expected: Any) -> None:
-        found = []
         for _ in range(MAX_ROUNDS):
             _, asked = self._watch(run)
             if not asked:
                 break
-            request = next(iter(asked.values()))
-            environment = _environment(request.device)
-            choice = self._choose(request, run, expected)
-            self._store.keep(environment, request.key, choice)
-            found.append((environment, request.key))
-        if found:
-            self._store.save()
+            self._choose(next(iter(asked.values())), run, expected)
+        self._store.save()
 
-    def _choose(self, request: Request, run: Callable[[], Any], expected: Any) -> Choice:
-        fastest, default_time = request.default, self._time(run, (request.key, request.default))
-        least = default_time * (1 - MIN_GAIN)
-        best_time = default_time
+    def _choose(self, request: Request, run: Callable[[], Any], expected: Any) -> None:
+        environment, fastest = _environment(request.device), request.default
+        default_time = best_time = self._time(run, (request.key, request.default))
         for plan in request.candidates():
             trial = (request.key, plan)
             try:
@@ -146,9 +139,9 @@ class Tuner:
                 if is_device_fault(error):
                     raise
                 continue
-            if time < least:
-                fastest, least, best_time = plan, time, time
-        return Choice(request.default, fastest, default_time, best_time)
+            if time < min(best_time, default_time * (1 - MIN_GAIN)):
+                fastest, best_time = plan, time
+        self._store.keep(environment, request, fastest, default_time, best_time)
 
     def _time(self, run: Callable[[], Any], trial: tuple[PlanKey, Any]) -> float:
         return self._watch(lambda: self._timer(run), trial)[0]

@@ -1,4 +1,14 @@
-"""What plans of kernels over rows have in common."""
+"""What plans of kernels over rows have in common.
+
+All plan functions of rows take
+
+    num_segments, num_rows, num_cols    segments, rows of each, columns; a program stays within a segment
+    itemsize                            bytes of an element of the widest operand
+    num_operands, num_inputs            tensors of full size that are read
+    num_summed, num_sums                tensors that the sums of a row take, parameters too, and how many sums
+    device                              where the kernel runs
+    is_aligned                          whether rows can be loaded 16 bytes at a time, as far as strides decide that
+"""
 
 from __future__ import annotations
 

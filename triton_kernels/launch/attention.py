@@ -36,16 +36,10 @@ class AttentionPlan:
 def plan_attention(
     kernel: str, num_rows: int, num_keys: int, width: int, itemsize: int, device: torch.device | Chip
 ) -> AttentionPlan:
-    """Plan of an attention kernel.
+    """Plan of an attention kernel over the rows and keys of a head; `width` is the wider of keys and values.
 
-    Args:
-        kernel: `"fwd"`, `"jvp"`, or a sweep that owns rows or keys, of first order, which serves the backward alone, or
-            of second: `"first_rows"`, `"first_keys"`, `"second_rows"`, `"second_keys"`.
-        num_rows: Rows of a head.
-        num_keys: Keys of a head.
-        width: The wider of keys and values.
-        itemsize: Bytes of an element.
-        device: Where the kernel runs.
+    `kernel` is `"fwd"`, `"jvp"`, or a sweep that owns rows or keys, of first order, which serves the backward alone, or
+    of second: `"first_rows"`, `"first_keys"`, `"second_rows"`, `"second_keys"`.
     """
     chip = chip_of(device)
     plan, most = _largest_plan(kernel, width, itemsize, chip), limits_of(chip).attention_tile

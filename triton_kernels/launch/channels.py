@@ -145,17 +145,10 @@ def _plan_channels(
 def channel_programs(
     spatial_inner: bool, num_inputs: int, statistics: bool, itemsize: int, device: torch.device | Chip
 ) -> int:
-    """Programs of a reduction over channels for each processor, which run at once.
+    """Programs of a reduction over channels, of up to four tensors, for each processor, which run at once.
 
     The machine-code gate holds the kernels to the registers that this number leaves: on NVIDIA 64 per thread with four
-    programs of 256 threads, 80 with three, 128 with two.
-
-    Args:
-        spatial_inner: Whether tiles run along the spatial axis of one channel.
-        num_inputs: Full-size tensors that are read, up to 4.
-        statistics: Whether the kernel sums for statistics.
-        itemsize: Bytes of an element, of the widest tensor.
-        device: Where the kernel runs.
+    programs of 256 threads, 80 with three, 128 with two. With `spatial_inner`, tiles run along the spatial axis.
     """
     most = limits_of(chip_of(device)).channel_reduction_programs
     # ptxas reports up to 64 registers for sums of two tensors of 2-byte elements along the spatial axis, up to 80 of

@@ -28,15 +28,7 @@ class DropoutPlan:
 def plan_dropout(
     num_rows: int, num_cols: int, rows_adjacent: bool, itemsize: int, device: torch.device | Chip
 ) -> DropoutPlan:
-    """Plan of dropout over `[outer, inner, rows, columns]`.
-
-    Args:
-        num_rows: Rows of a segment; a tile lies within one.
-        num_cols: Columns.
-        rows_adjacent: Whether it is the rows that are adjacent in memory, so that loads must run along them.
-        itemsize: Bytes of an element.
-        device: Where the kernel runs.
-    """
+    """Plan of dropout over `[outer, inner, rows, columns]`; loads run along rows that are adjacent in memory."""
     chip = chip_of(device)
     limits = limits_of(chip)
     tile = limits.philox_tile // max(itemsize // 4, 1)
@@ -55,12 +47,7 @@ def plan_dropout(
 
 @planned(philox_candidates)
 def plan_philox(num_words: int, device: torch.device | Chip) -> DropoutPlan:
-    """Plan of the kernel that stores `num_words` words of each stream.
-
-    Args:
-        num_words: Words of a stream.
-        device: Where the kernel runs.
-    """
+    """Plan of the kernel that stores `num_words` words of each stream."""
     chip = chip_of(device)
     limits = limits_of(chip)
     block = min(limits.philox_tile // 2, max(next_power_of_2(num_words), PHILOX_WORDS))

@@ -51,19 +51,7 @@ def plan_layer_norm_rows(
     device: torch.device | Chip,
     is_aligned: bool = True,
 ) -> RowPlan:
-    """Plan of a kernel whose programs own whole rows and sum nothing over rows: forward, JVP, x_bar alone.
-
-    Args:
-        num_segments: Segments of rows; a program stays within one.
-        num_rows: Rows of a segment.
-        num_cols: Columns of a row.
-        itemsize: Bytes of an element of x.
-        num_operands: Tensors of full size that are read, one or two.
-        num_summed: Tensors that the sums of a row take, parameters too.
-        num_sums: How many sums.
-        device: Where the kernel runs.
-        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
-    """
+    """Plan of a kernel whose programs own whole rows and sum nothing over rows: forward, JVP, x_bar alone."""
     chip = chip_of(device)
     limits = limits_of(chip)
     limit = limits.layer_norm_fwd_bytes // itemsize
@@ -93,18 +81,7 @@ def sweep_plan(
     chip: Chip,
     is_aligned: bool,
 ) -> RowPlan:
-    """Plan of a kernel that sweeps rows by tiles of `tile` columns, half or twice as many, as memory allows.
-
-    Args:
-        num_rows: Rows of all segments.
-        num_cols: Columns of a row.
-        itemsize: Bytes of an element.
-        num_summed: Tensors that the sums of a row take.
-        num_sums: How many sums.
-        tile: Columns of a tile.
-        chip: Where the kernel runs.
-        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
-    """
+    """Plan of a kernel that sweeps rows by tiles of `tile` columns, half or twice as many, as memory allows."""
     limits = limits_of(chip)
     num_warps = row_warps(tile, limits.tile_threads, chip)
     if num_summed * tile * itemsize > limits.sweep_staged_bytes:
@@ -133,16 +110,7 @@ def plan_layer_norm_params(
     device: torch.device | Chip,
     is_aligned: bool = True,
 ) -> SumPlan:
-    """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment.
-
-    Args:
-        num_segments: Segments of rows.
-        num_rows: Rows of a segment.
-        num_cols: Columns of a row.
-        itemsize: Bytes of an element of x.
-        device: Where the kernel runs.
-        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
-    """
+    """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment."""
     chip = chip_of(device)
     limits = limits_of(chip)
     looped = next_power_of_2(num_cols) > register_values(limits.layer_norm_accumulated_cols, itemsize, chip)

@@ -71,17 +71,7 @@ def plan_layer_norm_second_rows(
     device: torch.device | Chip,
     is_aligned: bool = True,
 ) -> RowPlan:
-    """Plan of the kernel of the second-order derivatives of layer norm that sums nothing over rows.
-
-    Args:
-        num_segments: Segments of rows; a program stays within one.
-        num_rows: Rows of a segment.
-        num_cols: Columns of a row.
-        itemsize: Bytes of an element of x.
-        num_operands: Tensors of full size that are read, up to four.
-        device: Where the kernel runs.
-        is_aligned: Whether rows can be loaded 16 bytes at a time, as far as that depends on their strides.
-    """
+    """Plan of the kernel of the second-order derivatives of layer norm that sums nothing over rows."""
     chip = chip_of(device)
     limits = limits_of(chip)
     block_cols, is_wide = next_power_of_2(num_cols), is_aligned and num_cols * itemsize % ACCESS_BYTES == 0
@@ -113,16 +103,7 @@ def plan_layer_norm_second_sums(
 ) -> SumPlan:
     """Plan of the kernel that sums the second-order derivatives of layer norm over the rows of each segment.
 
-    Args:
-        num_segments: Segments of rows.
-        num_rows: Rows of a segment.
-        num_cols: Columns of a row.
-        itemsize: Bytes of an element of x.
-        num_operands: As for `plan_layer_norm_second_rows`.
-        num_sums: Sums over rows, up to three.
-        num_params: Parameters that are read.
-        device: Where the kernel runs.
-        is_aligned: As for `plan_layer_norm_second_rows`.
+    `num_sums` are the sums over rows, up to three, and `num_params` the parameters that are read.
     """
     chip = chip_of(device)
     limits = limits_of(chip)

@@ -53,19 +53,10 @@ def plan_log_softmax(
     num_sums: int = 1,
     is_aligned: bool = True,
 ) -> RowPlan:
-    """Plan of a kernel that reduces `[segments, rows, columns]` over the columns.
+    """Plan of a kernel that reduces `[segments, rows, columns]`, whose `sizes` these are, over the columns.
 
-    Args:
-        sizes: Numbers of segments, rows and columns; a tile lies within one segment.
-        rows_adjacent: Whether it is the rows that are adjacent in memory, so that loads must run along them.
-        itemsize: Bytes of an element of the widest input.
-        compute_itemsize: Bytes of the dtype of the arithmetic.
-        num_inputs: Full-size tensors that are read: 1 for the forward, 2 for its derivatives, 2 to 4 for theirs.
-        device: Where the kernel runs.
-        num_outputs: Full-size tensors that are written: up to 3 by the second-order kernels.
-        num_summed: Full-size tensors that the sums of a row take.
-        num_sums: How many sums.
-        is_aligned: Whether tiles can be loaded 16 bytes at a time, as far as that depends on the strides.
+    With `rows_adjacent` it is the rows that are adjacent in memory, so that loads must run along them.
+    `compute_itemsize` is that of the arithmetic; up to four inputs are read, and up to three outputs written.
     """
     chip = chip_of(device)
     if rows_adjacent:
