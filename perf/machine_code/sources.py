@@ -37,15 +37,24 @@ def source_text(function: Any) -> str:
 
 
 def _collect(function: Any, texts: dict[str, str]) -> None:
+    own, called = _own_texts(function)
+    if not own.keys() <= texts.keys():
+        texts |= own
+        for each in called:
+            _collect(each, texts)
+
+
+# Most kernels share most of their device functions.
+@functools.cache
+def _own_texts(function: Any) -> tuple[dict[str, str], list[Any]]:
+    """Texts of a function and of the constants that it names, by name, and the device functions that it calls."""
     name = f"{function.fn.__module__}.{function.fn.__qualname__}"
-    if name in texts:
-        return
     tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = [d for d in node.decorator_list if ast.unparse(d) not in _PLAIN_DECORATORS]
             node.body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
-    texts[name] = ast.unparse(tree)
+    texts, called = {name: ast.unparse(tree)}, []
     namespace = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
     # An assigned or declared name is the function's own.
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
@@ -56,7 +65,7 @@ def _collect(function: Any, texts: dict[str, str]) -> None:
             continue
         value = _resolved(dotted, namespace)
         if isinstance(value, (JITCallable, KernelInterface)) and not _is_tritons(value):
-            _collect(value, texts)
+            called.append(value)
         elif isinstance(value, _VALUES):
             texts[f"{function.fn.__module__}: {dotted}"] = repr(value)
         elif not (value is _UNKNOWN or isinstance(value, types.ModuleType) or _is_tritons(value)):
@@ -64,6 +73,7 @@ def _collect(function: Any, texts: dict[str, str]) -> None:
                 f"{name}: names {dotted} of type {type(value).__name__}; constants and device functions only are "
                 "followed, so that the table of machine code knows of every change."
             )
+    return texts, called
 
 
 _UNKNOWN = object()
