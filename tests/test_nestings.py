@@ -21,6 +21,10 @@ def positions_of(case, word, turn):
     by the other. In order three these take turns, in order four the words do.
     """
     order, count = len(word), len(case.perturbable(case.tiny))
+    if case.family and order > 2:
+        # Rules of third order are those of the op with these primitives, by another formula.
+        yield from [None] if order == 3 else []
+        return
     if order == 2:
         yield from ((a, b) for a in range(count) for b in range(count) if a == b or 0 in (a, b))
     if order == 3:

@@ -7,13 +7,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from perf.ops import CASES
+from perf.ops import FAMILIES
 from perf.ops.attention import ATTENTION, MASKED_ATTENTION
 from tests.call_properties import CallRecorder, fullest
 from tests.properties import check_second_order, leaves
 from tests.support import assert_close
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 EVERYTHING = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -24,13 +24,13 @@ def differentiated(case, sample, device):
     return case.of(names, inputs, sample), [inputs[name] for name in names]
 
 
-@every_case
+@every_family
 def test_gradcheck(case, device):
     everything = dict.fromkeys(("check_forward_ad", "check_batched_grad", "check_batched_forward_grad"), True)
     assert torch.autograd.gradcheck(*differentiated(case, case.small, device), **everything)
 
 
-@every_case
+@every_family
 def test_gradgradcheck(case, device):
     everything = dict.fromkeys(("check_fwd_over_rev", "check_rev_over_rev", "check_batched_grad"), True)
     assert torch.autograd.gradgradcheck(*differentiated(case, case.tiny, device), **everything)
@@ -45,9 +45,13 @@ def calls(case, device):
 
 # Torch 2.15 warns of what its checker does itself.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@every_case
-def test_opcheck(case, device):
-    """All arguments of first order require grad, where the op has derivatives in them."""
+@every_family
+@pytest.mark.parametrize("utilities", [EVERYTHING[:3], pytest.param(EVERYTHING[3:], marks=pytest.mark.nightly)])
+def test_opcheck(case, utilities, device):
+    """All arguments of first order require grad, where the op has derivatives in them.
+
+    By day symbolic sizes are left to the training step of test_torch_compile.py, which two sizes share.
+    """
     # Statistics that a derivative receives are values of x, not variables: its own derivative has none for them.
     frozen = {*case.arguments, *case.forward.spec.statistics} - set(case.differentiable)
     for primitive, call in calls(case, device).items():
@@ -58,10 +62,8 @@ def test_opcheck(case, device):
             for name, a in zip(call.names, call.args, strict=True)
         ]
         # The last utility differentiates the sum of all outputs, which a primitive with statistics refuses.
-        plain = primitive.spec.statistics or primitive in case.second_order
-        torch.library.opcheck(call.overload, tuple(args), test_utils=EVERYTHING[:3] if plain else EVERYTHING)
-        if plain:
-            torch.library.opcheck(call.overload, call.args, test_utils=EVERYTHING[3:])
+        plain = utilities == EVERYTHING[3:] and (primitive.spec.statistics or primitive in case.second_order)
+        torch.library.opcheck(call.overload, call.args if plain else tuple(args), test_utils=utilities)
 
 
 class Block(torch.nn.Module):
@@ -82,7 +84,7 @@ class Block(torch.nn.Module):
 # torch.export deprecates a spelling that it uses itself.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize(
-    "case, strict", [pytest.param(c, i % 2 > 0, id=f"{c.name}-strict={i % 2 > 0}") for i, c in enumerate(CASES)]
+    "case, strict", [pytest.param(c, i % 2 > 0, id=f"{c.name}-strict={i % 2 > 0}") for i, c in enumerate(FAMILIES)]
 )
 def test_export(case, strict, device):
     inputs = case.inputs(case.small, torch.float32, device)
@@ -128,7 +130,7 @@ def test_attention_is_exported_and_compiled_for_any_batch_and_rows():
             torch.testing.assert_close(results, expected)
 
 
-@every_case
+@every_family
 def test_activation_checkpointing(case, device):
     function, args = differentiated(case, case.small, device)
     expected = torch.autograd.grad(function(*args).sin().sum(), args)

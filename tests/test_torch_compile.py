@@ -9,13 +9,11 @@ import torch
 from torch._dynamo import compiled_autograd
 
 import primitives as pr
-from perf.ops import CASES
+from perf.ops import CASES, FAMILIES
 from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.samples import make_options
 from tests.properties import check_nesting, leaves
 from tests.support import assert_close, like, nestings
-
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +28,13 @@ def compiled(function, backend="aot_eager"):
 
 
 def compiled_nestings():
-    """For every change one word of order two by Inductor for each op, in all arguments at once, and one of order three.
+    """For every change each word of order two by Inductor for one op, in all arguments at once, and one of order three.
 
     Seconds each: the rest is nightly, and so is ahead-of-time autograd in the input alone to order three.
     """
-    for i, case in enumerate(CASES):
+    for i, case in enumerate(FAMILIES):
         for j, word in enumerate(nestings(2)):
-            marks = [] if (i + j) % 4 == 0 else [pytest.mark.nightly]
+            marks = [] if i == j else [pytest.mark.nightly]
             yield pytest.param(case, word, None, "inductor", id=f"{case.name}-{word}-all-inductor", marks=marks)
         for word in nestings(3):
             marks = [] if case is LAYER_NORM and word == "rfr" else [pytest.mark.nightly]
@@ -61,7 +59,19 @@ def sized(case, size):
     )
 
 
-@every_case
+@pytest.mark.parametrize("case", [case for case in CASES if case.family], ids=lambda case: case.name)
+def test_ops_on_the_primitives_of_another_are_one_graph_for_all_sizes(case, device):
+    """The compiler reads their functions; below these all is as for the op whose primitives they call."""
+    names = case.perturbable(case.small)
+    program = torch.compile(lambda y, *args: y(*args), fullgraph=True, backend="eager", dynamic=True)
+    for i, size in enumerate((7, 5)):
+        inputs = case.inputs(sized(case, size), torch.float32, device)
+        function, args = case.of(names, inputs, case.small), [inputs[name] for name in names]
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            assert_close(program(function, *args), function(*args))
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_training_step(case, device):
     """Value, tangent and the backward of both, compiled once for inputs of any size."""
     names = case.perturbable(case.small)

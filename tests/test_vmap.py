@@ -10,14 +10,15 @@ import torch
 from torch.func import grad, jvp, vmap
 
 import primitives as pr
-from perf.ops import CASES
-from perf.ops.attention import MASKED_ATTENTION
+from perf.ops import CASES, FAMILIES
+from perf.ops.attention import ATTENTION, MASKED_ATTENTION
 from perf.ops.samples import LAYOUTS
 from tests.call_properties import BATCH, alone_and_together, batched, check_vmap, check_vmap_of_call, distinct, fullest
 from tests.properties import check_second_order
 from tests.support import assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 
 
 @functools.cache
@@ -30,7 +31,7 @@ def calls(case, device, absent=()):
     return distinct(c for names in chosen for c in check_second_order(case, sample, torch.float64, device, names))
 
 
-@pytest.mark.parametrize("case", [*CASES[:-1], MASKED_ATTENTION], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [MASKED_ATTENTION if c is ATTENTION else c for c in FAMILIES], ids=lambda c: c.name)
 def test_primitives_over_every_subset_of_arguments(case, device):
     """The calls that perturb everything; of others with more than five tensors each, all but one, and few pairs."""
     for primitive in (*case.first_order, *case.second_order):
@@ -42,14 +43,14 @@ def test_primitives_over_every_subset_of_arguments(case, device):
         check_vmap_of_call(call, -1, chosen)
 
 
-@every_case
+@every_family
 def test_primitives_for_every_mask(case, device):
     """Each set of wanted cotangents and of present tangents, batched over each argument alone and over all."""
     for call in calls(case, device):
         check_vmap_of_call(call, 0, alone_and_together(call))
 
 
-@every_case
+@every_family
 def test_absent_arguments(case, device):
     """Without parameters there are fewer tensors that could carry the batch axis."""
     for absent in {sample.absent for sample in case.samples if sample.absent}:

@@ -12,3 +12,5 @@ CASES = (
     *(LAYER_NORM, RMS_NORM, LOG_SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY, BATCH_NORM, BATCH_NORM_EVAL),
     *(DROPOUT, ATTENTION),
 )
+# One for all ops that call the same primitives.
+FAMILIES = tuple(case for case in CASES if not case.family)

@@ -240,6 +240,7 @@ BATCH_NORM = Op(
 
 BATCH_NORM_EVAL = Op(
     name="batch_norm_eval",
+    function_name="batch_norm",
     call=_evaluation,
     truth=_true_batch_norm_eval,
     arguments=("x", "weight", "bias", "running_mean", "running_var"),

@@ -37,7 +37,8 @@ def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 
         lse = lse.masked_fill(target < 0, 0.0)
     # A number times a tensor of no axis has float64 tangents to torch.
     factor = torch.full((), z_loss, dtype=lse.dtype, device=lse.device)
-    return (loss + factor * lse.square()).to(x.dtype).unsqueeze(dim) + torch.zeros_like(x)
+    # Cotangents are summed over the classes before they are rounded.
+    return ((loss + factor * lse.square()).unsqueeze(dim) + torch.zeros_like(x, dtype=loss.dtype)).to(x.dtype)
 
 
 def _cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:
@@ -181,6 +182,7 @@ CROSS_ENTROPY = Op(
 SOFT_CROSS_ENTROPY = Op(
     name="soft_cross_entropy",
     family="cross_entropy",
+    function_name="cross_entropy",
     call=_soft_cross_entropy,
     function=_soft_cross_entropy,
     truth=_true_soft_cross_entropy,
@@ -189,7 +191,7 @@ SOFT_CROSS_ENTROPY = Op(
     differentiable=("x", "target"),
     parameter_shape=lambda sample, name: sample.shape,
     samples=(
-        *make_samples(_SHAPES, [()], ["contiguous", "transposed", "sliced", "expanded"]),
+        *make_samples(_SHAPES, [()], ["transposed", "expanded"]),
         Sample((5, 12), make_options(dim=1), mixed=True),
     ),
     small=Sample((2, 3, 2), make_options(dim=1, smoothing=0.1)),

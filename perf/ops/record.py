@@ -28,16 +28,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Op"]
 
-# Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least: x, y_bar
-# and x_dot are read and y, x_bar and their tangents written, with weight, bias, mean and rstd beside them.
-PASSES = {
-    "forward": (2, 2, 2),
-    "backward": (3, 3, 2),
-    "jvp": (4, 4, 0),
-    "hvp": (5, 8, 0),
-    "double_backward": (5, 2, 2),
-    "forward_backward": (5, 5, 4),
-}
+
+def passes_of(params: int, statistics: int) -> dict[str, tuple[int, int, int]]:
+    """Passes over tensors of full size, and how many vectors of parameters and of statistics are touched, at least.
+
+    x, y_bar and x_dot are read and y, x_bar and their tangents written, beside parameters and statistics of rows.
+    """
+    return {
+        "forward": (2, params, statistics),
+        "backward": (3, 1 + params, statistics),
+        "jvp": (4, 2 * params, 0),
+        "hvp": (5, 4 * params, 0),
+        "double_backward": (5, 2, statistics),
+        "forward_backward": (5, 1 + 2 * params, 2 * statistics),
+    }
+
+
+# With weight, bias, mean and rstd.
+PASSES = passes_of(params=2, statistics=2)
 # The modes of the machine code's cases whose first call a step of each mode of the suite makes. Forward mode and
 # Hessian-vector products compute the values beside the tangents. The suite's Hessian-vector products are those of a
 # loss that is linear in y, so y_bar has no tangent.
@@ -96,7 +104,9 @@ class Op:
         has_channels: Whether statistics belong to channels, in dim 1.
         num_params: How many parameters it has, of which the suite takes derivatives.
         num_constants: How many arguments come behind these, of which it takes none.
-        family: Name of the op whose primitives it calls, where that is not its own.
+        family: Name of the op whose primitives it calls, where that is not its own. What torch and compilers do with a
+            primitive is tested with the op of that name alone.
+        function_name: Of the public function, where that is not the name of the op.
         has_statistics: Whether statistics of rows or channels go from the forward to the backward.
     """
 
@@ -137,12 +147,41 @@ class Op:
     num_kept: int = 1
     dtypes: tuple[torch.dtype, ...] = DTYPES
     family: str = ""
+    function_name: str = ""
 
     def __post_init__(self) -> None:
         for name, functions in (("function", pr.functional), ("torch_function", F)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, functools.partial(self.call, functions))
         RECORDS.setdefault(self.name, self)
+
+    def sibling(self, name: str, arguments: tuple[str, ...], **changes: Any) -> Op:
+        """The record of another op on the same primitives, with these of the arguments, and few of the samples.
+
+        It has the workloads that it is given, and small ones like those here.
+        """
+        absent = set(self.arguments) - set(arguments)
+        samples = {
+            (s.shape, s.options, kept, s.mixed): dataclasses.replace(s, absent=kept)
+            for s in self.samples
+            for kept in [tuple(argument for argument in s.absent if argument not in absent)]
+        }
+        family = {
+            "family": self.family or self.name,
+            "arguments": arguments,
+            "differentiable": tuple(argument for argument in self.differentiable if argument not in absent),
+            "not_kept": tuple(argument for argument in self.not_kept if argument not in absent),
+            "samples": tuple(samples.values()),
+            "small_workloads": tuple(dataclasses.replace(w, op=name) for w in self.small_workloads),
+        }
+        own = dict.fromkeys(("function", "torch_function")) | {"function_name": ""}
+        workloads = dict.fromkeys(("gpu_workloads", "cpu_workloads", "other_workloads", "resized"), ())
+        return dataclasses.replace(self, name=name, **{**family, **own, **workloads, **changes})
+
+    @property
+    def public(self) -> str:
+        """Name of the public function."""
+        return self.function_name or self.name
 
     @property
     def narrower(self) -> tuple[torch.dtype, ...]:

@@ -57,10 +57,12 @@ def make_samples(
 ) -> tuple[Sample, ...]:
     """All pairs of shape with options, layout, absent arguments and mixed dtypes.
 
-    Left out are expanded shapes all of whose normalized values are equal: there the rounding of the mean, times
-    1 / sqrt(eps), is all that remains.
+    Left out are layouts of fewer than two elements, and expanded shapes all of whose normalized values are equal: there
+    the rounding of the mean, times 1 / sqrt(eps), is all that remains.
     """
-    rows = pairwise(shape=shapes, layout=layouts, absent=absent, mixed=(False, True) if len(absent) > 1 else (False,))
+    mixed = (False, True) if len(absent) > 1 else (False,)
+    rows = pairwise(shape=[s for s in shapes if math.prod(s[0]) > 1], layout=layouts, absent=absent, mixed=mixed)
+    rows += pairwise(shape=[s for s in shapes if math.prod(s[0]) < 2], layout=layouts[:1], absent=absent)
     samples = [Sample(*row.pop("shape"), **row) for row in rows]
     return tuple(s for s in samples if s.layout != "expanded" or not constant_when_expanded(s.shape))
 
