@@ -108,19 +108,10 @@ class Recipe(NamedTuple):
     """Allocations and launches of a call, without any tensor.
 
     Kernels take values, in this order: the addresses of the tensors among the arguments, of the results and of other
-    memory; addresses within these; and what is not an address.
-
-    Attributes:
-        device: Number of the device that was in use.
-        memory: Device of all that is allocated.
-        results: Shape, strides and dtype of each result.
-        zeroed: Numbers of the results that are zero at first.
-        is_single: Whether the one result is returned as it is, not in a tuple.
-        num_bytes: Size of the other memory.
-        places: For each address within another one, the number of that value and the distance in bytes.
-        constants: What is not an address.
-        launches: Of each, the compiled kernel on its grid, and what picks its arguments from the values.
-        hooks: Of each kernel, what Triton would call before a launch.
+    memory, all of `num_bytes`; addresses within these (`places`: the number of a value, and the distance in bytes); and
+    what is not an address (`constants`). Results have a shape, strides and a dtype; those that are `zeroed` are zero at
+    first, and a single one is not in a tuple. Of each launch there is the compiled kernel on its grid, what picks its
+    arguments from the values, and the hooks that Triton would call before it. The device is the one that was in use.
     """
 
     device: int

@@ -33,16 +33,9 @@ if TYPE_CHECKING:
 class Operands(NamedTuple):
     """Operands and outputs of a kernel over rows, by name; None where one is absent.
 
-    Attributes:
-        view: Geometry, and the operands of full size.
-        names: Of the operands of full size, in the order of the view.
-        params: `[segments, num_cols]`.
-        statistics: One number per row.
-        outputs: Of full size.
-        row_outputs: One number per row.
-        dtype: Dtype of the arithmetic.
-        device: Of all tensors.
-        scratch: Names of those numbers per row that one kernel leaves to another.
+    The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
+    num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
+    another. The dtype is that of the arithmetic.
     """
 
     view: RowView
@@ -163,14 +156,8 @@ def launch_rows(
 ) -> None:
     """Launch a kernel on `rows.row_op`: once, or twice where programs share rows whose sums they have to find first.
 
-    Args:
-        kernel: The kernel.
-        operands: What it reads and writes.
-        plan: Tile, splits and options.
-        sums: What is summed over a row.
-        writes: Operands that are read again to write a row that is swept; None for all.
-        parts: Memory for `num_row_parts`; None if the call has no other scratch, so that it is allocated here.
-        **constants: Further constants of the kernel.
+    `writes` are the operands that are read again to write a row that is swept, None for all; `parts` is memory for
+    `num_row_parts`, None if the call has no other scratch, so that it is allocated here.
     """
     writes = operands.names if writes is None else writes
     order = (*operands.names, *operands.params)
@@ -255,16 +242,10 @@ def launch_row_sums(
     num_groups: int,
     **constants: Any,
 ) -> None:
-    """Launch a kernel on `sums.row_sums_op`, and the sum of its partial rows.
+    """Launch a kernel on `sums.row_sums_op`, and the sum of its partial rows, which `sums_scratch` has made.
 
-    Args:
-        kernel: The kernel.
-        operands: What it reads and writes besides sums over rows.
-        plan: Tile, splits and options.
-        totals: Sums over the rows of each group, by the kernel's names of them; None for what is not wanted.
-        parts: Partial rows of each, from `sums_scratch`.
-        num_groups: Groups of segments with sums of their own.
-        **constants: Further constants of the kernel.
+    Totals are the sums over the rows of each of `num_groups` groups of segments, by the kernel's names of them; None
+    for what is not wanted.
     """
     view = operands.view
     col_blocks, num_parts = cdiv(view.num_cols, plan.block_cols), view.num_segments * plan.num_splits

@@ -121,10 +121,7 @@ def split_scratch(like: Tensor, *shapes: int | Sequence[int], dtype: torch.dtype
     they are allocated one by one: memory is planned there, and a kernel that writes into parts of a tensor would have
     all of it copied.
 
-    Args:
-        like: Any tensor.
-        *shapes: A shape, or a number of elements of a flat tensor.
-        dtype: Dtype of all of them.
+    A shape may be a number of elements of a flat tensor.
     """
     if is_tracing():
         return tuple(like.new_empty(shape, dtype=dtype) for shape in shapes)
@@ -136,12 +133,9 @@ def split_scratch(like: Tensor, *shapes: int | Sequence[int], dtype: torch.dtype
 
 
 def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int = 0) -> int | None:
-    """The one stride that walks these dims in row-major order, or None where there is no such stride.
+    """The one stride that walks these adjacent dims in row-major order, or None where there is no such stride.
 
-    Args:
-        sizes: Sizes of adjacent dims.
-        strides: Their strides; expanded dims (stride 0) collapse with each other.
-        single: Answer where the dims hold at most one element, so that any stride would do.
+    Expanded dims (stride 0) collapse with each other; `single` is the answer where the dims hold at most one element.
     """
     stride = span = None
     for size, dim_stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -158,11 +152,8 @@ def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int =
 def collapse(tensor: Tensor, cuts: Sequence[int], single: int = 0) -> tuple[int, ...] | None:
     """Strides of `tensor` viewed with its dims merged between `cuts`, or None where that needs a copy.
 
-    Args:
-        tensor: Any tensor.
-        cuts: Increasing dim numbers in `[0, tensor.dim()]`; `(1, 3)` merges dims `[0:1]`, `[1:3]` and `[3:]`. An empty
-            range of dims counts as one dim of size 1.
-        single: Stride reported for a merged dim of at most one element.
+    Cuts are increasing dim numbers: `(1, 3)` merges dims `[0:1]`, `[1:3]` and `[3:]`. An empty range of dims counts as
+    one dim of size 1, and a merged dim of at most one element has the stride `single`.
     """
     sizes, strides = tensor.shape, tensor.stride()
     merged = []

@@ -3,7 +3,22 @@
     S = scale * q k^T + bias,      lse = log(sum(exp(S))),      P = exp(S - lse),      o = (P.Z) v
 
 The kernels are in `_attention_kernels` and `_attention_second_kernels`. P is never stored, and nothing is added
-atomically: results are the same from run to run.
+atomically: results are the same from run to run. All launchers take
+
+    q, k, v                     queries `[*batch, H, N, D]`, keys `[*batch, K, M, D]`, values `[*batch, K, M, E]`, H a
+                                multiple of K
+    bias                        added to the scores, broadcast to `[*batch, H, N, M]`; or None
+    o, lse                      results of the forward: `[*batch, H, N, E]` in the dtype of q, in memory `[*batch, N, H,
+                                E]`, and `[*batch, H, N]`
+    mask                        True where a row sees a key, broadcast like a bias; or None
+    seed, offset                keys of the noise, int64, over the first axes of the batch, None for no dropout; blocks
+                                to begin at, None for 0
+    scale, causal, dropout_p    factor of the products; whether row i sees the keys up to i alone; probability that a
+                                pair is dropped
+    wanted                      which results to compute; the others have no elements
+
+and tangents and cotangents, like what they belong to, or None for zero. They return None for widths above 256, of
+float64 above 128: no tile of them fits.
 """
 
 from __future__ import annotations
@@ -43,19 +58,10 @@ class _Problem:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        seed: Tensor | None,
-        offset: Tensor | None,
-        scale: float,
-        causal: bool,
-        dropout_p: float,
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+        mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
         dots: Sequence[Tensor | None] = (None, None, None, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.lead = q.shape[:-2]
         self.batch, self.heads, self.key_heads = math.prod(q.shape[:-3]), q.shape[-3], k.shape[-3]
         self.rows, self.keys, self.width, self.value_width = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
@@ -184,35 +190,10 @@ def _is_served(q: Tensor, v: Tensor) -> bool:
 
 @tunable
 def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor] | None:
-    """O and lse.
-
-    Args:
-        q: Queries `[*batch, H, N, D]`.
-        k: Keys `[*batch, K, M, D]`, H a multiple of K.
-        v: Values `[*batch, K, M, E]`.
-        bias: Added to the scores, broadcast to `[*batch, H, N, M]`; or None.
-        mask: True where a row sees a key, likewise.
-        seed: Keys of the noise, int64, over the first axes of the batch; None for no dropout.
-        offset: Blocks to begin at, like `seed`; None for 0.
-        scale: Factor of the products.
-        causal: Whether row i sees the keys up to i alone.
-        dropout_p: Probability that a pair is dropped.
-
-    Returns:
-        `o` `[*batch, H, N, E]` in the dtype of q, in memory `[*batch, N, H, E]`, and `lse` `[*batch, H, N]`. None for
-        widths above 256, of float64 above 128: no tile of them fits.
-    """
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """O and lse."""
     if not _is_served(q, v):
         return None
     problem = _Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
@@ -225,31 +206,11 @@ def attention_fwd(
 
 @tunable
 def attention_jvp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q_dot: Tensor | None,
-    k_dot: Tensor | None,
-    v_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor] | None:
-    """Tangents of o and lse along q_dot, k_dot, v_dot and bias_dot, any of which may be None.
-
-    Tangents have the shapes of what they are tangents of; o and lse are the outputs of `attention_fwd`, which says what
-    the others are.
-
-    Returns:
-        `o_dot` and `lse_dot`, like o and lse; None as from `attention_fwd`.
-    """
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor,
+    q_dot: Tensor | None, k_dot: Tensor | None, v_dot: Tensor | None, bias_dot: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Tangents of o and lse along q_dot, k_dot, v_dot and bias_dot."""
     if not _is_served(q, v):
         return None
     dots = (q_dot, k_dot, v_dot, bias_dot)
@@ -270,30 +231,14 @@ def _jvp(
 
 @tunable
 def attention_bwd(
-    o_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
+    o_bar: Tensor | None, lse_bar: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor,
+    mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
     wanted: Sequence[bool],
-) -> tuple[Tensor, ...] | None:
-    """Cotangents of q, k, v and bias, those that `wanted` names.
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Cotangents of q, k, v and bias.
 
-    o_bar and lse_bar are the cotangents of o and lse, either of which may be None; o and lse are the outputs of
-    `attention_fwd`, which says what the others are.
-
-    Returns:
-        The cotangents; those that are not wanted have no elements. None where that of a bias is wanted which is
-        broadcast, since no kernel sums over pairs, and as from `attention_fwd`.
+    None where that of a bias is wanted which is broadcast, since no kernel sums over pairs.
     """
     if not _is_served(q, v) or (wanted[3] and not _is_full(bias, q, k)):
         return None
@@ -351,38 +296,17 @@ def _sweeps(
 
 @tunable
 def attention_pairing(
-    o_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    o_bar_dot: Tensor | None,
-    lse_bar_dot: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q_dot: Tensor | None,
-    k_dot: Tensor | None,
-    v_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    o_dot: Tensor | None,
-    lse_dot: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
+    o_bar: Tensor | None, lse_bar: Tensor | None, o_bar_dot: Tensor | None, lse_bar_dot: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, o: Tensor, lse: Tensor,
+    q_dot: Tensor | None, k_dot: Tensor | None, v_dot: Tensor | None, bias_dot: Tensor | None,
+    o_dot: Tensor | None, lse_dot: Tensor | None,
+    mask: Tensor | None, seed: Tensor | None, offset: Tensor | None, scale: float, causal: bool, dropout_p: float,
     wanted: Sequence[bool],
-) -> tuple[Tensor, ...] | None:
-    """Derivatives of `<o_bar, o_dot> + <lse_bar, lse_dot> + <o_bar_dot, o> + <lse_bar_dot, lse>`.
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Derivatives of `<o_bar, o_dot> + <lse_bar, lse_dot> + <o_bar_dot, o> + <lse_bar_dot, lse>`; or None, as above.
 
-    The four weights and the four tangents, of q, k, v and bias, may be None; o_dot and lse_dot, which belong to the
-    tangents, are None where they are to be computed. `attention_fwd` says what the others are. `wanted` names the
+    O_dot and lse_dot, which belong to the tangents, are None where they are to be computed. `wanted` names the
     derivatives in o_bar, lse_bar, q, k, v, bias, q_dot, k_dot, v_dot and bias_dot.
-
-    Returns:
-        The derivatives; those that are not wanted have no elements. None as from `attention_bwd`.
     """
     if not _is_served(q, v) or ((wanted[5] or wanted[9]) and not _is_full(bias, q, k)):
         return None

@@ -9,18 +9,19 @@ a tangent or cotangent is the derivative. The kernel is in `_dropout_kernels`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from triton_kernels import launch
-from triton_kernels._dropout_axes import NUM_AXES, adjacent_axis, merged_axes
 from triton_kernels._dropout_kernels import dropout_kernel
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits
 from triton_kernels.philox import per_stream
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = ["dropout_fwd"]
@@ -28,6 +29,48 @@ __all__ = ["dropout_fwd"]
 # 16 bytes are 16 elements or fewer.
 _MAX_ALIGN = 16
 _WORDS_PER_BLOCK = 4
+_NUM_AXES = 4
+
+
+class _Axis(NamedTuple):
+    """Adjacent dims merged into one: its size, and its strides in x and in y."""
+
+    size: int
+    x_stride: int
+    y_stride: int
+
+
+def _merge(x: Tensor, y: Tensor, dims: range) -> list[_Axis]:
+    """The given dims of x and y as few axes as their strides allow, the last one first; dims of size 1 vanish."""
+    axes: list[_Axis] = []
+    for dim in reversed(dims):
+        axis = _Axis(x.shape[dim], x.stride(dim), y.stride(dim))
+        if axis.size == 1:
+            continue
+        last = axes[-1] if axes else axis
+        if axes and (axis.x_stride, axis.y_stride) == (last.size * last.x_stride, last.size * last.y_stride):
+            axes[-1] = last._replace(size=last.size * axis.size)
+        else:
+            axes.append(axis)
+    return axes
+
+
+def _merged_axes(x: Tensor, y: Tensor, batch_ndim: int) -> tuple[list[_Axis], int]:
+    """Axes `[outer, inner, rows, columns]` of x and y, more where their strides need more.
+
+    Also how many of them, from the last on, are those of a sample: all if there is one sample alone.
+    """
+    rest, batch = _merge(x, y, range(batch_ndim, x.dim())) or [_Axis(1, 1, 1)], _merge(x, y, range(batch_ndim))
+    axes = [*rest, *batch, *[_Axis(1, 0, 0)] * (_NUM_AXES - len(rest) - len(batch))]
+    return axes[::-1], len(rest) if batch else len(axes)
+
+
+def _adjacent_axis(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> int:
+    """Which axis has stride 1: 1 for columns, 2 for rows, or 0."""
+    row_stride, col_stride = strides
+    if col_stride == 1 and cols.size > 1:
+        return 1
+    return 2 if row_stride == 1 and rows.size > 1 else 0
 
 
 def _signed(bits: int) -> int:
@@ -55,16 +98,16 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
         return y
     if num_dropped == 0:
         return y.copy_(x)
-    axes, sample_axes = merged_axes(x, y, batch_ndim)
-    if len(axes) > NUM_AXES:
+    axes, sample_axes = _merged_axes(x, y, batch_ndim)
+    if len(axes) > _NUM_AXES:
         return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
     (seeds, seed_stride), (offsets, offset_stride) = (
         per_stream(seed),
         (None, 0) if offset is None else per_stream(offset),
     )
     outer, inner, rows, cols = axes
-    x_adjacent = adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
-    y_adjacent = adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
+    x_adjacent = _adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
+    y_adjacent = _adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
     adjacent = {x_adjacent, y_adjacent}
     align = _MAX_ALIGN
     for kind, strides in ((x_adjacent, [a.x_stride for a in axes]), (y_adjacent, [a.y_stride for a in axes])):

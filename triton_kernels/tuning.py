@@ -206,7 +206,7 @@ def enable(path: Path | None = None, timer: Timer | None = None, *, on_any_devic
     """
     global _tuner
     _tuner = Tuner(path or cache_path(), timer or _time_on_device, on_any_device)
-    set_advisor(_tuner)
+    set_advisor(_tuner.advise)
 
 
 def disable() -> None:

@@ -12,7 +12,6 @@ import gc
 import itertools
 import statistics
 import time
-import types
 import unittest.mock
 import weakref
 from functools import partial
@@ -166,8 +165,7 @@ def check_toys_and_threads() -> None:
         check(call)
     check_never_repeated(Call(late_zeros, calls[0].args))
     # While plans are being tuned.
-    unsettled: Any = types.SimpleNamespace(advise=lambda request: (request.default, False))
-    set_advisor(unsettled)
+    set_advisor(lambda request: (request.default, False))
     check_never_repeated(calls[1])
     set_advisor(None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,14 +26,7 @@ class PlanKey(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call of a plan function, and the plan that it answers by itself.
-
-    Attributes:
-        key: The function and its arguments, apart from the device.
-        device: Where the kernel runs.
-        default: The plan of the function.
-        candidates: Makes the plans that might be faster.
-    """
+    """A call of a plan function, the plan that it answers by itself, and what makes those that might be faster."""
 
     key: PlanKey
     device: Any
@@ -41,31 +34,17 @@ class Request(NamedTuple):
     candidates: Callable[[], Sequence[Any]]
 
 
-class Advisor(Protocol):
-    """Who may answer with another plan than the default."""
-
-    def advise(self, request: Request) -> tuple[Any, bool]:
-        """The plan to take, and whether it is settled, so that what follows from it may be remembered."""
-        ...
-
-
-def _no_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> Sequence[Any]:
-    del plan, device, arguments
-    return ()
-
-
-_advisor: Advisor | None = None
+_advisor: Callable[[Request], tuple[Any, bool]] | None = None
 _remembered: list[dict[Any, Any]] = []
 # Counts changes of plans, and plans for the time being.
 _num_changes = 0
 
 
-def planned(candidates: Callable[[Any, Any, Mapping[str, Any]], Sequence[Any]] = _no_candidates) -> Callable:
+def planned(candidates: Callable[[Any, Any, Mapping[str, Any]], Sequence[Any]]) -> Callable:
     """Decorate a plan function, which has an argument `device`, so that an advisor may answer.
 
-    Args:
-        candidates: Function of a plan, the device, and the other arguments by name; returns the plans that might be
-            faster. They must lead to the same results up to rounding.
+    Of a plan, the device, and the other arguments by name, `candidates` makes the plans that might be faster; they must
+    lead to the same results up to rounding.
     """
 
     def decorate(function: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -84,7 +63,7 @@ def planned(candidates: Callable[[Any, Any, Mapping[str, Any]], Sequence[Any]] =
             device = arguments.pop("device")
             key = PlanKey(function.__name__, tuple(arguments.values()))
             request = Request(key, device, default, lambda: candidates(default, device, arguments))
-            result, is_settled = _advisor.advise(request)
+            result, is_settled = _advisor(request)
             if not is_settled:
                 _note_change()
             return result
@@ -123,8 +102,11 @@ def forget_plans() -> None:
         facts.clear()
 
 
-def set_advisor(advisor: Advisor | None) -> None:
-    """Let `advisor` answer requests for plans; None for the planner alone."""
+def set_advisor(advisor: Callable[[Request], tuple[Any, bool]] | None) -> None:
+    """Let a function answer requests for plans; None for the planner alone.
+
+    It returns the plan to take, and whether that is settled, so that what follows from it may be remembered.
+    """
     global _advisor
     _advisor = advisor
     forget_plans()
