@@ -33,12 +33,12 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
     Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
-    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `log_softmax`, `cross_entropy`, `nll_loss`,
-    `linear_cross_entropy`, `dropout`, `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks for, and
-    `multi_head_attention_forward`. They are right at every order of derivative, and run on fused kernels. Results
-    differ from torch's by rounding, and dropout draws other numbers, with the same probability. Running statistics are
-    written as torch writes them, and batches counted inside of transforms too. `group_norm` has a jvp in channels_last,
-    and under `torch.compile`.
+    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `softmax`, `log_softmax`, `cross_entropy`,
+    `nll_loss`, `linear_cross_entropy`, `dropout`, `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks
+    for, and `multi_head_attention_forward`. They are right at every order of derivative, and run on fused kernels.
+    Results differ from torch's by rounding, and dropout draws other numbers, with the same probability. Running
+    statistics are written as torch writes them, and batches counted inside of transforms too. `group_norm` has a jvp in
+    channels_last, and under `torch.compile`.
 
     Whatever a stand-in does not serve goes to torch's own function, with the arguments as they were: an `out=` or a
     legacy argument (`size_average`, `reduce`), dtypes that do not go together, sparse and nested tensors, wrapper
@@ -215,23 +215,28 @@ def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **k
         return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
 
 
-@register_override(torch_functional.log_softmax)
-def _functional_log_softmax(
-    mode: OverrideMode, input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Any:
-    # Without dim torch chooses one, and warns.
-    if dim is None or not _plain(input):
-        return NotImplemented
-    return _served(functional.log_softmax, input, dim, _stacklevel, dtype)
+def _serve_softmax(ours: Callable[..., Any], of_functional: Callable[..., Any], *of_torch: Callable[..., Any]) -> None:
+    @register_override(of_functional)
+    def softmax_of_functional(
+        mode: OverrideMode, input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Any:
+        # Without dim torch chooses one, and warns.
+        return NotImplemented if dim is None or not _plain(input) else _served(ours, input, dim, _stacklevel, dtype)
+
+    @register_override(*of_torch)
+    def softmax_of_torch(
+        mode: OverrideMode, input: Any, dim: Any, dtype: torch.dtype | None = None, **others: Any
+    ) -> Any:
+        return NotImplemented if others else softmax_of_functional(mode, input, dim, dtype=dtype)
 
 
-@register_override(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax)
-def _torch_log_softmax(
-    mode: OverrideMode, input: Any, dim: Any, dtype: torch.dtype | None = None, **others: Any
-) -> Any:
-    if others:
-        return NotImplemented
-    return _functional_log_softmax(mode, input, dim, dtype=dtype)
+_serve_softmax(
+    functional.log_softmax,
+    torch_functional.log_softmax,
+    *(torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax),
+)
+_serve_softmax(functional.softmax, torch_functional.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)
+_serve_softmax(functional.softmin, torch_functional.softmin)
 
 
 @register_override(torch.Tensor.add_, torch.Tensor.__iadd__)

@@ -6,7 +6,6 @@ Each function is differentiable in forward and reverse mode to any order, under 
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,11 +14,11 @@ from primitives._attention import MAX_SEED, attention, scaled_dot_product_attent
 from primitives._batch_norm import batch_norm_of_tensors
 from primitives._losses import cross_entropy, linear_cross_entropy, nll_loss
 from primitives._norms import ada_layer_norm, rms_norm
+from primitives._softmax import log_softmax, softmax, softmin
 from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
 from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
-from primitives.ops.log_softmax import log_softmax_p
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +39,8 @@ __all__ = [
     "pure_batch_norm",
     "rms_norm",
     "scaled_dot_product_attention",
+    "softmax",
+    "softmin",
 ]
 
 # torch.fx records a call of these as one node. It swaps the names of this module while it traces, at no cost else.
@@ -264,67 +265,6 @@ def batch_norm(
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree(given, namespace, in_place=True).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
-
-
-def log_softmax(
-    input: Any,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-    *,
-    namespace: str = "",
-) -> Any:
-    r"""Logarithm of the softmax of `input` over one axis.
-
-    $$ y = x - \log \sum \exp(x) $$
-
-    Args:
-        input: Tensor of any shape, float16, bfloat16, float32 or float64, any strides; of any real dtype if `dtype`
-            is given; or a pytree of such tensors, which is mapped leaf by leaf.
-        dim: Axis that the sum runs over. `None` chooses one as torch does, with a warning.
-        _stacklevel: How far up the call stack that warning points.
-        dtype: Dtype that `input` is cast to first, and that the result has. `None` means that of `input`.
-        namespace: optree namespace of custom pytree nodes.
-
-    Returns:
-        `y`, with the shape and device of `input`, contiguous; for a pytree, in its structure.
-
-    Raises:
-        AxisError: If `dim` is not an axis of `input`.
-        DtypeError: If a dtype is not one of the above.
-
-    Derivatives:
-        Forward and reverse mode, to any order, in `input`. Reverse mode keeps the output and not the input.
-
-    Numerics:
-        The maximum is subtracted before exponentiation. Accumulated in float32, in float64 for a float64 result. A
-        row that is all `-inf`, or has `+inf` or NaN in it, gives NaN.
-
-    Example:
-        >>> import torch
-        >>> log_softmax(torch.zeros(2), dim=0)
-        tensor([-0.6931, -0.6931])
-    """
-    if arguments.is_plain_log_softmax(input, dim, dtype):
-        return log_softmax_p(input, dim % input.dim(), None)
-
-    def check(label: str, x: Tensor) -> None:
-        arguments.log_softmax(label, x, dim, dtype)
-
-    def compute(x: Tensor) -> Tensor:
-        # The axis that torch chooses when none is given.
-        axis = int(x.dim() not in (0, 1, 3)) if dim is None else dim
-        if not x.is_floating_point():
-            x = x.to(dtype)
-        # A number has one axis to torch's softmax; the primitive wants it spelled out.
-        rows = x.reshape(1) if x.dim() == 0 else x
-        y = log_softmax_p(rows, axis % rows.dim(), dtype)
-        return y.reshape(x.shape) if x.dim() == 0 else y
-
-    if dim is None:
-        message = "log_softmax: choosing dim implicitly is deprecated; pass dim=."
-        warnings.warn(message, UserWarning, stacklevel=_stacklevel - 1)
-    return map_tensors("log_softmax", check, compute, input, {}, namespace=namespace)
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:

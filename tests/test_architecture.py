@@ -31,6 +31,7 @@ LAYERS = (
         "primitives._batch_norm",
         "primitives._losses",
         "primitives._norms",
+        "primitives._softmax",
         "primitives.functional",
         "primitives._override",
         "primitives._override_losses",

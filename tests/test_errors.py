@@ -25,6 +25,10 @@ def rms_norm(x=X, shape=(4,), **options):
     return lambda f: f.rms_norm(x, shape, **options)
 
 
+def softmax(x=X, dim=1, **options):
+    return lambda f: f.softmax(x, dim, **options)
+
+
 def log_softmax(x=X, dim=1, **options):
     return lambda f: f.log_softmax(x, dim, **options)
 
@@ -78,6 +82,10 @@ CASES = {
         "integer": (log_softmax(X.int()), pr.DtypeError, ["input", "torch.int32", "dtype="]),
         "integer result": (log_softmax(dtype=torch.int64), pr.DtypeError, ["result", "torch.int64"]),
         "dtype str": (log_softmax(dtype="float32"), pr.DtypeError, ["float32"]),
+    },
+    "softmax": {
+        "dim high": (softmax(dim=2), pr.AxisError, ["dim", "[-2, 1]", "got 2"]),
+        "integer": (softmax(X.int()), pr.DtypeError, ["input", "torch.int32", "dtype="]),
     },
     "batch_norm": {
         "no channel axis": (batch_norm(ones(4)), pr.ShapeError, ["input", "2 to 5 axes", "got [4]"]),
@@ -171,8 +179,15 @@ def attention(q=Q, k=K, v=V, **options):
     return lambda f: f.attention(q, k, v, **options)
 
 
-# A function that torch does not have.
+# Functions and arguments that torch does not have.
 STRICTER |= {
+    "scale tensor": (softmax(scale=ones(())), pr.DtypeError, ["softmax: scale", "Tensor", "Multiply input"]),
+    "mask shape": (softmax(mask=ones(3)), pr.ShapeError, ["softmax: mask", "[3, 4]", "got [3]"]),
+    "mask axes": (softmax(mask=ones(1, 3, 4)), pr.ShapeError, ["mask", "[3, 4]", "got [1, 3, 4]"]),
+    "mask int": (softmax(mask=ones(4).int()), pr.DtypeError, ["mask", "bool", "torch.int32"]),
+    "mask wide": (softmax(mask=ones(4).double()), pr.DtypeError, ["mask", "float32", "torch.float64"]),
+    "mask number": (softmax(mask=1.0), pr.DtypeError, ["mask", "tensor", "float"]),
+    "mask device": (softmax(mask=ones(4, device="meta")), pr.DeviceError, ["mask", "cpu", "meta"]),
     "bias bool": (attention(bias=SEEN), pr.DtypeError, ["attention: bias", "torch.float32", "torch.bool"]),
     "mask float": (attention(mask=SEEN.float()), pr.DtypeError, ["attention: mask", "bool", "torch.float32"]),
     "bias shape": (attention(bias=ones(4, 6)), pr.ShapeError, ["bias", "[2, 4, 3, 6]", "got [4, 6]"]),

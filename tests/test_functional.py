@@ -30,7 +30,10 @@ def running(channels, dtype=torch.float32):
     return seeded(channels, dtype=dtype, seed=3), seeded(channels, dtype=dtype, seed=4).exp()
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "batch_norm", "log_softmax", "dropout", "pure_batch_norm"])
+AS_IN_TORCH = ("layer_norm", "rms_norm", "batch_norm", "log_softmax", "softmax", "softmin", "dropout")
+
+
+@pytest.mark.parametrize("name", [*AS_IN_TORCH, "pure_batch_norm"])
 def test_signature_starts_with_that_of_torch(name):
     ours = list(inspect.signature(getattr(functional, name)).parameters.values())
     theirs = list(inspect.signature(getattr(F, name.removeprefix("pure_"))).parameters.values())
@@ -43,6 +46,7 @@ CALLS = {
     "layer_norm": lambda f, x: f.layer_norm(x, x.shape[-1:]),
     "log_softmax": lambda f, x: f.log_softmax(x, 1),
     "log_softmax_dtype": lambda f, x: f.log_softmax(x, -1, dtype=torch.float64),
+    "softmax": lambda f, x: f.softmax(x, 1),
     "batch_norm": lambda f, x: f.batch_norm(x, None, None, training=True),
     "batch_norm_eval": lambda f, x: f.batch_norm(x, seeded(x.shape[1]).to(x), seeded(x.shape[1]).exp().to(x)),
 }

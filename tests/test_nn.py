@@ -17,7 +17,7 @@ from tests.support import TORCH_ERRORS
 
 ARGS = {
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "RMSNorm"), (3,)),
-    **dict.fromkeys(("CrossEntropyLoss", "Dropout", "LogSoftmax", "NLLLoss"), ()),
+    **dict.fromkeys(("CrossEntropyLoss", "Dropout", "LogSoftmax", "NLLLoss", "Softmax", "Softmax2d", "Softmin"), ()),
     **dict.fromkeys(("MultiheadAttention", "TransformerEncoderLayer"), (4, 2)),
 }
 BATCH_NORMS = {"BatchNorm1d": (6, 3), "BatchNorm2d": (4, 3, 2, 5), "BatchNorm3d": (2, 3, 2, 3, 2)}

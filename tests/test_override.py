@@ -84,6 +84,11 @@ SERVED = {
     "torch.log_softmax": (lambda x, w, b: torch.log_softmax(x, dim=0), X, "log_softmax"),
     "Tensor.log_softmax": (lambda x, w, b: x.log_softmax(1), X, "log_softmax"),
     "torch.special.log_softmax": (lambda x, w, b: torch.special.log_softmax(x, 1, dtype=x.dtype), X, "log_softmax"),
+    "F.softmax": (lambda x, w, b: F.softmax(x, -1), X, "softmax"),
+    "F.softmin": (lambda x, w, b: F.softmin(x, -1), X, "softmax"),
+    "torch.softmax": (lambda x, w, b: torch.softmax(x, dim=0), X, "softmax"),
+    "Tensor.softmax": (lambda x, w, b: x.softmax(1), X, "softmax"),
+    "torch.special.softmax": (lambda x, w, b: torch.special.softmax(x, 1, dtype=x.dtype), X, "softmax"),
     "F.cross_entropy": (lambda x, w, b: F.cross_entropy(x, TARGET, W), X, "cross_entropy"),
     "F.cross_entropy of probabilities": (
         lambda x, w, b: F.cross_entropy(x, x.softmax(1), b, label_smoothing=0.1), X, "cross_entropy",

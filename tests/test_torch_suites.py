@@ -25,6 +25,8 @@ OPS = {
     "nn.functional.layer_norm": "layer_norm",
     "nn.functional.rms_norm": "rms_norm",
     "log_softmax": "log_softmax",
+    "softmax": "softmax",
+    "nn.functional.softmin": "softmin",
     "nn.functional.dropout": "dropout",
     "nn.functional.cross_entropy": "cross_entropy",
     "nn.functional.linear_cross_entropy": "linear_cross_entropy",

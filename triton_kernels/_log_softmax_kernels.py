@@ -1,11 +1,18 @@
-"""Kernels of log-softmax and its derivatives of first and second order, on the scaffold of `rows`.
+"""Kernels of log-softmax and of softmax, and of their derivatives of first and second order, on the scaffold of `rows`.
 
-With `p = exp(y)` and sums over the reduced dim:
+Log-softmax, with `p = exp(y)` and sums over the reduced dim:
 
     forward     y = x - log(sum(exp(x))),   y_dot = x_dot - sum(p * x_dot)
     pairing     y_bar_bar = x_dot - sum(p * x_dot),   output_bar = -p * x_dot * sum(y_bar),
                 x_dot_bar = y_bar - p * sum(y_bar)
     bwd_jvp     x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))
+
+Softmax, not `LOG`, with `P(v) = y * (v - sum(y * v))`; all derivatives are multiplied by the scale, if there is one:
+
+    forward     y = exp(u) / sum(exp(u)),   u = scale * x + mask,   y_dot = P(x_dot)
+    pairing     y_bar_bar = P(x_dot),   x_dot_bar = P(y_bar),
+                output_bar = y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)
+    bwd_jvp     x_bar_dot = y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar))
 
 The jvp is the first result of the pairing by itself, the vjp its last.
 """
@@ -24,20 +31,9 @@ from triton_kernels.tiles import nothing, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 
-# Forward: x, and for the tangent of y as well x_dot. The sums are the maximum, the logarithm of the sum of exponentials
-# relative to it, and the mean of x_dot weighted with them.
-
-
-@triton.jit
-def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
-    top = tl.max(x[0], axis=1)[:, None]
-    weights = tl.exp(x[0] - top)
-    if x[1].type.is_block():
-        sums = sums_of((weights, weights * x[1]), 2)
-        s = top, tl.log(sums[0]), sums[1] / sums[0]
-    else:
-        s = top, tl.log(sums_of((weights,))[0])
-    return s
+# Forward: x, and for the tangent of y as well x_dot, and a mask. The sums are the maximum, the logarithm of the sum of
+# exponentials relative to it, or one over that sum, and the mean of x_dot weighted with them.
+_LOGARITHM, _SHARE, _MASKED = (tl.constexpr(kind) for kind in range(3))
 
 
 @triton.jit
@@ -47,12 +43,62 @@ def _finite(top):
 
 
 @triton.jit
+def _scaled(value, r):
+    return value * r[0] if len(r) > 0 else value
+
+
+@triton.jit
+def _logits(x, r, mask):
+    """u; what a mask takes out is -inf, whatever x is there."""
+    u = x[0]
+    if len(r) > 0:
+        # Beside the row x is -inf, which a scale may turn around.
+        u = tl.where(mask, u * r[0], u)
+    if x[2].type.is_block():
+        u = tl.where(x[2] == _LOWEST, _LOWEST, u + x[2])
+    return u
+
+
+@triton.jit
+def _numbers(top, sums, KIND: tl.constexpr):
+    if KIND == _LOGARITHM:
+        found = top, tl.log(sums[0])
+        if len(sums) == 2:
+            found = found + (sums[1] / sums[0],)
+    else:
+        total = sums[0]
+        if KIND == _MASKED:
+            # A row in which no position takes part is 0.
+            total = tl.where(total == 0.0, 1.0, total)
+        share = 1.0 / total
+        found = top, share
+        if len(sums) == 2:
+            found = found + (sums[1] * share,)
+    return found
+
+
+@triton.jit
+def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, KIND: tl.constexpr):
+    u = _logits(x, r, mask)
+    top = tl.max(u, axis=1)[:, None]
+    if KIND == _MASKED:
+        top = _finite(top)
+    weights = tl.exp(u - top)
+    if x[1].type.is_block():
+        sums = sums_of((weights, weights * x[1]), 2)
+    else:
+        sums = sums_of((weights,))
+    return _numbers(top, sums, KIND)
+
+
+@triton.jit
 def _fwd_fold(state, x, p, r, anchor, mask):
     # The maximum is that of the whole row, so that each element takes one exponential and each tile one reduction.
-    top = tl.maximum(state[0], tl.max(x[0], axis=1)[:, None])
+    u = _logits(x, r, mask)
+    top = tl.maximum(state[0], tl.max(u, axis=1)[:, None])
     shift = _finite(top)
     scale = tl.exp(state[0] - shift)
-    weights = tl.exp(x[0] - shift)
+    weights = tl.exp(u - shift)
     if x[1].type.is_block():
         found = top, state[1] * scale + weights, state[2] * scale + weights * x[1]
     else:
@@ -62,57 +108,68 @@ def _fwd_fold(state, x, p, r, anchor, mask):
 
 @triton.jit
 def _fwd_merge(
-    state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
+    state, anchor, sizes, num_cols: tl.constexpr, KIND: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
 ):
-    HAS_X_DOT: tl.constexpr = len(state) == 3
     # A row of nothing but -inf becomes NaN where its slices are merged, which it would when it is written.
     top = state[0] if LEVEL == 1 else tl.max(state[0], axis=1)[:, None]
+    if KIND == _MASKED and LAST:
+        top = _finite(top)
     scale = 1.0 if LEVEL == 1 else tl.exp(state[0] - top)
-    if HAS_X_DOT:
+    if len(state) == 3:
         sums = sums_of((state[1] * scale, state[2] * scale), 2)
     else:
         sums = sums_of((state[1] * scale,))
-    if HAS_X_DOT:
-        found = (top, tl.log(sums[0]), sums[1] / sums[0]) if LAST else (top, sums[0], sums[1])
-    else:
-        found = (top, tl.log(sums[0])) if LAST else (top, sums[0])
-    return found
+    return _numbers(top, sums, KIND) if LAST else (top,) + sums
 
 
 @triton.jit
-def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def _log_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_dot = nothing()
     if x[1].type.is_block():
         y_dot = x[1] - s[2]
     return x[0] - s[0] - s[1], y_dot
 
 
+@triton.jit
+def _share_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y = tl.exp(_logits(x, r, mask) - s[0]) * s[1]
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = _scaled(y * (x[1] - s[2]), r)
+    return y, y_dot
+
+
 @stride_independent_jit
 def log_softmax_fwd_kernel(
     x_ptr, x_segment_stride, x_row_stride, x_col_stride,
     x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    mask_ptr, mask_segment_stride, mask_row_stride, mask_col_stride, scale_low, scale_high,
     y_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    LOG: tl.constexpr,
 ):  # fmt: skip
     """y, of x in its dtype as in torch; and the tangent of y where there is one of x."""
     row_op(
-        (x_ptr, x_dot_ptr),
-        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
+        (x_ptr, x_dot_ptr, mask_ptr),
+        ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (mask_segment_stride, mask_row_stride, mask_col_stride)),
         (), (), (), 0, (y_ptr, y_dot_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None, None), parts_ptr, num_splits, num_rows,
-        _fwd_emit, (_LOWEST, 0.0) if x_dot_ptr is None else (_LOWEST, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL,
-        ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge, OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, ROW_STATES=1,
+        _log_emit if LOG else _share_emit, (_LOWEST, 0.0) if x_dot_ptr is None else (_LOWEST, 0.0, 0.0), num_cols,
+        DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES,
+        BLOCK_SPLITS, STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge,
+        EPS=_LOGARITHM if LOG else (_SHARE if mask_ptr is None else _MASKED),
+        OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, ROW_STATES=1, scale_low=scale_low, scale_high=scale_high,
     )  # fmt: skip
 
 
-# Pairing: y_bar, y and x_dot; the sums of y_bar and of p * x_dot.
+# Pairing: y_bar, y and x_dot; the sums of y_bar and of p * x_dot, or of y * y_bar and of y * x_dot.
 
 
 @triton.jit
-def _pairing_terms(x, p, r, mask):
+def _log_pairing_terms(x, p, r, mask):
     weighted = nothing()
     if x[2].type.is_block():
         weighted = tl.exp(x[1]) * x[2]
@@ -120,7 +177,7 @@ def _pairing_terms(x, p, r, mask):
 
 
 @triton.jit
-def _pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def _log_pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
     if s[1].type.is_block():
         y_bar_bar = x[2] - s[1]
@@ -133,16 +190,43 @@ def _pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return y_bar_bar, output_bar, x_dot_bar
 
 
+@triton.jit
+def _pairing_terms(x, p, r, mask):
+    total, dot_total = nothing(), nothing()
+    if x[0].type.is_block():
+        total = x[1] * x[0]
+    if x[2].type.is_block():
+        dot_total = x[1] * x[2]
+    return total, dot_total
+
+
+@triton.jit
+def _pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
+    if s[1].type.is_block():
+        change = x[2] - s[1]
+        if x[1].type.is_block():
+            y_bar_bar = _scaled(x[1] * change, r)
+        if s[0].type.is_block():
+            output_bar = _scaled(x[0] * change - x[2] * s[0], r)
+    if s[0].type.is_block():
+        change_bar = x[0] - s[0]
+        if x[1].type.is_block():
+            x_dot_bar = _scaled(x[1] * change_bar, r)
+    return y_bar_bar, output_bar, x_dot_bar
+
+
 @stride_independent_jit
 def log_softmax_pairing_kernel(
     y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
     y_ptr, y_segment_stride, y_row_stride, y_col_stride,
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride, scale_low, scale_high,
     y_bar_bar_ptr, output_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
     parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    LOG: tl.constexpr,
 ):  # fmt: skip
     """The derivatives of the pairing for which there is memory; the others' operands may be absent."""
     row_op(
@@ -151,22 +235,25 @@ def log_softmax_pairing_kernel(
          (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
         (), (), (), 0, (y_bar_bar_ptr, output_bar_ptr, x_dot_bar_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
-        _pairing_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_pairing_terms,
-        WANTED=(0 if y_bar_ptr is None else 1) + (0 if y_bar_bar_ptr is None else 2),
+        _log_pairing_emit if LOG else _pairing_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        TERMS=_log_pairing_terms if LOG else _pairing_terms,
+        WANTED=(0 if y_bar_ptr is None else 1) + (0 if (y_bar_bar_ptr if LOG else x_dot_ptr) is None else 2),
+        scale_low=scale_low, scale_high=scale_high,
     )  # fmt: skip
 
 
-# JVP of the vjp: y_bar, y, y_bar_dot and y_dot; the sums of y_bar and of y_bar_dot.
+# JVP of the vjp: y_bar, y, y_bar_dot and y_dot; the sums of y_bar and of y_bar_dot, or of y * y_bar and of the tangent
+# of that.
 
 
 @triton.jit
-def _bwd_jvp_terms(x, p, r, mask):
+def _log_bwd_jvp_terms(x, p, r, mask):
     return x[0], x[2]
 
 
 @triton.jit
-def _bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def _log_bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     if not s[0].type.is_block():
         change = s[1]
     elif s[1].type.is_block():
@@ -177,16 +264,38 @@ def _bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return (x[2] + change if x[2].type.is_block() else change,)
 
 
+@triton.jit
+def _bwd_jvp_terms(x, p, r, mask):
+    total = nothing()
+    if not x[3].type.is_block():
+        change = x[1] * x[2]
+    else:
+        total = x[1] * x[0]
+        change = x[3] * x[0]
+        if x[2].type.is_block():
+            change += x[1] * x[2]
+    return total, change
+
+
+@triton.jit
+def _bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    change = x[1] * (x[2] - s[1] if x[2].type.is_block() else -s[1])
+    if x[3].type.is_block():
+        change += x[3] * (x[0] - s[0])
+    return (_scaled(change, r),)
+
+
 @stride_independent_jit
 def log_softmax_bwd_jvp_kernel(
     y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
     y_ptr, y_segment_stride, y_row_stride, y_col_stride,
     y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
-    y_dot_ptr, y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride,
+    y_dot_ptr, y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride, scale_low, scale_high,
     x_bar_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    LOG: tl.constexpr,
 ):  # fmt: skip
     """Tangent of x_bar; y_bar is absent where y_dot is."""
     row_op(
@@ -196,7 +305,9 @@ def log_softmax_bwd_jvp_kernel(
          (y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride)),
         (), (), (), 0, (x_bar_dot_ptr,), (out_segment_stride, out_row_stride, out_col_stride), (None, None),
         parts_ptr, num_splits, num_rows,
-        _bwd_jvp_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_jvp_terms,
-        WANTED=(0 if y_bar_ptr is None else 1) + (0 if y_bar_dot_ptr is None else 2),
+        _log_bwd_jvp_emit if LOG else _bwd_jvp_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        TERMS=_log_bwd_jvp_terms if LOG else _bwd_jvp_terms,
+        WANTED=(0 if y_bar_ptr is None else 1) + (0 if LOG and y_bar_dot_ptr is None else 2),
+        scale_low=scale_low, scale_high=scale_high,
     )  # fmt: skip

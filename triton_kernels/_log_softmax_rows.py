@@ -1,4 +1,4 @@
-"""Launches that the launchers of log-softmax share, of first and of second order."""
+"""Launches that the launchers of log-softmax and softmax share, of first and of second order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from triton_kernels import launch
-from triton_kernels._log_softmax_kernels import log_softmax_pairing_kernel
+from triton_kernels._log_softmax_kernels import (
+    log_softmax_bwd_jvp_kernel,
+    log_softmax_fwd_kernel,
+    log_softmax_pairing_kernel,
+)
 from triton_kernels._row_launch import Operands, RowSums, launch_rows
 from triton_kernels._row_view import reduction_view
-from triton_kernels._runtime import accumulation_dtype, device_guard
+from triton_kernels._runtime import accumulation_dtype, device_guard, float64_bits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -75,15 +79,95 @@ def launch_log_softmax(
         launch_rows(kernel, operands, plan, sums, writes, **constants)
 
 
-def launch_pairing(
-    y_bar: Tensor | None, y: Tensor, x_dot: Tensor | None, dim: int, outputs: Sequence[Tensor | None]
+def scale_bits(scale: float | None) -> dict[str, int | None]:
+    """A factor as the kernels take it; None for none, and for 1."""
+    low, high = (None, None) if scale in (None, 1.0) else float64_bits(scale)
+    return {"scale_low": low, "scale_high": high}
+
+
+def launch_forward(
+    x: Tensor,
+    mask: Tensor | None,
+    x_dot: Tensor | None,
+    y: Tensor,
+    y_dot: Tensor | None,
+    dim: int,
+    scale: float | None = None,
 ) -> None:
-    """Launch what writes the wanted ones of y_bar_bar, output_bar and x_dot_bar; only what they take is read."""
+    """Launch what writes y, and its tangent if there is one of x: of softmax with a scale, else of log-softmax."""
+    if mask is not None and mask.dtype == torch.bool:
+        # Bytes, because Triton has no pointers to bool of its own.
+        mask = mask.view(torch.uint8)
+    inputs, outputs = {"x": x, "x_dot": x_dot, "mask": mask}, {"y": y, "y_dot": y_dot}
+    sums = RowSums(2 if x_dot is None else 3, [name for name, tensor in inputs.items() if tensor is not None])
+    dtypes = [y.dtype] if x_dot is None else [y.dtype, x_dot.dtype]
+    constants = {"LOG": scale is None, **scale_bits(scale)}
+    launch_log_softmax(log_softmax_fwd_kernel, inputs, outputs, dim, sums, dtypes=dtypes, **constants)
+
+
+def launch_pairing(
+    y_bar: Tensor | None,
+    y: Tensor,
+    x_dot: Tensor | None,
+    dim: int,
+    outputs: Sequence[Tensor | None],
+    scale: float | None = None,
+) -> None:
+    """Launch what writes the wanted ones of y_bar_bar, output_bar and x_dot_bar; only what they take is read.
+
+    With a scale they are those of softmax, else of log-softmax.
+    """
     y_bar_bar, output_bar, x_dot_bar = outputs
+    is_log = scale is None
     takes_y_bar, takes_x_dot = (output_bar is not None or out is not None for out in (x_dot_bar, y_bar_bar))
+    # Products with y_bar are sums of softmax alone.
+    sums_x_dot = y_bar_bar is not None if is_log else takes_x_dot
+    writes_y = takes_y_bar if is_log else y_bar_bar is not None or x_dot_bar is not None
+    writes_y_bar = x_dot_bar is not None if is_log else takes_y_bar
     inputs = {"y_bar": y_bar if takes_y_bar else None, "y": y, "x_dot": x_dot if takes_x_dot else None}
-    summed = ["y_bar"] * takes_y_bar + ["y", "x_dot"] * (y_bar_bar is not None)
-    writes = ["y"] * takes_y_bar + ["x_dot"] + ["y_bar"] * (x_dot_bar is not None)
-    sums = RowSums(2, summed, takes_y_bar + (y_bar_bar is not None))
+    summed = ["y_bar"] * takes_y_bar + ["y"] * (sums_x_dot or not is_log) + ["x_dot"] * sums_x_dot
+    writes = ["y"] * writes_y + ["x_dot"] + ["y_bar"] * writes_y_bar
+    sums = RowSums(2, summed, takes_y_bar + sums_x_dot)
     named = {"y_bar_bar": y_bar_bar, "output_bar": output_bar, "x_dot_bar": x_dot_bar}
-    launch_log_softmax(log_softmax_pairing_kernel, inputs, named, dim, sums, writes)
+    constants = {"LOG": is_log, **scale_bits(scale)}
+    launch_log_softmax(log_softmax_pairing_kernel, inputs, named, dim, sums, writes, **constants)
+
+
+def pairing_of(
+    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool], scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The wanted results of `launch_pairing`; the others have no elements."""
+    outputs = [
+        torch.empty(y.shape, dtype=like.dtype, device=y.device) if want else None
+        for like, want in zip((y_bar, y, x_dot), wanted, strict=True)
+    ]
+    launch_pairing(y_bar, y, x_dot, dim, outputs, scale)
+    y_bar_bar, output_bar, x_dot_bar = (y.new_empty(0) if out is None else out for out in outputs)
+    return y_bar_bar, output_bar, x_dot_bar
+
+
+def bwd_jvp_of(
+    y_bar: Tensor,
+    y: Tensor,
+    y_bar_dot: Tensor | None,
+    y_dot: Tensor | None,
+    dim: int,
+    x_dtype: torch.dtype,
+    scale: float | None = None,
+) -> Tensor:
+    """The tangent of x_bar for those of y_bar and y; of softmax with a scale, else of log-softmax."""
+    if y_bar_dot is None and y_dot is None:
+        return torch.zeros(y.shape, dtype=x_dtype, device=y.device)
+    x_bar_dot = torch.empty(y.shape, dtype=x_dtype, device=y.device)
+    inputs = {"y_bar": None if y_dot is None else y_bar, "y": y, "y_bar_dot": y_bar_dot, "y_dot": y_dot}
+    present = [name for name, tensor in inputs.items() if tensor is not None]
+    if scale is None:
+        summed = [name for name in present if name.startswith("y_bar")]
+        sums, writes, num_results = RowSums(2, summed, len(summed)), ("y", "y_bar_dot", "y_dot"), 1
+    else:
+        # Both sums take products of all tensors: in as many registers as two results.
+        num_results = 1 if y_dot is None else 2
+        sums, writes = RowSums(2, present, num_results), tuple(inputs)
+    constants = {"LOG": scale is None, "num_results": num_results, **scale_bits(scale)}
+    launch_log_softmax(log_softmax_bwd_jvp_kernel, inputs, {"x_bar_dot": x_bar_dot}, dim, sums, writes, **constants)
+    return x_bar_dot

@@ -51,6 +51,8 @@ BATCH_DEPENDENT = {
     "count",
     "momentum_low",
     "momentum_high",
+    "scale_low",
+    "scale_high",
 }
 
 

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kernels._log_softmax_kernels import log_softmax_fwd_kernel
-from triton_kernels._log_softmax_rows import launch_log_softmax, launch_pairing
-from triton_kernels._row_launch import RowSums
+from triton_kernels._log_softmax_rows import launch_forward, launch_pairing
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -41,10 +39,7 @@ def log_softmax_fwd(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Te
         `y`, contiguous, with the shape of `x`. A row of which all elements are -inf, or one is +inf or NaN, is NaN.
     """
     y = torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
-    outputs = {"y": y, "y_dot": None}
-    launch_log_softmax(
-        log_softmax_fwd_kernel, {"x": x, "x_dot": None}, outputs, dim, RowSums(2, ("x",)), dtypes=[y.dtype]
-    )
+    launch_forward(x, None, None, y, None, dim)
     return y
 
 
@@ -62,9 +57,7 @@ def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.
         `y` of `log_softmax_fwd`, and `y_dot = x_dot - sum(exp(y) * x_dot)`, like `y`.
     """
     y, y_dot = (torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for _ in range(2))
-    inputs, outputs = {"x": x, "x_dot": x_dot}, {"y": y, "y_dot": y_dot}
-    dtypes = [y.dtype, x_dot.dtype]
-    launch_log_softmax(log_softmax_fwd_kernel, inputs, outputs, dim, RowSums(3, ("x", "x_dot")), dtypes=dtypes)
+    launch_forward(x, None, x_dot, y, y_dot, dim)
     return y, y_dot
 
 

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from triton_kernels._log_softmax_kernels import log_softmax_bwd_jvp_kernel
-from triton_kernels._log_softmax_rows import launch_log_softmax, launch_pairing
-from triton_kernels._row_launch import RowSums
+from triton_kernels._log_softmax_rows import bwd_jvp_of, pairing_of
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
 __all__ = ["log_softmax_bwd_jvp", "log_softmax_pairing"]
@@ -49,13 +46,7 @@ def log_softmax_pairing(
         - `output_bar = -p * x_dot * sum(y_bar)`, in the dtype of `y`;
         - `x_dot_bar = y_bar - p * sum(y_bar)`, in the dtype of `x_dot`.
     """
-    outputs = [
-        torch.empty(y.shape, dtype=like.dtype, device=y.device) if want else None
-        for like, want in zip((y_bar, y, x_dot), wanted, strict=True)
-    ]
-    launch_pairing(y_bar, y, x_dot, dim, outputs)
-    y_bar_bar, output_bar, x_dot_bar = (y.new_empty(0) if out is None else out for out in outputs)
-    return y_bar_bar, output_bar, x_dot_bar
+    return pairing_of(y_bar, y, x_dot, dim, wanted)
 
 
 @tunable
@@ -75,12 +66,4 @@ def log_softmax_bwd_jvp(
     Returns:
         `x_bar_dot`, contiguous, with the shape of `y` and dtype `x_dtype`.
     """
-    if y_bar_dot is None and y_dot is None:
-        return torch.zeros(y.shape, dtype=x_dtype, device=y.device)
-    x_bar_dot = torch.empty(y.shape, dtype=x_dtype, device=y.device)
-    inputs = {"y_bar": None if y_dot is None else y_bar, "y": y, "y_bar_dot": y_bar_dot, "y_dot": y_dot}
-    summed = [name for name in ("y_bar", "y_bar_dot") if inputs[name] is not None]
-    sums = RowSums(2, summed, len(summed))
-    writes = ("y", "y_bar_dot", "y_dot")
-    launch_log_softmax(log_softmax_bwd_jvp_kernel, inputs, {"x_bar_dot": x_bar_dot}, dim, sums, writes)
-    return x_bar_dot
+    return bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype)

@@ -46,6 +46,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triton_kernels._runtime import float64_of_bits
 from triton_kernels.tiles import (
     add_tiles,
     aligned,
@@ -119,6 +120,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None, MERGE: tl.constexpr = None,
     WANTED: tl.constexpr = 65535, EPS: tl.constexpr = 0.0, OTHER: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None,
     ROW_STATES: tl.constexpr = 0, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None,
+    scale_low=None, scale_high=None,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
 
@@ -163,6 +165,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         ROWS: Numbers of a row, or None.
         NUMBERS: If given, the statistics end with these, or `nothing()` for zeros, and the parameters with the numbers
             of the columns.
+        scale_low: If given, the statistics end with a factor, of which these are the bits (see `float64_bits`).
+        scale_high: Likewise.
     """
     ALL: tl.constexpr = 65535
     NUM_X: tl.constexpr = len(x_strides)
@@ -181,6 +185,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
     if NUMBERS is not None:
         r = r + as_tiles(NUMBERS, DTYPE)
+    if scale_low is not None:
+        r = r + (tl.full((1, 1), float64_of_bits(scale_low, scale_high), DTYPE),)
 
     if MODE == "whole":
         cols = lanes.to(tl.int64)

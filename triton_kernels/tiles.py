@@ -72,6 +72,8 @@ def load_tiles(
 ):  # fmt: skip
     """Tiles of full-size operands in `DTYPE`, those with a bit in `READS`; the first is rounded to `ROUNDED` before.
 
+    Bytes are a boolean mask: 0 where they are true, else -inf.
+
     Columns past the end are zero, of the first operand `OTHER`. Rows past the end are zero: nobody stores them.
     """
     mask = row_mask & col_mask
@@ -89,6 +91,8 @@ def load_tiles(
                 tile = tl.load(addresses, mask=mask, other=padding, eviction_policy=POLICY)
             if ROUNDED is not None and i == 0:
                 tile = cast(tile, ROUNDED)
+            if addresses.dtype.element_ty == tl.uint8:
+                tile = tl.where(tile == 0, float("-inf"), 0.0)
             tiles = tiles + (cast(tile, DTYPE),)
     return tiles
 

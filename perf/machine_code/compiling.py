@@ -141,6 +141,9 @@ def watch_launches(chip_name: str, workload: list[Workload], callback: Callable[
 def _width(tensor: torch.Tensor, workload: Workload) -> int | None:
     if tensor.nbytes < _LARGE_SHARE * workload.pass_bytes:
         return None
+    if tensor.dtype == torch.uint8:
+        # A thread has as many elements of a mask as of x beside it.
+        return math.gcd(_MAX_ACCESS_BYTES // workload.torch_dtype.itemsize, workload.run)
     return math.gcd(_MAX_ACCESS_BYTES, workload.run * tensor.element_size(), tensor.data_ptr() % _MAX_ACCESS_BYTES)
 
 

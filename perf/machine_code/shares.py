@@ -49,11 +49,11 @@ _EMPTY_TILES = "a third of the columns of a tile are empty"
 _MERGES = "7 x 7 positions begin anywhere, and merges have room for the partial results of every batch size"
 KNOWN_SHARES = (
     (r"layer_norm 8192x4097 ", 1.1, _ONE_BY_ONE),
-    (r"log_softmax \S*x(4097 |50257 bfloat16)", 0.95, _ONE_BY_ONE),
+    (r"(log_)?softmax \S*x(4097 |50257 bfloat16)", 0.95, _ONE_BY_ONE),
     (r"batch_norm 64x1001x14x14 ", 1.4, _ONE_BY_ONE),
     (r"batch_norm 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 2.4, _MERGES),
     (r"batch_norm 64x1024x14x14 bfloat16 (?!channels_last)", 1.15, "planes of 196 elements are loaded by fours"),
-    (r"log_softmax 16x21x512x512 ", 1.6, "a tile has room for 32 classes, of which there are 21"),
+    (r"(log_)?softmax 16x21x512x512 ", 1.6, "a tile has room for 32 classes, of which there are 21"),
     (r"batch_norm 64x2048x7x7 bfloat16 channels_last (forward|jvp|backward)", 1.25, _MERGES),
     (r"batch_norm 8192x1024 bfloat16 (forward|jvp)", 0.95, _FEW_STEPS),
     (r"batch_norm 8192x1024 bfloat16 backward", 0.7, _FEW_STEPS),
@@ -63,12 +63,12 @@ KNOWN_SHARES = (
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.05, _EMPTY_TILES),
     (r"layer_norm 8192x(1600|5124) ", 1.05, _EMPTY_TILES),
-    (r"log_softmax 8192x5124 ", 0.75, _EMPTY_TILES),
+    (r"(log_)?softmax 8192x5124 ", 0.75, _EMPTY_TILES),
     (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 0.85, "five operands in float32, a quarter of them empty"),
     (r"layer_norm 32768x256 bfloat16 hvp", 0.75, "sums of rows that share a warp"),
     (r"layer_norm 262144x24 bfloat16 (forward|backward)", 0.75, "a quarter of a tile is empty"),
     (
-        r"log_softmax (16x5000x96 float32|65536x24 bfloat16) forward",
+        r"(log_)?softmax (16x5000x96 float32|65536x24 bfloat16) (masked )?forward",
         0.7,
         "an exponential for each element, and part of the tile empty",
     ),

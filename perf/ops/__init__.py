@@ -7,9 +7,10 @@ from perf.ops.dropout import DROPOUT
 from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.log_softmax import LOG_SOFTMAX
 from perf.ops.rms_norm import RMS_NORM
+from perf.ops.softmax import SOFTMAX
 
 CASES = (
-    *(LAYER_NORM, RMS_NORM, LOG_SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY, BATCH_NORM, BATCH_NORM_EVAL),
+    *(LAYER_NORM, RMS_NORM, LOG_SOFTMAX, SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY, BATCH_NORM, BATCH_NORM_EVAL),
     *(DROPOUT, ATTENTION),
 )
 # One for all ops that call the same primitives.

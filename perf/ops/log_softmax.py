@@ -93,8 +93,8 @@ _RESIZED = (
 )
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
-    """It has no parameters: the pairing has derivatives of y_bar, y and the tangent of x."""
+def softmax_calls(workload: Workload, mode: str, is_drawn: bool, kind: type[LogSoftmax] = LogSoftmax) -> list[Call]:
+    """Without parameters: the pairing has derivatives of y_bar, y and the tangent of x."""
     every, wanted = (
         (True, True, True),
         {"backward_of_jvp": (False, True, True), "gradient_backward": (False, True, False)},
@@ -108,7 +108,10 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
     }
     x = workload.empty()
     dim = workload.dim % x.dim()
-    operands = LogSoftmax.draw(x.shape, dim, x.dtype) if is_drawn else LogSoftmax(x, x, x, x, x, x, dim=dim)
+    operands = kind.draw(x.shape, dim, x.dtype) if is_drawn else kind(x, x, x, x, x, x, dim=dim)
+    if workload.masked:
+        operands = operands.change(mask=random(*x.shape) > 0 if is_drawn else x.new_empty(x.shape, dtype=torch.bool))
+        operands = operands.change(scale=0.7)
     return operands.steps(steps.get(mode, [("pairing", (), wanted.get(mode, every))]), {"x_dtype": x.dtype})
 
 
@@ -155,7 +158,7 @@ LOG_SOFTMAX = Op(
     ),
     other_workloads=_OTHER,
     resized=_RESIZED,
-    calls=_calls,
+    calls=softmax_calls,
     modes=(*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results"),
     options=lambda workload: {"dim": workload.dim},
     # It keeps y and not x: the cotangent of y goes on to x.

@@ -35,7 +35,8 @@ class Workload:
         affine: Whether a norm has a weight and a bias.
         key_heads: Heads of the keys and values of attention; 0 for as many as the queries have.
         causal: Whether a token sees only those before it, and itself.
-        masked: Whether attention has a bias, a mask and dropout, which no step of the suite has.
+        masked: Whether attention has a bias, a mask and dropout, or softmax a scale and a mask, which no step of the
+            suite has.
         modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
         quick: Whether it is one of the few of a quick run.
         whole: Whether a full run measures all of its modes, as it does of the quick ones; the others' `BASIC_MODES`.

@@ -228,25 +228,46 @@ def is_plain_batch_norm(
     return not training or running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)
 
 
-def log_softmax(label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None) -> None:
-    """Raise unless `dim` is an axis of `x` and the dtypes are floating point."""
+def softmax(
+    op_name: str, label: str, x: Tensor, dim: int | None, dtype: torch.dtype | None, mask: Tensor | None = None
+) -> None:
+    """Raise unless `dim` is an axis of `x`, the dtypes are floating point, and the mask fits `x`."""
     if dtype is None:
-        floating("log_softmax", label, x.dtype, " Pass dtype= to convert it.")
+        floating(op_name, label, x.dtype, " Pass dtype= to convert it.")
     else:
-        floating("log_softmax", "the result", dtype)
+        floating(op_name, "the result", dtype)
         if x.is_complex():
-            raise DtypeError(f"log_softmax: {label} must be real, got {x.dtype}.")
+            raise DtypeError(f"{op_name}: {label} must be real, got {x.dtype}.")
+    if mask is not None:
+        _mask(op_name, label, x, dtype, mask)
     if dim is None:
         return
     if not _is_integer(dim):
-        raise DtypeError(f"log_softmax: dim must be an int, got {type(dim).__name__}.")
+        raise DtypeError(f"{op_name}: dim must be an int, got {type(dim).__name__}.")
     ndim = max(x.dim(), 1)
     if not -ndim <= dim < ndim:
-        raise AxisError(f"log_softmax: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")
+        raise AxisError(f"{op_name}: dim must be in [{-ndim}, {ndim - 1}] for {label} of {x.dim()} axes, got {dim}.")
 
 
-def is_plain_log_softmax(x: Any, dim: Any, dtype: Any) -> bool:
-    """Whether this passes `log_softmax`, and needs no look at trees."""
+def _mask(op_name: str, label: str, x: Tensor, dtype: torch.dtype | None, mask: Tensor) -> None:
+    """Raise unless the mask can be broadcast to `x`, and is boolean or of a dtype that sums of it are taken in."""
+    last = x.shape[x.dim() - mask.dim() :] if mask.dim() <= x.dim() else ()
+    if mask.dim() > x.dim() or any(n not in (1, full) for n, full in zip(mask.shape, last, strict=True)):
+        raise ShapeError(
+            f"{op_name}: mask must broadcast to the shape {_list(x.shape)} of {label}, got {_list(mask.shape)}."
+        )
+    if mask.device != x.device:
+        raise DeviceError(f"{op_name}: mask must be on the device of {label}, {x.device}, got {mask.device}.")
+    is_wide = torch.float64 in (x.dtype, dtype)
+    if mask.dtype != torch.bool and mask.dtype not in (FLOATING if is_wide else FLOATING[:-1]):
+        raise DtypeError(
+            f"{op_name}: mask must have dtype bool, true where a position takes part, or one of float16, bfloat16 and "
+            f"float32, or float64 beside float64, got {mask.dtype} for {label} of dtype {x.dtype}."
+        )
+
+
+def is_plain_softmax(x: Any, dim: Any, dtype: Any) -> bool:
+    """Whether this passes `softmax` without a mask, and needs no look at trees."""
     return (
         dtype is None
         and type(dim) is int

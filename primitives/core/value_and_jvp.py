@@ -27,7 +27,8 @@ def value_and_jvp(value: Primitive, jvp: Primitive) -> Primitive:
 
     Args:
         value: Operator with a jvp rule that is one call of `jvp`.
-        jvp: Operator whose arguments are arguments or outputs of `value`, and tangents: all others.
+        jvp: Operator whose arguments are arguments or outputs of `value`, and tangents: all others. Where an argument
+            has a tangent that is not among them, the two are called one after the other.
     """
     of_value, of_jvp = value.spec, jvp.spec
     count = len(of_value.outputs)
@@ -72,12 +73,15 @@ def value_and_jvp(value: Primitive, jvp: Primitive) -> Primitive:
         return *values, *record(jvp, get_jvp_args((*args, *values)), outputs[count:])
 
     fused.rules.define("autograd", recorded)
-    get_dots = tuple_getter([of_value.tensors.index(name.removesuffix("_dot")) for name in dots])
+    pushed = [name.removesuffix("_dot") for name in dots]
+    get_dots = tuple_getter([of_value.tensors.index(name) for name in pushed])
+    others = [of_value.tensors.index(name) for name in of_value.tensors if name not in pushed]
 
     def at_once(args: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
-        given = get_dots(tangents)
-        # A tangent of another argument, such as a running statistic, is none of any output.
-        return None if all(dot is None for dot in given) else fused(*args, *given)
+        # A tangent of another argument, such as a mask or a running statistic, is for the jvp rule to see.
+        if any(tangents[i] is not None for i in others):
+            return None
+        return fused(*args, *get_dots(tangents))
 
     value.rules.define("value_and_jvp", at_once)
     return fused

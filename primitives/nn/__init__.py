@@ -1,6 +1,6 @@
 """Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behavior."""
 
-from primitives.nn._convert import convert, converted, register_converter, revert
+from primitives.nn._convert import convert, converted, revert
 from primitives.nn._modules import (
     BatchNorm1d,
     BatchNorm2d,
@@ -13,6 +13,9 @@ from primitives.nn._modules import (
     MultiheadAttention,
     NLLLoss,
     RMSNorm,
+    Softmax,
+    Softmax2d,
+    Softmin,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
@@ -29,10 +32,12 @@ __all__ = [
     "MultiheadAttention",
     "NLLLoss",
     "RMSNorm",
+    "Softmax",
+    "Softmax2d",
+    "Softmin",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "convert",
     "converted",
-    "register_converter",
     "revert",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from primitives import functional
 from primitives._override import override_except_dropout
+from primitives.core.errors import ShapeError
 from primitives.core.overrides import cumulative_weight, is_overriding
 from primitives.core.write_back import count_up
 
@@ -31,6 +32,9 @@ __all__ = [
     "OfThisPackage",
     "Overridden",
     "RMSNorm",
+    "Softmax",
+    "Softmax2d",
+    "Softmin",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]
@@ -100,6 +104,47 @@ class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
     def forward(self, input: Tensor) -> Tensor:
         """Logarithm of the softmax of `input` over axis `dim`."""
         return functional.log_softmax(input, self.dim, _stacklevel=7)
+
+
+class Softmax(OfThisPackage, torch.nn.Softmax):
+    """`torch.nn.Softmax` on `primitives.functional.softmax`.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """The softmax of `input` over axis `dim`."""
+        return functional.softmax(input, self.dim, _stacklevel=7)
+
+
+class Softmin(OfThisPackage, torch.nn.Softmin):
+    """`torch.nn.Softmin` on `primitives.functional.softmin`.
+
+    Shape:
+        Input and output `[*]`, or a pytree of such tensors.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """The softmax of `-input` over axis `dim`."""
+        return functional.softmin(input, self.dim, _stacklevel=7)
+
+
+class Softmax2d(OfThisPackage, torch.nn.Softmax2d):
+    """`torch.nn.Softmax2d` on `primitives.functional.softmax`.
+
+    Shape:
+        Input and output `[N, C, H, W]` or `[C, H, W]`.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """The softmax of `input` over its channels."""
+        if input.dim() not in (3, 4):
+            raise ShapeError(f"Softmax2d: input must have 3 or 4 axes, [N, C, H, W], got {list(input.shape)}.")
+        return functional.softmax(input, -3)
 
 
 class CrossEntropyLoss(OfThisPackage, torch.nn.CrossEntropyLoss):
@@ -287,6 +332,7 @@ class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder)
 torch.serialization.add_safe_globals(
     [
         *(BatchNorm1d, BatchNorm2d, BatchNorm3d, CrossEntropyLoss, Dropout, LayerNorm, LogSoftmax),
-        *(MultiheadAttention, NLLLoss, RMSNorm, TransformerEncoder, TransformerEncoderLayer),
+        *(MultiheadAttention, NLLLoss, RMSNorm, Softmax, Softmax2d, Softmin),
+        *(TransformerEncoder, TransformerEncoderLayer),
     ]
 )

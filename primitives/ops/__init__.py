@@ -11,3 +11,4 @@ from primitives.ops import layer_norm_second_order as layer_norm_second_order
 from primitives.ops import linear_cross_entropy as linear_cross_entropy
 from primitives.ops import log_softmax_second_order as log_softmax_second_order
 from primitives.ops import philox as philox
+from primitives.ops import softmax as softmax

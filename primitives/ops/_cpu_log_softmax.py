@@ -34,7 +34,7 @@ class _Block(NamedTuple):
     spare: Tensor
 
 
-def _blocks(dim: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[_Block]:
+def row_blocks_along(dim: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Iterator[_Block]:
     """Blocks of rows; what all of them need beside the tensors is allocated once, since fresh memory is slow."""
     y = outputs[0]
     shape = (y.shape[:dim].numel(), y.shape[dim], y.shape[dim:].numel() // y.shape[dim])
@@ -64,16 +64,16 @@ def forward(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor | N
     if x.numel() == 0:
         return None
     x = cast(x.contiguous(), output_dtype or x.dtype)
-    if _sums_are_short(x, dim):
+    if sums_are_short(x, dim):
         return torch._log_softmax(x, dim, False)
     out = torch.empty_like(x)
-    for (x_block,), (out_block,), spare in _blocks(dim, [x], [out]):
+    for (x_block,), (out_block,), spare in row_blocks_along(dim, [x], [out]):
         torch.sub(x_block, x_block.amax(1, keepdim=True), out=out_block)
         out_block.sub_(torch.exp(out_block, out=spare).sum(1, keepdim=True).log_())
     return out
 
 
-def _sums_are_short(y: Tensor, dim: int) -> bool:
+def sums_are_short(y: Tensor, dim: int) -> bool:
     """Whether `dim` is so short that ATen's own log-softmax may add it up."""
     return y.shape[dim] <= (LONGEST_ROW if dim == y.dim() - 1 else LONGEST_SUM)
 
@@ -82,10 +82,10 @@ def bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor | No
     """x_bar = y_bar - p * sum(y_bar)."""
     if y.numel() == 0:
         return None
-    if _sums_are_short(y, dim):
+    if sums_are_short(y, dim):
         return cast(torch._log_softmax_backward_data(y_bar.contiguous(), y.contiguous(), dim, y.dtype), x_dtype)
     out = torch.empty(y.shape, dtype=x_dtype)
-    for (y_block, y_bar_block), (out_block,), _ in _blocks(dim, [y, y_bar], [out]):
+    for (y_block, y_bar_block), (out_block,), _ in row_blocks_along(dim, [y, y_bar], [out]):
         # Without the spare room, since one tensor more leaves the cache.
         p, total = torch.exp(y_block, out=out_block), y_bar_block.sum(1, keepdim=True)
         torch.addcmul(y_bar_block, p, total, value=-1, out=out_block)
@@ -97,7 +97,7 @@ def jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor | None:
     if y.numel() == 0:
         return None
     out = torch.empty(y.shape, dtype=y.dtype)
-    for (y_block, x_dot_block), (out_block,), spare in _blocks(dim, [y, x_dot], [out]):
+    for (y_block, x_dot_block), (out_block,), spare in row_blocks_along(dim, [y, x_dot], [out]):
         total = torch.exp(y_block, out=spare).mul_(x_dot_block).sum(1, keepdim=True)
         torch.sub(x_dot_block, total, out=out_block)
     return out
@@ -110,7 +110,7 @@ def pairing(
     if y.numel() == 0 or not any(wanted):
         return None
     made = [torch.empty(y.shape, dtype=t.dtype) for t, want in zip((y_bar, y, x_dot), wanted, strict=True) if want]
-    for (y_block, y_bar_block, x_dot_block), out_blocks, spare in _blocks(dim, [y, y_bar, x_dot], made):
+    for (y_block, y_bar_block, x_dot_block), out_blocks, spare in row_blocks_along(dim, [y, y_bar, x_dot], made):
         targets = iter(out_blocks[::-1])
         p, total = torch.exp(y_block, out=spare), y_bar_block.sum(1, keepdim=True)
         if wanted[2]:
@@ -135,7 +135,7 @@ def bwd_jvp(
         return None if y_bar_dot is None else bwd(y_bar_dot, y, dim, x_dtype)
     out = torch.empty(y.shape, dtype=x_dtype)
     inputs = [y, y_dot, y_bar, *([] if y_bar_dot is None else [y_bar_dot])]
-    for (y_block, y_dot_block, y_bar_block, *y_bar_dots), (out_block,), spare in _blocks(dim, inputs, [out]):
+    for (y_block, y_dot_block, y_bar_block, *y_bar_dots), (out_block,), spare in row_blocks_along(dim, inputs, [out]):
         factor = y_dot_block * y_bar_block.sum(1, keepdim=True)
         if not y_bar_dots:
             torch.mul(torch.exp(y_block, out=spare).neg_(), factor, out=out_block)

@@ -38,6 +38,16 @@ def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> li
     return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
 
 
+def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The logits scale * x + mask, and -inf where a position takes no part."""
+    u = x if scale == 1.0 else scale * x
+    if mask is None:
+        return u
+    if mask.dtype == torch.bool:
+        return torch.where(mask, u, -torch.inf)
+    return torch.where(mask == -torch.inf, -torch.inf, u + mask.to(x.dtype))
+
+
 def bind_kernels(op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None) -> None:
     """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
 
@@ -68,7 +78,44 @@ def cast_to_float32(primals: Any) -> Any:
     )
 
 
+def output_in_float32(primals: Any) -> Any:
+    """Autocast rule of the softmaxes, which torch runs in float32 unless a dtype was asked for."""
+    if primals.output_dtype is None and primals.x.dtype in LOW_PRECISION:
+        return primals._replace(output_dtype=torch.float32)
+    return primals
+
+
 # Second order.
+
+
+def output_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
+    """Give the first-order operators that keep the output y alone their rules.
+
+    `pairing` is the gradient of <y_bar, y_dot> in y_bar, y and x_dot.
+    """
+    attributes = [name for name in jvp.spec.arguments if name not in jvp.spec.tensors]
+    names = ("y_bar", "y", "x_dot")
+
+    def options(residuals: Any) -> list[Any]:
+        return [getattr(residuals, name) for name in attributes]
+
+    def gradient(y_bar: Tensor, y: Tensor, x_dot: Tensor, residuals: Any, wanted: Any) -> dict[str, Tensor]:
+        mask = [getattr(wanted, name, False) for name in names]
+        bars = pairing(y_bar, y, x_dot, *options(residuals), mask)
+        return dict(compress(zip(names, bars, strict=True), mask))
+
+    @bwd.def_vjp
+    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        return gradient(residuals.y_bar, residuals.y, cotangents.x_bar, residuals, wanted)
+
+    @jvp.def_vjp
+    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        return gradient(cotangents.y_dot, residuals.y, residuals.x_dot, residuals, wanted)
+
+    @bwd.def_jvp
+    def bwd_tangent(residuals: Any, tangents: Any) -> Tensor:
+        r, t = residuals, tangents
+        return bwd_jvp(r.y_bar, r.y, t.y_bar, t.y, *options(r), r.x_dtype)
 
 
 def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:

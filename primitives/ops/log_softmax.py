@@ -19,7 +19,7 @@ import torch
 
 from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, batch_all, bind_kernels
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, output_in_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,9 +101,4 @@ def _log_softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
 batch_all("dim", log_softmax_p, log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_fwd_jvp_p)
 
 
-@log_softmax_p.def_autocast("cuda")
-def _log_softmax_autocast(primals: Any) -> Any:
-    """Torch runs log-softmax in float32 under CUDA's autocast, unless a dtype was asked for."""
-    if primals.output_dtype is None and primals.x.dtype in LOW_PRECISION:
-        return primals._replace(output_dtype=torch.float32)
-    return primals
+log_softmax_p.def_autocast("cuda")(output_in_float32)

@@ -21,12 +21,11 @@ Third and higher orders, and the jvp of a jvp, differentiate the references.
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_log_softmax as cpu
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, output_second_order, unwanted
 from primitives.ops.log_softmax import log_softmax_bwd_p, log_softmax_jvp_p
 
 if TYPE_CHECKING:
@@ -89,30 +88,7 @@ bind_kernels(log_softmax_pairing_p, "log_softmax_second_order", "log_softmax_pai
 bind_kernels(log_softmax_bwd_jvp_p, "log_softmax_second_order", "log_softmax_bwd_jvp", cpu.bwd_jvp)
 
 
-# Rules of the first-order operators.
-
-
-@log_softmax_bwd_p.def_vjp
-def _log_softmax_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, (wanted.y_bar, wanted.y, False)
-    y_bar_bar, output_bar, _ = log_softmax_pairing_p(r.y_bar, r.y, cotangents.x_bar, r.dim, mask)
-    return dict(compress(zip(("y_bar", "y"), (y_bar_bar, output_bar), strict=False), mask))
-
-
-@log_softmax_jvp_p.def_vjp
-def _log_softmax_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, (False, wanted.y, wanted.x_dot)
-    _, output_bar, x_dot_bar = log_softmax_pairing_p(cotangents.y_dot, r.y, r.x_dot, r.dim, mask)
-    return {
-        name: bar for name, bar, want in zip(("y", "x_dot"), (output_bar, x_dot_bar), mask[1:], strict=True) if want
-    }
-
-
-@log_softmax_bwd_p.def_jvp
-def _log_softmax_bwd_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, t = residuals, tangents
-    return log_softmax_bwd_jvp_p(r.y_bar, r.y, t.y_bar, t.y, r.dim, r.x_dtype)
-
+output_second_order(log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_pairing_p, log_softmax_bwd_jvp_p)
 
 # Batching: the batch is one more axis that the sum does not run over.
 

@@ -1,0 +1,123 @@
+"""Softmax, with a scale and a mask, on the plans and kernels of log-softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from perf.ops.log_softmax import LOG_SOFTMAX, LogSoftmax, softmax_calls
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import FIRST_ORDER, Workload, unnamed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+def _call(
+    functional: Any, x: Tensor, mask: Any = None, dim: int = -1, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    return functional.softmax(x, dim, dtype=dtype, scale=scale, mask=mask)
+
+
+def _torch_softmax(x: Tensor, mask: Any = None, dim: int = -1, scale: float = 1.0) -> Tensor:
+    return torch.softmax(scale * x if mask is None else scale * x + mask, dim)
+
+
+def _true_softmax(
+    x: Tensor, mask: Any = None, dim: int = -1, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    # dtype= means a cast before the operation: a narrower one rounds x.
+    x = scale * (x if dtype is None else x.to(dtype).double())
+    weights = (x if mask is None else x + mask).exp()
+    return weights / weights.sum(dim, keepdim=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax(LogSoftmax):
+    """Operands of softmax."""
+
+    MODULES: ClassVar = ("softmax",)
+
+    mask: Tensor | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> Softmax:
+        """Random operands in some layout, with neither mask nor scale."""
+        drawn: Any = super().draw(shape, dim, dtype, arrange)
+        return drawn.change(y=drawn.y.exp())
+
+
+SOFTMAX = dataclasses.replace(
+    LOG_SOFTMAX,
+    name="softmax",
+    call=_call,
+    function=None,
+    torch_function=_torch_softmax,
+    truth=_true_softmax,
+    arguments=("x", "mask"),
+    parameter_shape=lambda sample, name: sample.shape[1:],
+    samples=make_samples(
+        shapes=[
+            ((13, 31), make_options(dim=0)),
+            ((0, 5), make_options(dim=1)),
+            ((5, 0), make_options(dim=0)),
+            ((1, 1), make_options(dim=-1)),
+            ((3, 257), make_options(dim=1, scale=0.3)),
+            ((2, 5, 3, 4), make_options(dim=1, scale=-1.5)),
+            ((2, 7), make_options(dim=-1, dtype=torch.float32)),
+            ((7, 2), make_options(dim=0, dtype=torch.float16)),
+            ((4, 3), make_options(dim=0, dtype=torch.float64, scale=0.0)),
+            ((9,), make_options(dim=0)),
+        ],
+        absent=[(), ("mask",)],
+        layouts=["contiguous", "transposed", "sliced", "expanded"],
+    ),
+    small=Sample((2, 3, 2), make_options(dim=1, scale=0.7)),
+    tiny=Sample((1, 3), make_options(dim=1, scale=0.7)),
+    large=(
+        Sample((3, 8195), make_options(dim=1), absent=("mask",)),
+        Sample((3, 66_000), make_options(dim=1, scale=0.7)),
+        Sample((8200, 17), make_options(dim=0)),
+    ),
+    not_kept=("x", "mask"),
+    small_workloads=(
+        Workload("rows", "softmax", (6, 20), dtype="float32"),
+        Workload("masked rows", "softmax", (6, 20), dtype="float32", masked=True),
+        Workload("inner", "softmax", (4, 20, 5), dtype="float32", dim=1),
+        Workload("masked inner", "softmax", (4, 20, 5), dtype="float32", dim=1, masked=True),
+    ),
+    gpu_workloads=(
+        Workload("attention rows", "softmax", (32768, 1024), quick=True),
+        Workload("attention rows", "softmax", (8192, 4096), dtype="float32", modes=FIRST_ORDER),
+        Workload("long rows", "softmax", (1024, 131072)),
+        Workload("segmentation", "softmax", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
+    ),
+    cpu_workloads=(Workload("attention rows", "softmax", (2048, 1024), dtype="float32"),),
+    other_workloads=(
+        unnamed("softmax", (32768, 1024), masked=True, modes=FIRST_ORDER),
+        unnamed("softmax", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward")),
+        unnamed("softmax", (8192, 4097), masked=True),
+        unnamed("softmax", (2048, 65536), masked=True, modes=FIRST_ORDER),
+        unnamed("softmax", (512, 512), "float64", masked=True),
+        unnamed("softmax", (16, 5000, 96), "float32", dim=1, masked=True),
+    ),
+    resized=(
+        (unnamed("softmax", (4096, 4096)), (4095, 1008)),
+        (unnamed("softmax", (1024, 131072)), (1023, 400)),
+        (unnamed("softmax", (64, 131072), masked=True), (63, 80)),
+        (unnamed("softmax", (16, 21, 64, 64), dim=1, masked=True), (15, 32)),
+    ),
+    calls=functools.partial(softmax_calls, kind=Softmax),
+)

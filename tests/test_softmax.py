@@ -1,0 +1,132 @@
+"""Softmax with a mask: its derivatives, what takes no part, and rows of which nothing does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+import primitives as pr
+from perf.ops.samples import Sample, make_options
+from perf.ops.softmax import SOFTMAX
+from tests.properties import check_jvp, check_nesting, check_second_order, check_vjp
+
+softmax = pr.functional.softmax
+# The record has a mask that is constant, since it is an argument of none of the derivatives.
+MASKED = dataclasses.replace(SOFTMAX, differentiable=("x", "mask"))
+INF = torch.inf
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("names", [("mask",), ("x", "mask")], ids="+".join)
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_an_added_mask_has_derivatives_of_two_orders(names, scale, device):
+    for dtype, layout in ((torch.float64, "contiguous"), (torch.float64, "expanded"), (torch.bfloat16, "transposed")):
+        sample = Sample((2, 3, 4), make_options(dim=1, scale=scale), layout=layout)
+        inputs = MASKED.inputs(sample, dtype, device)
+        check_vjp(MASKED, sample, inputs, names)
+        check_jvp(MASKED, sample, inputs, names)
+        if dtype is torch.float64:
+            check_second_order(MASKED, sample, dtype, device, names)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("word", ["f", "r", "fff", "rfr", "frr", "rffr"])
+def test_nestings_in_input_and_mask(word, device):
+    check_nesting(MASKED, device, word, None)
+
+
+MASKS = {
+    "of keys": (2, 1, 1, 5),
+    "of pairs": (4, 5),
+    "of samples": (2, 1, 4, 5),
+    "of rows": (2, 3, 4, 1),
+    "one": (),
+}
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("kind", ["boolean", "added"])
+def test_masks_are_broadcast_and_rows_without_a_position_are_zero(kind, shape, device):
+    """Values and both derivatives are those of torch in rows that have a position, and 0 in all others."""
+    x, v = drawn(2, 3, 4, 5).to(device), drawn(2, 3, 4, 5, seed=1).to(device)
+    seen = drawn(*shape, seed=2).to(device) > -0.3
+    seen.view(-1, shape[-1] if shape else 1)[0] = False
+    mask = seen if kind == "boolean" else torch.where(seen, drawn(*shape, seed=3).to(device), -INF)
+    added = torch.where(seen, 0.0, -INF) if kind == "boolean" else mask
+    has_any = added.expand(x.shape).amax(-1, keepdim=True) > -INF
+    assert not has_any.all()
+    # What is masked may be anything.
+    spoilt = torch.where(seen.expand(x.shape), x, torch.tensor([INF, -INF, torch.nan, 1e300, 0.0]).to(x))
+
+    def ours(x):
+        return softmax(x, -1, scale=0.5, mask=mask)
+
+    def theirs(x):
+        return torch.where(has_any, (0.5 * x + torch.where(has_any, added, 0.0)).softmax(-1), 0.0)
+
+    def all_of(function, x):
+        def tangent(x):
+            return torch.func.jvp(function, (x,), (v,))[1]
+
+        def gradient(x):
+            return torch.func.grad(lambda x: (function(x) ** 2 * v).sum())(x)
+
+        return function(x), tangent(x), gradient(x), torch.func.jvp(gradient, (x,), (v,))[1], tangent(gradient(x))
+
+    assert_close(all_of(ours, x), all_of(theirs, x))
+    assert_close(ours(spoilt), theirs(x))
+    for dim, turned in ((1, (0, 3, 1, 2)), (0, (3, 0, 1, 2))):
+        of_turned = mask.expand(x.shape).permute(turned) if shape else mask
+        assert_close(softmax(x.permute(turned), dim, scale=0.5, mask=of_turned), theirs(x).permute(turned))
+
+
+@pytest.mark.usefixtures("backend")
+def test_low_precision_is_rounded_once(device):
+    """Scale and mask are applied in float32."""
+    x = (40 * drawn(6, 9)).to(device, torch.bfloat16)
+    mask = drawn(9, seed=1).to(device, torch.float32)
+    y = softmax(x, 1, scale=0.1, mask=mask)
+    truth = (0.1 * x.double() + mask).softmax(1)
+    assert y.dtype == torch.bfloat16
+    assert_close(y, truth.bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+def test_a_mask_is_a_prefix_of_a_tree():
+    x = {"a": drawn(2, 3), "b": (drawn(4, 3), drawn(3))}
+    mask = {"a": torch.tensor([[True], [False]]), "b": drawn(3)}
+    y = softmax(x, -1, mask=mask)
+    assert_close(y["a"], torch.stack([x["a"][0].softmax(0), torch.zeros(3).double()]))
+    assert_close(y["b"][0], (x["b"][0] + mask["b"]).softmax(1))
+    assert_close(y["b"][1], (x["b"][1] + mask["b"]).softmax(0))
+
+
+def test_attention_by_softmax_is_that_of_torch():
+    """Scores, a boolean mask of samples, and a learned bias of heads, as models have them."""
+    q, k = drawn(2, 3, 4, 6), drawn(2, 3, 5, 6, seed=1)
+    seen, bias = drawn(2, 1, 4, 5, seed=2) > -1.0, drawn(3, 4, 5, seed=3)
+    scale = 1 / math.sqrt(6)
+
+    def weights(q, k, bias):
+        return softmax(q @ k.mT, -1, scale=scale, mask=torch.where(seen, bias, -INF))
+
+    def loss(weights):
+        return lambda *values: (weights(*values) @ k).sin().sum()
+
+    def of_torch(q, k, bias):
+        return F.softmax(scale * (q @ k.mT) + torch.where(seen, bias, -INF), -1)
+
+    given = (q, k, bias)
+    assert_close(weights(*given), of_torch(*given))
+    slopes = [torch.func.grad(loss(function), (0, 1, 2)) for function in (weights, of_torch)]
+    assert_close(*[slope(*given) for slope in slopes])
+    assert_close(*[torch.func.jvp(slope, given, given)[1] for slope in slopes])

@@ -1,0 +1,103 @@
+"""Softmax with a scale and a mask: launchers of first and second order.
+
+    y = exp(u) / sum(exp(u)),      u = scale * x + mask
+
+with the sum over one dim. The derivative of y with respect to u is the symmetric map `P(v) = y * (v - sum(y * v))`, so
+all derivatives need only y. The kernels and launches are those of log-softmax.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from triton_kernels._log_softmax_rows import bwd_jvp_of, launch_forward, launch_pairing, pairing_of
+from triton_kernels.tuning import tunable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp", "softmax_pairing"]
+
+
+@tunable
+def softmax_fwd(x: Tensor, mask: Tensor | None, dim: int, scale: float, output_dtype: torch.dtype | None) -> Tensor:
+    """Softmax of `scale * x + mask` over `dim`.
+
+    Args:
+        x: Input, at least one dim.
+        mask: Of the shape of `x`: boolean, true where a position takes part, or added; None for none.
+        dim: Reduced dim, not negative.
+        scale: Factor of `x`.
+        output_dtype: Dtype to which `x` is rounded before anything else, and dtype of the output; None for that of `x`.
+
+    Returns:
+        `y`, contiguous, with the shape of `x`. With a mask, a row in which no position takes part is 0; without one, a
+        row of which all elements are -inf is NaN.
+    """
+    y = torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
+    launch_forward(x, mask, None, y, None, dim, scale)
+    return y
+
+
+@tunable
+def softmax_fwd_jvp(
+    x: Tensor, mask: Tensor | None, x_dot: Tensor, dim: int, scale: float, output_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """`softmax_fwd` and its tangent `scale * P(x_dot)` at once: the probabilities are not those of a rounded y."""
+    y, y_dot = (torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for _ in range(2))
+    launch_forward(x, mask, x_dot, y, y_dot, dim, scale)
+    return y, y_dot
+
+
+@tunable
+def softmax_jvp(x_dot: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
+    """Tangent of `softmax_fwd` by its output: `scale * P(x_dot)`, in the dtype of `y`."""
+    y_dot = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    launch_pairing(None, y, x_dot, dim, (y_dot, None, None), scale)
+    return y_dot
+
+
+@tunable
+def softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch.dtype) -> Tensor:
+    """Cotangent of the input of `softmax_fwd` by its output: `scale * P(y_bar)`, in the dtype `x_dtype`."""
+    x_bar = torch.empty(y.shape, dtype=x_dtype, device=y.device)
+    launch_pairing(y_bar, y, None, dim, (None, None, x_bar), scale)
+    return x_bar
+
+
+@tunable
+def softmax_pairing(
+    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the pairing `sum(y_bar * y_dot)`: those of `y_bar`, `y` and `x_dot`, each like it.
+
+    Args:
+        y_bar: Cotangent of `y`, with its shape.
+        y: Output of the forward.
+        x_dot: Tangent of the input, with the shape of `y`.
+        dim: Reduced dim, not negative.
+        scale: As for the forward.
+        wanted: Which of the three results to compute; an unwanted one is empty, of the dtype of `y`.
+
+    Returns:
+        `scale` times `P(x_dot)`, `y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)`, and `P(y_bar)`.
+    """
+    return pairing_of(y_bar, y, x_dot, dim, wanted, scale)
+
+
+@tunable
+def softmax_bwd_jvp(
+    y_bar: Tensor,
+    y: Tensor,
+    y_bar_dot: Tensor | None,
+    y_dot: Tensor | None,
+    dim: int,
+    scale: float,
+    x_dtype: torch.dtype,
+) -> Tensor:
+    """Tangent of `softmax_bwd` for those of `y_bar` and `y`, or None for zero; `y_bar` is read only beside `y_dot`."""
+    return bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype, scale)
