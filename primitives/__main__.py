@@ -43,7 +43,7 @@ def _implementation(device: str) -> str:
     return "Triton kernels"
 
 
-def _functions() -> dict[str, Callable[[Tensor], Tensor]]:
+def public_functions() -> dict[str, Callable[[Tensor], Tensor]]:
     """Each public function of one tensor `[2, 4, 4]`, of which all that the function must be given is made."""
     public = {name: getattr(pr.functional, name) for name in pr.functional.__all__}
     return {name: functools.partial(_called, name, f) for name, f in public.items() if inspect.isfunction(f)}
@@ -120,7 +120,7 @@ def self_check(device: str) -> dict[str, dict[str, float]]:
     x, v = (torch.randn(2, 4, 4, dtype=torch.float64, generator=generator).to(device) for _ in range(2))
     errors = {}
     with torch.random.fork_rng():
-        for name, function in _functions().items():
+        for name, function in public_functions().items():
             pairs = _derivatives(function, x, v)
             errors[name] = {
                 kind: ((got - truth).abs().max() / truth.abs().max().clamp(min=1e-3)).item()

@@ -313,7 +313,9 @@ class MultiheadAttention(Overridden, OfThisPackage, torch.nn.MultiheadAttention)
 
 
 class TransformerEncoderLayer(Overridden, OfThisPackage, torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` that always runs its parts, which `convert` replaces.
+    """`torch.nn.TransformerEncoderLayer` on `primitives.functional.scaled_dot_product_attention`.
+
+    It always runs its parts, which `convert` replaces.
 
     Shape:
         As torch's.
@@ -321,7 +323,9 @@ class TransformerEncoderLayer(Overridden, OfThisPackage, torch.nn.TransformerEnc
 
 
 class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` that never packs padded input into nested tensors, which have no jvp.
+    """`torch.nn.TransformerEncoder` on `primitives.functional.scaled_dot_product_attention`.
+
+    It never packs padded input into nested tensors, which have no jvp.
 
     Shape:
         As torch's.

@@ -1,0 +1,218 @@
+"""What runs where, of every operation: writes docs/support.md and the table of functions in README.md.
+
+Run: `python -m perf.support`. Each function is called under each pair of transforms, and the primitives that these call
+say what they have; arguments and layouts are those of the records (`perf.ops`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.func import grad, jvp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import primitives as pr
+from perf.ops import CASES
+from primitives.__main__ import public_functions
+from primitives.core import registered_primitives
+from primitives.core.spec import NAMESPACE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from perf.ops.record import Op
+    from primitives.core import Primitive
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
+BEGIN, END = "<!-- written by `python -m perf.support` -->\n", "<!-- end -->"
+
+TEXT = """# What is supported
+
+Written by `python -m perf.support`, which runs every function under each pair of transforms and looks at what it calls.
+
+## Kernels
+
+**T** is a Triton kernel on CUDA tensors, **A** a kernel made of ATen's on CPU tensors, **C** composed of other rows and
+of torch's functions, **R** the reference in plain torch. That serves the rest too: other devices, calls that a kernel
+does not take, and derivatives from the third order on. Transforms read from the outside in; a cell says what they need
+beside the value.
+
+{kernels}
+
+{notes}
+
+## Arguments
+
+{arguments}
+
+{layouts}
+"""
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the primitives that are called, and of the operators that are composed of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace.startswith("primitives"):
+            self.names[func._schema.name] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _modes(function: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Callable[[], Any]]:
+    def loss(x: Tensor) -> Tensor:
+        return function(x).pow(3).sum()
+
+    def tangent(x: Tensor) -> Tensor:
+        return jvp(function, (x,), (x.cos(),))[1]
+
+    return {
+        "value": lambda: function(x),
+        "`grad`": lambda: grad(loss)(x),
+        "`jvp`": lambda: tangent(x),
+        "`jvp(jvp)`": lambda: jvp(tangent, (x,), (x.sin(),)),
+        "`jvp(grad)`": lambda: jvp(grad(loss), (x,), (x.sin(),)),
+        "`grad(jvp)`": lambda: grad(lambda x: tangent(x).pow(2).sum())(x),
+        "`grad(grad)`": lambda: grad(lambda x: grad(loss)(x).pow(2).sum())(x),
+    }
+
+
+# The rule that a transform takes of an operator, and the operator that it calls of one that has a name of its own.
+RULES, DERIVED = {"grad": "vjp", "jvp": "jvp"}, {"grad": "_bwd", "jvp": "_jvp"}
+
+
+def cells(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[dict[str, str], set[Primitive]]:
+    """What serves each mode beside the value, as the page has it, and all primitives that are called."""
+    found, everything, primitives = {}, set(), registered_primitives()
+    values: list[Primitive] = []
+    for mode, run in _modes(function, x).items():
+        with _Calls() as calls:
+            run()
+        ops = [primitives[name] for name in calls.names]
+        everything.update(ops)
+        values = values or ops
+        outer, _, inner = mode.strip("`)").partition("(")
+        # Those of which a second transform takes a derivative; without a rule that is one of the reference.
+        taken = [*values, *(primitives.get(f"{op.qualified_name}{DERIVED.get(inner)}") for op in values)]
+        has_rules = not inner or all(op.has_rule(RULES[outer]) for op in taken if op is not None)
+        is_composed = any(op.spec.namespace != NAMESPACE for op in ops)
+        found[mode] = (
+            "C" if is_composed else _kernels([op for op in ops if op not in values] or ops) if has_rules else "R"
+        )
+    return found, everything
+
+
+def _kernels(ops: Sequence[Primitive]) -> str:
+    letters = [
+        letter for letter, device in (("T", "cuda"), ("A", "cpu")) if all(device in op.rules.kernels for op in ops)
+    ]
+    return " ".join(letters if len(letters) == 2 else [*letters, "R"])
+
+
+def operations() -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor, Op | None]]:
+    """What the rows are called, a function of one tensor, the tensor, and the record where there is one."""
+    cpu = torch.device("cpu")
+    for case in CASES:
+        inputs = case.inputs(case.small, torch.float64, cpu)
+        if (x := inputs["x"]) is not None:
+            kind = case.name.replace(case.public, "").strip("_")
+            yield f"`{case.public}` {kind}".strip(), case.of(["x"], inputs, case.small), x, case
+    recorded = {case.public for case in CASES}
+    x = torch.randn(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, function in public_functions().items():
+        if name not in recorded:
+            yield f"`{name}`", function, x, None
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _same_or_each(what: str, of: dict[str, str]) -> str:
+    """What all have, said once; of those that differ, each."""
+    first = max(of.values(), key=list(of.values()).count)
+    others = "; ".join(f"{name} {value}" for name, value in of.items() if value != first)
+    return f"{what} {first}{' but ' + others if others else ''}"
+
+
+def page() -> str:
+    """docs/support.md."""
+    kernels, arguments, looped, cast, dtypes = [], [], [], [], {}
+    modes: list[str] = []
+    for name, function, x, case in operations():
+        found, ops = cells(function, x)
+        modes = list(found)
+        kernels.append([name, *found.values()])
+        looped += [name] * (not all(op.has_rule("vmap") for op in ops))
+        cast += [name] * any(op.has_rule("AutocastCUDA") for op in ops)
+        if case is not None:
+            dtypes[name] = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
+            samples = [*case.samples, *case.large]
+            layouts = dict.fromkeys(sample.layout for sample in samples)
+            mixed = "yes" if any(sample.mixed for sample in samples) else ""
+            absent = dict.fromkeys(argument for sample in samples for argument in sample.absent)
+            names = [case.first, *case.differentiable[1:]]
+            arguments.append([name, ", ".join(names), ", ".join(absent), mixed, ", ".join(sorted(layouts))])
+    vmap = f"samples one by one in {', '.join(looped)}, and a rule of all others" if looped else "a rule of all"
+    notes = (
+        f"`vmap` takes {vmap}. Under CUDA's autocast dtypes are chosen as torch chooses them for {', '.join(cast)}; "
+        "the others take what they are given. Under `torch.compile` the graph of CUDA tensors of fixed sizes has "
+        "the Triton kernels; elsewhere each primitive is one operator of the graph."
+    )
+    layouts = (
+        f"{_same_or_each('All take', dtypes)}, and any strides; in these layouts values and derivatives of two orders "
+        "are tested on every backend (`tests/test_records.py`)."
+    )
+    head = ["operation", "derivatives in", "may be absent", "float32 beside half", "layouts"]
+    return TEXT.format(
+        kernels=_table(["operation", *modes], kernels),
+        notes=textwrap.fill(notes, 128, break_on_hyphens=False),
+        layouts=textwrap.fill(layouts, 128, break_on_hyphens=False),
+        arguments=_table(head, arguments),
+    )
+
+
+def _sentence(function: Callable[..., Any]) -> str:
+    text = " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split())
+    return text[:1].lower() + text[1:].removesuffix(".")
+
+
+def functions_table() -> str:
+    """The table of README.md: every function, its module, and what it computes."""
+    modules: dict[str, list[str]] = {}
+    for name in pr.nn.__all__:
+        for function in re.findall(r"`primitives\.functional\.(\w+)`", getattr(pr.nn, name).__doc__ or "")[:1]:
+            modules.setdefault(function, []).append(f"`{name}`")
+    rows = [
+        [f"`{name}`", ", ".join(modules.get(name, [])), _sentence(getattr(pr.functional, name))]
+        for name in public_functions()
+    ]
+    return _table(["function", "modules", "computes"], rows)
+
+
+def with_functions(readme: str) -> str:
+    """README.md with its table of today."""
+    before, rest = readme.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n{functions_table()}\n\n{END}{rest.split(END, 1)[1]}"
+
+
+def main() -> None:
+    """Write both."""
+    PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(with_functions(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
