@@ -72,16 +72,16 @@ def check_order(call: Call, first: Sequence[Tensor]) -> None:
     assert all(map(torch.equal, *bits)), f"{call.launcher.__name__} depends on the order of its programs"
 
 
-ROW_LAYOUTS = ("contiguous", "groups", "strided", "expanded", "not centered")
+ROW_LAYOUTS = ("groups", "strided", "expanded", "not centered")
 
 
 def layer_norm(layout: str, num_rows: int, num_cols: int, dtype: torch.dtype) -> LayerNorm:
-    """Rows one after another, or with parameters of their own for each of two groups.
+    """Rows one after another, without a mean, or with parameters of their own for each of two groups.
 
     Or two segments of rows with gaps between them, as many for no two operands, or of rows that stand for several.
     """
-    if layout in ("contiguous", "not centered"):
-        return LayerNorm.draw((num_rows, num_cols), dtype).change(centered=layout == "contiguous")
+    if layout == "not centered":
+        return LayerNorm.draw((num_rows, num_cols), dtype).change(centered=False)
     num_rows = (num_rows + 1) // 2
     rows = LayerNorm.draw((2, num_rows, num_cols), dtype, batch_ndim=int(layout == "groups"))
     if layout == "groups":
@@ -209,9 +209,9 @@ def test_norms_read_what_is_wanted(operands: LayerNorm | BatchNorm, use_processo
             check(operands.call(mode, tuple(number == other for other in range(count))), in_any_order=False)
 
 
-# Rows one after another; with gaps between them; and operands that stand for several: one row, one number per row, and
-# one number for all, as the cotangent of a sum is.
-REDUCED_LAYOUTS = ("contiguous", "strided", "expanded")
+# Rows with gaps between them, and operands that stand for several: one row, one number per row, and one number for all,
+# as the cotangent of a sum is. Rows one after another take no other code than those with gaps.
+REDUCED_LAYOUTS = ("strided", "expanded")
 # Rows whose columns are adjacent, and two segments of rows that are adjacent themselves.
 DOTS = ("y_bar_dot", "y_dot")
 REDUCED_SHAPES = {"columns": ((21, 75), 1), "rows": ((2, 75, 5), 1)}
@@ -229,7 +229,7 @@ def log_softmax(layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtyp
         full_size = {name: random(*part, dtype=dtype, seed=9).expand(shape) for name, part in parts.items()}
         return LogSoftmax.draw(shape, dim, dtype).change(**full_size)
 
-    return LogSoftmax.draw(shape, dim, dtype, torch.Tensor.contiguous if layout == "contiguous" else with_wide_rows)
+    return LogSoftmax.draw(shape, dim, dtype, with_wide_rows)
 
 
 @pytest.mark.parametrize("layout", REDUCED_LAYOUTS)
@@ -243,7 +243,7 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
     turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
     rows = log_softmax(layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
     for call in rows.calls():
-        check(call, in_any_order=layout == "contiguous")
+        check(call, in_any_order=layout == "strided")
     modes = [one.named["MODE"] for call in rows.calls() for one in launched_by(call.results)]
     if layout != "expanded":
         # Where one number stands for a row, it is the rows that are adjacent, and fewer of them fit.
@@ -258,21 +258,19 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
             check(call, in_any_order=False)
 
 
-@pytest.mark.parametrize("layout", REDUCED_LAYOUTS[:2])
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
-def test_cross_entropy(splits: int, adjacent: str, layout: str, use_limits: Callable[..., None]) -> None:
+def test_cross_entropy(splits: int, adjacent: str, use_limits: Callable[..., None]) -> None:
     (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
     if splits:
         use_limits(**short_rows(TILE, splits))
         num_segments, shape[dim - 1] = 2, LONG_ROW
-    turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
-    arrange = torch.Tensor.contiguous if layout == "contiguous" else with_wide_rows
+    turn = list(REDUCED_SHAPES).index(adjacent) + splits
     labels, smoothing = bool(turn % 2), 0.1 * (turn % 3)
-    given = (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)], arrange
+    given = (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)], with_wide_rows
     rows = CrossEntropy.draw(*given, labels=labels, smoothing=smoothing)
     for call in rows.calls():
-        check(call, in_any_order=layout == "contiguous")
+        check(call)
     if splits < 2:
         others = CrossEntropy.draw(*given, labels=not labels, smoothing=0.1 - smoothing / 2)
         for mode in ("fwd_jvp", "bwd", "bwd_jvp"):

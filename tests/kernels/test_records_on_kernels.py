@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import primitives as pr
-from perf.ops import CASES
+from perf.ops import CASES, FAMILIES
 from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
 from tests.call_properties import check_call, check_vmap_of_call, fullest
 from tests.properties import check_jvp, check_nesting, check_outputs, check_second_order, check_vjp
@@ -17,6 +17,8 @@ from tests.support import dtype_id, nestings, subsets
 from triton_kernels import launch
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# What other ops make of the same primitives are calls of their kernels, which are checked one by one.
+every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 
 # A chip that holds almost nothing: rows of more than 16 columns are swept and split, channels take several tiles.
 TINY = {
@@ -70,7 +72,7 @@ def test_values_and_subsets_of_perturbed_arguments(case, device):
 
 
 @pytest.mark.usefixtures("backend")
-@every_case
+@every_family
 def test_vmap_over_half_of_the_arguments_and_all(case, device):
     """So that each is batched beside some that are not, and the other way round: rules are tested without kernels."""
     calls = recorded(case, case.small, torch.float64, device)
@@ -81,7 +83,7 @@ def test_vmap_over_half_of_the_arguments_and_all(case, device):
 
 
 # Derivatives of order three and more launch no kernels of their own: of these some, mixed, and nightly all.
-DAILY = (*nestings(1, 2), "frf", "rfr", "rffr")
+DAILY = (*nestings(2), "frf", "rffr")
 OPTIONS = {"masked": MASKED_ATTENTION, "causal": CAUSAL_ATTENTION}
 NIGHTLY = [
     *[(case.name, case, word) for case in CASES for word in nestings(3) if word not in DAILY],
@@ -93,7 +95,7 @@ NIGHTLY = [
 @pytest.mark.parametrize(
     "case, word",
     [
-        *[pytest.param(case, word, id=f"{case.name}-{word}") for case in CASES for word in DAILY],
+        *[pytest.param(case, word, id=f"{case.name}-{word}") for case in FAMILIES for word in DAILY],
         *[pytest.param(*each, id=f"{name}-{each[1]}", marks=pytest.mark.nightly) for name, *each in NIGHTLY],
     ],
 )
@@ -102,14 +104,14 @@ def test_nestings_in_the_input(case, word, device):
 
 
 @pytest.mark.usefixtures("backend")
-@every_case
+@every_family
 @pytest.mark.parametrize("word", ["fr", "rr"])
 def test_nestings_in_all_arguments_at_once(case, word, device):
     check_nesting(case, device, word, None)
 
 
 @pytest.mark.usefixtures("backend")
-@every_case
+@every_family
 def test_opcheck(case, device):
     for call in recorded(case, case.small, torch.float32, device):
         torch.library.opcheck(call.overload, call.args, test_utils=("test_schema", "test_faketensor"))
