@@ -22,72 +22,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triton_kernels._log_softmax_kernels import fold_exponentials, merged_exponentials
 from triton_kernels._runtime import stride_independent_jit
 from triton_kernels.rows import row_op
-from triton_kernels.tiles import in_places, nothing, sums_of
+from triton_kernels.tiles import exponential, in_places, nothing, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 
 # Sums: x, probabilities, x_dot and the tangent of the probabilities. The places are the maximum; relative to it the sum
-# of exponentials, and that of x_dot weighted with them; the sums of t * x, of t * x_dot + t_dot * x, of t and of t_dot.
+# of exponentials, and that of x_dot weighted with them; the sums of t * x, of t * x_dot + t_dot * x, of the
+# probabilities and of their tangent. Beside a label, t is the share alone: of its own class x and x_dot are read by
+# themselves. The numbers of a row are the label, these of the operands, keep and share.
 _PLACES = tl.constexpr(7)
 
 
 @triton.jit
-def _target(x, p, r, factor, KEEP: tl.constexpr, SHARE: tl.constexpr):
-    """`factor` times t: 0 beside a label, whatever the factor is there, unless there is a share."""
-    if x[1].type.is_block():
-        found = x[1] * r[KEEP] * factor
-    else:
-        found = tl.where(p[0].to(tl.int32) == r[0].to(tl.int32), r[KEEP] * factor, 0.0)
-    if r[SHARE].type.is_block():
-        found += r[SHARE] * factor
-    return found
+def _share_of_target(target, keep, share):
+    """t, without the class of a label; `nothing()` if nothing is left."""
+    t = nothing()
+    if target.type.is_block():
+        t = target * keep
+        if share.type.is_block():
+            t += share
+    elif share.type.is_block():
+        t = share
+    return t
 
 
 @triton.jit
-def _plain_tiles(x, p, r, mask):
-    """The tiles whose sums are not relative to the maximum."""
-    # Beside the row there is -inf in x, and zero in all others.
-    seen = tl.where(mask, x[0], 0.0)
-    tiles = (_target(x, p, r, seen, 1, 2),)
-    if x[3].type.is_block():
-        more = x[3] * r[1] * seen
-        if x[2].type.is_block():
-            more += _target(x, p, r, x[2], 1, 2)
+def _plain_tiles(x, target, x_dot, target_dot, keep, share):
+    """The tiles whose sums are not relative to the maximum; x is 0 past the end of a row."""
+    t = _share_of_target(target, keep, share)
+    tiles = ()
+    if t.type.is_block():
+        tiles = tiles + (t * x,)
+    if target_dot.type.is_block():
+        more = keep * target_dot * x
+        if x_dot.type.is_block():
+            more += t * x_dot
         tiles = tiles + (more,)
-    elif x[2].type.is_block():
-        tiles = tiles + (_target(x, p, r, x[2], 1, 2),)
-    if x[1].type.is_block():
-        tiles = tiles + (x[1],)
-    if x[3].type.is_block():
-        tiles = tiles + (x[3],)
+    elif t.type.is_block() and x_dot.type.is_block():
+        tiles = tiles + (t * x_dot,)
+    for tile in tl.static_range(2):
+        if (target, target_dot)[tile].type.is_block():
+            tiles = tiles + ((target, target_dot)[tile],)
     return tiles
 
 
 @triton.jit
 def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, WANTED: tl.constexpr):
     top = tl.max(x[0], axis=1)[:, None]
-    weights = tl.exp(x[0] - top)
+    weights = exponential(x[0] - top)
     tiles = (weights,)
     if x[2].type.is_block():
         tiles = tiles + (weights * x[2],)
-    return in_places((top,) + sums_of(tiles + _plain_tiles(x, p, r, mask)), _PLACES, WANTED)
+    tiles = tiles + _plain_tiles(tl.where(mask, x[0], 0.0), x[1], x[2], x[3], r[5], r[6])
+    return in_places((top,) + sums_of(tiles, 2), _PLACES, WANTED)
 
 
 @triton.jit
 def _fwd_fold(state, x, p, r, anchor, mask):
-    top = tl.maximum(state[0], tl.max(x[0], axis=1)[:, None])
-    # Until an element is finite, 0 is subtracted: -inf - -inf is NaN.
-    shift = tl.where(top == _LOWEST, 0.0, top)
-    scale = tl.exp(state[0] - shift)
-    weights = tl.exp(x[0] - shift)
-    found = (top, state[1] * scale + weights)
-    if x[2].type.is_block():
-        found = found + (state[2] * scale + weights * x[2],)
-    tiles = _plain_tiles(x, p, r, mask)
+    found = fold_exponentials(state, x[0], x[2], mask)
+    tiles = _plain_tiles(x[0], x[1], x[2], x[3], r[5], r[6])
     for i in tl.static_range(len(tiles)):
-        found = found + (state[len(found)] + tiles[i],)
+        found = found + (state[len(found)] + tl.sum(tiles[i], axis=1),)
     return found
 
 
@@ -95,27 +93,22 @@ def _fwd_fold(state, x, p, r, anchor, mask):
 def _fwd_merge(
     state, anchor, sizes, num_cols: tl.constexpr, WANTED: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
 ):
-    # A row of nothing but -inf becomes NaN where its slices are merged, which its loss would later.
-    top = state[0] if LEVEL == 1 else tl.max(state[0], axis=1)[:, None]
-    scale = 1.0 if LEVEL == 1 else tl.exp(state[0] - top)
-    tiles = (state[1] * scale,)
-    if (WANTED >> 2) & 1:
-        tiles = tiles + (state[2] * scale,)
-    SCALED: tl.constexpr = len(tiles) + 1
-    for i in tl.static_range(SCALED, len(state)):
+    RELATIVE: tl.constexpr = 1 + ((WANTED >> 2) & 1)
+    top, tiles = merged_exponentials(state, RELATIVE)
+    for i in tl.static_range(1 + RELATIVE, len(state)):
         tiles = tiles + (state[i],)
-    return in_places((top,) + sums_of(tiles), _PLACES, WANTED)
+    return in_places((top,) + sums_of(tiles, 2), _PLACES, WANTED)
 
 
 @triton.jit
-def _total(plain_sum, r, num_cols: tl.constexpr, KEEP: tl.constexpr, SHARE: tl.constexpr):
+def _total(plain_sum, keep, share, num_cols: tl.constexpr):
     """Sum of t: of labels 1, or of probabilities by their sum."""
     if plain_sum.type.is_block():
-        total = plain_sum * r[KEEP]
-        if r[SHARE].type.is_block():
-            total += r[SHARE] * num_cols
+        total = plain_sum * keep
+        if share.type.is_block():
+            total += share * num_cols
     else:
-        total = r[KEEP] * 0.0 + 1.0
+        total = keep * 0.0 + 1.0
     return total
 
 
@@ -123,15 +116,29 @@ def _total(plain_sum, r, num_cols: tl.constexpr, KEEP: tl.constexpr, SHARE: tl.c
 def _fwd_rows(s, r, num_cols: tl.constexpr):
     log_sum = tl.log(s[1])
     lse = s[0] + log_sum
-    total = _total(s[5], r, num_cols, 1, 2)
-    loss = log_sum * total - (s[3] - s[0] * total)
+    keep, share = r[5], r[6]
+    total = _total(s[5], keep, share, num_cols)
+    # The sum of t * x.
+    product = keep * 0.0
+    if s[3].type.is_block():
+        product = s[3]
+    if r[1].type.is_block():
+        product += keep * r[1]
+    loss = log_sum * total - (product - s[0] * total)
     loss_dot, lse_dot = nothing(), nothing()
-    if s[4].type.is_block():
-        lse_dot = s[2] / s[1] if s[2].type.is_block() else s[0] * 0.0
-        loss_dot = lse_dot * total - s[4]
-        if s[6].type.is_block():
-            loss_dot += lse * r[1] * s[6]
-    if not s[5].type.is_block():
+    if s[2].type.is_block():
+        lse_dot = s[2] / s[1]
+        loss_dot = lse_dot * total
+        if r[3].type.is_block():
+            loss_dot -= keep * r[3]
+        if s[4].type.is_block():
+            loss_dot -= s[4]
+    elif s[4].type.is_block():
+        lse_dot = s[0] * 0.0
+        loss_dot = -s[4]
+    if s[6].type.is_block():
+        loss_dot += lse * keep * s[6]
+    if r[1].type.is_block():
         # A label that is negative ignores its row.
         loss = tl.where(r[0] >= 0, loss, 0.0)
         if loss_dot.type.is_block():
@@ -150,12 +157,13 @@ def cross_entropy_sums_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    SMOOTHING: tl.constexpr,
+    GROUP: tl.constexpr, PICKS: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     """Loss and lse of each row, and their tangents where there is one of x or of the probabilities."""
-    HAS_DOT: tl.constexpr = x_dot_ptr is not None or target_dot_ptr is not None
+    HAS_T: tl.constexpr = target_ptr is not None or SMOOTHING != 0.0
+    HAS_DOT: tl.constexpr = target_dot_ptr is not None or (HAS_T and x_dot_ptr is not None)
     WANTED: tl.constexpr = (
-        11 + (4 if x_dot_ptr is not None else 0) + (16 if HAS_DOT else 0)
+        3 + (4 if x_dot_ptr is not None else 0) + (8 if HAS_T else 0) + (16 if HAS_DOT else 0)
         + (32 if target_ptr is not None else 0) + (64 if target_dot_ptr is not None else 0)
     )  # fmt: skip
     row_op(
@@ -168,8 +176,8 @@ def cross_entropy_sums_kernel(
         (loss_ptr, lse_ptr, loss_dot_ptr, lse_dot_ptr), parts_ptr, num_splits, num_rows,
         None, (_LOWEST, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge, WANTED=WANTED, EPS=WANTED, OTHER=_LOWEST, ROW_STATES=1,
-        ROWS=_fwd_rows, NUMBERS=(1.0 - SMOOTHING, SMOOTHING / num_cols),
+        STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge, WANTED=WANTED, EPS=WANTED, OTHER=_LOWEST, GROUP=GROUP,
+        ROWS=_fwd_rows, NUMBERS=(1.0 - SMOOTHING, SMOOTHING / num_cols), PICKS=PICKS,
     )  # fmt: skip
 
 
@@ -178,12 +186,24 @@ def cross_entropy_sums_kernel(
 
 
 @triton.jit
+def _target(x, p, r, factor, KEEP: tl.constexpr, SHARE: tl.constexpr):
+    """`factor` times t: 0 beside a label, whatever the factor is there, unless there is a share."""
+    if x[1].type.is_block():
+        found = x[1] * r[KEEP] * factor
+    else:
+        found = tl.where(p[0].to(tl.int32) == r[0].to(tl.int32), r[KEEP] * factor, 0.0)
+    if r[SHARE].type.is_block():
+        found += r[SHARE] * factor
+    return found
+
+
+@triton.jit
 def _gradient_terms(x, p, r, mask):
     total, mean, total_dot = nothing(), nothing(), nothing()
     if x[1].type.is_block():
         total = x[1]
     if x[2].type.is_block():
-        mean = tl.exp(x[0] - r[1]) * x[2]
+        mean = exponential(x[0] - r[1]) * x[2]
     if x[3].type.is_block():
         total_dot = x[3]
     return total, mean, total_dot
@@ -198,8 +218,8 @@ def _kept(bar, r, x):
 @triton.jit
 def _gradient_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     log_p = x[0] - r[1]
-    prob = tl.exp(log_p)
-    total = _total(s[0], r, num_cols, 6, 7)
+    prob = exponential(log_p)
+    total = _total(s[0], r[6], r[7], num_cols)
     # Sums of tiles times numbers of rows, which begin with nothing.
     x_bar = prob * 0.0
     target_bar = x_bar

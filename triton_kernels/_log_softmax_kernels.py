@@ -27,7 +27,7 @@ import triton.language as tl
 
 from triton_kernels._runtime import stride_independent_jit
 from triton_kernels.rows import row_op
-from triton_kernels.tiles import nothing, sums_of
+from triton_kernels.tiles import exponential, nothing, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 
@@ -52,8 +52,10 @@ def _logits(x, r, mask):
     """u; what a mask takes out is -inf, whatever x is there."""
     u = x[0]
     if len(r) > 0:
-        # Beside the row x is -inf, which a scale may turn around.
-        u = tl.where(mask, u * r[0], u)
+        u = u * r[0]
+        if mask.type.is_block():
+            # Beside the row x is -inf, which a scale may turn around.
+            u = tl.where(mask, u, x[0])
     if x[2].type.is_block():
         u = tl.where(x[2] == _LOWEST, _LOWEST, u + x[2])
     return u
@@ -83,7 +85,7 @@ def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, KIND: tl.constexpr):
     top = tl.max(u, axis=1)[:, None]
     if KIND == _MASKED:
         top = _finite(top)
-    weights = tl.exp(u - top)
+    weights = exponential(u - top)
     if x[1].type.is_block():
         sums = sums_of((weights, weights * x[1]), 2)
     else:
@@ -92,33 +94,54 @@ def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _fwd_fold(state, x, p, r, anchor, mask):
-    # The maximum is that of the whole row, so that each element takes one exponential and each tile one reduction.
-    u = _logits(x, r, mask)
-    top = tl.maximum(state[0], tl.max(u, axis=1)[:, None])
+def fold_exponentials(state, x, weighted, mask):
+    """The lanes' maxima, sums of exponentials relative to them, and sums weighted with these, with one more group each.
+
+    Nothing leaves the thread that has loaded a group: each element takes one exponential, each group one more.
+    """
+    BY_GROUP: tl.constexpr = mask.shape[1] == 1
+    if not BY_GROUP:
+        x = tl.where(mask, x, _LOWEST)
+    top = tl.max(x, axis=1)
+    if BY_GROUP:
+        top = tl.where(tl.reshape(mask, (1, mask.shape[2])), top, _LOWEST)
+    top = tl.maximum(state[0], top)
     shift = _finite(top)
-    scale = tl.exp(state[0] - shift)
-    weights = tl.exp(u - shift)
-    if x[1].type.is_block():
-        found = top, state[1] * scale + weights, state[2] * scale + weights * x[1]
-    else:
-        found = top, state[1] * scale + weights
+    scale = exponential(state[0] - shift)
+    weights = exponential(x - shift[:, None, :])
+    if BY_GROUP:
+        weights = tl.where(mask, weights, 0.0)
+    found = top, state[1] * scale + tl.sum(weights, axis=1)
+    if weighted.type.is_block():
+        found = found + (state[2] * scale + tl.sum(weights * weighted, axis=1),)
     return found
+
+
+@triton.jit
+def _fwd_fold(state, x, p, r, anchor, mask):
+    return fold_exponentials(state, _logits(x, r, nothing()), x[1], mask)
+
+
+@triton.jit
+def merged_exponentials(state, NUM: tl.constexpr):
+    """The maximum of the lanes or slices of a row, and the first `NUM` sums of `fold_exponentials` relative to it."""
+    top = tl.max(state[0], axis=1)[:, None]
+    # Of a row of nothing but -inf, or a slice, all sums are 0; what is made of a row's is NaN.
+    scale = exponential(state[0] - _finite(top))
+    tiles = ()
+    for i in tl.static_range(NUM):
+        tiles = tiles + (state[1 + i] * scale,)
+    return top, tiles
 
 
 @triton.jit
 def _fwd_merge(
     state, anchor, sizes, num_cols: tl.constexpr, KIND: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
 ):
-    # A row of nothing but -inf becomes NaN where its slices are merged, which it would when it is written.
-    top = state[0] if LEVEL == 1 else tl.max(state[0], axis=1)[:, None]
+    top, tiles = merged_exponentials(state, len(state) - 1)
     if KIND == _MASKED and LAST:
         top = _finite(top)
-    scale = 1.0 if LEVEL == 1 else tl.exp(state[0] - top)
-    if len(state) == 3:
-        sums = sums_of((state[1] * scale, state[2] * scale), 2)
-    else:
-        sums = sums_of((state[1] * scale,))
+    sums = sums_of(tiles, 2)
     return _numbers(top, sums, KIND) if LAST else (top,) + sums
 
 
@@ -132,7 +155,7 @@ def _log_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 @triton.jit
 def _share_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    y = tl.exp(_logits(x, r, mask) - s[0]) * s[1]
+    y = exponential(_logits(x, r, mask) - s[0]) * s[1]
     y_dot = nothing()
     if x[1].type.is_block():
         y_dot = _scaled(y * (x[1] - s[2]), r)
@@ -148,7 +171,7 @@ def log_softmax_fwd_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    LOG: tl.constexpr,
+    LOG: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """y, of x in its dtype as in torch; and the tangent of y where there is one of x."""
     row_op(
@@ -161,7 +184,7 @@ def log_softmax_fwd_kernel(
         DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES,
         BLOCK_SPLITS, STATS=_fwd_stats, FOLD=_fwd_fold, MERGE=_fwd_merge,
         EPS=_LOGARITHM if LOG else (_SHARE if mask_ptr is None else _MASKED),
-        OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, ROW_STATES=1, scale_low=scale_low, scale_high=scale_high,
+        OTHER=_LOWEST, ROUNDED=y_ptr.dtype.element_ty, GROUP=GROUP, scale_low=scale_low, scale_high=scale_high,
     )  # fmt: skip
 
 
@@ -172,7 +195,7 @@ def log_softmax_fwd_kernel(
 def _log_pairing_terms(x, p, r, mask):
     weighted = nothing()
     if x[2].type.is_block():
-        weighted = tl.exp(x[1]) * x[2]
+        weighted = exponential(x[1]) * x[2]
     return x[0], weighted
 
 
@@ -182,7 +205,7 @@ def _log_pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     if s[1].type.is_block():
         y_bar_bar = x[2] - s[1]
     if s[0].type.is_block():
-        share = tl.exp(x[1]) * s[0]
+        share = exponential(x[1]) * s[0]
         if x[2].type.is_block():
             output_bar = -share * x[2]
         if x[0].type.is_block():
@@ -260,6 +283,7 @@ def _log_bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
         change = x[3] * s[0] + s[1]
     else:
         change = x[3] * s[0]
+    # Of `exponential`, ptxas spills 8 bytes where three tensors of float32 are swept along rows.
     change = -tl.exp(x[1]) * change
     return (x[2] + change if x[2].type.is_block() else change,)
 

@@ -70,7 +70,7 @@ def launch_log_softmax(
         dtype.itemsize,
         len(itemsizes),
         operands.device,
-        max(len(wanted), num_results, 1),
+        max(len(wanted), num_results),
         len(sums.reads),
         sums.places if sums.wanted is None else sums.wanted,
         view.is_aligned(min(itemsizes)),

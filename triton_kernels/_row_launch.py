@@ -13,7 +13,7 @@ import torch
 
 from triton_kernels._cost import current_account
 from triton_kernels._runtime import TL_DTYPES, split_scratch
-from triton_kernels.launch import block_row_splits, cdiv, chip_of, plan_param_reduce
+from triton_kernels.launch import ACCESS_BYTES, block_row_splits, cdiv, chip_of, plan_param_reduce
 from triton_kernels.sums import add_partial_rows_kernel
 
 if TYPE_CHECKING:
@@ -145,6 +145,17 @@ def num_row_parts(operands: Operands, plan: RowPlan, sums: RowSums) -> int:
     return operands.num_blocks(plan.block_rows) * sums.places * plan.col_splits * plan.block_rows
 
 
+def _group(operands: Operands, plan: RowPlan) -> int:
+    """Columns of a tile that a thread has beside each other, or minus as many that lie far apart."""
+    view, chip = operands.view, chip_of(operands.device)
+    itemsize = next(tensor.element_size() for tensor in view.tensors if tensor is not None)
+    at_once = ACCESS_BYTES // itemsize
+    if not view.along_rows and view.is_aligned(itemsize) and view.num_cols % at_once == 0 and at_once > 1:
+        return min(at_once, plan.block_cols)
+    values = plan.block_rows * plan.block_cols // (plan.num_warps * chip.warp_size)
+    return -max(values // (min(at_once, plan.block_rows) if view.along_rows else 1), 1)
+
+
 def launch_rows(
     kernel: Kernel,
     operands: Operands,
@@ -152,12 +163,14 @@ def launch_rows(
     sums: RowSums = NO_SUMS,
     writes: Collection[str] | None = None,
     parts: Tensor | None = None,
+    picks: Collection[str] = (),
     **constants: Any,
 ) -> None:
     """Launch a kernel on `rows.row_op`: once, or twice where programs share rows whose sums they have to find first.
 
     `writes` are the operands that are read again to write a row that is swept, None for all; `parts` is memory for
-    `num_row_parts`, None if the call has no other scratch, so that it is allocated here.
+    `num_row_parts`, None if the call has no other scratch, so that it is allocated here; of `picks`, each row's element
+    in the column of its first statistic is read by itself.
     """
     writes = operands.names if writes is None else writes
     order = (*operands.names, *operands.params)
@@ -173,6 +186,8 @@ def launch_rows(
         "SUM_READS": sum(1 << number for number, name in enumerate(order) if name in sums.reads),
         "EMIT_READS": sum(1 << number for number, name in enumerate(order) if name in writes),
         "STAGES": plan.loop_stages,
+        "GROUP": _group(operands, plan) if plan.looped else 1,
+        "PICKS": sum(1 << number for number, name in enumerate(operands.names) if name in picks),
         "BLOCK_SPLITS": block_row_splits(plan.col_splits, chip_of(operands.device)) if num_parts else 1,
         **constants,
     }
@@ -184,6 +199,9 @@ def launch_rows(
     account = current_account()
     if account is not None:
         _count_rows(account, operands, plan, sums, writes)
+        for name, tensor in zip(operands.names, operands.view.tensors, strict=True):
+            if name in picks and tensor is not None:
+                account.reload(plan.col_splits * tensor.nbytes // operands.view.num_cols, name)
 
 
 def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSums, writes: Collection[str]) -> None:

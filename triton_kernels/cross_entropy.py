@@ -61,10 +61,11 @@ def _launch_sums(
 ) -> None:
     inputs, label = _operands(x, target, x_dot, target_dot)
     present = [name for name, tensor in inputs.items() if tensor is not None]
-    # The maximum, the sum of exponentials and that of t * x; with a tangent, the sums that it enters; of probabilities
-    # their own sums.
+    # The maximum and the sum of exponentials, with x_dot one weighted with them; the sum of t * x, of labels for their
+    # share alone, and with a tangent another; of probabilities their own sums.
     has_x_dot, has_target_dot = "x_dot" in present, "target_dot" in present
-    wanted = 3 + has_x_dot + (has_x_dot or has_target_dot) + ("target" in present) + has_target_dot
+    has_t = label is None or smoothing != 0.0
+    wanted = 2 + has_x_dot + has_t + (has_target_dot or (has_t and has_x_dot)) + (label is None) + has_target_dot
     launch_log_softmax(
         cross_entropy_sums_kernel,
         inputs,
@@ -74,7 +75,7 @@ def _launch_sums(
         writes=(),
         statistics={"label": label},
         row_outputs={"loss": None, "lse": None, "loss_dot": None, "lse_dot": None, **results},
-        num_results=1 + (has_x_dot or has_target_dot),
+        picks=() if label is None else present,
         SMOOTHING=smoothing,
     )
 

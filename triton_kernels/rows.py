@@ -52,7 +52,9 @@ from triton_kernels.tiles import (
     aligned,
     as_tiles,
     either,
+    grouped,
     in_places,
+    load_column,
     load_params,
     load_statistics,
     load_tiles,
@@ -119,7 +121,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TERMS: tl.constexpr = None,
     STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None, MERGE: tl.constexpr = None,
     WANTED: tl.constexpr = 65535, EPS: tl.constexpr = 0.0, OTHER: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None,
-    ROW_STATES: tl.constexpr = 0, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None,
+    GROUP: tl.constexpr = 1, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None,
     scale_low=None, scale_high=None,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
@@ -161,10 +163,13 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         EPS: Handed to `STATS` and `MERGE`.
         OTHER: What the first operand is past the end of a row; the others are zero.
         ROUNDED: Dtype to which the first operand is rounded before anything else, if any.
-        ROW_STATES: How many states of a sweep are numbers of a row, and not of its lanes; they come first.
+        GROUP: If not 1, columns of each lane of a state (see `tiles.grouped`): `FOLD` takes tiles
+            `[BLOCK_ROWS, group, lanes]`, and a mask `[1, 1, lanes]` of whole groups or `[1, group, lanes]`.
         ROWS: Numbers of a row, or None.
         NUMBERS: If given, the statistics end with these, or `nothing()` for zeros, and the parameters with the numbers
             of the columns.
+        PICKS: Bits of the operands of which each row's element in one column is read, that of its first statistic;
+            they come behind the statistics.
         scale_low: If given, the statistics end with a factor, of which these are the bits (see `float64_bits`).
         scale_high: Likewise.
     """
@@ -172,6 +177,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     NUM_X: tl.constexpr = len(x_strides)
     NUM: tl.constexpr = len(INIT)
     SUM_PARAMS: tl.constexpr = SUM_READS >> NUM_X
+    LANES: tl.constexpr = BLOCK_COLS // (GROUP if GROUP > 0 else -GROUP)
     block, split, first_col, stop_col = row_slice(num_splits, num_cols, BLOCK_COLS, MODE)
     segment, first_row = 0, block * BLOCK_ROWS
     if TWO_LEVEL:
@@ -180,9 +186,11 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         first_row = (block % num_blocks) * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     row_mask = (row < aligned(num_rows, ROW_ALIGN))[:, None]
-    flat_row = (segment * num_rows + row)[:, None]
+    flat_row = (segment * aligned(num_rows, ROW_ALIGN) + row)[:, None]
     lanes = tl.arange(0, BLOCK_COLS)
     r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
+    if PICKS is not None:
+        r = r + load_column(x_ptrs, x_strides, segment, row, r[0], row_mask, 0 if MODE == "sums" else PICKS, DTYPE)
     if NUMBERS is not None:
         r = r + as_tiles(NUMBERS, DTYPE)
     if scale_low is not None:
@@ -233,17 +241,24 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             state = ()
             for i in tl.static_range(NUM):
                 if (WANTED >> i) & 1:
-                    state = state + (tl.full((BLOCK_ROWS, 1 if i < ROW_STATES else BLOCK_COLS), INIT[i], DTYPE),)
+                    state = state + (tl.full((BLOCK_ROWS, LANES), INIT[i], DTYPE),)
             for start in tl.range(first_col, stop_col, BLOCK_COLS, num_stages=STAGES):
                 cols = (start + lanes).to(tl.int64)
                 col_mask = (cols < num_cols)[None, :]
                 x = load_tiles(
-                    x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", SUM_READS, OTHER, ROUNDED,
-                    DTYPE, AXES, ALIGN,
+                    x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", SUM_READS,
+                    0.0 if GROUP != 1 else OTHER, ROUNDED, DTYPE, AXES, ALIGN,
                 )  # fmt: skip
                 p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
                 c = () if NUMBERS is None else (cols[None, :],)
-                if FOLD is not None:
+                if GROUP != 1:
+                    # Of columns alone: rows past the end are zero, and nobody stores them.
+                    if GROUP > 1:
+                        mask = (start + tl.arange(0, LANES) * GROUP < num_cols)[None, None, :]
+                    else:
+                        mask = grouped((col_mask,), GROUP)[0]
+                    state = FOLD(state, grouped(x, GROUP), p + c, r, anchor, mask)
+                elif FOLD is not None:
                     state = FOLD(state, x, p + c, r, anchor, row_mask & col_mask)
                 else:
                     state = add_tiles(state, wanted_of(TERMS(x, p + c, r, row_mask & col_mask), WANTED))

@@ -139,7 +139,8 @@ def watch_launches(chip_name: str, workload: list[Workload], callback: Callable[
 
 
 def _width(tensor: torch.Tensor, workload: Workload) -> int | None:
-    if tensor.nbytes < _LARGE_SHARE * workload.pass_bytes:
+    # Integers are labels, one of a row.
+    if tensor.nbytes < _LARGE_SHARE * workload.pass_bytes or not tensor.is_floating_point():
         return None
     if tensor.dtype == torch.uint8:
         # A thread has as many elements of a mask as of x beside it.

@@ -10,7 +10,6 @@ import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from perf.machine_code.rules import NOT_HELD_YET
 from perf.machine_code.work import numbers_of, work_of
 from triton_kernels.launch.chips import CHIPS
 
@@ -49,11 +48,22 @@ _EMPTY_TILES = "a third of the columns of a tile are empty"
 _MERGES = "7 x 7 positions begin anywhere, and merges have room for the partial results of every batch size"
 KNOWN_SHARES = (
     (r"layer_norm 8192x4097 ", 1.1, _ONE_BY_ONE),
-    (r"(log_)?softmax \S*x(4097 |50257 bfloat16)", 0.95, _ONE_BY_ONE),
+    (r"(log_)?softmax \S*x(4097 |50257 bfloat16)", 0.85, _ONE_BY_ONE),
     (r"batch_norm 64x1001x14x14 ", 1.4, _ONE_BY_ONE),
     (r"batch_norm 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 2.4, _MERGES),
     (r"batch_norm 64x1024x14x14 bfloat16 (?!channels_last)", 1.15, "planes of 196 elements are loaded by fours"),
-    (r"(log_)?softmax 16x21x512x512 ", 1.6, "a tile has room for 32 classes, of which there are 21"),
+    (
+        r"cross_entropy 16x21x512x512 bfloat16 (forward|jvp)",
+        0.85,
+        "a tile has room for 32 classes, of which there are 21",
+    ),
+    (r"cross_entropy 4096x50257 bfloat16 (forward|backward)", 0.95, _ONE_BY_ONE),
+    (r"cross_entropy 64x128256 bfloat16 forward", 0.85, _FEW_STEPS),
+    (
+        r"cross_entropy 512x512 float64 forward",
+        0.85,
+        "nothing is written, and an exponential of float64 is a polynomial",
+    ),
     (r"batch_norm 64x2048x7x7 bfloat16 channels_last (forward|jvp|backward)", 1.25, _MERGES),
     (r"batch_norm 8192x1024 bfloat16 (forward|jvp)", 0.95, _FEW_STEPS),
     (r"batch_norm 8192x1024 bfloat16 backward", 0.7, _FEW_STEPS),
@@ -63,15 +73,9 @@ KNOWN_SHARES = (
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.05, _EMPTY_TILES),
     (r"layer_norm 8192x(1600|5124) ", 1.05, _EMPTY_TILES),
-    (r"(log_)?softmax 8192x5124 ", 0.75, _EMPTY_TILES),
     (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 0.85, "five operands in float32, a quarter of them empty"),
     (r"layer_norm 32768x256 bfloat16 hvp", 0.75, "sums of rows that share a warp"),
     (r"layer_norm 262144x24 bfloat16 (forward|backward)", 0.75, "a quarter of a tile is empty"),
-    (
-        r"(log_)?softmax (16x5000x96 float32|65536x24 bfloat16) (masked )?forward",
-        0.7,
-        "an exponential for each element, and part of the tile empty",
-    ),
     (r"dropout 8192x4096 bfloat16 ", 0.75, "ten rounds of Philox for every four elements: half of what it issues"),
 )
 
@@ -171,7 +175,7 @@ def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
     memory_us, (shares, issue) = called.bytes_moved / BYTES_PER_US, _shares(called, rows)
     known = (share for pattern, share, _ in KNOWN_SHARES if re.match(pattern, called.name))
     # The time of attention is that of its products.
-    is_free = called.name.startswith(("attention ", *NOT_HELD_YET))
+    is_free = called.name.startswith("attention ")
     most_issue = math.inf if is_free else next(known, MAX_ISSUE_SHARE)
     longer = next((times for pattern, times, _ in KNOWN_WAITS if re.match(pattern, called.name)), 1.0)
     problems = [f"issues for {issue:.2f} of the time of its bytes"] if issue > most_issue else []

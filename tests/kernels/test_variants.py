@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from perf.ops.record import Op
 
 # Constants that are sizes, of which small calls have others.
-SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH")
+SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUP$")
 DTYPES = ("float32", "bfloat16", "float64")
 LIMITS = (*ROW_PLANS.values(), {"channel_tile_bytes": 1024})
 
@@ -43,6 +43,9 @@ def variants(run: Callable[[], object]) -> set[tuple[Any, ...]]:
             for name, value in one.named.items()
             if value is None or isinstance(value, torch.Tensor) or (name.isupper() and not SIZES.search(name))
         }
+        # The columns of a group are adjacent, or else lie apart.
+        if "GROUP" in one.named:
+            named["GROUP"] = str(one.named["GROUP"] > 0)
         found.add((one.kernel.__name__, *sorted(named.items())))
     return found
 

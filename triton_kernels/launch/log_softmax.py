@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from triton_kernels.launch.tables import Limits
 
 
+# Of programs that only sum rows.
+_SUM_THREADS = 128
+
+
 def _row_cols(itemsize: int, num_inputs: int, num_outputs: int, limits: Limits) -> int:
     """Longest rows that are held."""
     if num_inputs == 1:
@@ -56,7 +60,8 @@ def plan_log_softmax(
     """Plan of a kernel that reduces `[segments, rows, columns]`, whose `sizes` these are, over the columns.
 
     With `rows_adjacent` it is the rows that are adjacent in memory, so that loads must run along them.
-    `compute_itemsize` is that of the arithmetic; up to four inputs are read, and up to three outputs written.
+    `compute_itemsize` is that of the arithmetic; up to four inputs are read, and up to three outputs written,
+    or none by sums alone.
     """
     chip = chip_of(device)
     if rows_adjacent:
@@ -67,6 +72,14 @@ def plan_log_softmax(
     num_segments, num_rows, num_cols = sizes
     block_cols = next_power_of_2(num_cols)
     limit = register_values(_row_cols(itemsize, num_inputs, num_outputs, limits), compute_itemsize, chip)
+    if not num_outputs:
+        # Sums alone: a sweep reads a row but once too. A thread loads 64 bytes per step, and keeps few sums.
+        tile = min(_SUM_THREADS * 64 // (itemsize * next_power_of_2(num_inputs)), limits.log_softmax_sweep_cols)
+        limit = min(max(tile, 1024), limit)
+        if block_cols > limit:
+            col_splits = row_splits(num_segments * num_rows, num_cols, tile, chip)
+            stages = loop_stages(num_summed * tile * itemsize, num_cols * itemsize, is_aligned, chip)
+            return RowPlan(1, tile, _SUM_THREADS // chip.warp_size, True, col_splits, stages)
     if block_cols > limit:
         all_rows, is_second = num_segments * num_rows, num_inputs > 2 or num_outputs > 1
         sweep_cols = limits.log_softmax_second_sweep_cols if is_second else limits.log_softmax_sweep_cols
@@ -86,7 +99,7 @@ def plan_log_softmax(
         return RowPlan(1, tile, num_warps, True, col_splits, stages)
     # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors, 256 of each of three or
     # four) and no barrier.
-    tile = register_values(1024 // next_power_of_2(num_inputs), compute_itemsize, chip)
+    tile = register_values(1024 // (next_power_of_2(num_inputs) if num_outputs else 1), compute_itemsize, chip)
     # Up to 16 warps, then more values per thread; 32 warps only for the longest rows, where registers run out.
     max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
     num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
@@ -119,9 +132,11 @@ def _plan_adjacent_rows(
         col_splits = row_splits(num_segments * cdiv(num_rows, block_rows), num_cols, block_cols, chip)
         stages = loop_stages(num_summed * tile * itemsize, ACCESS_BYTES, is_aligned, chip)
     else:
-        # Few columns: more rows, so that four warps have 16 values per thread.
-        block_rows = max(block_rows, register_values(2048, compute_itemsize, chip) // block_cols)
-        block_rows = min(block_rows, next_power_of_2(num_rows))
+        # Few columns: one warp has all of them, so that no reduction waits for another one.
+        few = register_values(2048 if num_inputs * itemsize <= 8 else 1024, compute_itemsize, chip)
+        block_rows = min(max(block_rows, few // block_cols), next_power_of_2(num_rows))
+        if block_rows * block_cols <= few:
+            return RowPlan(block_rows, block_cols, 1, looped)
     # Of several results 8 values per thread: with 16, ptxas spills 8 to 16 bytes (sm_90).
     num_values = block_rows * block_cols * (2 if looped and num_outputs > 1 else 1)
     num_warps = row_warps(num_values, limits.tile_threads, chip)
