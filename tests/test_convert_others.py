@@ -23,14 +23,6 @@ class OwnLayerNorm(nn.LayerNorm):
     """As torch's, by another name."""
 
 
-class OwnForward(nn.LayerNorm):
-    """As timm's and transformers' norms over channels."""
-
-    def forward(self, x):
-        x = x.movedim(1, -1)
-        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).movedim(-1, 1)
-
-
 def wrapped(module):
     """As accelerate hooks a module."""
     module.forward = functools.partial(module.forward)
@@ -76,7 +68,6 @@ class Checkpointed(nn.Module):
 
 OTHERS = {
     "function": Attention,
-    "own forward": lambda: OwnForward(3),
     "no counterpart": lambda: nn.InstanceNorm1d(3),
     "replaced forward": lambda: wrapped(nn.LayerNorm(4)),
     "own class, replaced forward": lambda: wrapped(OwnLayerNorm(4)),

@@ -1,6 +1,6 @@
 """Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behavior."""
 
-from primitives.nn._convert import convert, converted, revert
+from primitives.nn._convert import convert, converted, register_converter, revert
 from primitives.nn._modules import (
     BatchNorm1d,
     BatchNorm2d,
@@ -39,5 +39,6 @@ __all__ = [
     "TransformerEncoderLayer",
     "convert",
     "converted",
+    "register_converter",
     "revert",
 ]

@@ -11,13 +11,15 @@ from torch.nn.utils import parametrize
 
 from primitives.nn import _modules
 from primitives.nn._modules import ConversionWarning, OfThisPackage, Overridden
+from primitives.nn._norms import ByForm, ByFunction, ServedNorm
+from primitives.nn._proof import SERVED, Verdict, configuration, examined, looks_like_a_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     _Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
 
-__all__ = ["convert", "converted", "revert"]
+__all__ = ["convert", "converted", "register_converter", "revert"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -47,13 +49,14 @@ def _base(module: torch.nn.Module) -> type[torch.nn.Module]:
     return parametrize.type_before_parametrizations(module)
 
 
-def _with_behavior_of(ours: type, own: type) -> type:
-    """A subclass of `own` with the methods of `ours` before it; one for each pair."""
+def _with_behavior_of(ours: type, own: type, form: Any = None) -> type:
+    """A subclass of `own` with the methods of `ours` before it, which follow `form`; one for each three."""
+    key = (own, ours, form)
     for known in own.__subclasses__():
-        if vars(known).get("converted_from") is own and issubclass(known, ours):
+        if vars(known).get("converted_by") == key:
             return known
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {"converted_from": own, "behavior": ours, "__reduce_ex__": _reduce}
+    names |= {"converted_from": own, "converted_by": key, "form": form, "__reduce_ex__": _reduce}
     return type(own.__name__, (ours, own), names)
 
 
@@ -61,34 +64,107 @@ def _reduce(module: Any, protocol: Any) -> Any:
     """As any module is pickled and copied, but its class by those which it came from: no name leads to its own."""
     cls = type(module)
     make, args, *state = cls.converted_from.__reduce_ex__(module, protocol)
-    args = tuple(cls.converted_from if arg is cls else arg for arg in args)
-    return _rebuild, (cls.behavior, cls.converted_from, make, *args), *state
+    own, ours, form = cls.converted_by
+    return _rebuild, (ours, own, form, make, *[own if arg is cls else arg for arg in args]), *state
 
 
-def _rebuild(ours: type, own: type, make: Any, *args: Any) -> Any:
+def _rebuild(ours: type, own: type, form: Any, make: Any, *args: Any) -> Any:
     module = make(*args)
-    object.__setattr__(module, "__class__", _with_behavior_of(ours, own))
+    object.__setattr__(module, "__class__", _with_behavior_of(ours, own, form))
     return module
 
 
-def _counterpart(module: torch.nn.Module) -> type[torch.nn.Module] | None:
-    """The class of this package that stands for that of `module`, made for it if it is somebody's; None without one.
+class _Counterparts:
+    """The classes that stand for those of modules; norms of others are checked once for each configuration."""
 
-    A subclass that computes as torch's class does computes as ours. Any other forward may call functions of torch, by
-    whatever name: it is run as it is, and they are served.
+    def __init__(self) -> None:
+        self._verdicts: dict[tuple, Verdict] = {}
+
+    def of(self, module: torch.nn.Module) -> tuple[type[torch.nn.Module] | None, str]:
+        """The class of this package that stands for that of `module`, made for it if it is somebody's, or None.
+
+        A subclass that computes as torch's class does computes as ours, and so does a norm that was seen to compute one
+        of ours. Any other forward may call functions of torch, by whatever name: it is run as it is, and they are
+        served. With that comes the reason if it looks like a norm.
+        """
+        cls = _base(module)
+        is_lazy, replaced = issubclass(cls, LazyModuleMixin), "forward" in vars(module)
+        for registered, function in () if replaced else _FUNCTIONS.items():
+            if issubclass(cls, registered) and cls.forward is registered.forward:
+                return _with_behavior_of(ByFunction, cls, function), ""
+        if cls in _COUNTERPARTS and not replaced:
+            return _COUNTERPARTS[cls], ""
+        if is_lazy or isinstance(module, (torch.jit.ScriptModule, torch.nn.SyncBatchNorm)):
+            return None, ""
+        for theirs, ours in _COUNTERPARTS.items():
+            if issubclass(cls, theirs) and cls.forward is theirs.forward and not replaced:
+                return _with_behavior_of(ours, cls), ""
+        # A graph module writes its class anew whenever its graph changes.
+        calls = not _is_torchs(cls.forward) and not isinstance(module, torch.fx.GraphModule)
+        if not calls and not issubclass(cls, (*_COUNTERPARTS, *_BY_FUNCTION)):
+            return None, ""
+        verdict = self._verdict(module, cls) if calls and looks_like_a_norm(module) else Verdict(None)
+        if verdict.form == SERVED:
+            return _with_behavior_of(ServedNorm, cls), ""
+        if verdict.form is not None:
+            return _with_behavior_of(ByForm, cls, verdict.form), ""
+        return _with_behavior_of(Overridden, cls), verdict.reason
+
+    def _verdict(self, module: torch.nn.Module, cls: type) -> Verdict:
+        key = configuration(module, cls)
+        if key not in self._verdicts:
+            self._verdicts[key] = examined(module, cls)
+        return self._verdicts[key]
+
+
+# By the classes of users.
+_FUNCTIONS: dict[type[torch.nn.Module], Callable[..., Any]] = {}
+
+
+def register_converter(cls: type[torch.nn.Module], function: Callable[..., Any] | None) -> None:
+    """Say how `convert` computes modules of a class.
+
+    Such a module keeps its class, parameters, buffers and hooks, and `function` is called in place of its `forward`.
+    It holds for subclasses that inherit `forward`, and for conversions from now on; `revert` undoes these as it does
+    all others. A class may be torch's too, or one that `convert` knows.
+
+    Args:
+        cls: Class of the modules.
+        function: `function(module, *args, **kwargs)` returns what `cls.forward(module, *args, **kwargs)` does, or
+            `NotImplemented`, before any work, for a module or for arguments that it does not serve: the `forward` of
+            the class is then run. To pickle a converted module it must be one that Python finds by its name. `None`
+            forgets what was registered for `cls`.
+
+    Raises:
+        TypeError: If `cls` is not a class of modules, or `function` cannot be called.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> class CenteredNorm(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gain = torch.nn.Parameter(torch.zeros(4))
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.normalize(x, dim=-1) * 2 * (1 + self.gain)
+        >>> def by_rms_norm(module, x):
+        ...     return pr.functional.rms_norm(x, (4,), module.gain, 0.0, add_one=True)
+        >>> register_converter(CenteredNorm, by_rms_norm)
+        >>> convert(CenteredNorm())
+        primitives.CenteredNorm()
+        >>> register_converter(CenteredNorm, None)
     """
-    cls = _base(module)
-    is_lazy, replaced = issubclass(cls, LazyModuleMixin), "forward" in vars(module)
-    if cls in _COUNTERPARTS and not replaced:
-        return _COUNTERPARTS[cls]
-    if is_lazy or isinstance(module, (torch.jit.ScriptModule, torch.nn.SyncBatchNorm)):
-        return None
-    for theirs, ours in _COUNTERPARTS.items():
-        if issubclass(cls, theirs) and cls.forward is theirs.forward and not replaced:
-            return _with_behavior_of(ours, cls)
-    # A graph module writes its class anew whenever its graph changes.
-    calls = not _is_torchs(cls.forward) and not isinstance(module, torch.fx.GraphModule)
-    return _with_behavior_of(Overridden, cls) if calls or issubclass(cls, (*_COUNTERPARTS, *_BY_FUNCTION)) else None
+    if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
+        raise TypeError(f"register_converter: cls must be a class of modules, got {cls!r}.")
+    if issubclass(cls, (OfThisPackage, Overridden)):
+        raise TypeError(f"register_converter: cls must be a class of others, got {cls.__name__}, which is converted.")
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"register_converter: function must be called as function(module, *args), got {type(function).__name__}."
+        )
+    # A class is asked before those that it derives from.
+    given = {**_FUNCTIONS, cls: function}
+    _FUNCTIONS.clear()
+    _FUNCTIONS.update({c: f for c, f in sorted(given.items(), key=lambda item: -len(item[0].__mro__)) if f is not None})
 
 
 def _is_torchs(value: Any) -> bool:
@@ -114,6 +190,9 @@ def _retype(module: torch.nn.Module, changed: type[torch.nn.Module]) -> None:
     names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     parametrized: Any = type(cls.__name__, (changed,), names)
     module.__class__ = parametrized
+
+
+_COMPOSED = "none is needed for its derivatives; for speed, see register_converter"
 
 
 def _why_left(module: torch.nn.Module) -> tuple[str, str] | None:
@@ -158,10 +237,13 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     training mode and `state_dict` stay the same objects under the same names. `repr` shows a changed module with
     `primitives.` before its name, and `converted` lists them.
 
-    Modules that somebody else wrote stay as they are, and the functions of torch that they call are served, as
-    inside `override_torch`, `dropout` excepted: `scaled_dot_product_attention` of a transformer of whatever library,
-    norms with a `forward` of their own. It is so with each call of such a module, also where a part of the model is
-    called alone, in another thread, or again by activation checkpointing.
+    Norms with a `forward` of their own, of whatever library, are checked: run, on a twin, on inputs that tell apart
+    what a norm may be. Those that compute one of this package's do so by it, and are shown and listed as the others.
+
+    Modules that somebody else wrote stay as they are otherwise, and the functions of torch that they call are served,
+    as inside `override_torch`, `dropout` excepted: `scaled_dot_product_attention` of a transformer of whatever library.
+    It is so with each call of such a module, also where a part of the model is called alone, in another thread, or
+    again by activation checkpointing.
 
     Args:
         model: Any module; it may itself be one that is converted.
@@ -177,7 +259,8 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
 
     Warns:
         ConversionWarning: If norms or attention stay torch's: TorchScript, `SyncBatchNorm`, lazy norms of a class of
-            their own. It has a table of paths, classes, reasons and remedies, and `left`, the same as a tuple.
+            their own; and of modules that look like a norm of this package, and are not or cannot be checked. It has a
+            table of paths, classes, reasons and remedies, and `left`, the same as a tuple.
 
     Example:
         >>> import torch
@@ -188,17 +271,18 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
         )
     """
     _check_model(model, "convert")
-    chosen, left = _chosen(classes), []
+    chosen, left, counterparts = _chosen(classes), [], _Counterparts()
     for path, module in model.named_modules():
         if _is_ours(module) or isinstance(module, Overridden):
             continue
         if isinstance(module, torch.nn.Dropout) if classes is None else not isinstance(module, chosen):
             continue
-        counterpart = _counterpart(module)
+        cls, (counterpart, reason) = _base(module), counterparts.of(module)
         if counterpart is not None:
             _retype(module, counterpart)
-        elif (why := _why_left(module)) is not None:
-            left.append(_Left(path, _base(module), *why))
+        why = (reason, _COMPOSED) if reason else None if counterpart is not None else _why_left(module)
+        if why is not None:
+            left.append(_Left(path, cls, *why))
     if left:
         warnings.warn(ConversionWarning(_table(left), left), stacklevel=2)
     return model
@@ -216,7 +300,7 @@ def _table(left: list[_Left]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     count = f"{len(left)} module{'s' * (len(left) > 1)}"
-    return f"convert: {count} stay torch's, whose derivatives beyond the first can be wrong:\n" + "\n".join(lines)
+    return f"convert: {count} stay as they are. Torch's norms can be wrong beyond the first order.\n" + "\n".join(lines)
 
 
 def converted(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -1,0 +1,362 @@
+"""Find out what the `forward` of a norm that somebody wrote computes, by running it on inputs that tell forms apart.
+
+It runs on a twin: an object of the class with the module's attributes, new parameters and buffers on the CPU, and no
+hooks. The module itself, the states of random generators and everything that it refers to stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from primitives._override import override_except_dropout
+from primitives.nn._norms import Form, Rounding, computed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["SERVED", "Verdict", "configuration", "examined", "looks_like_a_norm"]
+
+SERVED = "served"
+_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase)
+_OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+_HOOKS = [name for name in _OF_ANY_MODULE if "hooks" in name]
+_SCALE_AND_SHIFT = 2
+_LOW = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float64, torch.float32, *_LOW)
+# Enough elements that a rounding at another place shows, and at least the digits that sums of another order leave.
+_ELEMENTS = 4096
+_EQUAL = 0.99
+_EXACT = 1e-9
+# A module may compute float64 in float32.
+_CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+class Verdict(NamedTuple):
+    """The form of a module, `SERVED` if its `forward` is served as it is written, or None and the reason."""
+
+    form: Form | str | None
+    reason: str = ""
+
+
+def _epsilons(module: torch.nn.Module) -> list[str]:
+    """Names of attributes that are added to a variance."""
+    return [name for name, value in vars(module).items() if "eps" in name.lower() and type(value) is float]
+
+
+def _own(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if value is not None}
+
+
+def looks_like_a_norm(module: torch.nn.Module) -> bool:
+    """Whether a module with a `forward` of its own is worth a check: it has what a norm has, and no more."""
+    if isinstance(module, _NORMS):
+        return True
+    parameters = list(_own(module._parameters).values())
+    if not parametrize.is_parametrized(module):
+        parts = itertools.chain.from_iterable((*p.parameters(), *p.buffers()) for p in module.children())
+        if next(parts, None) is not None or _own(module._buffers):
+            return False
+    are_alike = len(parameters) <= _SCALE_AND_SHIFT and len({p.shape for p in parameters}) <= 1
+    return are_alike and (bool(_epsilons(module)) or "norm" in type(module).__name__.lower())
+
+
+def _is_worth_a_word(module: torch.nn.Module) -> bool:
+    """Whether one would expect a module to be a norm, by more than its name."""
+    has_own = bool(module._parameters) or parametrize.is_parametrized(module)
+    return isinstance(module, _NORMS) or (bool(_epsilons(module)) and (has_own or "norm" in repr(module).lower()))
+
+
+def _obstacle(module: torch.nn.Module) -> str:
+    """Why a module that looks like a norm cannot be checked; empty if it can."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the object"
+    if parametrize.is_parametrized(module):
+        return "its parameters are parametrized"
+    for name, value in _own(module._parameters).items():
+        if type(value) not in (torch.nn.Parameter, torch.Tensor):
+            return f"its {name} is a {type(value).__name__}"
+        if value.dtype not in _DTYPES:
+            return f"its {name} is of dtype {value.dtype}"
+    return ""
+
+
+def configuration(module: torch.nn.Module, cls: type) -> tuple:
+    """What the result of a check depends on: two modules that agree in it compute alike."""
+    simple = (bool, int, float, str, tuple, torch.Size, type(None))
+    attributes = [
+        (name, repr(value) if isinstance(value, simple) else id(value))
+        for name, value in vars(module).items()
+        if name not in _OF_ANY_MODULE
+    ]
+    tensors = [
+        (name, None if value is None else (tuple(value.shape), type(value), value.dtype in _DTYPES))
+        for name, value in itertools.chain(module._parameters.items(), module._buffers.items())
+    ]
+    return cls, tuple(attributes), tuple(tensors), repr(list(module.children()))
+
+
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    """Normal numbers, by no generator but their own."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+
+
+class _Twin:
+    """An object that computes as a module does, with parameters of a dtype and without anything of the module."""
+
+    def __init__(self, module: torch.nn.Module, cls: type, dtype: torch.dtype, eps: float = 0.0) -> None:
+        state = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(module).items()}
+        state |= {name: type(state[name])() for name in _HOOKS if isinstance(state.get(name), dict)}
+        state["_parameters"] = {
+            name: None if value is None else torch.nn.Parameter((1.2 + 0.4 * _random(value.shape, i)).to(dtype))
+            for i, (name, value) in enumerate(module._parameters.items())
+        }
+        state["_buffers"] = {name: self._buffer(value, dtype) for name, value in module._buffers.items()}
+        state["_modules"] = {name: self._part(value, dtype) for name, value in state["_modules"].items()}
+        for i, name in enumerate(_epsilons(module) if eps else ()):
+            state[name] = eps * (i + 1)
+        self.module: torch.nn.Module = object.__new__(cls)
+        vars(self.module).update(state)
+        self.cls = cls
+
+    @staticmethod
+    def _buffer(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if value is None or not value.is_floating_point():
+            return None if value is None else torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+        return (0.5 + _random(value.shape, 7).square()).to(dtype)
+
+    @staticmethod
+    def _part(value: torch.nn.Module | None, dtype: torch.dtype) -> torch.nn.Module | None:
+        if value is None:
+            return None
+        part = copy.deepcopy(value).to(device="cpu", dtype=dtype)
+        for module in part.modules():
+            vars(module).update({name: type(vars(module)[name])() for name in _HOOKS if vars(module).get(name)})
+        return part
+
+    def __call__(self, x: Tensor, *, training: bool = False) -> Tensor:
+        self.module.training = training
+        torch.default_generator.manual_seed(0)
+        y = self.cls.forward(self.module, x)
+        if not isinstance(y, torch.Tensor):
+            raise TypeError(f"its forward returns {type(y).__name__}")
+        return y
+
+    def parameters(self) -> list[Tensor]:
+        return [value for value in self.module._parameters.values() if value is not None]
+
+
+class _InFloat64(TorchFunctionMode):
+    """Inside, float64 stays float64 where a module asks for float32: what it computes shows all its digits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in (torch.Tensor.to, torch.Tensor.type):
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+                kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    """Norms that run inside, of this package and of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: set[str] = set()
+        self.theirs: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if "norm" in func._schema.name:
+            (self.ours if func.namespace == "primitives" else self.theirs).add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def _near(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return False
+    error = (actual.double() - expected.double()).abs().max()
+    return bool(error <= tolerance * expected.double().abs().max())
+
+
+def _channels(module: torch.nn.Module) -> tuple[int, ...]:
+    """The sizes that a norm normalizes, or its channels."""
+    for name in ("normalized_shape", "num_features", "num_channels"):
+        if (value := getattr(module, name, None)) is not None:
+            return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return next((tuple(p.shape) for p in _own(module._parameters).values()), (24,))
+
+
+def _shapes(sizes: tuple[int, ...], rows: int = 2) -> list[tuple[int, ...]]:
+    """Shapes of inputs: with the channels last, and with channels first."""
+    a, b, c = [n for n in (3, 5, 4, 6, 7, 2) if n not in sizes][:3]
+    last = [(rows, *sizes), (rows, a, *sizes), (rows, a, b, *sizes), (rows, a, b, c, *sizes)]
+    return last + ([(rows, *sizes, a), (rows, *sizes, a, b), (rows, *sizes, a, b, c)] if len(sizes) == 1 else [])
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What the check does is nobody's but its own."""
+    state = torch.default_generator.get_state()
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        with torch.autocast("cpu", enabled=False):
+            try:
+                yield
+            finally:
+                torch.default_generator.set_state(state)
+
+
+def _tried(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a call returns, or what it raises."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:  # anything may come of what somebody wrote
+        return error
+
+
+def _served(module: torch.nn.Module, cls: type) -> bool:
+    """Whether a module computes by norms of torch, all of which are served, with the same results."""
+    runs, accepted = [(torch.float64, shape) for shape in _shapes(_channels(module))], 0
+    for dtype, shape in runs:
+        for training in (False, True):
+            x, operators = _random(shape, 5).to(dtype), _Operators()
+            twins = [_Twin(module, cls, dtype) for _ in range(2)]
+            theirs = _tried(twins[0], x, training=training)
+            with override_except_dropout(), operators:
+                ours = _tried(twins[1], x, training=training)
+            if isinstance(theirs, Exception) or isinstance(ours, Exception):
+                if type(theirs) is not type(ours):
+                    return False
+                continue
+            states = [list(_own(twin.module._buffers).values()) for twin in twins]
+            pairs = [(ours, theirs), *zip(*states[::-1], strict=True)]
+            if operators.theirs or not operators.ours or not all(_near(a, b, _CLOSE[dtype]) for a, b in pairs):
+                return False
+            accepted += 1
+            if accepted == 1:
+                runs.append((torch.bfloat16, shape))
+    return accepted > 0
+
+
+def _forms(module: torch.nn.Module, argument: str) -> Iterator[Form]:
+    """Every form that a module may have."""
+    parts = tuple(name for name, _ in module.named_children())
+    names = list(_own(module._parameters))
+    orders = list(itertools.permutations([*names, *[None] * (2 - len(names))])) if names else [(None, None)]
+    for (scale, shift), eps in itertools.product(orders, _epsilons(module)):
+        if scale is None and shift is not None:
+            continue
+        for axis, centered, add_one in itertools.product((-1, 1), (False, True), (False, True)):
+            if scale is not None or not add_one:
+                yield Form(argument, scale, shift, eps, axis, centered, add_one, parts)
+
+
+def _with_gradients(call: Any, variables: list[Tensor]) -> list[Tensor]:
+    """What a norm makes of the first of `variables`, and its gradients in all; nothing if it takes no such input."""
+    y = _tried(call, variables[0])
+    if isinstance(y, Exception) or y.shape != variables[0].shape:
+        return []
+    return [y, *torch.autograd.grad(y.sin().sum(), variables, materialize_grads=True)]
+
+
+def _truths(twin: _Twin) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:
+    """Inputs and parameters, and what a module makes of them in either mode, for each shape that it takes."""
+    (size,) = _channels(twin.module)
+    for shape in _shapes((size,)):
+        variables = [_random(shape, 5).requires_grad_(), *twin.parameters()]
+        with _InFloat64():
+            made = [_with_gradients(functools.partial(twin, training=mode), variables) for mode in (False, True)]
+        if all(made):
+            yield variables, made
+
+
+def _agrees(form: Form, twin: _Twin, variables: list[Tensor], truths: list[list[Tensor]]) -> bool:
+    """Whether a form computes what a module does, with the same gradients, in float64."""
+    rounding = Rounding(torch.float64, None, torch.float64, cast_first=False)
+    found = _with_gradients(lambda x: computed(form, twin.module, x, rounding), variables)
+    return bool(found) and all(_near(a, e, _EXACT) for truth in truths for a, e in zip(found, truth, strict=True))
+
+
+def _rounding(form: Form, module: torch.nn.Module, cls: type, x: Tensor, parameters: torch.dtype) -> Rounding | None:
+    """Where a module rounds for these dtypes; None if it is no place that this package knows."""
+    twin = _Twin(module, cls, parameters, 0.1)
+    theirs = _tried(twin, x)
+    if isinstance(theirs, Exception):
+        return None
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = _tried(twin, x)
+    if isinstance(inside, Exception) or inside.dtype != theirs.dtype or not torch.equal(inside, theirs):
+        return None
+    for cast_first in (False, True) if x.dtype in _LOW else (False,):
+        rounding = Rounding(x.dtype, parameters if form.scale else None, theirs.dtype, cast_first)
+        ours = _tried(computed, form, twin.module, x, rounding)
+        if isinstance(ours, Exception) or ours.dtype != theirs.dtype:
+            continue
+        # In float64 modules that compute in float32 leave digits away, which this package does not.
+        tolerance = 0.0 if theirs.dtype in _LOW else _CLOSE[torch.float32] * theirs.abs().max()
+        if ((ours - theirs).abs() <= tolerance).double().mean() > (_EQUAL if x.dtype in _LOW else 1.0 - 1e-9):
+            return rounding
+    return None
+
+
+def _form(module: torch.nn.Module, cls: type, argument: str) -> Form | None:
+    """The form of a norm that is composed of operations; None if it has none."""
+    twin = _Twin(module, cls, torch.float64, 0.1)
+    truths = list(_truths(twin))
+    for form in _forms(module, argument) if truths else ():
+        if not all(_agrees(form, twin, *truth) for truth in truths):
+            continue
+        shapes = [variables[0].shape for variables, _ in truths]
+        x = _random((max(2, _ELEMENTS * shapes[0][0] // shapes[0].numel()), *shapes[0][1:]), 6)
+        pairs = [*zip(_DTYPES, _DTYPES, strict=True), *[(dtype, torch.float32) for dtype in _LOW if form.scale]]
+        roundings = [_rounding(form, module, cls, x.to(dtype), parameters) for dtype, parameters in pairs]
+        found = tuple(rounding for rounding in roundings if rounding is not None)
+        if found:
+            return form._replace(ranks=tuple({len(shape) for shape in shapes}), roundings=found)
+    return None
+
+
+def examined(module: torch.nn.Module, cls: type) -> Verdict:
+    """What a module that looks like a norm computes, as far as this package can compute it.
+
+    Args:
+        module: A module, with a `forward` that somebody wrote.
+        cls: Its class.
+    """
+    form = _obstacle(module)
+    if not form:
+        with _undisturbed():
+            form = _tried(_examined, module, cls)
+    if isinstance(form, Form) or form == SERVED:
+        return Verdict(form)
+    reason = f"it could not be run: {form}" if isinstance(form, Exception) else form
+    return Verdict(None, reason if _is_worth_a_word(module) else "")
+
+
+def _examined(module: torch.nn.Module, cls: type) -> Form | str:
+    """The form of a module, `SERVED`, or the reason why it has none."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    required = [p for p in parameters if p.default is inspect.Parameter.empty]
+    if len(required) == 1 and _served(module, cls):
+        return SERVED
+    if len(parameters) != 1:
+        return "its forward takes more than the input"
+    if len(_channels(module)) != 1:
+        return "its parameters have more than one axis"
+    return _form(module, cls, parameters[0].name) or "it computes no norm that this package has"
