@@ -89,13 +89,20 @@ def rms_norm(
 def _rms_norm(
     x: Tensor, weight: Tensor | None, norm_ndim: int, eps: float | None, add_one: bool, cast_first: bool
 ) -> Tensor:
+    weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
+    return layer_norm_p(x, weight, None, norm_ndim, 0, number, False, rounded)[0]
+
+
+def rms_options(
+    x: Tensor, weight: Tensor | None, eps: float | None, add_one: bool, cast_first: bool
+) -> tuple[Tensor | None, float, bool]:
+    """The scale, eps, and whether the normalized `x` is rounded, for layer norm's primitives."""
     dtype = accumulation_dtype(x.dtype)
     eps = torch.finfo(dtype).eps if eps is None else eps
     if weight is not None and add_one:
         weight = 1.0 + weight.to(dtype)
     # Without a weight, or in a wide dtype, the result is rounded at the same place anyway.
-    rounded = cast_first and weight is not None and x.dtype in LOW_PRECISION
-    return layer_norm_p(x, weight, None, norm_ndim, 0, eps, False, rounded)[0]
+    return weight, eps, cast_first and weight is not None and x.dtype in LOW_PRECISION
 
 
 def ada_layer_norm(

@@ -14,6 +14,7 @@ from primitives._attention import MAX_SEED, attention, scaled_dot_product_attent
 from primitives._batch_norm import batch_norm_of_tensors
 from primitives._losses import cross_entropy, linear_cross_entropy, nll_loss
 from primitives._norms import ada_layer_norm, rms_norm
+from primitives._residual_norms import add_layer_norm, add_rms_norm
 from primitives._softmax import log_softmax, softmax, softmin
 from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchNormOutput",
     "ada_layer_norm",
+    "add_layer_norm",
+    "add_rms_norm",
     "attention",
     "batch_norm",
     "cross_entropy",

@@ -127,7 +127,7 @@ def check_call(
     tensors = [call.args[i] for i in call.tensors]
     dtypes = {t.dtype for t in tensors if t.is_floating_point()} | {d for d in call.args if isinstance(d, torch.dtype)}
     # Derivatives through dtype= are rounded to the coarser of two dtypes, and cast.
-    crosses = len(dtypes) > 1 and any(isinstance(a, torch.dtype) for a in call.args)
+    crosses = len(dtypes) > 1 and "y_dtype" not in call.names and any(isinstance(a, torch.dtype) for a in call.args)
     wide = torch.float64 if dtypes == {torch.float64} else torch.float32
     storages = {t.untyped_storage().data_ptr() for t in tensors}
     if not tensors[0].numel():
@@ -202,7 +202,7 @@ def with_its_statistics(call: Call, args: list) -> list:
         return [true + 0 * arg if n == "lse" else arg for n, arg in zip(call.names, args, strict=True)]
     if "rstd" not in options:
         return args
-    x, norm_ndim = options["x"], options.get("norm_ndim")
+    x, norm_ndim = options["x" if "x" in options else "s"], options.get("norm_ndim")
     axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
     variance, mean = torch.var_mean(x, axes, correction=0)
     if not options.get("centered", True):

@@ -31,6 +31,7 @@ LAYERS = (
         "primitives._batch_norm",
         "primitives._losses",
         "primitives._norms",
+        "primitives._residual_norms",
         "primitives._softmax",
         "primitives.functional",
         "primitives._override",

@@ -1,6 +1,10 @@
 """Device functions that draw Philox words for tiles, and the kernel that stores them.
 
 Word i of a stream is word `i % 4` of block `offset + i // 4` (see `tl.randint4x`).
+
+Kernels over rows that draw noise take `(seed_ptr, seed_segment_stride, num_stream_rows, last_dropped, scale_low,
+scale_high)`: the seeds of the segments, or one, and None for no noise; the rows of a segment, or 0 where one stream
+goes through all; bits of the largest word that drops its element; and those of what the others are multiplied by.
 """
 
 # Triton declares constexpr parameters and tl.load as Python types, which the values that kernels pass are not.
@@ -11,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels._runtime import unspecialized_jit
+from triton_kernels._runtime import cast, float64_of_bits, unspecialized_jit
 
 
 @triton.jit
@@ -27,6 +31,29 @@ def single_words(seed, offset, index):
     w0, w1, w2, w3 = tl.randint4x(seed, offset + (index >> 2))
     lane = index & 3
     return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+
+
+@triton.jit
+def begin_stream(noise, segment):
+    """What `noise_of` takes for the rows of a segment; nothing if there is no noise."""
+    stream = ()
+    if noise[0] is not None:
+        seed = tl.load(noise[0] + segment * noise[1])
+        stream = (seed, segment * noise[2], noise[3], noise[4], noise[5])
+    return stream
+
+
+@triton.jit
+def noise_of(stream, row, start, num_cols: tl.constexpr, BLOCK_COLS: tl.constexpr, DTYPE: tl.constexpr):
+    """What dropout multiplies a tile by, whose rows have the numbers `row` among all, from column `start` on."""
+    row = row - stream[1]
+    if num_cols % 4 == 0:
+        block = start // 4 + tl.arange(0, BLOCK_COLS // 4)
+        words = grouped_words(stream[0], row * (num_cols // 4) + block[None, :])
+    else:
+        words = single_words(stream[0], 0, row * num_cols + (start + tl.arange(0, BLOCK_COLS))[None, :])
+    kept = words > stream[2].to(tl.int32).to(tl.uint32, bitcast=True)
+    return tl.where(kept, cast(float64_of_bits(stream[3], stream[4]), DTYPE), 0.0)
 
 
 @unspecialized_jit

@@ -7,6 +7,7 @@ parameter. All outputs of full size share the strides `out_*_stride`.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class Operands(NamedTuple):
 
     The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
     num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
-    another. The dtype is that of the arithmetic.
+    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it.
     """
 
     view: RowView
@@ -47,6 +48,8 @@ class Operands(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     scratch: Collection[str] = ()
+    seeds: Tensor | None = None
+    noise: Mapping[str, int] = MappingProxyType({})
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernel, and constants that follow from the operands alone."""
@@ -61,6 +64,8 @@ class Operands(NamedTuple):
         for name, (param, stride) in self.params.items():
             found |= {f"{name}_ptr": param, f"{name}_stride": stride}
         return found | {
+            "seed_ptr": self.seeds,
+            **self.noise,
             "num_rows": view.num_rows,
             "num_cols": view.num_cols,
             "DTYPE": TL_DTYPES[self.dtype],
@@ -75,12 +80,12 @@ class Operands(NamedTuple):
         return full_size | {name for name, (param, _) in self.params.items() if param is not None}
 
     def only(self, names: Collection[str]) -> Operands:
-        """The operands of these names, and the statistics if x is among them."""
+        """The operands of these names, and the statistics if what was normalized, x or s, is among them."""
         tensors = zip(self.names, self.view.tensors, strict=True)
         return self._replace(
             view=self.view._replace(tensors=tuple(tensor if name in names else None for name, tensor in tensors)),
             params={name: param if name in names else (None, 0) for name, param in self.params.items()},
-            statistics={name: tensor if "x" in names else None for name, tensor in self.statistics.items()},
+            statistics={name: tensor if {"x", "s"} & {*names} else None for name, tensor in self.statistics.items()},
         )
 
     def sizes(self) -> tuple[int, int, int]:
@@ -95,11 +100,20 @@ class Operands(NamedTuple):
         """Blocks of rows, each within a segment."""
         return self.view.num_segments * cdiv(self.view.num_rows, block_rows)
 
-    def add_to(self, account: Account, reads: Mapping[str, int], param_programs: int, row_programs: int) -> None:
+    def add_to(
+        self,
+        account: Account,
+        reads: Mapping[str, int],
+        param_programs: int,
+        row_programs: int,
+        num_programs: int | None = None,
+    ) -> None:
         """Count what a kernel moves that reads each operand as often as `reads` says, and writes each output once.
 
-        `param_programs` load the parameters of a segment, and `row_programs` the statistics of each row.
+        `param_programs` load the parameters of a segment, and `row_programs` the statistics of each row; of all
+        programs there are as many as the product if not told.
         """
+        account.load_often("seed", self.seeds, 8 * (num_programs or param_programs * row_programs))
         for name, tensor in zip(self.names, self.view.tensors, strict=True):
             account.load(reads.get(name, 0), **{name: tensor})
         for name, (param, _) in self.params.items():
@@ -126,13 +140,13 @@ class RowSums(NamedTuple):
         places: How many sums it has a place for; 0 where it has to sum nothing.
         reads: Operands and parameters that the sums take.
         wanted: How many of the places are taken; None for all.
-        has_anchor: Whether a sweep begins with the first tile of the first operand.
+        num_anchors: A sweep begins with the first tile of so many operands.
     """
 
     places: int = 0
     reads: Collection[str] = ()
     wanted: int | None = None
-    has_anchor: bool = False
+    num_anchors: int = 0
 
 
 NO_SUMS = RowSums()
@@ -217,8 +231,8 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
     num_sweeps = 2 if plan.col_splits > 1 and sums.places else 1
     operands.add_to(account, reads, num_blocks, num_sweeps * plan.col_splits)
     tensors = dict(zip(operands.names, operands.view.tensors, strict=True))
-    if sums.has_anchor:
-        name, num_cols = operands.names[0], operands.view.num_cols
+    for name in operands.names[: sums.num_anchors]:
+        num_cols = operands.view.num_cols
         slice_cols = cdiv(cdiv(num_cols, plan.block_cols), plan.col_splits) * plan.block_cols
         firsts = sum(min(plan.block_cols, num_cols - first) for first in range(0, num_cols, slice_cols))
         anchor = tensors[name]
@@ -281,7 +295,7 @@ def launch_row_sums(
     if account is not None:
         # Each row of a tile has the parameters beside it.
         reads = dict.fromkeys((*operands.names, *operands.params), 1)
-        operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks)
+        operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks, num_parts * col_blocks)
         for part in rows:
             account.store(0 if part is None or parts is not None else part.nbytes)
     if parts is not None:

@@ -51,6 +51,8 @@ BATCH_DEPENDENT = {
     "count",
     "momentum_low",
     "momentum_high",
+    "num_stream_rows",
+    "last_dropped",
     "scale_low",
     "scale_high",
 }

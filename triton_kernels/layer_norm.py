@@ -112,7 +112,7 @@ def _forward(
     outputs = {"y": y, "y_dot": y_dot if has_tangent else None}
     operands = operands._replace(outputs=outputs, row_outputs={"mean": mean if centered else None, "rstd": rstd})
     places = 2 if x_dot is None else 4
-    sums = RowSums(places, ("x", "x_dot"), places if centered else places // 2, has_anchor=centered)
+    sums = RowSums(places, ("x", "x_dot"), places if centered else places // 2, num_anchors=int(centered))
     rounded = rounded and x.dtype.itemsize == 2
     with device_guard(x):
         launch_rows(layer_norm_fwd_kernel, operands, plan_rows(operands, sums), sums, EPS=eps, ROUNDED=rounded)

@@ -17,6 +17,9 @@ The functions of an op take tuples of tiles: `x` of the full-size operands `[BLO
 `[1, cols]`, `r` of the statistics `[BLOCK_ROWS, 1]`, `s` of the sums `[BLOCK_ROWS, 1]`. In the place of one that is
 absent, or not read by a sweep, is `nothing()`, of which `.type.is_block()` is false.
 
+    MIX(x, stream, out_ptrs, row, start, num_cols, BLOCK_COLS, DTYPE)
+                                            what all others get for the tiles that were loaded, where that is not
+                                            these; from noise too, if the op draws any (see `_philox_steps`)
     EMIT(x, p, r, s, mask, num_cols)        the tiles that are written; may be absent
     ROWS(s, r, num_cols)                    the numbers of a row that are written, if not the sums
 
@@ -46,6 +49,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triton_kernels._philox_steps import begin_stream
 from triton_kernels._runtime import float64_of_bits
 from triton_kernels.tiles import (
     add_tiles,
@@ -122,7 +126,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     STATS: tl.constexpr = None, ANCHOR: tl.constexpr = None, FOLD: tl.constexpr = None, MERGE: tl.constexpr = None,
     WANTED: tl.constexpr = 65535, EPS: tl.constexpr = 0.0, OTHER: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None,
     GROUP: tl.constexpr = 1, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None,
-    scale_low=None, scale_high=None,
+    scale_low=None, scale_high=None, ANCHOR_READS: tl.constexpr = 1, MIX: tl.constexpr = None, noise=None,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
 
@@ -172,6 +176,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             they come behind the statistics.
         scale_low: If given, the statistics end with a factor, of which these are the bits (see `float64_bits`).
         scale_high: Likewise.
+        ANCHOR_READS: Bits of the operands that `ANCHOR` takes.
+        MIX: Makes other tiles of those that are loaded, or None.
+        noise: What `begin_stream` takes.
     """
     ALL: tl.constexpr = 65535
     NUM_X: tl.constexpr = len(x_strides)
@@ -188,6 +195,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     row_mask = (row < aligned(num_rows, ROW_ALIGN))[:, None]
     flat_row = (segment * aligned(num_rows, ROW_ALIGN) + row)[:, None]
     lanes = tl.arange(0, BLOCK_COLS)
+    stream = () if MIX is None else begin_stream(noise, segment)
     r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
     if PICKS is not None:
         r = r + load_column(x_ptrs, x_strides, segment, row, r[0], row_mask, 0 if MODE == "sums" else PICKS, DTYPE)
@@ -203,6 +211,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         x = load_tiles(
             x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, OTHER, ROUNDED, DTYPE, AXES, ALIGN
         )
+        if MIX is not None:
+            x = MIX(x, stream, out_ptrs, flat_row, 0, num_cols, BLOCK_COLS, DTYPE)
         p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
         c = () if NUMBERS is None else (cols[None, :],)
         s = ()
@@ -234,9 +244,11 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 col_mask = (cols < num_cols)[None, :]
                 # Another name than in the loop, which would carry it around.
                 first = load_tiles(
-                    x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", 1, OTHER, ROUNDED, DTYPE,
-                    AXES, ALIGN,
+                    x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", ANCHOR_READS, OTHER,
+                    ROUNDED, DTYPE, AXES, ALIGN,
                 )  # fmt: skip
+                if MIX is not None:
+                    first = MIX(first, stream, out_ptrs, flat_row, first_col, num_cols, BLOCK_COLS, DTYPE)
                 anchor = ANCHOR(first, row_mask & col_mask, tl.minimum(num_cols - first_col, BLOCK_COLS))
             state = ()
             for i in tl.static_range(NUM):
@@ -249,6 +261,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", SUM_READS,
                     0.0 if GROUP != 1 else OTHER, ROUNDED, DTYPE, AXES, ALIGN,
                 )  # fmt: skip
+                if MIX is not None:
+                    x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
                 p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
                 c = () if NUMBERS is None else (cols[None, :],)
                 if GROUP != 1:
@@ -278,13 +292,16 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
             if EMIT is not None:
                 # Not staged: nothing is reduced here, so that other warps load while one waits.
                 for step in range(first_col, stop_col, BLOCK_COLS):
-                    cols = (opposite_tile(step, first_col, stop_col, BLOCK_COLS) + lanes).to(tl.int64)
+                    start = opposite_tile(step, first_col, stop_col, BLOCK_COLS)
+                    cols = (start + lanes).to(tl.int64)
                     col_mask = (cols < num_cols)[None, :]
                     mask = row_mask & col_mask
                     x = load_tiles(
                         x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_first", EMIT_READS, OTHER,
                         ROUNDED, DTYPE, AXES, ALIGN,
                     )  # fmt: skip
+                    if MIX is not None:
+                        x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
                     p = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN)
                     c = () if NUMBERS is None else (cols[None, :],)
                     offsets = out_offsets(

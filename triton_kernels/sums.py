@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triton_kernels._philox_steps import begin_stream
 from triton_kernels._runtime import batch_independent_jit, cast, store_cast
 from triton_kernels.tiles import (
     add_tiles,
@@ -37,7 +38,7 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
     NUM_SUMS: tl.constexpr, num_splits, num_rows, EMIT: tl.constexpr, COLUMNS: tl.constexpr, INIT: tl.constexpr,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr, WRITES: tl.constexpr, TERMS: tl.constexpr = None,
-    STATS: tl.constexpr = None, WANTED: tl.constexpr = 65535,
+    STATS: tl.constexpr = None, WANTED: tl.constexpr = 65535, MIX: tl.constexpr = None, noise=None,
 ):  # fmt: skip
     """Write this program's rows, and the sums over them.
 
@@ -53,7 +54,9 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
     part = tl.program_id(0) // NUM_COL_BLOCKS
     NUM: tl.constexpr = len(INIT)
     segment = (part // num_splits).to(tl.int64)
-    cols = ((tl.program_id(0) % NUM_COL_BLOCKS) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)).to(tl.int64)
+    stream = () if MIX is None else begin_stream(noise, segment)
+    first_col = (tl.program_id(0) % NUM_COL_BLOCKS) * BLOCK_COLS
+    cols = (first_col + tl.arange(0, BLOCK_COLS)).to(tl.int64)
     col_mask = (cols < num_cols)[None, :]
     # For each row, in the layout of the operands: Triton loaded one row in another layout, in which it did the work of
     # the loop again (465 instructions for 220 of rows of 24 columns).
@@ -71,6 +74,8 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
         x = load_tiles(
             x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, 0.0, None, DTYPE, AXES, ALIGN
         )
+        if MIX is not None:
+            x = MIX(x, stream, out_ptrs, flat_row, first_col, num_cols, BLOCK_COLS, DTYPE)
         r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
         p = ()
         for i in tl.static_range(len(weights)):

@@ -20,6 +20,8 @@ KNOWN_SPILLS = {
     # A jvp of the backward that holds rows of 5,120 columns, in tiles of 8,192, reads three operands once each, which a
     # kernel for the rows and one for the sums would do twice.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 8,
+    # Scalar registers, which wait in lanes of a vector register: keys and constants of Philox.
+    ("gfx942", "add_layer_norm_bwd_kernel", "add_layer_norm 8192x768 bfloat16 masked"): 5,
 }
 
 # Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in

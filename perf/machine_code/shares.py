@@ -72,10 +72,15 @@ KNOWN_SHARES = (
     (r"batch_norm 32x64x16x16 float64 forward", 0.85, _FEW_STEPS),
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.05, _EMPTY_TILES),
-    (r"layer_norm 8192x(1600|5124) ", 1.05, _EMPTY_TILES),
+    (r"(add_)?layer_norm 8192x(1600|5124) ", 1.05, _EMPTY_TILES),
     (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 0.85, "five operands in float32, a quarter of them empty"),
     (r"layer_norm 32768x256 bfloat16 hvp", 0.75, "sums of rows that share a warp"),
     (r"layer_norm 262144x24 bfloat16 (forward|backward)", 0.75, "a quarter of a tile is empty"),
+    (
+        r"add_layer_norm 8192x768 bfloat16 masked (forward|backward)",
+        0.75,
+        "Philox, of tiles a quarter of which is empty",
+    ),
     (r"dropout 8192x4096 bfloat16 ", 0.75, "ten rounds of Philox for every four elements: half of what it issues"),
 )
 

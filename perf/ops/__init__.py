@@ -1,5 +1,6 @@
 """The ops: one record a file, from which tests, measurements and the table of machine code take what they need."""
 
+from perf.ops.add_layer_norm import ADD_LAYER_NORM, ADD_RMS_NORM
 from perf.ops.attention import ATTENTION
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL
 from perf.ops.cross_entropy import CROSS_ENTROPY, SOFT_CROSS_ENTROPY
@@ -11,7 +12,7 @@ from perf.ops.softmax import SOFTMAX
 
 CASES = (
     *(LAYER_NORM, RMS_NORM, LOG_SOFTMAX, SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY, BATCH_NORM, BATCH_NORM_EVAL),
-    *(DROPOUT, ATTENTION),
+    *(DROPOUT, ADD_LAYER_NORM, ADD_RMS_NORM, ATTENTION),
 )
 # One for all ops that call the same primitives.
 FAMILIES = tuple(case for case in CASES if not case.family)

@@ -87,6 +87,7 @@ class Op:
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
         rounds_between: Whether value and tangent by one call may take the tangent from the rounded value.
+        rounds_first: Whether the value is that of an input which has been rounded before: a sum.
         small_workloads: A few elements in every layout and with every kind of parameters that the suite has, whose rows
             have more than 16 columns.
         gpu_workloads: Shapes of models, which the suite measures on a GPU and for which the kernels are compiled.
@@ -142,6 +143,7 @@ class Op:
     is_linear: bool = False
     rounds_once: bool = True
     rounds_between: bool = False
+    rounds_first: bool = False
     first: str = "x"
     like_first: tuple[str, ...] = ()
     num_kept: int = 1
@@ -220,8 +222,9 @@ class Op:
 
     def is_rounded_once(self, overload: Any) -> bool:
         """Whether the outputs of a primitive are what `rounds_once` says."""
-        between = self.fwd_jvp is not None and overload is self.fwd_jvp.overload and self.rounds_between
-        return self.rounds_once and not between
+        both = self.fwd_jvp is not None and overload is self.fwd_jvp.overload
+        first = self.rounds_first and (both or overload is self.forward.overload)
+        return self.rounds_once and not first and not (both and self.rounds_between)
 
     @property
     def second_order(self) -> tuple[Primitive, ...]:

@@ -105,6 +105,13 @@ def layer_norm(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], **pa
     _pair(op_name, label, x, shape, "normalized_shape", **params)
 
 
+def added(op_name: str, label: str, x: Tensor, residual: Any) -> None:
+    """Raise unless `residual` is a tensor to which `x` can be added."""
+    if residual is None:
+        raise DtypeError(f"{op_name}: residual must be a tensor, got None. Without one, call the norm itself.")
+    _pair(op_name, label, x, tuple(x.shape), f"that of {label}", residual=residual)
+
+
 def batch_axes(param: Tensor, norm_ndim: int) -> tuple[int, ...]:
     """Sizes of the leading axes of a parameter `[*batch, *norm]`, or `[*batch, 1, *norm]` with axes of tokens."""
     lead = list(param.shape[: param.dim() - norm_ndim])

@@ -186,7 +186,8 @@ def batch_rows(*ops: Primitive) -> None:
     """Give `ops` a vmap rule: the batch becomes more rows, as long as all samples share the parameters.
 
     Parameters, their tangents and cotangents have names that begin with `weight` or `bias`. Where one of
-    them is batched, or summed over the rows of each sample, `batch_ndim` counts the batch as one more batch axis.
+    them is batched, or summed over the rows of each sample, or a seed is given, with whose stream each sample begins
+    anew, `batch_ndim` counts the batch as one more batch axis.
     """
     for op in ops:
         params = [name for name in op.spec.tensors if _is_param(name)]
@@ -198,10 +199,11 @@ def batch_rows(*ops: Primitive) -> None:
             batch: BatchInfo, primals: Any, op: Primitive = op, params: Any = params, rows: Any = rows, sums: Any = sums
         ) -> tuple[Any, Any]:
             names, axes = rows, output_axes(op, primals)
-            if primals.batch_ndim or batch.is_batched(*params) or any(primals.wanted[i] for i in sums):
+            has_noise = getattr(primals, "seed", None) is not None
+            if has_noise or primals.batch_ndim or batch.is_batched(*params) or any(primals.wanted[i] for i in sums):
                 names, primals = [*rows, *params], primals._replace(batch_ndim=primals.batch_ndim + 1)
             return op(*fold_batch(batch, primals, names)), axes
 
 
 def _is_param(name: str) -> bool:
-    return name.startswith(("weight", "bias"))
+    return name.startswith(("weight", "bias", "seed"))

@@ -19,6 +19,7 @@ import torch
 
 import triton_kernels
 from perf.calls import EPS, Call, pairwise, random
+from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.cross_entropy import CrossEntropy
@@ -135,6 +136,35 @@ def test_layer_norm(
             num_blocks = launch.cdiv(args["num_rows"], args["BLOCK_ROWS"])
             assert (args["num_splits"] == 1) == (plan != "in registers")
             assert plan != "by turns" or num_blocks > args["num_splits"]
+
+
+def add_layer_norm(turn: int, num_rows: int, num_cols: int, dtype: torch.dtype) -> AddLayerNorm:
+    """A seed for each of two samples, or one for segments of rows with gaps, or no noise and no mean."""
+    shape = (2, (num_rows + 1) // 2, num_cols)
+    wide = torch.float32 if dtype.itemsize == 2 else None
+    if turn == 0:
+        return AddLayerNorm.draw(shape, dtype, wide, batch_ndim=1)
+    rows = AddLayerNorm.draw(shape, dtype)
+    if turn == 1:
+        return rows.change(x=random(2, shape[1] + 1, num_cols, dtype=dtype)[:, 1:])
+    return rows.change(seed=None, centered=False, bias=None)
+
+
+@pytest.mark.parametrize("plan", ROW_PLANS)
+def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]) -> None:
+    num_rows, num_cols, limits, processors, *_ = ROW_PLANS[plan]
+    use_limits(**limits)
+    if processors is not None:
+        use_processors(processors)
+    number = list(ROW_PLANS).index(plan)
+    for turn in range(3):
+        rows = add_layer_norm(turn, num_rows, num_cols + turn, DTYPES[(number + turn) % len(DTYPES)])
+        for call in rows.calls():
+            check(call, in_any_order=turn == 0)
+    for mode in ("fwd_jvp", "jvp", "bwd"):
+        for choice, call in enumerate(rows.change(centered=True).choices(mode)):
+            if choice % len(ROW_PLANS) == number:
+                check(call, in_any_order=False)
 
 
 # Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
@@ -399,8 +429,9 @@ def some_calls() -> list[Call]:
     rows, images, classes = LayerNorm.draw((9, 40)), BatchNorm.draw((2, 3, 5, 5)), LogSoftmax.draw((2, 40), 1)
     one_result = rows.call("bwd", (False, True, False))
     matrices = Attention.draw((1, 1, 3, 4), 3)
-    labeled = CrossEntropy.draw((2, 40), 1)
-    calls = [*rows.calls(), one_result, *images.calls(), *classes.calls(), *labeled.calls()]
+    labeled, added = CrossEntropy.draw((2, 40), 1), AddLayerNorm.draw((9, 40))
+    added_rows = added.call("bwd", (True, True, False, False))
+    calls = [*rows.calls(), one_result, *images.calls(), *classes.calls(), *labeled.calls(), *added.calls(), added_rows]
     return [*calls, *matrices.calls(), *dropout_calls()]
 
 

@@ -35,6 +35,8 @@ class ParamReducePlan:
     num_warps: int
 
 
+# Rows that the limits of plans count; of more, of which some are mixed into one, fewer columns fit.
+MOST_HELD = 2
 # Segments of a backward pass without batch dims cost a partial row each; beyond this a copy is cheaper.
 LAYER_NORM_MAX_SEGMENTS = 64
 
@@ -56,7 +58,7 @@ def plan_layer_norm_rows(
     limits = limits_of(chip)
     limit = limits.layer_norm_fwd_bytes // itemsize
     if num_operands > 1:
-        limit = register_values(limits.layer_norm_two_row_cols, itemsize, chip)
+        limit = register_values(limits.layer_norm_two_row_cols >> (num_operands > MOST_HELD), itemsize, chip)
     block_cols = next_power_of_2(num_cols)
     if block_cols > limit:
         tile = register_values(limits.layer_norm_sweep_cols, itemsize, chip)
@@ -65,7 +67,7 @@ def plan_layer_norm_rows(
     # Short rows share a program of one warp, and so the loads of the parameters, without a barrier: 64 values in each
     # thread, or 32 of each of two rows. Longer rows take up to 16 warps, then more values per thread; 32 warps only the
     # longest, where registers run out.
-    tile = register_values(2048 // num_operands, itemsize, chip)
+    tile = register_values(2048 // min(num_operands, MOST_HELD), itemsize, chip)
     max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
     num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
     return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
@@ -109,11 +111,16 @@ def plan_layer_norm_params(
     itemsize: int,
     device: torch.device | Chip,
     is_aligned: bool = True,
+    has_noise: bool = False,
 ) -> SumPlan:
-    """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment."""
+    """Plan of a backward pass that sums weight_bar or bias_bar over the `num_rows` rows of each segment.
+
+    With noise, whose words take up to 40 registers beside the sums, fewer programs fit, and half as many columns.
+    """
     chip = chip_of(device)
     limits = limits_of(chip)
-    looped = next_power_of_2(num_cols) > register_values(limits.layer_norm_accumulated_cols, itemsize, chip)
+    most = register_values(limits.layer_norm_accumulated_cols >> has_noise, itemsize, chip)
+    looped = next_power_of_2(num_cols) > most
     block_cols = limits.layer_norm_param_cols if looped else next_power_of_2(num_cols)
     # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel. Rows that
     # share more warps than that wait at each other's barriers, and take 60 registers more (sm_90).
@@ -121,6 +128,8 @@ def plan_layer_norm_params(
     num_values = block_rows * block_cols * 2048 // register_values(2048, itemsize, chip)
     num_warps = row_warps(num_values, limits.resident_threads, chip)
     programs = resident_programs(num_warps, chip)
+    if has_noise:
+        programs = max(3 * programs // (4 * chip.num_processors), 1) * chip.num_processors
     if looped:
         programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)

@@ -1,0 +1,224 @@
+"""Norms of a sum: of a residual stream, and of what dropout leaves of x."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import primitives as pr
+from perf.calls import Operands, random, statistics
+from perf.ops.dropout import SEED
+from perf.ops.philox_truth import true_noise
+from perf.ops.record import Op
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import DROPOUT_P, EPS, FIRST_ORDER, Workload, unnamed
+from primitives.ops.add_layer_norm import add_layer_norm_p
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call, Step
+
+
+def _both(y: Tensor, s: Tensor, x: Tensor) -> Tensor:
+    """A number of each of the results: a loss takes both."""
+    return (y + 2 * s).to(x.dtype)
+
+
+def _function(
+    x: Tensor,
+    residual: Tensor,
+    weight: Any = None,
+    bias: Any = None,
+    norm_ndim: int = 1,
+    p: float = 0.0,
+    *,
+    centered: bool,
+) -> Tensor:
+    shape = x.shape[x.dim() - norm_ndim :]
+    if p:
+        seed = torch.tensor(SEED, device=x.device)
+        y, s, *_ = add_layer_norm_p(x, residual, weight, bias, seed, p, x.dtype, norm_ndim, 0, EPS, centered, False)
+    elif centered:
+        y, s = pr.functional.add_layer_norm(x, residual, shape, weight, bias, EPS)
+    else:
+        y, s = pr.functional.add_rms_norm(x, residual, shape, weight, EPS)
+    return _both(y, s, x)
+
+
+def _truth(
+    x: Tensor,
+    residual: Tensor,
+    weight: Any = None,
+    bias: Any = None,
+    norm_ndim: int = 1,
+    p: float = 0.0,
+    *,
+    centered: bool,
+) -> Tensor:
+    s = residual + (x * true_noise(tuple(x.shape), SEED, 0, p).to(x.device, x.dtype) if p else x)
+    axes = tuple(range(-norm_ndim, 0))
+    y = s - s.mean(axes, keepdim=True) if centered else s
+    y = y / (y.square().mean(axes, keepdim=True) + EPS).sqrt()
+    y = y if weight is None else y * weight
+    return _both(y if bias is None else y + bias, s, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class AddLayerNorm(Operands):
+    """Operands of the norm of a sum; None for what is absent."""
+
+    MODULES: ClassVar = ("add_layer_norm",)
+    RESULTS: ClassVar = {"bwd": 4}
+
+    x: Tensor
+    residual: Tensor
+    y_bar: Tensor
+    s_bar: Tensor | None
+    x_dot: Tensor | None
+    residual_dot: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_dot: Tensor | None
+    bias_dot: Tensor | None
+    seed: Tensor | None = None
+    p: float = DROPOUT_P
+    norm_ndim: int = 1
+    batch_ndim: int = 0
+    centered: bool = True
+    rounded: bool = False
+
+    @classmethod
+    def draw(
+        cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, wide: torch.dtype | None = None, **dims: Any
+    ) -> AddLayerNorm:
+        """Contiguous random operands, those of the stream in `wide` if it is given."""
+        batch_ndim = dims.get("batch_ndim", 0)
+        dtypes = [wide or dtype if number % 2 else dtype for number in range(6)]
+        full_size: Any = (random(*shape, dtype=dtype, seed=seed) for seed, dtype in enumerate(dtypes))
+        param_shape = (*shape[:batch_ndim], shape[-1])
+        params: Any = (random(*param_shape, dtype=dtype, seed=seed) for seed in range(6, 10))
+        seed = torch.arange(SEED, SEED + param_shape[0]) if batch_ndim else torch.tensor(SEED)
+        return cls(*full_size, *params, **{"seed": seed, **dims})
+
+    def derived(self) -> dict[str, Any]:
+        """A sum, and its statistics."""
+        s = (self.residual + self.x).contiguous()
+        return {"s": s, "y_dtype": self.x.dtype, **statistics(s, (-1,), self.centered)}
+
+
+def _calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = True) -> list[Call]:
+    """The calls of a mode, with dropout where the workload is masked."""
+    steps: dict[str, Sequence[Step]] = {
+        "forward": [("fwd", (), None)],
+        # At the end of the network nothing else takes the sum.
+        "backward": [
+            ("bwd", absent, (workload.masked, True, workload.affine, workload.affine and centered))
+            for absent in ((), ("s_bar",))
+        ],
+        "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
+        "x_only": [("bwd", (), (True, True, False, False))],
+    }
+    x = workload.empty()
+    if is_drawn:
+        operands, derived = AddLayerNorm.draw(workload.shape, workload.torch_dtype), None
+    else:
+        weight, number = torch.empty(x.shape[-1], dtype=x.dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        tensors: Any = (*[x] * 6, *[weight] * 4)
+        operands = AddLayerNorm(*tensors, seed=torch.empty((), dtype=torch.int64))
+        derived = {"s": x, "y_dtype": x.dtype, "mean": number, "rstd": number, "eps": EPS}
+    absent = [
+        *["seed"] * (not workload.masked),
+        *["bias", "bias_dot"] * (not centered),
+        *["weight", "bias", "weight_dot", "bias_dot"] * (not workload.affine),
+    ]
+    operands = operands.change(centered=centered, **dict.fromkeys(absent))
+    return operands.steps(steps[mode], derived)
+
+
+_MODES = (*FIRST_ORDER, "x_only")
+_ONE_AXIS = make_options(norm_ndim=1)
+_NOISY = make_options(norm_ndim=1, p=0.4)
+ADD_LAYER_NORM = Op(
+    name="add_layer_norm",
+    call=lambda functional, *args, **options: _truth(*args, **options, centered=True),
+    function=functools.partial(_function, centered=True),
+    truth=functools.partial(_truth, centered=True),
+    arguments=("x", "residual", "weight", "bias"),
+    differentiable=("x", "residual", "weight", "bias"),
+    parameter_shape=lambda sample, name: (
+        sample.shape if name == "residual" else sample.shape[-dict(sample.options)["norm_ndim"] :]
+    ),
+    samples=make_samples(
+        shapes=[
+            ((13, 31), _NOISY),
+            ((0, 5), _ONE_AXIS),
+            ((3, 64), _ONE_AXIS),
+            ((2, 2, 5, 4), make_options(norm_ndim=2, p=0.3)),
+            ((9,), _ONE_AXIS),
+        ],
+        absent=[(), ("bias",), ("weight", "bias")],
+        layouts=["contiguous", "transposed", "sliced", "expanded"],
+        constant_when_expanded=lambda shape: len(shape) == 1,
+    ),
+    small=Sample((2, 3, 4), _NOISY),
+    tiny=Sample((1, 3), _NOISY, absent=("bias",)),
+    large=(Sample((3, 8195), _NOISY), Sample((17_000, 9), _NOISY)),
+    not_kept=("x", "residual", "bias", "y"),
+    small_workloads=(
+        unnamed("add_layer_norm", (6, 20)),
+        unnamed("add_layer_norm", (6, 20), masked=True),
+        unnamed("add_layer_norm", (6, 20), affine=False),
+        unnamed("add_layer_norm", (6, 18), masked=True, modes=FIRST_ORDER),
+    ),
+    # The suite gives an op x and parameters, and no second tensor of full size.
+    gpu_workloads=(),
+    other_workloads=(
+        unnamed("add_layer_norm", (8192, 768), masked=True, modes=_MODES),
+        unnamed("add_layer_norm", (8192, 1024), modes=FIRST_ORDER),
+        unnamed("add_layer_norm", (8192, 4096), modes=_MODES),
+        unnamed("add_layer_norm", (8192, 4096), "float32", masked=True, modes=FIRST_ORDER),
+        unnamed("add_layer_norm", (8192, 5124), modes=FIRST_ORDER),
+        unnamed("add_layer_norm", (512, 131072), modes=FIRST_ORDER),
+        unnamed("add_layer_norm", (512, 512), "float64", modes=FIRST_ORDER),
+    ),
+    resized=((unnamed("add_layer_norm", (4096, 4096), masked=True, modes=FIRST_ORDER), (4095, 1008)),),
+    calls=_calls,
+    modes=_MODES,
+    rounds_first=True,
+    num_params=2,
+    has_statistics=True,
+)
+ADD_RMS_NORM = dataclasses.replace(
+    ADD_LAYER_NORM,
+    name="add_rms_norm",
+    family="add_layer_norm",
+    call=lambda functional, *args, **options: _truth(*args, **options, centered=False),
+    function=functools.partial(_function, centered=False),
+    torch_function=None,
+    truth=functools.partial(_truth, centered=False),
+    arguments=("x", "residual", "weight"),
+    differentiable=("x", "residual", "weight"),
+    samples=(
+        Sample((13, 31), _NOISY),
+        Sample((2, 3, 8), _ONE_AXIS, layout="transposed", mixed=True),
+        Sample((2, 5, 4), make_options(norm_ndim=2), ("weight",), "sliced"),
+    ),
+    tiny=Sample((1, 3), _ONE_AXIS),
+    large=(Sample((3, 8195), _NOISY),),
+    not_kept=("x", "residual", "y"),
+    small_workloads=(unnamed("add_rms_norm", (6, 20)),),
+    other_workloads=(
+        unnamed("add_rms_norm", (8192, 4096), modes=FIRST_ORDER),
+        unnamed("add_rms_norm", (8192, 8192), modes=FIRST_ORDER),
+        unnamed("add_rms_norm", (4096, 16384), modes=FIRST_ORDER),
+    ),
+    resized=(),
+    calls=functools.partial(_calls, centered=False),
+    num_params=1,
+)
