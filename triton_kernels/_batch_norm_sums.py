@@ -1,7 +1,7 @@
 """The kernel that sums for batch norm over the channel view `[groups, samples, channels, spatial]` (see `_channels`).
 
 Every rule is at most one reduction over a split of samples and positions, a merge of its partial results per channel,
-and one elementwise transform; `batch_norm` and `batch_norm_second_order` say which rule uses which terms. Per-channel
+and one elementwise transform; `batch_norm` says which rule uses which terms. Per-channel
 tensors are `[groups, channels]` with adjacent channels and a stride between groups; pointers of absent tensors
 are None.
 """

@@ -1,4 +1,4 @@
-"""Launchers of batch norm: forward, vjp and jvp, with the statistics of the batch or with running statistics.
+"""Launchers of batch norm, with the statistics of the batch or with running statistics, and of its second order.
 
 `x: [*batch, N, C, *spatial]` is normalized per channel over `N` and the spatial axes; parameters and statistics are
 `[*batch, C]`. With `x_hat = (x - mean) * rstd` and means over the elements of a channel, the derivative of `x_hat` in a
@@ -14,7 +14,7 @@ P of training is symmetric:
     x_bar = P(y_bar) * weight,   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 
 Training reads x once for its statistics (y_bar or x_dot and x once for the two means of a derivative) and once for the
-transform. All launchers, those of second order too, take
+transform. All launchers take
 
     x, y_bar, x_dot, y_bar_dot    `[*batch, N, C, *spatial]`, any strides; a tangent that is None is 0
     weight, bias, their tangents  `[*batch, C]`; a weight that is None is 1, a bias 0
@@ -27,6 +27,26 @@ transform. All launchers, those of second order too, take
 of float16, bfloat16, float32 and float64, mixed as they come. Results of full size have dtype and layout of `x`, the
 others are `[*batch, C]`: cotangents of weight and bias in the dtype of the weight, or without one in that of `x` or of
 sums. Absent and unwanted tensors come back empty.
+
+In training, the backward and the jvp are the partial derivatives of the pairing of a cotangent with a tangent of y,
+`L = <y_bar, y_dot>`. Per channel, with u~ for an operand minus its mean, `x_hat = x~ * rstd` and
+
+    A = mean(x_dot * x_hat),  B = mean(y_bar * x_hat),  D = mean(y_bar_dot * x_hat)
+    P(u) = rstd * (u~ - x_hat * mean(u * x_hat)),  S = mean(y_bar * P(x_dot)) = rstd * (mean(y_bar~ * x_dot~) - A * B)
+    scale = weight * rstd,  alpha = rstd * (weight_dot - scale * A),  beta = -scale * rstd * B
+
+the gradient of `L`, with the tangent of the vjp's results along (y_bar_dot, x_dot, weight_dot) beside it, is
+
+    y_bar_bar  = scale * x_dot~ + alpha * x~ + bias_dot
+    x_dot_bar  = scale * y_bar~ + beta * x~
+    x_bar      = alpha * y_bar~ + beta * x_dot~ - rstd * (alpha * B + beta * A + scale * S) * x~
+    x_bar_dot  = x_bar + scale * (y_bar_dot~ - D * x_hat)
+    weight_bar = sum(y_bar * P(x_dot)) = n * S,  weight_bar_dot = weight_bar + n * D
+
+No term assumes that the mean square of `x_hat` is 1, so eps enters through rstd alone. One kernel reads each operand
+once and sums, one merges the sums into the coefficients and the per-channel results, one reads each operand once more
+and writes. The mean of `y_bar~ * x_dot~` is a difference of means: two operands whose means are both large against
+their spread lose digits there.
 """
 
 from __future__ import annotations
@@ -54,9 +74,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "batch_norm_bwd_jvp",
     "batch_norm_eval_bwd",
     "batch_norm_eval_fwd",
     "batch_norm_eval_jvp",
+    "batch_norm_pairing",
     "batch_norm_train_bwd",
     "batch_norm_train_fwd",
     "batch_norm_train_fwd_jvp",
@@ -189,6 +211,61 @@ def batch_norm_eval_jvp(
     dots = (weight_dot, bias_dot, running_mean_dot, running_var_dot)
     params = Params(running_mean, running_var, weight, None, *dots)
     return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, eps=eps).y_dot
+
+
+@tunable
+def batch_norm_pairing(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Gradient of the pairing of a cotangent with a tangent of the output of batch norm in training.
+
+    Returns:
+        `(y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar)`; what the pairing does not depend on
+        has a gradient of zeros.
+    """
+    y_bar_bar, x_bar, weight_bar, x_dot_bar, weight_dot_bar, bias_dot_bar = wanted
+    # The pairing is linear in y_bar and in the tangents: its gradients there are the jvp and the vjp.
+    want = Results(
+        y_dot=y_bar_bar,
+        x_bar=x_dot_bar,
+        x_bar_dot=x_bar,
+        weight_bar=weight_dot_bar,
+        bias_bar=bias_dot_bar,
+        weight_bar_dot=weight_bar,
+    )
+    params = Params(mean, rstd, weight, None, weight_dot, bias_dot)
+    out = derivatives(x, Operands(y_bar, x, x_dot), params, want, batch_ndim, (x if weight is None else weight).dtype)
+    return out.y_dot, out.x_bar_dot, out.weight_bar_dot, out.x_bar, out.weight_bar, out.bias_bar
+
+
+@tunable
+def batch_norm_bwd_jvp(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    y_bar_dot: Tensor | None,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of the cotangents that `batch_norm_train_bwd` computes."""
+    x_bar_dot, weight_bar_dot, bias_bar_dot = wanted
+    want = Results(x_bar_dot=x_bar_dot, weight_bar_dot=weight_bar_dot, bias_bar_dot=bias_bar_dot)
+    params, dtype = Params(mean, rstd, weight, None, weight_dot), (x if weight is None else weight).dtype
+    out = derivatives(x, Operands(y_bar, x, x_dot, y_bar_dot), params, want, batch_ndim, dtype)
+    return out.x_bar_dot, out.weight_bar_dot, out.bias_bar_dot
 
 
 def _train_fwd(

@@ -34,7 +34,7 @@ def _true_log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None
 class LogSoftmax(Operands):
     """Operands of log-softmax over `dim`; its derivatives take its output `y`."""
 
-    MODULES: ClassVar = ("log_softmax", "log_softmax_second_order")
+    MODULES: ClassVar = ("log_softmax",)
 
     x: Tensor
     y: Tensor

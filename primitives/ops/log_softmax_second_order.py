@@ -84,8 +84,8 @@ def _log_softmax_bwd_jvp_reference(
 
 # Kernels: Triton's and those for the CPU.
 
-bind_kernels(log_softmax_pairing_p, "log_softmax_second_order", "log_softmax_pairing", cpu.pairing)
-bind_kernels(log_softmax_bwd_jvp_p, "log_softmax_second_order", "log_softmax_bwd_jvp", cpu.bwd_jvp)
+bind_kernels(log_softmax_pairing_p, "log_softmax", "log_softmax_pairing", cpu.pairing)
+bind_kernels(log_softmax_bwd_jvp_p, "log_softmax", "log_softmax_bwd_jvp", cpu.bwd_jvp)
 
 
 output_second_order(log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_pairing_p, log_softmax_bwd_jvp_p)
