@@ -33,6 +33,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "batch_norm",
+    "batch_norm_relu",
     "cross_entropy",
     "dropout",
     "layer_norm",
@@ -268,6 +269,72 @@ def batch_norm(
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree(given, namespace, in_place=True).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
+
+
+def batch_norm_relu(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Any = None,
+    namespace: str = "",
+) -> Any:
+    r"""Batch normalization of `input`, a residual added, and the positive part: the end of a block of a ResNet.
+
+    $$ y = \max(\operatorname{BatchNorm}(x) + r, 0) $$
+
+    It is composed of `batch_norm` and torch's addition and ReLU: the norm alone is fused, and `torch.compile` makes one
+    kernel of the rest. timm's `BatchNormAct2d` computes it without a residual.
+
+    Args:
+        input: As for `batch_norm`, like all arguments not named below.
+        running_mean: Likewise.
+        running_var: Likewise.
+        weight: Likewise.
+        bias: Likewise.
+        training: Likewise.
+        momentum: Likewise.
+        eps: Likewise.
+        residual: `r`, of the shape of `input` and its dtype, or float32 for float16 and bfloat16 `input`; for a pytree
+            `input` a tensor or a tree prefix of it. `None` means 0.
+        namespace: optree namespace of custom pytree nodes.
+
+    Returns:
+        `y`, with the shape, dtype and device of `input`.
+
+    Raises:
+        ShapeError, DtypeError, ValueError, DeviceError, TreeError, RuntimeError: As `batch_norm` does, and for a
+            `residual` that does not fit; nothing is written then.
+
+    Derivatives:
+        As for `batch_norm`, and in `residual`; where the sum is 0 they are 0, as of `torch.relu`. Reverse mode keeps
+        what `batch_norm` keeps, and `y`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> batch_norm_relu(x, None, None, training=True, residual=torch.ones(2, 1))
+        tensor([[0.0000],
+                [2.0000]])
+    """
+
+    def check(label: str, x: Tensor, residual: Tensor | None) -> None:
+        if residual is not None:
+            arguments.added("batch_norm_relu", label, x, residual)
+
+    def positive_part(y: Tensor, residual: Tensor | None) -> Tensor:
+        return torch.relu(y if residual is None else (y + residual).to(y.dtype))
+
+    added = {"residual": residual}
+    map_tensors("batch_norm_relu", check, lambda x, _: x, input, added, namespace=namespace)
+    given = (running_mean, running_var, weight, bias, training, momentum, eps)
+    y = batch_norm(input, *given, namespace=namespace)
+    return map_tensors("batch_norm_relu", lambda *_: None, positive_part, y, added, namespace=namespace)
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:

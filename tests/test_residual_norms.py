@@ -141,3 +141,64 @@ def test_errors(name, case):
     args, options, error, text = WRONG[case]
     with pytest.raises(error, match=f"^{name}: {text}"):
         getattr(pr.functional, name)(*args, **options)
+
+
+def blocks(x, residual, weight, bias, mean=None, var=None, training=True):
+    """The block by our function, and the same by torch's."""
+
+    def ours(x, residual, weight, bias):
+        state = [None if value is None else value.clone() for value in (mean, var)]
+        return pr.functional.batch_norm_relu(x, *state, weight, bias, training, 0.1, 1e-3, residual=residual)
+
+    def theirs(x, residual, weight, bias):
+        if training:
+            x_hat = (x - x.mean((0, 2), keepdim=True)) / (x.var((0, 2), correction=0, keepdim=True) + 1e-3).sqrt()
+        else:
+            x_hat = (x - mean[:, None]) / (var[:, None] + 1e-3).sqrt()
+        y = x_hat * weight[:, None] + bias[:, None]
+        return torch.relu(y if residual is None else y + residual)
+
+    return ours, theirs
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_relu_is_the_block_at_every_order(training):
+    values = randn(4, 3, 5), randn(4, 3, 5, seed=1), randn(3, seed=2), randn(3, seed=3)
+    ours, theirs = blocks(*values, randn(3, seed=4), randn(3, seed=5).exp(), training)
+    everything, results = tuple(range(4)), []
+    for f in (ours, theirs):
+
+        def gradient(*values, f=f):
+            return torch.func.grad(lambda *v: f(*v).square().sum(), everything)(*values)
+
+        def tangent(*values, f=f):
+            return torch.func.jvp(f, values, values)[1]
+
+        second = [
+            torch.func.jvp(g, values, values[:1] + tuple(map(torch.sin, values[1:])))[1] for g in (gradient, tangent)
+        ]
+        reverse = torch.func.grad(lambda *v, t=tangent: t(*v).square().sum(), everything)(*values)
+        twice = torch.func.grad(lambda *v, g=gradient: g(*v)[0].square().sum(), everything)(*values)
+        results.append((f(*values), gradient(*values), *second, reverse, twice))
+    assert_close(*results)
+
+
+def test_batch_norm_relu_keeps_layout_and_writes_state_as_batch_norm_does():
+    x, residual = (randn(2, 3, 4, 4, seed=seed).to(memory_format=torch.channels_last) for seed in range(2))
+    states = [[torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)] for _ in range(3)]
+    y = pr.functional.batch_norm_relu(x, *states[0], training=True, residual=residual)
+    assert_close(y, torch.relu(F.batch_norm(x, *states[1], training=True) + residual))
+    assert_close(states[0], states[1])
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(pr.ShapeError, match=r"^batch_norm_relu: residual must have shape"):
+        pr.functional.batch_norm_relu(x, *states[2], training=True, residual=residual[:1])
+    assert torch.equal(states[2][0], torch.zeros(3, dtype=x.dtype)), "written before the error"
+    half = pr.functional.batch_norm_relu(x.half(), None, None, training=True, residual=residual.float())
+    assert half.dtype == torch.float16
+    tree = pr.functional.batch_norm_relu({"a": x, "b": x}, None, None, training=True, residual={"a": x, "b": residual})
+    assert_close(tree["b"], pr.functional.batch_norm_relu(x, None, None, training=True, residual=residual))
+    assert_close(
+        pr.functional.batch_norm_relu(x, None, None, training=True),
+        torch.relu(F.batch_norm(x, None, None, None, None, True)),
+    )
