@@ -12,7 +12,7 @@ import torch
 class Case(NamedTuple):
     """A model, and a call of it: `argument` has the shape `shape` and is differentiated, `given` is the rest.
 
-    `single` says that it computes its norms in float32, whatever its own dtype.
+    `spread` is by how much weights differ from those that the library begins with.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     argument: str
     shape: tuple[int, ...]
     given: dict[str, Any]
-    single: bool = False
+    spread: float = 0.2
 
     def build(self, dtype=torch.float64):
         """The model in evaluation, its weights far enough from zero that each of its layers matters."""
@@ -38,7 +38,7 @@ class Case(NamedTuple):
                 model = cls(cls.config_class(**self.config)) if self.library == "transformers" else cls(**self.config)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                parameter.add_(torch.randn_like(parameter), alpha=self.spread)
         return model.to(dtype).eval()
 
     def call(self, model, x):
@@ -77,6 +77,13 @@ LATENT = _with(sample_size=4, patch_size=2, in_channels=2, out_channels=2, num_l
 DIT = _with(LATENT, num_attention_heads=2, num_embeds_ada_norm=10)
 SD3 = _with(LATENT, num_attention_heads=2, pos_embed_max_size=4, joint_attention_dim=16, caption_projection_dim=16)
 SD3 = _with(SD3, pooled_projection_dim=16)
+FLUX = _with(
+    patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, axes_dims_rope=(2, 2, 4)
+)
+FLUX = _with(FLUX, num_attention_heads=2, joint_attention_dim=16, pooled_projection_dim=16)
+PLACES = _with(img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(3, 3), timestep=T([0.3, 0.5]))
+CONVNEXT = _with(num_channels=3, patch_size=2, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16)
+TIMM_CONVNEXT = _with(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=4)
 COATNET = _with(img_size=64, embed_dim=(8, 8, 32, 32), depths=(1, 1, 1, 1), stem_width=8, num_classes=10)
 UNET = _with(sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, norm_num_groups=4, attention_head_dim=4)
 
@@ -92,13 +99,16 @@ IMAGE = ("sample", (2, 2, 8, 8))
 MODELS = [
     Case("gpt2", "transformers", "GPT2LMHeadModel", GPT2, *WORDS, RIGHT),
     Case("bert", "transformers", "BertForMaskedLM", BERT, *WORDS, LABELED),
-    Case("llama", "transformers", "LlamaModel", LLAMA, *WORDS, LEFT, single=True),
-    Case("qwen3", "transformers", "Qwen3Model", LLAMA, *WORDS, {}, single=True),
-    Case("t5", "transformers", "T5Model", T5, *WORDS, BOTH, single=True),
+    Case("llama", "transformers", "LlamaModel", LLAMA, *WORDS, LEFT),
+    Case("qwen3", "transformers", "Qwen3Model", LLAMA, *WORDS, {}),
+    Case("gemma", "transformers", "GemmaModel", LLAMA, *WORDS, {}),
+    Case("t5", "transformers", "T5Model", T5, *WORDS, BOTH),
     Case("whisper", "transformers", "WhisperModel", WHISPER, "input_features", (2, 8, 12), DECODED),
     Case("vit", "transformers", "ViTModel", VIT, "pixel_values", (2, 3, 8, 8), {}),
+    Case("convnext", "transformers", "ConvNextModel", CONVNEXT, "pixel_values", (2, 3, 16, 16), {}),
     Case("dit", "diffusers", "DiTTransformer2DModel", DIT, *PATCHES, CLASSES),
     Case("sd3", "diffusers", "SD3Transformer2DModel", SD3, *PATCHES, POOLED),
+    Case("flux", "diffusers", "FluxTransformer2DModel", FLUX, "hidden_states", (2, 4, 4), _with(POOLED, PLACES)),
     Case("unet2d", "diffusers", "UNet2DModel", _levels("", "Attn"), *IMAGE, STEPS),
     Case(
         "unet2d_condition",
@@ -109,6 +119,8 @@ MODELS = [
         TEXT,
     ),
     Case("timm_vit", "timm", "test_vit", {"img_size": 32}, "x", (2, 3, 32, 32), {}),
+    Case("timm_convnext", "timm", "convnext_atto", TIMM_CONVNEXT, "x", (2, 3, 32, 32), {}),
+    Case("timm_efficientnet", "timm", "test_efficientnet", {"num_classes": 4}, "x", (2, 3, 64, 64), {}, 0.02),
     Case("timm_coatnet", "timm", "coatnet_0_224", COATNET, "x", (2, 3, 64, 64), {}),
 ]
 # Inductor compiles one level of it in a minute or two.
