@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as torch_functional
 
 from primitives import _override_losses, functional  # noqa: F401 - fills the table
+from primitives._group_norms import pure_instance_norm
 from primitives._serving import is_plain as _plain
 from primitives._serving import served as _served
 from primitives.checks.attention import is_causal_bias
@@ -16,7 +17,7 @@ from primitives.core.autograd import is_transforming
 from primitives.core.decomposition import decomposition_table
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
 from primitives.decompositions import register_decomposition
-from primitives.decompositions._mode import forward_mode, torch_bodies
+from primitives.decompositions._mode import torch_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,12 +34,11 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
     Python reaches them (`torch.nn.functional`, `torch`, a method of a tensor), also from within modules of `torch.nn`:
-    `layer_norm`, `rms_norm`, `batch_norm`, `instance_norm`, `softmax`, `log_softmax`, `cross_entropy`,
+    `layer_norm`, `rms_norm`, `batch_norm`, `group_norm`, `instance_norm`, `softmax`, `log_softmax`, `cross_entropy`,
     `nll_loss`, `linear_cross_entropy`, `dropout`, `scaled_dot_product_attention`, whatever backend `sdpa_kernel` asks
     for, and `multi_head_attention_forward`. They are right at every order of derivative, and run on fused kernels.
     Results differ from torch's by rounding, and dropout draws other numbers, with the same probability. Running
-    statistics are written as torch writes them, and batches counted inside of transforms too. `group_norm` has a jvp in
-    channels_last, and under `torch.compile`.
+    statistics are written as torch writes them, and batches counted inside of transforms too.
 
     Whatever a stand-in does not serve goes to torch's own function, with the arguments as they were: an `out=` or a
     legacy argument (`size_average`, `reduce`), dtypes that do not go together, sparse and nested tensors, wrapper
@@ -179,23 +179,16 @@ def _functional_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Batch norm in which every channel of every sample is a channel; running statistics average over the samples."""
     given = input, running_mean, running_var, weight, bias
-    if not _plain(*given) or input.dim() <= 2 or eps <= 0.0 or input.numel() == 0:
+    # The dtypes of batch norm: torch's instance norm takes those of its functions on the CPU alone.
+    if not _plain(*given) or eps <= 0.0 or any(p is not None and p.dtype != input.dtype for p in given):
         return NotImplemented
-    samples, channels = input.shape[:2]
-    parameters = given[1:]
-    if any(p is not None and (p.shape != (channels,) or p.dtype != input.dtype) for p in parameters):
-        return NotImplemented
-    mean, var, scale, shift = [None if p is None else p.repeat(samples) for p in parameters]
-    flat = input.reshape(1, samples * channels, *input.shape[2:])
-    out = _served(functional.pure_batch_norm, flat, mean, var, scale, shift, use_input_stats, momentum, eps)
+    out = _served(pure_instance_norm, *given, use_input_stats, momentum, eps)
     if out is NotImplemented:
         return out
     if use_input_stats and running_mean is not None and running_var is not None:
-        averaged = [value.reshape(samples, channels).mean(0) for value in (out.running_mean, out.running_var)]
-        mode.write([running_mean, running_var], averaged)
-    return out.output.reshape(input.shape)
+        mode.write([running_mean, running_var], [*out[1:]])
+    return out[0]
 
 
 @register_override(torch.instance_norm)
@@ -205,14 +198,18 @@ def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
 
 
 @register_override(torch_functional.group_norm, torch.group_norm)
-def _group_norm(mode: OverrideMode, input: Any, num_groups: int, *args: Any, **kwargs: Any) -> Any:
-    # Torch's own is right and fast, and has no jvp for channels beside one another, nor in what a compiler traces.
-    if not _plain(input) or (input.is_contiguous() and not torch.compiler.is_compiling()):
+def _group_norm(
+    mode: OverrideMode,
+    input: Any,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if not _plain(input, weight, bias):
         return NotImplemented
-    if not forward_mode((input, *args), kwargs):
-        return NotImplemented
-    with mode:
-        return decomposition_table[torch.ops.aten.group_norm.default](input, num_groups, *args, **kwargs)
+    return _served(functional.group_norm, input, num_groups, weight, bias, eps)
 
 
 def _serve_softmax(ours: Callable[..., Any], of_functional: Callable[..., Any], *of_torch: Callable[..., Any]) -> None:

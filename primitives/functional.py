@@ -12,12 +12,14 @@ import torch
 
 from primitives._attention import MAX_SEED, attention, scaled_dot_product_attention
 from primitives._batch_norm import batch_norm_of_tensors
+from primitives._group_norms import group_norm, instance_norm
 from primitives._losses import cross_entropy, linear_cross_entropy, nll_loss
 from primitives._norms import ada_layer_norm, rms_norm
 from primitives._residual_norms import add_layer_norm, add_rms_norm
 from primitives._softmax import log_softmax, softmax, softmin
 from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
+from primitives.ops._shared import weight_beside
 from primitives.ops.dropout import dropout_p
 from primitives.ops.layer_norm import layer_norm_p
 
@@ -36,6 +38,8 @@ __all__ = [
     "batch_norm_relu",
     "cross_entropy",
     "dropout",
+    "group_norm",
+    "instance_norm",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
@@ -105,7 +109,7 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
-        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False)[0]
+        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, False)[0]
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
 
@@ -113,19 +117,9 @@ def layer_norm(
         arguments.layer_norm("layer_norm", label, x, shape, weight=weight, bias=bias)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return layer_norm_p(x, _weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False)[0]
+        return layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, False)[0]
 
     return map_tensors("layer_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)
-
-
-def _weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """`weight`, or ones where a bias without one has another dtype than `x`.
-
-    The primitives sum the derivatives of parameters in the dtype of the weight, and without one in that of `x`.
-    """
-    if weight is None and bias is not None and bias.dtype != x.dtype:
-        return torch.ones_like(bias)
-    return weight
 
 
 class BatchNormOutput(NamedTuple):
@@ -195,7 +189,7 @@ def _batch_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> BatchNo
             arguments.written(mean, var)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
-        weight = _weight_beside(bias, weight, x)
+        weight = weight_beside(bias, weight, x)
         # An empty tensor of one axis has no channels.
         rows = x.reshape(0, 0) if x.dim() == 1 else x
         y, mean, var = batch_norm_of_tensors(rows, mean, var, weight, bias, training, momentum, eps, in_place=in_place)

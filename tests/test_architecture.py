@@ -29,6 +29,7 @@ LAYERS = (
         "primitives.checks",
         "primitives._attention",
         "primitives._batch_norm",
+        "primitives._group_norms",
         "primitives._losses",
         "primitives._norms",
         "primitives._residual_norms",

@@ -52,7 +52,7 @@ def test_nothing_is_cast_on_the_cpu(call):
 def test_operators_run_in_float32_under_cuda_autocast(dtype):
     x, weight = data(dtype), data(dtype)[0]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False)
+    y, mean, rstd = under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False, False)
     assert (y.dtype, mean.dtype, rstd.dtype) == (wide, wide, wide)
     assert torch.equal(y, pr.functional.layer_norm(x.to(wide), (4,), weight.to(wide)))
     for output_dtype in (None, torch.float16, torch.float64):
@@ -63,14 +63,14 @@ def test_operators_run_in_float32_under_cuda_autocast(dtype):
 
 def test_each_argument_of_low_precision_is_cast_by_itself():
     x, weight, bias = data(torch.bfloat16), data(torch.float32)[0], data(torch.float16)[1]
-    y = under_cuda_autocast(layer_norm_p, x, weight, bias, 1, 0, 1e-5, True, False)[0]
+    y = under_cuda_autocast(layer_norm_p, x, weight, bias, 1, 0, 1e-5, True, False, False)[0]
     assert torch.equal(y, pr.functional.layer_norm(x.float(), (4,), weight, bias.float()))
 
 
 def test_gradients_come_back_in_the_dtype_of_the_input_under_cuda_autocast():
     x, weight = data(torch.bfloat16).requires_grad_(), data(torch.bfloat16)[0].requires_grad_()
     y, z = (
-        under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False)[0],
+        under_cuda_autocast(layer_norm_p, x, weight, None, 1, 0, 1e-5, True, False, False)[0],
         under_cuda_autocast(log_softmax_p, x, 1, None),
     )
     (y.square().sum() + z.square().sum()).backward()

@@ -70,15 +70,15 @@ def counts(state, x):
 
 PARAMS, THREE = {"affine": Affine(torch.tensor([0.5, 1.0, 2.0])), "unused": None}, torch.tensor([0.5, 1.0, 2.0])
 STATE = {"mean": torch.zeros(()), "steps": torch.zeros((), dtype=torch.int64)}
-MEAN, RSTD = layer_norm_p(X, THREE, None, 1, 0, 1e-3, True, False)[1:]
+MEAN, RSTD = layer_norm_p(X, THREE, None, 1, 0, 1e-3, True, False, False)[1:]
 NO_KERNEL, NO_NUMBER, NO_OP = "reference against kernel", "static arguments", "opcheck"
 OF_DERIVATIVES = {name for name in PROPERTIES if re.search("grad|jvp|transpose|nest|deriv|cotangent", name)}
 # What does not apply beside the compiler, which is off.
 RIGHT = {
     "trees": (scaled, (PARAMS, X), {}, {NO_KERNEL}),
-    "layer_norm_p": (layer_norm_p, (X, THREE, torch.zeros(3), 1, 0, 1e-3, True, False), {}, set()),
+    "layer_norm_p": (layer_norm_p, (X, THREE, torch.zeros(3), 1, 0, 1e-3, True, False, False), {}, set()),
     "layer_norm_bwd_p": (layer_norm_bwd_p,
-                         (WEIGHT, X, THREE, MEAN, RSTD, 1, 0, 1e-3, True, [True, False, True]), {}, set()),
+                         (WEIGHT, X, THREE, MEAN, RSTD, 1, 0, 1e-3, True, False, [True, False, True]), {}, set()),
     "log_softmax_p": (log_softmax_p, (X, 1, None), {}, {NO_NUMBER}),
     "plain": (lambda tree, *parameters: pr.functional.layer_norm(tree, (3,), *parameters),
               ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {},

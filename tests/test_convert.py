@@ -43,7 +43,7 @@ class Net(nn.Module):
         return self.head(self.drop(self.norms["b"](self.norms["a"](x))))
 
 
-CHANGED = ["conv.1", "conv.2", "norms.a", "norms.b", "head"]
+CHANGED = ["conv.1", "conv.2", "norms.a", "norms.b", "norms.group", "head"]
 # Run as it is written, with another behavior around it.
 SERVED = [""]
 

@@ -17,6 +17,8 @@ from tests.support import TORCH_ERRORS
 
 ARGS = {
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "RMSNorm"), (3,)),
+    **dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), (3, 1e-5, 0.1, True)),
+    "GroupNorm": (1, 3),
     **dict.fromkeys(("CrossEntropyLoss", "Dropout", "LogSoftmax", "NLLLoss", "Softmax", "Softmax2d", "Softmin"), ()),
     **dict.fromkeys(("MultiheadAttention", "TransformerEncoderLayer"), (4, 2)),
 }

@@ -80,6 +80,8 @@ SERVED = {
     "torch.instance_norm": (
         lambda x, w, b: torch.instance_norm(x, w, b, *running(), True, 0.1, 1e-5, True), IMAGES, "batch_norm",
     ),
+    "F.group_norm": (lambda x, w, b: F.group_norm(x, 3, w, b, 1e-3), IMAGES, "layer_norm"),
+    "torch.group_norm": (lambda x, w, b: torch.group_norm(x, 1, w, b, 1e-3, False), IMAGES, "layer_norm"),
     "F.log_softmax": (lambda x, w, b: F.log_softmax(x, -1), X, "log_softmax"),
     "torch.log_softmax": (lambda x, w, b: torch.log_softmax(x, dim=0), X, "log_softmax"),
     "Tensor.log_softmax": (lambda x, w, b: x.log_softmax(1), X, "log_softmax"),
@@ -153,7 +155,6 @@ NOT_SERVED = {
     "wrapper subclass": lambda: F.layer_norm(TwoTensor(X, X), (3,)).a,
     "nested rows": lambda: F.scaled_dot_product_attention(*[nested(4, 2)] * 3).to_padded_tensor(0.0),
     "a tensor for a number": lambda: F.scaled_dot_product_attention(*[IMAGES] * 3, scale=torch.tensor(0.5)),
-    "group norm without a jvp": lambda: F.group_norm(IMAGES.contiguous(memory_format=torch.channels_last), 1),
     "nested": lambda: F.layer_norm(torch.nested.nested_tensor([X, X[:2]]), (3,), W, B).to_padded_tensor(0.0),
     "composed by torch": lambda: F.gumbel_softmax(torch.full((1, 1), 5.0), hard=True),
 }

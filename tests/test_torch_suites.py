@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pkgutil
 
@@ -24,6 +25,8 @@ OPS = {
     "nn.functional.batch_norm": "batch_norm",
     "nn.functional.layer_norm": "layer_norm",
     "nn.functional.rms_norm": "rms_norm",
+    "nn.functional.group_norm": "group_norm",
+    "nn.functional.instance_norm": "instance_norm",
     "log_softmax": "log_softmax",
     "softmax": "softmax",
     "nn.functional.softmin": "softmin",
@@ -52,8 +55,13 @@ def samples(info):
             continue  # The numbers drawn are not torch's.
         if "attn_mask" in kwargs:
             args, kwargs = (*args, kwargs["attn_mask"]), {k: v for k, v in kwargs.items() if k != "attn_mask"}
+        if name in ("group_norm", "instance_norm"):
+            bound = inspect.signature(getattr(F, name)).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, {}
         # Running statistics are state, which neither side differentiates in training.
-        state = {i: args[i].detach() for i in (1, 2) if name == "batch_norm" and args[i] is not None}
+        has_state = name in ("batch_norm", "instance_norm")
+        state = {i: args[i].detach() for i in (1, 2) if has_state and args[i] is not None}
         tensors = {i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.is_floating_point()}
         places = sorted(tensors - state.keys())
 

@@ -228,7 +228,7 @@ def layer_norm_fwd_kernel(
     num_cols: tl.constexpr, EPS: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, ROUNDED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Normalize rows: y, mean and rstd; and the tangent of y where there is memory for it.
 
@@ -248,7 +248,7 @@ def layer_norm_fwd_kernel(
         AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
         STATS=_fwd_stats if CENTERED else _rms_stats, ANCHOR=_fwd_anchor if CENTERED else None,
         FOLD=_fwd_fold if CENTERED else _rms_fold, MERGE=_fwd_merge if CENTERED else _rms_merge,
-        WANTED=0b1111 if CENTERED else 0b1010, EPS=EPS,
+        WANTED=0b1111 if CENTERED else 0b1010, EPS=EPS, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def layer_norm_jvp_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Tangent of rows."""
     row_op(
@@ -292,7 +292,7 @@ def layer_norm_jvp_kernel(
         parts_ptr, num_splits, num_rows,
         _jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_jvp_terms,
-        WANTED=0b11 if mean_ptr is not None else 0b10,
+        WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
 
 
@@ -325,7 +325,7 @@ def layer_norm_x_bar_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Cotangent of rows, without the sums over them."""
     row_op(
@@ -335,7 +335,7 @@ def layer_norm_x_bar_kernel(
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
         _bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_terms,
-        WANTED=0b11 if mean_ptr is not None else 0b10,
+        WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
 
 
@@ -357,4 +357,33 @@ def layer_norm_bwd_kernel(
         num_splits, num_rows, _bwd_emit, _bwd_columns, () if x_bar_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
         ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, x_bar_ptr is not None, TERMS=_bwd_terms,
         WANTED=0b11 if mean_ptr is not None else 0b10,
+    )  # fmt: skip
+
+
+# Group norm: a plane is what a sample has of one channel. Its rows are the planes, `PLANES` of a group.
+
+
+@triton.jit
+def _plane_terms(x, p, r, mask):
+    return _bwd_columns(x, p, r, (), mask, 1)
+
+
+@batch_independent_jit
+def layer_norm_planes_kernel(
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride, mean_ptr, rstd_ptr, weight_part_ptr, bias_part_ptr,
+    parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, PLANES: tl.constexpr, WANTED: tl.constexpr,
+):  # fmt: skip
+    """Cotangents of the parameters of each plane."""
+    row_op(
+        (y_bar_ptr, x_ptr),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
+        (), (), (mean_ptr, rstd_ptr), 2, (), (0, 0, 1), (weight_part_ptr, bias_part_ptr), parts_ptr, num_splits,
+        num_rows, None, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE,
+        SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_plane_terms,
+        WANTED=WANTED, PLANES=PLANES,
     )  # fmt: skip

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from triton_kernels import launch
-from triton_kernels._row_launch import Operands, RowSums
+from triton_kernels._row_launch import Operands, RowSums, add_partial_rows, launch_rows, num_row_parts
 from triton_kernels._row_view import row_view
 from triton_kernels._runtime import accumulation_dtype, param_view
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from triton_kernels._kernel import Kernel
     from triton_kernels.launch import RowPlan
 
 
@@ -24,14 +25,16 @@ def layer_norm_operands(
     statistics: Mapping[str, Tensor | None],
     norm_ndim: int,
     batch_ndim: int,
+    grouped: bool = False,
     *,
     has_sums: bool = False,
     has_streams: bool = False,
 ) -> Operands:
     """Operands, views of them, of a kernel of layer norm; the outputs are set with `_replace`.
 
-    With `has_sums`, groups of rows that have sums of their own are segments, of which there are few otherwise; and with
-    `has_streams` those with random numbers of their own.
+    `grouped` parameters have a number for each channel of each group. With `has_sums`, groups of rows that have sums of
+    their own are segments, of which there are few otherwise; and with `has_streams` those with random numbers of their
+    own.
     """
     viewed = {name: param_view(param, batch_ndim) for name, param in params.items()}
     x = next(tensor for tensor in full_size.values() if tensor is not None)
@@ -41,7 +44,8 @@ def layer_norm_operands(
     most = launch.LAYER_NORM_MAX_SEGMENTS if has_sums else None
     view = row_view([*full_size.values()], norm_ndim, batch_ndim if differ else None, most)
     flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in statistics.items()}
-    return Operands(view, tuple(full_size), viewed, flat, {}, {}, accumulation_dtype(x.dtype), x.device)
+    operands = Operands(view, tuple(full_size), viewed, flat, {}, {}, accumulation_dtype(x.dtype), x.device)
+    return operands._replace(groups=x.shape[-3], run=x.shape[-1]) if grouped else operands
 
 
 def plan_rows(operands: Operands, sums: RowSums, num_held: int | None = None) -> RowPlan:
@@ -51,3 +55,59 @@ def plan_rows(operands: Operands, sums: RowSums, num_held: int | None = None) ->
     num_summed = len(given.intersection(sums.reads))
     sizes = (*operands.sizes(), itemsize, num_held or len(tensors), num_summed, sums.places)
     return launch.plan_layer_norm_rows(*sizes, operands.device, operands.is_aligned(itemsize))
+
+
+class Planes(NamedTuple):
+    """A launch of a kernel that sums the planes of a group norm: what a sample has of one channel."""
+
+    operands: Operands
+    plan: RowPlan
+    sums: RowSums
+    wanted: int
+    num_samples: int
+
+    @classmethod
+    def of(cls, operands: Operands, totals: Sequence[Tensor | None]) -> Planes:
+        """Planes of the rows `[*samples, groups, channels, positions]`, for those of the totals that are not None."""
+        tensors = operands.view.tensors
+        *samples, _, channels, _ = next(tensor for tensor in tensors if tensor is not None).shape
+        planes = operands._replace(view=row_view(tensors, 1, None), params={}, groups=1, run=0, planes=channels)
+        wanted = sum(1 << number for number, total in enumerate(totals) if total is not None)
+        sums = RowSums(len(totals), planes.names, wanted.bit_count())
+        if (num_operands := len(planes.given())) <= 2:
+            plan = plan_rows(planes, sums)
+        else:
+            itemsize = next(tensor.element_size() for tensor in tensors if tensor is not None)
+            sizes = (*planes.sizes(), itemsize, num_operands)
+            plan = launch.plan_layer_norm_second_rows(*sizes, planes.device, planes.is_aligned(itemsize))
+        return cls(planes, plan, sums, wanted, math.prod(samples))
+
+    def partial_rows(self) -> tuple[int, int]:
+        """How many partial rows it leaves, one of each sample, and their columns, which are channels."""
+        num_segments, num_rows, _ = self.operands.sizes()
+        return self.num_samples, num_segments * num_rows // self.num_samples
+
+    def num_parts(self) -> int:
+        """`num_row_parts` of it."""
+        return num_row_parts(self.operands, self.plan, self.sums)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        totals: Mapping[str, Tensor | None],
+        parts: Sequence[Tensor | None] | None,
+        num_groups: int,
+        row_parts: Tensor | None,
+        **statistics: Tensor | None,
+    ) -> None:
+        """Launch it, and the sums of its results over samples; the arguments are those of `launch_row_sums`.
+
+        More `statistics` are scratch of an earlier kernel.
+        """
+        outputs = dict(zip(totals, totals.values() if parts is None else parts, strict=True))
+        scratch = (*statistics, *outputs) if parts is not None else tuple(statistics)
+        given = {**self.operands.statistics, **statistics}
+        operands = self.operands._replace(statistics=given, row_outputs=outputs, scratch=scratch)
+        launch_rows(kernel, operands, self.plan, self.sums, (), row_parts, WANTED=self.wanted)
+        if parts is not None:
+            add_partial_rows(parts, [*totals.values()], num_groups, self.partial_rows()[1])

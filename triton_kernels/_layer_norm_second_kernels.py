@@ -203,7 +203,7 @@ def layer_norm_second_kernel(
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, WANTED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     """Derivatives of rows, and the sums of x_dot for a kernel that sums over rows."""
     IS_BENT: tl.constexpr = WANTED >> 6 == 1 and mean_ptr is not None
@@ -219,7 +219,7 @@ def layer_norm_second_kernel(
         (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS,
         MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_all_terms, STATS=_stats if IS_BENT else None,
         ANCHOR=_anchor if IS_BENT else None, FOLD=_fold if IS_BENT else None, MERGE=_merge if IS_BENT else None,
-        WANTED=WANTED,
+        WANTED=WANTED, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
 
 
@@ -249,4 +249,40 @@ def layer_norm_second_sums_kernel(
         (weight_part_ptr, weight_dot_part_ptr, bias_part_ptr), 3, num_splits, num_rows, _emit, _columns,
         (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), num_cols, DTYPE, AXES, ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, WRITES,
         TERMS=_all_terms, STATS=_stats if WANTED >> 6 == 1 and mean_ptr is not None else None, WANTED=WANTED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plane_terms(x, p, r, mask):
+    # Sums over a group as means, of which `_columns` takes a share of one.
+    means = ()
+    for i in tl.static_range(2, 4):
+        means = means + (r[i] * r[4] if r[i].type.is_block() else r[i],)
+    return _columns(x, p, (r[0], r[1]) + means, (), mask, 1)
+
+
+@batch_independent_jit
+def layer_norm_second_planes_kernel(
+    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
+    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride,
+    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
+    mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr, weight_part_ptr, weight_dot_part_ptr, bias_part_ptr,
+    parts_ptr, num_splits, num_rows,
+    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, PLANES: tl.constexpr, WANTED: tl.constexpr,
+):  # fmt: skip
+    """Derivatives of the parameters of each plane of a group norm, from the sums of x_dot over its group."""
+    row_op(
+        (x_dot_ptr, y_bar_ptr, x_ptr, y_bar_dot_ptr),
+        ((x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride),
+         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride)),
+        (), (), (mean_ptr, rstd_ptr, x_dot_sum_ptr, x_dot_x_hat_sum_ptr), 4, (), (0, 0, 1),
+        (weight_part_ptr, weight_dot_part_ptr, bias_part_ptr), parts_ptr, num_splits, num_rows, None, (0.0, 0.0, 0.0),
+        num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES,
+        BLOCK_SPLITS, TERMS=_plane_terms, WANTED=WANTED,
+        NUMBERS=(1.0 / (num_cols * PLANES),), PLANES=PLANES,
     )  # fmt: skip

@@ -36,7 +36,9 @@ class Operands(NamedTuple):
 
     The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
     num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
-    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it.
+    another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. Where a
+    `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers; so many
+    `planes` share a statistic.
     """
 
     view: RowView
@@ -50,6 +52,9 @@ class Operands(NamedTuple):
     scratch: Collection[str] = ()
     seeds: Tensor | None = None
     noise: Mapping[str, int] = MappingProxyType({})
+    groups: int = 1
+    run: int = 0
+    planes: int = 1
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernel, and constants that follow from the operands alone."""
@@ -72,6 +77,9 @@ class Operands(NamedTuple):
             "AXES": sum(axis << 2 * number for number, axis in enumerate(view.axes())),
             "TWO_LEVEL": view.num_segments > 1,
             "ALIGN": view.alignment(*(stride for _, stride in self.params.values())),
+            "GROUPS": self.groups,
+            "RUN": self.run,
+            "PLANES": self.planes,
         }
 
     def given(self) -> set[str]:
@@ -91,6 +99,10 @@ class Operands(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """Segments, rows of each, and columns."""
         return self.view.num_segments, self.view.num_rows, self.view.num_cols
+
+    def partial_rows(self, plan: SumPlan | None) -> tuple[int, int]:
+        """How many partial rows `launch_row_sums` leaves, and their columns."""
+        return 0 if plan is None else self.view.num_segments * plan.num_splits, self.view.num_cols
 
     def is_aligned(self, itemsize: int) -> bool:
         """Whether rows with elements of `itemsize` bytes can be loaded 16 bytes at a time."""
@@ -122,9 +134,9 @@ class Operands(NamedTuple):
         for name, tensor in self.statistics.items():
             nbytes = 0 if tensor is None else tensor.nbytes
             if name in self.scratch:
-                account.reload((row_programs - 1) * nbytes)
+                account.reload((self.planes * row_programs - 1) * nbytes)
             else:
-                account.load_often(name, tensor, row_programs * nbytes)
+                account.load_often(name, tensor, self.planes * row_programs * nbytes)
         for name, tensor in (*self.outputs.items(), *self.row_outputs.items()):
             nbytes = 0 if tensor is None else tensor.nbytes
             if name in self.scratch:
@@ -223,7 +235,7 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
     num_blocks = operands.num_blocks(plan.block_rows)
     names = (*operands.names, *operands.params)
     if not plan.looped:
-        operands.add_to(account, dict.fromkeys(names, 1), num_blocks, 1)
+        operands.add_to(account, dict.fromkeys(names, 1), num_blocks * (plan.block_rows if operands.run else 1), 1)
         return
     # A sweep that writes reads all parameters.
     writes = {*writes, *operands.params}
@@ -251,15 +263,15 @@ def _count_rows(account: Account, operands: Operands, plan: RowPlan, sums: RowSu
 
 
 def sums_scratch(
-    like: Tensor, view: RowView, plan: SumPlan | None, totals: Sequence[Tensor | None], num_groups: int, *sizes: int
+    like: Tensor, num_parts: int, num_cols: int, totals: Sequence[Tensor | None], num_groups: int, *sizes: int
 ) -> tuple[list[Tensor | None] | None, list[Tensor | None]]:
-    """Partial rows of each of the totals, and flat tensors of `sizes`, out of one allocation; None for what is empty.
+    """`num_parts` partial rows of each of the totals, and flat tensors of `sizes`, out of one allocation.
 
-    A group of a single part needs no second sum: its partial row is the result, and there are no partial rows at all.
+    None stands for what is empty. A group of a single part needs no second sum: its partial row is the result, and
+    there are no partial rows at all.
     """
-    num_parts = 0 if plan is None else view.num_segments * plan.num_splits
     is_partial = num_parts > num_groups
-    sizes = (*(num_parts * view.num_cols * (is_partial and total is not None) for total in totals), *sizes)
+    sizes = (*(num_parts * num_cols * (is_partial and total is not None) for total in totals), *sizes)
     memory = split_scratch(like, *sizes) if any(sizes) else [None] * len(sizes)
     found = [part if size else None for part, size in zip(memory, sizes, strict=True)]
     return found[: len(totals)] if is_partial else None, found[len(totals) :]
@@ -296,13 +308,14 @@ def launch_row_sums(
         # Each row of a tile has the parameters beside it.
         reads = dict.fromkeys((*operands.names, *operands.params), 1)
         operands.add_to(account, reads, num_parts * plan.block_rows, col_blocks, num_parts * col_blocks)
+        count = account.store if parts is None else account.scratch
         for part in rows:
-            account.store(0 if part is None or parts is not None else part.nbytes)
+            count(0 if part is None else part.nbytes)
     if parts is not None:
-        _add_partial_rows(parts, [*totals.values()], num_groups, view.num_cols)
+        add_partial_rows(parts, [*totals.values()], num_groups, view.num_cols)
 
 
-def _add_partial_rows(
+def add_partial_rows(
     parts: Sequence[Tensor | None], sums: Sequence[Tensor | None], num_groups: int, num_cols: int
 ) -> None:
     """Add up to three times partial rows `[num_groups * n, num_cols]` up, to `[num_groups, num_cols]` each."""
@@ -325,8 +338,7 @@ def _add_partial_rows(
     )
     account = current_account()
     if account is not None:
-        for part, total in pairs:
-            account.scratch(0 if part is None else part.nbytes)
+        for _, total in pairs:
             account.store(0 if total is None else total.nbytes)
 
 

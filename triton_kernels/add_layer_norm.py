@@ -208,7 +208,7 @@ def add_layer_norm_bwd(
         row_plan = plan_rows(rows, sums, 2)
         swept_size = num_row_parts(rows, row_plan, sums)
     num_groups = math.prod(s.shape[:batch_ndim])
-    parts, (swept_parts,) = sums_scratch(rstd, operands.view, plan, bars, num_groups, swept_size)
+    parts, (swept_parts,) = sums_scratch(rstd, *operands.partial_rows(plan), bars, num_groups, swept_size)
     with device_guard(s):
         if row_plan is not None:
             launch_rows(add_layer_norm_x_bar_kernel, rows, row_plan, sums, parts=swept_parts)

@@ -19,11 +19,14 @@ All launchers, those of second order too, take
     weight, bias, their tangents  [*batch, *norm]; a weight that is None is 1, a bias 0
     mean, rstd                    [*batch, *rest], of the forward; a norm that is not centered does not look at the mean
     norm_ndim, batch_ndim         how many dims are normalized, and along how many the parameters differ
+    grouped                       whether x is `[*batch, *rest, groups, channels, positions]`, of which the last two are
+                                  normalized, and parameters are `[*batch, groups, channels]`, as of a group norm
     wanted                        which results to compute; only what these take is read
 
 and return contiguous tensors: of full size in the dtype of x, statistics in that of sums. What is not wanted is empty.
 Each launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The batch dims number
-the segments; where the parameters are shared, the segments are whatever lets the strides be used as they are.
+the segments; where the parameters are shared, the segments are whatever lets the strides be used as they are. Of a
+group norm the cotangents of parameters are sums of planes, one of each channel of each sample, and sums of these few.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ from triton_kernels._layer_norm_kernels import (
     layer_norm_bwd_kernel,
     layer_norm_fwd_kernel,
     layer_norm_jvp_kernel,
+    layer_norm_planes_kernel,
     layer_norm_x_bar_kernel,
 )
-from triton_kernels._layer_norm_rows import layer_norm_operands, plan_rows
+from triton_kernels._layer_norm_rows import Planes, layer_norm_operands, plan_rows
 from triton_kernels._row_launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
 from triton_kernels._runtime import accumulation_dtype, device_guard
 from triton_kernels.tuning import tunable
@@ -61,13 +65,14 @@ def layer_norm_fwd(
     eps: float,
     centered: bool = True,
     rounded: bool = False,
+    grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Y, mean and rstd, the mean empty without `centered`.
 
     With `rounded`, x_hat of a float16 or bfloat16 `x` is rounded to its dtype before it is multiplied.
     """
     params = {"weight": weight, "bias": bias, "weight_dot": None, "bias_dot": None}
-    y, mean, rstd, _ = _forward(x, None, params, norm_ndim, batch_ndim, eps, centered, rounded, False)
+    y, mean, rstd, _ = _forward(x, None, params, norm_ndim, batch_ndim, eps, centered, rounded, grouped, False)
     return y, mean, rstd
 
 
@@ -84,10 +89,11 @@ def layer_norm_fwd_jvp(
     eps: float,
     centered: bool = True,
     rounded: bool = False,
+    grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results of `layer_norm_fwd`, and y_dot: x is read once for both; y alone takes a rounded x_hat."""
     params = {"weight": weight, "bias": bias, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    return _forward(x, x_dot, params, norm_ndim, batch_ndim, eps, centered, rounded, True)
+    return _forward(x, x_dot, params, norm_ndim, batch_ndim, eps, centered, rounded, grouped, True)
 
 
 def _forward(
@@ -99,6 +105,7 @@ def _forward(
     eps: float,
     centered: bool,
     rounded: bool,
+    grouped: bool,
     has_tangent: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row_shape = x.shape[: x.dim() - norm_ndim]
@@ -108,7 +115,7 @@ def _forward(
     if x.numel() == 0:
         # Rows without columns: the empty sum and, as in torch, an undefined variance.
         return y, mean.zero_(), rstd.fill_(math.nan), y_dot
-    operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, {}, norm_ndim, batch_ndim)
+    operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, {}, norm_ndim, batch_ndim, grouped)
     outputs = {"y": y, "y_dot": y_dot if has_tangent else None}
     operands = operands._replace(outputs=outputs, row_outputs={"mean": mean if centered else None, "rstd": rstd})
     places = 2 if x_dot is None else 4
@@ -131,6 +138,7 @@ def layer_norm_jvp(
     norm_ndim: int,
     batch_ndim: int,
     centered: bool = True,
+    grouped: bool = False,
 ) -> Tensor:
     """Tangent of y: `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`."""
     y_dot = x.new_empty(x.shape)
@@ -140,7 +148,7 @@ def layer_norm_jvp(
     takes_x = x_dot is not None or weight_dot is not None
     params = {"weight": None if x_dot is None else weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
     statistics = {"mean": mean if takes_x and centered else None, "rstd": rstd if takes_x else None}
-    operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, statistics, norm_ndim, batch_ndim)
+    operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, statistics, norm_ndim, batch_ndim, grouped)
     sums = NO_SUMS if x_dot is None else RowSums(2, ("x", "x_dot"), 2 if centered else 1)
     plan = plan_rows(operands, sums)
     operands = (operands if takes_x else operands.only(["bias_dot"]))._replace(outputs={"y_dot": y_dot})
@@ -160,10 +168,11 @@ def layer_norm_bwd(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool = True,
+    grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of x, weight and bias, those of parameters in the dtype of the weight, or of sums without one."""
     want_x, *want_params = wanted
-    param_shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
+    param_shape = (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
     param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
     x_bar = x.new_empty(x.shape if want_x else 0)
     bars = [x.new_empty(param_shape, dtype=param_dtype) if want else None for want in want_params]
@@ -172,12 +181,19 @@ def layer_norm_bwd(
         return x_bar, weight_bar.zero_(), bias_bar.zero_()
     has_sums, statistics = any(want_params), {"mean": mean if centered else None, "rstd": rstd}
     # The weight enters x_bar alone.
-    given = ({"y_bar": y_bar, "x": x}, {"weight": weight if want_x else None}, statistics, norm_ndim, batch_ndim)
-    operands, itemsize = layer_norm_operands(*given, has_sums=has_sums), x.element_size()
+    given = (
+        {"y_bar": y_bar, "x": x},
+        {"weight": weight if want_x else None},
+        statistics,
+        norm_ndim,
+        batch_ndim,
+        grouped,
+    )
+    operands, itemsize = layer_norm_operands(*given, has_sums=has_sums and not grouped), x.element_size()
     plan = row_plan = None
-    if has_sums:
+    if has_sums and not grouped:
         plan = launch.plan_layer_norm_params(*operands.sizes(), itemsize, x.device, operands.is_aligned(itemsize))
-    # Of long rows, x_bar and the sums are written one after the other.
+    # Of long rows, and of groups, x_bar and the sums are written one after the other.
     is_apart = plan is None or plan.looped
     rows, sums, swept_size = operands, RowSums(2, ("y_bar", "x", "weight"), 2 if centered else 1), 0
     if want_x and is_apart:
@@ -185,14 +201,20 @@ def layer_norm_bwd(
         row_plan = plan_rows(rows, sums)
         swept_size = num_row_parts(rows, row_plan, sums)
     num_groups = math.prod(x.shape[:batch_ndim])
-    parts, (swept_parts,) = sums_scratch(rstd, operands.view, plan, bars, num_groups, swept_size)
+    planes, plane_size, partial = None, 0, operands.partial_rows(plan)
+    if has_sums and grouped:
+        planes = Planes.of(operands.only(["y_bar", *["x"] * (bars[0] is not None)]), bars)
+        plane_size, partial = planes.num_parts(), planes.partial_rows()
+    parts, (swept_parts, plane_parts) = sums_scratch(rstd, *partial, bars, num_groups, swept_size, plane_size)
+    totals = {"weight_part": bars[0], "bias_part": bars[1]}
     with device_guard(x):
         if row_plan is not None:
             launch_rows(layer_norm_x_bar_kernel, rows, row_plan, sums, parts=swept_parts)
+        if planes is not None:
+            planes.launch(layer_norm_planes_kernel, totals, parts, num_groups, plane_parts)
         if plan is not None:
             has_x_bar = want_x and not is_apart
             taken = ["y_bar", *["x"] * (has_x_bar or bars[0] is not None), *["weight"] * has_x_bar]
             operands = operands.only(taken)._replace(outputs={"x_bar": x_bar if has_x_bar else None})
-            totals = {"weight_part": bars[0], "bias_part": bars[1]}
             launch_row_sums(layer_norm_bwd_kernel, operands, plan, totals, parts, num_groups)
     return x_bar, weight_bar, bias_bar

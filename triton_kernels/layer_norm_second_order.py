@@ -12,8 +12,12 @@ import math
 from typing import TYPE_CHECKING
 
 from triton_kernels import launch
-from triton_kernels._layer_norm_rows import layer_norm_operands
-from triton_kernels._layer_norm_second_kernels import layer_norm_second_kernel, layer_norm_second_sums_kernel
+from triton_kernels._layer_norm_rows import Planes, layer_norm_operands
+from triton_kernels._layer_norm_second_kernels import (
+    layer_norm_second_kernel,
+    layer_norm_second_planes_kernel,
+    layer_norm_second_sums_kernel,
+)
 from triton_kernels._row_launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
 from triton_kernels._runtime import device_guard
 from triton_kernels.tuning import tunable
@@ -61,6 +65,7 @@ def layer_norm_pairing(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool = True,
+    grouped: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradient of `<y_bar, y_dot>`, y_dot as of `layer_norm_jvp`; zero where it does not depend on an argument.
 
@@ -71,7 +76,7 @@ def layer_norm_pairing(
     names = ("y_bar_bar", "x_bar", "weight_bar", "x_dot_bar", "weight_dot_bar", "bias_dot_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": None}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim)
+    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim, grouped)
 
 
 @tunable
@@ -88,6 +93,7 @@ def layer_norm_bwd_jvp(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool = True,
+    grouped: bool = False,
 ) -> tuple[Tensor, ...]:
     """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of what `layer_norm_bwd` computes; zero where none moves it.
 
@@ -96,7 +102,7 @@ def layer_norm_bwd_jvp(
     names = ("x_bar", "weight_bar", "bias_bar")
     given = {"x_dot": x_dot, "y_bar": y_bar, "x": x, "y_bar_dot": y_bar_dot}
     given |= {"weight": weight, "weight_dot": weight_dot, "bias_dot": None}
-    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim)
+    return _differentiate(names, wanted, x, given, mean if centered else None, rstd, norm_ndim, batch_ndim, grouped)
 
 
 def _differentiate(
@@ -108,10 +114,11 @@ def _differentiate(
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
+    grouped: bool,
 ) -> tuple[Tensor, ...]:
     """The derivatives `names`: those that are wanted, and zero where no given operand moves them."""
     weight = given["weight"]
-    param_shape = (*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :])
+    param_shape = (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
     param_dtype = x.dtype if weight is None else weight.dtype
     outputs, results = [], {}
     for name, want in zip(names, wanted, strict=True):
@@ -123,7 +130,7 @@ def _differentiate(
             outputs.append(x.new_zeros(shape, dtype=dtype) if want else x.new_empty(0))
     if results:
         with device_guard(x):
-            _launch(x, given, results, mean, rstd, norm_ndim, batch_ndim)
+            _launch(x, given, results, mean, rstd, norm_ndim, batch_ndim, grouped)
     return tuple(outputs)
 
 
@@ -135,6 +142,7 @@ def _launch(
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
+    grouped: bool,
 ) -> None:
     """Launch what writes the results: rows, the sums over them in the same kernel or behind it, and partial rows."""
     of_rows, totals = {name: results.get(name) for name in _ROW_RESULTS}, [results.get(name) for name in _SUMS]
@@ -147,12 +155,13 @@ def _launch(
         {name: given[name] if name in taken else None for name in _PARAMS},
         {"mean": mean, "rstd": rstd},
     )
-    operands = layer_norm_operands(full_size, params, statistics, norm_ndim, batch_ndim, has_sums=bool(of_sums))
+    has_sums = bool(of_sums) and not grouped
+    operands = layer_norm_operands(full_size, params, statistics, norm_ndim, batch_ndim, grouped, has_sums=has_sums)
     operands = operands._replace(scratch=_X_DOT_SUMS)
     view, num_groups = operands.view, math.prod(x.shape[:batch_ndim])
     sizes, is_aligned = (*operands.sizes(), x.element_size()), operands.is_aligned(x.element_size())
     plan = None
-    if of_sums:
+    if has_sums:
         # Without a mean, ptxas finds no room for five tiles: 133 registers for 128. It counts as one tile more.
         num_params = len(taken.intersection(_PARAMS)) + (mean is None)
         num_tiles = (len(taken.intersection(_FULL_SIZE)), len(of_sums), num_params)
@@ -173,17 +182,24 @@ def _launch(
     num_stats = view.num_segments * view.num_rows * leaves_sums
     # A norm that is not centered takes no mean of x_dot.
     stat_sizes = (0 if mean is None else num_stats, num_stats)
-    parts, (*stats, swept_parts) = sums_scratch(rstd, view, plan, totals, num_groups, *stat_sizes, swept_size)
+    planes, plane_size, partial = None, 0, operands.partial_rows(plan)
+    if of_sums and grouped:
+        planes = Planes.of(operands.only(sums_take), totals)
+        plane_size, partial = planes.num_parts(), planes.partial_rows()
+    sizes = (*stat_sizes, swept_size, plane_size)
+    parts, (*stats, swept_parts, plane_parts) = sums_scratch(rstd, *partial, totals, num_groups, *sizes)
     x_dot_sums = dict(zip(_X_DOT_SUMS, stats, strict=True))
     if row_plan is not None:
         rows = rows._replace(row_outputs=x_dot_sums)
         launch_rows(layer_norm_second_kernel, rows, row_plan, row_sums, rows_take, swept_parts, WANTED=wanted)
+    named = dict(zip(_PARTS, totals, strict=True))
+    if planes is not None:
+        planes.launch(layer_norm_second_planes_kernel, named, parts, num_groups, plane_parts, **x_dot_sums)
     if plan is not None:
         operands = operands.only(sums_take)
         outputs = dict.fromkeys(_ROW_RESULTS) if is_apart else of_rows
         operands = operands._replace(outputs=outputs, statistics={**operands.statistics, **x_dot_sums})
         wanted = 0 if is_apart else _wanted_sums(operands)
-        named = dict(zip(_PARTS, totals, strict=True))
         launch_row_sums(layer_norm_second_sums_kernel, operands, plan, named, parts, num_groups, WANTED=wanted)
 
 

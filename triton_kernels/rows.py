@@ -127,6 +127,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     WANTED: tl.constexpr = 65535, EPS: tl.constexpr = 0.0, OTHER: tl.constexpr = 0.0, ROUNDED: tl.constexpr = None,
     GROUP: tl.constexpr = 1, ROWS: tl.constexpr = None, NUMBERS: tl.constexpr = None, PICKS: tl.constexpr = None,
     scale_low=None, scale_high=None, ANCHOR_READS: tl.constexpr = 1, MIX: tl.constexpr = None, noise=None,
+    GROUPS: tl.constexpr = 1, RUN: tl.constexpr = 0, PLANES: tl.constexpr = 1,
 ):  # fmt: skip
     """Do an op to this program's rows, or to its slice of them.
 
@@ -179,6 +180,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         ANCHOR_READS: Bits of the operands that `ANCHOR` takes.
         MIX: Makes other tiles of those that are loaded, or None.
         noise: What `begin_stream` takes.
+        GROUPS: Rows, one after another, with parameters of their own, where columns share them.
+        RUN: Columns that share a number of a parameter; 0 if each has its own, which all rows share.
+        PLANES: Rows that share a statistic.
     """
     ALL: tl.constexpr = 65535
     NUM_X: tl.constexpr = len(x_strides)
@@ -196,7 +200,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     flat_row = (segment * aligned(num_rows, ROW_ALIGN) + row)[:, None]
     lanes = tl.arange(0, BLOCK_COLS)
     stream = () if MIX is None else begin_stream(noise, segment)
-    r = load_statistics(r_ptrs, NUM_R, flat_row, row_mask)
+    # Of rows past the end too there are parameters.
+    p_row = ((row % GROUPS) * (num_cols // RUN))[:, None] if RUN else 0
+    r = load_statistics(r_ptrs, NUM_R, flat_row if PLANES == 1 else flat_row // PLANES, row_mask)
     if PICKS is not None:
         r = r + load_column(x_ptrs, x_strides, segment, row, r[0], row_mask, 0 if MODE == "sums" else PICKS, DTYPE)
     if NUMBERS is not None:
@@ -213,7 +219,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         )
         if MIX is not None:
             x = MIX(x, stream, out_ptrs, flat_row, 0, num_cols, BLOCK_COLS, DTYPE)
-        p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
+        p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN)
         c = () if NUMBERS is None else (cols[None, :],)
         s = ()
         if STATS is not None:
@@ -221,7 +227,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         elif NUM > 0:
             s = in_places(sums_of(wanted_of(TERMS(x, p + c, r, mask), WANTED)), NUM, WANTED)
         # Behind the sums, so that no register holds such a parameter while they are reduced.
-        p = either(p, load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL - SUM_PARAMS, DTYPE, ALIGN))
+        late = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL - SUM_PARAMS, DTYPE, ALIGN, p_row, RUN)
+        p = either(p, late)
         if EMIT is not None:
             offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN)
             store_tiles(out_ptrs, EMIT(x, p + c, r, s, mask, num_cols), offsets, mask)
@@ -263,7 +270,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 )  # fmt: skip
                 if MIX is not None:
                     x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
-                p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN)
+                p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN)
                 c = () if NUMBERS is None else (cols[None, :],)
                 if GROUP != 1:
                     # Of columns alone: rows past the end are zero, and nobody stores them.
@@ -302,7 +309,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     )  # fmt: skip
                     if MIX is not None:
                         x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
-                    p = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN)
+                    p = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN, p_row, RUN)
                     c = () if NUMBERS is None else (cols[None, :],)
                     offsets = out_offsets(
                         segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN

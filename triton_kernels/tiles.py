@@ -101,18 +101,27 @@ def load_tiles(
 
 
 @triton.jit
-def load_params(ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+def load_params(
+    ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, first=None,
+    RUN: tl.constexpr = 0,
+):  # fmt: skip
     """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
 
-    They are in their own dtypes if `DTYPE` is None.
+    They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
+    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`.
     """
     tiles = ()
     for i in tl.static_range(len(strides)):
         if ptrs[i] is None or (READS >> i) & 1 == 0:
             tiles = tiles + (nothing(),)
         else:
-            addresses = ptrs[i] + segment * aligned(strides[i], ALIGN) + cols[None, :]
-            tile = tl.load(tl.broadcast_to(addresses, col_mask.shape), mask=col_mask, other=0.0)
+            addresses = ptrs[i] + segment * aligned(strides[i], ALIGN)
+            if RUN == 0:
+                addresses = tl.broadcast_to(addresses + cols[None, :], col_mask.shape)
+                tile = tl.load(addresses, mask=col_mask, other=0.0)
+            else:
+                addresses = addresses + first + (cols // RUN)[None, :]
+                tile = tl.load(addresses, mask=tl.broadcast_to(col_mask, addresses.shape), other=0.0)
             tiles = tiles + (tile if DTYPE is None else cast(tile, DTYPE),)
     return tiles
 

@@ -52,6 +52,7 @@ class LayerNorm(Operands):
     batch_ndim: int = 0
     centered: bool = True
     rounded: bool = False
+    grouped: bool = False
 
     @classmethod
     def draw(
@@ -59,11 +60,12 @@ class LayerNorm(Operands):
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         param_dtype: torch.dtype | None = None,
-        **dims: int,
+        **dims: Any,
     ) -> LayerNorm:
         """Contiguous random operands."""
         batch_ndim, norm_ndim = dims.get("batch_ndim", 0), dims.get("norm_ndim", 1)
-        param_shape = (*shape[:batch_ndim], *shape[len(shape) - norm_ndim :])
+        of_row = shape[-3:-1] if dims.get("grouped") else shape[len(shape) - norm_ndim :]
+        param_shape = (*shape[:batch_ndim], *of_row)
         full_size: Any = (random(*shape, dtype=dtype, seed=seed) for seed in range(4))
         params: Any = (random(*param_shape, dtype=param_dtype or dtype, seed=seed) for seed in range(4, 8))
         return cls(*full_size, *params, **dims)

@@ -54,7 +54,7 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
             raise ShapeError(f"{op_name}: {name} must have shape {_list(shape)} ({what}), got {_list(value.shape)}.")
         if value.device != x.device:
             raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
-    if op_name != "batch_norm" and x.is_cuda and torch.is_autocast_enabled("cuda"):
+    if op_name not in ("batch_norm", "instance_norm") and x.is_cuda and torch.is_autocast_enabled("cuda"):
         # Autocast will bring the arguments to one dtype.
         return
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
@@ -149,18 +149,79 @@ def is_plain_layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) ->
     return x.shape[-len(shape) :] == shape and _go_with(x, shape, weight, bias)
 
 
-def positive_eps(value: float) -> None:
-    """Raise unless `value` is positive, as batch norm in training needs it: a constant channel has no variance."""
+def group_norm(label: str, x: Tensor, num_groups: int, **params: Tensor | None) -> None:
+    """Raise unless `num_groups` divides the channels of `x`, and the parameters go with these."""
+    floating("group_norm", label, x.dtype)
+    if x.dim() < BATCH_NORM_MIN_DIM:
+        raise ShapeError(f"group_norm: {label} must have at least 2 axes, [N, C, *], got {_list(x.shape)}.")
+    if not _is_integer(num_groups):
+        raise DtypeError(f"group_norm: num_groups must be an int, got {type(num_groups).__name__}.")
+    channels = x.shape[1]
+    if num_groups <= 0 or channels % num_groups:
+        raise ShapeError(
+            f"group_norm: num_groups must be positive and divide the channels of {label}, {channels}, got {num_groups}."
+        )
+    _pair("group_norm", label, x, (channels,), f"axis 1 of {label}", **params)
+    if _values_per_group(x, num_groups) == 1:
+        raise ShapeError(
+            f"group_norm: {label} must have more than 1 value per group, got {_list(x.shape)} and "
+            f"num_groups={num_groups}. Use fewer groups."
+        )
+
+
+def _values_per_group(x: Tensor, num_groups: int) -> int:
+    """As torch counts them: over all samples."""
+    return math.prod(x.shape[2:], start=x.shape[0] * x.shape[1] // num_groups)
+
+
+def is_plain_group_norm(x: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> bool:
+    """Whether this passes `group_norm`, and needs no look at trees."""
+    return (
+        type(eps) is float
+        and type(num_groups) is int
+        and isinstance(x, torch.Tensor)
+        and not x.is_nested
+        and x.dim() >= BATCH_NORM_MIN_DIM
+        and num_groups > 0
+        and x.shape[1] % num_groups == 0
+        and _values_per_group(x, num_groups) != 1
+        and _go_with(x, x.shape[1:2], weight, bias)
+    )
+
+
+def instance_norm(
+    label: str, x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any, *, use_input_stats: bool
+) -> None:
+    """Raise unless the arguments of an instance norm fit one another."""
+    floating("instance_norm", label, x.dtype)
+    if x.dim() < BATCH_NORM_MIN_DIM:
+        raise ShapeError(f"instance_norm: {label} must have at least 2 axes, [N, C, *], got {_list(x.shape)}.")
+    if (running_mean is None) != (running_var is None) or (running_mean is None and not use_input_stats):
+        raise ShapeError(
+            "instance_norm: running_mean and running_var must be given together, and without use_input_stats both, got "
+            f"{[name for name, v in (('running_mean', running_mean), ('running_var', running_var)) if v is not None]}."
+        )
+    what = f"axis 1 of {label}"
+    _pair("instance_norm", label, x, (x.shape[1],), what, running_mean=running_mean, running_var=running_var)
+    _pair("instance_norm", label, x, (x.shape[1],), what, weight=weight, bias=bias)
+    if use_input_stats and math.prod(x.shape[2:]) == 1:
+        raise ShapeError(
+            f"instance_norm: {label} must have more than 1 position with use_input_stats, got {_list(x.shape)}."
+        )
+
+
+def positive_eps(value: float, op_name: str = "batch_norm") -> None:
+    """Raise unless `value` is positive: a constant channel has no variance."""
     if value <= 0.0:
-        raise ValueError(f"batch_norm: eps must be positive in training, got {value}.")
+        raise ValueError(f"{op_name}: eps must be positive where statistics are those of the input, got {value}.")
 
 
-def written(running_mean: Tensor | None, running_var: Tensor | None) -> None:
+def written(running_mean: Tensor | None, running_var: Tensor | None, op_name: str = "batch_norm") -> None:
     """Raise unless the running statistics can be written in place."""
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if value is not None and value.requires_grad and torch.is_grad_enabled():
             raise MutationError(
-                f"batch_norm: {name} is written in training and must not require grad. Pass {name}.detach(), or use "
+                f"{op_name}: {name} is written in training and must not require grad. Pass {name}.detach(), or use "
                 "pure_batch_norm, which writes nothing."
             )
 

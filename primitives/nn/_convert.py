@@ -27,8 +27,6 @@ _COUNTERPARTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     getattr(torch.nn, name): getattr(_modules, name) for name in _modules.__all__ if hasattr(torch.nn, name)
 }
 _ORIGINALS = {ours: theirs for theirs, ours in _COUNTERPARTS.items()}
-# Norms of torch without a counterpart, that compute by a function which has one.
-_BY_FUNCTION = (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
 
 
 class _Left(NamedTuple):
@@ -101,7 +99,7 @@ class _Counterparts:
                 return _with_behavior_of(ours, cls), ""
         # A graph module writes its class anew whenever its graph changes.
         calls = not _is_torchs(cls.forward) and not isinstance(module, torch.fx.GraphModule)
-        if not calls and not issubclass(cls, (*_COUNTERPARTS, *_BY_FUNCTION)):
+        if not calls and not issubclass(cls, tuple(_COUNTERPARTS)):
             return None, ""
         verdict = self._verdict(module, cls) if calls and looks_like_a_norm(module) else Verdict(None)
         if verdict.form == SERVED:
@@ -219,7 +217,7 @@ def _chosen(classes: _Classes | None) -> tuple[type[torch.nn.Module], ...]:
             raise TypeError(f"convert: classes must hold classes of modules, got {cls!r}.")
     chosen = tuple(_ORIGINALS.get(cls, cls) for cls in given)
     for cls in chosen:
-        known = any(issubclass(cls, theirs) or issubclass(theirs, cls) for theirs in (*_COUNTERPARTS, *_BY_FUNCTION))
+        known = any(issubclass(cls, theirs) or issubclass(theirs, cls) for theirs in _COUNTERPARTS)
         if not known and (_is_torchs(cls) or not issubclass(cls, torch.nn.Module)):
             names = ", ".join(theirs.__name__ for theirs in _COUNTERPARTS)
             raise TypeError(
@@ -231,9 +229,10 @@ def _chosen(classes: _Classes | None) -> tuple[type[torch.nn.Module], ...]:
 def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     """Make a model right at every order of derivative, in place, as it is written.
 
-    The modules of `torch.nn` that have a counterpart here turn into it: `LayerNorm`, `RMSNorm`, `BatchNorm1d`, `2d` and
-    `3d`, their lazy forms, `LogSoftmax`, `CrossEntropyLoss`, `NLLLoss`, `MultiheadAttention`, `TransformerEncoderLayer`
-    and `TransformerEncoder`, and their subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks,
+    The modules of `torch.nn` that have a counterpart here turn into it: `LayerNorm`, `RMSNorm`, `GroupNorm`,
+    `BatchNorm1d`, `2d` and `3d`, `InstanceNorm1d`, `2d` and `3d`, the lazy forms of both, `LogSoftmax`,
+    `CrossEntropyLoss`, `NLLLoss`, `MultiheadAttention`, `TransformerEncoderLayer` and `TransformerEncoder`, and their
+    subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks,
     training mode and `state_dict` stay the same objects under the same names. `repr` shows a changed module with
     `primitives.` before its name, and `converted` lists them.
 

@@ -22,10 +22,17 @@ __all__ = [
     "ConversionWarning",
     "CrossEntropyLoss",
     "Dropout",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "LazyBatchNorm1d",
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
+    "LazyInstanceNorm1d",
+    "LazyInstanceNorm2d",
+    "LazyInstanceNorm3d",
     "LogSoftmax",
     "MultiheadAttention",
     "NLLLoss",
@@ -91,6 +98,19 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` over its last axes."""
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
+    """`torch.nn.GroupNorm` on `primitives.functional.group_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C, *]`, contiguous or channels_last, or a pytree of such tensors.
+    """
+
+    @torch.jit.ignore()
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize each group of channels of each sample of `input`."""
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
@@ -266,6 +286,58 @@ class LazyBatchNorm3d(_BatchNorm, torch.nn.LazyBatchNorm3d):
     cls_to_become = BatchNorm3d  # type: ignore[assignment] - as above
 
 
+class _InstanceNorm(OfThisPackage, torch.nn.modules.instancenorm._InstanceNorm):
+    # Torch's own forward checks the shape and takes a sample without a batch axis; this is what it calls last.
+    @torch.jit.ignore()
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        use_input_stats = self.training or not self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        running = self.running_mean, self.running_var
+        return functional.instance_norm(input, *running, self.weight, self.bias, use_input_stats, momentum, self.eps)
+
+
+class InstanceNorm1d(_InstanceNorm, torch.nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` on `primitives.functional.instance_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C, L]` or `[C, L]`.
+    """
+
+
+class InstanceNorm2d(_InstanceNorm, torch.nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` on `primitives.functional.instance_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C, H, W]` or `[C, H, W]`.
+    """
+
+
+class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` on `primitives.functional.instance_norm`: arguments, state and results are torch's.
+
+    Shape:
+        Input and output `[N, C, D, H, W]` or `[C, D, H, W]`.
+    """
+
+
+class LazyInstanceNorm1d(_InstanceNorm, torch.nn.LazyInstanceNorm1d):
+    """What `convert` makes of `torch.nn.LazyInstanceNorm1d`; its first call turns it into `InstanceNorm1d`."""
+
+    cls_to_become = InstanceNorm1d  # type: ignore[assignment] - as above
+
+
+class LazyInstanceNorm2d(_InstanceNorm, torch.nn.LazyInstanceNorm2d):
+    """What `convert` makes of `torch.nn.LazyInstanceNorm2d`; its first call turns it into `InstanceNorm2d`."""
+
+    cls_to_become = InstanceNorm2d  # type: ignore[assignment] - as above
+
+
+class LazyInstanceNorm3d(_InstanceNorm, torch.nn.LazyInstanceNorm3d):
+    """What `convert` makes of `torch.nn.LazyInstanceNorm3d`; its first call turns it into `InstanceNorm3d`."""
+
+    cls_to_become = InstanceNorm3d  # type: ignore[assignment] - as above
+
+
 class Dropout(OfThisPackage, torch.nn.Dropout):
     """`torch.nn.Dropout` on `primitives.functional.dropout`: arguments and behavior are torch's.
 
@@ -335,7 +407,8 @@ class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder)
 # What `torch.load` may build of a file that holds a module.
 torch.serialization.add_safe_globals(
     [
-        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, CrossEntropyLoss, Dropout, LayerNorm, LogSoftmax),
+        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, CrossEntropyLoss, Dropout, GroupNorm),
+        *(InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, LayerNorm, LogSoftmax),
         *(MultiheadAttention, NLLLoss, RMSNorm, Softmax, Softmax2d, Softmin),
         *(TransformerEncoder, TransformerEncoderLayer),
     ]

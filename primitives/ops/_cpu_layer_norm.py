@@ -5,7 +5,8 @@ gives a jvp as well as a vjp:
 
     y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
 
-ATen has no kernel of a norm that is not centered; its backward gives the sums over rows, with a mean of 0.
+ATen has no kernel of a norm that is not centered; its backward gives the sums over rows, with a mean of 0. Group norm
+has its own value and vjp in ATen; its jvp is that of layer norm's rows without parameters, and a product per channel.
 """
 
 from __future__ import annotations
@@ -130,14 +131,22 @@ def forward(
     eps: float,
     centered: bool,
     rounded: bool,
+    grouped: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """y, mean and rstd: by one call of ATen, or in blocks if not centered."""
     params = ready(x, weight, bias)
-    if params is None or (batch_ndim and _present(weight, bias)) or (centered and rounded):
+    if (
+        params is None
+        or (batch_ndim and _present(weight, bias))
+        or (centered and rounded)
+        or (grouped and not centered)
+    ):
         return None
     if not centered:
         return _forward_in_blocks(x, weight, bias, norm_ndim, eps, rounded)
     weight, bias = params
+    if grouped:
+        return _forward_of_groups(x, weight, bias, eps)
     rest_ndim = x.dim() - norm_ndim
     shape = x.shape[rest_ndim:]
     if weight is None and x.dtype in LOW_PRECISION:
@@ -149,6 +158,28 @@ def forward(
     # Torch reads a number several times as fast as a shape.
     rest: Any = -1 if rest_ndim == 1 else x.shape[:rest_ndim]
     return y, mean.view(rest), rstd.view(rest)
+
+
+def _by_channel(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """The groups of x as [samples, channels, positions], and its sizes as ATen takes them."""
+    groups, channels, positions = x.shape[-3:]
+    # Of three axes: of four ATen takes some for channels_last.
+    x = x.contiguous().view(-1, groups * channels, positions)
+    return x, (x.shape[0], groups * channels, positions, groups)
+
+
+def _forward_of_groups(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """y, mean and rstd of group norm, by one call of ATen."""
+    flat, sizes = _by_channel(x)
+    if weight is None and x.dtype in LOW_PRECISION:
+        weight = torch.ones(sizes[1], dtype=torch.float32)
+    weight, bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
+    y, mean, rstd = torch.native_group_norm(flat, weight, bias, *sizes, eps)
+    if not is_well_conditioned(mean, rstd):
+        return None
+    return y.view(x.shape), mean.view(x.shape[:-2]), rstd.view(x.shape[:-2])
 
 
 def _forward_in_blocks(
@@ -187,6 +218,7 @@ def bwd(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """x_bar, weight_bar and bias_bar: by one call of ATen, in blocks where that would be inaccurate."""
@@ -196,6 +228,8 @@ def bwd(
         return None
     if centered and not is_well_conditioned(mean, rstd):
         return None
+    if grouped:
+        return _bwd_of_groups(y_bar, x, weight, mean, rstd, centered, wanted)
     shape = x.shape[x.dim() - norm_ndim :]
     is_long = shape.numel() > LONGEST_ROW or (has_sums and mean.numel() > LONGEST_SUM)
     if is_long or x.dtype in LOW_PRECISION or not centered:
@@ -213,6 +247,31 @@ def bwd(
     if all(wanted):
         return bars
     x_bar, weight_bar, bias_bar = [bar if want else unwanted(x) for bar, want in zip(bars, wanted, strict=True)]
+    return x_bar, weight_bar, bias_bar
+
+
+def _bwd_of_groups(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    centered: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The cotangents of group norm, by one call of ATen where its sums are short enough."""
+    acc = accumulation_dtype(x.dtype)
+    flat, sizes = _by_channel(x.to(acc))
+    if not centered or sizes[2] > LONGEST_ROW or sizes[0] > LONGEST_SUM:
+        return None
+    scale = x.new_ones(sizes[1], dtype=acc) if weight is None else weight.to(acc).flatten().contiguous()
+    given = (_by_channel(y_bar.to(acc))[0], flat, *(each.contiguous().view(-1, sizes[3]) for each in (mean, rstd)))
+    bars = torch.ops.aten.native_group_norm_backward.default(*given, scale, *sizes, wanted)
+    like = (x.dtype, x.shape), *[(acc if weight is None else weight.dtype, x.shape[-3:-1])] * 2
+    x_bar, weight_bar, bias_bar = [
+        bar.view(shape).to(dtype) if want else unwanted(x)
+        for bar, (dtype, shape), want in zip(bars, like, wanted, strict=True)
+    ]
     return x_bar, weight_bar, bias_bar
 
 
@@ -245,12 +304,15 @@ def jvp(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
 ) -> Tensor | None:
     """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
     params = (weight, weight_dot, bias_dot)
     rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=False)
     if rows is None:
         return None
+    if grouped:
+        return _jvp_of_groups(rows, params, rows.like_x(x_dot), x.shape)
     weight, weight_dot, bias_dot = map(rows.param, params)
     x_dot = rows.like_x(x_dot)
     if x_dot is None and not _present(weight_dot, bias_dot):
@@ -272,3 +334,23 @@ def jvp(
                 y_dot = projected if y_dot is None else projected.add_(y_dot)
         out[block] = y_dot
     return out.view(x.shape)
+
+
+def _jvp_of_groups(rows: Rows, params: Sequence[Tensor | None], x_dot: Tensor | None, shape: torch.Size) -> Tensor:
+    """`jvp` of group norm, in blocks of samples."""
+    groups = shape[-3]
+    weight, weight_dot, bias_dot = (None if p is None else p.to(rows.acc).unsqueeze(-1) for p in params)
+    out = torch.empty_like(rows.x)
+    for samples in row_blocks(len(out) // groups, groups * out.shape[1]):
+        block = slice(samples.start * groups, samples.stop * groups)
+        x = rows.x[block].to(rows.acc)
+        y_dot = torch.zeros_like(x) if x_dot is None else rows.project(x_dot[block].to(rows.acc), x, block, None)[0]
+        y_dot = y_dot.view(-1, *shape[-3:])
+        if weight is not None:
+            y_dot *= weight
+        if weight_dot is not None:
+            y_dot.addcmul_(rows.x_hat(x, block).view(y_dot.shape), weight_dot)
+        if bias_dot is not None:
+            y_dot += bias_dot
+        out[block] = y_dot.view(x.shape)
+    return out.view(shape)

@@ -38,14 +38,17 @@ def pairing(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
+    if grouped:
+        return None
     params, sums = (weight, weight_dot, bias_dot), (wanted[2], wanted[4], wanted[5])
     rows = first_order.rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=any(sums))
     if rows is None:
         return None
-    options = (norm_ndim, batch_ndim, eps, centered)
+    options = (norm_ndim, batch_ndim, eps, centered, grouped)
     y_bar_bar = unwanted(x)
     if wanted[0]:
         y_bar_bar = first_order.jvp(x, weight, mean, rstd, x_dot, weight_dot, bias_dot, *options)
@@ -72,9 +75,12 @@ def bwd_jvp(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """x_bar_dot, weight_bar_dot and bias_bar_dot."""
+    if grouped:
+        return None
     has_sums = wanted[1] or wanted[2]
     rows = first_order.rows_of(x, (weight, weight_dot), mean, rstd, norm_ndim, batch_ndim, centered, has_sums=has_sums)
     if rows is None:

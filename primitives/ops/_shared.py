@@ -33,6 +33,16 @@ def unwanted(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
+def weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """`weight`, or ones where a bias without one has another dtype than `x`.
+
+    Norms sum the derivatives of parameters in the dtype of the weight, and without one in that of `x`.
+    """
+    if weight is None and bias is not None and bias.dtype != x.dtype:
+        return torch.ones_like(bias)
+    return weight
+
+
 def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """The cotangents of the outputs that were computed: those of stand-ins (`unwanted`) mean nothing."""
     return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]

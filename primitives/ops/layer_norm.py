@@ -17,6 +17,9 @@ value takes x_hat in the dtype of x, as models do that cast before they multiply
 Shapes: x is [*batch, *rest, *norm] with `norm_ndim` normalized axes and `batch_ndim` batch axes, which vmap adds.
 weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 (float64 for float64 x). A norm that is
 not centered has a mean without elements.
+
+Group norm is `grouped`: x is [*batch, *rest, groups, channels, positions] with the last two axes normalized, and weight
+and bias, [*batch, groups, channels], have one number for each channel of each group.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 layer_norm_p = Primitive(
     "layer_norm",
     "(Tensor x, Tensor? weight, Tensor? bias, int norm_ndim, int batch_ndim, float eps, bool centered,"
-    " bool rounded) -> (Tensor y, Tensor mean, Tensor rstd)",
+    " bool rounded, bool grouped) -> (Tensor y, Tensor mean, Tensor rstd)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
     recomputable=True,
@@ -43,7 +46,7 @@ layer_norm_p = Primitive(
 layer_norm_bwd_p = Primitive(
     "layer_norm_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
-    " bool centered, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    " bool centered, bool grouped, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "x", "weight", "mean", "rstd"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -51,7 +54,7 @@ layer_norm_bwd_p = Primitive(
 layer_norm_jvp_p = Primitive(
     "layer_norm_jvp",
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
-    " int norm_ndim, int batch_ndim, float eps, bool centered) -> Tensor y_dot",
+    " int norm_ndim, int batch_ndim, float eps, bool centered, bool grouped) -> Tensor y_dot",
     residuals=("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -96,14 +99,21 @@ def project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int, centered: bo
     return rstd * ((v - v.mean(axes, keepdim=True) if centered else v) - along)
 
 
-def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
-    """A parameter [*batch, *norm], shaped to broadcast against x [*batch, *rest, *norm]."""
-    rest = x.dim() - batch_ndim - norm_ndim
-    return param.reshape(*x.shape[:batch_ndim], *[1] * rest, *x.shape[x.dim() - norm_ndim :])
+def param_shape(x: Tensor, norm_ndim: int, batch_ndim: int, grouped: bool) -> tuple[int, ...]:
+    """Shape of a parameter."""
+    return (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
 
 
-def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int) -> Tensor:
-    """Sum of v [*batch, *rest, *norm] over [*rest]."""
+def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int, grouped: bool = False) -> Tensor:
+    """A parameter, shaped to broadcast against x."""
+    shape = param_shape(x, norm_ndim, batch_ndim, grouped)
+    rest = x.dim() - len(shape) - grouped
+    return param.reshape(*shape[:batch_ndim], *[1] * rest, *shape[batch_ndim:], *[1] * grouped)
+
+
+def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int, grouped: bool) -> Tensor:
+    """Sum of v over all axes that a parameter has not."""
+    v = v.sum(-1) if grouped else v
     stop = v.dim() - norm_ndim
     return v.reshape(*v.shape[:batch_ndim], math.prod(v.shape[batch_ndim:stop]), *v.shape[stop:]).sum(batch_ndim)
 
@@ -118,6 +128,7 @@ def _layer_norm_reference(
     eps: float,
     centered: bool,
     rounded: bool,
+    grouped: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     mean, rstd, y = _statistics(x, norm_ndim, eps, centered)
@@ -125,9 +136,9 @@ def _layer_norm_reference(
     if rounded:
         y = y.to(x.dtype).to(rstd.dtype)
     if weight is not None:
-        y = y * per_row(weight, x, norm_ndim, batch_ndim)
+        y = y * per_row(weight, x, norm_ndim, batch_ndim, grouped)
     if bias is not None:
-        y = y + per_row(bias, x, norm_ndim, batch_ndim)
+        y = y + per_row(bias, x, norm_ndim, batch_ndim, grouped)
     return y.to(x.dtype), mean, rstd
 
 
@@ -142,18 +153,19 @@ def _layer_norm_bwd_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, y_bar = x.contiguous(), y_bar.contiguous()
     # mean and rstd are values of x: taken from x again, so that a derivative of this function reaches it.
     x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     y_bar_acc = y_bar.to(x_hat.dtype)
-    v = y_bar_acc if weight is None else y_bar_acc * per_row(weight, x, norm_ndim, batch_ndim)
+    v = y_bar_acc if weight is None else y_bar_acc * per_row(weight, x, norm_ndim, batch_ndim, grouped)
     x_bar = project(v, x_hat, rstd, norm_ndim, centered).to(x.dtype) if wanted[0] else unwanted(x)
     # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
     dtype = x_hat.dtype if weight is None else weight.dtype
-    weight_bar = sum_rows(y_bar_acc * x_hat, norm_ndim, batch_ndim).to(dtype) if wanted[1] else unwanted(x)
-    bias_bar = sum_rows(y_bar_acc, norm_ndim, batch_ndim).to(dtype) if wanted[2] else unwanted(x)
+    weight_bar = sum_rows(y_bar_acc * x_hat, norm_ndim, batch_ndim, grouped).to(dtype) if wanted[1] else unwanted(x)
+    bias_bar = sum_rows(y_bar_acc, norm_ndim, batch_ndim, grouped).to(dtype) if wanted[2] else unwanted(x)
     return x_bar, weight_bar, bias_bar
 
 
@@ -170,17 +182,18 @@ def _layer_norm_jvp_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
 ) -> Tensor:
     x = x.contiguous()
     x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     terms = []
     if x_dot is not None:
         projected = project(x_dot.contiguous().to(x_hat.dtype), x_hat, rstd, norm_ndim, centered)
-        terms.append(projected if weight is None else projected * per_row(weight, x, norm_ndim, batch_ndim))
+        terms.append(projected if weight is None else projected * per_row(weight, x, norm_ndim, batch_ndim, grouped))
     if weight_dot is not None:
-        terms.append(x_hat * per_row(weight_dot, x, norm_ndim, batch_ndim))
+        terms.append(x_hat * per_row(weight_dot, x, norm_ndim, batch_ndim, grouped))
     if bias_dot is not None:
-        terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim).expand(x.shape).contiguous())
+        terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim, grouped).expand(x.shape).contiguous())
     return sum(terms[1:], terms[0]).to(x.dtype, copy=True)
 
 
@@ -198,7 +211,7 @@ bind_kernels(layer_norm_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp")
 @layer_norm_p.def_vjp
 def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
     r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
-    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered, r.grouped)
     out = layer_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, *options, mask)
     return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
 
@@ -206,7 +219,7 @@ def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, T
 @layer_norm_p.def_jvp
 def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
     r, t = residuals, tangents
-    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered)
+    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered, r.grouped)
     return layer_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, *options)
 
 

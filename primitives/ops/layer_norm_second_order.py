@@ -40,6 +40,7 @@ from primitives.ops.layer_norm import (
     layer_norm_jvp_p,
     norm_axes,
     normalized,
+    param_shape,
     per_row,
     project,
     sum_rows,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 layer_norm_pairing_p = Primitive(
     "layer_norm_pairing",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool[] wanted)"
+    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool grouped, bool[] wanted)"
     " -> (Tensor y_bar_bar, Tensor x_bar, Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar,"
     " Tensor bias_dot_bar)",
     cached=("mean", "rstd"),
@@ -60,7 +61,7 @@ layer_norm_pairing_p = Primitive(
 layer_norm_bwd_jvp_p = Primitive(
     "layer_norm_bwd_jvp",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? y_bar_dot, Tensor? x_dot,"
-    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool[] wanted)"
+    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool grouped, bool[] wanted)"
     " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
     cached=("mean", "rstd"),
     decomposable=True,
@@ -84,6 +85,7 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
     want_y_bar, want_x, want_weight, want_x_dot, want_weight_dot, want_bias_dot = wanted
@@ -94,15 +96,15 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
     axes, dtype = norm_axes(norm_ndim), x.dtype if weight is None else weight.dtype
 
     def scaled(v: Tensor, param: Tensor | None) -> Tensor:
-        return v if param is None else v * per_row(param, x, norm_ndim, batch_ndim)
+        return v if param is None else v * per_row(param, x, norm_ndim, batch_ndim, grouped)
 
     def mean_of(v: Tensor) -> Tensor:
         return v.mean(axes, keepdim=True)
 
     def sums(v: Tensor | None) -> Tensor:
         if v is None:
-            return x.new_zeros((*x.shape[:batch_ndim], *x.shape[x.dim() - norm_ndim :]), dtype=dtype)
-        return sum_rows(v, norm_ndim, batch_ndim).to(dtype)
+            return x.new_zeros(param_shape(x, norm_ndim, batch_ndim, grouped), dtype=dtype)
+        return sum_rows(v, norm_ndim, batch_ndim, grouped).to(dtype)
 
     def total(terms: list[Tensor]) -> Tensor:
         return sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype).contiguous() if terms else x.new_zeros(x.shape)
@@ -126,7 +128,7 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
         y_bar_terms.append(scaled(x_hat, weight_dot))
         x_terms.append(project(scaled(y_bar, weight_dot), x_hat, rstd, norm_ndim, centered))
     if bias_dot is not None:
-        y_bar_terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim))
+        y_bar_terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim, grouped))
     return (
         total(y_bar_terms) if want_y_bar else unwanted(x),
         total(x_terms) if want_x else unwanted(x),
@@ -151,6 +153,7 @@ def _layer_norm_bwd_jvp_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
+    grouped: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
@@ -159,7 +162,7 @@ def _layer_norm_bwd_jvp_reference(
     axes, dtype = norm_axes(norm_ndim), x.dtype if weight is None else weight.dtype
 
     def scaled(v: Tensor, param: Tensor | None) -> Tensor:
-        return v if param is None else v * per_row(param, x, norm_ndim, batch_ndim)
+        return v if param is None else v * per_row(param, x, norm_ndim, batch_ndim, grouped)
 
     def total(terms: list[Tensor]) -> Tensor:
         return sum(terms[1:], terms[0]) if terms else y_bar.new_zeros(x.shape)
@@ -183,8 +186,8 @@ def _layer_norm_bwd_jvp_reference(
         weight_terms.append(y_bar * h)
     return (
         total(x_terms).to(x.dtype, copy=True) if wanted[0] else unwanted(x),
-        sum_rows(total(weight_terms), norm_ndim, batch_ndim).to(dtype) if wanted[1] else unwanted(x),
-        sum_rows(total([] if y_bar_dot is None else [y_bar_dot]), norm_ndim, batch_ndim).to(dtype)
+        sum_rows(total(weight_terms), norm_ndim, batch_ndim, grouped).to(dtype) if wanted[1] else unwanted(x),
+        sum_rows(total([] if y_bar_dot is None else [y_bar_dot]), norm_ndim, batch_ndim, grouped).to(dtype)
         if wanted[2]
         else unwanted(x),
     )

@@ -167,6 +167,26 @@ def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processo
                 check(call, in_any_order=False)
 
 
+# Two groups of channels: of one sample, whose planes have no sums; of several; of two times as many, whose parameters
+# are their own; with gaps between the samples.
+@pytest.mark.parametrize("layout", ["one", "several", "of their own", "strided"])
+@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
+def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -> None:
+    if splits:
+        use_limits(**short_rows(32, splits))
+    lead = {"one": (1,), "of their own": (2, 2)}.get(layout, (2,))
+    kinds = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": True}
+    samples = LayerNorm.draw((*lead, 2, 2, 33), DTYPES[(splits + len(layout)) % len(DTYPES)], **kinds)
+    if layout == "strided":
+        gaps = {name: torch.cat([getattr(samples, name)] * 2)[::2] for name in ("x", "x_dot", "y_bar_dot")}
+        samples = samples.change(**gaps)
+    for call in samples.calls():
+        check(call, in_any_order=layout == "one")
+        modes = {one.named["MODE"] for one in launched_by(call.results) if "MODE" in one.named}
+        assert ("whole" in modes) == (splits == 0)
+        assert splits < 32 or layout != "one" or "sums" in modes
+
+
 # Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
 @pytest.mark.parametrize("num_cols, dtype", [(1024, torch.bfloat16), (1031, torch.float32)])
 def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None:
@@ -431,7 +451,17 @@ def some_calls() -> list[Call]:
     matrices = Attention.draw((1, 1, 3, 4), 3)
     labeled, added = CrossEntropy.draw((2, 40), 1), AddLayerNorm.draw((9, 40))
     added_rows = added.call("bwd", (True, True, False, False))
-    calls = [*rows.calls(), one_result, *images.calls(), *classes.calls(), *labeled.calls(), *added.calls(), added_rows]
+    groups = LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=True)
+    calls = [
+        *rows.calls(),
+        *groups.calls(),
+        one_result,
+        *images.calls(),
+        *classes.calls(),
+        *labeled.calls(),
+        *added.calls(),
+        added_rows,
+    ]
     return [*calls, *matrices.calls(), *dropout_calls()]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from perf.ops.record import Op
 
 # Constants that are sizes, of which small calls have others.
-SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUP$")
+SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUPS?$|PLANES")
 DTYPES = ("float32", "bfloat16", "float64")
 LIMITS = (*ROW_PLANS.values(), {"channel_tile_bytes": 1024})
 
@@ -39,7 +39,10 @@ def variants(run: Callable[[], object]) -> set[tuple[Any, ...]]:
     found = set()
     for one in launched_by(run):
         named = {
-            name: value is None if value is None or isinstance(value, torch.Tensor) else str(value)
+            # A run is a size, or 0 for none.
+            name: value is None
+            if value is None or isinstance(value, torch.Tensor)
+            else str(value > 0 if name == "RUN" else value)
             for name, value in one.named.items()
             if value is None or isinstance(value, torch.Tensor) or (name.isupper() and not SIZES.search(name))
         }

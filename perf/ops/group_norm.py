@@ -1,0 +1,88 @@
+"""Group norm, on the primitives and kernels of layer norm."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perf.ops._norm_steps import norm_calls
+from perf.ops.layer_norm import LAYER_NORM, LayerNorm
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import EPS, FIRST_ORDER, Workload, unnamed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from perf.calls import Call
+
+
+def _group_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
+    return functional.group_norm(x, num_groups, weight, bias, EPS)
+
+
+def _true_group_norm(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
+    groups = x.reshape(*x.shape[:1], num_groups, x[:1].numel() // num_groups)
+    centered = groups - groups.mean(2, keepdim=True)
+    y = (centered / (centered.square().mean(2, keepdim=True) + EPS).sqrt()).reshape(x.shape)
+    per_channel = (1, -1, *[1] * (x.dim() - 2))
+    y = y if weight is None else y * weight.reshape(per_channel)
+    return y if bias is None else y + bias.reshape(per_channel)
+
+
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    samples, channels, *positions = workload.shape
+    # As all models have it, and few in tests.
+    num_groups = 32 if channels % 32 == 0 else 2
+    shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
+    if is_drawn:
+        operands = LayerNorm.draw(shape, workload.torch_dtype, norm_ndim=2, grouped=True)
+        return norm_calls(operands, mode, None, is_rows=True)
+    x, weight = (torch.empty(sizes, dtype=workload.torch_dtype) for sizes in (shape, shape[1:3]))
+    operands = LayerNorm(x, x, x, x, weight, weight, weight, weight, norm_ndim=2, grouped=True)
+    return norm_calls(operands, mode, shape[:2], is_rows=True)
+
+
+_TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)
+GROUP_NORM = dataclasses.replace(
+    LAYER_NORM,
+    name="group_norm",
+    family="layer_norm",
+    call=_group_norm,
+    function=None,
+    torch_function=None,
+    truth=_true_group_norm,
+    parameter_shape=lambda sample, name: (sample.shape[1],),
+    samples=make_samples(
+        [
+            ((3, 4, 3, 5), _TWO),
+            ((2, 3, 7), _ONE),
+            ((0, 4, 3), _TWO),
+            ((5, 6), _TWO),
+            ((2, 4, 33), make_options(num_groups=4)),
+            ((1, 4, 2, 3, 2), _TWO),
+        ],
+        absent=[(), ("bias",), ("weight",), ("weight", "bias")],
+        layouts=["contiguous", "channels_last", "transposed", "sliced", "expanded"],
+    ),
+    small=Sample((2, 4, 2), _TWO),
+    tiny=Sample((1, 2, 2), _ONE),
+    large=(Sample((1, 4, 17_000), _TWO), Sample((2_100, 4, 3), _TWO), Sample((2, 600, 9), _TWO)),
+    small_workloads=(
+        Workload("affine", "group_norm", (2, 4, 5, 5), dtype="float32"),
+        Workload("plain", "group_norm", (2, 4, 5, 5), dtype="float32", affine=False),
+    ),
+    gpu_workloads=(),
+    cpu_workloads=(),
+    other_workloads=(
+        # Stable Diffusion's first and last level, DDPM on images of CIFAR, and positions that are no power of two.
+        unnamed("group_norm", (2, 320, 64, 64)),
+        unnamed("group_norm", (2, 1280, 16, 16)),
+        unnamed("group_norm", (32, 512, 8, 8)),
+        unnamed("group_norm", (2, 320, 96, 96), modes=FIRST_ORDER),
+        unnamed("group_norm", (32, 256, 14, 14), dtype="float32", modes=FIRST_ORDER),
+    ),
+    resized=(),
+    calls=_calls,
+)

@@ -1,0 +1,79 @@
+"""Instance norm, on the primitives and kernels of batch norm."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from perf.ops.batch_norm import BATCH_NORM
+from perf.ops.samples import Sample, make_samples
+from perf.ops.workload import EPS, Workload
+from primitives._group_norms import pure_instance_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from perf.calls import Call
+
+MOMENTUM = 0.3
+
+
+def _instance_norm(
+    functional: Any, x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
+) -> Tensor:
+    # They are written.
+    running = [None if value is None else value.clone() for value in (running_mean, running_var)]
+    return functional.instance_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
+
+
+def _with_state(x: Tensor, weight: Any, bias: Any, *running: Any) -> tuple:
+    return pure_instance_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
+
+
+def _true_instance_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any) -> tuple:
+    axes = tuple(range(2, x.dim()))
+    centered = x - x.mean(axes, keepdim=True)
+    variance = centered.square().mean(axes, keepdim=True)
+    per_channel = (1, -1, *[1] * len(axes))
+    y = centered / (variance + EPS).sqrt()
+    y = y if weight is None else y * weight.reshape(per_channel)
+    y = y if bias is None else y + bias.reshape(per_channel)
+    if running_mean is None or x.numel() == 0:
+        return y, running_mean, running_var
+    count = math.prod(x.shape[2:])
+    moments = x.mean((0, *axes)), variance.flatten(1).mean(0) * count / (count - 1)
+    running = running_mean, running_var
+    return y, *((1 - MOMENTUM) * old + MOMENTUM * new for old, new in zip(running, moments, strict=True))
+
+
+def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    samples, channels, *positions = workload.shape
+    shape = 1, samples * channels, math.prod(positions)
+    return BATCH_NORM.calls(dataclasses.replace(workload, shape=shape), mode, is_drawn)
+
+
+_NO_RUNNING = ("running_mean", "running_var")
+INSTANCE_NORM = dataclasses.replace(
+    BATCH_NORM,
+    name="instance_norm",
+    family="batch_norm",
+    call=_instance_norm,
+    function=_with_state,
+    torch_function=None,
+    truth=_true_instance_norm,
+    samples=make_samples(
+        [((3, 2, 3, 5), ()), ((0, 3, 2), ()), ((2, 3, 7), ()), ((2, 3, 2, 2, 3), ())],
+        [(), ("bias",), ("weight",), ("weight", "bias"), _NO_RUNNING, ("bias", *_NO_RUNNING)],
+        ["contiguous", "channels_last", "transposed", "sliced", "expanded"],
+    ),
+    small=Sample((2, 2, 3)),
+    tiny=Sample((1, 2, 2), absent=_NO_RUNNING),
+    large=(Sample((2, 3, 17_000)),),
+    small_workloads=(Workload("first", "instance_norm", (4, 3, 4, 4), dtype="float32"),),
+    gpu_workloads=(),
+    cpu_workloads=(),
+    other_workloads=(),
+    resized=(),
+    calls=_calls,
+)
