@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import primitives as pr
 from primitives.ops.layer_norm import layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
+from primitives.ops.softmax import softmax_p
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CALLS = {
@@ -21,6 +22,7 @@ CALLS = {
     "rms_norm": lambda f, x: f.rms_norm(x, (4,), x[0], 1e-5),
     "log_softmax": lambda f, x: f.log_softmax(x, 1),
     "log_softmax_dtype": lambda f, x: f.log_softmax(x, 1, dtype=torch.float64),
+    "softmax": lambda f, x: f.softmax(x, 1),
     "batch_norm": lambda f, x: f.batch_norm(x, x[0].clone(), x[1].exp(), training=True),
     "batch_norm_eval": lambda f, x: f.batch_norm(x, x[0].clone(), x[1].exp(), x[2], x[3]),
 }
@@ -59,6 +61,8 @@ def test_operators_run_in_float32_under_cuda_autocast(dtype):
         y = under_cuda_autocast(log_softmax_p, x, 1, output_dtype)
         assert torch.equal(y, pr.functional.log_softmax(x, 1, dtype=output_dtype or wide))
         assert y.dtype == (output_dtype or wide)
+        y = under_cuda_autocast(softmax_p, x, None, 1, 0.5, output_dtype)
+        assert torch.equal(y, pr.functional.softmax(x, 1, dtype=output_dtype or wide, scale=0.5))
 
 
 def test_each_argument_of_low_precision_is_cast_by_itself():

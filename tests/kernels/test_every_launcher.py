@@ -25,6 +25,7 @@ from perf.ops.batch_norm import BatchNorm
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
+from perf.ops.softmax import Softmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
@@ -306,6 +307,35 @@ def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callab
         )
         for call in others:
             check(call, in_any_order=False)
+
+
+@pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
+@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
+def test_softmax(splits: int, adjacent: str, use_limits: Callable[..., None]) -> None:
+    """With a mask of every kind, broadcast or not, that leaves nothing of a row, and factors of either sign."""
+    (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
+    if splits:
+        use_limits(**short_rows(TILE, splits))
+        num_segments, shape[dim - 1] = 2, LONG_ROW
+    turn = list(REDUCED_SHAPES).index(adjacent) + splits
+    shape, dtype = (num_segments, *shape), DTYPES[turn % len(DTYPES)]
+    seen = random(*shape, seed=7) > 0.5
+    seen.movedim(dim, -1)[0] = False
+    added = torch.where(seen[:1], random(1, *shape[1:], seed=8, dtype=dtype), -torch.inf).expand(shape)
+    masks = (seen, added) if turn % 2 else (added, seen)
+    rows = Softmax.draw(shape, dim, dtype, with_wide_rows).change(mask=masks[0], scale=(-0.7, 1.3)[turn % 2])
+    others = rows.change(mask=masks[1], scale=1.0), rows.change(mask=None, scale=0.3)
+    calls = [*rows.calls(), others[0].call("fwd"), others[1].call("fwd_jvp")]
+    if splits < 2:
+        calls += [
+            *(rows.call("pairing", wanted) for wanted in pairwise(3)[1:-1]),
+            *(rows.change(**{name: None}).call("bwd_jvp") for name in DOTS),
+        ]
+    for call in calls:
+        check(call, in_any_order=call is calls[0])
+    # Another temperature is another number, not another kernel.
+    found = [[one.constants for one in launched_by(rows.change(scale=s).call("fwd").results)] for s in (0.5, 2.0)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
