@@ -48,17 +48,16 @@ MAX_INT32 = 2**31 - 1
 _driver: Any = driver
 _runtime = knobs.runtime
 
-# What wants to see launches, outermost first: whether it takes the launch's place, and the thread whose launches it
-# sees, None for all.
-_watchers: tuple[tuple[Callable, bool, int | None], ...] = ()
-_num_tracing = 0
+# What wants to see launches, outermost first, None for a graph: whether it takes the launch's place, and the thread
+# whose launches it sees, None for all.
+_watchers: tuple[tuple[Callable | None, bool, int | None], ...] = ()
 _num_recording = 0
 _lock = threading.Lock()
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def _watching(callback: Callable, replaces: bool, thread: int | None = None) -> Iterator[None]:
+def _watching(callback: Callable | None, replaces: bool, thread: int | None = None) -> Iterator[None]:
     global _watchers
     entry = (callback, replaces, thread)
     with _lock:
@@ -89,28 +88,19 @@ def observe(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> co
     return _watching(callback, replaces=False)
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def tracing() -> contextlib.AbstractContextManager[None]:
     """Context in which launches of this thread become nodes of the graph that torch is tracing.
 
     Nothing is launched then, and nobody who watches launches is called.
     """
-    global _num_tracing
-    depth = getattr(_thread, "depth", 0)
-    with _lock:
-        _num_tracing += 1
-    _thread.depth = depth + 1
-    try:
-        yield
-    finally:
-        _thread.depth = depth
-        with _lock:
-            _num_tracing -= 1
+    return _watching(None, replaces=True, thread=threading.get_ident())
 
 
 def is_tracing() -> bool:
     """Whether launches of this thread become nodes of a graph (see `tracing`)."""
-    return _num_tracing > 0 and getattr(_thread, "depth", 0) > 0
+    return bool(_watchers) and any(
+        callback is None and thread == threading.get_ident() for callback, _, thread in _watchers
+    )
 
 
 class DirectLaunch(NamedTuple):
@@ -143,7 +133,7 @@ def recording(note: Callable[[DirectLaunch | None], None]) -> Iterator[None]:
 def are_launches_seen() -> bool:
     """Whether somebody watches, traces, records or inspects launches, so that each has to go through its `Kernel`."""
     is_recording = _num_recording and getattr(_thread, "note", None) is not None
-    return bool(_watchers or _num_tracing or is_recording or _runtime.add_stages_inspection_hook)
+    return bool(_watchers or is_recording or _runtime.add_stages_inspection_hook)
 
 
 class UntraceableLaunchError(NotImplementedError):
@@ -200,7 +190,7 @@ class Kernel:
 
     def _launch(self, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
         launch = None
-        if not ((_watchers or _num_tracing) and self._taken_over(grid, args, constants)):
+        if not (_watchers and self._taken_over(grid, args, constants)):
             launch = self._launch_directly(grid, args, constants)
         if _num_recording and (note := getattr(_thread, "note", None)) is not None:
             note(launch)
@@ -235,7 +225,7 @@ class Kernel:
             self._trace(grid, args, constants)
             return True
         for callback, replaces, thread in reversed(_watchers):
-            if thread not in (None, threading.get_ident()):
+            if callback is None or thread not in (None, threading.get_ident()):
                 continue
             callback(self, grid, args, constants)
             if replaces:
