@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that use the device are what `-m gpu` selects on a device; what needs a GPU is skipped without one."""
     on_device = config.getoption("--device") == "cuda"
+    items[:] = [item for item in items if not _has_its_turn_elsewhere(item)]
     for item in items:
         if on_device and "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
@@ -34,6 +35,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs Triton's interpreter, or no kernel: run without --device"))
         elif not on_device and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
+
+
+def _has_its_turn_elsewhere(item: pytest.Item) -> bool:
+    """Whether another of the backends of this process has the turn of a test for which one of them is enough."""
+    marker, callspec = item.get_closest_marker("in_turns"), getattr(item, "callspec", None)
+    backend = callspec.params.get("backend") if callspec else None
+    return marker is not None and backend in FRONT and backend != FRONT[marker.args[0] % len(FRONT)]
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +54,7 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 
 
 BACKENDS = {"reference": "reference", "cpu": "auto", "triton": "triton", "cuda": "auto"}
+FRONT = ("reference", "cpu")
 
 
 @pytest.hookimpl(trylast=True)
@@ -56,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if KERNEL_TESTS in metafunc.definition.path.parents:
         names = ["triton"]
     else:
-        names = ["cuda"] if metafunc.config.getoption("--device") == "cuda" else ["reference", "cpu"]
+        names = ["cuda"] if metafunc.config.getoption("--device") == "cuda" else FRONT
     metafunc.parametrize("backend", names, indirect=True)
 
 

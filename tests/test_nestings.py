@@ -36,8 +36,13 @@ def positions_of(case, word, turn):
         yield None
 
 
+# From the third order on both backends differentiate the references.
 NESTINGS = [
-    pytest.param(case, word, positions, id=f"{case.name}-{word}-{positions or 'all'}".replace(", ", ""))
+    pytest.param(
+        *(case, word, positions),
+        id=f"{case.name}-{word}-{positions or 'all'}".replace(", ", ""),
+        marks=[pytest.mark.in_turns(i + j)] * (len(word) > 2),
+    )
     for i, case in enumerate(CASES)
     for j, word in enumerate(nestings(2, 3, 4))
     for positions in positions_of(case, word, i + j + j // 8)
