@@ -8,19 +8,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import primitives as pr
+from perf.ops import CASES
+from perf.ops.attention import ATTENTION
+from perf.ops.samples import normal
 from primitives.decompositions import differentiate_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from perf.ops.record import Op
 
 # Float64 rounding in these small examples stays far below, and no wrong derivative comes near.
 TOLERANCE = 1e-8
@@ -49,43 +51,45 @@ second ones are wrong when the inner one is forward mode, third ones are wrong i
 gradient at a JVP, as MeanFlow does, takes first derivatives alone and is right in torch. See
 [mechanism.md](mechanism.md) for what is done instead.
 
-Attention (`scaled_dot_product_attention`, causal here) raises in torch wherever it is asked for more than a gradient:
-its fused kernels have a backward, which has no derivative, and no forward mode. Its `MATH` backend, which has to be
-chosen, is right in every nesting and stores all products of queries with keys, N x N numbers for each head; here none
-of them is stored.
+Attention raises in torch wherever it is asked for more than a gradient: its fused kernels have a backward, which has no
+derivative, and no forward mode. Its `MATH` backend, which has to be chosen and is what "attention" stands for here, is
+right in every nesting and stores all products of queries with keys, N x N numbers for each head; this package stores
+none of them.
 """
 
 
-def _standardized(x: Tensor, axis: int) -> Tensor:
-    centered = x - x.mean(axis, keepdim=True)
-    return centered / (centered.square().mean(axis, keepdim=True) + 1e-5).sqrt()
+# By default torch takes its fused attention, of which its record has the formula that is right.
+FUSED = "attention, torch's fused kernels"
 
 
-def _attention(functions: Any, x: Tensor) -> Tensor:
-    heads = x.view(1, 1, 4, 3)
-    return functions.scaled_dot_product_attention(heads, heads.sin(), heads, is_causal=True).view(4, 3)
+class Operation(NamedTuple):
+    """A function of one tensor by torch and by this package, the same in plain arithmetic, and the tensor."""
+
+    torchs: Callable[[Tensor], Tensor]
+    ours: Callable[[Tensor], Tensor]
+    plain: Callable[[Tensor], Tensor]
+    x: Tensor
 
 
-def _attention_by_math(functions: Any, x: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return _attention(functions, x)
+def _operation(case: Op, torch_function: Callable[..., Tensor]) -> Operation:
+    inputs = case.inputs(case.small, torch.float64, torch.device("cpu"))
+    others, options = [*inputs.values()][1:], dict(case.small.options)
+
+    def torchs(x: Tensor) -> Tensor:
+        return torch_function(x, *others, **options)
+
+    plain = case.of(["x"], inputs, case.small, true=True)
+    return Operation(torchs, case.of(["x"], inputs, case.small), plain, cast("Tensor", inputs["x"]))
 
 
-def _plain_attention(x: Tensor) -> Tensor:
-    weights = (x @ x.sin().mT / 3**0.5).exp().tril()
-    return weights @ x / weights.sum(1, keepdim=True)
+def _fused(x: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x, k, v, bias, scale=0.7, enable_gqa=True)
 
 
-# For torch's functions or this package's, an operation on a matrix `[4, 3]`; and the same in plain arithmetic.
-OPERATIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "layer norm": (lambda f, x: f.layer_norm(x, (3,)), lambda x: _standardized(x, 1)),
-    "batch norm (training)": (
-        lambda f, x: f.batch_norm(x, None, None, training=True),
-        lambda x: _standardized(x, 0),
-    ),
-    "log-softmax": (lambda f, x: f.log_softmax(x, 1), lambda x: x - x.exp().sum(1, keepdim=True).log()),
-    "attention": (_attention, _plain_attention),
-    "attention, torch's `MATH` backend": (_attention_by_math, _plain_attention),
+# Linear operations have no other derivatives than themselves.
+OPERATIONS = {
+    **{case.name.replace("_", " "): _operation(case, case.torch_function) for case in CASES if not case.is_linear},
+    FUSED: _operation(ATTENTION, _fused),
 }
 
 
@@ -101,21 +105,20 @@ def _nested(function: Callable[[Tensor], Tensor], weights: Tensor, nesting: tupl
 
 def measure(name: str) -> Iterator[tuple[tuple[str, ...], list[float | str]]]:
     """For every nesting, outermost transform first, the errors of torch, of this package, and of torch decomposed."""
-    generator = torch.Generator().manual_seed(0)
-    x, weights = (torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in range(2))
-    operation, plain = OPERATIONS[name]
+    operation = OPERATIONS[name]
+    weights = normal(operation.plain(operation.x).shape, 0)
     providers = (
-        (torch.nn.functional, contextlib.nullcontext),
-        (pr.functional, contextlib.nullcontext),
-        (torch.nn.functional, differentiate_through),
+        (operation.torchs, contextlib.nullcontext),
+        (operation.ours, contextlib.nullcontext),
+        (operation.torchs, differentiate_through),
     )
     for nesting in (word for n in range(1, MAX_ORDER + 1) for word in itertools.product(TRANSFORMS, repeat=n)):
-        truth = _nested(plain, weights, nesting)(x)
+        truth = _nested(operation.plain, weights, nesting)(operation.x)
         errors: list[float | str] = []
-        for functions, context in providers:
+        for function, context in providers:
             try:
                 with context():
-                    value = _nested(partial(operation, functions), weights, nesting)(x)
+                    value = _nested(function, weights, nesting)(operation.x)
                 errors.append(((value - truth).abs().max() / truth.abs().max()).item())
             except (RuntimeError, NotImplementedError) as error:
                 errors.append(f"raises {type(error).__name__}")

@@ -11,6 +11,7 @@ is executed. Launches in the graphs can be compared with those that the launcher
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import operator
 import sys
@@ -34,7 +35,7 @@ from triton.runtime.jit import mangle_type
 
 import primitives as pr
 from perf.machine_code.cases import launch_mode
-from perf.ops.workload import KERNEL_MODES, unnamed
+from perf.ops import CASES
 from primitives.core import inductor, registered_primitives
 from tests.kernels.stand_ins import Driver
 from triton_kernels._kernel import Kernel, intercept
@@ -233,29 +234,29 @@ def inductor_source(kernel: Kernel, args: tuple, constants: dict[str, Any]) -> A
     return ASTSource(kernel.function, signature, fixed, {})
 
 
-ONES = (
-    (unnamed("layer_norm", (1, 256)), KERNEL_MODES),
-    (unnamed("layer_norm", (1, 65536)), ("backward", "hvp")),
-    (unnamed("log_softmax", (1, 256)), ("forward", "backward", "hvp", "x_only")),
-    (unnamed("log_softmax", (1, 100000)), ("forward", "jvp", "hvp", "x_only")),
-    (unnamed("batch_norm", (1, 1, 4, 4)), KERNEL_MODES),
-    (unnamed("batch_norm", (1, 1)), ("evaluation", "x_only")),
-)
-
-
 def ones() -> dict[str, list[str]]:
-    """Of launches with numbers of one, by kernel, what Triton has against them as Inductor compiles them."""
+    """Of launches with numbers of one, by kernel, what Triton has against them as Inductor compiles them.
+
+    One row, or sample, of the workloads that reach every kernel.
+    """
     target = config.active.get_current_target()
     compiler: Any = make_backend(target)
     options = compiler.parse_options({})
     found: dict[str, list[str]] = {}
 
+    known = set()
+
     def make_ir(kernel, grid, args, constants):
+        source = inductor_source(kernel, args, constants)
+        # The same kernel of other dtypes has the same ones.
+        key = kernel.__name__, str([place for place, value in source.constants.items() if value == 1])
+        if key in known:
+            return
+        known.add(key)
         context = ir.context()
         ir.load_dialects(context)
         compiler.load_dialects(context)
         complaints = found.setdefault(kernel.__name__, [])
-        source = inductor_source(kernel, args, constants)
         if any("fp" in kind and not kind.startswith("*") for kind in source.signature.values()):
             complaints.append("a number that loses digits")
         try:
@@ -264,9 +265,10 @@ def ones() -> dict[str, list[str]]:
             complaints.append(str(error))
 
     with intercept(make_ir), unset_fake_temporarily():
-        for workload, modes in ONES:
-            for mode in modes:
-                launch_mode(workload, mode)
+        for case in CASES:
+            for workload, _ in case.resized:
+                for mode in workload.modes:
+                    launch_mode(dataclasses.replace(workload, shape=(1, *workload.shape[1:])), mode)
     return found
 
 

@@ -188,7 +188,7 @@ def test_the_page_of_wrong_derivatives_says_of_each_nesting_who_is_right(monkeyp
         counts = [sum("**" not in row[column] for row in cells.values()) for column in range(3)]
         assert f"| {name} | {len(cells)} | {' | '.join(map(str, counts))} |" in page
         # Some are measured again.
-        for nesting, errors in wrong_derivatives.measure(name) if name == "attention" else ():
+        for nesting, errors in wrong_derivatives.measure(name) if name == wrong_derivatives.FUSED else ():
             said = ["**" not in cell for cell in cells["(".join(nesting) + ")" * (len(nesting) - 1)]]
             found = [wrong_derivatives.is_right(error) for error in errors]
             # Of torch the page says which version it is about.
