@@ -11,21 +11,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import primitives as pr
+from perf.ops import CASES
 from primitives.ops.layer_norm import layer_norm_p
 from primitives.ops.log_softmax import log_softmax_p
 from primitives.ops.softmax import softmax_p
+from tests.properties import leaves
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CALLS = {
-    "layer_norm": lambda f, x: f.layer_norm(x, (4,)),
-    "layer_norm_affine": lambda f, x: f.layer_norm(x, (4,), x[0], x[1]),
-    "rms_norm": lambda f, x: f.rms_norm(x, (4,), x[0], 1e-5),
-    "log_softmax": lambda f, x: f.log_softmax(x, 1),
-    "log_softmax_dtype": lambda f, x: f.log_softmax(x, 1, dtype=torch.float64),
-    "softmax": lambda f, x: f.softmax(x, 1),
-    "batch_norm": lambda f, x: f.batch_norm(x, x[0].clone(), x[1].exp(), training=True),
-    "batch_norm_eval": lambda f, x: f.batch_norm(x, x[0].clone(), x[1].exp(), x[2], x[3]),
-}
+# Cross-entropy's record calls the primitive, and its function casts; attention is cast on the CPU too.
+NOT_CAST = [case for case in CASES if case.function is not case.call and not case.forward.has_rule("AutocastCPU")]
 AUTOCAST_CUDA = _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
 
 
@@ -39,13 +33,18 @@ def under_cuda_autocast(op, *args):
     return op.overload.redispatch(AUTOCAST_CUDA, *args)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_nothing_is_cast_on_the_cpu(call):
-    for dtype in DTYPES:
-        x = data(dtype)
-        outside = CALLS[call](pr.functional, x)
+def both(case, inputs):
+    """What the op returns, and what torch's does."""
+    return case.outputs(inputs, case.small)[0], case.torch_function(*inputs.values(), **dict(case.small.options))
+
+
+@pytest.mark.parametrize("case", NOT_CAST, ids=lambda case: case.name)
+def test_nothing_is_cast_on_the_cpu(case, device):
+    for dtype in case.dtypes:
+        inputs = case.inputs(case.small, dtype, device)
+        outside = case.outputs(inputs, case.small)[0]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            ours, theirs = CALLS[call](pr.functional, x), CALLS[call](F, x)
+            ours, theirs = both(case, inputs)
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, outside)
 
@@ -105,17 +104,16 @@ def test_attention_is_cast_on_the_cpu_as_torchs_is(dtypes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("call", CALLS)
-def test_cuda_autocast_is_that_of_torch(device, call, dtype):
-    inputs = [data(dtype, device).requires_grad_() for _ in range(2)]
+@pytest.mark.parametrize("case", NOT_CAST, ids=lambda case: case.name)
+def test_cuda_autocast_is_that_of_torch(device, case, dtype):
+    inputs = leaves(case.inputs(case.small, dtype, device), ["x"])
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        ours, theirs = (CALLS[call](f, x.clone()) for f, x in zip((pr.functional, F), inputs, strict=True))
+        ours, theirs = both(case, inputs)
     assert ours.dtype == theirs.dtype
     assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
-    for result in (ours, theirs):
-        result.float().sin().sum().backward()
-    assert inputs[0].grad.dtype == inputs[1].grad.dtype
-    assert_close(inputs[0].grad, inputs[1].grad, rtol=2e-2, atol=2e-2)
+    bars = [torch.autograd.grad(result.float().sin().sum(), inputs["x"])[0] for result in (ours, theirs)]
+    assert bars[0].dtype == bars[1].dtype
+    assert_close(*bars, rtol=2e-2, atol=2e-2)
 
 
 def test_attention_sums_in_its_own_dtype_inside_autocast(backend):

@@ -11,16 +11,16 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
+from torch.testing._internal.common_modules import module_db
 
 import primitives as pr
 from tests.support import TORCH_ERRORS
 
+# Arguments of torch's own tests of these modules.
 ARGS = {
-    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "RMSNorm"), (3,)),
-    **dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), (3, 1e-5, 0.1, True)),
-    "GroupNorm": (1, 3),
-    **dict.fromkeys(("CrossEntropyLoss", "Dropout", "LogSoftmax", "NLLLoss", "Softmax", "Softmax2d", "Softmin"), ()),
-    **dict.fromkeys(("MultiheadAttention", "TransformerEncoderLayer"), (4, 2)),
+    info.module_cls.__name__: info.module_inputs_func(info, "cpu", torch.float32, False, training=True)[0]
+    for info in module_db
+    if info.module_cls.__name__ in pr.nn.__all__ and info.module_cls is not torch.nn.TransformerEncoder
 }
 BATCH_NORMS = {"BatchNorm1d": (6, 3), "BatchNorm2d": (4, 3, 2, 5), "BatchNorm3d": (2, 3, 2, 3, 2)}
 # Beyond the samples of tests/test_torch_suites.py, which take no second step.
@@ -83,17 +83,18 @@ def test_track_running_stats_may_be_toggled_later(made_with, training):
 
 @pytest.mark.parametrize("name", ARGS)
 def test_construction_is_that_of_torch(name):
-    made = []
+    given, made = ARGS[name].constructor_input, []
     for space in (pr.nn, torch.nn):
         torch.manual_seed(0)
-        made.append(getattr(space, name)(*ARGS[name]))
+        made.append(getattr(space, name)(*given.args, **given.kwargs))
     ours, theirs = made
     assert isinstance(ours, type(theirs))
     assert repr(ours) == f"primitives.{theirs!r}"
     assert vars(ours).keys() == vars(theirs).keys()
     assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    if ARGS[name]:
-        weight = next(getattr(pr.nn, name)(*ARGS[name], device="meta", dtype=torch.bfloat16).parameters())
+    if list(theirs.parameters()):
+        options = {**given.kwargs, "device": "meta", "dtype": torch.bfloat16}
+        weight = next(getattr(pr.nn, name)(*given.args, **options).parameters())
         assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
 
 
