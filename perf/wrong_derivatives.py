@@ -86,9 +86,10 @@ def _fused(x: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> Ten
     return torch.nn.functional.scaled_dot_product_attention(x, k, v, bias, scale=0.7, enable_gqa=True)
 
 
-# Linear operations have no other derivatives than themselves.
+# Of what torch has a function of; linear operations have no other derivatives than themselves.
+_OF_TORCH = [case for case in CASES if not case.is_linear and hasattr(torch.nn.functional, case.public)]
 OPERATIONS = {
-    **{case.name.replace("_", " "): _operation(case, case.torch_function) for case in CASES if not case.is_linear},
+    **{case.name.replace("_", " "): _operation(case, case.torch_function) for case in (*_OF_TORCH, ATTENTION)},
     FUSED: _operation(ATTENTION, _fused),
 }
 

@@ -181,6 +181,7 @@ def test_the_page_of_wrong_derivatives_says_of_each_nesting_who_is_right(monkeyp
     monkeypatch.setattr(wrong_derivatives, "MAX_ORDER", 2)
     page = (DOCS.parent / "wrong_derivatives.md").read_text()
     _, *tables = page.split("\n## ")
+    assert len(tables) == len(wrong_derivatives.OPERATIONS), "run: python -m perf.wrong_derivatives"
     for name, table in zip(wrong_derivatives.OPERATIONS, tables, strict=True):
         cells = {
             row.split(" | ")[0].strip("| `"): row.split(" | ")[1:] for row in table.splitlines() if row[:3] == "| `"
