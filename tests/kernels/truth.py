@@ -43,7 +43,7 @@ def expected(call: Call, s: Tensor | None = None) -> list[Exact]:
     # Statistics that a launcher finds anew, as references do.
     given = {
         **dict.fromkeys(operator.spec.cached, given.get("x", given.get("s"))),
-        "y_dtype": call.args[0].dtype,
+        "y_dtype": getattr(call.args[0], "dtype", None),
         **given,
     }
     true = OperatorCall(operator.overload, tuple(given[argument] for argument in operator.spec.arguments))
