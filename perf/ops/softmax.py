@@ -111,8 +111,8 @@ SOFTMAX = dataclasses.replace(
         unnamed("softmax", (8192, 4097), masked=True),
         unnamed("softmax", (2048, 65536), masked=True, modes=FIRST_ORDER),
         unnamed("softmax", (512, 512), "float64", masked=True),
-        # Not its jvp: beside two tensors along rows, bytes of a mask are loaded eight to a thread, so that maxima leave it
-        # (three reductions a step).
+        # Not its jvp: beside two tensors along rows, bytes of a mask are loaded eight to a thread, so that maxima leave
+        # it (three reductions a step).
         unnamed("softmax", (16, 5000, 96), "float32", dim=1, masked=True, modes=("forward", "backward", "hvp")),
     ),
     resized=(

@@ -26,17 +26,28 @@ def forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, output_dtype
     y_dtype = output_dtype or x.dtype
     x = cast(x.contiguous(), y_dtype)
     # Along any axis but the last ATen rounds exponentials to half precision.
-    is_exact = x.dtype not in LOW_PRECISION or dim == x.dim() - 1
-    if mask is None and scale == 1.0 and is_exact:
-        return torch._softmax(x, dim, False) if sums_are_short(x, dim) else _long(x, dim)
-    u = masked(cast(x, accumulation_dtype(y_dtype)), mask, scale)
-    y = torch._softmax(u, dim, False) if sums_are_short(u, dim) else _long(u, dim)
-    if mask is not None:
-        y.masked_fill_(u.amax(dim, keepdim=True) == -torch.inf, 0.0)
+    if mask is None and scale == 1.0 and (x.dtype not in LOW_PRECISION or dim == x.dim() - 1):
+        return _softmax(x, dim)
+    x = cast(x, accumulation_dtype(y_dtype))
+    if mask is None:
+        u = masked(x, None, scale)
+    elif mask.dtype == torch.bool or scale != 1.0:
+        u = torch.mul(x, scale)
+        u = u.add_(mask) if mask.dtype != torch.bool else torch.where(mask, u, u.new_tensor(-torch.inf), out=u)
+    else:
+        u = x + mask
+    y = _softmax(u, dim)
+    # NaN in a row is NaN in all of it: without a position that takes part, or of x where the mask is -inf.
+    if mask is not None and y.select(dim, 0).isnan().any():
+        u = masked(x, mask, scale)
+        y = _softmax(u, dim).masked_fill_(u.amax(dim, keepdim=True) == -torch.inf, 0.0)
     return cast(y, y_dtype)
 
 
-def _long(x: Tensor, dim: int) -> Tensor:
+def _softmax(x: Tensor, dim: int) -> Tensor:
+    """Of contiguous x."""
+    if sums_are_short(x, dim):
+        return torch._softmax(x, dim, False)
     out = torch.empty_like(x)
     for (x_block,), (out_block,), _ in row_blocks_along(dim, [x], [out]):
         torch.sub(x_block, x_block.amax(1, keepdim=True), out=out_block).exp_()

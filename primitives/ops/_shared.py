@@ -54,8 +54,8 @@ def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if mask is None:
         return u
     if mask.dtype == torch.bool:
-        return torch.where(mask, u, -torch.inf)
-    return torch.where(mask == -torch.inf, -torch.inf, u + mask.to(x.dtype))
+        return u.masked_fill(~mask, -torch.inf)
+    return (u + mask.to(x.dtype)).masked_fill(mask == -torch.inf, -torch.inf)
 
 
 def bind_kernels(op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None) -> None:
