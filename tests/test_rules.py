@@ -52,7 +52,7 @@ def test_only_what_is_wanted_is_computed(case, names, device):
     if "wanted" in call.names:
         assert list(call.argument("wanted")) == [name in names for name in arguments]
     # Group norm and instance norm give their primitives x in another shape.
-    is_same = call.argument(case.first).shape == inputs["x"].shape
+    is_same = case.first not in call.names or call.argument(case.first).shape == inputs["x"].shape
     for name, output in zip(arguments, bars, strict=True):
         assert bool(output.numel()) == (name in names), name
         assert output.shape == (inputs[name].shape if name in names else (0,)) or not is_same, name
