@@ -476,23 +476,14 @@ NOT_LAUNCHERS = {"per_stream", "tuning"}
 
 def some_calls() -> list[Call]:
     """Every launcher, in the modes that the gate above goes through."""
-    rows, images, classes = LayerNorm.draw((9, 40)), BatchNorm.draw((2, 3, 5, 5)), LogSoftmax.draw((2, 40), 1)
-    one_result = rows.call("bwd", (False, True, False))
-    matrices = Attention.draw((1, 1, 3, 4), 3)
-    labeled, added = CrossEntropy.draw((2, 40), 1), AddLayerNorm.draw((9, 40))
-    added_rows = added.call("bwd", (True, True, False, False))
-    groups = LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=True)
-    calls = [
-        *rows.calls(),
-        *groups.calls(),
-        one_result,
-        *images.calls(),
-        *classes.calls(),
-        *labeled.calls(),
-        *added.calls(),
-        added_rows,
-    ]
-    return [*calls, *matrices.calls(), *dropout_calls()]
+    rows, added = LayerNorm.draw((9, 40)), AddLayerNorm.draw((9, 40))
+    operands = (
+        *(rows, LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=True), added),
+        *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
+        *(BatchNorm.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
+    )
+    some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
+    return [*(call for each in operands for call in each.calls()), *some_wanted, *dropout_calls()]
 
 
 def modules() -> list[ModuleType]:
