@@ -101,13 +101,18 @@ def _group_norm(
     sizes = num_groups, channels // num_groups
     groups = x.reshape(samples, *sizes, math.prod(x.shape[2:]))
     weight, bias = (None if p is None else p.reshape(sizes) for p in (weight, bias))
-    y = layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, True)[0].view(x.shape)
+    y = _in_shape(layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, True)[0], x)
     if activation is not None:
         y = torch.nn.functional.silu(y)
     if x.dim() in (4, 5) and x.stride(1) == 1 and not x.is_contiguous():
         # Not by a memory format, of which vmap has no notion.
         y = y.movedim(1, -1).contiguous().movedim(-1, 1)
     return y
+
+
+def _in_shape(y: Tensor, x: Tensor) -> Tensor:
+    """`y`, which nobody else has, in the shape of `x`: not as a view, which `ReLU(inplace=True)` may not write to."""
+    return torch.ops.aten._unsafe_view(y, x.shape)
 
 
 def instance_norm(
@@ -212,4 +217,4 @@ def _of_samples(
     y, *moved = batch_norm_of_tensors(flat, *each, training=True, momentum=momentum, eps=eps, in_place=False)
     if samples:
         mean, var = (None if value is None else value.reshape(samples, channels).mean(0) for value in moved)
-    return y.view(x.shape), mean, var
+    return _in_shape(y, x), mean, var
