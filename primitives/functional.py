@@ -312,9 +312,9 @@ def batch_norm_relu(
     Example:
         >>> import torch
         >>> x = torch.tensor([[1.0], [3.0]])
-        >>> batch_norm_relu(x, None, None, training=True, residual=torch.ones(2, 1))
+        >>> batch_norm_relu(x, None, None, training=True, residual=torch.full((2, 1), 0.5))
         tensor([[0.0000],
-                [2.0000]])
+                [1.5000]])
     """
 
     def check(label: str, x: Tensor, residual: Tensor | None) -> None:

@@ -24,6 +24,7 @@ KERNELS = {
         ["batch_norm_sums_kernel", "batch_norm_merge_kernel", "batch_norm_transform_kernel"],
     ],
     "log_softmax": [["log_softmax_fwd_kernel"], ["log_softmax_pairing_kernel"]],
+    "add_layer_norm": [["add_layer_norm_fwd_kernel"], ["add_layer_norm_bwd_kernel", "add_partial_rows_kernel"]],
     "hessian-vector product": [
         [
             "layer_norm_fwd_kernel",
@@ -40,6 +41,7 @@ UNUSED = {"hessian-vector product": ["add_partial_rows_kernel"]}
 
 # A tensor that no kernel writes: a graph would copy it for the result.
 READ_ONLY = {"x_ptr", "weight_ptr", "bias_ptr", "y_bar_ptr", "x_dot_ptr", "weight_dot_ptr", "bias_dot_ptr"}
+READ_ONLY |= {"residual_ptr", "s_bar_ptr", "seed_ptr"}
 
 
 @pytest.fixture(scope="module")
