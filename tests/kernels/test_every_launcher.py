@@ -158,7 +158,7 @@ def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processo
     if processors is not None:
         use_processors(processors)
     number = list(ROW_PLANS).index(plan)
-    for turn in range(3):
+    for turn in (number % 3, (number + 1) % 3):
         rows = add_layer_norm(turn, num_rows, num_cols + turn, DTYPES[(number + turn) % len(DTYPES)])
         for call in rows.calls():
             check(call, in_any_order=turn == 0)
