@@ -226,7 +226,7 @@ def _of_labels(
             shares = smoothing / weight.shape[0] * _per_class(weight.to(rows.dtype), shape)
             rows = rows + losses(shares.expand(shape), 0.0)[0].masked_fill(labels < 0, 0.0)
     if z_loss:
-        rows = rows + _times(lse.square(), z_loss).masked_fill(labels < 0, 0.0)
+        rows = torch.add(rows, lse.square().masked_fill(labels < 0, 0.0), alpha=z_loss)
     return rows, of_rows.sum()
 
 
@@ -238,7 +238,7 @@ def _of_probabilities(
         target = (1.0 - smoothing) * target + smoothing / weight.shape[0]
         target, smoothing = target * _per_class(weight, shape), 0.0
     rows, lse = losses(target, smoothing)
-    return rows + _times(lse.square(), z_loss) if z_loss else rows, rows.numel()
+    return torch.add(rows, lse.square(), alpha=z_loss) if z_loss else rows, rows.numel()
 
 
 def _times(rows: Tensor, number: float) -> Tensor:
@@ -323,7 +323,8 @@ def linear_cross_entropy(
     x, rest = (input if input.dim() > 1 else input.unsqueeze(0)).flatten(0, -2), tuple(linear_weight.shape[1:-1])
     of_rows = (x.shape[0], linear_weight.shape[0], *rest)
     most = max(_CHUNK_ELEMENTS // max(linear_weight.shape[:-1].numel(), 1), 1)
-    rows_at_once = min(chunk_rows or most, max(x.shape[0], 1))
+    # Not those of x alone: a batch adds rows.
+    rows_at_once = chunk_rows or most
 
     def losses(target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy_p(x, linear_weight, linear_bias, target, softcap or 0.0, smoothing, rows_at_once)

@@ -35,10 +35,8 @@ def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 
     loss, lse = cross_entropy_p(x, target, dim, smoothing)
     if not target.is_floating_point():
         lse = lse.masked_fill(target < 0, 0.0)
-    # A number times a tensor of no axis has float64 tangents to torch.
-    factor = torch.full((), z_loss, dtype=lse.dtype, device=lse.device)
-    # Cotangents are summed over the classes before they are rounded.
-    return ((loss + factor * lse.square()).unsqueeze(dim) + torch.zeros_like(x, dtype=loss.dtype)).to(x.dtype)
+    # Neither a product by a number, nor a sum that broadcasts: in forward mode torch fixes the sizes of both.
+    return torch.add(loss, lse.square(), alpha=z_loss).to(x.dtype).unsqueeze(dim).expand_as(x)
 
 
 def _cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:

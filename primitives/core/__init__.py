@@ -1,7 +1,7 @@
 """The front end: it knows how to register, differentiate and batch an operator, and knows no operator."""
 
 from primitives.core.backend import current_backend, triton_kernels_module, use_backend
-from primitives.core.batching import BatchInfo, to_front
+from primitives.core.batching import BatchInfo, to_front, vmap_by_loop
 from primitives.core.errors import (
     AxisError,
     BackendError,
@@ -34,4 +34,5 @@ __all__ = [
     "triton_kernels_module",
     "use_backend",
     "value_and_jvp",
+    "vmap_by_loop",
 ]

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.core import Primitive
-from primitives.ops._shared import of_wanted, unwanted
+from primitives.core import BatchInfo, Primitive, vmap_by_loop
+from primitives.ops._shared import fold_batch, of_wanted, output_axes, unwanted
 from primitives.ops.cross_entropy import cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_p
 from primitives.ops.cross_entropy_second_order import cross_entropy_bwd_jvp_p
 
@@ -363,3 +363,28 @@ def _bwd_jvp_rule(residuals: Any, tangents: Any) -> Any:
     arguments = (r.x, r.weight, r.bias, r.target, r.lse)
     dots = (t.loss_bar, t.lse_bar, t.x, t.weight, t.bias, t.target)
     return linear_cross_entropy_bwd_jvp_p(r.loss_bar, r.lse_bar, *arguments, *dots, *_options(r), list(r.wanted))
+
+
+# Batching: the batch is more rows, unless each sample has parameters, or sums over its rows, of its own.
+
+
+def _batched(op: Primitive) -> None:
+    params = [name for name in op.spec.tensors if name.startswith(("weight", "bias"))]
+    rows = [name for name in op.spec.tensors if name not in params]
+
+    @op.def_vmap
+    def rule(batch: BatchInfo, primals: Any) -> tuple[Any, Any]:
+        wanted = getattr(primals, "wanted", (True, False, False, True))
+        if batch.is_batched(*params) or any(wanted[1:3]) or not batch.size:
+            # The products of a sample fill a device, or their sum is as large as the weight.
+            return vmap_by_loop(op.spec, batch.size, "different", batch.axes, primals)
+        folded, sizes = fold_batch(batch, primals, rows), (batch.size, -1)
+        given = {name: value for name in rows if (value := getattr(folded, name)) is not None}
+        outputs = op(*folded._replace(**{name: value.flatten(0, 1) for name, value in given.items()}))
+        axes = output_axes(op, primals)
+        return tuple(y if axis is None else y.unflatten(0, sizes) for y, axis in zip(outputs, axes, strict=True)), axes
+
+
+for _op in (linear_cross_entropy_p, linear_cross_entropy_bwd_p, linear_cross_entropy_jvp_p):
+    _batched(_op)
+_batched(linear_cross_entropy_bwd_jvp_p)
