@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from primitives.decompositions import register_decomposition
 from primitives.decompositions._mode import torch_bodies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -80,34 +81,27 @@ class override_except_dropout(override_torch):  # noqa: N801 - as above
     left = frozenset([torch_functional.dropout, torch.dropout])
 
 
-@register_override(torch_functional.layer_norm, torch.layer_norm)
-def _layer_norm(
-    mode: OverrideMode,
-    input: Any,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *unused: Any,
-    **others: Any,
-) -> Any:
-    others.pop("cudnn_enable", None)
-    if others or not _plain(input, weight, bias):
-        return NotImplemented
-    return _served(functional.layer_norm, input, normalized_shape, weight, bias, eps)
+def _serve(ours: Callable[..., Any], *of_torch: Callable[..., Any]) -> None:
+    """Let `ours` stand for functions of torch that have its arguments, and perhaps one about cuDNN behind them."""
+    parameters = inspect.signature(ours).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+    @register_override(*of_torch)
+    def stand_in(mode: OverrideMode, *args: Any, **others: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        for name, value in others.items():
+            if name in given or name not in (*names, "cudnn_enable", "cudnn_enabled"):
+                return NotImplemented
+            if name in names:
+                given[name] = value
+        if not _plain(given.get("input"), *given.values()):
+            return NotImplemented
+        return _served(functools.partial(ours, **given))
 
 
-@register_override(torch_functional.rms_norm, torch.rms_norm)
-def _rms_norm(
-    mode: OverrideMode,
-    input: Any,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Any:
-    return (
-        _served(functional.rms_norm, input, normalized_shape, weight, eps) if _plain(input, weight) else NotImplemented
-    )
+_serve(functional.layer_norm, torch_functional.layer_norm, torch.layer_norm)
+_serve(functional.rms_norm, torch_functional.rms_norm, torch.rms_norm)
+_serve(functional.group_norm, torch_functional.group_norm, torch.group_norm)
 
 
 @register_override(torch.native_layer_norm)
@@ -195,21 +189,6 @@ def _functional_instance_norm(
 def _torch_instance_norm(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
     given = _by_torchs_names("use_input_stats", args, kwargs)
     return NotImplemented if given is None else _functional_instance_norm(mode, **given)
-
-
-@register_override(torch_functional.group_norm, torch.group_norm)
-def _group_norm(
-    mode: OverrideMode,
-    input: Any,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    if not _plain(input, weight, bias):
-        return NotImplemented
-    return _served(functional.group_norm, input, num_groups, weight, bias, eps)
 
 
 def _serve_softmax(ours: Callable[..., Any], of_functional: Callable[..., Any], *of_torch: Callable[..., Any]) -> None:
