@@ -19,8 +19,8 @@ ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 
-# The suite gives an op x and parameters of rows or channels, and neither targets, nor groups, nor a second summand.
-NOT_MEASURED = ("cross_entropy", "group_norm", "instance_norm", "add_layer_norm", "add_rms_norm")
+# Its kernels are batch norm's, at other sizes of theirs.
+NOT_COMPILED = ("instance_norm",)
 
 
 def lacking(case):
@@ -28,18 +28,23 @@ def lacking(case):
     public = case.public
     # As prose has it: layer norm, log-softmax.
     words = public.replace("_", "[ _-]")
-    first_order = (case.bwd, case.jvp)
-    has_second_order = case.second_order or case.is_linear or all(op.rules.decomposable for op in first_order)
-    without_vmap = [op.name for op in (*case.first_order, *case.second_order) if not op.has_rule("vmap")]
+    family = case.family or case.name
+    ops = (*case.first_order, *case.second_order)
+    has_second_order = case.second_order or all(op.has_rule("vjp") or op.rules.decomposable for op in ops)
+    without_vmap = [op.name for op in ops if not op.has_rule("vmap")]
+    without_kernel = [op.name for op in ops if "cuda" not in op.rules.kernels]
     parts = {
-        f"the function {public} with its checks, in primitives/functional.py": hasattr(pr.functional, public),
-        f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/{case.name}.py": not without_vmap,
-        f"{case.name}_pairing and _bwd_jvp, in primitives/ops/{case.name}_second_order.py, or decomposable=True of the "
+        f"the function {public} with its checks, offered by primitives/functional.py": hasattr(pr.functional, public),
+        f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/{family}.py": not without_vmap,
+        f"bind_kernels of {', '.join(without_kernel)}, in primitives/ops/{family}.py": not without_kernel,
+        f"{family}_pairing and _bwd_jvp, in primitives/ops/{family}_second_order.py, or decomposable=True of the "
         "derivatives": has_second_order,
         f"a section on its formulas and edge cases, in docs/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
         ),
-        f"gpu_workloads, shapes of models, in perf/ops/{case.name}.py": case.gpu_workloads or case.name in NOT_MEASURED,
+        f"gpu_workloads or, of what the suite does not call, other_workloads, in perf/ops/{case.name}.py": (
+            case.gpu_workloads or case.other_workloads or case.name in NOT_COMPILED
+        ),
         f"small_workloads, with which kernels are checked, in perf/ops/{case.name}.py": case.small_workloads,
     }
     return [f"{case.name}: write {part}." for part, there in parts.items() if not there]
@@ -68,17 +73,34 @@ def test_primitives_have_a_record():
     assert not (found := [*unrecorded(registered_primitives())]), "\n".join(found)
 
 
-def test_each_part_that_is_missing_is_named(monkeypatch):
+# What is taken away from layer norm, one at a time, and words of the sentence that says so.
+FAULTS = {
+    "the function layer_norm": lambda patch, case: patch.delattr(pr.functional, "layer_norm"),
+    "def_vmap of layer_norm_bwd": lambda patch, case: patch.delitem(case.bwd.rules.given, "vmap"),
+    "bind_kernels of layer_norm_jvp": lambda patch, case: patch.delitem(case.jvp.rules.kernels, "cuda"),
+    "a section": lambda patch, case: patch.setitem(globals(), "OPERATIONS", OPERATIONS.replace("## Layer norm", "")),
+    "gpu_workloads": lambda patch, case: dataclasses.replace(case, gpu_workloads=(), other_workloads=()),
+    "small_workloads": lambda patch, case: dataclasses.replace(case, small_workloads=()),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_part_that_is_missing_is_named(words, monkeypatch):
+    (sentence,) = lacking(FAULTS[words](monkeypatch, LAYER_NORM) or LAYER_NORM)
+    assert f": write {words}" in sentence
+
+
+def test_a_new_operation_is_told_all_that_it_lacks(monkeypatch):
     made = [
         Primitive(name, "(Tensor x) -> Tensor y", namespace="incomplete")
         for name in ("a_lack", "a_lack_bwd", "a_lack_jvp")
     ]
     found = {f"primitives::{op.name}": op for op in made}
     monkeypatch.setattr(record, "registered_primitives", lambda: found)
-    case = dataclasses.replace(LAYER_NORM, name="a_lack", gpu_workloads=(), small_workloads=())
-    del record.RECORDS["a_lack"]
-    assert len(lacking(case)) == 6
-    assert len([*unrecorded(found)]) == 3
+    monkeypatch.setattr(record, "RECORDS", {})
+    case = dataclasses.replace(LAYER_NORM, name="a_lack", gpu_workloads=(), other_workloads=(), small_workloads=())
+    assert len(lacking(case)) == len(FAULTS) + 1
+    assert len([*unrecorded(found)]) == len(made)
 
 
 def test_the_self_check_finds_every_function_right():
