@@ -20,6 +20,7 @@ from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL
 from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.log_softmax import LOG_SOFTMAX
 from perf.ops.samples import LAYOUTS, Sample, arranged, normal
+from perf.ops.softmax import SOFTMAX
 from perf.ops.workload import EPS
 from tests.call_properties import check_call
 from tests.properties import check_second_order, recorded_calls
@@ -288,6 +289,11 @@ def test_log_softmax(length, dim, bound):
     bound = bound + torch.finfo(torch.float32).eps * largest
     got, (want,) = LOG_SOFTMAX.forward(x, dim, None), in_float64(LOG_SOFTMAX.forward, x, dim, None)
     assert (got.double() - want).abs().max() <= bound
+    # Softmax adds up the same exponentials, and products of y with a cotangent of one sign.
+    ours, (want,) = SOFTMAX.forward(x, None, dim, 1.0, None), in_float64(SOFTMAX.forward, x, None, dim, 1.0, None)
+    assert ((ours.double() - want).abs() <= (bound + torch.finfo(torch.float32).eps * largest) * want).all()
+    even = torch.full_like(x, 1 / length)
+    check_lost(SOFTMAX.bwd, (alike, even, dim, 1.0, torch.float32), (alike.max() / length,), bound)
 
 
 @pytest.mark.usefixtures("backend")
