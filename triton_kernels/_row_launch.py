@@ -130,6 +130,8 @@ class Operands(NamedTuple):
             account.load(reads.get(name, 0), **{name: tensor})
         for name, (param, _) in self.params.items():
             row_bytes = 0 if param is None else self.view.num_cols * param.element_size()
+            # One load serves four columns of a run.
+            row_bytes //= 4 if self.run and self.run % 4 == 0 else 1
             account.load_often(name, param, reads.get(name, 0) * param_programs * row_bytes)
         for name, tensor in self.statistics.items():
             nbytes = 0 if tensor is None else tensor.nbytes

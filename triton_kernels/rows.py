@@ -219,7 +219,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         )
         if MIX is not None:
             x = MIX(x, stream, out_ptrs, flat_row, 0, num_cols, BLOCK_COLS, DTYPE)
-        p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN)
+        p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
         c = () if NUMBERS is None else (cols[None, :],)
         s = ()
         if STATS is not None:
@@ -227,7 +227,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         elif NUM > 0:
             s = in_places(sums_of(wanted_of(TERMS(x, p + c, r, mask), WANTED)), NUM, WANTED)
         # Behind the sums, so that no register holds such a parameter while they are reduced.
-        late = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL - SUM_PARAMS, DTYPE, ALIGN, p_row, RUN)
+        LATE: tl.constexpr = ALL - SUM_PARAMS
+        late = load_params(p_ptrs, p_strides, segment, cols, col_mask, LATE, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
         p = either(p, late)
         if EMIT is not None:
             offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN)
@@ -270,7 +271,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 )  # fmt: skip
                 if MIX is not None:
                     x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
-                p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN)
+                p = load_params(
+                    p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN, start, num_cols
+                )
                 c = () if NUMBERS is None else (cols[None, :],)
                 if GROUP != 1:
                     # Of columns alone: rows past the end are zero, and nobody stores them.
@@ -309,7 +312,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     )  # fmt: skip
                     if MIX is not None:
                         x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
-                    p = load_params(p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN, p_row, RUN)
+                    p = load_params(
+                        p_ptrs, p_strides, segment, cols, col_mask, ALL, DTYPE, ALIGN, p_row, RUN, start, num_cols
+                    )
                     c = () if NUMBERS is None else (cols[None, :],)
                     offsets = out_offsets(
                         segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN

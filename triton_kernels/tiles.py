@@ -103,13 +103,16 @@ def load_tiles(
 @triton.jit
 def load_params(
     ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, first=None,
-    RUN: tl.constexpr = 0,
+    RUN: tl.constexpr = 0, start=0, num_cols: tl.constexpr = 0,
 ):  # fmt: skip
     """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
 
     They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
-    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`.
+    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`. The columns begin at `start`.
     """
+    BLOCK_COLS: tl.constexpr = cols.shape[0]
+    # One load for columns that a thread has beside one another: four of 4-byte elements, and eight of half types.
+    SERVED: tl.constexpr = 4 if RUN % 4 == 0 and BLOCK_COLS >= 4 else 1
     tiles = ()
     for i in tl.static_range(len(strides)):
         if ptrs[i] is None or (READS >> i) & 1 == 0:
@@ -120,8 +123,12 @@ def load_params(
                 addresses = tl.broadcast_to(addresses + cols[None, :], col_mask.shape)
                 tile = tl.load(addresses, mask=col_mask, other=0.0)
             else:
-                addresses = addresses + first + (cols // RUN)[None, :]
-                tile = tl.load(addresses, mask=tl.broadcast_to(col_mask, addresses.shape), other=0.0)
+                steps = start + tl.arange(0, BLOCK_COLS // SERVED) * SERVED
+                addresses = addresses + first + (steps // RUN)[None, :]
+                tile = tl.load(addresses, mask=tl.broadcast_to((steps < num_cols)[None, :], addresses.shape), other=0.0)
+                if SERVED > 1:
+                    tile = tl.broadcast_to(tile[:, :, None], (tile.shape[0], BLOCK_COLS // SERVED, SERVED))
+                    tile = tl.reshape(tile, (tile.shape[0], BLOCK_COLS))
             tiles = tiles + (tile if DTYPE is None else cast(tile, DTYPE),)
     return tiles
 
