@@ -205,6 +205,23 @@ def test_it_rounds_as_it_did(name, dtype, parameters, autocast):
     assert_close(y, want, rtol=2e-2, atol=2e-2)
 
 
+class ByProduct(Norm):
+    """Autocast rounds products of matrices."""
+
+    def forward(self, x):
+        y = x.float()
+        squares = y.square() @ y.new_full((SIZE, 1), 1 / SIZE)
+        return self.weight * (y * torch.rsqrt(squares + self.variance_epsilon)).to(x.dtype)
+
+
+def test_what_takes_part_in_autocast_does_so_after_it():
+    theirs, x = ByProduct(), normal((64, SIZE), 5).float()
+    ours = pr.nn.convert(copy.deepcopy(theirs))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(x), theirs(x))
+    assert_close(ours(x), theirs(x))
+
+
 class EpsOutside(Norm):
     def forward(self, x):
         return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)

@@ -298,8 +298,8 @@ def _table(left: list[_Left]) -> str:
         rows.append((paths[0] + others, f"{cls.__module__}.{cls.__qualname__}", reason, remedy))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    count = f"{len(left)} module{'s' * (len(left) > 1)}"
-    return f"convert: {count} stay as they are. Torch's norms can be wrong beyond the first order.\n" + "\n".join(lines)
+    count = f"{len(left)} modules stay as they are" if len(left) > 1 else "1 module stays as it is"
+    return f"convert: {count}. Torch's norms can be wrong beyond the first order.\n" + "\n".join(lines)
 
 
 def converted(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
