@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -15,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import primitives as pr
 from tests.support import Float64Throughout, normal
+from tests.test_convert_others import wrapped
 from tests.test_override import Seen
 
 SIZE = 6
@@ -109,17 +109,13 @@ class BatchNormAct(nn.BatchNorm2d):
         return self.act(nn.functional.batch_norm(x, *args))
 
 
-class HardEps(nn.Module):
-    """As OLMo: nothing but its name and its call."""
+class OlmoNorm(nn.Module):
+    """Nothing but its name, its sizes and its call."""
+
+    normalized_shape = (SIZE,)
 
     def forward(self, x):
         return nn.functional.layer_norm(x.float(), (SIZE,), eps=1e-2).to(x.dtype)
-
-
-class OlmoNorm(HardEps):
-    def __init__(self):
-        super().__init__()
-        self.normalized_shape = (SIZE,)
 
 
 ROWS, IMAGES = (5, 7, SIZE), (5, SIZE, 3, 4)
@@ -291,12 +287,6 @@ def with_weight(value):
     return module
 
 
-def replaced():
-    module = CastFirst()
-    module.forward = functools.partial(module.forward)
-    return module
-
-
 LEFT = {
     **{cls.__name__: (cls, "no norm") for cls in (EpsOutside, FixedEps, Unbiased, Detached, InTraining, OverRows)},
     "more": (Gated, "more than the input"),
@@ -306,7 +296,7 @@ LEFT = {
     "subclass": (lambda: with_weight(TwoTensor(torch.ones(SIZE), torch.ones(SIZE))), "TwoTensor"),
     "integers": (lambda: with_weight(torch.ones(SIZE, dtype=torch.int8)), "int8"),
     "axes": (lambda: with_weight(torch.ones(2, SIZE)), "more than one axis"),
-    "replaced": (replaced, "replaced"),
+    "replaced": (lambda: wrapped(CastFirst()), "replaced"),
 }
 
 
