@@ -114,7 +114,8 @@ def launches_outside(function, *args, backward: bool = False) -> list[dict]:
     launches = []
 
     def note(kernel, grid, given, constants):
-        options = {"num_warps"} & constants.keys()
+        # Graphs do without a bound on registers.
+        options = {"num_warps", "maxnreg"} & constants.keys()
         named = dict(zip(kernel.argument_names, given, strict=False)) | constants
         arguments = {name: described(named[name]) for name in sorted(named.keys() - options)}
         launches.append(

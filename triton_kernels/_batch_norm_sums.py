@@ -144,8 +144,8 @@ def batch_norm_sums_kernel(
         anchor_tiles, anchor_mask = load_operands(
             ptrs, strides, place, anchor, num_samples, num_spatial, TILE, POLICIES, acc_dtype
         )
-        # In this order the sum cannot overflow.
-        weight = divide(1.0, tl.maximum(second_count, until - before).to(acc_dtype))
+        # In this order the sum cannot overflow; any center near the mean will do.
+        weight = 1.0 / tl.maximum(second_count, until - before).to(acc_dtype)
         center = tl.sum(anchor_tiles[1] * weight, axis=0)
         sums = add_operands(sums, anchor_tiles, center, anchor_mask, SUMS, FOLD)
     else:
@@ -166,8 +166,10 @@ def batch_norm_sums_kernel(
     products, counts, means, square_sums = s[3], nothing(), nothing(), nothing()
     if STATISTICS:
         until = elements_before(stop, num_samples, num_spatial, BLOCK_SAMPLES, BLOCK_SPATIAL)
-        counts = tl.zeros([BLOCK_CHANNELS, 1], acc_dtype) + (until - before).to(acc_dtype)
-        shift = divide(s[7], counts)
+        count = (until - before).to(acc_dtype)
+        counts = tl.zeros([BLOCK_CHANNELS, 1], acc_dtype) + count
+        # One quotient: each thread of a block of channels has eight of them.
+        shift = s[7] * divide(1.0, count)
         means = center[:, None] + shift
         square_sums = s[8] - s[7] * shift
         # Rounding may leave less than nothing of equal elements, and overflow no number; a NaN stays.

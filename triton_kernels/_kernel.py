@@ -41,6 +41,9 @@ GRAPH_OPTIONS = frozenset({"num_warps", "num_stages"})
 # no place for this option: there the default holds.
 PINNED_OPTIONS = {"enable_fp_fusion": True}
 
+# What a kernel in a graph does without: a bound on registers changes no result.
+_DISPENSABLE_OPTIONS = frozenset({"maxnreg"})
+
 # Integers of at most this size are 32 bits wide to Triton, and AMD's backend addresses storages of at most this many
 # bytes with 32-bit offsets.
 MAX_INT32 = 2**31 - 1
@@ -247,7 +250,7 @@ class Kernel:
     def _trace(self, grid: Any, args: tuple, constants: dict[str, Any]) -> None:
         """Put the launch into the graph that is being traced."""
         arguments = self._all_constants(len(args), constants)
-        options = {name: value for name, value in constants.items() if name not in arguments}
+        options = {name: constants[name] for name in constants.keys() - arguments.keys() - _DISPENSABLE_OPTIONS}
         if not GRAPH_OPTIONS.issuperset(options):
             raise UntraceableLaunchError(f"{self.__name__}: graphs have no options {sorted(options)}.")
         if any(isinstance(value, tuple) for value in (*args, *arguments.values())):

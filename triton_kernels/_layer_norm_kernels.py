@@ -192,6 +192,12 @@ def _fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols: tl.constexpr):
 def _emitted(x, p, s, ROUNDED: tl.constexpr):
     """The value, of x_hat rounded to `ROUNDED` if that is not None, and the tangent."""
     x_hat = (x[0] - s[0] if s[0].type.is_block() else x[0]) * s[1]
+    y_dot = nothing()
+    if x[1].type.is_block():
+        y_dot = project(x[1], x_hat, s[1], s[2], s[3])
+        if p[0].type.is_block():
+            y_dot = y_dot * p[0]
+    y_dot = with_param_dots(y_dot, x_hat, p[2], p[3])
     y = x_hat
     if ROUNDED is not None:
         y = cast(cast(y, ROUNDED), y.dtype)
@@ -199,12 +205,7 @@ def _emitted(x, p, s, ROUNDED: tl.constexpr):
         y = y * p[0]
     if p[1].type.is_block():
         y = y + p[1]
-    y_dot = nothing()
-    if x[1].type.is_block():
-        y_dot = project(x[1], x_hat, s[1], s[2], s[3])
-        if p[0].type.is_block():
-            y_dot = y_dot * p[0]
-    return y, with_param_dots(y_dot, x_hat, p[2], p[3])
+    return y, y_dot
 
 
 @triton.jit

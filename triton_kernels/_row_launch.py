@@ -14,7 +14,7 @@ import torch
 
 from triton_kernels._cost import current_account
 from triton_kernels._runtime import TL_DTYPES, split_scratch
-from triton_kernels.launch import ACCESS_BYTES, block_row_splits, cdiv, chip_of, plan_param_reduce
+from triton_kernels.launch import ACCESS_BYTES, block_row_splits, cdiv, chip_of, plan_param_reduce, row_options
 from triton_kernels.sums import add_partial_rows_kernel
 
 if TYPE_CHECKING:
@@ -222,8 +222,9 @@ def launch_rows(
     modes = ("whole",) if not plan.looped else ("writes",) if not sums.places else ("swept",)
     if num_parts:
         modes = ("sums", "writes")
+    options = row_options(plan, chip_of(operands.device))
     for mode in modes:
-        _launch(kernel, operands.num_blocks(plan.block_rows) * plan.col_splits, values | {"MODE": mode}, plan.options())
+        _launch(kernel, operands.num_blocks(plan.block_rows) * plan.col_splits, values | {"MODE": mode}, options)
     account = current_account()
     if account is not None:
         _count_rows(account, operands, plan, sums, writes)
@@ -304,7 +305,7 @@ def launch_row_sums(
         "STAGES": plan.loop_stages,
         **constants,
     }
-    _launch(kernel, num_parts * col_blocks, values, {"num_warps": plan.num_warps})
+    _launch(kernel, num_parts * col_blocks, values, row_options(plan, chip_of(operands.device)))
     account = current_account()
     if account is not None:
         # Each row of a tile has the parameters beside it.

@@ -162,9 +162,7 @@ def _launch(
     sizes, is_aligned = (*operands.sizes(), x.element_size()), operands.is_aligned(x.element_size())
     plan = None
     if has_sums:
-        # Without a mean, ptxas finds no room for five tiles: 133 registers for 128. It counts as one tile more.
-        num_params = len(taken.intersection(_PARAMS)) + (mean is None)
-        num_tiles = (len(taken.intersection(_FULL_SIZE)), len(of_sums), num_params)
+        num_tiles = (len(taken.intersection(_FULL_SIZE)), len(of_sums), len(taken.intersection(_PARAMS)))
         plan = launch.plan_layer_norm_second_sums(*sizes, *num_tiles, x.device, is_aligned)
     is_apart = plan is None or plan.looped
     rows_take, sums_take = _taken(set(results) - of_sums, given), _taken(of_sums, given) if is_apart else taken

@@ -63,6 +63,7 @@ from triton_kernels.tiles import (
     load_statistics,
     load_tiles,
     out_offsets,
+    rows_there,
     store_tiles,
     sums_of,
     wanted_of,
@@ -196,7 +197,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         segment = (block // num_blocks).to(tl.int64)
         first_row = (block % num_blocks) * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-    row_mask = (row < aligned(num_rows, ROW_ALIGN))[:, None]
+    # Where a row is swept element by element, loads without this test wait longer for each other (by ptxas' order).
+    row_mask = rows_there(row, aligned(num_rows, ROW_ALIGN), BLOCK_ROWS if MODE == "whole" else 0)
     flat_row = (segment * aligned(num_rows, ROW_ALIGN) + row)[:, None]
     lanes = tl.arange(0, BLOCK_COLS)
     stream = () if MIX is None else begin_stream(noise, segment)

@@ -26,6 +26,7 @@ from triton_kernels.tiles import (
     load_statistics,
     load_tiles,
     out_offsets,
+    rows_there,
     store_tiles,
     sums_of,
     wanted_of,
@@ -68,7 +69,7 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
             sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK_COLS), DTYPE),)
     for block in tl.range(part % num_splits, tl.cdiv(num_rows, BLOCK_ROWS), num_splits, num_stages=STAGES):
         row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-        row_mask = (row < num_rows)[:, None]
+        row_mask = rows_there(row, num_rows, BLOCK_ROWS)
         mask = row_mask & col_mask
         flat_row = (segment * num_rows + row)[:, None]
         x = load_tiles(

@@ -35,6 +35,12 @@ def aligned(number, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def rows_there(row, num_rows, BLOCK_ROWS: tl.constexpr):
+    """Mask `[BLOCK_ROWS, 1]` of the rows of a tile: a tile of one row has it, and needs no test in every load."""
+    return (row < num_rows)[:, None] if BLOCK_ROWS != 1 else tl.full((1, 1), 1, tl.int1)
+
+
+@triton.jit
 def tile_offsets(segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.constexpr):
     """Element offsets `[BLOCK_ROWS, cols]` in int64; `AXIS` is 1 where columns are adjacent, 2 where rows are, or 0.
 

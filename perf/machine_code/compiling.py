@@ -150,11 +150,14 @@ def _width(tensor: torch.Tensor, workload: Workload) -> int | None:
 
 def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, constants: dict[str, Any]) -> int:
     """Registers per thread that leave room for the threads that the plan wants on a processor."""
+    if "maxnreg" in constants:
+        # The plan has told the compiler, whatever number of programs this launch has.
+        return constants["maxnreg"]
     chip = CHIPS[chip_name]
     threads = constants["num_warps"] * chip.warp_size
     named = dict(zip(kernel.argument_names, args, strict=False))
-    # Programs that carry sums over rows, of which each writes a partial row, are as many as the plan takes to fit a
-    # processor at once, up to a limit; of the others, one block has to fit.
+    # That of AMD is told nothing. Programs that carry sums over rows, of which each writes a partial row, are as many
+    # as the plan takes to fit a processor at once, up to a limit; of the others, one block has to fit.
     if any(name.endswith("_part_ptr") and value is not None for name, value in named.items()):
         programs = math.ceil(math.prod(grid) / chip.num_processors)
         threads = max(threads, min(programs * threads, limits_of(chip).resident_threads))

@@ -14,12 +14,20 @@ FLOAT64_SPILLS = 64
 
 # Spilled bytes that no plan can avoid, by chip, kernel and case.
 KNOWN_SPILLS = {
-    # The longest rows of which a program holds two: these bytes stay in a cache, and a sweep would read 64 KiB again.
+    # The longest rows of which a program holds two, for value and tangent: these bytes stay in a cache, and a sweep
+    # would read 64 KiB again. Of half as many columns, two programs fit for these bytes, and each waits half as long.
     ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
-    ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 4096x16384 bfloat16"): 8,
-    # A jvp of the backward that holds rows of 5,120 columns, in tiles of 8,192, reads three operands once each, which a
-    # kernel for the rows and one for the sums would do twice.
-    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 8,
+    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
+    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 bfloat16"): 8,
+    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x4097 bfloat16"): 8,
+    # Rows of 8,192 columns, or of 5,120 in tiles of as many, with all sums over them: `layer_norm_second_long_tiles` in
+    # `launch/tables` says what two kernels would read instead.
+    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 224,
+    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 168,
+    ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 344,
+    ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 224,
+    ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 336,
+    ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 224,
     # Scalar registers, which wait in lanes of a vector register: keys and constants of Philox.
     ("gfx942", "add_layer_norm_bwd_kernel", "add_layer_norm 8192x768 bfloat16 masked"): 5,
 }

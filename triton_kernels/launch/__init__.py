@@ -6,7 +6,7 @@ size compiles nothing.
 """
 
 from triton_kernels.launch._arithmetic import ACCESS_BYTES, MIN_MATMUL, block_row_splits, cdiv, next_power_of_2
-from triton_kernels.launch._row_plan import RowPlan, SumPlan
+from triton_kernels.launch._row_plan import RowPlan, SumPlan, row_options
 from triton_kernels.launch.attention import AttentionPlan, plan_attention
 from triton_kernels.launch.channels import (
     ChannelMergePlan,

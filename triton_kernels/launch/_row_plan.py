@@ -13,6 +13,30 @@ All plan functions of rows take
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from triton_kernels.launch.chips import Chip
+
+# The most that a thread of NVIDIA can have.
+_MAX_REGISTERS = 255
+
+
+def row_options(plan: RowPlan | SumPlan, chip: Chip) -> dict[str, int]:
+    """What Triton is told besides the arguments of the kernel.
+
+    Where a plan counts on several programs per processor, the compiler of NVIDIA gets no more registers than they leave
+    it: on its own it takes a few more, and half of the programs fit. AMD's has no such option, nor have graphs.
+    """
+    options = {"num_warps": plan.num_warps}
+    resident = plan.resident if isinstance(plan, SumPlan) else 2 if plan.is_paired else 0
+    if resident and not chip.name.startswith("gfx"):
+        threads = resident * plan.num_warps * chip.warp_size
+        # Registers are dealt out to whole warps in units of eight per thread.
+        registers = chip.registers // threads // 8 * 8
+        if registers <= _MAX_REGISTERS:
+            options["maxnreg"] = registers
+    return options
 
 
 @dataclass(frozen=True)
@@ -20,7 +44,7 @@ class RowPlan:
     """Tile of a kernel whose programs own rows; `looped` means that a row is swept tile by tile.
 
     `col_splits` programs share a row that is swept: each has as many adjacent tiles as the others, and the last one
-    what remains. The loops over tiles have `loop_stages`.
+    what remains. The loops over tiles have `loop_stages`. With `is_paired`, two programs are to fit a processor.
     """
 
     block_rows: int
@@ -29,10 +53,7 @@ class RowPlan:
     looped: bool
     col_splits: int = 1
     loop_stages: int = 1
-
-    def options(self) -> dict[str, int]:
-        """What Triton is told besides the arguments of the kernel."""
-        return {"num_warps": self.num_warps}
+    is_paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +61,7 @@ class SumPlan:
     """Tile, loop and partial sums of a kernel that sums over rows, `num_splits` programs over those of a segment.
 
     `looped` means that its programs own columns, and that whole rows are another kernel's, because a row and its sums
-    do not fit in registers together.
+    do not fit in registers together. `resident` programs are to fit a processor at once.
     """
 
     block_rows: int
@@ -49,3 +70,4 @@ class SumPlan:
     num_splits: int
     loop_stages: int
     looped: bool
+    resident: int

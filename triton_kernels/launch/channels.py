@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # with the tensor. By calculation, not measured: 0.27 to 0.30 of the second read then comes from a cache of 0.3 of the
 # tensor, where 16 programs per processor get 0.1 to 0.15. Coefficients are 1 to 4 % of what four tiles load.
 TRANSFORM_TILES = 4
+# Tiles of a program of a reduction at least, on average, unless processors would have less than two programs: what it
+# does besides them (the first one's mean, sums across threads) takes six times as many instructions as a tile.
+REDUCTION_TILES = 5.5
 
 
 @dataclass(frozen=True)
@@ -110,20 +113,29 @@ def _plan_channels(
     slots: int,
     chip: Chip,
     num_stages: int = 1,
+    least_tiles: float = 1,
 ) -> ChannelPlan:
-    """Cut `[groups, samples, channels, spatial]` into tiles of at most `tile` elements for `slots` programs."""
+    """Cut `[groups, samples, channels, spatial]` into tiles of at most `tile` elements for `slots` programs.
+
+    Each program has `least_tiles` tiles if there are as many, and each processor two programs.
+    """
     num_groups, num_samples, num_channels, num_spatial = sizes
     block_channels = 1 if spatial_inner else min(next_power_of_2(num_channels), CACHE_LINE_BYTES // itemsize)
+    max_warps = limits_of(chip).channel_warps
+    while max_warps > 1 and num_groups * num_channels * spatial_inner > slots and num_samples * num_spatial < 4 * tile:
+        # More channels than programs that run at once, of few tiles: smaller programs do less beside these.
+        max_warps, tile, slots = max_warps // 2, tile // 2, 2 * slots
     rows = tile // block_channels
     block_spatial = _block_spatial(num_samples, num_spatial, rows)
     block_samples = min(rows // block_spatial, next_power_of_2(num_samples))
     num_tiles = cdiv(num_samples, block_samples) * cdiv(num_spatial, block_spatial)
     num_blocks = num_groups * cdiv(num_channels, block_channels)
+    enough = max(int(num_blocks * num_tiles / least_tiles) // chip.num_processors, 2) * chip.num_processors
     # Up to four waves of programs.
     most_splits = max(min(MAX_CHANNEL_SPLITS, 4 * slots // num_blocks), 1)
     rows = block_samples * block_spatial
     # Smaller tiles keep the elements per thread of a full one.
-    num_warps = max(rows * block_channels * limits_of(chip).channel_warps // tile, 1)
+    num_warps = max(rows * block_channels * max_warps // tile, 1)
     run = min(ACCESS_BYTES // itemsize, align, rows) if spatial_inner else 1
     access = num_warps * chip.warp_size * min(ACCESS_BYTES // itemsize, align)
     return ChannelPlan(
@@ -132,7 +144,7 @@ def _plan_channels(
         block_channels,
         num_tiles,
         num_blocks,
-        _num_splits(num_tiles, num_blocks, most_splits, slots),
+        _num_splits(num_tiles, num_blocks, most_splits, min(slots, enough)),
         most_splits,
         slots,
         repeats=min(max(rows * block_channels // access, 1), rows // run),
@@ -193,7 +205,7 @@ def plan_channel_sums(
         # Buffers of two steps, and what the system takes of each program.
         programs = min(programs, chip.processor_shared_bytes // (2 * num_inputs * tile * itemsize + 1024))
     slots = max(programs, 1) * chip.num_processors
-    return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip, num_stages)
+    return _plan_channels(sizes, spatial_inner, align, itemsize, tile, slots, chip, num_stages, REDUCTION_TILES)
 
 
 @planned(channel_candidates)
@@ -220,6 +232,9 @@ def plan_channel_transform(
     # Where tiles are more than the programs that fill the processors twice, each takes more than one: its coefficients
     # take as many instructions as a tile of a small plane.
     programs = limits_of(chip).channel_transform_programs * chip.num_processors
+    if align * itemsize < ACCESS_BYTES:
+        # Elements that are loaded one by one take as many instructions as the coefficients.
+        programs *= 2
     return replace(plan, part_tiles=min(cdiv(plan.num_blocks * plan.num_tiles, programs), TRANSFORM_TILES))
 
 

@@ -70,7 +70,9 @@ def plan_layer_norm_rows(
     tile = register_values(2048 // min(num_operands, MOST_HELD), itemsize, chip)
     max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
     num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
-    return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False)
+    is_paired = num_operands == 2 and num_sums >= limits.layer_norm_paired_sums
+    is_paired = is_paired and num_warps * chip.warp_size == limits.tile_threads
+    return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False, is_paired=is_paired)
 
 
 def sweep_plan(
@@ -95,7 +97,10 @@ def sweep_plan(
         # before it is read again. It has as many threads as both, and loads ahead. With more sums and tensors than this
         # its lanes would spill; half the threads then have registers for most of a processor.
         num_warps *= 2
-        tile = tile if 2 * num_summed * tile * itemsize > limits.sweep_staged_bytes else 2 * tile
+        # Twice as many columns, unless another tenth of all tiles would be empty: a step issues as much for these.
+        is_emptier = cdiv(num_cols, 2 * tile) * 2 * tile > 1.1 * cdiv(num_cols, tile) * tile
+        if 2 * num_summed * tile * itemsize <= limits.sweep_staged_bytes and not is_emptier:
+            tile *= 2
     step_bytes = num_summed * tile * itemsize
     stages = limits.prefetch_stages if step_bytes <= limits.sweep_staged_bytes and num_summed else 1
     if not is_aligned or num_cols * itemsize % ACCESS_BYTES:
@@ -124,22 +129,38 @@ def plan_layer_norm_params(
     block_cols = limits.layer_norm_param_cols if looped else next_power_of_2(num_cols)
     # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel. Rows that
     # share more warps than that wait at each other's barriers, and take 60 registers more (sm_90).
-    block_rows = tile_rows(register_values(2048 if looped else 512, itemsize, chip), block_cols, num_rows)
+    tile = 2048 if looped else 512
+    if not has_noise:
+        tile = short_row_tile(tile, block_cols, num_segments * num_rows, chip)
+    block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
     num_values = block_rows * block_cols * 2048 // register_values(2048, itemsize, chip)
     num_warps = row_warps(num_values, limits.resident_threads, chip)
-    programs = resident_programs(num_warps, chip)
+    resident = resident_programs(num_warps, chip)
     if has_noise:
-        programs = max(3 * programs // (4 * chip.num_processors), 1) * chip.num_processors
+        resident = max(3 * resident // 4, 1)
+    programs = resident * chip.num_processors
     if looped:
         programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     stages = loop_stages(2 * block_rows * block_cols * itemsize, num_cols * itemsize, is_aligned, chip)
-    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident)
+
+
+def short_row_tile(tile: int, block_cols: int, num_rows: int, chip: Chip) -> int:
+    """Values of a tile of rows that are summed over, of which one warp has `tile`.
+
+    Up to eight warps share a program, and so a partial row: two for each processor, not sixteen. Each has rows of its
+    own, which meet no barrier but that of a step; there are to be enough for four steps.
+    """
+    largest = 8 * tile
+    while block_cols <= 512 and tile < largest and num_rows * block_cols >= 16 * tile * chip.num_processors:
+        tile *= 2
+    return tile
 
 
 def resident_programs(num_warps: int, chip: Chip) -> int:
-    """Programs of this many warps, with sums in registers, that all run at a time."""
-    return chip.num_processors * max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1)
+    """Programs of this many warps, with sums in registers, that a processor holds at a time."""
+    return max(limits_of(chip).resident_threads // (num_warps * chip.warp_size), 1)
 
 
 def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -> int:

@@ -112,8 +112,8 @@ def plan_layer_norm_second_sums(
     num_tiles = num_operands + num_sums + num_params
     fits_once = block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip)
     per_thread = _per_thread(is_wide, itemsize)
-    # One tile more for a program of 16 warps, which the longest rows have that fit.
-    is_few = per_thread == 16 and num_tiles <= limits.layer_norm_second_few_tiles + (not fits_once)
+    few_tiles = limits.layer_norm_second_few_tiles if fits_once else limits.layer_norm_second_long_tiles
+    is_few = per_thread == 16 and num_tiles <= few_tiles
     looped = not (fits_once or (is_few and block_cols <= 2 * limits.layer_norm_second_summed_cols))
     tile = per_thread * chip.warp_size
     if looped:
@@ -122,13 +122,14 @@ def plan_layer_norm_second_sums(
     block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
     num_warps = _second_warps(block_rows * block_cols, per_thread, itemsize, chip)
     # Threads with 16 values of more tiles than that take up to 254 registers, and half as many fit a processor.
-    programs = resident_programs(num_warps * (2 if per_thread == 16 and not is_few else 1), chip)
+    resident = resident_programs(num_warps * (2 if per_thread == 16 and not is_few else 1), chip)
+    programs = resident * chip.num_processors
     step_bytes = num_operands * block_rows * block_cols * itemsize
-    stages = _stages(step_bytes, is_wide, programs // chip.num_processors, chip)
+    stages = _stages(step_bytes, is_wide, resident, chip)
     if not (is_wide or looped) and num_sums > 2:
         # Three sums and the addresses of a step under way spill.
         stages = 1
     if looped:
         programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped)
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident)

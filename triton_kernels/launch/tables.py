@@ -54,6 +54,10 @@ class Limits:
     layer_norm_fwd_bytes: int = 65536
     # Longest rows of which a program holds two (x and y_bar or x_dot): 64 registers of 1024 threads.
     layer_norm_two_row_cols: int = 16384
+    # Sums of a row from which two programs of `tile_threads` that hold two rows each are bound to 64 registers, so that
+    # both fit a processor: left alone, ptxas takes 66 to 80 for value and tangent, and for the tangent loads one part
+    # behind the other (its longest program waits for 103 microseconds, not 55, at 5,124 columns).
+    layer_norm_paired_sums: int = 2
     # Longest rows of which a program holds two, and two rows of sums: up to 128 registers at 16 columns per thread, so
     # no more than 512 threads. At twice as many columns ptxas reports over 180 bytes with every number of warps.
     layer_norm_accumulated_cols: int = 8192
@@ -65,14 +69,17 @@ class Limits:
     # Longest rows of which a second-order program holds three or four (x, y_bar, x_dot and y_bar_dot), and their
     # parameters: up to 128 registers at 16 columns per thread, so no more than 512 threads, and no spills.
     layer_norm_second_cols: int = 8192
-    # The same with up to three sums: at 16 columns per thread up to 254 registers, in half of `resident_threads`; twice
-    # as many columns where it holds four rows in all, three rows and one sum (a double backward). With more, ptxas
-    # reports 80 to 344 bytes of spills there in 512 threads, and 120 to 256 in 1024, which have 64 registers each.
+    # The same with up to three sums: at 16 columns per thread up to 254 registers, in half of `resident_threads`.
     # `layer_norm_second_order` says where sums do not fit, and why.
     layer_norm_second_summed_cols: int = 4096
-    # Tiles of operands, sums and parameters of which threads with 16 values of each leave room for as many others: with
-    # those of a double backward they take up to 128 registers, so that two programs of eight warps fit.
-    layer_norm_second_few_tiles: int = 5
+    # Tiles of operands, sums and parameters of which threads with 16 values of each leave room for as many others:
+    # those of a jvp of the backward fit 128 registers, so that two programs of eight warps fit a processor.
+    layer_norm_second_few_tiles: int = 6
+    # The same of rows of twice as many columns, which a program of 16 warps has a processor for: all there are, though
+    # with more than six ptxas spills. Of all results it moves 484 bytes per thread and row of 8,192 between registers
+    # and the L1 cache, a quarter of the time of what is left to read (by calculation); in two kernels all operands are
+    # read twice, which is 405 microseconds of memory time for 277 on an H100.
+    layer_norm_second_long_tiles: int = 10
     # Tile of the second-order kernels that sweep longer rows: 8 values of each operand, parameter and lane of a sum in
     # each of 512 threads.
     layer_norm_second_sweep_cols: int = 4096
@@ -114,10 +121,9 @@ class Limits:
     # its memory queues need, and leave each thread the 64 registers that the simplest reductions take (see
     # `channels.channel_programs`); more would only add partial results to merge.
     channel_reduction_programs: int = 4
-    # Programs per processor of an elementwise kernel over channels: two full waves of the eight that fill the warp
-    # slots, and more waves of those with more than 32 registers, so that a late program does not leave a processor idle
-    # for long.
-    channel_transform_programs: int = 16
+    # Programs per processor of an elementwise kernel over channels: two waves of the four that fit with up to 64
+    # registers. The coefficients of a program take twice as many instructions as a tile of wide loads.
+    channel_transform_programs: int = 8
     # Values of a tile of dropout, and words of a program that stores Philox numbers, half as many of 8 bytes: 32 for
     # each of 128 threads. That is 16 bytes per load and four loads in flight for 2-byte elements, with 44 to 60
     # registers; with 16, a sixth more instructions for each element find where it is.
@@ -131,19 +137,27 @@ class Limits:
 
 SM_90 = Limits()
 
-# The registers, threads and warp slots of a processor are those of sm_90, and ptxas reports the same fits.
-SM_80 = SM_90
+# The registers, threads and warp slots of a processor are those of sm_90, and so is what fits, but for one number.
+SM_80 = replace(
+    SM_90,
+    # Of a jvp of the backward, ptxas spills 8 bytes where columns are masked, and 16 without a mean.
+    layer_norm_second_few_tiles=5,
+)
 
 SM_100 = replace(
     SM_90,
-    # A double backward takes 140 registers there.
-    layer_norm_second_few_tiles=4,
+    # Of a jvp of the backward, ptxas spills 16 bytes.
+    layer_norm_second_few_tiles=5,
+    # The tangent alone takes 58 registers, and spills 8 bytes if it is bound to 64.
+    layer_norm_paired_sums=3,
 )
 
 GFX942 = replace(
     SM_90,
     # With two stages, those of a jvp of the backward take 182 registers of 168.
-    layer_norm_second_few_tiles=4,
+    layer_norm_second_few_tiles=5,
+    # Of a jvp of the backward with tangents of all parameters, the compiler spills two registers.
+    layer_norm_second_long_tiles=7,
     # A compute unit has 512 KiB of vector registers: 168 for each of 768 threads. The compiler takes up to 156 for the
     # kernels that carry sums, and spills where it is left 128.
     resident_threads=768,
