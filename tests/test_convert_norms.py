@@ -247,8 +247,6 @@ class InTraining(Norm):
 
 
 class OverRows(Norm):
-    """Another norm of more axes."""
-
     def forward(self, x):
         return self.weight * self.scaled(x, (1, 2) if x.dim() == 3 else -1)
 
@@ -259,8 +257,6 @@ class Gated(Norm):
 
 
 class Halved(Norm):
-    """A norm, and a random one."""
-
     def forward(self, x):
         return nn.functional.dropout(self.weight * self.scaled(x), 0.5, self.training)
 
@@ -390,6 +386,12 @@ def test_calls_of_other_kinds_run_as_they_are_written():
     assert_close(model(x), CastFirst.forward(model, x))
     model.weight = nn.Parameter(torch.ones(()))
     assert_close(model(x), CastFirst.forward(model, x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_converted_norm_is_traced_for_any_batch():
+    model, x = pr.nn.convert(CastFirst()), normal(ROWS, 1).float()
+    assert_close(torch.jit.trace(model, x)(x[:2]), model(x[:2]))
 
 
 def test_a_converted_norm_compiles_into_one_graph():

@@ -76,7 +76,8 @@ def _normalized(
     if is_widened and not rounding.cast_first:
         x, is_widened = x.to(rounding.output), False
     x = x.movedim(1, -1) if form.axis == 1 else x
-    shape = tuple(x.shape[-1:])
+    # The tracer of TorchScript has tensors for sizes; that of a norm is a constant of its.
+    shape = tuple(map(int, x.shape[-1:])) if torch.jit.is_tracing() else tuple(x.shape[-1:])
     if form.centered:
         y = functional.layer_norm(x, shape, scale + 1 if scale is not None and form.add_one else scale, shift, eps)
     elif is_widened and scale is not None:
