@@ -125,7 +125,7 @@ class _Twin:
             for i, (name, value) in enumerate(module._parameters.items())
         }
         state["_buffers"] = {name: self._buffer(value, dtype) for name, value in module._buffers.items()}
-        state["_modules"] = {name: self._part(value, dtype) for name, value in state["_modules"].items()}
+        state["_modules"] = {name: self._part(value, dtype) for name, value in vars(module)["_modules"].items()}
         for i, name in enumerate(_epsilons(module) if eps else ()):
             state[name] = eps * (i + 1)
         self.module: torch.nn.Module = object.__new__(cls)
