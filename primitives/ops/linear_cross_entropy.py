@@ -42,8 +42,8 @@ _ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
 _DOTS = "Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot, Tensor? target_dot"
 _BARS = "Tensor x_bar, Tensor weight_bar, Tensor bias_bar, Tensor target_bar"
 _NAMES = ("x", "weight", "bias", "target")
-# Records, and the gates that follow from them, are of ops with kernels of their own: these are composed, and held to the
-# formula in every nesting by tests/test_linear_cross_entropy.py.
+# Records, and the gates that follow from them, are of ops with kernels of their own: these are composed, and held to
+# the formula in every nesting by tests/test_linear_cross_entropy.py.
 NAMESPACE = "primitives_composed"
 
 linear_cross_entropy_p = Primitive(
