@@ -47,7 +47,7 @@ _EMPTY_TILES = "a third of the columns of a tile are empty"
 _SETUP = "sums across threads take as much as six tiles, of which a program has as many"
 KNOWN_SHARES = (
     (r"layer_norm 8192x4097 ", 1.05, _ONE_BY_ONE),
-    (r"(log_)?softmax \S*x(4097 |50257 bfloat16)", 0.85, _ONE_BY_ONE),
+    (r"(log_)?softmax \S*x(4097 |50257 bfloat16)", 0.8, _ONE_BY_ONE),
     (r"batch_norm 64x1001x14x14 ", 1.4, _ONE_BY_ONE),
     (r"batch_norm 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 1.25, _ONE_BY_ONE),
     (r"batch_norm 64x1024x14x14 bfloat16 (?!channels_last)", 1.15, "planes of 196 elements are loaded by fours"),
@@ -68,7 +68,7 @@ KNOWN_SHARES = (
     (r"batch_norm 64x64x56x56 bfloat16 forward", 0.7, _SETUP),
     (r"batch_norm 64x1024x14x14 bfloat16 channels_last forward", 0.7, _SETUP),
     (r"group_norm 2x320x64x64 ", 1.2, _FEW_STEPS),
-    (r"group_norm 2x1280x16x16 ", 1.6, _FEW_STEPS),
+    (r"group_norm 2x1280x16x16 ", 1.55, _FEW_STEPS),
     (r"group_norm 2x320x96x96 ", 0.8, _FEW_STEPS),
     # With two tiles each, half of the programs wait longer (2.7 microseconds for 2.4) than they issue less.
     (r"batch_norm 32x64x16x16 float64 forward", 0.85, "each of 256 programs has one tile, and divides by subroutine"),
