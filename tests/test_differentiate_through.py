@@ -280,7 +280,7 @@ def test_running_statistics_are_written_as_torch_writes_them(context):
         assert not any(statistic.requires_grad for statistic in statistics)
         return y, *statistics
 
-    shapes = [(6, 3), (1, 3), (0, 3), (0,)], [(4, 3, 5), (0, 3, 4), (2, 3, 1)]
+    shapes = [(6, 3), (1, 3), (0, 3), (0,)], [(4, 3, 5), (2, 3, 1)]
     for function, x in [
         *[(torch.batch_norm, torch.randn(shape)) for shape in shapes[0]],
         *[(torch.instance_norm, torch.randn(shape)) for shape in shapes[1]],

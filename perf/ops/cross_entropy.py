@@ -36,7 +36,7 @@ def _soft_cross_entropy(x: Tensor, target: Tensor, dim: int, smoothing: float = 
     if not target.is_floating_point():
         lse = lse.masked_fill(target < 0, 0.0)
     # Neither a product by a number, nor a sum that broadcasts: in forward mode torch fixes the sizes of both.
-    return torch.add(loss, lse.square(), alpha=z_loss).to(x.dtype).unsqueeze(dim).expand_as(x)
+    return torch.add(loss, lse.square(), alpha=z_loss).unsqueeze(dim).expand_as(x).to(x.dtype)
 
 
 def _cross_entropy(x: Tensor, dim: int, smoothing: float = 0.0, z_loss: float = 0.25) -> Tensor:

@@ -206,7 +206,8 @@ class _Batched(_Derived):
         self._mapped = torch.vmap(function, in_dims=in_dims, randomness=randomness)
 
     def __call__(self, *tensors: Tensor) -> Tensors:
-        return self._mapped(*tensors)
+        # vmap expands results that have no batch, and forward mode refuses a tangent for elements in one place.
+        return tuple(y.contiguous() if 0 in y.stride() else y for y in self._mapped(*tensors))
 
 
 class _Pushforward(_Derived):
