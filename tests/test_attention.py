@@ -301,8 +301,8 @@ def assert_linear(name, rows):
 
 
 def test_memory_grows_with_the_number_of_rows():
-    """One of each kind that has kernels or differentiates a reference; all of them below."""
-    for name, rows in {"rf": 1024, "rr": 1024, "rff": 700, "frf": 700}.items():
+    """One that has kernels and one that differentiates a reference; all of them below."""
+    for name, rows in {"rr": 1024, "frf": 700}.items():
         assert_linear(name, rows)
 
 

@@ -48,6 +48,8 @@ def pytest_configure(config):
         unit.provider = lambda name: Provider(name, function) if name == "torch" else provider(name)
 
 
+# Workers import torch, one after another; by day their parts are tested below.
+@pytest.mark.nightly
 def test_a_run_keeps_what_is_right_beside_a_wrong_peer_and_ctrl_c(tmp_path, monkeypatch, capsys):
     out = tmp_path / "result.json"
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p tests.test_perf")

@@ -20,9 +20,10 @@ KNOWN_SPILLS = {
     ("sm_100", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 bfloat16"): 8,
     ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x4097 bfloat16"): 8,
+    ("sm_100", "layer_norm_second_kernel", "layer_norm 8192x4097 bfloat16"): 8,
     # Rows of 8,192 columns, or of 5,120 in tiles of as many, with all sums over them: `layer_norm_second_long_tiles` in
     # `launch/tables` says what two kernels would read instead.
-    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 224,
+    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 296,
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 168,
     ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 344,
     ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 224,

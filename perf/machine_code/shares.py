@@ -57,7 +57,7 @@ KNOWN_SHARES = (
         "a tile has room for 32 classes, of which there are 21",
     ),
     (r"cross_entropy 4096x50257 bfloat16 (forward|backward)", 0.95, _ONE_BY_ONE),
-    (r"cross_entropy 64x128256 bfloat16 forward", 0.85, _FEW_STEPS),
+    (r"cross_entropy 64x128256 bfloat16 forward", 0.8, _FEW_STEPS),
     (
         r"cross_entropy 512x512 float64 forward",
         0.85,
@@ -70,7 +70,7 @@ KNOWN_SHARES = (
     (r"group_norm 2x320x64x64 ", 1.2, _FEW_STEPS),
     (r"group_norm 2x1280x16x16 ", 1.55, _FEW_STEPS),
     (r"group_norm 2x320x96x96 ", 0.8, _FEW_STEPS),
-    # With two tiles each, half of the programs wait longer (2.7 microseconds for 2.4) than they issue less.
+    # With two tiles each, half of the programs would wait longer, by estimate, than they issue less: 2.7 for 2.4 us.
     (r"batch_norm 32x64x16x16 float64 forward", 0.85, "each of 256 programs has one tile, and divides by subroutine"),
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.0, _EMPTY_TILES),

@@ -248,6 +248,8 @@ def test_compiled_inside_of_transforms():
     torch.testing.assert_close(found, per_sample(Net(checkpoint)), **CLOSE)
 
 
+# By day the same is compiled inside of transforms, and measured in eager mode.
+@pytest.mark.nightly
 def test_a_compiled_loss_with_a_jvp_keeps_what_an_eager_one_does():
     torch._dynamo.reset()
     net, x, v = Net(checkpoint), data(64, 4), data(64, 4, seed=1)

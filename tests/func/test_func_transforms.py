@@ -74,11 +74,14 @@ def expected(name, args, tangents, cotangents):
     return gradient if first == "grad" else (gradient, loss(*args))
 
 
-# A gradient is that of grad_and_value, which is compiled below, and a Hessian is made of the last two.
-IN_ONE_GRAPH = "vjp", "linearize", "hvp", "jacrev in chunks", "jacfwd"
+# Seconds each. By day one that has both modes and one that has vmap; by night those that they are made of.
+IN_ONE_GRAPH = {"hvp": (), "jacfwd": ()} | dict.fromkeys(("vjp", "linearize", "jacrev in chunks"), pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("name", [*TRANSFORMS, *[f"{name}, compiled" for name in IN_ONE_GRAPH]])
+@pytest.mark.parametrize(
+    "name",
+    [*TRANSFORMS, *[pytest.param(f"{name}, compiled", marks=marks) for name, marks in IN_ONE_GRAPH.items()]],
+)
 def test_transform(name):
     name, *is_compiled = name.split(", ")
     args = point()
@@ -337,7 +340,9 @@ def test_nesting(name):
 
 
 # torch has no zero tangents of dynamic sizes.
-@pytest.mark.parametrize("name, sizes", [("grad of jvp", (4,)), ("vmap of grad", (4, 6))])
+@pytest.mark.parametrize(
+    "name, sizes", [("grad of jvp", (4,)), pytest.param("vmap of grad", (4, 6), marks=pytest.mark.nightly)]
+)
 def test_nestings_compile(name, sizes):
     def function(params, x):
         return NESTINGS[name](func, energy(func), params, x)
