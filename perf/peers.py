@@ -202,14 +202,8 @@ REASONS: dict[str, tuple[str, Callable[[str, Figures, Figures], bool]]] = {
 LOSS = "LOSS"
 # Why steps lose, by the beginnings of their names.
 KNOWN_LOSSES = {
-    "layer_norm Llama 70B width 8192x8192 bf16 jvp": (
-        "66 registers leave room for one program of 512 threads, whose waits nothing covers; with 64 there would be two"
-    ),
     "batch_norm BatchNorm1d 8192x1024 bf16 forward": (
-        "issue binds: a program has four tiles behind 1,200 instructions, or one tile behind its coefficients"
-    ),
-    "log_softmax GPT-2 vocabulary 4096x50257 bf16 backward": (
-        "issue binds both, and of the four tiles of 16,384 columns that a row of ours takes 23 % is empty"
+        "issue binds: sums across threads take as much as six tiles, of which a program has as many"
     ),
 }
 

@@ -113,10 +113,15 @@ def cells(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[dict[str, st
     return found, everything
 
 
+def _parts(op: Primitive) -> list[Primitive]:
+    """Those whose kernels serve `op`: the value and the jvp of one that joins both."""
+    name, primitives = op.qualified_name.removesuffix("_fwd_jvp"), registered_primitives()
+    return [op] if name == op.qualified_name else [primitives[name], primitives[f"{name}_jvp"]]
+
+
 def _kernels(ops: Sequence[Primitive]) -> str:
-    letters = [
-        letter for letter, device in (("T", "cuda"), ("A", "cpu")) if all(device in op.rules.kernels for op in ops)
-    ]
+    kernels = [part.rules.kernels for op in ops for part in _parts(op)]
+    letters = [letter for letter, device in (("T", "cuda"), ("A", "cpu")) if all(device in each for each in kernels)]
     return " ".join(letters if len(letters) == 2 else [*letters, "R"])
 
 

@@ -7,8 +7,6 @@ device, which has no meters, its results are the truth and the same in every run
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -27,51 +25,19 @@ from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
-from tests.kernels.interpreting import reordered_programs
-from tests.kernels.meters import check_cost, measured
-from tests.kernels.truth import check_values
+from tests.kernels.checking import check
 from triton_kernels import launch
 from triton_kernels._kernel import INTERPRETED, Kernel
-from triton_kernels.costs._attention import tiles_of_keys, tiles_of_rows
 from triton_kernels.dropout import dropout_fwd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import ModuleType
 
     from torch import Tensor
 
 
 pytestmark = pytest.mark.usefixtures("on_device")
-
-
-def check(call: Call, *, in_any_order: bool = True) -> None:
-    """Hold one call to everything. Scratch and outputs begin as NaN each time.
-
-    Which programs share what follows from the kernel and its plan: without `in_any_order`, a call that differs in
-    other things runs once. The meters see results that are written twice.
-    """
-    # A device has no meters. There values are held, also of the plan for fewer processors, and the bits of another run.
-    with measured() if INTERPRETED else contextlib.nullcontext() as seen:
-        first = call.results()
-    if seen is not None:
-        check_cost(call, seen, first)
-    check_values(call, first)
-    if in_any_order or seen is None:
-        check_order(call, first)
-    if seen is None:
-        few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
-        with launch.use_chip(few):
-            check_values(call)
-
-
-def check_order(call: Call, first: Sequence[Tensor]) -> None:
-    """Hold a call to the results that it had when its programs ran in the order of their numbers, or in any order."""
-    with reordered_programs() if INTERPRETED else contextlib.nullcontext():
-        again = call.results()
-    # As integers: NaN differs from itself.
-    bits = [[result.flatten().view(torch.uint8) for result in results] for results in (first, again)]
-    assert all(map(torch.equal, *bits)), f"{call.launcher.__name__} depends on the order of its programs"
 
 
 ROW_LAYOUTS = ("groups", "strided", "expanded", "not centered")
@@ -170,8 +136,14 @@ def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processo
 
 # Two groups of channels: of one sample, whose planes have no sums; of several; of two times as many, whose parameters
 # are their own; with gaps between the samples.
-@pytest.mark.parametrize("layout", ["one", "several", "of their own", "strided"])
-@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
+@pytest.mark.parametrize(
+    "splits, layout",
+    [
+        pytest.param(splits, layout, id=f"{plan}-{layout}", marks=[pytest.mark.nightly] * ((i + j) % 2))
+        for i, (plan, splits) in enumerate({"in registers": 0, "swept": 1, "shared": 32}.items())
+        for j, layout in enumerate(["one", "several", "of their own", "strided"])
+    ],
+)
 def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -> None:
     if splits:
         use_limits(**short_rows(32, splits))
@@ -359,103 +331,6 @@ def test_cross_entropy(splits: int, adjacent: str, use_limits: Callable[..., Non
             for number, call in enumerate(others.choices(mode)):
                 if number % 2 == turn % 2:
                     check(call, in_any_order=False)
-
-
-def fused(dtype: torch.dtype) -> Attention:
-    """Queries, keys and values with others between them, as one projection makes them."""
-    names = ("q", "k", "v", "q_dot", "k_dot", "v_dot")
-    parts = [random(1, 18, 3, 1, 12, dtype=dtype, seed=n)[:, :, n % 3].transpose(1, 2) for n in range(len(names))]
-    return Attention.draw((1, 1, 18, 12), 18, dtype).change(**dict(zip(names, parts, strict=True)))
-
-
-def broadcast(dtype: torch.dtype) -> Attention:
-    """A bias of each key, masked pairs that are those of every head, and dropped ones by the seeds of two samples."""
-    noise = {"seed": torch.tensor([3, 5]), "offset": torch.tensor([0, 7]), "dropout_p": 0.3}
-    bias, bias_dot = (random(1, 2, 1, 18, dtype=dtype, seed=seed) for seed in range(2))
-    mask = random(2, 1, 9, 18) > 0
-    return Attention.draw((2, 2, 9, 12), 18, dtype, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
-
-
-def biased(dtype: torch.dtype) -> Attention:
-    bias, bias_dot = (random(1, 2, 9, 18, dtype=dtype, seed=seed) for seed in range(2))
-    return Attention.draw((1, 2, 9, 12), 18, dtype, bias=bias, bias_dot=bias_dot)
-
-
-# Several blocks of rows and of keys, the last of each partial, and widths that fill none. Causal problems have fewer
-# keys than rows, or more, each of which two heads share.
-ATTENTION = {
-    "widths": (lambda: Attention.draw((1, 1, 18, 12), 37, value_width=20), ()),
-    "fused": (lambda: fused(torch.bfloat16), ()),
-    "causal": (lambda: Attention.draw((1, 2, 37, 16), 18, torch.float64, 1, causal=True), ()),
-    "few rows": (lambda: Attention.draw((1, 2, 5, 16), 37, torch.float16, 1, causal=True), ()),
-    "broadcast": (lambda: broadcast(torch.float32), ()),
-    "biased": (lambda: biased(torch.float64), ("bwd", "pairing")),
-}
-
-
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention(case: str, use_limits: Callable[..., None]) -> None:
-    use_limits(attention_tile=16)
-    make, modes = ATTENTION[case]
-    for call in make().calls(*modes):
-        check(call)
-
-
-@pytest.mark.parametrize("mode", ["jvp", "bwd", "pairing"])
-def test_attention_with_any_operands_absent(mode: str) -> None:
-    """All that there can be, of which some is there; the first row sees no key."""
-    bias, bias_dot = (random(1, 2, 3, 5, seed=seed) for seed in range(2))
-    mask = ((torch.arange(3)[:, None] + torch.arange(5)) % 3 < torch.arange(3)[:, None].clamp(max=2))[None, None]
-    noise = {"seed": torch.tensor([3]), "offset": torch.tensor([7]), "dropout_p": 0.3}
-    rows = Attention.draw((1, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
-    for call in rows.change(o_dot=rows.o_bar, lse_dot=rows.lse_bar).choices(mode):
-        check(call, in_any_order=False)
-
-
-# How many products of matrices a tile takes in each mode: what is absent, or not wanted, takes none.
-OF_RESULTS, NO_BARS = (True, True, True, False), (False,) * 4
-MATMULS: dict[str, tuple[int, str, tuple[bool, ...] | None, tuple[str, ...]]] = {
-    "forward": (2, "fwd", None, ()),
-    "jvp": (5, "jvp", None, ()),
-    "jvp along the values": (2, "jvp", None, ("q_dot", "k_dot")),
-    "jvp along the queries": (3, "jvp", None, ("k_dot", "v_dot")),
-    "backward": (7, "bwd", OF_RESULTS, ()),
-    "backward to the queries": (3, "bwd", (True, False, False, False), ()),
-    "backward of lse": (4, "bwd", OF_RESULTS, ("o_bar",)),
-    "backward of o and o_dot": (21, "pairing", (False, False, *OF_RESULTS, *OF_RESULTS), ()),
-    "double backward": (20, "pairing", (True, False, *OF_RESULTS, *NO_BARS), ("o_bar_dot", "o_dot", "lse_dot")),
-    "forward over reverse": (23, "pairing", (False, False, *OF_RESULTS, *NO_BARS), ("o_dot", "lse_dot")),
-    "forward over reverse with o_dot": (18, "pairing", (False, False, *OF_RESULTS, *NO_BARS), ()),
-    "forward over reverse along the queries": (
-        *(13, "pairing", (False, False, *OF_RESULTS, *NO_BARS)),
-        ("k_dot", "v_dot", "o_bar_dot", "o_dot", "lse_dot"),
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", MATMULS)
-def test_products_of_matrices_of_a_tile(mode: str) -> None:
-    number, launcher, wanted, absent = MATMULS[mode]
-    tile = Attention.draw((1, 1, 16, 16), 16)
-    given = {"o_dot": tile.o_bar, "lse_dot": tile.lse_bar, **dict.fromkeys(absent)}
-    call = tile.change(**given).call(launcher, wanted)
-    check(call, in_any_order=False)
-    cost = call.cost()
-    assert (cost.matmuls, cost.tile_matmuls) == (number, number)
-
-
-@pytest.mark.parametrize("sizes", [(64, 64), (100, 50), (50, 100), (1, 40), (40, 1)], ids=str)
-@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 64)], ids=str)
-def test_tiles_of_a_causal_problem_that_see_nothing_are_passed_over(
-    sizes: tuple[int, int], blocks: tuple[int, int]
-) -> None:
-    (num_rows, num_keys), (block_rows, block_keys) = sizes, blocks
-    # Rows past the end see as many keys as if they were there.
-    all_rows = -(-num_rows // block_rows) * block_rows
-    seen = torch.ones(all_rows, num_keys, dtype=torch.bool).tril()
-    tiles = sum(part.any() for rows in seen.split(block_rows) for part in rows.split(block_keys, 1))
-    for count in (tiles_of_rows, tiles_of_keys):
-        assert count(num_rows, num_keys, block_rows, block_keys, True).tiles == tiles
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

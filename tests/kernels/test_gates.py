@@ -15,8 +15,8 @@ import triton.language as tl
 from perf.calls import Call, random
 from perf.ops.attention import Attention
 from tests.kernels import truth
+from tests.kernels.checking import check, check_order
 from tests.kernels.interpreting import OutOfBoundsError
-from tests.kernels.test_every_launcher import check, check_order
 from tests.kernels.truth import Exact
 from triton_kernels import _attention_kernels, _attention_tiles, costs
 from triton_kernels._kernel import Kernel

@@ -1,0 +1,51 @@
+"""One call of a launcher, held to everything: values, costs, and results that no order of programs changes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.kernels.interpreting import reordered_programs
+from tests.kernels.meters import check_cost, measured
+from tests.kernels.truth import check_values
+from triton_kernels import launch
+from triton_kernels._kernel import INTERPRETED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call
+
+
+def check(call: Call, *, in_any_order: bool = True) -> None:
+    """Hold one call to everything. Scratch and outputs begin as NaN each time.
+
+    Which programs share what follows from the kernel and its plan: without `in_any_order`, a call that differs in
+    other things runs once. The meters see results that are written twice.
+    """
+    # A device has no meters. There values are held, also of the plan for fewer processors, and the bits of another run.
+    with measured() if INTERPRETED else contextlib.nullcontext() as seen:
+        first = call.results()
+    if seen is not None:
+        check_cost(call, seen, first)
+    check_values(call, first)
+    if in_any_order or seen is None:
+        check_order(call, first)
+    if seen is None:
+        few = dataclasses.replace(launch.chip_of(torch.get_default_device()), num_processors=3)
+        with launch.use_chip(few):
+            check_values(call)
+
+
+def check_order(call: Call, first: Sequence[Tensor]) -> None:
+    """Hold a call to the results that it had when its programs ran in the order of their numbers, or in any order."""
+    with reordered_programs() if INTERPRETED else contextlib.nullcontext():
+        again = call.results()
+    # As integers: NaN differs from itself.
+    bits = [[result.flatten().view(torch.uint8) for result in results] for results in (first, again)]
+    assert all(map(torch.equal, *bits)), f"{call.launcher.__name__} depends on the order of its programs"

@@ -1,0 +1,115 @@
+"""Launchers of attention, as `test_every_launcher` has all others, and how many products of matrices they take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from perf.calls import random
+from perf.ops.attention import Attention
+from tests.kernels.checking import check
+from triton_kernels.costs._attention import tiles_of_keys, tiles_of_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+def fused(dtype: torch.dtype) -> Attention:
+    """Queries, keys and values with others between them, as one projection makes them."""
+    names = ("q", "k", "v", "q_dot", "k_dot", "v_dot")
+    parts = [random(1, 18, 3, 1, 12, dtype=dtype, seed=n)[:, :, n % 3].transpose(1, 2) for n in range(len(names))]
+    return Attention.draw((1, 1, 18, 12), 18, dtype).change(**dict(zip(names, parts, strict=True)))
+
+
+def broadcast(dtype: torch.dtype) -> Attention:
+    """A bias of each key, masked pairs that are those of every head, and dropped ones by the seeds of two samples."""
+    noise = {"seed": torch.tensor([3, 5]), "offset": torch.tensor([0, 7]), "dropout_p": 0.3}
+    bias, bias_dot = (random(1, 2, 1, 18, dtype=dtype, seed=seed) for seed in range(2))
+    mask = random(2, 1, 9, 18) > 0
+    return Attention.draw((2, 2, 9, 12), 18, dtype, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
+
+
+def biased(dtype: torch.dtype) -> Attention:
+    bias, bias_dot = (random(1, 2, 9, 18, dtype=dtype, seed=seed) for seed in range(2))
+    return Attention.draw((1, 2, 9, 12), 18, dtype, bias=bias, bias_dot=bias_dot)
+
+
+# Several blocks of rows and of keys, the last of each partial, and widths that fill none. Causal problems have fewer
+# keys than rows, or more, each of which two heads share.
+ATTENTION = {
+    "widths": (lambda: Attention.draw((1, 1, 18, 12), 37, value_width=20), ()),
+    "fused": (lambda: fused(torch.bfloat16), ()),
+    "causal": (lambda: Attention.draw((1, 2, 37, 16), 18, torch.float64, 1, causal=True), ()),
+    "few rows": (lambda: Attention.draw((1, 2, 5, 16), 37, torch.float16, 1, causal=True), ()),
+    "broadcast": (lambda: broadcast(torch.float32), ()),
+    "biased": (lambda: biased(torch.float64), ("bwd", "pairing")),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention(case: str, use_limits: Callable[..., None]) -> None:
+    use_limits(attention_tile=16)
+    make, modes = ATTENTION[case]
+    for call in make().calls(*modes):
+        check(call)
+
+
+@pytest.mark.parametrize("mode", ["jvp", "bwd", "pairing"])
+def test_attention_with_any_operands_absent(mode: str) -> None:
+    """All that there can be, of which some is there; the first row sees no key."""
+    bias, bias_dot = (random(1, 2, 3, 5, seed=seed) for seed in range(2))
+    mask = ((torch.arange(3)[:, None] + torch.arange(5)) % 3 < torch.arange(3)[:, None].clamp(max=2))[None, None]
+    noise = {"seed": torch.tensor([3]), "offset": torch.tensor([7]), "dropout_p": 0.3}
+    rows = Attention.draw((1, 2, 3, 4), 5, key_heads=1, value_width=6, bias=bias, bias_dot=bias_dot, mask=mask, **noise)
+    for call in rows.change(o_dot=rows.o_bar, lse_dot=rows.lse_bar).choices(mode):
+        check(call, in_any_order=False)
+
+
+# How many products of matrices a tile takes in each mode: what is absent, or not wanted, takes none.
+OF_RESULTS, NO_BARS = (True, True, True, False), (False,) * 4
+MATMULS: dict[str, tuple[int, str, tuple[bool, ...] | None, tuple[str, ...]]] = {
+    "forward": (2, "fwd", None, ()),
+    "jvp": (5, "jvp", None, ()),
+    "jvp along the values": (2, "jvp", None, ("q_dot", "k_dot")),
+    "jvp along the queries": (3, "jvp", None, ("k_dot", "v_dot")),
+    "backward": (7, "bwd", OF_RESULTS, ()),
+    "backward to the queries": (3, "bwd", (True, False, False, False), ()),
+    "backward of lse": (4, "bwd", OF_RESULTS, ("o_bar",)),
+    "backward of o and o_dot": (21, "pairing", (False, False, *OF_RESULTS, *OF_RESULTS), ()),
+    "double backward": (20, "pairing", (True, False, *OF_RESULTS, *NO_BARS), ("o_bar_dot", "o_dot", "lse_dot")),
+    "forward over reverse": (23, "pairing", (False, False, *OF_RESULTS, *NO_BARS), ("o_dot", "lse_dot")),
+    "forward over reverse with o_dot": (18, "pairing", (False, False, *OF_RESULTS, *NO_BARS), ()),
+    "forward over reverse along the queries": (
+        *(13, "pairing", (False, False, *OF_RESULTS, *NO_BARS)),
+        ("k_dot", "v_dot", "o_bar_dot", "o_dot", "lse_dot"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MATMULS)
+def test_products_of_matrices_of_a_tile(mode: str) -> None:
+    number, launcher, wanted, absent = MATMULS[mode]
+    tile = Attention.draw((1, 1, 16, 16), 16)
+    given = {"o_dot": tile.o_bar, "lse_dot": tile.lse_bar, **dict.fromkeys(absent)}
+    call = tile.change(**given).call(launcher, wanted)
+    check(call, in_any_order=False)
+    cost = call.cost()
+    assert (cost.matmuls, cost.tile_matmuls) == (number, number)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (100, 50), (50, 100), (1, 40), (40, 1)], ids=str)
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 64)], ids=str)
+def test_tiles_of_a_causal_problem_that_see_nothing_are_passed_over(
+    sizes: tuple[int, int], blocks: tuple[int, int]
+) -> None:
+    (num_rows, num_keys), (block_rows, block_keys) = sizes, blocks
+    # Rows past the end see as many keys as if they were there.
+    all_rows = -(-num_rows // block_rows) * block_rows
+    seen = torch.ones(all_rows, num_keys, dtype=torch.bool).tril()
+    tiles = sum(part.any() for rows in seen.split(block_rows) for part in rows.split(block_keys, 1))
+    for count in (tiles_of_rows, tiles_of_keys):
+        assert count(num_rows, num_keys, block_rows, block_keys, True).tiles == tiles
