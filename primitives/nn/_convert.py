@@ -10,7 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from primitives.nn import _modules
-from primitives.nn._modules import ConversionWarning, OfThisPackage, Overridden
+from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
 from primitives.nn._norms import ByForm, ByFunction, ServedNorm
 from primitives.nn._proof import SERVED, Verdict, configuration, examined, looks_like_a_norm
 

@@ -12,7 +12,7 @@ import torch
 from primitives import functional
 from primitives._override import override_except_dropout
 from primitives._serving import is_plain
-from primitives.nn._modules import OfThisPackage, Overridden
+from primitives.nn._base import OfThisPackage, Overridden
 
 if TYPE_CHECKING:
     from collections.abc import Callable

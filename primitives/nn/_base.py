@@ -1,0 +1,57 @@
+"""What modules of this package, and those that `convert` changes, are besides the class of torch or of others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from primitives._override import override_except_dropout
+from primitives.core.overrides import is_overriding
+
+__all__ = ["ConversionWarning", "OfThisPackage", "Overridden"]
+
+
+class ConversionWarning(UserWarning):
+    """Modules are torch's that one might take for this package's: `convert` left them, or something replaced them.
+
+    Attributes:
+        left: What `convert` left, one entry per module, with `path`, `type`, `reason` and `remedy`.
+    """
+
+    def __init__(self, message: str, left: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.left = tuple(left)
+
+
+class OfThisPackage(torch.nn.Module):
+    """What every module here is: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""
+
+    def _get_name(self) -> str:
+        return f"primitives.{type(self).__name__}"
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # Before any hook runs: a leaf runs its hooks when the graph does.
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.fx.Proxy) and isinstance(tracer := value.tracer, torch.fx.Tracer):
+                return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return torch.nn.Module._call_impl(self, *args, **kwargs)
+
+
+class Overridden(torch.nn.Module):
+    """A module whose calls of functions of torch are served by this package, as inside `override_torch`.
+
+    It goes before the class that computes, which may be anybody's. The context is entered with each call of a module,
+    and not once around the model: what runs a part of a model again, as activation checkpointing does, or runs it in
+    another thread, has it too.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Who counts the subclasses of a class of theirs is not to find those of `convert` among them.
+        if "converted_from" not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        if is_overriding():
+            return super()._call_impl(*args, **kwargs)
+        with override_except_dropout():
+            return super()._call_impl(*args, **kwargs)
