@@ -111,7 +111,7 @@ def _group_norm(
 
 
 def _in_shape(y: Tensor, x: Tensor) -> Tensor:
-    """`y`, which nobody else has, in the shape of `x`: not as a view, which `ReLU(inplace=True)` may not write to."""
+    """`y`, for its one owner, in the shape of `x`: not as a view, which `ReLU(inplace=True)` may not write to."""
     if torch.jit.is_tracing():
         # Its tracer takes the sizes of an operator's call for constants.
         return y.reshape(x.shape)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_plain", "served"]
 
-# What the functional API raises before any work: torch answers for such arguments, by its own error or its own result.
+# Errors before any work: torch answers for such arguments, by its own error or its own result.
 _REFUSALS = (ShapeError, DtypeError, DeviceError)
 
 

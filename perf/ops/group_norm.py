@@ -76,7 +76,7 @@ GROUP_NORM = dataclasses.replace(
     gpu_workloads=(),
     cpu_workloads=(),
     other_workloads=(
-        # Stable Diffusion's first and last level, DDPM on images of CIFAR, and positions that are no power of two.
+        # Stable Diffusion's first and last level, DDPM on CIFAR, and positions whose number is not a power of two.
         unnamed("group_norm", (2, 320, 64, 64)),
         unnamed("group_norm", (2, 1280, 16, 16)),
         unnamed("group_norm", (32, 512, 8, 8)),

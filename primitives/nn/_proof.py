@@ -211,7 +211,7 @@ def _shapes(sizes: tuple[int, ...], rows: int = 2) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What the check does is nobody's but its own."""
+    """A context in which the check leaves no trace for others."""
     state = torch.default_generator.get_state()
     with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
@@ -296,7 +296,7 @@ def _agrees(form: Form, twin: _Twin, variables: list[Tensor], truths: list[list[
 
 
 def _rounding(form: Form, module: torch.nn.Module, cls: type, x: Tensor, parameters: torch.dtype) -> Rounding | None:
-    """Where a module rounds for these dtypes; None if it is no place that this package knows."""
+    """Where a module rounds for these dtypes; None if this package does not know the place."""
     twin = _Twin(module, cls, parameters, 0.1)
     theirs = _tried(twin, x)
     if isinstance(theirs, Exception):

@@ -17,7 +17,7 @@ from tests.support import dtype_id, nestings, subsets
 from triton_kernels import launch
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-# What other ops make of the same primitives are calls of their kernels, which are checked one by one.
+# Other ops on the same primitives call the kernels of these, and their calls are checked one by one.
 every_family = pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 
 # A chip that holds almost nothing: rows of more than 16 columns are swept and split, channels take several tiles.

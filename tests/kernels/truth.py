@@ -68,7 +68,7 @@ def check_values(call: Call, results: Sequence[Tensor] | None = None) -> Sequenc
     rounds = name.startswith("attention")
     true = expected(call)
     if name.startswith("add_layer_norm_fwd"):
-        # What is normalized is s as it was rounded.
+        # The norm is that of s as it was rounded.
         of_s = expected(call, results[1])
         true = [exact if number in (1, 5) else of_s[number] for number, exact in enumerate(true)]
     for number, (actual, exact) in enumerate(zip(results, true, strict=True)):
