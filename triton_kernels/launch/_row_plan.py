@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from triton_kernels.launch.chips import Chip
 
-# The most that a thread of NVIDIA can have.
+# The most that a thread of NVIDIA can have, and the least that a program of 1,024 threads leaves each.
 _MAX_REGISTERS = 255
+_LEAST_REGISTERS = 64
 
 
 def row_options(plan: RowPlan | SumPlan, chip: Chip) -> dict[str, int]:
@@ -34,7 +35,8 @@ def row_options(plan: RowPlan | SumPlan, chip: Chip) -> dict[str, int]:
         threads = resident * plan.num_warps * chip.warp_size
         # Registers are dealt out to whole warps in units of eight per thread.
         registers = chip.registers // threads // 8 * 8
-        if registers <= _MAX_REGISTERS:
+        # A candidate of the tuner with more warps is not to be held to fewer than a kernel needs.
+        if _LEAST_REGISTERS <= registers <= _MAX_REGISTERS:
             options["maxnreg"] = registers
     return options
 

@@ -76,9 +76,9 @@ class Limits:
     # those of a jvp of the backward fit 128 registers, so that two programs of eight warps fit a processor.
     layer_norm_second_few_tiles: int = 6
     # The same of rows of twice as many columns, which a program of 16 warps has a processor for: all there are, though
-    # with more than six ptxas spills. Of all results it moves 484 bytes per thread and row of 8,192 between registers
-    # and the L1 cache, a quarter of the time of what is left to read (by calculation); in two kernels all operands are
-    # read twice, which is 405 microseconds of memory time for 277 on an H100.
+    # with more than six ptxas spills, up to 344 bytes. Of all results the loop moves 484 bytes per thread and row of
+    # 8,192 between registers and the L1 cache, a quarter of the time of what is left to read (by calculation); in two
+    # kernels all operands are read twice, which is 405 microseconds of memory time for 277 on an H100.
     layer_norm_second_long_tiles: int = 10
     # Tile of the second-order kernels that sweep longer rows: 8 values of each operand, parameter and lane of a sum in
     # each of 512 threads.
