@@ -50,7 +50,7 @@ def lacking(case):
     return [f"{case.name}: write {part}." for part, there in parts.items() if not there]
 
 
-# Other arguments of a function are no operation of their own.
+# Other arguments of a function do not make another operation.
 WITH_A_FUNCTION = [case for case in CASES if not case.family or case.public != record.RECORDS[case.family].public]
 
 

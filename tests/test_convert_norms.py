@@ -166,8 +166,8 @@ def test_a_norm_of_others_computes_by_this_package(name):
             assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
 
     def curvature(module):
-        along = lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1]  # noqa: E731
-        return along(torch.func.grad(lambda x: module(x).pow(3).sum()))(x)
+        gradient = torch.func.grad(lambda x: module(x).pow(3).sum())
+        return torch.func.jvp(gradient, (x,), (x.cos(),))[1]
 
     # Torch counts batches, and differentiates twice, in evaluation alone.
     with Float64Throughout():

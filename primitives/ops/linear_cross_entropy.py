@@ -110,7 +110,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, orde
 
 
 def _chunks(x: Tensor, chunk_rows: int, *tensors: Tensor | None) -> Iterator[list[Any]]:
-    """The rows of each chunk, of x and of other tensors; one chunk where there are no rows."""
+    """The rows of each chunk, of x and of other tensors; without rows there is one chunk."""
     for start in range(0, max(x.shape[0], 1), chunk_rows):
         yield [None if t is None else t[start : start + chunk_rows] for t in (x, *tensors)]
 

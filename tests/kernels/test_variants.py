@@ -35,7 +35,7 @@ LIMITS = (*ROW_PLANS.values(), {"channel_tile_bytes": 1024})
 
 
 def variants(run: Callable[[], object]) -> set[tuple[Any, ...]]:
-    """Of each launch the kernel and its flags: constants that are no sizes, and whether each tensor is there."""
+    """Of each launch the kernel and its flags: constants that are not sizes, and whether each tensor is there."""
     found = set()
     for one in launched_by(run):
         named = {
