@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from perf import model
+from perf.calls import EPS
 from perf.machine_code.compiling import StandInDriver
-from perf.ops.workload import EPS
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from torch.nn import functional as torch_functional
 
 from primitives import _override_losses, functional  # noqa: F401 - fills the table
 from primitives._group_norms import pure_instance_norm
-from primitives._serving import is_plain as _plain
-from primitives._serving import served as _served
+from primitives._serving import is_plain, served
 from primitives.checks.attention import is_causal_bias
 from primitives.core.autograd import is_transforming
 from primitives.core.decomposition import decomposition_table
@@ -94,9 +93,9 @@ def _serve(ours: Callable[..., Any], *of_torch: Callable[..., Any]) -> None:
                 return NotImplemented
             if name in names:
                 given[name] = value
-        if not _plain(given.get("input"), *given.values()):
+        if not is_plain(given.get("input"), *given.values()):
             return NotImplemented
-        return _served(functools.partial(ours, **given))
+        return served(functools.partial(ours, **given))
 
 
 _serve(functional.layer_norm, torch_functional.layer_norm, torch.layer_norm)
@@ -134,8 +133,8 @@ def _functional_batch_norm(
     given = input, running_mean, running_var, weight, bias
     weight_of_batch = momentum.tensor() if isinstance(momentum, BatchWeight) else momentum
     out = NotImplemented
-    if _plain(*given) and not (training and eps <= 0.0):
-        out = _served(functional.pure_batch_norm, *given, training, weight_of_batch, eps)
+    if is_plain(*given) and not (training and eps <= 0.0):
+        out = served(functional.pure_batch_norm, *given, training, weight_of_batch, eps)
     if out is NotImplemented:
         if isinstance(momentum, BatchWeight):
             return torch_functional.batch_norm(*given, training, float(weight_of_batch), eps)
@@ -175,9 +174,9 @@ def _functional_instance_norm(
 ) -> Any:
     given = input, running_mean, running_var, weight, bias
     # The dtypes of batch norm: torch's instance norm takes those of its functions on the CPU alone.
-    if not _plain(*given) or eps <= 0.0 or any(p is not None and p.dtype != input.dtype for p in given):
+    if not is_plain(*given) or eps <= 0.0 or any(p is not None and p.dtype != input.dtype for p in given):
         return NotImplemented
-    out = _served(pure_instance_norm, *given, use_input_stats, momentum, eps)
+    out = served(pure_instance_norm, *given, use_input_stats, momentum, eps)
     if out is NotImplemented:
         return out
     if use_input_stats and running_mean is not None and running_var is not None:
@@ -197,7 +196,7 @@ def _serve_softmax(ours: Callable[..., Any], of_functional: Callable[..., Any], 
         mode: OverrideMode, input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
         # Without dim torch chooses one, and warns.
-        return NotImplemented if dim is None or not _plain(input) else _served(ours, input, dim, _stacklevel, dtype)
+        return NotImplemented if dim is None or not is_plain(input) else served(ours, input, dim, _stacklevel, dtype)
 
     @register_override(*of_torch)
     def softmax_of_torch(
@@ -229,9 +228,9 @@ def _count(mode: OverrideMode, counter: Any, number: Any, **others: Any) -> Any:
 def _functional_dropout(
     mode: OverrideMode, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    if not _plain(input):
+    if not is_plain(input):
         return NotImplemented
-    return _served(functional.dropout, input, p, training, inplace)
+    return served(functional.dropout, input, p, training, inplace)
 
 
 @register_override(torch.dropout)
@@ -258,15 +257,15 @@ def _attention(
 ) -> Any:
     # Torch refuses a probability by an error of its own.
     pairs = None if is_causal_bias(attn_mask) else attn_mask
-    if not _plain(query, key, value, pairs) or not 0.0 <= dropout_p <= 1.0:
+    if not is_plain(query, key, value, pairs) or not 0.0 <= dropout_p <= 1.0:
         return NotImplemented
     call = functools.partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
-    return _served(call, query, key, value, attn_mask, dropout_p, is_causal)
+    return served(call, query, key, value, attn_mask, dropout_p, is_causal)
 
 
 @register_override(torch_functional.multi_head_attention_forward)
 def _multi_head_attention(mode: OverrideMode, *args: Any, **kwargs: Any) -> Any:
-    if not _plain(*args[:3]):
+    if not is_plain(*args[:3]):
         return NotImplemented
     with mode:
         return torch_bodies[torch_functional.multi_head_attention_forward](*args, **kwargs)
@@ -285,6 +284,6 @@ def _attention_of_aten(
     enable_gqa: bool = False,
 ) -> Tensor:
     args = query, key, value, attn_mask, dropout_p, is_causal
-    if not _plain(query, key, value):
+    if not is_plain(query, key, value):
         return torch_functional.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
     return functional.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)

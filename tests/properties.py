@@ -79,16 +79,22 @@ def check_vjp(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names:
 
 
 def check_jvp(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names: Sequence[str]) -> None:
-    """The tangent of `y` for tangents of the arguments `names` alone has the value of the definition's."""
+    """The tangent of `y` for tangents of the arguments `names` alone has the value of the definition's.
+
+    By one call with the value, where there is such an operator, and by the jvp rule, as where reverse mode records too.
+    """
     # torch refuses a dense tangent of an expanded primal, so tangents share the layout of their primals.
     dots = {n: like(inputs[n], seed=11 + i, layout=sample.layout) for i, n in enumerate(names)}
-    with forward_ad.dual_level():
-        duals = {n: forward_ad.make_dual(v, dots[n]) if n in dots else v for n, v in inputs.items()}
-        y, y_dot = forward_ad.unpack_dual(case.outputs(duals, sample)[0])
+    found = []
+    for primals in [inputs, *[leaves(inputs, names)] * (case.fwd_jvp is not None)]:
+        with forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(v, dots[n]) if n in dots else v for n, v in primals.items()}
+            found.append(forward_ad.unpack_dual(case.outputs(duals, sample)[0]))
     primals = tuple(inputs[n].double() for n in names)
     tangents = tuple(dots[n].double() for n in names)
     _, expected = torch.func.jvp(case.of(names, inputs, sample, true=True), primals, tangents)
-    assert_close(y_dot, expected, dtype=y.dtype, what="y_dot")
+    for (y, y_dot), way in zip(found, ("first call", "jvp rule"), strict=False):
+        assert_close(y_dot, expected, dtype=y.dtype, what=f"y_dot, {way}")
 
 
 def second_derivatives(

@@ -12,6 +12,7 @@ from perf.machine_code.rules import broken_rules
 from perf.machine_code.shares import CHIP, broken_shares, needless_shares
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.machine_code.workers import compile_keys, in_processes, walk_chip
+from perf.ops.workload import RECORDS
 from triton_kernels.launch.chips import CHIPS
 
 
@@ -20,6 +21,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="recompile also what the table has already")
     parser.add_argument("--check", action="store_true", help="recompile everything, compare, and write nothing")
     parser.add_argument("--keys", action="store_true", help="compare keys alone, compile and write nothing")
+    parser.add_argument("--op", choices=RECORDS, help="compile the cases of this operation, print them, write nothing")
     parser.add_argument("--chip", choices=CHIPS, action="append", help="only this chip (may be repeated)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--folder", type=pathlib.Path, default=TABLE, help="where the table lies")
@@ -34,16 +36,16 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     import triton
 
-    chips, jobs, writes = options.chip or list(CHIPS), options.jobs, not (options.check or options.keys)
+    chips, jobs, writes = options.chip or list(CHIPS), options.jobs, not (options.check or options.keys or options.op)
     version, of_table = triton.__version__, read_version(options.folder)
-    if not writes and version != of_table:
+    if not (writes or options.op) and version != of_table:
         sys.stdout.write(f"The table is of Triton {of_table}, this is {version}: nothing to compare.\n")
         return 0
-    walked = dict(zip(chips, in_processes(walk_chip, [(chip,) for chip in chips], jobs), strict=True))
+    walked = dict(zip(chips, in_processes(walk_chip, [(chip, options.op) for chip in chips], jobs), strict=True))
     problems = []
     for chip, (needed, calls) in walked.items():
         old = {row.key: row for row in read_table(chip, options.folder)}
-        recompiles = options.all or options.check or version != of_table
+        recompiles = options.all or options.check or options.op or version != of_table
         wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
         shares = [{key: wanted[key] for key in list(wanted)[share::jobs]} for share in range(min(jobs, len(wanted)))]
         made = {
@@ -55,9 +57,12 @@ def main(argv: list[str] | None = None) -> int:
         rows = [dataclasses.replace(row, case=case) for row, case in kept]
         rows += [row for row in made.values() if isinstance(row, Row)]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
-        problems += broken_shares(calls, rows) + needless_shares(calls, rows) if chip == CHIP else []
+        if chip == CHIP:
+            problems += broken_shares(calls, rows) + ([] if options.op else needless_shares(calls, rows))
         if writes:
             write_table(chip, rows, options.folder)
+        elif options.op:
+            sys.stdout.write("".join(f"{row.summary()}\n" for row in sorted(rows)))
         else:
             problems += [f"{chip}: not in the table: {needed[key]}" for key in needed.keys() - old]
             problems += [f"{chip}: differs from the table: {row}" for row in sorted({*rows} ^ {*old.values()})]

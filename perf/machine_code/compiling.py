@@ -170,14 +170,14 @@ def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, consta
 
 
 def described_calls(
-    chip_name: str, case_names: Collection[str] | None = None
+    chip_name: str, case_names: Collection[str] | None = None, op: str | None = None
 ) -> Iterator[tuple[str, Called, list[Launch]]]:
-    """Each call of the cases, of all if none are named, with its case and its launches on a chip."""
+    """Each call of the cases, of all if no names and no op are given, with its case and its launches on a chip."""
     current: list[Workload] = []
     launches: list[Launch] = []
     with watch_launches(chip_name, current, launches.append):
         for case_name, workload, calls in cases():
-            if case_names is not None and case_name not in case_names:
+            if (case_names is not None and case_name not in case_names) or op not in (None, workload.op):
                 continue
             current[:] = [workload]
             for call in calls:

@@ -57,6 +57,11 @@ class Row:
     regions: str
     key: str
 
+    def summary(self) -> str:
+        """What a reader asks of it first, in a line."""
+        used = f"{self.registers} of {self.register_budget} registers, {self.spills} spilled, {self.num_warps} warps"
+        return f"{self.kernel} ({self.case}): {used}, loads {self.loads or 'none'}, stores {self.stores or 'none'}"
+
     def parsed_regions(self) -> list[Region]:
         """`regions`, read."""
         return [Region.parse(text) for text in self.regions.split("; ")]

@@ -28,14 +28,14 @@ def in_processes(work: Callable[..., Any], tasks: Sequence[tuple], jobs: int) ->
         return pool.starmap(work, tasks, chunksize=1)
 
 
-def walk_chip(chip: str) -> tuple[Keys, list[Called]]:
-    """All keys that the cases need on a chip, and their calls."""
+def walk_chip(chip: str, op: str | None = None) -> tuple[Keys, list[Called]]:
+    """All keys that the cases need on a chip, and their calls; of one op if it is named."""
     with _own_cache():
         from perf.machine_code.compiling import described_calls
 
         keys: Keys = {}
         calls = []
-        for case, called, launches in described_calls(chip):
+        for case, called, launches in described_calls(chip, op=op):
             calls.append(called)
             for launch in launches:
                 keys.setdefault(launch.key, (launch.kernel.__name__, case))

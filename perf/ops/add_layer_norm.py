@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 import primitives as pr
-from perf.calls import Operands, random, statistics
+from perf.calls import EPS, Operands, random, statistics
 from perf.ops.dropout import SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import DROPOUT_P, EPS, FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
 from primitives.ops.add_layer_norm import add_layer_norm_p
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = Tr
         weight, number = torch.empty(x.shape[-1], dtype=x.dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
         tensors: Any = (*[x] * 6, *[weight] * 4)
         operands = AddLayerNorm(*tensors, seed=torch.empty((), dtype=torch.int64))
-        derived = {"s": x, "y_dtype": x.dtype, "mean": number, "rstd": number, "eps": EPS}
+        derived = {"s": x, "y_dtype": x.dtype, "mean": number, "rstd": number}
     absent = [
         *["seed"] * (not workload.masked),
         *["bias", "bias_dot"] * (not centered),

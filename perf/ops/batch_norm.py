@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 import primitives as pr
-from perf.calls import Operands, random, statistics
+from perf.calls import EPS, Operands, random, statistics
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_samples
-from perf.ops.workload import EPS, FIRST_ORDER, KERNEL_MODES, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -166,7 +166,7 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
         "backward": ("eval_bwd", (), (True, True, True, has_all, has_all)),
         "jvp": ("eval_jvp", absent, None),
     }
-    return operands.steps(list(steps.values()) if has_all else [steps[mode]], None if is_drawn else {"eps": EPS})
+    return operands.steps(list(steps.values()) if has_all else [steps[mode]], None if is_drawn else {})
 
 
 _CHANNEL_ABSENT = [(), ("bias",), ("weight",), ("weight", "bias")]

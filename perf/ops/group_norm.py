@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perf.calls import EPS
 from perf.ops._norm_steps import norm_calls
 from perf.ops.layer_norm import LAYER_NORM, LayerNorm
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import EPS, FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
     from torch import Tensor

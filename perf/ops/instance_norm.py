@@ -6,9 +6,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM
 from perf.ops.samples import Sample, make_samples
-from perf.ops.workload import EPS, Workload
+from perf.ops.workload import Workload
 from primitives._group_norms import pure_instance_norm
 
 if TYPE_CHECKING:

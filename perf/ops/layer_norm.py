@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from perf.calls import Operands, random, statistics
+from perf.calls import EPS, Operands, random, statistics
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import EPS, FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from perf.calls import EPS
 from perf.ops.layer_norm import LAYER_NORM, row_norm_calls
 from perf.ops.record import passes_of
-from perf.ops.workload import EPS, FIRST_ORDER, Workload, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,6 @@ KERNEL_MODES = ("forward", "backward", "jvp", "hvp", "double_backward")
 MODES = (*KERNEL_MODES, "backward_of_jvp", "forward_backward", "training_step")
 FIRST_ORDER = MODES[:3]
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-EPS = 1e-5
 # Probability of zero of the dropouts that are measured.
 DROPOUT_P = 0.1
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import primitives as pr
-from perf.ops.workload import EPS
+from perf.calls import EPS
 from perf.workloads import COMPILED, FLEX, LIBRARIES, OURS, SDPA_BACKENDS, TUNED
 
 if TYPE_CHECKING:

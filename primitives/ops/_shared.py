@@ -182,14 +182,19 @@ def output_axes(op: Primitive, primals: Any) -> Any:
     return axes if len(axes) > 1 else 0
 
 
-def batch_all(counter: str, *ops: Primitive) -> None:
-    """Give `ops` a vmap rule: the batch is the first axis of every tensor, and `counter` counts or numbers one more."""
+def batch_all(*ops: Primitive, counter: str | None = None) -> None:
+    """Give `ops` a vmap rule: the batch is the first axis of every tensor.
+
+    The argument `counter`, if there is one, counts axes or numbers one of them: with the batch, one more.
+    """
     for op in ops:
 
         @op.def_vmap
         def rule(batch: BatchInfo, primals: Any, op: Primitive = op) -> tuple[Any, Any]:
             folded = fold_batch(batch, primals, op.spec.tensors)
-            return op(*folded._replace(**{counter: getattr(primals, counter) + 1})), output_axes(op, primals)
+            if counter is not None:
+                folded = folded._replace(**{counter: getattr(primals, counter) + 1})
+            return op(*folded), output_axes(op, primals)
 
 
 def batch_rows(*ops: Primitive) -> None:

@@ -188,7 +188,7 @@ def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch multiplies the channels.
 
-batch_all("batch_ndim", batch_norm_bwd_p, batch_norm_jvp_p)
+batch_all(batch_norm_bwd_p, batch_norm_jvp_p, counter="batch_ndim")
 
 
 def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive = batch_norm_p) -> tuple[Any, Any]:

@@ -166,4 +166,4 @@ def _batch_norm_eval_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch multiplies the channels.
 
-batch_all("batch_ndim", batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p)
+batch_all(batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, counter="batch_ndim")

@@ -169,4 +169,4 @@ norm_second_order(batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_pairing_p, batc
 
 # Batching: the batch multiplies the channels.
 
-batch_all("batch_ndim", batch_norm_pairing_p, batch_norm_bwd_jvp_p)
+batch_all(batch_norm_pairing_p, batch_norm_bwd_jvp_p, counter="batch_ndim")

@@ -211,7 +211,7 @@ def _cross_entropy_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
 
 # Batching: the batch is one more axis beside that of the classes.
 
-batch_all("dim", cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_fwd_jvp_p)
+batch_all(cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_fwd_jvp_p, counter="dim")
 
 
 # Labels.

@@ -139,4 +139,4 @@ def _cross_entropy_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tenso
     )
 
 
-batch_all("dim", cross_entropy_bwd_jvp_p)
+batch_all(cross_entropy_bwd_jvp_p, counter="dim")

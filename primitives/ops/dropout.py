@@ -74,4 +74,4 @@ def _dropout_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 
 # Samples that share a seed count their elements alike, and so share their noise.
-batch_all("batch_ndim", dropout_p)
+batch_all(dropout_p, counter="batch_ndim")

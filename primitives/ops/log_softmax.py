@@ -98,7 +98,7 @@ def _log_softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
 
 # Batching: the batch is one more axis that the sum does not run over.
 
-batch_all("dim", log_softmax_p, log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_fwd_jvp_p)
+batch_all(log_softmax_p, log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_fwd_jvp_p, counter="dim")
 
 
 log_softmax_p.def_autocast("cuda")(output_in_float32)

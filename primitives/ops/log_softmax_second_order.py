@@ -92,4 +92,4 @@ output_second_order(log_softmax_bwd_p, log_softmax_jvp_p, log_softmax_pairing_p,
 
 # Batching: the batch is one more axis that the sum does not run over.
 
-batch_all("dim", log_softmax_pairing_p, log_softmax_bwd_jvp_p)
+batch_all(log_softmax_pairing_p, log_softmax_bwd_jvp_p, counter="dim")

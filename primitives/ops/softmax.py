@@ -197,6 +197,7 @@ output_second_order(softmax_bwd_p, softmax_jvp_p, softmax_pairing_p, softmax_bwd
 
 # Batching: the batch is one more axis that the sum does not run over.
 
-batch_all("dim", softmax_p, softmax_bwd_p, softmax_jvp_p, softmax_fwd_jvp_p, softmax_pairing_p, softmax_bwd_jvp_p)
+batch_all(softmax_p, softmax_bwd_p, softmax_jvp_p, softmax_fwd_jvp_p, counter="dim")
+batch_all(softmax_pairing_p, softmax_bwd_jvp_p, counter="dim")
 
 softmax_p.def_autocast("cuda")(output_in_float32)
