@@ -102,11 +102,12 @@ def dot(terms: Terms, v: Tensor, dim: int, smoothing: float) -> Tensor:
     return total + smoothing / v.shape[dim] * v.sum(dim, keepdim=True) if smoothing else total
 
 
-def target_sum(terms: Terms, dim: int, smoothing: float) -> Tensor | float:
-    """Sum of t; of rows with labels, which are kept, it is 1."""
+def of_target(factor: Any, terms: Terms, dim: int, smoothing: float) -> Any:
+    """The product of `factor` and the sum of t; of rows with labels, which are kept, that is 1."""
     if terms.has_labels:
-        return 1.0
-    return (1.0 - smoothing) * terms.target.sum(dim, keepdim=True) + smoothing
+        # A product by the number 1 is a tensor that no compiler has seen, below three levels of forward mode.
+        return factor
+    return factor * ((1.0 - smoothing) * terms.target.sum(dim, keepdim=True) + smoothing)
 
 
 def scaled_target(factor: Tensor | float, terms: Terms, dim: int, smoothing: float) -> Tensor:
@@ -128,7 +129,7 @@ def per_row(bar: Tensor | None, terms: Terms, dim: int, *, of_loss: bool) -> Ten
 @cross_entropy_p.def_reference
 def _cross_entropy_reference(x: Tensor, target: Tensor, dim: int, smoothing: float) -> tuple[Tensor, Tensor]:
     terms = terms_of(x, target, dim)
-    loss = terms.log_sum * target_sum(terms, dim, smoothing) - dot(terms, terms.shifted, dim, smoothing)
+    loss = of_target(terms.log_sum, terms, dim, smoothing) - dot(terms, terms.shifted, dim, smoothing)
     if terms.kept is not None:
         loss = torch.where(terms.kept, loss, 0.0)
     return loss.squeeze(dim), terms.lse.squeeze(dim)
@@ -151,7 +152,7 @@ def _cross_entropy_bwd_reference(
     log_p = terms.shifted - terms.log_sum
     x_bar, target_bar = unwanted(x), unwanted(x)
     if wanted[0]:
-        x_bar = (u * target_sum(terms, dim, smoothing) + v) * log_p.exp()
+        x_bar = (of_target(u, terms, dim, smoothing) + v) * log_p.exp()
         x_bar = (x_bar if loss_bar is None else x_bar - scaled_target(u, terms, dim, smoothing)).to(x.dtype)
     if wanted[1] and not terms.has_labels:
         target_bar = ((smoothing - 1.0) * u * log_p).to(target.dtype)
@@ -174,7 +175,7 @@ def _cross_entropy_jvp_reference(
     if x_dot is not None:
         x_dot = x_dot.contiguous().to(terms.lse.dtype)
         lse_dot = (log_p.exp() * x_dot).sum(dim, keepdim=True)
-        loss_dot = lse_dot * target_sum(terms, dim, smoothing) - dot(terms, x_dot, dim, smoothing)
+        loss_dot = of_target(lse_dot, terms, dim, smoothing) - dot(terms, x_dot, dim, smoothing)
         if terms.kept is not None:
             loss_dot = torch.where(terms.kept, loss_dot, 0.0)
     if target_dot is not None:

@@ -29,9 +29,9 @@ from primitives.ops._shared import batch_all, bind_kernels, of_wanted, unwanted
 from primitives.ops.cross_entropy import (
     cross_entropy_bwd_p,
     cross_entropy_jvp_p,
+    of_target,
     per_row,
     scaled_target,
-    target_sum,
     terms_of,
 )
 
@@ -68,16 +68,16 @@ def _cross_entropy_bwd_jvp_reference(
         per_row(bar, terms, dim, of_loss=i % 2 == 0)
         for i, bar in enumerate((loss_bar, lse_bar, loss_bar_dot, lse_bar_dot))
     )
-    log_p, total = terms.shifted - terms.log_sum, target_sum(terms, dim, smoothing)
+    log_p = terms.shifted - terms.log_sum
     p, keep = log_p.exp(), 1.0 - smoothing
-    change = p * (u_dot * total + v_dot)
+    change = p * (of_target(u_dot, terms, dim, smoothing) + v_dot)
     target_change = -keep * u_dot * log_p
     if loss_bar_dot is not None:
         change = change - scaled_target(u_dot, terms, dim, smoothing)
     if x_dot is not None:
         centered = x_dot.contiguous().to(p.dtype)
         centered = centered - (p * centered).sum(dim, keepdim=True)
-        change = change + (u * total + v) * p * centered
+        change = change + (of_target(u, terms, dim, smoothing) + v) * p * centered
         target_change = target_change - keep * u * centered
     if target_dot is not None:
         t_dot = keep * target_dot.contiguous().to(p.dtype)
