@@ -9,6 +9,6 @@ from primitives.ops import cross_entropy_second_order as cross_entropy_second_or
 from primitives.ops import dropout as dropout
 from primitives.ops import layer_norm_second_order as layer_norm_second_order
 from primitives.ops import linear_cross_entropy as linear_cross_entropy
-from primitives.ops import log_softmax_second_order as log_softmax_second_order
+from primitives.ops import log_softmax as log_softmax
 from primitives.ops import philox as philox
 from primitives.ops import softmax as softmax

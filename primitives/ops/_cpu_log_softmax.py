@@ -1,6 +1,6 @@
 """Log-softmax on CPU tensors: ATen's kernels for the value and the vjp, blocks of rows for the rest.
 
-The formulas are those of `log_softmax.py` and `log_softmax_second_order.py`: sums over the axis with p = exp(y).
+The formulas are those of `log_softmax.py`: sums over the axis with p = exp(y).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def row_blocks_along(dim: int, inputs: Sequence[Tensor], outputs: Sequence[Tenso
                 target.copy_(block)
 
 
-def forward(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor | None:
+def fwd(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Tensor | None:
     """By one call of ATen, unless sums are long."""
     if x.numel() == 0:
         return None

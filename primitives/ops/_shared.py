@@ -98,36 +98,6 @@ def output_in_float32(primals: Any) -> Any:
 # Second order.
 
 
-def output_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
-    """Give the first-order operators that keep the output y alone their rules.
-
-    `pairing` is the gradient of <y_bar, y_dot> in y_bar, y and x_dot.
-    """
-    attributes = [name for name in jvp.spec.arguments if name not in jvp.spec.tensors]
-    names = ("y_bar", "y", "x_dot")
-
-    def options(residuals: Any) -> list[Any]:
-        return [getattr(residuals, name) for name in attributes]
-
-    def gradient(y_bar: Tensor, y: Tensor, x_dot: Tensor, residuals: Any, wanted: Any) -> dict[str, Tensor]:
-        mask = [getattr(wanted, name, False) for name in names]
-        bars = pairing(y_bar, y, x_dot, *options(residuals), mask)
-        return dict(compress(zip(names, bars, strict=True), mask))
-
-    @bwd.def_vjp
-    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        return gradient(residuals.y_bar, residuals.y, cotangents.x_bar, residuals, wanted)
-
-    @jvp.def_vjp
-    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-        return gradient(cotangents.y_dot, residuals.y, residuals.x_dot, residuals, wanted)
-
-    @bwd.def_jvp
-    def bwd_tangent(residuals: Any, tangents: Any) -> Tensor:
-        r, t = residuals, tangents
-        return bwd_jvp(r.y_bar, r.y, t.y_bar, t.y, *options(r), r.x_dtype)
-
-
 def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
     """Give the first-order operators of norms their rules; `pairing` is the gradient of <y_bar, y_dot> in all of it."""
     attributes = attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors])

@@ -16,11 +16,11 @@ Both operators are partial derivatives of one scalar, the pairing
 
     L = <y_bar, y_dot> = scale * (sum(y * y_bar * x_dot) - sum(y * y_bar) * sum(y * x_dot))
 
-whose gradient `softmax_pairing_p` returns. With respect to x_dot it is x_bar, to y_bar y_dot, and to y
+whose gradient `softmax_pairing` returns. With respect to x_dot it is x_bar, to y_bar y_dot, and to y
 
     scale * (y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar))
 
-which leads on to x. The jvp of the map, and so of both operators, is `softmax_bwd_jvp_p`:
+which leads on to x. The jvp of the map, and so of both operators, is `softmax_bwd_jvp`:
 
     x_bar_dot = scale * (y * (y_bar_dot - sum(y * y_bar_dot + y_dot * y_bar)) + y_dot * (y_bar - sum(y * y_bar)))
 
@@ -36,17 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core import Primitive, value_and_jvp
+from primitives.core import Primitive
 from primitives.ops import _cpu_softmax as cpu
-from primitives.ops._shared import (
-    accumulation_dtype,
-    batch_all,
-    bind_kernels,
-    masked,
-    output_in_float32,
-    output_second_order,
-    unwanted,
-)
+from primitives.ops._row_maps import RowMap
+from primitives.ops._shared import accumulation_dtype, masked, output_in_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,34 +50,7 @@ softmax_p = Primitive(
     residuals=("y", "x.dtype", "mask.dtype"),
     recomputable=True,
 )
-softmax_bwd_p = Primitive(
-    "softmax_bwd",
-    "(Tensor y_bar, Tensor y, int dim, float scale, ScalarType x_dtype) -> Tensor x_bar",
-    residuals=("y_bar", "y"),
-    decomposable=True,
-)
-softmax_jvp_p = Primitive(
-    "softmax_jvp",
-    "(Tensor x_dot, Tensor y, int dim, float scale) -> Tensor y_dot",
-    residuals=("x_dot", "y"),
-    decomposable=True,
-)
-softmax_fwd_jvp_p = value_and_jvp(softmax_p, softmax_jvp_p)
-softmax_pairing_p = Primitive(
-    "softmax_pairing",
-    "(Tensor y_bar, Tensor y, Tensor x_dot, int dim, float scale, bool[] wanted)"
-    " -> (Tensor y_bar_bar, Tensor output_bar, Tensor x_dot_bar)",
-    decomposable=True,
-)
-softmax_bwd_jvp_p = Primitive(
-    "softmax_bwd_jvp",
-    "(Tensor y_bar, Tensor y, Tensor? y_bar_dot, Tensor? y_dot, int dim, float scale, ScalarType x_dtype)"
-    " -> Tensor x_bar_dot",
-    decomposable=True,
-)
-
-
-# Reference.
+softmax_p.def_autocast("cuda")(output_in_float32)
 
 
 @softmax_p.def_reference
@@ -104,67 +70,28 @@ def _softmax_reference(
     return (weights / total.masked_fill(total == 0.0, 1.0)).to(y_dtype)
 
 
-@softmax_bwd_p.def_reference
-def _softmax_bwd_reference(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch.dtype) -> Tensor:
-    acc = accumulation_dtype(y.dtype)
-    y_bar, y = y_bar.contiguous().to(acc), y.contiguous().to(acc)
-    return (scale * y * (y_bar - (y * y_bar).sum(dim, keepdim=True))).to(x_dtype)
+def _map(v: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
+    """P(v), times scale."""
+    return scale * y * (v - (y * v).sum(dim, keepdim=True))
 
 
-@softmax_jvp_p.def_reference
-def _softmax_jvp_reference(x_dot: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
-    return _softmax_bwd_reference(x_dot, y, dim, scale, y.dtype)
+def _along_y(y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float) -> Tensor:
+    """The part of the gradient of L for y."""
+    total, dot_total = ((y * v).sum(dim, keepdim=True) for v in (y_bar, x_dot))
+    return scale * (y_bar * (x_dot - dot_total) - x_dot * total)
 
 
-@softmax_pairing_p.def_reference
-def _softmax_pairing_reference(
-    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    acc = accumulation_dtype(y.dtype)
-    y_bar_acc, y_acc, x_dot_acc = (t.contiguous().to(acc) for t in (y_bar, y, x_dot))
-    output_bar = unwanted(y)
-    if wanted[1]:
-        total, dot_total = ((y_acc * v).sum(dim, keepdim=True) for v in (y_bar_acc, x_dot_acc))
-        output_bar = (scale * (y_bar_acc * (x_dot_acc - dot_total) - x_dot_acc * total)).to(y.dtype)
-    y_bar_bar = _softmax_bwd_reference(x_dot, y, dim, scale, y_bar.dtype) if wanted[0] else unwanted(y)
-    x_dot_bar = _softmax_bwd_reference(y_bar, y, dim, scale, x_dot.dtype) if wanted[2] else unwanted(y)
-    return y_bar_bar, output_bar, x_dot_bar
+def _of_y_dot(y_bar: Tensor, y: Tensor, y_dot: Tensor, dim: int, scale: float) -> Tensor:
+    """What the tangent of y adds to that of x_bar."""
+    along = y_dot * (y_bar - (y * y_bar).sum(dim, keepdim=True))
+    return scale * (along - y * (y_dot * y_bar).sum(dim, keepdim=True))
 
 
-@softmax_bwd_jvp_p.def_reference
-def _softmax_bwd_jvp_reference(
-    y_bar: Tensor,
-    y: Tensor,
-    y_bar_dot: Tensor | None,
-    y_dot: Tensor | None,
-    dim: int,
-    scale: float,
-    x_dtype: torch.dtype,
-) -> Tensor:
-    acc = accumulation_dtype(y.dtype)
-    y_bar, y = y_bar.contiguous().to(acc), y.contiguous().to(acc)
-    terms = []
-    if y_bar_dot is not None:
-        y_bar_dot = y_bar_dot.contiguous().to(acc)
-        terms.append(y * (y_bar_dot - (y * y_bar_dot).sum(dim, keepdim=True)))
-    if y_dot is not None:
-        y_dot = y_dot.contiguous().to(acc)
-        terms.append(y_dot * (y_bar - (y * y_bar).sum(dim, keepdim=True)))
-        terms.append(-y * (y_dot * y_bar).sum(dim, keepdim=True))
-    return (scale * sum(terms[1:], terms[0])).to(x_dtype, copy=True)
-
-
-# Kernels: Triton's and those for the CPU.
-
-bind_kernels(softmax_p, "softmax", "softmax_fwd", cpu.forward)
-bind_kernels(softmax_bwd_p, "softmax", "softmax_bwd", cpu.bwd)
-bind_kernels(softmax_jvp_p, "softmax", "softmax_jvp", cpu.jvp)
-bind_kernels(softmax_fwd_jvp_p, "softmax", "softmax_fwd_jvp")
-bind_kernels(softmax_pairing_p, "softmax", "softmax_pairing", cpu.pairing)
-bind_kernels(softmax_bwd_jvp_p, "softmax", "softmax_bwd_jvp", cpu.bwd_jvp)
-
-
-# Derivatives.
+# The batch is one more axis that the sum does not run over.
+_derivatives = RowMap(
+    softmax_p, "y", "int dim, float scale", _map, second_order=(_along_y, _of_y_dot), cpu=cpu, counter="dim"
+)
+softmax_bwd_p, softmax_jvp_p = _derivatives.ops["bwd"], _derivatives.ops["jvp"]
 
 
 @softmax_p.def_vjp
@@ -185,19 +112,3 @@ def _softmax_jvp(residuals: Any, tangents: Any) -> Tensor:
         return softmax_jvp_p(x_dot, r.y, r.dim, r.scale)
     u_dot = mask_dot if x_dot is None else r.scale * x_dot + mask_dot
     return softmax_jvp_p(u_dot, r.y, r.dim, 1.0)
-
-
-@softmax_jvp_p.def_jvp
-def _softmax_jvp_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, t = residuals, tangents
-    return softmax_bwd_jvp_p(r.x_dot, r.y, t.x_dot, t.y, r.dim, r.scale, r.y.dtype)
-
-
-output_second_order(softmax_bwd_p, softmax_jvp_p, softmax_pairing_p, softmax_bwd_jvp_p)
-
-# Batching: the batch is one more axis that the sum does not run over.
-
-batch_all(softmax_p, softmax_bwd_p, softmax_jvp_p, softmax_fwd_jvp_p, counter="dim")
-batch_all(softmax_pairing_p, softmax_bwd_jvp_p, counter="dim")
-
-softmax_p.def_autocast("cuda")(output_in_float32)
