@@ -85,3 +85,16 @@ def test_hessian_vector_products_agree(case, device):
     products["double backward"] = torch.autograd.grad((x_bar * x_dot).sum(), leaf)[0]
     for name, product in products.items():
         assert_close(product, expected, order=2, what=name)
+
+
+@every_case
+def test_a_product_of_a_loss_by_a_number(case, device):
+    """Torch makes a float64 tangent of its float32 cotangent."""
+    inputs = case.inputs(case.small, torch.float32, device)
+    x, x_dot = inputs["x"], like(inputs["x"], seed=3)
+
+    def loss(x):
+        return (0.5 * case.of(["x"], inputs, case.small)(x).sin().sum()).exp()
+
+    product = jvp(grad(loss), (x,), (x_dot,))[1]
+    assert_close(product.float(), grad(lambda x: jvp(loss, (x,), (x_dot,))[1])(x), order=2)

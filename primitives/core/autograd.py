@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from primitives.core.dtypes import has_derivatives
-from primitives.core.errors import DtypeError, ShapeError
+from primitives.core.errors import ShapeError
 from primitives.core.fast_path import FAST_PATH_CPU
 from primitives.core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
 from primitives.core.statistics import refuse_cotangent, refused_tangent
@@ -69,9 +69,9 @@ def tangents_possible() -> bool:
     )
 
 
-def _check_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> bool:
-    """Whether any argument carries a tangent at this level."""
-    dual = False
+def _with_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> tuple[bool, tuple]:
+    """Whether any argument carries a tangent at this level, and the arguments, with tangents of their own dtypes."""
+    dual, mended = False, list(args)
     for name, entry in zip(rules.spec.tensors, tensors, strict=True):
         values = entry if isinstance(entry, list) else (entry,)
         for i, value in enumerate(values):
@@ -80,11 +80,13 @@ def _check_tangents(rules: RuleTable, args: tuple, tensors: Sequence[Any]) -> bo
                 continue
             dual = True
             if tangent.dtype != primal.dtype:
-                raise DtypeError(
-                    f"{rules.spec.name}: the tangent of {rules.label(name, i, args)} must have the dtype of its "
-                    f"primal, {primal.dtype}, got {tangent.dtype}."
-                )
-    return dual
+                # Torch makes a float64 tangent of a loss times a number, and hands it down to what the loss is of.
+                # It makes a dual of no expanded tensor.
+                pair = primal.contiguous(), tangent.to(primal.dtype).contiguous()
+                exact = torch._VF._make_dual(*pair, level=0)  # type: ignore[attr-defined] - no stub
+                at = rules.spec.arguments.index(name)
+                mended[at] = [*mended[at][:i], exact, *mended[at][i + 1 :]] if isinstance(entry, list) else exact
+    return dual, tuple(mended)
 
 
 @contextlib.contextmanager
@@ -323,7 +325,7 @@ def autograd_kernel(rules: RuleTable) -> Callable:
         reverse = is_grad_enabled() and any_requires_grad(*args)
         # In plain code eager `forward_ad` alone makes tangents.
         tangents = forward_ad._current_level >= 0 if keyset is FAST_PATH_CPU else tangents_possible()
-        forward = tangents and _check_tangents(rules, args, get_tensors(args))
+        forward, args = _with_tangents(rules, args, get_tensors(args)) if tangents else (False, args)
         if not (reverse or forward):
             with below_autograd():
                 return on_cpu(*args) if keyset is FAST_PATH_CPU else redispatch(keyset, *args)

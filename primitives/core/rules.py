@@ -163,10 +163,6 @@ class RuleTable:
         """Positions of the outputs (in a list of outputs, of its elements) that are constants to every derivative."""
         return self.spec.state_positions
 
-    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
-        """What errors call the tensor `index` of the argument `name` of the call `args`."""
-        return f"{name}[{index}]" if name in self.spec.lists else name
-
     def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
         """Whether a missing vjp rule is replaced by the decomposition at the call, not in the backward pass."""
         return False

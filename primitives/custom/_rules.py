@@ -229,10 +229,6 @@ class Rules(RuleTable):
         """Those that output_differentiability marks."""
         return self.structures[args[1]].results.constants
 
-    def label(self, name: str, index: int, args: Sequence[Any]) -> str:
-        """Key path of an input."""
-        return self.structures[args[1]].label(index)
-
     def is_decomposed_at_once(self, args: Sequence[Any]) -> bool:
         """Where no kernel gives the value: a reference that draws random numbers must not be run again for them."""
         return not self.has_kernel_for(args[0][0].device.type)
