@@ -98,7 +98,12 @@ def check_jvp(case: Op, sample: Sample, inputs: dict[str, Tensor | None], names:
 
 
 def second_derivatives(
-    function: Callable[..., Tensor], primals: Sequence[Tensor], dots: Sequence[Tensor], y_bar: Tensor, y_bar_dot: Tensor
+    case: Op,
+    function: Callable[..., Tensor],
+    primals: Sequence[Tensor],
+    dots: Sequence[Tensor],
+    y_bar: Tensor,
+    y_bar_dot: Tensor,
 ) -> Iterator[tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Name of each way to compose two modes, its results, and the inputs that these are the derivatives of."""
     primals, dots = tuple(primals), tuple(dots)
@@ -115,6 +120,10 @@ def second_derivatives(
     yield "jvp of vjp, y_bar fixed", torch.func.jvp(lambda *p: vjp_of(y_bar, *p), primals, dots)[1], primals
     primal_bars, dot_bars = torch.func.vjp(jvp_of, primals, dots)[1](y_bar)
     yield "vjp of jvp", (*primal_bars, *dot_bars), (*primals, *dots)
+    if case.jvp.has_rule("jvp"):
+        # Tangents that have tangents, as behind another function; of one alone, nestings take it.
+        y_dot_dot = torch.func.jvp(jvp_of, (primals, dots), (dots, primals))[1]
+        yield "jvp of jvp", (y_dot_dot,), (y_bar,)
 
 
 def directions(case: Op, sample: Sample, inputs: dict[str, Any], names: Sequence[str]) -> tuple:
@@ -135,7 +144,9 @@ def true_second_derivatives(
     primals, dots, *bars = directions(case, sample, inputs, names)
     wide = ([value.double() for value in values] for values in (primals, dots, bars))
     wide_primals, wide_dots, wide_bars = wide
-    return list(second_derivatives(case.of(names, inputs, sample, true=True), wide_primals, wide_dots, *wide_bars))
+    return list(
+        second_derivatives(case, case.of(names, inputs, sample, true=True), wide_primals, wide_dots, *wide_bars)
+    )
 
 
 def check_second_order(
@@ -150,7 +161,7 @@ def check_second_order(
     inputs = case.inputs(sample, dtype, device)
     primals, dots, y_bar, y_bar_dot = directions(case, sample, inputs, names)
     with CallRecorder() as recorder:
-        ours = list(second_derivatives(case.of(names, inputs, sample), primals, dots, y_bar, y_bar_dot))
+        ours = list(second_derivatives(case, case.of(names, inputs, sample), primals, dots, y_bar, y_bar_dot))
     theirs = true_second_derivatives(case, sample, dtype, device, tuple(names))
     # Through dtype= derivatives pass the coarser of two dtypes, and through what an operator rounds that of its output.
     narrow = [y_bar.dtype] if "dtype" in dict(sample.options) or not case.rounds_once else []
