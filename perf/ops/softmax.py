@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from perf.ops.log_softmax import LOG_SOFTMAX, LogSoftmax, softmax_calls
+from perf.calls import random
+from perf.ops._row_maps import LAYOUTS, RowMapOperands, row_map
+from perf.ops.log_softmax import OF_CURVATURE
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
 
@@ -38,32 +37,30 @@ def _true_softmax(
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax(LogSoftmax):
+class Softmax(RowMapOperands):
     """Operands of softmax."""
 
     MODULES: ClassVar = ("softmax",)
+    OUTPUT: ClassVar = staticmethod(torch.softmax)
 
+    output_dtype: torch.dtype | None = None
     mask: Tensor | None = None
     scale: float = 1.0
 
     @classmethod
-    def draw(
-        cls,
-        shape: Sequence[int],
-        dim: int,
-        dtype: torch.dtype = torch.float32,
-        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
-    ) -> Softmax:
-        """Random operands in some layout, with neither mask nor scale."""
-        drawn: Any = super().draw(shape, dim, dtype, arrange)
-        return drawn.change(y=drawn.y.exp())
+    def of(cls, workload: Workload, is_drawn: bool) -> Any:
+        """With a mask and a scale where the workload is masked."""
+        operands = super().of(workload, is_drawn)
+        if not workload.masked:
+            return operands
+        mask = random(*workload.shape) > 0 if is_drawn else operands.x.new_empty(workload.shape, dtype=torch.bool)
+        return operands.change(mask=mask, scale=0.7)
 
 
-SOFTMAX = dataclasses.replace(
-    LOG_SOFTMAX,
-    name="softmax",
+SOFTMAX = row_map(
+    "softmax",
+    Softmax,
     call=_call,
-    function=None,
     torch_function=_torch_softmax,
     truth=_true_softmax,
     arguments=("x", "mask"),
@@ -82,7 +79,7 @@ SOFTMAX = dataclasses.replace(
             ((9,), make_options(dim=0)),
         ],
         absent=[(), ("mask",)],
-        layouts=["contiguous", "transposed", "sliced", "expanded"],
+        layouts=LAYOUTS,
     ),
     small=Sample((2, 3, 2), make_options(dim=1, scale=0.7)),
     tiny=Sample((1, 3), make_options(dim=1, scale=0.7)),
@@ -107,7 +104,7 @@ SOFTMAX = dataclasses.replace(
     cpu_workloads=(Workload("attention rows", "softmax", (2048, 1024), dtype="float32"),),
     other_workloads=(
         unnamed("softmax", (32768, 1024), masked=True, modes=FIRST_ORDER),
-        unnamed("softmax", (8192, 4096), modes=("backward_of_jvp", "x_only", "gradient_backward")),
+        unnamed("softmax", (8192, 4096), modes=OF_CURVATURE),
         unnamed("softmax", (8192, 4097), masked=True),
         unnamed("softmax", (2048, 65536), masked=True, modes=FIRST_ORDER),
         unnamed("softmax", (512, 512), "float64", masked=True),
@@ -121,5 +118,5 @@ SOFTMAX = dataclasses.replace(
         (unnamed("softmax", (64, 131072), masked=True), (63, 80)),
         (unnamed("softmax", (16, 21, 64, 64), dim=1, masked=True), (15, 32)),
     ),
-    calls=functools.partial(softmax_calls, kind=Softmax),
+    rounds_between=True,
 )

@@ -1,0 +1,148 @@
+"""Records of maps along one dim that have no parameters: what all of them are tested and compiled on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from perf.calls import Operands, random
+from perf.ops.record import STEPS, Op
+from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call, Step
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+# Beside the suite's modes: the pairing with some of its results and with all.
+_WANTED = {
+    "double_backward": (True, True, False),
+    "backward_of_jvp": (False, True, True),
+    "x_only": (True, True, True),
+    "gradient_backward": (False, True, False),
+    "all_results": (True, True, True),
+}
+# Rows that are held and swept, some by several programs, odd ones, and rows across which tiles run.
+_SIZES = ((8192, 1000), (8192, 4096), (8192, 4097), (2048, 128256), (64, 128256))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowMapOperands(Operands):
+    """Operands of a map along `dim`; its derivatives take its output `y`, or x and what `derived` adds."""
+
+    # y of x and dim, in plain torch.
+    OUTPUT: ClassVar[Callable[..., Tensor]]
+
+    x: Tensor
+    y: Tensor
+    y_bar: Tensor
+    x_dot: Tensor
+    y_bar_dot: Tensor | None
+    y_dot: Tensor | None
+    dim: int
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> Any:
+        """Random operands in some layout."""
+        x, *others = (random(*shape, dtype=torch.float64, seed=seed) for seed in (0, *range(2, 6)))
+        y = cls.OUTPUT(random(*shape, dtype=torch.float64, seed=1), dim)
+        return cls(*(arrange(tensor.to(dtype)) for tensor in (x, y, *others)), dim=dim)
+
+    @classmethod
+    def of(cls, workload: Workload, is_drawn: bool) -> Any:
+        """Operands of a workload, on random numbers or on tensors that nobody touches."""
+        x, dim = workload.empty(), workload.dim % len(workload.shape)
+        return cls.draw(x.shape, dim, x.dtype) if is_drawn else cls(*(x,) * 6, dim=dim)
+
+    def derived(self) -> dict[str, Any]:
+        """The dtype of x."""
+        return {"x_dtype": self.x.dtype}
+
+
+def row_map(
+    name: str,
+    operands: type[RowMapOperands],
+    shapes: Sequence[tuple] = (),
+    statistics: Sequence[str] = (),
+    **parts: Any,
+) -> Op:
+    """The record of a map along the option `dim`, whose `call` and `truth` are given, with what else it has of its own.
+
+    Args:
+        name: As of `Op`.
+        operands: Of the launchers.
+        shapes: Of more samples, and their options.
+        statistics: What the launchers of derivatives take of each row.
+        **parts: As of `Op`.
+    """
+
+    def calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+        steps: dict[str, Sequence[Step]] = {
+            "forward": [("fwd", (), None)],
+            "backward": [("bwd", (), None)],
+            "jvp": [("fwd_jvp", (), None), ("jvp", (), None)],
+            "hvp": [("bwd_jvp", absent, None) for absent in (("y_bar_dot",), ())],
+            **{mode: [("pairing", (), wanted)] for mode, wanted in _WANTED.items()},
+        }
+        of_call = operands.of(workload, is_drawn)
+        if is_drawn:
+            return of_call.steps(steps[mode])
+        number = torch.empty_like(of_call.x.select(of_call.dim, 0), dtype=workload.statistic_dtype)
+        return of_call.steps(steps[mode], {"x_dtype": of_call.x.dtype, **dict.fromkeys(statistics, number)})
+
+    all_shapes = [
+        ((13, 31), make_options(dim=0)),
+        ((0, 5), make_options(dim=1)),
+        ((1, 1), make_options(dim=-1)),
+        ((3, 257), make_options(dim=1)),
+        ((2, 5, 3, 4), make_options(dim=1)),
+        ((9,), make_options(dim=0)),
+        *shapes,
+    ]
+    given: dict[str, Any] = {
+        "arguments": ("x",),
+        "differentiable": ("x",),
+        "samples": make_samples(all_shapes, [()], LAYOUTS),
+        "small": Sample((2, 3, 2), make_options(dim=1)),
+        "tiny": Sample((1, 3), make_options(dim=1)),
+        "large": (
+            Sample((3, 8195), make_options(dim=1)),
+            Sample((3, 66_000), make_options(dim=1)),
+            Sample((8200, 17), make_options(dim=0)),
+        ),
+        "not_kept": ("x",),
+        "small_workloads": (
+            Workload("rows", name, (6, 20), dtype="float32"),
+            Workload("inner", name, (4, 20, 5), dtype="float32", dim=1),
+        ),
+        "gpu_workloads": (),
+        "other_workloads": (
+            *(unnamed(name, sizes) for sizes in _SIZES),
+            unnamed(name, (512, 512), "float64"),
+            unnamed(name, (16, 5000, 96), "float32", dim=1, modes=FIRST_ORDER),
+        ),
+        "resized": (
+            (unnamed(name, (4096, 4096)), (4095, 1008)),
+            (unnamed(name, (1024, 128256)), (1023, 400)),
+            (unnamed(name, (64, 128256)), (63, 80)),
+            (unnamed(name, (16, 21, 64, 64), dim=1), (15, 32)),
+        ),
+        "calls": calls,
+        "modes": (*KERNEL_MODES, *(mode for mode in _WANTED if mode not in KERNEL_MODES)),
+        "options": lambda workload: {"dim": workload.dim},
+        # It keeps y and not x: the cotangent of y goes on to x.
+        "steps": {**STEPS, "double_backward": ("double_backward", "backward")},
+    }
+    return Op(name, **{**given, **parts})
