@@ -13,6 +13,7 @@ from primitives.core.trees.leaves import map_tensors
 from primitives.core.write_back import write_back
 from primitives.ops._shared import weight_beside
 from primitives.ops.batch_norm_eval import batch_norm_eval_p
+from primitives.ops.group_norm_silu import group_norm_silu_p
 from primitives.ops.layer_norm import layer_norm_p
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def group_norm(
             For a pytree `input`, a tensor or a tree prefix of it.
         bias: Shift `b`, like `weight`, and in its dtype. `None` means 0.
         eps: Added to the variance, in the unit of `input` squared.
-        activation: `"silu"` for `y * sigmoid(y)` in the place of `y`, as between the layers of a U-Net. `None` for
-            none.
+        activation: `"silu"` for `y * sigmoid(y)` in the place of `y`, as between the layers of a U-Net, fused with the
+            norm. `None` for none.
         namespace: optree namespace of custom pytree nodes.
 
     Returns:
@@ -64,7 +65,7 @@ def group_norm(
 
     Derivatives:
         Forward and reverse mode, to any order, in `input`, `weight` and `bias`. Reverse mode keeps `input`, `weight`
-        and, per group of a sample, mean and reciprocal standard deviation.
+        and, per group of a sample, mean and reciprocal standard deviation; with an activation `bias` too.
 
     Numerics:
         Accumulated in float32 (float64 for float64 `input`), the variance from centered values. A constant group gives
@@ -101,9 +102,11 @@ def _group_norm(
     sizes = num_groups, channels // num_groups
     groups = x.reshape(samples, *sizes, math.prod(x.shape[2:]))
     weight, bias = (None if p is None else p.reshape(sizes) for p in (weight, bias))
-    y = _in_shape(layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, True)[0], x)
-    if activation is not None:
-        y = torch.nn.functional.silu(y)
+    if activation is None:
+        out = layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, True)
+    else:
+        out = group_norm_silu_p(groups, weight, bias, 0, eps)
+    y = _in_shape(out[0], x)
     if x.dim() in (4, 5) and x.stride(1) == 1 and not x.is_contiguous():
         # Not by a memory format, of which vmap has no notion.
         y = y.movedim(1, -1).contiguous().movedim(-1, 1)

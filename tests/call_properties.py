@@ -202,7 +202,11 @@ def with_its_statistics(call: Call, args: list) -> list:
         return [true + 0 * arg if n == "lse" else arg for n, arg in zip(call.names, args, strict=True)]
     if "rstd" not in options:
         return args
-    x, norm_ndim = options["x" if "x" in options else "s"], options.get("norm_ndim")
+    # Groups of channels have the last two axes.
+    x, norm_ndim = (
+        options["x" if "x" in options else "s"],
+        options.get("norm_ndim", 2 if "group" in str(call) else None),
+    )
     axes = [i for i in range(x.dim()) if i != 1] if norm_ndim is None else list(range(-norm_ndim, 0))
     variance, mean = torch.var_mean(x, axes, correction=0)
     if not options.get("centered", True):

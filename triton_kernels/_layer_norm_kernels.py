@@ -6,6 +6,12 @@ With `x_hat = (x - mean) * rstd` and `P(v) = rstd * (v - mean(v) - x_hat * mean(
     jvp             y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
     vjp             x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
 
+With `SILU`, z = x_hat * weight + bias goes through silu(z) = z * sigmoid(z), as after a group norm:
+
+    y = silu(z),    y_dot = silu'(z) * z_dot,    and silu'(z) * y_bar in the place of y_bar,
+
+with z computed anew from x, the statistics and the parameters, so that nothing else is kept.
+
 RMS norm is layer norm without means but those of products. Its kernels have None for the mean, and `nothing()` in the
 place of every sum of a tile that is no product.
 """
@@ -22,7 +28,7 @@ import triton.language as tl
 from triton_kernels._runtime import batch_independent_jit, cast
 from triton_kernels.rows import row_op
 from triton_kernels.sums import row_sums_op
-from triton_kernels.tiles import add_tiles, nothing, sums_of
+from triton_kernels.tiles import add_tiles, exponential, nothing, sums_of
 
 
 @triton.jit
@@ -58,6 +64,17 @@ def project(v, x_hat, rstd, v_mean, v_x_hat_mean):
     if v_mean.type.is_block():
         v = v - v_mean
     return rstd * (v - x_hat * v_x_hat_mean)
+
+
+@triton.jit
+def silu_of(x_hat, weight, bias):
+    """SiLU of `x_hat * weight + bias`, and its derivative there."""
+    z = x_hat * weight if weight.type.is_block() else x_hat
+    if bias.type.is_block():
+        z = z + bias
+    share = 1.0 / (1.0 + exponential(-z))
+    y = z * share
+    return y, share + y * (1.0 - share)
 
 
 # Forward: x, and for the tangent of y as well x_dot. The sums are mean and rstd, and the two means of x_dot.
@@ -179,6 +196,11 @@ def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 
 @triton.jit
+def _fwd_emit_silu(x, p, r, s, mask, num_cols: tl.constexpr):
+    return _emitted(x, p, s, None, True)
+
+
+@triton.jit
 def _fwd_emit_from_float16(x, p, r, s, mask, num_cols: tl.constexpr):
     return _emitted(x, p, s, tl.float16)
 
@@ -189,8 +211,8 @@ def _fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols: tl.constexpr):
 
 
 @triton.jit
-def _emitted(x, p, s, ROUNDED: tl.constexpr):
-    """The value, of x_hat rounded to `ROUNDED` if that is not None, and the tangent."""
+def _emitted(x, p, s, ROUNDED: tl.constexpr, SILU: tl.constexpr = False):
+    """The value, of x_hat rounded to `ROUNDED` if that is not None, or through SiLU, and the tangent."""
     x_hat = (x[0] - s[0] if s[0].type.is_block() else x[0]) * s[1]
     y_dot = nothing()
     if x[1].type.is_block():
@@ -199,12 +221,17 @@ def _emitted(x, p, s, ROUNDED: tl.constexpr):
             y_dot = y_dot * p[0]
     y_dot = with_param_dots(y_dot, x_hat, p[2], p[3])
     y = x_hat
-    if ROUNDED is not None:
-        y = cast(cast(y, ROUNDED), y.dtype)
-    if p[0].type.is_block():
-        y = y * p[0]
-    if p[1].type.is_block():
-        y = y + p[1]
+    if SILU:
+        y, slope = silu_of(x_hat, p[0], p[1])
+        if y_dot.type.is_block():
+            y_dot = y_dot * slope
+    else:
+        if ROUNDED is not None:
+            y = cast(cast(y, ROUNDED), y.dtype)
+        if p[0].type.is_block():
+            y = y * p[0]
+        if p[1].type.is_block():
+            y = y + p[1]
     return y, y_dot
 
 
@@ -230,11 +257,13 @@ def layer_norm_fwd_kernel(
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, ROUNDED: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Normalize rows: y, mean and rstd; and the tangent of y where there is memory for it.
 
-    With `ROUNDED`, y takes x_hat in the dtype of y, float16 or bfloat16.
+    With `ROUNDED`, y takes x_hat in the dtype of y, float16 or bfloat16; with `SILU` it goes through SiLU instead.
     """
+    PLAIN: tl.constexpr = _fwd_emit_silu if SILU else _fwd_emit
     CENTERED: tl.constexpr = mean_ptr is not None
     HALF: tl.constexpr = _fwd_emit_from_float16 if y_ptr.dtype.element_ty == tl.float16 else _fwd_emit_from_bfloat16
     row_op(
@@ -245,7 +274,7 @@ def layer_norm_fwd_kernel(
         (), 0, (y_ptr, y_dot_ptr), (out_segment_stride, out_row_stride, out_col_stride),
         (mean_ptr, rstd_ptr, None, None),
         parts_ptr, num_splits, num_rows,
-        HALF if ROUNDED else _fwd_emit, (0.0, 0.0) if x_dot_ptr is None else (0.0, 0.0, 0.0, 0.0), num_cols, DTYPE,
+        HALF if ROUNDED else PLAIN, (0.0, 0.0) if x_dot_ptr is None else (0.0, 0.0, 0.0, 0.0), num_cols, DTYPE,
         AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
         STATS=_fwd_stats if CENTERED else _rms_stats, ANCHOR=_fwd_anchor if CENTERED else None,
         FOLD=_fwd_fold if CENTERED else _rms_fold, MERGE=_fwd_merge if CENTERED else _rms_merge,
@@ -272,28 +301,35 @@ def _jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return (with_param_dots(y_dot, x_hat, p[1], p[2]),)
 
 
+@triton.jit
+def _jvp_emit_silu(x, p, r, s, mask, num_cols: tl.constexpr):
+    _, slope = silu_of(x_hat_of(x[0], r[0], r[1], mask), p[0], p[3])
+    return (_jvp_emit(x, p, r, s, mask, num_cols)[0] * slope,)
+
+
 @batch_independent_jit
 def layer_norm_jvp_kernel(
     x_ptr, x_segment_stride, x_row_stride, x_col_stride,
     x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride,
+    weight_ptr, weight_stride, weight_dot_ptr, weight_dot_stride, bias_dot_ptr, bias_dot_stride, bias_ptr, bias_stride,
     mean_ptr, rstd_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride,
     parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Tangent of rows."""
+    """Tangent of rows, of those through SiLU with `SILU`."""
     row_op(
         (x_ptr, x_dot_ptr),
         ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
-        (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
+        (weight_ptr, weight_dot_ptr, bias_dot_ptr, bias_ptr),
+        (weight_stride, weight_dot_stride, bias_dot_stride, bias_stride),
         (mean_ptr, rstd_ptr), 2, (y_dot_ptr,), (out_segment_stride, out_row_stride, out_col_stride), (None, None),
         parts_ptr, num_splits, num_rows,
-        _jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_jvp_terms,
-        WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
+        _jvp_emit_silu if SILU else _jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
+        TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        TERMS=_jvp_terms, WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
 
 
@@ -313,6 +349,23 @@ def _bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 
 @triton.jit
+def _through_silu(x, p, r, mask):
+    """The operands with silu'(z) * y_bar in the place of y_bar."""
+    _, slope = silu_of(x_hat_of(x[1], r[0], r[1], mask), p[0], p[1])
+    return x[0] * slope, x[1]
+
+
+@triton.jit
+def _bwd_terms_silu(x, p, r, mask):
+    return _bwd_terms(_through_silu(x, p, r, mask), p, r, mask)
+
+
+@triton.jit
+def _bwd_emit_silu(x, p, r, s, mask, num_cols: tl.constexpr):
+    return _bwd_emit(_through_silu(x, p, r, mask), p, r, s, mask, num_cols)
+
+
+@triton.jit
 def _bwd_columns(x, p, r, s, mask, num_cols: tl.constexpr):
     return x[0] * x_hat_of(x[1], r[0], r[1], mask) if x[1].type.is_block() else nothing(), x[0]
 
@@ -320,23 +373,24 @@ def _bwd_columns(x, p, r, s, mask, num_cols: tl.constexpr):
 @batch_independent_jit
 def layer_norm_x_bar_kernel(
     y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride, weight_ptr, weight_stride,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride, weight_ptr, weight_stride, bias_ptr, bias_stride,
     mean_ptr, rstd_ptr, x_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
     parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Cotangent of rows, without the sums over them."""
     row_op(
         (y_bar_ptr, x_ptr),
         ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
-        (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr,),
+        (weight_ptr, bias_ptr), (weight_stride, bias_stride), (mean_ptr, rstd_ptr), 2, (x_bar_ptr,),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
-        _bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_terms,
-        WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
+        _bwd_emit_silu if SILU else _bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        TERMS=_bwd_terms_silu if SILU else _bwd_terms, WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS,
+        RUN=RUN,
     )  # fmt: skip
 
 
@@ -369,22 +423,28 @@ def _plane_terms(x, p, r, mask):
     return _bwd_columns(x, p, r, (), mask, 1)
 
 
+@triton.jit
+def _plane_terms_silu(x, p, r, mask):
+    return _bwd_columns(_through_silu(x, p, r, mask), p, r, (), mask, 1)
+
+
 @batch_independent_jit
 def layer_norm_planes_kernel(
     y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    x_ptr, x_segment_stride, x_row_stride, x_col_stride, mean_ptr, rstd_ptr, weight_part_ptr, bias_part_ptr,
-    parts_ptr, num_splits, num_rows,
+    x_ptr, x_segment_stride, x_row_stride, x_col_stride, weight_ptr, weight_stride, bias_ptr, bias_stride,
+    mean_ptr, rstd_ptr, weight_part_ptr, bias_part_ptr, parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ALIGN: tl.constexpr, ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MODE: tl.constexpr, SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, PLANES: tl.constexpr, WANTED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, WANTED: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """Cotangents of the parameters of each plane."""
     row_op(
         (y_bar_ptr, x_ptr),
         ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
-        (), (), (mean_ptr, rstd_ptr), 2, (), (0, 0, 1), (weight_part_ptr, bias_part_ptr), parts_ptr, num_splits,
-        num_rows, None, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE,
-        SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_plane_terms,
-        WANTED=WANTED, PLANES=PLANES,
+        (weight_ptr, bias_ptr), (weight_stride, bias_stride), (mean_ptr, rstd_ptr), 2, (), (0, 0, 1),
+        (weight_part_ptr, bias_part_ptr), parts_ptr, num_splits, num_rows, None, (0.0, 0.0), num_cols, DTYPE, AXES,
+        TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
+        TERMS=_plane_terms_silu if SILU else _plane_terms, WANTED=WANTED, GROUPS=GROUPS, RUN=RUN, PLANES=PLANES,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton_kernels import launch
 from triton_kernels._row_launch import Operands, RowSums, add_partial_rows, launch_rows, num_row_parts
@@ -67,14 +68,19 @@ class Planes(NamedTuple):
     num_samples: int
 
     @classmethod
-    def of(cls, operands: Operands, totals: Sequence[Tensor | None]) -> Planes:
-        """Planes of the rows `[*samples, groups, channels, positions]`, for those of the totals that are not None."""
+    def of(cls, operands: Operands, totals: Sequence[Tensor | None], batch_ndim: int) -> Planes:
+        """Planes of the rows `[*samples, groups, channels, positions]`, for those of the totals that are not None.
+
+        A parameter has a number for each of the planes of a sample.
+        """
         tensors = operands.view.tensors
-        *samples, _, channels, _ = next(tensor for tensor in tensors if tensor is not None).shape
-        planes = operands._replace(view=row_view(tensors, 1, None), params={}, groups=1, run=0, planes=channels)
+        *samples, groups, channels, run = next(tensor for tensor in tensors if tensor is not None).shape
+        differ = any(stride for _, stride in operands.params.values())
+        view = row_view(tensors, 1, batch_ndim if differ else None)
+        planes = operands._replace(view=view, groups=groups * channels, run=run, planes=channels)
         wanted = sum(1 << number for number, total in enumerate(totals) if total is not None)
-        sums = RowSums(len(totals), planes.names, wanted.bit_count())
-        if (num_operands := len(planes.given())) <= 2:
+        sums = RowSums(len(totals), (*planes.names, *planes.params), wanted.bit_count())
+        if (num_operands := sum(tensor is not None for tensor in tensors)) <= 2:
             plan = plan_rows(planes, sums)
         else:
             itemsize = next(tensor.element_size() for tensor in tensors if tensor is not None)
@@ -98,7 +104,8 @@ class Planes(NamedTuple):
         parts: Sequence[Tensor | None] | None,
         num_groups: int,
         row_parts: Tensor | None,
-        **statistics: Tensor | None,
+        statistics: Mapping[str, Tensor | None] = MappingProxyType({}),
+        **constants: Any,
     ) -> None:
         """Launch it, and the sums of its results over samples; the arguments are those of `launch_row_sums`.
 
@@ -108,6 +115,6 @@ class Planes(NamedTuple):
         scratch = (*statistics, *outputs) if parts is not None else tuple(statistics)
         given = {**self.operands.statistics, **statistics}
         operands = self.operands._replace(statistics=given, row_outputs=outputs, scratch=scratch)
-        launch_rows(kernel, operands, self.plan, self.sums, (), row_parts, WANTED=self.wanted)
+        launch_rows(kernel, operands, self.plan, self.sums, (), row_parts, WANTED=self.wanted, **constants)
         if parts is not None:
             add_partial_rows(parts, [*totals.values()], num_groups, self.partial_rows()[1])

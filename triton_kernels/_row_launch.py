@@ -129,9 +129,11 @@ class Operands(NamedTuple):
         for name, tensor in zip(self.names, self.view.tensors, strict=True):
             account.load(reads.get(name, 0), **{name: tensor})
         for name, (param, _) in self.params.items():
-            row_bytes = 0 if param is None else self.view.num_cols * param.element_size()
-            # One load serves four columns of a run.
-            row_bytes //= 4 if self.run and self.run % 4 == 0 else 1
+            num_loads = self.view.num_cols
+            if self.run:
+                # One load serves four columns of a run, or a row that has one number.
+                num_loads //= num_loads if self.run == num_loads else 4 if self.run % 4 == 0 else 1
+            row_bytes = 0 if param is None else num_loads * param.element_size()
             account.load_often(name, param, reads.get(name, 0) * param_programs * row_bytes)
         for name, tensor in self.statistics.items():
             nbytes = 0 if tensor is None else tensor.nbytes

@@ -72,8 +72,7 @@ def layer_norm_fwd(
     With `rounded`, x_hat of a float16 or bfloat16 `x` is rounded to its dtype before it is multiplied.
     """
     params = {"weight": weight, "bias": bias, "weight_dot": None, "bias_dot": None}
-    y, mean, rstd, _ = _forward(x, None, params, norm_ndim, batch_ndim, eps, centered, rounded, grouped, False)
-    return y, mean, rstd
+    return forward(x, None, params, norm_ndim, batch_ndim, eps, centered, rounded, grouped, has_tangent=False)[:3]
 
 
 @tunable
@@ -93,10 +92,10 @@ def layer_norm_fwd_jvp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results of `layer_norm_fwd`, and y_dot: x is read once for both; y alone takes a rounded x_hat."""
     params = {"weight": weight, "bias": bias, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    return _forward(x, x_dot, params, norm_ndim, batch_ndim, eps, centered, rounded, grouped, True)
+    return forward(x, x_dot, params, norm_ndim, batch_ndim, eps, centered, rounded, grouped)
 
 
-def _forward(
+def forward(
     x: Tensor,
     x_dot: Tensor | None,
     params: Mapping[str, Tensor | None],
@@ -106,8 +105,11 @@ def _forward(
     centered: bool,
     rounded: bool,
     grouped: bool,
-    has_tangent: bool,
+    *,
+    has_tangent: bool = True,
+    silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Y, mean, rstd and y_dot, with `silu` of what comes out of SiLU."""
     row_shape = x.shape[: x.dim() - norm_ndim]
     y, y_dot = x.new_empty(x.shape), x.new_empty(x.shape if has_tangent else 0)
     rstd = x.new_empty(row_shape, dtype=accumulation_dtype(x.dtype))
@@ -122,7 +124,8 @@ def _forward(
     sums = RowSums(places, ("x", "x_dot"), places if centered else places // 2, num_anchors=int(centered))
     rounded = rounded and x.dtype.itemsize == 2
     with device_guard(x):
-        launch_rows(layer_norm_fwd_kernel, operands, plan_rows(operands, sums), sums, EPS=eps, ROUNDED=rounded)
+        plan = plan_rows(operands, sums)
+        launch_rows(layer_norm_fwd_kernel, operands, plan, sums, EPS=eps, ROUNDED=rounded, SILU=silu)
     return y, mean, rstd, y_dot
 
 
@@ -141,19 +144,37 @@ def layer_norm_jvp(
     grouped: bool = False,
 ) -> Tensor:
     """Tangent of y: `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`."""
+    # A weight multiplies the tangent of x alone.
+    params = {"weight": None if x_dot is None else weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
+    return tangent(x, mean, rstd, x_dot, {**params, "bias": None}, norm_ndim, batch_ndim, centered, grouped)
+
+
+def tangent(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dot: Tensor | None,
+    params: Mapping[str, Tensor | None],
+    norm_ndim: int,
+    batch_ndim: int,
+    centered: bool,
+    grouped: bool,
+    *,
+    silu: bool = False,
+) -> Tensor:
+    """Y_dot, with `silu` of what comes out of SiLU."""
     y_dot = x.new_empty(x.shape)
     if x.numel() == 0:
         return y_dot
-    # A weight multiplies the tangent of x alone, and bias_dot stands alone.
-    takes_x = x_dot is not None or weight_dot is not None
-    params = {"weight": None if x_dot is None else weight, "weight_dot": weight_dot, "bias_dot": bias_dot}
+    # Without SiLU, bias_dot stands alone.
+    takes_x = silu or x_dot is not None or params["weight_dot"] is not None
     statistics = {"mean": mean if takes_x and centered else None, "rstd": rstd if takes_x else None}
     operands = layer_norm_operands({"x": x, "x_dot": x_dot}, params, statistics, norm_ndim, batch_ndim, grouped)
     sums = NO_SUMS if x_dot is None else RowSums(2, ("x", "x_dot"), 2 if centered else 1)
     plan = plan_rows(operands, sums)
     operands = (operands if takes_x else operands.only(["bias_dot"]))._replace(outputs={"y_dot": y_dot})
     with device_guard(x):
-        launch_rows(layer_norm_jvp_kernel, operands, plan, sums)
+        launch_rows(layer_norm_jvp_kernel, operands, plan, sums, SILU=silu)
     return y_dot
 
 
@@ -171,6 +192,25 @@ def layer_norm_bwd(
     grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of x, weight and bias, those of parameters in the dtype of the weight, or of sums without one."""
+    return cotangents(y_bar, x, weight, None, mean, rstd, norm_ndim, batch_ndim, wanted, centered, grouped)
+
+
+def cotangents(
+    y_bar: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    norm_ndim: int,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+    centered: bool,
+    grouped: bool,
+    *,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `layer_norm_bwd` returns, with `silu` of a y that came out of SiLU; that is for groups alone."""
     want_x, *want_params = wanted
     param_shape = (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
     param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
@@ -180,22 +220,16 @@ def layer_norm_bwd(
     if x.numel() == 0:
         return x_bar, weight_bar.zero_(), bias_bar.zero_()
     has_sums, statistics = any(want_params), {"mean": mean if centered else None, "rstd": rstd}
-    # The weight enters x_bar alone.
-    given = (
-        {"y_bar": y_bar, "x": x},
-        {"weight": weight if want_x else None},
-        statistics,
-        norm_ndim,
-        batch_ndim,
-        grouped,
-    )
+    # Without SiLU the weight enters x_bar alone.
+    params = {"weight": weight if want_x or silu else None, "bias": bias}
+    given = ({"y_bar": y_bar, "x": x}, params, statistics, norm_ndim, batch_ndim, grouped)
     operands, itemsize = layer_norm_operands(*given, has_sums=has_sums and not grouped), x.element_size()
     plan = row_plan = None
     if has_sums and not grouped:
         plan = launch.plan_layer_norm_params(*operands.sizes(), itemsize, x.device, operands.is_aligned(itemsize))
     # Of long rows, and of groups, x_bar and the sums are written one after the other.
     is_apart = plan is None or plan.looped
-    rows, sums, swept_size = operands, RowSums(2, ("y_bar", "x", "weight"), 2 if centered else 1), 0
+    rows, sums, swept_size = operands, RowSums(2, ("y_bar", "x", "weight", "bias"), 2 if centered else 1), 0
     if want_x and is_apart:
         rows = layer_norm_operands(*given)._replace(outputs={"x_bar": x_bar})
         row_plan = plan_rows(rows, sums)
@@ -203,15 +237,16 @@ def layer_norm_bwd(
     num_groups = math.prod(x.shape[:batch_ndim])
     planes, plane_size, partial = None, 0, operands.partial_rows(plan)
     if has_sums and grouped:
-        planes = Planes.of(operands.only(["y_bar", *["x"] * (bars[0] is not None)]), bars)
+        taken = ["y_bar", *["x"] * (silu or bars[0] is not None), *["weight", "bias"] * silu]
+        planes = Planes.of(operands.only(taken), bars, batch_ndim)
         plane_size, partial = planes.num_parts(), planes.partial_rows()
     parts, (swept_parts, plane_parts) = sums_scratch(rstd, *partial, bars, num_groups, swept_size, plane_size)
     totals = {"weight_part": bars[0], "bias_part": bars[1]}
     with device_guard(x):
         if row_plan is not None:
-            launch_rows(layer_norm_x_bar_kernel, rows, row_plan, sums, parts=swept_parts)
+            launch_rows(layer_norm_x_bar_kernel, rows, row_plan, sums, parts=swept_parts, SILU=silu)
         if planes is not None:
-            planes.launch(layer_norm_planes_kernel, totals, parts, num_groups, plane_parts)
+            planes.launch(layer_norm_planes_kernel, totals, parts, num_groups, plane_parts, SILU=silu)
         if plan is not None:
             has_x_bar = want_x and not is_apart
             taken = ["y_bar", *["x"] * (has_x_bar or bars[0] is not None), *["weight"] * has_x_bar]

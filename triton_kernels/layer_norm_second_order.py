@@ -182,17 +182,17 @@ def _launch(
     stat_sizes = (0 if mean is None else num_stats, num_stats)
     planes, plane_size, partial = None, 0, operands.partial_rows(plan)
     if of_sums and grouped:
-        planes = Planes.of(operands.only(sums_take), totals)
+        planes = Planes.of(operands.only(sums_take), totals, batch_ndim)
         plane_size, partial = planes.num_parts(), planes.partial_rows()
     sizes = (*stat_sizes, swept_size, plane_size)
     parts, (*stats, swept_parts, plane_parts) = sums_scratch(rstd, *partial, totals, num_groups, *sizes)
-    x_dot_sums = dict(zip(_X_DOT_SUMS, stats, strict=True))
+    x_dot_sums: dict[str, Tensor | None] = dict(zip(_X_DOT_SUMS, stats, strict=True))
     if row_plan is not None:
         rows = rows._replace(row_outputs=x_dot_sums)
         launch_rows(layer_norm_second_kernel, rows, row_plan, row_sums, rows_take, swept_parts, WANTED=wanted)
     named = dict(zip(_PARTS, totals, strict=True))
     if planes is not None:
-        planes.launch(layer_norm_second_planes_kernel, named, parts, num_groups, plane_parts, **x_dot_sums)
+        planes.launch(layer_norm_second_planes_kernel, named, parts, num_groups, plane_parts, x_dot_sums)
     if plan is not None:
         operands = operands.only(sums_take)
         outputs = dict.fromkeys(_ROW_RESULTS) if is_apart else of_rows

@@ -114,7 +114,8 @@ def load_params(
     """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
 
     They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
-    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`. The columns begin at `start`.
+    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. The
+    columns begin at `start`.
     """
     BLOCK_COLS: tl.constexpr = cols.shape[0]
     # One load for columns that a thread has beside one another: four of 4-byte elements, and eight of half types.
@@ -128,6 +129,8 @@ def load_params(
             if RUN == 0:
                 addresses = tl.broadcast_to(addresses + cols[None, :], col_mask.shape)
                 tile = tl.load(addresses, mask=col_mask, other=0.0)
+            elif num_cols == RUN:
+                tile = tl.load(addresses + first)
             else:
                 steps = start + tl.arange(0, BLOCK_COLS // SERVED) * SERVED
                 addresses = addresses + first + (steps // RUN)[None, :]

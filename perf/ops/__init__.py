@@ -5,7 +5,7 @@ from perf.ops.attention import ATTENTION
 from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL
 from perf.ops.cross_entropy import CROSS_ENTROPY, SOFT_CROSS_ENTROPY
 from perf.ops.dropout import DROPOUT
-from perf.ops.group_norm import GROUP_NORM
+from perf.ops.group_norm import GROUP_NORM, GROUP_NORM_SILU
 from perf.ops.instance_norm import INSTANCE_NORM
 from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.log_softmax import LOG_SOFTMAX
@@ -13,7 +13,7 @@ from perf.ops.rms_norm import RMS_NORM
 from perf.ops.softmax import SOFTMAX
 
 CASES = (
-    *(LAYER_NORM, RMS_NORM, GROUP_NORM, LOG_SOFTMAX, SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY),
+    *(LAYER_NORM, RMS_NORM, GROUP_NORM, GROUP_NORM_SILU, LOG_SOFTMAX, SOFTMAX, CROSS_ENTROPY, SOFT_CROSS_ENTROPY),
     *(BATCH_NORM, BATCH_NORM_EVAL, INSTANCE_NORM, DROPOUT, ADD_LAYER_NORM, ADD_RMS_NORM, ATTENTION),
 )
 # One for all ops that call the same primitives.

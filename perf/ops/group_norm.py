@@ -1,9 +1,10 @@
-"""Group norm, on the primitives and kernels of layer norm."""
+"""Group norm, on the primitives and kernels of layer norm, and with SiLU behind it, on its own and these kernels."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,8 +20,20 @@ if TYPE_CHECKING:
     from perf.calls import Call
 
 
+class GroupNormSilu(LayerNorm):
+    """Operands of group norm with SiLU."""
+
+    MODULES: ClassVar = ("group_norm_silu",)
+
+
 def _group_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
     return functional.group_norm(x, num_groups, weight, bias, EPS)
+
+
+def _group_norm_silu(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
+    if functional is torch.nn.functional:
+        return functional.silu(_group_norm(functional, x, weight, bias, num_groups))
+    return functional.group_norm(x, num_groups, weight, bias, EPS, activation="silu")
 
 
 def _true_group_norm(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
@@ -32,16 +45,21 @@ def _true_group_norm(x: Tensor, weight: Any = None, bias: Any = None, num_groups
     return y if bias is None else y + bias.reshape(per_channel)
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+def _true_group_norm_silu(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
+    z = _true_group_norm(x, weight, bias, num_groups)
+    return z / (1 + (-z).exp())
+
+
+def _calls(workload: Workload, mode: str, is_drawn: bool, operands_of: type[LayerNorm] = LayerNorm) -> list[Call]:
     samples, channels, *positions = workload.shape
     # As all models have it, and few in tests.
     num_groups = 32 if channels % 32 == 0 else 2
     shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
     if is_drawn:
-        operands = LayerNorm.draw(shape, workload.torch_dtype, norm_ndim=2, grouped=True)
+        operands = operands_of.draw(shape, workload.torch_dtype, norm_ndim=2, grouped=True)
         return norm_calls(operands, mode, None, is_rows=True)
     x, weight = (torch.empty(sizes, dtype=workload.torch_dtype) for sizes in (shape, shape[1:3]))
-    operands = LayerNorm(x, x, x, x, weight, weight, weight, weight, norm_ndim=2, grouped=True)
+    operands = operands_of(x, x, x, x, weight, weight, weight, weight, norm_ndim=2, grouped=True)
     return norm_calls(operands, mode, shape[:2], is_rows=True)
 
 
@@ -86,4 +104,27 @@ GROUP_NORM = dataclasses.replace(
     ),
     resized=(),
     calls=_calls,
+)
+# Its second order is products of full size, and group norm's.
+_OF_MODEL = unnamed("group_norm_silu", (2, 320, 64, 64), modes=FIRST_ORDER)
+GROUP_NORM_SILU = dataclasses.replace(
+    GROUP_NORM,
+    name="group_norm_silu",
+    family="",
+    function_name="group_norm",
+    call=_group_norm_silu,
+    function=None,
+    torch_function=None,
+    truth=_true_group_norm_silu,
+    not_kept=("y",),
+    small_workloads=tuple(
+        dataclasses.replace(w, op="group_norm_silu", modes=FIRST_ORDER) for w in GROUP_NORM.small_workloads
+    ),
+    other_workloads=(
+        _OF_MODEL,
+        dataclasses.replace(_OF_MODEL, shape=(2, 1280, 16, 16)),
+        dataclasses.replace(_OF_MODEL, shape=(32, 256, 14, 14), dtype="float32"),
+    ),
+    calls=functools.partial(_calls, operands_of=GroupNormSilu),
+    modes=FIRST_ORDER,
 )

@@ -7,6 +7,7 @@ from primitives.ops import attention_second_order as attention_second_order
 from primitives.ops import batch_norm_second_order as batch_norm_second_order
 from primitives.ops import cross_entropy_second_order as cross_entropy_second_order
 from primitives.ops import dropout as dropout
+from primitives.ops import group_norm_silu as group_norm_silu
 from primitives.ops import layer_norm_second_order as layer_norm_second_order
 from primitives.ops import linear_cross_entropy as linear_cross_entropy
 from primitives.ops import log_softmax as log_softmax
