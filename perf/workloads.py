@@ -9,10 +9,13 @@ import itertools
 from typing import NamedTuple
 
 from perf.ops import CASES
+from perf.ops.cross_entropy import LINEAR_CROSS_ENTROPY
 from perf.ops.workload import MODES
 
-# Those that the suite measures.
-OPS = tuple(case.name for case in CASES if case.gpu_workloads)
+# Those that the suite measures, and of these what has no kernels of its own.
+COMPOSED = (LINEAR_CROSS_ENTROPY,)
+COMPOSED_OPS = tuple(case.name for case in COMPOSED)
+OPS = (*(case.name for case in CASES if case.gpu_workloads), *COMPOSED_OPS)
 # Ops whose statistics belong to channels, in dim 1.
 CHANNEL_OPS = tuple(case.name for case in CASES if case.has_channels)
 # Bound by products of matrices, where the others are bound by memory.
@@ -55,8 +58,9 @@ class TrainingWorkload(NamedTuple):
 
 _BY_OP = itertools.zip_longest(*(case.gpu_workloads for case in CASES))
 GPU_WORKLOADS = tuple(w for workloads in _BY_OP for w in workloads if w is not None)
+COMPOSED_WORKLOADS = tuple(w for case in COMPOSED for w in case.gpu_workloads)
 # First derivatives of bfloat16 stand for autocast on CPU.
-CPU_WORKLOADS = tuple(w for case in CASES for w in case.cpu_workloads)
+CPU_WORKLOADS = tuple(w for case in (*CASES, *COMPOSED) for w in case.cpu_workloads)
 
 GPU_TRAINING = (
     TrainingWorkload("base width", "VisionTransformer", {"width": 768, "num_heads": 12, "num_blocks": 4}, 1024),

@@ -19,10 +19,6 @@ ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 
-# Its kernels are batch norm's, at other sizes of theirs.
-NOT_COMPILED = ("instance_norm",)
-
-
 def lacking(case):
     """A sentence for each part that an op does not have yet."""
     public = case.public
@@ -42,9 +38,7 @@ def lacking(case):
         f"a section on its formulas and edge cases, in docs/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
         ),
-        f"gpu_workloads or, of what the suite does not call, other_workloads, in perf/ops/{case.name}.py": (
-            case.gpu_workloads or case.other_workloads or case.name in NOT_COMPILED
-        ),
+        f"gpu_workloads, which the suite measures, in perf/ops/{case.name}.py": case.gpu_workloads,
         f"small_workloads, with which kernels are checked, in perf/ops/{case.name}.py": case.small_workloads,
     }
     return [f"{case.name}: write {part}." for part, there in parts.items() if not there]
@@ -79,7 +73,7 @@ FAULTS = {
     "def_vmap of layer_norm_bwd": lambda patch, case: patch.delitem(case.bwd.rules.given, "vmap"),
     "bind_kernels of layer_norm_jvp": lambda patch, case: patch.delitem(case.jvp.rules.kernels, "cuda"),
     "a section": lambda patch, case: patch.setitem(globals(), "OPERATIONS", OPERATIONS.replace("## Layer norm", "")),
-    "gpu_workloads": lambda patch, case: dataclasses.replace(case, gpu_workloads=(), other_workloads=()),
+    "gpu_workloads": lambda patch, case: dataclasses.replace(case, gpu_workloads=()),
     "small_workloads": lambda patch, case: dataclasses.replace(case, small_workloads=()),
 }
 
@@ -98,7 +92,7 @@ def test_a_new_operation_is_told_all_that_it_lacks(monkeypatch):
     found = {f"primitives::{op.name}": op for op in made}
     monkeypatch.setattr(record, "registered_primitives", lambda: found)
     monkeypatch.setattr(record, "RECORDS", {})
-    case = dataclasses.replace(LAYER_NORM, name="a_lack", gpu_workloads=(), other_workloads=(), small_workloads=())
+    case = dataclasses.replace(LAYER_NORM, name="a_lack", gpu_workloads=(), small_workloads=())
     assert len(lacking(case)) == len(FAULTS) + 1
     assert len([*unrecorded(found)]) == len(made)
 

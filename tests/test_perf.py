@@ -25,7 +25,7 @@ from perf.suite import modes, reference, results, timing, unit
 from perf.suite.plan import Options, make_plan, unit_id
 from perf.suite.providers import Provider, provider
 from perf.suite.run import Collector
-from perf.workloads import FLEX, GPU_WORKLOADS, MATH, OPS, OURS
+from perf.workloads import COMPOSED, COMPOSED_WORKLOADS, FLEX, GPU_WORKLOADS, MATH, OPS, OURS
 
 CPU = torch.device("cpu")
 FAULTY = tuple(Workload("tiny", "layer_norm", (rows, 8), dtype="float32", quick=True) for rows in (2, 3, 4))
@@ -81,7 +81,8 @@ def test_a_plan_has_the_quick_ones_first_and_all_modes_of_what_is_asked_for():
     whole, quick = (make_plan(Options("cuda", quick=quick)) for quick in (False, True))
     assert whole[: len(quick)] == quick
     assert {workload.op for workload, _ in quick} == set(OPS)
-    assert {workload.key for workload, _ in whole} == {w.key for w in (*GPU_WORKLOADS, *workloads.GPU_TRAINING)}
+    everything = (*GPU_WORKLOADS, *COMPOSED_WORKLOADS, *workloads.GPU_TRAINING)
+    assert {workload.key for workload, _ in whole} == {w.key for w in everything}
     assert [mode for _, mode in make_plan(Options("cuda", only=("GPT-2 XL",)))] == list(KERNEL_MODES)
 
 
@@ -137,7 +138,7 @@ def test_workloads_move_the_bytes_that_their_launchers_declare():
 
 
 # Of the operations that the suite measures.
-TINY = tuple(w for case in CASES if case.gpu_workloads for w in case.small_workloads if not w.masked)
+TINY = tuple(w for case in (*CASES, *COMPOSED) if case.gpu_workloads for w in case.small_workloads if not w.masked)
 
 
 @pytest.mark.parametrize("workload, mode", [(w, m) for w in TINY for m in (*w.modes, "forward_backward")])

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from perf.calls import Call, Step
 
 
+def _call(
+    functional: Any, x: Tensor, residual: Tensor, weight: Any = None, bias: Any = None, *, centered: bool
+) -> tuple[Tensor, Tensor]:
+    """Of this package, or composed of functions of torch."""
+    name, shape, params = "layer_norm" if centered else "rms_norm", x.shape[-1:], (weight, bias)[: 1 + centered]
+    if functional is pr.functional:
+        return getattr(functional, f"add_{name}")(x, residual, shape, *params, EPS)
+    s = x + residual
+    return getattr(functional, name)(s, shape, *params, EPS), s
+
+
 def _both(y: Tensor, s: Tensor, x: Tensor) -> Tensor:
     """A number of each of the results: a loss takes both."""
     # No product by a number, for which torch fixes sizes in forward mode.
@@ -52,7 +63,11 @@ def _function(
     return _both(y, s, x)
 
 
-def _truth(
+def _truth(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _both(*_formula(x, *args, **options), x)
+
+
+def _formula(
     x: Tensor,
     residual: Tensor,
     weight: Any = None,
@@ -61,13 +76,13 @@ def _truth(
     p: float = 0.0,
     *,
     centered: bool,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     s = residual + (x * true_noise(tuple(x.shape), SEED, 0, p).to(x.device, x.dtype) if p else x)
     axes = tuple(range(-norm_ndim, 0))
     y = s - s.mean(axes, keepdim=True) if centered else s
     y = y / (y.square().mean(axes, keepdim=True) + EPS).sqrt()
     y = y if weight is None else y * weight
-    return _both(y if bias is None else y + bias, s, x)
+    return y if bias is None else y + bias, s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +157,24 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, centered: bool = Tr
     return operands.steps(steps[mode], derived)
 
 
+def _passes(params: int, statistics: int) -> dict[str, tuple[int, int, int]]:
+    """Both summands become y and s; what is left of the cotangents of y and of s is that of both."""
+    return {
+        "forward": (4, params, statistics),
+        "backward": (4, 1 + params, statistics),
+        "jvp": (8, 2 * params, 0),
+        "forward_backward": (8, 1 + 2 * params, 2 * statistics),
+    }
+
+
 _MODES = (*FIRST_ORDER, "x_only")
 _ONE_AXIS = make_options(norm_ndim=1)
 _NOISY = make_options(norm_ndim=1, p=0.4)
 ADD_LAYER_NORM = Op(
     name="add_layer_norm",
-    call=lambda functional, *args, **options: _truth(*args, **options, centered=True),
+    call=functools.partial(_call, centered=True),
+    formula=functools.partial(_formula, centered=True),
+    torch_function=functools.partial(_truth, centered=True),
     function=functools.partial(_function, centered=True),
     truth=functools.partial(_truth, centered=True),
     arguments=("x", "residual", "weight", "bias"),
@@ -172,36 +199,42 @@ ADD_LAYER_NORM = Op(
     large=(Sample((3, 8195), _NOISY), Sample((17_000, 9), _NOISY)),
     not_kept=("x", "residual", "bias", "y"),
     small_workloads=(
-        unnamed("add_layer_norm", (6, 20)),
+        unnamed("add_layer_norm", (6, 20), "float32", modes=FIRST_ORDER),
         unnamed("add_layer_norm", (6, 20), masked=True),
-        unnamed("add_layer_norm", (6, 20), affine=False),
+        unnamed("add_layer_norm", (6, 20), "float32", affine=False, modes=FIRST_ORDER),
         unnamed("add_layer_norm", (6, 18), masked=True, modes=FIRST_ORDER),
     ),
-    # The suite gives an op x and parameters, and no second tensor of full size.
-    gpu_workloads=(),
+    gpu_workloads=(
+        Workload("GPT-2 medium", "add_layer_norm", (8192, 1024), modes=FIRST_ORDER),
+        Workload("Llama 8B width", "add_layer_norm", (8192, 4096), modes=FIRST_ORDER, quick=True),
+        Workload("long rows", "add_layer_norm", (512, 131072), modes=FIRST_ORDER),
+    ),
+    cpu_workloads=(Workload("GPT-2", "add_layer_norm", (2048, 768), "float32", modes=FIRST_ORDER, quick=True),),
     other_workloads=(
         unnamed("add_layer_norm", (8192, 768), masked=True, modes=_MODES),
-        unnamed("add_layer_norm", (8192, 1024), modes=FIRST_ORDER),
-        unnamed("add_layer_norm", (8192, 4096), modes=_MODES),
+        unnamed("add_layer_norm", (8192, 4096), modes=("x_only",)),
         unnamed("add_layer_norm", (8192, 4096), "float32", masked=True, modes=FIRST_ORDER),
         unnamed("add_layer_norm", (8192, 5124), modes=FIRST_ORDER),
-        unnamed("add_layer_norm", (512, 131072), modes=FIRST_ORDER),
         unnamed("add_layer_norm", (512, 512), "float64", modes=FIRST_ORDER),
     ),
     resized=((unnamed("add_layer_norm", (4096, 4096), masked=True, modes=FIRST_ORDER), (4095, 1008)),),
     calls=_calls,
     modes=_MODES,
     rounds_first=True,
+    passes=_passes(params=2, statistics=2),
     num_params=2,
+    num_full=1,
+    result_shapes=lambda workload: (workload.shape, workload.shape),
     has_statistics=True,
 )
 ADD_RMS_NORM = dataclasses.replace(
     ADD_LAYER_NORM,
     name="add_rms_norm",
     family="add_layer_norm",
-    call=lambda functional, *args, **options: _truth(*args, **options, centered=False),
+    call=functools.partial(_call, centered=False),
+    formula=functools.partial(_formula, centered=False),
+    torch_function=functools.partial(_truth, centered=False),
     function=functools.partial(_function, centered=False),
-    torch_function=None,
     truth=functools.partial(_truth, centered=False),
     arguments=("x", "residual", "weight"),
     differentiable=("x", "residual", "weight"),
@@ -213,13 +246,16 @@ ADD_RMS_NORM = dataclasses.replace(
     tiny=Sample((1, 3), _ONE_AXIS),
     large=(Sample((3, 8195), _NOISY),),
     not_kept=("x", "residual", "y"),
-    small_workloads=(unnamed("add_rms_norm", (6, 20)),),
-    other_workloads=(
-        unnamed("add_rms_norm", (8192, 4096), modes=FIRST_ORDER),
-        unnamed("add_rms_norm", (8192, 8192), modes=FIRST_ORDER),
-        unnamed("add_rms_norm", (4096, 16384), modes=FIRST_ORDER),
+    small_workloads=(unnamed("add_rms_norm", (6, 20), "float32", modes=FIRST_ORDER),),
+    gpu_workloads=(
+        Workload("Llama 8B", "add_rms_norm", (8192, 4096), modes=FIRST_ORDER, quick=True),
+        Workload("Llama 70B", "add_rms_norm", (8192, 8192), modes=FIRST_ORDER),
+        Workload("Llama 405B", "add_rms_norm", (4096, 16384), modes=FIRST_ORDER),
     ),
+    cpu_workloads=(Workload("Llama 8B", "add_rms_norm", (512, 4096), "float32", modes=FIRST_ORDER, quick=True),),
+    other_workloads=(),
     resized=(),
     calls=functools.partial(_calls, centered=False),
+    passes=_passes(params=1, statistics=1),
     num_params=1,
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+import primitives as pr
 from perf.calls import Operands, random
-from perf.ops.record import Op
+from perf.ops.record import STEPS, Op
 from perf.ops.samples import Sample, make_options, make_samples
-from perf.ops.workload import FIRST_ORDER, unnamed
+from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 from primitives.ops.cross_entropy import cross_entropy_p
 
 if TYPE_CHECKING:
@@ -21,7 +23,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from perf.calls import Call, Step
-    from perf.ops.workload import Workload
+
+
+def _call(functional: Any, x: Tensor, target: Tensor, dim: int = 1) -> Tensor:
+    return functional.cross_entropy(x, target, reduction="none")
+
+
+def _formula(x: Tensor, target: Tensor, dim: int = 1) -> Tensor:
+    return x.logsumexp(dim) - x.gather(dim, target.unsqueeze(dim)).squeeze(dim)
+
+
+def _linear_call(functional: Any, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """By chunks, or composed of functions of torch."""
+    if functional is pr.functional:
+        return functional.linear_cross_entropy(x, weight, target, reduction="none")
+    return functional.cross_entropy(functional.linear(x, weight), target, reduction="none")
+
+
+def _classes_of(workload: Workload, draw: Callable[..., Tensor]) -> tuple[Tensor]:
+    """Labels that the suite draws, one a row."""
+    numbers = draw(workload.row_shape, torch.float32).mul_(1e4).long()
+    return (numbers.remainder(workload.classes or workload.shape[workload.dim]),)
 
 
 def _labels(x: Tensor, dim: int) -> Tensor:
@@ -114,32 +136,49 @@ class CrossEntropy(Operands):
 
 
 def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
-    """Calls with labels, as of a language model, and with probabilities, which are smoothed."""
-    steps: dict[str, Sequence[Step]] = {
+    """Calls with labels, as of a language model, and with probabilities, which are smoothed, and a z-loss."""
+    fixed = ("loss_bar_dot", "lse_bar_dot")
+    steps: dict[str, list[Step]] = {
         "forward": [("fwd", (), None)],
         "backward": [("bwd", (), None)],
         "jvp": [("fwd_jvp", (), None)],
         "hvp": [("bwd_jvp", (), None)],
-        "double_backward": [("bwd_jvp", ("loss_bar_dot", "lse_bar_dot"), None)],
+        "double_backward": [("bwd_jvp", fixed, None), ("jvp", (), None)],
+    }
+    # Of labels the suite's, without z-loss: a second derivative is that of a loss linear in y.
+    plain = {
+        "backward": ("bwd", ("lse_bar",), (True, False)),
+        "hvp": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
+        "double_backward": ("bwd_jvp", ("lse_bar", *fixed), (True, False)),
     }
     x, dim = workload.empty(), workload.dim % len(workload.shape)
     if is_drawn:
         operands = CrossEntropy.draw(x.shape, dim, x.dtype)
         soft = CrossEntropy.draw(x.shape, dim, x.dtype, labels=False, smoothing=0.1)
     else:
-        rows = (*workload.shape[:dim], *workload.shape[dim + 1 :])
+        rows = workload.row_shape
         labels, numbers = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=workload.statistic_dtype)
         operands = CrossEntropy(x, labels, numbers, x, None, numbers, numbers, numbers, numbers, dim, 0.0)
         soft = operands.change(target=x, target_dot=x, smoothing=0.1)
-    return [*operands.steps(steps[mode], {}), *soft.steps(steps[mode], {})]
+    # The tangent alone is what a double backward takes for the cotangent of the loss.
+    if mode == "tangent":
+        return operands.steps([("jvp", (), None)], {})
+    of_labels = [plain[mode], *steps[mode][1:]] if mode in plain else steps[mode]
+    return [*operands.steps(of_labels, {}), *soft.steps(steps[mode], {})]
 
 
 _OTHER = (
-    *(unnamed("cross_entropy", shape) for shape in ((8192, 1000), (4096, 32000), (2048, 128256), (1024, 262144))),
-    unnamed("cross_entropy", (4096, 50257), modes=FIRST_ORDER),
     unnamed("cross_entropy", (64, 128256), modes=FIRST_ORDER),
     unnamed("cross_entropy", (512, 512), "float64"),
+    # Its labels would be more than the suite's other rows.
     unnamed("cross_entropy", (16, 21, 512, 512), dim=1, modes=FIRST_ORDER),
+)
+_GPU = (
+    Workload("ImageNet head", "cross_entropy", (8192, 1000), dim=1),
+    Workload("Llama 2 vocabulary", "cross_entropy", (4096, 32000), dim=1),
+    Workload("GPT-2 vocabulary", "cross_entropy", (4096, 50257), dim=1, modes=FIRST_ORDER),
+    Workload("Llama 3 vocabulary", "cross_entropy", (2048, 128256), dim=1, quick=True),
+    Workload("Gemma vocabulary", "cross_entropy", (1024, 262144), dim=1),
 )
 _RESIZED = ((unnamed("cross_entropy", (4096, 4096)), (4095, 1008)), (unnamed("cross_entropy", (64, 128256)), (63, 80)))
 _SHAPES = [
@@ -159,7 +198,8 @@ _LARGE = (
 
 CROSS_ENTROPY = Op(
     name="cross_entropy",
-    call=_cross_entropy,
+    call=_call,
+    formula=_formula,
     function=_cross_entropy,
     truth=_true_cross_entropy,
     torch_function=_torch_cross_entropy,
@@ -171,8 +211,25 @@ CROSS_ENTROPY = Op(
     large=_LARGE,
     not_kept=("y",),
     rounds_once=False,
-    gpu_workloads=(),
-    small_workloads=(unnamed("cross_entropy", (6, 20)), unnamed("cross_entropy", (4, 20, 5), dim=1)),
+    gpu_workloads=_GPU,
+    cpu_workloads=(Workload("Llama 2 vocabulary", "cross_entropy", (256, 32000), "float32", dim=1, quick=True),),
+    small_workloads=(
+        Workload("rows", "cross_entropy", (6, 20), "float32", dim=1),
+        Workload("inner", "cross_entropy", (4, 20, 5), "float32", dim=1),
+    ),
+    # Labels are two numbers of float32; the loss and lse come out, and cotangents of the loss go in.
+    passes={
+        "forward": (1, 0, 4),
+        "backward": (2, 0, 4),
+        "jvp": (2, 0, 6),
+        "hvp": (3, 0, 4),
+        "double_backward": (3, 0, 4),
+        "forward_backward": (3, 0, 8),
+    },
+    steps={**STEPS, "double_backward": ("double_backward", "tangent")},
+    constants=_classes_of,
+    result_shapes=lambda workload: (workload.row_shape,),
+    has_statistics=True,
     other_workloads=_OTHER,
     resized=_RESIZED,
     calls=_calls,
@@ -181,7 +238,7 @@ SOFT_CROSS_ENTROPY = Op(
     name="soft_cross_entropy",
     family="cross_entropy",
     function_name="cross_entropy",
-    call=_soft_cross_entropy,
+    call=_call,
     function=_soft_cross_entropy,
     truth=_true_soft_cross_entropy,
     torch_function=_torch_soft_cross_entropy,
@@ -202,4 +259,19 @@ SOFT_CROSS_ENTROPY = Op(
     gpu_workloads=(),
     small_workloads=(),
     calls=_calls,
+)
+_linear = functools.partial(Workload, op="linear_cross_entropy", modes=(*FIRST_ORDER, "hvp"))
+# It has no kernels of its own, and is tested by itself: of the suite alone, with labels.
+LINEAR_CROSS_ENTROPY = dataclasses.replace(
+    CROSS_ENTROPY,
+    name="linear_cross_entropy",
+    call=_linear_call,
+    formula=lambda x, weight, target: _formula(F.linear(x, weight), target),
+    gpu_workloads=(_linear("Llama 3 vocabulary", shape=(4096, 4096), classes=128256, quick=True),),
+    cpu_workloads=(_linear("GPT-2 vocabulary", shape=(256, 64), dtype="float32", classes=50257, quick=True),),
+    small_workloads=(_linear("rows", shape=(6, 5), dtype="float32", classes=7),),
+    other_workloads=(),
+    resized=(),
+    passes={},
+    num_params=1,
 )

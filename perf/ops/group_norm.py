@@ -50,17 +50,23 @@ def _true_group_norm_silu(x: Tensor, weight: Any = None, bias: Any = None, num_g
     return z / (1 + (-z).exp())
 
 
+def _options(workload: Workload) -> dict[str, int]:
+    """Groups as all models have them, and few in tests."""
+    return {"num_groups": 32 if workload.shape[1] % 32 == 0 else 2}
+
+
 def _calls(workload: Workload, mode: str, is_drawn: bool, operands_of: type[LayerNorm] = LayerNorm) -> list[Call]:
     samples, channels, *positions = workload.shape
-    # As all models have it, and few in tests.
-    num_groups = 32 if channels % 32 == 0 else 2
+    num_groups = _options(workload)["num_groups"]
     shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
     if is_drawn:
         operands = operands_of.draw(shape, workload.torch_dtype, norm_ndim=2, grouped=True)
-        return norm_calls(operands, mode, None, is_rows=True)
-    x, weight = (torch.empty(sizes, dtype=workload.torch_dtype) for sizes in (shape, shape[1:3]))
-    operands = operands_of(x, x, x, x, weight, weight, weight, weight, norm_ndim=2, grouped=True)
-    return norm_calls(operands, mode, shape[:2], is_rows=True)
+    else:
+        x, weight = (torch.empty(sizes, dtype=workload.torch_dtype) for sizes in (shape, shape[1:3]))
+        operands = operands_of(x, x, x, x, weight, weight, weight, weight, norm_ndim=2, grouped=True)
+    if not workload.affine:
+        operands = operands.change(weight=None, bias=None, weight_dot=None, bias_dot=None)
+    return norm_calls(operands, mode, None if is_drawn else shape[:2], is_rows=True)
 
 
 _TWO, _ONE = make_options(num_groups=2), make_options(num_groups=1)
@@ -92,21 +98,23 @@ GROUP_NORM = dataclasses.replace(
         Workload("affine", "group_norm", (2, 4, 5, 5), dtype="float32"),
         Workload("plain", "group_norm", (2, 4, 5, 5), dtype="float32", affine=False),
     ),
-    gpu_workloads=(),
-    cpu_workloads=(),
+    gpu_workloads=(
+        Workload("Stable Diffusion, first level", "group_norm", (2, 320, 64, 64), quick=True),
+        Workload("Stable Diffusion, last level", "group_norm", (2, 1280, 16, 16)),
+    ),
+    cpu_workloads=(Workload("Stable Diffusion, last level", "group_norm", (2, 1280, 16, 16), "float32", quick=True),),
     other_workloads=(
-        # Stable Diffusion's first and last level, DDPM on CIFAR, and positions whose number is not a power of two.
-        unnamed("group_norm", (2, 320, 64, 64)),
-        unnamed("group_norm", (2, 1280, 16, 16)),
+        # DDPM on CIFAR, and positions whose number is not a power of two.
         unnamed("group_norm", (32, 512, 8, 8)),
         unnamed("group_norm", (2, 320, 96, 96), modes=FIRST_ORDER),
         unnamed("group_norm", (32, 256, 14, 14), dtype="float32", modes=FIRST_ORDER),
     ),
     resized=(),
     calls=_calls,
+    options=_options,
 )
 # Its second order is products of full size, and group norm's.
-_OF_MODEL = unnamed("group_norm_silu", (2, 320, 64, 64), modes=FIRST_ORDER)
+_of_silu = functools.partial(dataclasses.replace, op="group_norm_silu", modes=FIRST_ORDER)
 GROUP_NORM_SILU = dataclasses.replace(
     GROUP_NORM,
     name="group_norm_silu",
@@ -117,14 +125,10 @@ GROUP_NORM_SILU = dataclasses.replace(
     torch_function=None,
     truth=_true_group_norm_silu,
     not_kept=("y",),
-    small_workloads=tuple(
-        dataclasses.replace(w, op="group_norm_silu", modes=FIRST_ORDER) for w in GROUP_NORM.small_workloads
-    ),
-    other_workloads=(
-        _OF_MODEL,
-        dataclasses.replace(_OF_MODEL, shape=(2, 1280, 16, 16)),
-        dataclasses.replace(_OF_MODEL, shape=(32, 256, 14, 14), dtype="float32"),
-    ),
+    small_workloads=tuple(_of_silu(w) for w in GROUP_NORM.small_workloads),
+    gpu_workloads=tuple(_of_silu(w) for w in GROUP_NORM.gpu_workloads),
+    cpu_workloads=tuple(_of_silu(w) for w in GROUP_NORM.cpu_workloads),
+    other_workloads=tuple(_of_silu(w) for w in GROUP_NORM.other_workloads[-1:]),
     calls=functools.partial(_calls, operands_of=GroupNormSilu),
     modes=FIRST_ORDER,
 )

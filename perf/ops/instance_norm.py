@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM
 from perf.ops.samples import Sample, make_samples
-from perf.ops.workload import Workload
+from perf.ops.workload import FIRST_ORDER, Workload
 from primitives._group_norms import pure_instance_norm
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def _with_state(x: Tensor, weight: Any, bias: Any, *running: Any) -> tuple:
     return pure_instance_norm(x, *running, weight, bias, True, MOMENTUM, EPS)
 
 
-def _true_instance_norm(x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any) -> tuple:
+def _true_instance_norm(
+    x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
+) -> tuple:
     axes = tuple(range(2, x.dim()))
     centered = x - x.mean(axes, keepdim=True)
     variance = centered.square().mean(axes, keepdim=True)
@@ -71,9 +73,9 @@ INSTANCE_NORM = dataclasses.replace(
     small=Sample((2, 2, 3)),
     tiny=Sample((1, 2, 2), absent=_NO_RUNNING),
     large=(Sample((2, 3, 17_000)),),
-    small_workloads=(Workload("first", "instance_norm", (4, 3, 4, 4), dtype="float32"),),
-    gpu_workloads=(),
-    cpu_workloads=(),
+    small_workloads=(Workload("first", "instance_norm", (2, 2, 16, 16), dtype="float32"),),
+    gpu_workloads=(Workload("style transfer", "instance_norm", (8, 128, 64, 64), modes=FIRST_ORDER, quick=True),),
+    cpu_workloads=(Workload("style transfer", "instance_norm", (2, 128, 64, 64), "float32", quick=True),),
     other_workloads=(),
     resized=(),
     calls=_calls,

@@ -99,12 +99,17 @@ class Op:
             touches.
         modes: All modes that `calls` knows.
         steps: The modes whose first calls a step of the suite makes, by the suite's mode.
-        passes: By the suite's mode, how often tensors of the size of x, of parameters and of statistics are touched.
+        passes: By the suite's mode, how often tensors of the size of x, of parameters and of statistics are touched;
+            empty where a copy is nothing to compare with.
         products: By the suite's mode, how many products of matrices it takes over all pairs; empty where memory binds.
         options: Keyword arguments of `call` and `truth` for a workload.
         has_channels: Whether statistics belong to channels, in dim 1.
         num_params: How many parameters it has, of which the suite takes derivatives.
-        num_constants: How many arguments come behind these, of which it takes none.
+        num_full: How many arguments of the shape of x come between x and these.
+        constants: Makes the arguments behind these, of which it takes none, by a function that draws normal numbers of
+            a shape and a dtype.
+        result_shapes: Of the results of `call`, of which the suite takes derivatives.
+        formula: `truth` of the suite's arguments, where that is another function.
         family: Name of the op whose primitives it calls, where that is not its own. What torch and compilers do with a
             primitive is tested with the op of that name alone.
         function_name: Of the public function, where that is not the name of the op.
@@ -134,7 +139,10 @@ class Op:
     options: Callable[[Workload], dict[str, Any]] = lambda workload: {}
     has_channels: bool = False
     num_params: int = 0
-    num_constants: int = 0
+    num_full: int = 0
+    constants: Callable[[Workload, Callable[..., Tensor]], tuple[Tensor, ...]] = lambda workload, draw: ()
+    result_shapes: Callable[[Workload], tuple[tuple[int, ...], ...]] = lambda workload: (workload.shape,)
+    formula: Any = None
     has_statistics: bool = False
     parameter_shape: Callable[[Sample, str], tuple[int, ...]] = lambda sample, name: ()
     function: Any = None

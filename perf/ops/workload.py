@@ -34,6 +34,7 @@ class Workload:
         affine: Whether a norm has a weight and a bias.
         key_heads: Heads of the keys and values of attention; 0 for as many as the queries have.
         causal: Whether a token sees only those before it, and itself.
+        classes: Of the linear layer before a loss.
         masked: Whether attention has a bias, a mask and dropout, or softmax a scale and a mask, which no step of the
             suite has.
         modes: The modes that its kernels are compiled, predicted and, if asked for, measured in on a GPU.
@@ -50,6 +51,7 @@ class Workload:
     channels_last: bool = False
     key_heads: int = 0
     causal: bool = False
+    classes: int = 0
     masked: bool = False
     modes: tuple[str, ...] = KERNEL_MODES
     quick: bool = False
@@ -73,8 +75,14 @@ class Workload:
         return " ".join([self.op, sizes, self.dtype, *(words.replace(" ", "_") for words in self._words())])
 
     def _words(self) -> list[str]:
-        words = {"channels_last": self.channels_last, f"{self.key_heads} key heads": self.key_heads}
-        return [word for word, said in {**words, "causal": self.causal, "masked": self.masked}.items() if said]
+        words = {
+            "channels_last": self.channels_last,
+            f"{self.key_heads} key heads": self.key_heads,
+            "causal": self.causal,
+            f"{self.classes} classes": self.classes,
+            "masked": self.masked,
+        }
+        return [word for word, said in words.items() if said]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -99,6 +107,8 @@ class Workload:
     @property
     def num_cols(self) -> int:
         """Values that share their statistics: a row's columns, or what batch norm reduces of one channel."""
+        if groups := self.record.options(self).get("num_groups"):
+            return math.prod(self.shape[1:]) // groups
         return math.prod(self.shape) // self.shape[1] if self.record.has_channels else self.shape[self.dim]
 
     @property
@@ -111,12 +121,21 @@ class Workload:
         return inner if inner > 1 else self.shape[-1]
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of one number a row: without `dim`."""
+        dim = self.dim % len(self.shape)
+        return (*self.shape[:dim], *self.shape[dim + 1 :])
+
+    @property
     def param_shape(self) -> tuple[int, ...]:
-        """Of a parameter, or of keys and values."""
+        """Of a parameter, or of keys and values, or of the weight of a linear layer."""
+        if self.classes:
+            return (self.classes, *self.shape[-1:])
         if self.record.products:
             batch, heads, *rest = self.shape
             return (batch, self.key_heads or heads, *rest)
-        return self.shape[1:2] if self.record.has_channels else self.shape[-1:]
+        of_channels = self.record.has_channels or "num_groups" in self.record.options(self)
+        return self.shape[1:2] if of_channels else self.shape[-1:]
 
     @property
     def num_params(self) -> int:

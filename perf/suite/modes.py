@@ -1,7 +1,8 @@
 """What each mode computes, as a step without arguments over one set of tensors, and the bytes that it must move.
 
-A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; what no derivative is taken of, as running
-statistics, comes last; for attention `f(q, k, v)`) and may bring a compiler, `wrap`; the mode decides what is called.
+A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; a residual comes before them, and what no
+derivative is taken of, as running statistics and labels, last; for attention `f(q, k, v)`) and may bring a compiler,
+`wrap`; the mode decides what is called.
 `backward` has y already, `double_backward` x_bar, and `backward_of_jvp` y and y_dot; `jvp` and `hvp` are those of
 torch.func, with tangents of all inputs.
 """
@@ -35,9 +36,11 @@ OPERANDS = {
 }
 
 
-def minimum_bytes(workload: Workload, mode: str) -> int:
+def minimum_bytes(workload: Workload, mode: str) -> int | None:
     """Bytes of `mode` of `workload` at least: each operand read once, each result written once."""
     op = workload.record
+    if not op.passes:
+        return None
     full, params, statistics = op.passes[mode]
     # Statistics are float32.
     rows = 4 * statistics * op.has_statistics * (math.prod(workload.shape) // workload.num_cols)
@@ -53,17 +56,18 @@ def flops(workload: Workload, mode: str) -> int | None:
 class Sample(NamedTuple):
     """One set of tensors: the input, its parameters, and tangents and cotangents where the mode takes them.
 
-    `x_bar_bar` is the cotangent of x_bar; constants are the running mean and variance of batch norm in evaluation. The
-    input of attention is q, and its parameters are k and v, of which `param_dots` are also cotangents of the gradients.
+    `x_bar_bar` is the cotangent of x_bar; constants are the running mean and variance of batch norm in evaluation, or
+    labels. The input of attention is q, and its parameters are k and v, of which `param_dots` are also cotangents of
+    the gradients; a residual is one of the parameters. Cotangents of several results are a tuple.
     """
 
     x: Tensor
     params: tuple[Tensor, ...]
     param_dots: tuple[Tensor, ...]
-    y_bar: Tensor | None = None
+    y_bar: Any = None
     x_dot: Tensor | None = None
     x_bar_bar: Tensor | None = None
-    y_dot_bar: Tensor | None = None
+    y_dot_bar: Any = None
     constants: tuple[Tensor, ...] = ()
 
 
@@ -77,7 +81,7 @@ def make_sample(workload: Workload, mode: str, device: torch.device) -> Sample:
     op = workload.record
 
     def full(shape: tuple[int, ...] = workload.shape) -> Tensor:
-        if op.products:
+        if workload.op == "attention":
             # In memory as a projection leaves them: the heads of a token side by side.
             batch, num_heads, tokens, width = shape
             return random((batch, tokens, num_heads, width), workload.torch_dtype).transpose(1, 2)
@@ -85,15 +89,19 @@ def make_sample(workload: Workload, mode: str, device: torch.device) -> Sample:
         return value.contiguous(memory_format=torch.channels_last) if workload.channels_last else value
 
     def params() -> tuple[Tensor, ...]:
-        if op.products:
-            return full(workload.param_shape), full(workload.param_shape)
-        return tuple(random(workload.param_shape, workload.param_dtype) for _ in range(op.num_params * workload.affine))
+        shape, count = workload.param_shape, op.num_params * workload.affine
+        vectors = (full(shape) if len(shape) > 1 else random(shape, workload.param_dtype) for _ in range(count))
+        return (*(full() for _ in range(op.num_full)), *vectors)
 
-    constants: tuple[Tensor, ...] = ()
-    operands = {name: full() for name in OPERANDS.get(mode, ())}
-    if op.num_constants:
-        mean, variance = (random(workload.param_shape, torch.float32) for _ in range(op.num_constants))
-        constants = mean, variance.square_().add_(0.5)
+    def operand(name: str) -> Any:
+        if not name.startswith("y_"):
+            return full()
+        shapes = op.result_shapes(workload)
+        found = [full() if shape == workload.shape else random(shape, workload.torch_dtype) for shape in shapes]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    operands = {name: operand(name) for name in OPERANDS.get(mode, ())}
+    constants = op.constants(workload, random)
     # Not centered, so that an implementation which forgets to subtract the mean shows.
     return Sample(full().add_(1), params(), params(), **operands, constants=constants)
 

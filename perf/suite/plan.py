@@ -35,7 +35,7 @@ def unit_id(unit: Unit) -> str:
 
 def all_workloads(device: str) -> list[Workload | TrainingWorkload]:
     """Those of a device, in the order of a run that may be ended early: the quick ones stand for the rest."""
-    operations = w.GPU_WORKLOADS if device == "cuda" else w.CPU_WORKLOADS
+    operations = (*w.GPU_WORKLOADS, *w.COMPOSED_WORKLOADS) if device == "cuda" else w.CPU_WORKLOADS
     training = w.GPU_TRAINING if device == "cuda" else w.CPU_TRAINING
     return sorted([*operations, *training], key=lambda workload: not workload.quick)
 

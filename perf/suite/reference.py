@@ -13,6 +13,7 @@ Chance decides what a dropout drops: its results must be their operands times on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, cast
@@ -42,6 +43,8 @@ DROPOUT_DEVIATIONS = 6.0
 def formula(workload: Workload) -> Callable[..., Tensor]:
     """The op of `workload` in elementary operations."""
     op, options = workload.record, workload.record.options(workload)
+    if op.formula is not None:
+        return functools.partial(op.formula, **options)
 
     def y(*tensors: Tensor) -> Tensor:
         found = op.truth(*tensors, **options)
@@ -65,14 +68,19 @@ def errors(
     """
     if workload.op == "dropout":
         return {name: _dropout_error(mode, sample, leaves(result)) for name, result in results.items()}
-    make_truth = _truth_of_attention if workload.record.products else _truth
+    make_truth = _truth_of_attention if workload.op == "attention" else _truth
     truth = make_truth(workload, mode, sample, chunk_elements)
     return {name: _error(leaves(result), truth) for name, result in results.items()}
 
 
 def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -> list[Tensor]:
     """The results in float64."""
-    axis = int(workload.record.has_channels)
+    axis, shape = int(workload.record.has_channels), workload.param_shape
+    has_params = workload.num_params > 0 or axis == 1
+
+    def is_param(value: Tensor) -> bool:
+        return has_params and (value.dim() == 1 if len(shape) == 1 else value.shape == shape)
+
     size = workload.shape[axis]
     width = max(size * chunk_elements // math.prod(workload.shape), 1)
     chunks: list[list[Tensor]] = []
@@ -81,14 +89,15 @@ def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -
 
         def cut(value: Tensor, index: tuple[slice, ...] = index) -> Tensor:
             # Parameters belong to channels, and to no rows.
-            return value[index if value.dim() > 1 else index[1:]].detach().double()
+            part = value[index[1:] if is_param(value) else index].detach()
+            return part.double() if part.is_floating_point() else part
 
         chunk: Any = optree.tree_map(cut, cast("Any", sample))
         step = make_steps(mode, formula(workload), lambda function: function)(chunk)
         chunks.append([value.detach() for value in leaves(step())])
 
     def whole(parts: Sequence[Tensor]) -> Tensor:
-        if parts[0].dim() > 1:
+        if not is_param(parts[0]):
             return torch.cat(list(parts), axis)
         # Of a derivative of a parameter every chunk of rows has its share, one of channels the values themselves.
         return torch.cat(list(parts)) if axis else torch.stack(list(parts)).sum(0)

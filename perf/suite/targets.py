@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from perf.ops.workload import Workload
 from perf.suite.plan import Options, all_workloads, make_plan
 from perf.suite.results import OK
-from perf.workloads import COMPILED, EAGER, MATH, MATMUL_OPS, OURS, PROVIDERS, TRAINING, TUNED
+from perf.workloads import COMPILED, COMPOSED_OPS, EAGER, MATH, MATMUL_OPS, OURS, PROVIDERS, TRAINING, TUNED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +95,8 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     suite = [(workload.key, mode) for workload, mode in make_plan(Options(device))]
     # A workload that the suite has no more is nobody's.
     keys = [key for key in dict.fromkeys([*suite, *cases]) if key[0] in workloads]
+    # Who makes logits anew, and never keeps them, is held to no time.
+    keys = [key for key in keys if getattr(workloads[key[0]], "op", None) not in COMPOSED_OPS]
     of_attention = {key for key in keys if getattr(workloads[key[0]], "op", None) in MATMUL_OPS}
 
     def time(case: Case, peer: str = EAGER) -> float | None:
@@ -154,11 +156,13 @@ def _is_copy_bound(workload: Any, mode: str) -> bool:
     """Whether one kernel could do a mode, so that a copy is what to compare it with.
 
     Batch norm needs all of a channel for its sums before it can write any of it, in training and in the backward of
-    its evaluation; it is held against peers alone.
+    its evaluation, and instance norm has its kernels; they are held against peers alone.
     """
     if not isinstance(workload, Workload) or workload.pass_bytes < LARGE_BYTES:
         return False
-    return workload.op not in ("batch_norm", *MATMUL_OPS) and (workload.op, mode) != ("batch_norm_eval", "backward")
+    if workload.op == "batch_norm_eval":
+        return mode != "backward"
+    return not workload.record.has_channels and workload.op not in MATMUL_OPS
 
 
 def _judge(

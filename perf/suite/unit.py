@@ -157,8 +157,10 @@ def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -
         task, sets, estimate = TrainingStep(workload, timer.device), 1, 1e-2
     else:
         task = Operation(workload, mode, timer.device)
-        sets, estimate = timer.num_sets(task.bytes), max(task.bytes / 4e12, (task.flops or 0) / 4e14)
-        prepared[COPY] = timer.prepare(copies(timer.device, task.bytes, sets), estimate)
+        sets, estimate = 1, 1e-2
+        if task.bytes is not None:
+            sets, estimate = timer.num_sets(task.bytes), max(task.bytes / 4e12, (task.flops or 0) / 4e14)
+            prepared[COPY] = timer.prepare(copies(timer.device, task.bytes, sets), estimate)
     makers = _right(task, rows, timer)
     for name, make in makers.items():
         with _laid_at(rows[name], timer):
