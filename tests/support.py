@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from perf.ops.samples import arranged, normal
 
@@ -138,16 +137,3 @@ def peak(run: Callable[[], Any]) -> int:
     events = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
     return max(itertools.accumulate(change for *_, change in changes))
-
-
-class Float64Throughout(TorchFunctionMode):
-    """Inside, what asks for float32 of float64 gets float64: models that compute norms in float32 show all digits."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func is torch.Tensor.to:
-                args = [torch.float64 if a is torch.float32 else a for a in args]
-                kwargs = {name: torch.float64 if a is torch.float32 else a for name, a in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))

@@ -89,8 +89,10 @@ def test_strict_holds_the_whole_against_differences(converted):
     assert report.ok == converted
 
 
-def test_strict_finds_a_wrong_rule_of_the_user():
-    class Wrong(torch.autograd.Function):
+def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
+    class Sine(torch.autograd.Function):
+        factor = 1.01
+
         @staticmethod
         def forward(x):
             return x.sin()
@@ -106,14 +108,27 @@ def test_strict_finds_a_wrong_rule_of_the_user():
 
         @staticmethod
         def jvp(ctx, x_dot):
-            return 1.01 * x_dot * ctx.saved_tensors[0].cos()
+            return Sine.factor * x_dot * ctx.saved_tensors[0].cos()
 
-    def wrong(x):
-        return Wrong.apply(x)
+    def sine(x):
+        return Sine.apply(x)
 
-    report = pr.audit(wrong, torch.randn(3), order=1, strict=True)
+    report = pr.audit(sine, torch.randn(3), order=1, strict=True)
     assert report.failed == ("f",)
     assert "WRONG" in str(report)
+    Sine.factor = 1.0
+    assert not pr.audit(sine, torch.randn(3), order=1)
+    assert pr.audit(sine, torch.randn(3), order=1, strict=True)
+
+
+def test_strict_is_misled_neither_by_kinks_nor_by_float32_inside():
+    class InFloat32(nn.Module):
+        def forward(self, x):
+            return (x.float().relu() + x.softmax(-1, dtype=torch.float32)).to(x.dtype)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5_000), InFloat32(), nn.Linear(5_000, 2))
+    assert pr.audit(net, torch.randn(3, 4), strict=True)
 
 
 def test_the_model_is_left_as_it_was():

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 
 import primitives as pr
-from tests.support import Float64Throughout, normal
+from primitives.nn._proof import InFloat64
+from tests.support import normal
 from tests.test_convert_others import wrapped
 from tests.test_override import Seen
 
@@ -157,7 +158,7 @@ def test_a_norm_of_others_computes_by_this_package(name):
     assert isinstance(ours, type(theirs))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     theirs, ours = theirs.double(), ours.double()
-    with Float64Throughout():
+    with InFloat64():
         expected = run(copy.deepcopy(theirs), x)[:2]
         for module in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             *found, ops = run(module, x)
@@ -170,7 +171,7 @@ def test_a_norm_of_others_computes_by_this_package(name):
         return torch.func.jvp(gradient, (x,), (x.cos(),))[1]
 
     # Torch counts batches, and differentiates twice, in evaluation alone.
-    with Float64Throughout():
+    with InFloat64():
         assert_close(curvature(ours.eval()), curvature(theirs.eval()), rtol=1e-9, atol=1e-9)
     assert type(pr.nn.revert(ours)) is type(theirs)
     assert vars(ours).keys() == vars(theirs).keys()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["SERVED", "Verdict", "configuration", "examined", "looks_like_a_norm"]
+__all__ = ["SERVED", "InFloat64", "Verdict", "configuration", "examined", "looks_like_a_norm"]
 
 SERVED = "served"
 _NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase)
@@ -159,17 +159,16 @@ class _Twin:
         return [value for value in self.module._parameters.values() if value is not None]
 
 
-class _InFloat64(TorchFunctionMode):
-    """Inside, float64 stays float64 where a module asks for float32: what it computes shows all its digits."""
+class InFloat64(TorchFunctionMode):
+    """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
-            if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-                kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -282,7 +281,7 @@ def _truths(twin: _Twin) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:
     (size,) = _channels(twin.module)
     for shape in _shapes((size,)):
         variables = [_random(shape, 5).requires_grad_(), *twin.parameters()]
-        with _InFloat64():
+        with InFloat64():
             made = [_with_gradients(functools.partial(twin, training=mode), variables) for mode in (False, True)]
         if all(made):
             yield variables, made

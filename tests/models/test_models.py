@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from perf.ops.samples import normal
+from primitives.nn._proof import InFloat64
 from tests.models.table import CASES, MODELS
-from tests.support import Float64Throughout
 
 # A context, and what makes a model ready to run in it.
 WAYS = {"override": (pr.override_torch, lambda model: model), "convert": (contextlib.nullcontext, pr.nn.convert)}
@@ -58,7 +58,7 @@ def loss_and_gradients(
     context=contextlib.nullcontext,
     loss=loss_with_jvp,
     memory_format=torch.contiguous_format,
-    exact=Float64Throughout,
+    exact=InFloat64,
 ):
     """In the input and all weights, as one vector; the last backward pass runs when the context has ended."""
     dtype = next(model.parameters()).dtype
@@ -125,7 +125,7 @@ def mixed_derivative(name):
     """In both directions: by central differences of torch's gradient, and in torch, on attention that is composed."""
     loss = along(built(name), CASES[name])
     h = 5e-4
-    with sdpa_kernel(SDPBackend.MATH), Float64Throughout():
+    with sdpa_kernel(SDPBackend.MATH), InFloat64():
         a, b, c, d = [grad(loss)(ZERO, ZERO + k * h) for k in (-2, -1, 1, 2)]
         return (a - 8 * b + 8 * c - d) / (12 * h), NESTINGS["grad of grad"](loss)(ZERO, ZERO)
 
@@ -136,7 +136,7 @@ def test_second_derivatives_are_central_differences(name, way):
     case, context, model = ready(name, way)
     differences, torchs = mixed_derivative(name)
     for nesting in NESTINGS.values():
-        with context(), Float64Throughout():
+        with context(), InFloat64():
             found = nesting(along(model, case))(ZERO, ZERO)
         assert_near(found, differences, 1e-7)
         # The one nesting that torch has.
