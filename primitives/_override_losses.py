@@ -13,6 +13,8 @@ from primitives.checks.losses import REDUCTIONS
 from primitives.core.overrides import OverrideMode, register_override
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 __all__: list[str] = []
@@ -20,41 +22,30 @@ __all__: list[str] = []
 _MATRIX = 2
 
 
-@register_override(torch_functional.cross_entropy)
-def _cross_entropy(
-    mode: OverrideMode,
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    is_served = size_average is None and reduce is None and reduction in REDUCTIONS and 0.0 <= label_smoothing <= 1.0
-    if not is_served or not is_plain(input, target, weight):
-        return NotImplemented
-    call = functools.partial(functional.cross_entropy, ignore_index=ignore_index, reduction=reduction)
-    return served(functools.partial(call, label_smoothing=label_smoothing), input, target, weight)
+def _serve(ours: Callable[..., Any], of_torch: Callable[..., Any]) -> None:
+    @register_override(of_torch)
+    def stand_in(
+        mode: OverrideMode,
+        input: Any,
+        target: Any,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        is_served = size_average is None and reduce is None and reduction in REDUCTIONS
+        if not is_served or not 0.0 <= label_smoothing <= 1.0 or not is_plain(input, target, weight):
+            return NotImplemented
+        # nll_loss has no such argument, and torch lets none through.
+        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        call = functools.partial(ours, ignore_index=ignore_index, reduction=reduction, **smoothing)
+        return served(call, input, target, weight)
 
 
-@register_override(torch_functional.nll_loss)
-def _nll_loss(
-    mode: OverrideMode,
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    is_served = size_average is None and reduce is None and reduction in REDUCTIONS
-    if not is_served or not is_plain(input, target, weight):
-        return NotImplemented
-    call = functools.partial(functional.nll_loss, ignore_index=ignore_index, reduction=reduction)
-    return served(call, input, target, weight)
+_serve(functional.cross_entropy, torch_functional.cross_entropy)
+_serve(functional.nll_loss, torch_functional.nll_loss)
 
 
 def _linear_cross_entropy(

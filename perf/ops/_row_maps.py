@@ -11,6 +11,7 @@ from perf.calls import Operands, random
 from perf.ops.record import STEPS, Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
+from primitives.core import registered_primitives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ def row_map(
 ) -> Op:
     """The record of a map along the option `dim`, whose `call` and `truth` are given, with what else it has of its own.
 
+    Where second order is composed, there are no launchers of its modes.
+
     Args:
         name: As of `Op`.
         operands: Of the launchers.
@@ -102,6 +105,8 @@ def row_map(
         number = torch.empty_like(of_call.x.select(of_call.dim, 0), dtype=workload.statistic_dtype)
         return of_call.steps(steps[mode], {"x_dtype": of_call.x.dtype, **dict.fromkeys(statistics, number)})
 
+    has_second = f"primitives::{name}_pairing" in registered_primitives()
+    modes = KERNEL_MODES if has_second else FIRST_ORDER
     all_shapes = [
         ((13, 31), make_options(dim=0)),
         ((0, 5), make_options(dim=1)),
@@ -124,23 +129,23 @@ def row_map(
         ),
         "not_kept": ("x",),
         "small_workloads": (
-            Workload("rows", name, (6, 20), dtype="float32"),
-            Workload("inner", name, (4, 20, 5), dtype="float32", dim=1),
+            Workload("rows", name, (6, 20), dtype="float32", modes=modes),
+            Workload("inner", name, (4, 20, 5), dtype="float32", dim=1, modes=modes),
         ),
         "gpu_workloads": (),
         "other_workloads": (
-            *(unnamed(name, sizes) for sizes in _SIZES),
-            unnamed(name, (512, 512), "float64"),
+            *(unnamed(name, sizes, modes=modes) for sizes in _SIZES),
+            unnamed(name, (512, 512), "float64", modes=modes),
             unnamed(name, (16, 5000, 96), "float32", dim=1, modes=FIRST_ORDER),
         ),
         "resized": (
-            (unnamed(name, (4096, 4096)), (4095, 1008)),
-            (unnamed(name, (1024, 128256)), (1023, 400)),
-            (unnamed(name, (64, 128256)), (63, 80)),
-            (unnamed(name, (16, 21, 64, 64), dim=1), (15, 32)),
+            (unnamed(name, (4096, 4096), modes=modes), (4095, 1008)),
+            (unnamed(name, (1024, 128256), modes=modes), (1023, 400)),
+            (unnamed(name, (64, 128256), modes=modes), (63, 80)),
+            (unnamed(name, (16, 21, 64, 64), dim=1, modes=modes), (15, 32)),
         ),
         "calls": calls,
-        "modes": (*KERNEL_MODES, *(mode for mode in _WANTED if mode not in KERNEL_MODES)),
+        "modes": (*modes, *(mode for mode in _WANTED if has_second and mode not in KERNEL_MODES)),
         "options": lambda workload: {"dim": workload.dim},
         # It keeps y and not x: the cotangent of y goes on to x.
         "steps": {**STEPS, "double_backward": ("double_backward", "backward")},
