@@ -132,7 +132,6 @@ def row_map(
             Workload("rows", name, (6, 20), dtype="float32", modes=modes),
             Workload("inner", name, (4, 20, 5), dtype="float32", dim=1, modes=modes),
         ),
-        "gpu_workloads": (),
         "other_workloads": (
             *(unnamed(name, sizes, modes=modes) for sizes in _SIZES),
             unnamed(name, (512, 512), "float64", modes=modes),

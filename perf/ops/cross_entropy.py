@@ -256,8 +256,6 @@ SOFT_CROSS_ENTROPY = Op(
     positive=("target",),
     rounds_once=False,
     num_kept=2,
-    gpu_workloads=(),
-    small_workloads=(),
     calls=_calls,
 )
 _linear = functools.partial(Workload, op="linear_cross_entropy", modes=(*FIRST_ORDER, "hvp"))

@@ -60,6 +60,11 @@ STEPS = {
 }
 
 
+def _no_calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
+    op = workload.op
+    raise NotImplementedError(f"{op}: write the calls that the {mode} makes of its launchers, in perf/ops/{op}.py.")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """An op and all that tests and measurements need to know of it.
@@ -126,9 +131,9 @@ class Op:
     tiny: Sample
     large: tuple[Sample, ...]
     not_kept: tuple[str, ...]
-    calls: Callable[[Workload, str, bool], list[Call]]
-    small_workloads: tuple[Workload, ...]
-    gpu_workloads: tuple[Workload, ...]
+    calls: Callable[[Workload, str, bool], list[Call]] = _no_calls
+    small_workloads: tuple[Workload, ...] = ()
+    gpu_workloads: tuple[Workload, ...] = ()
     cpu_workloads: tuple[Workload, ...] = ()
     other_workloads: tuple[Workload, ...] = ()
     resized: tuple[tuple[Workload, tuple[int, int]], ...] = ()
