@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,9 +10,13 @@ from primitives.checks.arguments import LOW_PRECISION
 from primitives.core.write_back import write_back
 from primitives.ops.batch_norm import batch_norm_p
 from primitives.ops.batch_norm_eval import batch_norm_eval_p
+from primitives.ops.batch_norm_relu import batch_norm_relu_p
+from primitives.ops.batch_norm_relu_eval import batch_norm_relu_eval_p
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from primitives.core import Primitive
 
 __all__ = ["batch_norm_of_tensors"]
 
@@ -28,6 +32,8 @@ def batch_norm_of_tensors(
     eps: float,
     *,
     in_place: bool,
+    relu: bool = False,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The normalized `x`, and the running statistics after this batch; `in_place` also writes these.
 
@@ -41,36 +47,39 @@ def batch_norm_of_tensors(
         momentum: Weight of this batch; a tensor is one number, which may differ along the axes of `vmap`.
         eps: Added to the variance.
         in_place: Whether to write the new running statistics into the given ones.
+        relu: Whether `residual` is added, if it is not None, and a ReLU follows.
+        residual: Like `x`.
     """
+    train, evaluate = (batch_norm_relu_p, batch_norm_relu_eval_p) if relu else (batch_norm_p, batch_norm_eval_p)
+    given = (x, residual, weight, bias) if relu else (x, weight, bias)
     if not training and running_mean is not None:
-        y = batch_norm_eval_p(x, weight, bias, running_mean, running_var, 0, eps)
-        return y, running_mean, running_var
+        return evaluate(*given, running_mean, running_var, 0, eps), running_mean, running_var
     # In evaluation, only what has no elements has no statistics.
     if running_mean is None or running_var is None:
-        return batch_norm_p(x, weight, bias, None, None, 0, 0.0, eps)[0], None, None
+        return train(*given, None, None, 0, 0.0, eps)[0], None, None
     if isinstance(momentum, torch.Tensor):
-        y, new_mean, new_var = _blended(x, weight, bias, running_mean, running_var, momentum, eps)
+        y, new_mean, new_var = _blended(train, given, running_mean, running_var, momentum, eps)
     else:
-        y, _, _, new_mean, new_var = batch_norm_p(x, weight, bias, running_mean, running_var, 0, momentum, eps)
+        y, _, _, new_mean, new_var = train(*given, running_mean, running_var, 0, momentum, eps)
     if in_place:
         write_back([running_mean, running_var], [new_mean, new_var])
     return y, new_mean, new_var
 
 
 def _blended(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    train: Primitive,
+    given: tuple[Any, ...],
     running_mean: Tensor,
     running_var: Tensor,
     momentum: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A training step with a tensor for `momentum`: the normalized `x`, and the new running statistics."""
+    x = given[0]
     # The operator takes a Python number. Moved all the way from zero, a running statistic is that of the batch.
     dtype = torch.float32 if x.dtype in LOW_PRECISION else x.dtype
     zeros = [torch.zeros_like(running, dtype=dtype) for running in (running_mean, running_var)]
-    y, _, _, batch_mean, batch_var = batch_norm_p(x, weight, bias, *zeros, 0, 1.0, eps)
+    y, _, _, batch_mean, batch_var = train(*given, *zeros, 0, 1.0, eps)
     if x.numel() == 0:
         return y, running_mean.clone(), running_var.clone()
     momentum = momentum.detach()

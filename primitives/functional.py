@@ -175,7 +175,9 @@ def pure_batch_norm(
     return _batch_norm_tree(given, namespace, in_place=False)
 
 
-def _batch_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> BatchNormOutput:
+def _batch_norm_tree(
+    given: tuple, namespace: str, *, in_place: bool, relu: bool = False, residual: Any = None
+) -> BatchNormOutput:
     """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
     input, running_mean, running_var, weight, bias, training, momentum, eps = given
     arguments.momentum(momentum)
@@ -183,20 +185,26 @@ def _batch_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> BatchNo
     if training:
         arguments.positive_eps(eps)
 
-    def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
+    def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> None:
         arguments.batch_norm(label, x, mean, var, weight, bias, training=training)
+        if residual is not None:
+            arguments.added("batch_norm_relu", label, x, residual)
         if in_place and training:
             arguments.written(mean, var)
 
-    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+    def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)
         # An empty tensor of one axis has no channels.
         rows = x.reshape(0, 0) if x.dim() == 1 else x
-        y, mean, var = batch_norm_of_tensors(rows, mean, var, weight, bias, training, momentum, eps, in_place=in_place)
+        residual = None if residual is None else residual.reshape(rows.shape)
+        last = {"in_place": in_place, "relu": relu, "residual": residual}
+        y, mean, var = batch_norm_of_tensors(rows, mean, var, weight, bias, training, momentum, eps, **last)
         return y.reshape(x.shape) if x.dim() == 1 else y, mean, var
 
     prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    trees = map_tensors("batch_norm", check, compute, input, prefixes, namespace=namespace, num_results=3)
+    prefixes["residual"] = residual
+    name = "batch_norm_relu" if relu else "batch_norm"
+    trees = map_tensors(name, check, compute, input, prefixes, namespace=namespace, num_results=3)
     return BatchNormOutput(*trees)
 
 
@@ -282,8 +290,8 @@ def batch_norm_relu(
 
     $$ y = \max(\operatorname{BatchNorm}(x) + r, 0) $$
 
-    It is composed of `batch_norm` and torch's addition and ReLU: the norm alone is fused, and `torch.compile` makes one
-    kernel of the rest. timm's `BatchNormAct2d` computes it without a residual.
+    On CUDA tensors the kernel that normalizes reads the residual beside `input` and writes `y` alone, and a backward
+    masks the cotangent as it reads it. timm's `BatchNormAct2d` computes it without a residual.
 
     Args:
         input: As for `batch_norm`, like all arguments not named below.
@@ -316,19 +324,10 @@ def batch_norm_relu(
         tensor([[0.0000],
                 [1.5000]])
     """
-
-    def check(label: str, x: Tensor, residual: Tensor | None) -> None:
-        if residual is not None:
-            arguments.added("batch_norm_relu", label, x, residual)
-
-    def positive_part(y: Tensor, residual: Tensor | None) -> Tensor:
-        return torch.relu(y if residual is None else (y + residual).to(y.dtype))
-
-    added = {"residual": residual}
-    map_tensors("batch_norm_relu", check, lambda x, _: x, input, added, namespace=namespace)
-    given = (running_mean, running_var, weight, bias, training, momentum, eps)
-    y = batch_norm(input, *given, namespace=namespace)
-    return map_tensors("batch_norm_relu", lambda *_: None, positive_part, y, added, namespace=namespace)
+    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if arguments.is_plain_batch_norm(*given, residual):
+        return batch_norm_of_tensors(*given, in_place=True, relu=True, residual=residual)[0]
+    return _batch_norm_tree(given, namespace, in_place=True, relu=True, residual=residual).output
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:

@@ -99,9 +99,9 @@ class BiasedLast(nn.LayerNorm):
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    def __init__(self, size):
+    def __init__(self, size, act=nn.SiLU):
         super().__init__(size)
-        self.act = nn.SiLU()
+        self.act = act()
 
     def forward(self, x):
         if self.training:
@@ -129,6 +129,7 @@ NORMS = {
     "centered": (Centered, ROWS),
     "layer norm": (lambda: BiasedLast(SIZE), IMAGES),
     "batch norm": (lambda: BatchNormAct(SIZE), IMAGES),
+    "batch norm, ReLU": (lambda: BatchNormAct(SIZE, nn.ReLU), IMAGES),
     "no eps": (OlmoNorm, ROWS),
 }
 each = pytest.mark.parametrize("name", NORMS)
@@ -162,7 +163,7 @@ def test_a_norm_of_others_computes_by_this_package(name):
         expected = run(copy.deepcopy(theirs), x)[:2]
         for module in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             *found, ops = run(module, x)
-            assert "layer_norm" in ops or "batch_norm" in ops
+            assert {"layer_norm", "batch_norm", "batch_norm_relu"} & {*ops}
             assert pr.nn.converted(module)
             assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
 
@@ -195,7 +196,7 @@ def test_it_rounds_as_it_did(name, dtype, parameters, autocast):
             return
         y = ours(x)
     assert y.dtype == want.dtype
-    if name not in ("batch norm", "layer norm", "no eps"):
+    if name not in ("batch norm", "batch norm, ReLU", "layer norm", "no eps"):
         # Sums of another order tip one in thousands.
         near = (y - want).abs() <= (0.0 if y.dtype in LOW else 1e-5)
         assert near.float().mean() > 0.99

@@ -7,11 +7,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import _C
+from torch import _C, nn
 from torch.testing import assert_close
 
 import primitives as pr
 from primitives.ops.add_layer_norm import add_layer_norm_p
+from tests.call_properties import CallRecorder
 
 HALF = (torch.float16, torch.bfloat16)
 FUNCTIONS = {"add_layer_norm": F.layer_norm, "add_rms_norm": F.rms_norm}
@@ -143,45 +144,27 @@ def test_errors(name, case):
         getattr(pr.functional, name)(*args, **options)
 
 
-def blocks(x, residual, weight, bias, mean=None, var=None, training=True):
-    """The block by our function, and the same by torch's."""
-
-    def ours(x, residual, weight, bias):
-        state = [None if value is None else value.clone() for value in (mean, var)]
-        return pr.functional.batch_norm_relu(x, *state, weight, bias, training, 0.1, 1e-3, residual=residual)
-
-    def theirs(x, residual, weight, bias):
-        if training:
-            x_hat = (x - x.mean((0, 2), keepdim=True)) / (x.var((0, 2), correction=0, keepdim=True) + 1e-3).sqrt()
-        else:
-            x_hat = (x - mean[:, None]) / (var[:, None] + 1e-3).sqrt()
-        y = x_hat * weight[:, None] + bias[:, None]
-        return torch.relu(y if residual is None else y + residual)
-
-    return ours, theirs
-
-
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_relu_is_the_block_at_every_order(training):
-    values = randn(4, 3, 5), randn(4, 3, 5, seed=1), randn(3, seed=2), randn(3, seed=3)
-    ours, theirs = blocks(*values, randn(3, seed=4), randn(3, seed=5).exp(), training)
-    everything, results = tuple(range(4)), []
-    for f in (ours, theirs):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_derivatives_of_batch_norm_relu_at_zero_and_at_nan_are_those_of_torch(dtype):
+    """And with a cotangent and a residual that stand for several numbers each."""
+    x = torch.tensor([[1.0], [2.0], [torch.nan], [-3.0]], dtype=dtype)
+    state, residual, y_bar = (torch.zeros(1), torch.ones(1)), torch.tensor(-1.0), torch.tensor(2.0, dtype=dtype)
 
-        def gradient(*values, f=f):
-            return torch.func.grad(lambda *v: f(*v).square().sum(), everything)(*values)
+    def ours(x, residual):
+        given = (state[0].to(dtype), state[1].to(dtype))
+        return pr.functional.batch_norm_relu(x, *given, eps=0.0, residual=residual.to(dtype).expand(4, 1))
 
-        def tangent(*values, f=f):
-            return torch.func.jvp(f, values, values)[1]
+    def theirs(x, residual):
+        return torch.relu(x + residual.to(dtype))
 
-        second = [
-            torch.func.jvp(g, values, values[:1] + tuple(map(torch.sin, values[1:])))[1] for g in (gradient, tangent)
-        ]
-        reverse = torch.func.grad(lambda *v, t=tangent: t(*v).square().sum(), everything)(*values)
-        twice = torch.func.grad(lambda *v, g=gradient: g(*v)[0].square().sum(), everything)(*values)
-        results.append((f(*values), gradient(*values), *second, reverse, twice))
-    assert_close(*results)
+    results = []
+    for function in (ours, theirs):
+        y, vjp = torch.func.vjp(function, x, residual)
+        tangent = torch.func.jvp(function, (x, residual), (torch.ones_like(x), residual))[1]
+        results.append((y, *vjp(y_bar.expand(4, 1)), tangent))
+    assert_close(*results, equal_nan=True)
+    assert results[0][1].flatten().tolist() == [0.0, 2.0, 2.0, 0.0]
 
 
 def test_batch_norm_relu_keeps_layout_and_writes_state_as_batch_norm_does():
@@ -202,3 +185,42 @@ def test_batch_norm_relu_keeps_layout_and_writes_state_as_batch_norm_does():
         pr.functional.batch_norm_relu(x, None, None, training=True),
         torch.relu(F.batch_norm(x, None, None, None, None, True)),
     )
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's `BatchNormAct2d`, or with the activation before the norm."""
+
+    def __init__(self, *, is_first=False):
+        super().__init__(3)
+        self.act, self.is_first = nn.ReLU(), is_first
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        x = self.act(x) if self.is_first else x
+        args = (self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        y = F.batch_norm(x, *args)
+        return y if self.is_first else self.act(y)
+
+
+def test_convert_makes_one_call_of_a_norm_and_a_relu_unless_somebody_sees_it():
+    x, calls = randn(4, 3, 2, 2), []
+
+    def used(model):
+        with CallRecorder() as recorder:
+            y = model(x)
+        assert_close(y, NormAct.forward(model, x))
+        return {str(call) for call in recorder.calls}
+
+    models = [pr.nn.convert(NormAct(is_first=is_first).double().eval()) for is_first in (False, True)]
+    assert list(map(used, models)) == [{"batch_norm_relu_eval"}, {"batch_norm_eval"}]
+    model = models[0]
+    hook = model.act.register_forward_hook(lambda *args: calls.append("hook"))
+    assert (used(model), calls) == ({"batch_norm_eval"}, ["hook"] * 2)
+    hook.remove()
+    assert used(model) == {"batch_norm_relu_eval"}
+    model.act = nn.SiLU()
+    assert used(model) == {"batch_norm_eval"}
+    # What the function refuses, torch answers.
+    with pytest.raises(RuntimeError, match="running_mean"):
+        pr.nn.convert(NormAct().double().eval())(x[:, 1:])

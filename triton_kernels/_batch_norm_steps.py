@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from triton_kernels._batch_norm_merges import batch_norm_merge_kernel, batch_norm_statistics_kernel
+from triton_kernels._batch_norm_operands import Operands, Params, Relu, Results
 from triton_kernels._batch_norm_sums import batch_norm_sums_kernel
 from triton_kernels._batch_norm_transform import batch_norm_transform_kernel
-from triton_kernels._channels import ChannelView, new_output, param_pair_view, readable, view_channels
+from triton_kernels._channels import (
+    ChannelView,
+    new_output,
+    output_format,
+    param_pair_view,
+    readable,
+    view_channels,
+)
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view, split_scratch
 from triton_kernels.launch import (
     ChannelPlan,
@@ -29,61 +37,9 @@ if TYPE_CHECKING:
 
 # Rows of the means (see `batch_norm_merge_kernel`).
 _NUM_MEANS = 6
-
-
-class Operands(NamedTuple):
-    """Full-size operands, in the order of the kernels' arguments; None where one is absent or not read."""
-
-    y_bar: Tensor | None = None
-    x: Tensor | None = None
-    x_dot: Tensor | None = None
-    y_bar_dot: Tensor | None = None
-
-    def only(self, *needed: bool) -> Operands:
-        """Those that are needed."""
-        return Operands(*(tensor if need else None for tensor, need in zip(self, needed, strict=True)))
-
-    def readable(self, batch_ndim: int) -> Operands:
-        """The same with a channel view of each."""
-        return Operands(*(None if tensor is None else readable(tensor, batch_ndim) for tensor in self))
-
-    def present(self) -> list[Tensor]:
-        """Those that are there."""
-        return [tensor for tensor in self if tensor is not None]
-
-    def sums(self, statistics: bool) -> int:
-        """Bits of the sums that there are of these, or of x with its statistics (see `batch_norm_sums_kernel`)."""
-        y_bar, x, x_dot, y_bar_dot = (tensor is not None for tensor in self)
-        found = (y_bar, y_bar and x, x_dot, x_dot and x, y_bar and x_dot, y_bar_dot, y_bar_dot and x)
-        return sum(is_there << place for place, is_there in enumerate((*found, *[statistics] * 3)))
-
-
-class Params(NamedTuple):
-    """Per-channel operands; with an `eps`, scale_statistic is a variance, otherwise rstd."""
-
-    mean: Tensor
-    scale_statistic: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    weight_dot: Tensor | None = None
-    bias_dot: Tensor | None = None
-    mean_dot: Tensor | None = None
-    var_dot: Tensor | None = None
-
-
-class Results(NamedTuple):
-    """Whether each result is wanted, or what came out: four of the transform, then six of the merge."""
-
-    y: Any = False
-    y_dot: Any = False
-    x_bar: Any = False
-    x_bar_dot: Any = False
-    weight_bar: Any = False
-    bias_bar: Any = False
-    mean_bar: Any = False
-    var_bar: Any = False
-    weight_bar_dot: Any = False
-    bias_bar_dot: Any = False
+# Which of the results come from a merge.
+_BARS = slice(4, 10)
+_NO_RELU = Relu()
 
 
 class Sums(NamedTuple):
@@ -118,40 +74,80 @@ def derivatives(
     batch_ndim: int,
     dtype: torch.dtype | None = None,
     eps: float | None = None,
+    relu: Relu = _NO_RELU,
 ) -> Results:
     """The wanted results, empty tensors for the others; `dtype` is that of cotangents of weight and bias.
 
     Of the operands only those are read that the wanted results take. With `eps`, the statistics are given: a mean and a
-    variance, to which it is added.
+    variance, to which it is added. The cotangent of a residual is what passes the ReLU: the sums write it, and the
+    transform reads that.
     """
     dtypes = (dtype, dtype, params.mean.dtype, params.scale_statistic.dtype, dtype, dtype)
     bars = [
         new_channels(x, batch_ndim, kind or x.dtype) if wanted else None
-        for wanted, kind in zip(want[4:], dtypes, strict=True)
+        for wanted, kind in zip(want[_BARS], dtypes, strict=True)
     ]
-    outputs, summed = [None] * 4, None
+    outputs, summed, masked = [None] * 4, None, new_output(x, batch_ndim) if want.residual_bar else None
     if x.numel() == 0:
         for bar in bars:
             if bar is not None:
                 bar.zero_()
     else:
+        relu = relu.beside(x, batch_ndim)
+        if relu.y is not None and operands.y_bar is not None:
+            operands = operands._replace(y_bar=operands.y_bar.contiguous(memory_format=output_format(x, batch_ndim)))
         operands = operands.readable(batch_ndim)
         to_sum = _summed(operands, params, want, eps is not None)
-        if to_sum.present() or any(want[4:]):
-            follows = any(want[:4])
-            flags = {"read_again": follows, "x_read_again": follows and eps is None}
-            summed = sums(x, to_sum, params.mean, batch_ndim, means_wanted=follows and eps is None, **flags)
-            merge_sums(summed, params, bars, batch_ndim, eps)
+        if masked is not None:
+            to_sum = to_sum._replace(y_bar=operands.y_bar)
+        if to_sum.present() or any(want[_BARS]):
+            follows, has_means = any(want[:4]), any(want[:4]) and eps is None
+            flags = {"means_wanted": has_means, "read_again": follows and masked is None, "x_read_again": has_means}
+            gate = None if to_sum.y_bar is None else relu.y
+            summed = sums(x, to_sum, params.mean, batch_ndim, relu=gate, masked=masked, **flags)
+            if has_means or any(want[_BARS]):
+                merge_sums(summed, params, bars, batch_ndim, eps)
+        if masked is not None:
+            operands, relu = operands._replace(y_bar=masked), _NO_RELU
     if any(want[:4]):
         transformed = _transformed(operands, params, want, eps is not None)
-        outputs = transform(x, transformed, params, want[:4], batch_ndim, eps=eps, summed=summed)
-    return Results(*(x.new_empty(0) if out is None else out for out in (*outputs, *bars)))
+        outputs = transform(x, transformed, params, want[:4], batch_ndim, eps=eps, summed=summed, relu=relu)
+    return Results(*(x.new_empty(0) if out is None else out for out in (*outputs, *bars, masked)))
+
+
+def forward(
+    x: Tensor,
+    x_dot: Tensor | None,
+    params: tuple[Tensor | None, ...],
+    running: tuple[Tensor | None, Tensor | None],
+    batch_ndim: int,
+    momentum: float,
+    eps: float,
+    has_tangent: bool,
+    relu: Relu = _NO_RELU,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(y, mean, rstd, new_running_mean, new_running_var, y_dot)`, the last one empty without a tangent."""
+    acc_dtype = accumulation_dtype(x.dtype)
+    if x.numel() == 0:
+        mean, rstd = (x.new_zeros(channel_shape(x, batch_ndim), dtype=acc_dtype) for _ in range(2))
+        updated = [None if old is None else old.clone() for old in running]
+        y, y_dot = new_output(x, batch_ndim), new_output(x, batch_ndim) if has_tangent else None
+    else:
+        mean, rstd = (new_channels(x, batch_ndim, acc_dtype) for _ in range(2))
+        updated = [None if old is None else new_channels(x, batch_ndim, old.dtype) for old in running]
+        operands, wanted = Operands(x=x, x_dot=x_dot).readable(batch_ndim), (True, has_tangent, False, False)
+        summed = sums(x, operands, None, batch_ndim, means_wanted=x_dot is not None, read_again=True)
+        merge_statistics(summed, (mean, rstd, *updated), running, batch_ndim, momentum, eps)
+        given, relu = Params(mean, rstd, *params), relu.beside(x, batch_ndim)
+        y, y_dot, _, _ = transform(x, operands, given, wanted, batch_ndim, summed=summed, relu=relu)
+    y, new_mean, new_var, y_dot = (x.new_empty(0) if out is None else out for out in (y, *updated, y_dot))
+    return y, mean, rstd, new_mean, new_var, y_dot
 
 
 def _summed(operands: Operands, params: Params, want: Results, statistics_given: bool) -> Operands:
     """The operands whose sums the wanted results take."""
     if statistics_given:
-        return operands.only(any(want[4:]), want.weight_bar or want.var_bar, False, False)
+        return operands.only(any(want[_BARS]), want.weight_bar or want.var_bar, False, False)
     has_x_dot, has_y_bar_dot = operands.x_dot is not None, operands.y_bar_dot is not None
     has_alpha = has_x_dot or params.weight_dot is not None
     x_dot = has_x_dot and (want.y_dot or want.x_bar_dot or want.weight_bar_dot)
@@ -190,17 +186,19 @@ def sums(
     means_wanted: bool,
     read_again: bool,
     x_read_again: bool = True,
+    relu: Tensor | None = None,
+    masked: Tensor | None = None,
 ) -> Sums:
     """Sum non-empty `operands` like `x` that have a channel view, as `batch_norm_sums_kernel` does.
 
     Without a mean it is for the statistics. `means_wanted` says whether a transform takes the means of the sums, the
-    others whether it reads the operands, and x, again.
+    others whether it reads the operands, and x, again. `relu` masks y_bar, and `masked` is filled with what is left.
     """
     tensors = operands.present() or [readable(x, batch_ndim)]
     view = view_channels(tensors, batch_ndim)
     itemsize = max(tensor.element_size() for tensor in tensors)
     sizes = (view.sizes, view.spatial_inner, view.align, itemsize)
-    plan = plan_channel_sums(*sizes, x.device, len(tensors), mean is None)
+    plan = plan_channel_sums(*sizes, x.device, len(tensors) + (relu is not None), mean is None)
     merge = plan_channel_merge(view.num_channels, plan.most_splits, x.device)
     wanted = operands.sums(mean is None)
     # The means come first: where the rest starts then does not change with the number of parts, and with it the
@@ -213,6 +211,8 @@ def sums(
         with device_guard(x):
             batch_norm_sums_kernel[(plan.num_blocks, plan.num_splits)](
                 *operands,
+                relu,
+                masked,
                 mean,
                 partials,
                 *view.extents(),
@@ -281,11 +281,12 @@ def transform(
     *,
     eps: float | None = None,
     summed: Sums | None = None,
+    relu: Relu = _NO_RELU,
 ) -> list[Tensor | None]:
     """The wanted ones of y, y_dot, x_bar and x_bar_dot (see `batch_norm_transform_kernel`), in dtype and layout of `x`.
 
-    Operands are what has a factor in one of them. Statistics that are given come with an `eps`, others with sums, but
-    where there is nothing to sum.
+    Operands are what has a factor in one of them, and tensors of `relu` lie as these. Statistics that are given come
+    with an `eps`, others with sums, but where there is nothing to sum.
     """
     outputs = [new_output(x, batch_ndim) if want else None for want in wanted]
     if x.numel() == 0:
@@ -295,7 +296,7 @@ def transform(
     mean, scale_statistic, statistic_stride = param_pair_view(params.mean, params.scale_statistic, batch_ndim)
     mean_dot, var_dot, statistic_dot_stride = param_pair_view(params.mean_dot, params.var_dot, batch_ndim)
     views = [param_view(param, batch_ndim) for param in params[2:6]]
-    count = len(operands.present()) + sum(wanted)
+    count = len(operands.present()) + len(relu.present()) + sum(wanted)
     plan = plan_channel_transform(view.sizes, view.spatial_inner, view.align, x.element_size(), x.device, count)
     reduced = plan if summed is None else summed.plan
     # A small tensor fills no wave.
@@ -306,6 +307,7 @@ def transform(
         batch_norm_transform_kernel[(num_waves * num_resident * num_parts,)](
             *outputs,
             *operands,
+            *relu[:3],
             mean,
             scale_statistic,
             *(param for param, _ in views),
@@ -326,6 +328,7 @@ def transform(
             *_strides_of(operands, view, 1),
             EPS=eps,
             ACC_DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
+            RELU=relu.follows,
             **_tile_options(view, plan),
         )
     return outputs

@@ -26,6 +26,8 @@ from triton_kernels._channels import (
     locate_tile,
     share_of,
     spatial_extent,
+    store_tile,
+    through_relu,
 )
 from triton_kernels._runtime import batch_independent_jit
 from triton_kernels.tiles import in_places, nothing, sums_of, wanted_of
@@ -49,7 +51,10 @@ def load_operands(
     ptrs, strides, place, number, num_samples, num_spatial, TILE: tl.constexpr, POLICIES: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of each operand that is there, and the mask of its rows; `place` is a group, channels and their mask."""
+    """A tile of each operand that is there, and the mask of its rows; `place` is a group, channels and their mask.
+
+    Behind the operands stand a ReLU's output, which masks the first one, and where that is stored then.
+    """
     sample, position, row_mask = locate_tile(number, num_samples, num_spatial, TILE[2], TILE[3])
     tiles = ()
     for i in tl.static_range(4):
@@ -57,7 +62,11 @@ def load_operands(
             tiles = tiles + (nothing(),)
         else:
             tile, mask = (place[0], place[1], sample, position), row_mask[:, None] & place[2][None, :]
-            tiles = tiles + (load_tile(ptrs[i], strides[i], tile, mask, TILE, DTYPE, POLICIES[i]),)
+            values = load_tile(ptrs[i], strides[i], tile, mask, TILE, DTYPE, POLICIES[i])
+            if i == 0 and ptrs[4] is not None:
+                values = through_relu(values, load_tile(ptrs[4], strides[0], tile, mask, TILE, DTYPE, POLICIES[0]))
+                store_tile(ptrs[5], values, strides[0], tile, mask, TILE)
+            tiles = tiles + (values,)
     return tiles, row_mask
 
 
@@ -79,13 +88,13 @@ def add_operands(sums, tiles, center, row_mask, SUMS: tl.constexpr, FOLD: tl.con
 
 @batch_independent_jit
 def batch_norm_sums_kernel(
-    y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, mean_ptr, partials_ptr, num_samples, num_spatial, mean_group_stride,
-    y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride, x_group_stride,
-    x_sample_stride, x_channel_stride, x_spatial_stride, x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride,
-    x_dot_spatial_stride, y_bar_dot_group_stride, y_bar_dot_sample_stride, y_bar_dot_channel_stride,
-    y_bar_dot_spatial_stride, NUM_CHANNELS: tl.constexpr, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr,
-    BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, REPEATS: tl.constexpr,
-    RUN: tl.constexpr, NUM_STAGES: tl.constexpr, SUMS: tl.constexpr, READ_AGAIN: tl.constexpr,
+    y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, relu_ptr, masked_ptr, mean_ptr, partials_ptr, num_samples, num_spatial,
+    mean_group_stride, y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride,
+    x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride, x_dot_group_stride, x_dot_sample_stride,
+    x_dot_channel_stride, x_dot_spatial_stride, y_bar_dot_group_stride, y_bar_dot_sample_stride,
+    y_bar_dot_channel_stride, y_bar_dot_spatial_stride, NUM_CHANNELS: tl.constexpr, ALIGN: tl.constexpr,
+    SPATIAL_INNER: tl.constexpr, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+    REPEATS: tl.constexpr, RUN: tl.constexpr, NUM_STAGES: tl.constexpr, SUMS: tl.constexpr, READ_AGAIN: tl.constexpr,
     X_READ_AGAIN: tl.constexpr,
 ):  # fmt: skip
     """One program sums the operands that have a pointer over its split of the tiles of its channels.
@@ -100,6 +109,8 @@ def batch_norm_sums_kernel(
 
     Shapes:
         y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None.
+        relu_ptr: What a ReLU behind the norm returned, in memory as `y_bar`, which is 0 where this is; or None.
+        masked_ptr: Memory for `y_bar` with these zeros, in its layout too, or None.
         mean_ptr: `[groups, channels]`, or None.
         partials_ptr: `[num_rows, num_sums, num_splits]`, accumulation dtype; `num_rows = groups * channels`.
         SUMS: Bits of the `num_sums` of them that are wanted.
@@ -118,7 +129,7 @@ def batch_norm_sums_kernel(
         (x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride, x_dot_spatial_stride),
         (y_bar_dot_group_stride, y_bar_dot_sample_stride, y_bar_dot_channel_stride, y_bar_dot_spatial_stride),
     )
-    ptrs = (y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr)
+    ptrs = (y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, relu_ptr, masked_ptr)
     num_spatial = spatial_extent(num_spatial, ALIGN, SPATIAL_INNER)
     group, channels, channel_mask = channels_of(tl.program_id(0), NUM_CHANNELS, BLOCK_CHANNELS)
     place = (group, channels, channel_mask)

@@ -7,6 +7,8 @@ With centered operands u~ and factors per channel,
     x_bar     = scale * y_bar~ + beta * x~
     x_bar_dot = scale * y_bar_dot~ + alpha * y_bar~ + beta * x_dot~ + gamma * x~
 
+to which the end of a residual block adds a residual in y and y_dot, and a ReLU.
+
     scale = weight * rstd,  alpha = rstd * (weight_dot - scale * mean(x_dot * x_hat)),
     beta = -scale * rstd * mean(y_bar * x_hat)
 """
@@ -31,8 +33,9 @@ from triton_kernels._channels import (
     share_of,
     spatial_extent,
     store_tile,
+    through_relu,
 )
-from triton_kernels._runtime import batch_independent_jit
+from triton_kernels._runtime import batch_independent_jit, cast
 
 
 @triton.jit
@@ -67,23 +70,26 @@ def backward_share(num_tiles, num_blocks, num_splits, num_resident, num_parts, p
 
 @batch_independent_jit
 def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when it is compiled
-    y_ptr, y_dot_ptr, x_bar_ptr, x_bar_dot_ptr, y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, mean_ptr,
-    scale_statistic_ptr, weight_ptr, bias_ptr, weight_dot_ptr, bias_dot_ptr, means_ptr, mean_dot_ptr, var_dot_ptr,
-    num_rows, num_samples, num_spatial, num_blocks, num_splits, num_resident, num_parts, part_tiles,
-    statistic_group_stride, weight_group_stride, bias_group_stride, weight_dot_group_stride, bias_dot_group_stride,
-    statistic_dot_group_stride, out_group_stride, out_sample_stride, out_channel_stride, out_spatial_stride,
-    y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride, x_group_stride,
-    x_sample_stride, x_channel_stride, x_spatial_stride, x_dot_group_stride, x_dot_sample_stride, x_dot_channel_stride,
-    x_dot_spatial_stride, y_bar_dot_group_stride, y_bar_dot_sample_stride, y_bar_dot_channel_stride,
-    y_bar_dot_spatial_stride, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr, BLOCK_SAMPLES: tl.constexpr, BLOCK_SPATIAL: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
+    y_ptr, y_dot_ptr, x_bar_ptr, x_bar_dot_ptr, y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr, relu_ptr, residual_ptr,
+    residual_dot_ptr, mean_ptr, scale_statistic_ptr, weight_ptr, bias_ptr, weight_dot_ptr, bias_dot_ptr, means_ptr,
+    mean_dot_ptr, var_dot_ptr, num_rows, num_samples, num_spatial, num_blocks, num_splits, num_resident, num_parts,
+    part_tiles, statistic_group_stride, weight_group_stride, bias_group_stride, weight_dot_group_stride,
+    bias_dot_group_stride, statistic_dot_group_stride, out_group_stride, out_sample_stride, out_channel_stride,
+    out_spatial_stride, y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride,
+    x_group_stride, x_sample_stride, x_channel_stride, x_spatial_stride, x_dot_group_stride, x_dot_sample_stride,
+    x_dot_channel_stride, x_dot_spatial_stride, y_bar_dot_group_stride, y_bar_dot_sample_stride,
+    y_bar_dot_channel_stride, y_bar_dot_spatial_stride, EPS: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, ALIGN: tl.constexpr, SPATIAL_INNER: tl.constexpr, BLOCK_SAMPLES: tl.constexpr,
+    BLOCK_SPATIAL: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """One program writes up to `part_tiles` adjacent tiles of the outputs that have a pointer.
 
     Shapes:
         y_ptr, y_dot_ptr, x_bar_ptr, x_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None; one layout.
         y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr: As the outputs, or None for 0 and where no output has a factor.
+        relu_ptr: What a ReLU behind the norm returned, in memory as the outputs, or None: `y_bar` and `y_dot` are 0
+            where it is.
+        residual_ptr, residual_dot_ptr: Added to `y` and `y_dot`, in memory as these, or None.
         mean_ptr: `[groups, channels]`.
         scale_statistic_ptr: `[groups, channels]`, rstd if `EPS` is None, else the variance.
         weight_ptr, bias_ptr: `[groups, channels]`, or None for 1 and 0.
@@ -92,6 +98,7 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
         mean_dot_ptr, var_dot_ptr: `[groups, channels]`, or None for 0: tangents of a given mean and variance.
         num_blocks, num_splits, num_resident: Of the reduction before this, or any (see `backward_share`).
         num_parts, part_tiles: Programs for each of its shares, and tiles of each of these.
+        RELU: Whether a ReLU follows `y`, and `y_dot` is that of its output.
     """
     out_strides = (out_group_stride, out_sample_stride, out_channel_stride, out_spatial_stride)
     y_bar_strides = (y_bar_group_stride, y_bar_sample_stride, y_bar_channel_stride, y_bar_spatial_stride)
@@ -151,6 +158,8 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
         tile = (group, channels, sample, position)
         nothing = tl.zeros([BLOCK_SAMPLES * BLOCK_SPATIAL, BLOCK_CHANNELS], ACC_DTYPE)
         y, y_dot, x_bar, x_bar_dot = nothing + bias, nothing + bias_dot, nothing, nothing
+        if relu_ptr is not None:
+            relu = load_tile(relu_ptr, out_strides, tile, mask, TILE, ACC_DTYPE, policy)
         if x_ptr is not None:
             x = load_tile(x_ptr, x_strides, tile, mask, TILE, ACC_DTYPE, policy) - mean
             y += scale * x
@@ -161,7 +170,10 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
             if HAS_ALPHA or y_bar_dot_ptr is not None:
                 x_bar_dot += gamma * x
         if y_bar_ptr is not None:
-            y_bar = load_tile(y_bar_ptr, y_bar_strides, tile, mask, TILE, ACC_DTYPE, policy) - y_bar_mean
+            y_bar = load_tile(y_bar_ptr, y_bar_strides, tile, mask, TILE, ACC_DTYPE, policy)
+            if relu_ptr is not None:
+                y_bar = through_relu(y_bar, relu)
+            y_bar -= y_bar_mean
             x_bar += scale * y_bar
             if HAS_ALPHA:
                 x_bar_dot += alpha * y_bar
@@ -173,6 +185,16 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
         if y_bar_dot_ptr is not None:
             y_bar_dot = load_tile(y_bar_dot_ptr, y_bar_dot_strides, tile, mask, TILE, ACC_DTYPE, policy)
             x_bar_dot += scale * (y_bar_dot - y_bar_dot_mean)
+        if residual_ptr is not None:
+            y += load_tile(residual_ptr, out_strides, tile, mask, TILE, ACC_DTYPE, policy)
+        if residual_dot_ptr is not None:
+            y_dot += load_tile(residual_dot_ptr, out_strides, tile, mask, TILE, ACC_DTYPE, policy)
+        if relu_ptr is not None:
+            y_dot = through_relu(y_dot, relu)
+        if RELU:
+            # A number that is too small for the dtype of the output is 0 there.
+            y_dot = through_relu(y_dot, cast(cast(y, y_ptr.dtype.element_ty), ACC_DTYPE))
+            y = through_relu(y, y)
         store_tile(y_ptr, y, out_strides, tile, mask, TILE)
         store_tile(y_dot_ptr, y_dot, out_strides, tile, mask, TILE)
         store_tile(x_bar_ptr, x_bar, out_strides, tile, mask, TILE)

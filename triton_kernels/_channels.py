@@ -82,16 +82,20 @@ def readable(x: Tensor, batch_ndim: int) -> Tensor:
     return x if channel_strides(x, batch_ndim) is not None else x.contiguous()
 
 
-def new_output(x: Tensor, batch_ndim: int) -> Tensor:
-    """An uninitialized output for `x` in the layout that torch gives it: channels_last if the strides of `x` are."""
+def output_format(x: Tensor, batch_ndim: int) -> torch.memory_format:
+    """The layout that torch gives to outputs for `x`: channels_last if the strides of `x` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if batch_ndim or last is None or x.is_contiguous():
+        return torch.contiguous_format
+    return last if x.is_contiguous(memory_format=last) else suggest_memory_format(x)
+
+
+def new_output(x: Tensor, batch_ndim: int) -> Tensor:
+    """An uninitialized output for `x` (see `output_format`)."""
     if batch_ndim == 0 and x.numel() == 0:
         # It is contiguous in every layout at once: as it was made.
         return torch.empty_like(x)
-    layout = torch.contiguous_format
-    if batch_ndim == 0 and last is not None and not x.is_contiguous():
-        layout = last if x.is_contiguous(memory_format=last) else suggest_memory_format(x)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=output_format(x, batch_ndim))
 
 
 def view_channels(tensors: list[Tensor], batch_ndim: int) -> ChannelView:
@@ -224,6 +228,12 @@ def store_tile(ptr, values, strides, tile, mask, TILE: tl.constexpr):
     """Store a tile (see `tile_pointers`) that nothing reads soon; nothing without a pointer."""
     if ptr is not None:
         tl.store(tile_pointers(ptr, strides, tile, TILE), values, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def through_relu(values, y):
+    """What of a cotangent or tangent passes a ReLU that returned `y`: all where that is NaN, as in torch."""
+    return tl.where(y <= 0.0, 0.0, values)
 
 
 @triton.jit

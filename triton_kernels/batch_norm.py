@@ -53,18 +53,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels._batch_norm_steps import (
-    Operands,
-    Params,
-    Results,
-    channel_shape,
-    derivatives,
-    merge_statistics,
-    new_channels,
-    sums,
-    transform,
-)
-from triton_kernels._channels import new_output
+from triton_kernels._batch_norm_operands import Operands, Params, Results
+from triton_kernels._batch_norm_steps import derivatives, forward
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.tuning import tunable
 
@@ -102,7 +92,7 @@ def batch_norm_train_fwd(
     Without elements, mean and rstd are 0 and the running statistics stay.
     """
     params, running = (weight, bias, None, None), (running_mean, running_var)
-    return _train_fwd(x, None, params, running, batch_ndim, momentum, eps, has_tangent=False)[:5]
+    return forward(x, None, params, running, batch_ndim, momentum, eps, has_tangent=False)[:5]
 
 
 @tunable
@@ -121,7 +111,7 @@ def batch_norm_train_fwd_jvp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Results of `batch_norm_train_fwd`, and y_dot, in one sweep for all sums and one that writes both."""
     params, running = (weight, bias, weight_dot, bias_dot), (running_mean, running_var)
-    return _train_fwd(x, x_dot, params, running, batch_ndim, momentum, eps, has_tangent=True)
+    return forward(x, x_dot, params, running, batch_ndim, momentum, eps, has_tangent=True)
 
 
 @tunable
@@ -266,32 +256,3 @@ def batch_norm_bwd_jvp(
     params, dtype = Params(mean, rstd, weight, None, weight_dot), (x if weight is None else weight).dtype
     out = derivatives(x, Operands(y_bar, x, x_dot, y_bar_dot), params, want, batch_ndim, dtype)
     return out.x_bar_dot, out.weight_bar_dot, out.bias_bar_dot
-
-
-def _train_fwd(
-    x: Tensor,
-    x_dot: Tensor | None,
-    params: tuple[Tensor | None, ...],
-    running: tuple[Tensor | None, Tensor | None],
-    batch_ndim: int,
-    momentum: float,
-    eps: float,
-    has_tangent: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(y, mean, rstd, new_running_mean, new_running_var, y_dot)`, the last one empty without a tangent."""
-    acc_dtype = accumulation_dtype(x.dtype)
-    if x.numel() == 0:
-        mean, rstd = (x.new_zeros(channel_shape(x, batch_ndim), dtype=acc_dtype) for _ in range(2))
-        updated = [None if old is None else old.clone() for old in running]
-        y, y_dot = new_output(x, batch_ndim), new_output(x, batch_ndim) if has_tangent else None
-    else:
-        mean, rstd = (new_channels(x, batch_ndim, acc_dtype) for _ in range(2))
-        updated = [None if old is None else new_channels(x, batch_ndim, old.dtype) for old in running]
-        operands = Operands(x=x, x_dot=x_dot).readable(batch_ndim)
-        summed = sums(x, operands, None, batch_ndim, means_wanted=x_dot is not None, read_again=True)
-        merge_statistics(summed, (mean, rstd, *updated), running, batch_ndim, momentum, eps)
-        y, y_dot, _, _ = transform(
-            x, operands, Params(mean, rstd, *params), (True, has_tangent, False, False), batch_ndim, summed=summed
-        )
-    y, new_mean, new_var, y_dot = (x.new_empty(0) if out is None else out for out in (y, *updated, y_dot))
-    return y, mean, rstd, new_mean, new_var, y_dot

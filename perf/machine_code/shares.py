@@ -49,7 +49,7 @@ KNOWN_SHARES = (
     (r"layer_norm 8192x4097 ", 1.05, _ONE_BY_ONE),
     (r"(log_)?softmax \S*x(4097 |50257 bfloat16)", 0.8, _ONE_BY_ONE),
     (r"batch_norm 64x1001x14x14 ", 1.4, _ONE_BY_ONE),
-    (r"batch_norm 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 1.25, _ONE_BY_ONE),
+    (r"batch_norm(_relu)? 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 1.25, _ONE_BY_ONE),
     (r"batch_norm 64x1024x14x14 bfloat16 (?!channels_last)", 1.15, "planes of 196 elements are loaded by fours"),
     (
         r"cross_entropy 16x21x512x512 bfloat16 (forward|jvp)",
@@ -71,7 +71,11 @@ KNOWN_SHARES = (
     (r"group_norm 2x1280x16x16 ", 1.55, _FEW_STEPS),
     (r"group_norm 2x320x96x96 ", 0.8, _FEW_STEPS),
     # With two tiles each, half of the programs would wait longer, by estimate, than they issue less: 2.7 for 2.4 us.
-    (r"batch_norm 32x64x16x16 float64 forward", 0.85, "each of 256 programs has one tile, and divides by subroutine"),
+    (
+        r"batch_norm(_relu)? 32x64x16x16 float64 forward",
+        0.85,
+        "each of 256 programs has one tile, and divides by subroutine",
+    ),
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.0, _EMPTY_TILES),
     (r"(add_)?layer_norm 8192x(1600|5124) ", 1.0, _EMPTY_TILES),

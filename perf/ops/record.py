@@ -115,6 +115,7 @@ class Op:
             a shape and a dtype.
         result_shapes: Of the results of `call`, of which the suite takes derivatives.
         formula: `truth` of the suite's arguments, where that is another function.
+        kink: What a ReLU takes, of the same arguments: near 0 a rounding decides whether a derivative is 0.
         family: Name of the op whose primitives it calls, where that is not its own. What torch and compilers do with a
             primitive is tested with the op of that name alone.
         function_name: Of the public function, where that is not the name of the op.
@@ -148,6 +149,7 @@ class Op:
     constants: Callable[[Workload, Callable[..., Tensor]], tuple[Tensor, ...]] = lambda workload, draw: ()
     result_shapes: Callable[[Workload], tuple[tuple[int, ...], ...]] = lambda workload: (workload.shape,)
     formula: Any = None
+    kink: Any = None
     has_statistics: bool = False
     parameter_shape: Callable[[Sample, str], tuple[int, ...]] = lambda sample, name: ()
     function: Any = None

@@ -70,7 +70,17 @@ def errors(
         return {name: _dropout_error(mode, sample, leaves(result)) for name, result in results.items()}
     make_truth = _truth_of_attention if workload.op == "attention" else _truth
     truth = make_truth(workload, mode, sample, chunk_elements)
-    return {name: _error(leaves(result), truth) for name, result in results.items()}
+    kept = _away_from_kink(workload, sample)
+    return {name: _error(leaves(result), truth, kept) for name, result in results.items()}
+
+
+def _away_from_kink(workload: Workload, sample: Sample) -> Tensor | None:
+    """Where no rounding of what a ReLU takes decides about a derivative."""
+    if workload.record.kink is None:
+        return None
+    tensors = (value.detach().float() for value in (sample.x, *sample.params, *sample.constants))
+    value = workload.record.kink(*tensors)
+    return value.abs() > TOLERANCES[workload.dtype] * value.abs().amax()
 
 
 def _truth(workload: Workload, mode: str, sample: Sample, chunk_elements: int) -> list[Tensor]:
@@ -143,13 +153,13 @@ def _dropout_error(mode: str, sample: Sample, found: Sequence[Tensor]) -> float:
     return _error(found, [operand.double() * (kept | ~told) / (1 - DROPOUT_P) for operand in operands])
 
 
-def _error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+def _error(found: Sequence[Tensor], truth: Sequence[Tensor], kept: Tensor | None = None) -> float:
     if [value.shape for value in found] != [exact.shape for exact in truth]:
         return math.inf
-    off, scales = (
-        torch.stack([value.abs().amax() for value in values])
-        for values in ([value.detach() - exact for value, exact in zip(found, truth, strict=True)], truth)
-    )
+    differences = [value.detach() - exact for value, exact in zip(found, truth, strict=True)]
+    if kept is not None:
+        differences = [value.where(kept, 0.0) if value.shape == kept.shape else value for value in differences]
+    off, scales = (torch.stack([value.abs().amax() for value in values]) for values in (differences, truth))
     # Results that are zero throughout, as the tangent of bias_bar, are measured in units of one. A NaN is the largest.
     worst = (off / scales.where(scales > 0, 1.0)).amax().item()
     return worst if math.isfinite(worst) else math.inf

@@ -276,9 +276,17 @@ def batch_norm(
 
 
 def is_plain_batch_norm(
-    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: Any, momentum: Any, eps: Any
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any,
+    bias: Any,
+    training: Any,
+    momentum: Any,
+    eps: Any,
+    residual: Any = None,
 ) -> bool:
-    """Whether this passes `batch_norm`, and needs no look at trees.
+    """Whether this passes `batch_norm`, and `added` with a residual, and needs no look at trees.
 
     In training that has more than one sample, a positive eps, and running statistics that do not require grad.
     """
@@ -291,6 +299,7 @@ def is_plain_batch_norm(
         and (running_mean is None) == (running_var is None)
         and (eps > 0.0 and x.shape[0] > 1 if training else running_mean is not None)
         and _go_with(x, x.shape[1:2], running_mean, running_var, weight, bias)
+        and (residual is None or _go_with(x, x.shape, residual))
     ):
         return False
     return not training or running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from primitives.nn import _modules
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
-from primitives.nn._norms import ByForm, ByFunction, ServedNorm
+from primitives.nn._norms import ByForm, ByFunction, Form, ReluNorm, ServedNorm
 from primitives.nn._proof import SERVED, Verdict, configuration, examined, looks_like_a_norm
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Counterparts:
         if verdict.form == SERVED:
             return _with_behavior_of(ServedNorm, cls), ""
         if verdict.form is not None:
-            return _with_behavior_of(ByForm, cls, verdict.form), ""
+            return _with_behavior_of(ByForm if isinstance(verdict.form, Form) else ReluNorm, cls, verdict.form), ""
         return _with_behavior_of(Overridden, cls), verdict.reason
 
     def _verdict(self, module: torch.nn.Module, cls: type) -> Verdict:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from primitives import functional
 from primitives.core.errors import ShapeError
-from primitives.core.overrides import cumulative_weight
-from primitives.core.write_back import count_up
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
+from primitives.nn._norms import batch_normed
 
 __all__ = [
     "BatchNorm1d",
@@ -196,24 +195,7 @@ class _BatchNorm(OfThisPackage, torch.nn.modules.batchnorm._BatchNorm):
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`; in training, move the running statistics on."""
-        check = getattr(self, "_check_input_dim", None)  # TorchScript passes an object without the other methods.
-        if check is not None:
-            check(input)
-        mean, var, training = self.running_mean, self.running_var, self.training
-        use_batch = training or (mean is None and var is None)
-        update = training and self.track_running_stats
-        if training and not update:
-            mean = var = None
-        count = self.num_batches_tracked if update else None
-        momentum = self.momentum if update else 0.0
-        if momentum is None:
-            # The plain average over all batches. Not read as a Python number, which all would have to wait for.
-            momentum = 0.0 if count is None else cumulative_weight(count + 1)
-        output = functional.batch_norm(input, mean, var, self.weight, self.bias, use_batch, momentum, self.eps)
-        if count is not None:
-            # Counted last: a call that raises leaves the module as it was.
-            count_up(count)
-        return output
+        return batch_normed(functional.batch_norm, self, input)
 
 
 class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):

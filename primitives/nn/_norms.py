@@ -11,7 +11,9 @@ import torch
 
 from primitives import functional
 from primitives._override import override_except_dropout
-from primitives._serving import is_plain
+from primitives._serving import is_plain, served
+from primitives.core.overrides import cumulative_weight
+from primitives.core.write_back import count_up
 from primitives.nn._base import OfThisPackage, Overridden
 
 if TYPE_CHECKING:
@@ -19,7 +21,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ByForm", "ByFunction", "Form", "Rounding", "ServedNorm", "computed"]
+__all__ = [
+    "ByForm",
+    "ByFunction",
+    "Form",
+    "ReluNorm",
+    "Rounding",
+    "ServedNorm",
+    "batch_normed",
+    "computed",
+    "is_relu_alone",
+]
 
 
 class Rounding(NamedTuple):
@@ -138,6 +150,51 @@ def _rounding(form: Form, module: torch.nn.Module, x: Any) -> Rounding | None:
 
 class ServedNorm(Overridden, OfThisPackage):
     """A norm of somebody's that calls a norm of torch as a function, which this package serves."""
+
+
+def batch_normed(function: Callable[..., Tensor], module: Any, input: Tensor) -> Tensor:
+    """What a batch norm makes of `input` by `function`; in training, its running statistics move on."""
+    check = getattr(module, "_check_input_dim", None)  # TorchScript passes an object without the other methods.
+    if check is not None:
+        check(input)
+    mean, var, training = module.running_mean, module.running_var, module.training
+    use_batch = training or (mean is None and var is None)
+    update = training and module.track_running_stats
+    if training and not update:
+        mean = var = None
+    count = module.num_batches_tracked if update else None
+    momentum = module.momentum if update else 0.0
+    if momentum is None:
+        # The plain average over all batches. Not read as a Python number, which all would have to wait for.
+        momentum = 0.0 if count is None else cumulative_weight(count + 1)
+    output = function(input, mean, var, module.weight, module.bias, use_batch, momentum, module.eps)
+    if count is not None:
+        # Counted last: a call that raises leaves the module as it was.
+        count_up(count)
+    return output
+
+
+def is_relu_alone(module: torch.nn.Module) -> bool:
+    """Whether the one part of a module that computes is a ReLU, and nobody watches its parts."""
+    parts = list(module.children())
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts):
+        return False
+    return [type(part) for part in parts if type(part) is not torch.nn.Identity] == [torch.nn.ReLU]
+
+
+class ReluNorm(ServedNorm):
+    """A batch norm of somebody's that ends in a ReLU: both by one call, for inputs of the ranks in `form`."""
+
+    form: tuple[int, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The norm and the ReLU, or what is written where another part has come or somebody watches them."""
+        if len(args) == 1 and not kwargs and is_plain(*args) and args[0].dim() in self.form and is_relu_alone(self):
+            y = served(batch_normed, functional.batch_norm_relu, self, args[0])
+            if y is not NotImplemented:
+                return y
+        return super().forward(*args, **kwargs)
 
 
 class ByFunction(_OfOthers):

@@ -19,8 +19,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from primitives import functional
 from primitives._override import override_except_dropout
-from primitives.nn._norms import Form, Rounding, computed
+from primitives.nn._norms import Form, Rounding, batch_normed, computed, is_relu_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,9 +46,12 @@ _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.
 
 
 class Verdict(NamedTuple):
-    """The form of a module, `SERVED` if its `forward` is served as it is written, or None and the reason."""
+    """The form of a module, `SERVED` if its `forward` is served as it is written, or None and the reason.
 
-    form: Form | str | None
+    A tuple has the numbers of axes of inputs of which it makes a batch norm and a ReLU.
+    """
+
+    form: Form | tuple[int, ...] | str | None
     reason: str = ""
 
 
@@ -255,6 +259,28 @@ def _served(module: torch.nn.Module, cls: type) -> bool:
     return torch.bfloat16 in twins
 
 
+def _relu_ranks(module: torch.nn.Module, cls: type) -> tuple[int, ...]:
+    """Numbers of axes of inputs of which a module that is served makes a batch norm and a ReLU, with its state."""
+    ranks: list[int] = []
+    if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or not is_relu_alone(module):
+        return ()
+    for shape in _shapes(_channels(module)):
+        # A call that raises may have counted its batch.
+        twins = [_Twin(module, cls, torch.float64) for _ in range(2)]
+        for training in (False, True):
+            x, twins[1].module.training = _random(shape, 5), training
+            theirs = _tried(twins[0], x, training=training)
+            ours = _tried(batch_normed, functional.batch_norm_relu, twins[1].module, x)
+            if isinstance(ours, Exception):
+                continue
+            states = [list(_own(twin.module._buffers).values()) for twin in twins]
+            pairs = [(ours, theirs), *zip(*states, strict=True)]
+            if not all(isinstance(a, torch.Tensor) and _near(a, b, _EXACT) for a, b in pairs):
+                return ()
+            ranks.append(len(shape))
+    return tuple(dict.fromkeys(ranks))
+
+
 def _forms(module: torch.nn.Module, argument: str) -> Iterator[Form]:
     """Every form that a module may have."""
     parts = tuple(name for name, _ in module.named_children())
@@ -344,18 +370,18 @@ def examined(module: torch.nn.Module, cls: type) -> Verdict:
     if not form:
         with _undisturbed():
             form = _tried(_examined, module, cls)
-    if isinstance(form, Form) or form == SERVED:
+    if isinstance(form, tuple) or form == SERVED:
         return Verdict(form)
     reason = f"it could not be run: {form}" if isinstance(form, Exception) else form
     return Verdict(None, reason if _is_worth_a_word(module) else "")
 
 
-def _examined(module: torch.nn.Module, cls: type) -> Form | str:
+def _examined(module: torch.nn.Module, cls: type) -> Form | tuple[int, ...] | str:
     """The form of a module, `SERVED`, or the reason why it has none."""
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     required = [p for p in parameters if p.default is inspect.Parameter.empty]
     if len(required) == 1 and _served(module, cls):
-        return SERVED
+        return _relu_ranks(module, cls) or SERVED
     if len(parameters) != 1:
         return "its forward takes more than the input"
     if len(_channels(module)) != 1:

@@ -4,6 +4,7 @@ The rules of second order lie in a file of their own beside it, and importing th
 """
 
 from primitives.ops import attention_second_order as attention_second_order
+from primitives.ops import batch_norm_relu_eval as batch_norm_relu_eval
 from primitives.ops import batch_norm_second_order as batch_norm_second_order
 from primitives.ops import cross_entropy_second_order as cross_entropy_second_order
 from primitives.ops import dropout as dropout

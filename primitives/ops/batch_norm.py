@@ -191,7 +191,13 @@ def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
 batch_all(batch_norm_bwd_p, batch_norm_jvp_p, counter="batch_ndim")
 
 
-def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive = batch_norm_p) -> tuple[Any, Any]:
+def batch_state(*ops: Primitive) -> None:
+    """Give `ops`, whose outputs are those of the forward and more, a vmap rule."""
+    for op in ops:
+        op.def_vmap(functools.partial(_batch_norm_vmap, op=op))
+
+
+def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive) -> tuple[Any, Any]:
     out = list(op(*fold_batch(batch, primals, op.spec.tensors)._replace(batch_ndim=primals.batch_ndim + 1)))
     axes: list[int | None] = [0] * len(out)
     for i, name in ((3, "running_mean"), (4, "running_var")):
@@ -203,5 +209,4 @@ def _batch_norm_vmap(batch: Any, primals: Any, op: Primitive = batch_norm_p) -> 
     return tuple(out), tuple(axes)
 
 
-batch_norm_p.def_vmap(_batch_norm_vmap)
-batch_norm_fwd_jvp_p.def_vmap(functools.partial(_batch_norm_vmap, op=batch_norm_fwd_jvp_p))
+batch_state(batch_norm_p, batch_norm_fwd_jvp_p)

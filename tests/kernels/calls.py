@@ -9,6 +9,7 @@ import torch
 
 from perf.calls import Call, random
 from perf.ops.batch_norm import BatchNorm
+from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.layer_norm import LayerNorm
 from triton_kernels import dropout, log_softmax, philox
 from triton_kernels._kernel import intercept
@@ -114,6 +115,9 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
     rows = LayerNorm.draw(normalized.shape, dtype, norm_ndim=2).change(x=normalized, weight=None, bias=None)
     turned = random(2, 3, 8, 6, dtype=dtype).transpose(2, 3)
     images = BatchNorm.draw(turned.shape, dtype).change(x=turned)
+    # What stands beside x has no strides of its own in the kernels.
+    beside = dict.fromkeys(("y", "y_bar", "residual", "residual_dot"), turned)
+    block = BatchNormRelu.draw(turned.shape, dtype).change(**beside)
     levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)
     seed = torch.tensor(3)
     return [
@@ -122,6 +126,7 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
         images.call("train_bwd")._replace(copies=1),
         images.change(y_bar=turned).call("train_bwd")._replace(copies=2),
         images.call("eval_fwd")._replace(copies=1),
+        *(block.call(mode)._replace(copies=n) for mode, n in {"fwd": 1, "fwd_jvp": 2, "bwd": 2, "jvp": 2}.items()),
         Call(log_softmax.log_softmax_fwd, (levels, 4, None), 1),
         Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0), 1),
         Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0), 2),

@@ -20,6 +20,7 @@ from perf.calls import EPS, Call, pairwise, random
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
+from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
@@ -225,6 +226,23 @@ def test_batch_norm(layout: str, use_limits: Callable[..., None], use_processors
         check(call, in_any_order=turn < 3)
 
 
+@pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
+def test_batch_norm_relu(layout: str, use_processors: Callable[[int], None]) -> None:
+    use_processors(1)
+    turn = list(CHANNEL_LAYOUTS).index(layout)
+    norm = CHANNEL_LAYOUTS[layout](DTYPES[turn % len(DTYPES)])
+    arrange = channels_last if layout == "channels last" else torch.Tensor.contiguous
+    # A residual of the stream's dtype beside a narrow x, and a cotangent of the output's layout.
+    block = BatchNormRelu.draw(norm.x.shape, norm.x.dtype, None, norm.batch_ndim, arrange)
+    wide = random(*norm.x.shape, dtype=torch.promote_types(norm.x.dtype, torch.float32), seed=3)
+    block = block.change(x=norm.x, x_dot=norm.x_dot, residual=arrange(wide))
+    check(block.call("fwd"), in_any_order=turn == 0)
+    for mode in ("fwd_jvp", "bwd", "jvp", "eval_fwd", "eval_bwd", "eval_jvp"):
+        for number, call in enumerate(block.choices(mode)):
+            if number % len(CHANNEL_LAYOUTS) == turn:
+                check(call, in_any_order=turn == 0)
+
+
 @pytest.mark.parametrize("operands", [LayerNorm.draw((2, 75)), BatchNorm.draw((3, 3, 17, 19))], ids=["rows", "images"])
 def test_norms_read_what_is_wanted(operands: LayerNorm | BatchNorm, use_processors: Callable[[int], None]) -> None:
     use_processors(1)
@@ -357,7 +375,7 @@ def some_calls() -> list[Call]:
     operands = (
         *(rows, LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=True), added),
         *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
-        *(BatchNorm.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
+        *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
     )
     some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
     return [*(call for each in operands for call in each.calls()), *some_wanted, *dropout_calls()]

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from triton_kernels._cost import Account, Tensors
 
 _OPERANDS = ("y_bar", "x", "x_dot", "y_bar_dot")
+# The names that launchers have for what kernels take beside.
+_RELU = {"relu": "y", "residual": "residual", "residual_dot": "residual_dot"}
 _STATISTICS = ("mean", "scale_statistic")
 _PARAMS = ("weight", "bias", "weight_dot", "bias_dot", "mean_dot", "var_dot")
 _BARS = ("weight_bar", "bias_bar", "mean_bar", "var_bar", "weight_bar_dot", "bias_bar_dot")
 
 
 def _count_sums(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:
-    """Operands once, and partial results."""
-    there = {name: named[name] for name in _OPERANDS if named[name] is not None}
-    account.load(**there)
+    """Operands once, the cotangent of a residual, and partial results."""
+    account.load(**{name: named[name] for name in _OPERANDS}, y=named["relu"])
+    _store(account, named, ("masked",))
     _load_channels(account, {"mean": named["mean"]}, grid[1], tensors)
     account.scratch(named["partials"].nbytes)
 
@@ -46,7 +48,13 @@ def _count_merge(account: Account, named: Mapping[str, Any], grid: tuple[int, ..
 
 def _count_transform(account: Account, named: Mapping[str, Any], grid: tuple[int, ...], tensors: Tensors) -> None:
     """Operands once, the results, and parameters and means for each program."""
-    account.load(**{name: named[name] for name in _OPERANDS})
+    there = {name: named[name] for name in (*_OPERANDS, *_RELU) if named[name] is not None}
+    for name, tensor in there.items():
+        if name == "y_bar" and id(tensor) in tensors.returned:
+            # What the sums made of it.
+            account.write(tensor.nbytes)
+        else:
+            account.load(**{_RELU.get(name, name): tensor})
     _store(account, named, ("y", "y_dot", "x_bar", "x_bar_dot"))
     times = grid[0] / named["num_blocks"]
     _load_channels(account, {name: named[name] for name in _STATISTICS + _PARAMS}, times, tensors)

@@ -1,0 +1,185 @@
+"""Batch norm, a residual and ReLU, in training and in evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import primitives as pr
+from perf.calls import EPS, random
+from perf.ops.batch_norm import BATCH_NORM, BATCH_NORM_EVAL, MOMENTUM, BatchNorm
+from perf.ops.record import Op, passes_of
+from perf.ops.samples import Sample
+from perf.ops.workload import FIRST_ORDER, Workload, unnamed
+from primitives._batch_norm import batch_norm_of_tensors
+from primitives.ops._shared import weight_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from perf.calls import Call, Step
+
+
+def _call(functional: Any, x: Tensor, residual: Any, *params: Any, training: bool) -> Tensor:
+    """The function, or of a module without it torch's three."""
+    weight, bias, *running = [*params, *[None] * (4 - len(params))]
+    # They are written.
+    moved = [None if value is None else value.clone() for value in running]
+    given: Any = (*moved, weight, bias, training, MOMENTUM, EPS)
+    if functional is pr.functional:
+        return functional.batch_norm_relu(x, *given, residual=residual)
+    y = functional.batch_norm(x, *given)
+    return torch.relu(y if residual is None else (y + residual).to(y.dtype))
+
+
+def _function(x: Tensor, residual: Any, weight: Any, bias: Any, *running: Any, training: bool) -> tuple:
+    weight = weight_beside(bias, weight, x)
+    options: Any = {"in_place": False, "relu": True, "residual": residual}
+    given: Any = (*running, weight, bias, training, MOMENTUM, EPS)
+    y, *moved = batch_norm_of_tensors(x, *given, **options)
+    return y, *moved[: 2 * training]
+
+
+def _sum(norm: Op, x: Tensor, residual: Any, *params: Any) -> tuple:
+    y, *running = out if isinstance(out := norm.truth(x, *params), tuple) else (out,)
+    return y if residual is None else y + residual, *running
+
+
+def _truth(norm: Op, *tensors: Any) -> tuple:
+    y, *running = _sum(norm, *tensors)
+    return torch.relu(y), *running
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormRelu(BatchNorm):
+    """Operands of batch norm, and those of what follows it; None for what is absent."""
+
+    MODULES: ClassVar = ("batch_norm_relu",)
+    RESULTS: ClassVar = {"bwd": 4, "eval_bwd": 6}
+
+    y: Tensor | None = None
+    residual: Tensor | None = None
+    residual_dot: Tensor | None = None
+
+    @classmethod
+    def draw(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        batch_ndim: int = 0,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    ) -> BatchNormRelu:
+        """Random operands, those of full size in some layout."""
+        norm: Any = super().draw(shape, dtype, param_dtype, batch_ndim, arrange)
+        y, *added = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in (9, 10, 11))
+        return norm.change(y=y.relu(), residual=added[0], residual_dot=added[1])
+
+
+def _calls(workload: Workload, mode: str, is_drawn: bool, *, training: bool) -> list[Call]:
+    """The calls of a mode, with a residual and without one."""
+    x = workload.empty()
+    params: Any = [*[x] * 4, *[torch.empty(x.shape[1], dtype=workload.param_dtype)] * 8]
+    operands = BatchNormRelu(*params, y=x, residual=x, residual_dot=x)
+    statistic = torch.empty(x.shape[1], dtype=workload.statistic_dtype)
+    derived = {"mean": statistic, "rstd": statistic}
+    if is_drawn:
+        arrange: Any = lambda value: x.copy_(value).clone()  # noqa: E731 - a layout
+        operands, derived = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=arrange), None
+    prefix, params_wanted = ("", (True, True)) if training else ("eval_", (True,) * 4)
+    alone = ("residual", "residual_dot", "running_mean_dot", "running_var_dot")
+    steps: dict[str, Sequence[Step]] = {
+        "forward": [(f"{prefix}fwd", absent, None) for absent in ((), ("residual",))],
+        "backward": [(f"{prefix}bwd", (), (True, residual, *params_wanted)) for residual in (True, False)],
+        "jvp": [
+            (f"{prefix}{name}", absent, None)
+            for name in (("fwd_jvp", "jvp") if training else ("jvp",))
+            for absent in ((), alone)
+        ],
+    }
+    return operands.steps(steps[mode], derived)
+
+
+# The residual and its tangent are read, and its cotangent written.
+_PASSES = {
+    **passes_of(params=2, statistics=2),
+    **{"forward": (3, 2, 2), "backward": (5, 3, 2), "jvp": (6, 4, 0), "forward_backward": (8, 5, 4)},
+}
+_RESNET = (64, 256, 56, 56)
+_NO_RUNNING = ("running_mean", "running_var")
+BATCH_NORM_RELU = dataclasses.replace(
+    BATCH_NORM,
+    name="batch_norm_relu",
+    call=functools.partial(_call, training=True),
+    function=functools.partial(_function, training=True),
+    torch_function=None,
+    truth=functools.partial(_truth, BATCH_NORM),
+    arguments=("x", "residual", "weight", "bias", *_NO_RUNNING),
+    differentiable=("x", "residual", "weight", "bias"),
+    parameter_shape=lambda sample, name: sample.shape if name == "residual" else (sample.shape[1],),
+    # The norm has its own.
+    samples=(
+        Sample((3, 2, 3, 5)),
+        Sample((3, 2, 3, 5), absent=("residual", *_NO_RUNNING), layout="channels_last"),
+        Sample((2, 3, 31), absent=("weight",), layout="transposed", mixed=True),
+        Sample((13, 5), absent=("residual", "weight", "bias"), layout="sliced"),
+        Sample((2, 3, 2, 2, 3), absent=("bias", *_NO_RUNNING), layout="expanded"),
+        Sample((0, 3, 2)),
+        Sample((13, 5), absent=("residual",), layout="channels_last", mixed=True),
+        Sample((3, 2, 3, 5), layout="expanded", mixed=True),
+    ),
+    large=(Sample((3, 9, 64, 90), layout="channels_last"),),
+    not_kept=("residual", "bias", *_NO_RUNNING),
+    num_kept=2,
+    small_workloads=tuple(
+        dataclasses.replace(w, op="batch_norm_relu", modes=FIRST_ORDER) for w in BATCH_NORM.small_workloads
+    ),
+    gpu_workloads=(
+        Workload("ResNet-50", "batch_norm_relu", _RESNET, modes=FIRST_ORDER, quick=True),
+        Workload("ResNet-50", "batch_norm_relu", _RESNET, channels_last=True, modes=FIRST_ORDER),
+    ),
+    cpu_workloads=(),
+    other_workloads=(
+        unnamed("batch_norm_relu", _RESNET, "float32", modes=FIRST_ORDER),
+        unnamed("batch_norm_relu", (64, 2048, 7, 7), modes=FIRST_ORDER),
+        unnamed("batch_norm_relu", (32, 64, 16, 16), "float64", modes=FIRST_ORDER),
+    ),
+    resized=((unnamed("batch_norm_relu", (64, 256, 14, 14), modes=FIRST_ORDER), (63, 80)),),
+    calls=functools.partial(_calls, training=True),
+    modes=FIRST_ORDER,
+    passes=_PASSES,
+    num_full=1,
+    kink=lambda *tensors: _sum(BATCH_NORM, *tensors)[0],
+)
+BATCH_NORM_RELU_EVAL = dataclasses.replace(
+    BATCH_NORM_RELU,
+    name="batch_norm_relu_eval",
+    function_name="batch_norm_relu",
+    call=functools.partial(_call, training=False),
+    function=functools.partial(_function, training=False),
+    torch_function=None,
+    truth=functools.partial(_truth, BATCH_NORM_EVAL),
+    differentiable=BATCH_NORM_RELU.arguments,
+    samples=(
+        Sample((3, 2, 3, 5), mixed=True),
+        Sample((3, 2, 3, 5), absent=("residual",), layout="channels_last"),
+        Sample((13, 5), layout="transposed"),
+        Sample((2, 3, 2, 2, 3), absent=("weight", "bias"), layout="expanded"),
+        Sample((0, 3, 2)),
+    ),
+    small=Sample((2, 2, 2)),
+    tiny=Sample((2, 1)),
+    not_kept=("residual", "bias"),
+    small_workloads=tuple(dataclasses.replace(w, op="batch_norm_relu_eval") for w in BATCH_NORM_RELU.small_workloads),
+    gpu_workloads=tuple(dataclasses.replace(w, op="batch_norm_relu_eval") for w in BATCH_NORM_RELU.gpu_workloads),
+    other_workloads=(),
+    resized=(),
+    calls=functools.partial(_calls, training=False),
+    kink=lambda *tensors: _sum(BATCH_NORM_EVAL, *tensors)[0],
+    constants=BATCH_NORM_EVAL.constants,
+)
