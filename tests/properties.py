@@ -17,7 +17,7 @@ from tests.call_properties import Call, CallRecorder, distinct, parts
 from tests.support import assert_close, coarsest, like, nested, subsets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -150,27 +150,47 @@ def true_second_derivatives(
     )
 
 
+def second_order(
+    case: Op, sample: Sample, dtype: torch.dtype, device: torch.device, names: Sequence[str]
+) -> tuple[list, list[Call]]:
+    """All second derivatives in the arguments `names`, and the calls of primitives that these make.
+
+    Those of first order are among the calls, and none is there twice. A call that gives value and tangent comes with
+    the two that it stands for.
+    """
+    inputs = case.inputs(sample, dtype, device)
+    with CallRecorder() as recorder:
+        found = list(second_derivatives(case, case.of(names, inputs, sample), *directions(case, sample, inputs, names)))
+    return found, distinct(with_parts(case, recorder.calls))
+
+
 def check_second_order(
     case: Op, sample: Sample, dtype: torch.dtype, device: torch.device, names: Sequence[str]
 ) -> list[Call]:
-    """All second derivatives in the arguments `names` have the value of the definition's.
-
-    Returns:
-        The calls of primitives that these make, those of first order among them, none twice. A call that gives value
-        and tangent comes with the two that it stands for.
-    """
-    inputs = case.inputs(sample, dtype, device)
-    primals, dots, y_bar, y_bar_dot = directions(case, sample, inputs, names)
-    with CallRecorder() as recorder:
-        ours = list(second_derivatives(case, case.of(names, inputs, sample), primals, dots, y_bar, y_bar_dot))
+    """All second derivatives in the arguments `names` have the value of the definition's; the calls that these make."""
+    ours, calls = second_order(case, sample, dtype, device, names)
     theirs = true_second_derivatives(case, sample, dtype, device, tuple(names))
     # Through dtype= derivatives pass the coarser of two dtypes, and through what an operator rounds that of its output.
-    narrow = [y_bar.dtype] if "dtype" in dict(sample.options) or not case.rounds_once else []
+    asked = dict(sample.options).get("dtype")
+    narrow = [asked or dtype] if asked or not case.rounds_once else []
     for (what, actual, of), (_, expected, _) in zip(ours, theirs, strict=True):
         for i, (got, want, value) in enumerate(zip(actual, expected, of, strict=True)):
             precision = coarsest(value.dtype, *narrow)
             assert_close(got, want, dtype=value.dtype, precision=precision, order=2, what=f"{what}, result {i}")
-    return distinct(with_parts(case, recorder.calls))
+    return calls
+
+
+def lie_anew(samples: Iterable[Sample]) -> list[Sample]:
+    """Samples with a layout, an option, an absent argument or mixed dtypes that none before has.
+
+    How results lie, which a compiler is told, follows from these and not from sizes.
+    """
+    seen, found = set(), []
+    for sample in samples:
+        kinds = {(sample.layout, len(sample.shape)), *sample.options, *sample.absent, sample.mixed}
+        found += [sample] * (not kinds <= seen)
+        seen |= kinds
+    return found
 
 
 # Calls of the primitives that lie under a public function.
@@ -250,4 +270,6 @@ def check_nesting(
     """The derivative that `word` spells has the value of the formula's."""
     function, args = _problem(case, device, positions, true=False)
     actual = compiler(nested(function, word, positions or 0))(*args)
-    assert_close(actual, true_derivative(case, device, positions, len(word)), order=len(word), what=word)
+    assert_close(
+        actual, true_derivative(case, device, positions, len(word)), order=len(word), what=f"{word}, {positions}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import graphlib
 import inspect
 import pathlib
@@ -55,11 +56,11 @@ def is_private(name):
     return name.startswith("_") and not name.endswith("__")
 
 
-TREES = {
-    module_name(path): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+@functools.cache
+def trees():
+    """Every module of the packages, parsed: seconds, for the worker that runs these tests and no other."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def imports(source):
@@ -70,10 +71,12 @@ def imports(source):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in TREES else node.module for name in names)
+            yield from (name if name in trees() else node.module for name in names)
 
 
-IMPORTS = {module: set(imports(source)) for module, source in TREES.items()}
+@functools.cache
+def imported():
+    return {module: set(imports(source)) for module, source in trees().items()}
 
 
 def layer(module):
@@ -105,7 +108,7 @@ def foreign_names(sources):
         for node in ast.walk(source):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in PACKAGES:
                 names = [(alias.name, f"{node.module}.{alias.name}") for alias in node.names]
-                yield from (f"{module}: {path}" for name, path in names if is_private(name) and path not in TREES)
+                yield from (f"{module}: {path}" for name, path in names if is_private(name) and path not in trees())
             elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in ours - own[module]:
                 text = ast.unparse(node)
                 yield from [] if text.startswith(("torch.", "self.", "cls.")) else [f"{module}: {text}"]
@@ -113,20 +116,20 @@ def foreign_names(sources):
 
 def test_imports_point_downward():
     wrong = []
-    for module, names in IMPORTS.items():
+    for module, names in imported().items():
         package = module.split(".")[0]
         allowed = THIRD_PARTY.get(package, set()) | sys.stdlib_module_names | {package}
         for name in names if package in THIRD_PARTY else ():
-            is_above = package == "primitives" and name in TREES and layer(name) > layer(module)
+            is_above = package == "primitives" and name in trees() and layer(name) > layer(module)
             if is_above or name.split(".")[0] not in allowed:
                 wrong.append(f"{module} imports {name}")
     assert wrong == []
 
 
 def test_no_module_imports_itself_through_others():
-    own = {module: {name for name in names - {module} if name in TREES} for module, names in IMPORTS.items()}
+    own = {module: {name for name in names - {module} if name in trees()} for module, names in imported().items()}
     # Raises with the circle if there is one.
-    assert len([*graphlib.TopologicalSorter(own).static_order()]) == len(TREES)
+    assert len([*graphlib.TopologicalSorter(own).static_order()]) == len(trees())
 
 
 # Functions that run on a device are named in the keys of the tables of machine code.
@@ -136,7 +139,7 @@ DEVICE_FUNCTIONS = re.compile(r"triton_kernels\._\w+_kernels: triton_kernels\._\
 def test_private_names_are_read_in_their_own_module_alone():
     faults = {"primitives.a": "class A:\n  _x = 1", "primitives.b": "a._x\nfrom primitives.a import _y\ntorch._z"}
     assert len(list(foreign_names({name: ast.parse(text) for name, text in faults.items()}))) == 2
-    assert [name for name in foreign_names(TREES) if not DEVICE_FUNCTIONS.match(name)] == []
+    assert [name for name in foreign_names(trees()) if not DEVICE_FUNCTIONS.match(name)] == []
 
 
 def private_of_torch(source, own=frozenset()):
@@ -154,7 +157,7 @@ def private_of_torch(source, own=frozenset()):
 def test_tracing_reads_private_names_of_torch_in_one_file():
     fault = "import torch._C\nfrom torch.utils._pytree import tree_map\nx._version + self._own + torch.__version__"
     assert len(list(private_of_torch(ast.parse(fault), {"_own"}))) == 3
-    rooms = {name: source for name, source in TREES.items() if name.startswith("primitives.tracing.")}
+    rooms = {name: source for name, source in trees().items() if name.startswith("primitives.tracing.")}
     one = "primitives.tracing.torch_private"
     own = {name for source in rooms.values() for name in defined(source, of="self")}
     found = [f"{name}: {text}" for name in rooms if name != one for text in private_of_torch(rooms[name], own)]
@@ -181,7 +184,7 @@ def test_primitives_are_complete(name):
     assert tuple(named) == (op.spec.arguments[: len(named)] if last == "args" else op.spec.arguments[:-1])
     stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
     for module in (f"primitives.ops.{stem}", f"triton_kernels.{stem.removesuffix('_eval')}"):
-        assert module in TREES, f"{op.name} belongs to the module {module}, which is not there"
+        assert module in trees(), f"{op.name} belongs to the module {module}, which is not there"
 
 
 # Launch policy: numbers of warps, stages, programs and sizes of tiles are the planner's, in `triton_kernels.launch`.
@@ -202,7 +205,7 @@ def test_launch_numbers_are_in_the_launch_package_alone():
     assert (
         fixed_numbers("kernel[grid](x, 64, num_warps=plan.num_warps, BLOCK_SPLITS=1, EPS=2); BLOCK_COLS = cols") == []
     )
-    for module, source in TREES.items():
+    for module, source in trees().items():
         if not module.startswith(("triton_kernels.launch", "perf")):
             policy = POLICY if module.startswith("triton_kernels") else OPTIONS
             assert fixed_numbers(ast.unparse(source), policy) == [], module

@@ -23,7 +23,7 @@ from perf.ops.samples import LAYOUTS, Sample, arranged, normal
 from perf.ops.softmax import SOFTMAX
 from primitives.core import registered_primitives
 from tests.call_properties import check_call
-from tests.properties import check_second_order, recorded_calls
+from tests.properties import recorded_calls, second_order
 from tests.support import assert_close, dtype_id
 
 SERVED = [case for case in CASES if "cpu" in case.forward.rules.kernels]
@@ -55,7 +55,7 @@ def is_served(primitive, args):
 def calls(case, sample, dtype):
     """Calls of all orders, with the primitives that they are of; value and tangent come from the kernels of two."""
     primitives = {p.overload: p for p in registered_primitives().values()}
-    made = check_second_order(case, sample, dtype, CPU, case.perturbable(sample))
+    made = second_order(case, sample, dtype, CPU, case.perturbable(sample))[1]
     return [(p, call) for call in made if (p := primitives.get(call.overload)) not in (case.fwd_jvp, None)]
 
 

@@ -21,7 +21,7 @@ from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
 from tests import wrong_ops
 from tests.call_properties import fullest
 from tests.custom_ops import NAMESPACE, Affine
-from tests.properties import check_second_order
+from tests.properties import second_order
 from tests.wrong_ops import ALONE, OTHERS, WEIGHT, X, right_product
 
 # The compiler takes most of the time; it is checked where it matters.
@@ -115,7 +115,7 @@ def test_right_operators_pass(case):
 )
 def test_attention_passes(case, suffix):
     sample, device = case.small, torch.device("cpu")
-    calls = check_second_order(case, sample, torch.float64, device, case.perturbable(sample))
+    calls = second_order(case, sample, torch.float64, device, case.perturbable(sample))[1]
     call = fullest(calls, case.primitive(suffix))
     args = dict(zip(call.names, call.args, strict=True))
     if not suffix and args["mask"] is not None:
@@ -144,7 +144,7 @@ def test_a_right_op_passes_under_the_compiler_and_the_report_is_a_table():
 def test_the_fault_is_named_and_reproduced(op, tmp_path):
     name = {**ALONE, **OTHERS}[op]
     args = (X,) if op is wrong_ops.aliased_p else (X, WEIGHT)
-    error = failure(op, *args, compile=name.startswith("compile"))
+    error = failure(op, *args, compile=name in ("compile against eager", "opcheck"))
     assert (error.property, error.op) == (name, op.qualified_name)
     assert op in OTHERS or error.report.failed == (name,)
     assert str(error).startswith(f"{error.op}: {name} failed: {error.note}")

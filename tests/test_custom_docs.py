@@ -20,6 +20,8 @@ TABLE = re.findall(
 )
 
 
+# By day kernel tests check its rules, and tests/test_custom_compile.py compiles operators with trees.
+@pytest.mark.nightly
 def test_the_example_runs(capsys):
     pytest.importorskip("triton")
     runpy.run_path(str(EXAMPLE))["main"]()

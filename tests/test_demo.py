@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
 import torch
 
-pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
+if importlib.util.find_spec("sklearn") is None:
+    pytest.skip("the demo's digits are scikit-learn's", allow_module_level=True)
 
 from perf.demo import report
 from perf.demo.__main__ import main

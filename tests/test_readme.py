@@ -57,6 +57,8 @@ def test_the_example_has_twenty_lines():
     assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 20
 
 
+# By day the demo trains, and examples above differentiate through a jvp.
+@pytest.mark.nightly
 def test_meanflow_learns_the_same_with_torch_and_here(float64, tmp_path, capsys):
     pytest.importorskip("sklearn", reason="its digits are scikit-learn's")
     picture = tmp_path / "picture.png"

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from perf.ops import CASES, FAMILIES
 from tests.call_properties import CallRecorder, check_call, fullest
-from tests.properties import check_jvp, check_second_order, check_vjp, jvp_call, leaves, vjp_call
+from tests.properties import check_jvp, check_second_order, check_vjp, jvp_call, leaves, second_order, vjp_call
 from tests.support import assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -30,10 +30,10 @@ def by_day(names, case):
         pytest.param(
             *(case, names),
             id=f"{case.name}-{'+'.join(names)}",
-            marks=[] if by_day(names, case) else pytest.mark.nightly,
+            marks=[pytest.mark.in_turns(turn), *[pytest.mark.nightly] * (not by_day(names, case))],
         )
         for case in CASES
-        for names in subsets(case.differentiable)
+        for turn, names in enumerate(subsets(case.differentiable))
         # What differs where ops share primitives is which arguments these have.
         if not case.family or len(names) == 1
     ],
@@ -65,7 +65,7 @@ def test_only_what_is_wanted_is_computed(case, names, device):
 @pytest.mark.parametrize("case", [c for c in FAMILIES if c.second_order], ids=lambda case: case.name)
 def test_unwanted_second_order_outputs_are_empty(case, device):
     """What is not wanted takes no memory, and what is has the value that it has among all."""
-    calls = check_second_order(case, case.small, torch.float64, device, case.perturbable(case.small))
+    calls = second_order(case, case.small, torch.float64, device, case.perturbable(case.small))[1]
     # One operator for the reverse derivatives of both modes, one for forward over reverse, and nothing else.
     first_order = {primitive.overload for primitive in case.first_order}
     assert {call.overload for call in calls} - first_order == {primitive.overload for primitive in case.second_order}

@@ -92,8 +92,8 @@ def test_op_samples(info):
         several = torch.func.vmap(lambda primals, state, f=ours: f(*primals, state=state))
         together = several(*tree_map(lambda *values: torch.stack(values), *points))
         assert_close(together, torch.stack([theirs(*values, state=state) for values, state in points]))
-        # It has over a hundred samples, which differ in what surrounds the operator.
-        if "linear" in info.name and i % 8:
+        # Samples differ in what surrounds the operator, whose second order the records hold to the definition.
+        if i % (8 if "linear" in info.name else 4):
             continue
         options = {"fast_mode": True, "check_batched_grad": True}
         torch.autograd.gradgradcheck(ours, tensors, check_fwd_over_rev=True, check_rev_over_rev=True, **options)

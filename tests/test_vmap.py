@@ -14,7 +14,7 @@ from perf.ops import CASES, FAMILIES
 from perf.ops.attention import ATTENTION, MASKED_ATTENTION
 from perf.ops.samples import LAYOUTS
 from tests.call_properties import BATCH, alone_and_together, batched, check_vmap, check_vmap_of_call, distinct, fullest
-from tests.properties import check_second_order
+from tests.properties import second_order
 from tests.support import assert_close, like, subsets
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -28,7 +28,7 @@ def calls(case, device, absent=()):
     chosen = subsets(case.perturbable(sample))
     if absent or len(case.differentiable) > 3:
         chosen = [names for names in chosen if len(names) in (1, len(case.perturbable(sample)))]
-    return distinct(c for names in chosen for c in check_second_order(case, sample, torch.float64, device, names))
+    return distinct(c for names in chosen for c in second_order(case, sample, torch.float64, device, names)[1])
 
 
 @pytest.mark.parametrize("case", [MASKED_ATTENTION if c is ATTENTION else c for c in FAMILIES], ids=lambda c: c.name)

@@ -31,8 +31,14 @@ def true_words(seed: int, offset: int, count: int) -> list[int]:
     return [block(seed, offset + i // 4)[i % 4] for i in range(count)]
 
 
+@functools.lru_cache(maxsize=4)
+def _kept(count: int, seed: int, offset: int, p: float) -> list[bool]:
+    """Whether dropout keeps each of so many elements."""
+    return [word >= p * 2**32 for word in true_words(seed, offset, count)]
+
+
 def true_noise(shape: tuple[int, ...], seed: int, offset: int, p: float) -> torch.Tensor:
     """What dropout multiplies a tensor of this shape by, in float64."""
     size = torch.Size(shape)
-    kept = [word >= p * 2**32 for word in true_words(seed, offset, size.numel())]
+    kept = _kept(size.numel(), seed, offset, p)
     return torch.tensor(kept, dtype=torch.float64).reshape(size) * (1 / (1 - p) if p < 1 else 0.0)

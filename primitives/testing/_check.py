@@ -78,7 +78,7 @@ def check_rules(
         order: Highest order of derivatives.
         devices: Device or devices to run on; by default that of the first tensor, and `"cuda"` where there is one. On
             the CPU the Triton kernels run too if Triton's interpreter is on.
-        compile: Whether to check under `torch.compile`, which takes seconds.
+        compile: Whether to check under `torch.compile`, and `opcheck` by what AOTAutograd traces: these take seconds.
         tolerances: Allowed relative error by dtype, in the place of the usual one.
         tree_namespace: optree namespace of the trees; by default that of the operator.
         raise_on_failure: Whether to raise if a property does not hold, or only to report it.
@@ -94,7 +94,7 @@ def check_rules(
         TypeError: If `op` is not callable, or no argument holds a tensor.
         ValueError: If `order` is less than 1.
     """
-    check = _Check.of(op, args, static, order, devices, tolerances, tree_namespace)
+    check = _Check.of(op, args, static, order, devices, tolerances, tree_namespace, compile)
     skipped = () if compile else ("compile against eager",)
     rows = [Row(n, NOT_APPLICABLE, note="compile=False") if n in skipped else check.row(n) for n in PROPERTIES]
     report = Report(check.subject.name, tuple(rows))
@@ -154,10 +154,19 @@ class _Check:
     order: int
     devices: tuple[torch.device, ...]
     tolerances: Mapping[torch.dtype, float]
+    compile: bool
 
     @classmethod
     def of(
-        cls, op: Any, args: tuple, static: dict, order: int, devices: Devices, tolerances: Any, namespace: str
+        cls,
+        op: Any,
+        args: tuple,
+        static: dict,
+        order: int,
+        devices: Devices,
+        tolerances: Any,
+        namespace: str,
+        compile: bool = True,
     ) -> _Check:
         if order < 1:
             raise ValueError(f"check_rules: order must be at least 1, got {order}.")
@@ -166,7 +175,7 @@ class _Check:
             own = subject.tensors[0].device
             devices = [own, "cuda"] if own.type == "cpu" and torch.cuda.is_available() else own
         given = (devices,) if isinstance(devices, (str, torch.device)) else devices
-        return cls(subject, order, tuple(map(torch.device, given)), tolerances or {})
+        return cls(subject, order, tuple(map(torch.device, given)), tolerances or {}, compile)
 
     def row(self, name: str) -> Row:
         """The property everywhere: the first failure, or the result of the place that was least exact."""
@@ -195,7 +204,7 @@ class _Check:
         return places
 
     def _row_at(self, name: str, device: torch.device, backend: str) -> Row:
-        subject, record = self.subject.map(lambda x: x.to(device)), Record(self.order, self.tolerances)
+        subject, record = self.subject.map(lambda x: x.to(device)), Record(self.order, self.tolerances, self.compile)
         try:
             _PROPERTIES[name](subject, record)
         except NotApplicableError as reason:

@@ -107,6 +107,7 @@ class Record:
 
     order: int
     tolerances: Mapping[torch.dtype, float]
+    compile: bool = True
     # Of the comparison that came nearest to what was allowed, or went beyond.
     error: float | None = None
     allowed: float | None = None

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     Function = Callable[..., tuple[Tensor, ...]]
 
 BATCH = 3
+UNTRACED, TRACED = ("test_schema", "test_autograd_registration", "test_faketensor"), "test_aot_dispatch_dynamic"
 _numbers = itertools.count()
 
 
@@ -203,8 +204,10 @@ def opcheck(subject: Subject, record: Record) -> None:
     if not isinstance(subject.op, Primitive):
         flat, structure = subject.op.table.flatten(args, subject.static)
         args = (flat, structure.number)
+    if not record.compile:
+        record.note("compile=False: untraced")
     try:
-        torch.library.opcheck(op.overload, args)
+        torch.library.opcheck(op.overload, args, test_utils=(*UNTRACED, TRACED) if record.compile else UNTRACED)
     except ModuleNotFoundError as error:
         raise NotApplicableError(f"torch's opcheck needs {error.name}") from None
 

@@ -74,8 +74,8 @@ def expected(name, args, tangents, cotangents):
     return gradient if first == "grad" else (gradient, loss(*args))
 
 
-# Seconds each. By day one that has both modes and one that has vmap; by night those that they are made of.
-IN_ONE_GRAPH = {"hvp": (), "jacfwd": ()} | dict.fromkeys(("vjp", "linearize", "jacrev in chunks"), pytest.mark.nightly)
+# Seconds each. By day one that has both modes, beside vmap in test_func_vmap.py; by night those that they are made of.
+IN_ONE_GRAPH = {"hvp": ()} | dict.fromkeys(("vjp", "linearize", "jacfwd", "jacrev in chunks"), pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(

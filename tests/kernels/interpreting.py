@@ -1,4 +1,4 @@
-"""Triton's interpreter, made faster, held to the bounds of its tensors, and watched.
+"""Triton's interpreter, held to the bounds of its tensors, and watched.
 
 An access that is not masked off goes unnoticed wherever the values that it reads are not used, or what it writes is
 memory of nobody. Here it fails, with the names of the kernel and of the argument that the address came from: while a
@@ -14,12 +14,12 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.kernels import fast_interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -192,43 +192,6 @@ def _running_kernels(original: Callable) -> Callable:
     return run
 
 
-def _replace_language() -> None:
-    """Replace the functions of the language for good, where Triton does so anew in each launch and device function.
-
-    This process compiles nothing, and it takes two thirds of the time of most launches here.
-    """
-    interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
-
-
-def _remember_types() -> None:
-    """Make what follows from types alone once: Triton does so again for each operation of each program."""
-    new_type, new_tensor, np_dtype = tl.core.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    types: dict[Any, dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    dtypes: dict[str, Any] = {}
-
-    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        name = (element_ty.name, *[getattr(size, "value", size) for size in shape])
-        if name not in types:
-            new_type(self, element_ty, shape)
-            types[name] = dict(vars(self))
-        vars(self).update(types[name])
-
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in tensors:
-            new_tensor(self, None, type)
-            tensors[type.name] = dict(vars(self))
-        vars(self).update(tensors[type.name], handle=handle)
-
-    def remembered(type: Any) -> Any:
-        if type.name not in dtypes:
-            dtypes[type.name] = np_dtype(type)
-        return dtypes[type.name]
-
-    tl.core.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = init_type, init_tensor, remembered
-
-
 def install() -> None:
     """Hold every kernel that this process interprets to the elements of its arguments. Call it once.
 
@@ -239,8 +202,7 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_dot = _counting(interpreter.InterpreterBuilder.create_dot)
     interpreter._implicit_cvt = _converting(interpreter._implicit_cvt)
     interpreter.GridExecutor.__call__ = _running_kernels(interpreter.GridExecutor.__call__)
-    _replace_language()
-    _remember_types()
+    fast_interpreter.install()
 
 
 @contextlib.contextmanager

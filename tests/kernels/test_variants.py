@@ -8,22 +8,24 @@ numbers of processors under which these take each plan.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from perf.ops import CASES
-from tests.kernels.calls import ROW_PLANS, launched_by
+from tests.kernels.calls import ROW_PLANS, Launched, launched_by
 from tests.kernels.truth import check_values
 from triton_kernels import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from perf.calls import Call
     from perf.ops.record import Op
@@ -34,10 +36,10 @@ DTYPES = ("float32", "bfloat16", "float64")
 LIMITS = (*ROW_PLANS.values(), {"channel_tile_bytes": 1024})
 
 
-def variants(run: Callable[[], object]) -> set[tuple[Any, ...]]:
+def variants(launches: Iterable[Launched]) -> set[tuple[Any, ...]]:
     """Of each launch the kernel and its flags: constants that are not sizes, and whether each tensor is there."""
     found = set()
-    for one in launched_by(run):
+    for one in launches:
         named = {
             # A run is a size, or 0 for none.
             name: value is None
@@ -69,31 +71,56 @@ def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
             for workload in (*op.gpu_workloads, *op.other_workloads):
                 for mode in workload.modes:
                     calls = op.calls(workload, mode, False)
-                    for variant in variants(lambda calls=calls: [call.results() for call in calls]):
+                    for variant in variants(launched_by(lambda calls=calls: [call.results() for call in calls])):
                         found.setdefault(variant, f"{workload.case} {mode}")
     return {pair: case for variant, case in found.items() for pair in pairs(variant)}
 
 
-def small_calls(op: Op) -> Iterator[Call]:
-    """Calls of all modes, which are to be made while their limits are in force."""
+class Small(NamedTuple):
+    """A small call, the chip and the limits that are to be in force when it is made, and what it shows."""
+
+    call: Call
+    chip: launch.Chip
+    limits: dict[str, int]
+    pairs: set[tuple[Any, ...]]
+    num_programs: int
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        with launch.use_limits(**self.limits), launch.use_chip(self.chip):
+            yield
+
+
+def small_calls(op: Op) -> Iterator[Small]:
+    """Calls of all modes."""
     usual = launch.chip_of(torch.get_default_device())
     few = dataclasses.replace(usual, num_processors=1)
     for chip, limits, dtype, workload in itertools.product((usual, few), LIMITS, DTYPES, op.small_workloads):
         with launch.use_limits(**limits), launch.use_chip(chip):
             for mode in op.modes:
-                yield from op.calls(dataclasses.replace(workload, dtype=dtype), mode, True)
+                for call in op.calls(dataclasses.replace(workload, dtype=dtype), mode, True):
+                    launches = launched_by(call.results)
+                    met = set().union(*map(pairs, variants(launches)))
+                    yield Small(call, chip, limits, met, sum(math.prod(one.grid) for one in launches))
 
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
 def test_flags_that_meet_in_the_suite_meet_in_a_call_with_right_values(op: Op) -> None:
-    missing = in_suite(op)
-    for call in small_calls(op):
+    suite = in_suite(op)
+    found, missing = [], suite.keys()
+    for small in small_calls(op):
+        if missing & small.pairs:
+            found.append(small)
+            missing = missing - small.pairs
         if not missing:
             break
-        new = missing.keys() & set().union(*map(pairs, variants(call.results)))
-        if new:
-            check_values(call)
-            missing = {pair: case for pair, case in missing.items() if pair not in new}
-    listed = "\n".join(f"{case}: {pair}" for pair, case in missing.items())
+    listed = "\n".join(f"{suite[pair]}: {pair}" for pair in missing)
     assert not missing, f"perf/ops/{op.name}.py: no small workload has calls with these flags, as those have:\n{listed}"
+    # Later ones may show all that an earlier one does. The interpreter takes its time for each program.
+    missing = suite.keys()
+    while missing:
+        best = max(found, key=lambda small: len(missing & small.pairs) / (1 + small.num_programs))
+        missing = missing - best.pairs
+        with best.in_force():
+            check_values(best.call)
