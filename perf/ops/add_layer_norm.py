@@ -227,17 +227,14 @@ ADD_LAYER_NORM = Op(
     result_shapes=lambda workload: (workload.shape, workload.shape),
     has_statistics=True,
 )
-ADD_RMS_NORM = dataclasses.replace(
-    ADD_LAYER_NORM,
-    name="add_rms_norm",
-    family="add_layer_norm",
+ADD_RMS_NORM = ADD_LAYER_NORM.sibling(
+    "add_rms_norm",
+    ("x", "residual", "weight"),
     call=functools.partial(_call, centered=False),
     formula=functools.partial(_formula, centered=False),
     torch_function=functools.partial(_truth, centered=False),
     function=functools.partial(_function, centered=False),
     truth=functools.partial(_truth, centered=False),
-    arguments=("x", "residual", "weight"),
-    differentiable=("x", "residual", "weight"),
     samples=(
         Sample((13, 31), _NOISY),
         Sample((2, 3, 8), _ONE_AXIS, layout="transposed", mixed=True),
@@ -245,7 +242,6 @@ ADD_RMS_NORM = dataclasses.replace(
     ),
     tiny=Sample((1, 3), _ONE_AXIS),
     large=(Sample((3, 8195), _NOISY),),
-    not_kept=("x", "residual", "y"),
     small_workloads=(unnamed("add_rms_norm", (6, 20), "float32", modes=FIRST_ORDER),),
     gpu_workloads=(
         Workload("Llama 8B", "add_rms_norm", (8192, 4096), modes=FIRST_ORDER, quick=True),
@@ -253,8 +249,6 @@ ADD_RMS_NORM = dataclasses.replace(
         Workload("Llama 405B", "add_rms_norm", (4096, 16384), modes=FIRST_ORDER),
     ),
     cpu_workloads=(Workload("Llama 8B", "add_rms_norm", (512, 4096), "float32", modes=FIRST_ORDER, quick=True),),
-    other_workloads=(),
-    resized=(),
     calls=functools.partial(_calls, centered=False),
     passes=_passes(params=1, statistics=1),
     num_params=1,

@@ -57,13 +57,11 @@ def _calls(workload: Workload, mode: str, is_drawn: bool) -> list[Call]:
 
 
 _NO_RUNNING = ("running_mean", "running_var")
-INSTANCE_NORM = dataclasses.replace(
-    BATCH_NORM,
-    name="instance_norm",
-    family="batch_norm",
+INSTANCE_NORM = BATCH_NORM.sibling(
+    "instance_norm",
+    BATCH_NORM.arguments,
     call=_instance_norm,
     function=_with_state,
-    torch_function=None,
     truth=_true_instance_norm,
     samples=make_samples(
         [((3, 2, 3, 5), ()), ((0, 3, 2), ()), ((2, 3, 7), ()), ((2, 3, 2, 2, 3), ())],
@@ -76,7 +74,5 @@ INSTANCE_NORM = dataclasses.replace(
     small_workloads=(Workload("first", "instance_norm", (2, 2, 16, 16), dtype="float32"),),
     gpu_workloads=(Workload("style transfer", "instance_norm", (8, 128, 64, 64), modes=FIRST_ORDER, quick=True),),
     cpu_workloads=(Workload("style transfer", "instance_norm", (2, 128, 64, 64), "float32", quick=True),),
-    other_workloads=(),
-    resized=(),
     calls=_calls,
 )
