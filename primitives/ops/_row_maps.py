@@ -88,8 +88,14 @@ class RowMap:
         batch_all(*self.ops.values(), counter=counter)
 
     def _make(self, suffix: str, schema: str, reference: Callable[[dict[str, Any]], Any], *first: str) -> None:
-        name, cached = f"{self.ops['fwd'].name}_{suffix}", self._of_k[1:]
-        op = Primitive(name, schema, residuals=(*first, *self._of_k) if first else (), cached=cached, decomposable=True)
+        op = Primitive(
+            f"{self.ops['fwd'].name}_{suffix}",
+            schema,
+            residuals=(*first, *self._of_k) if first else (),
+            cached=self._of_k[1:],
+            decomposable=True,
+            namespace=self.ops["fwd"].spec.namespace,
+        )
         op.def_reference(lambda *args: reference(dict(zip(op.spec.arguments, args, strict=True))))
         self.ops[suffix] = op
 
