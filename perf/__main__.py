@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command(_predict)
     add("--device", default="h200", help="name in perf/devices or path of a description")
     add("--write", action="store_true", help="write the page of the docs")
+    command(_memory)
     add = command(_peers)
     add("--write", action="store_true", help="write the page of the docs")
     return parser
@@ -107,6 +108,15 @@ def _predict(options: argparse.Namespace) -> int:
 
     page = model.page(model.read_device(options.device))
     return _show(page, f"predictions_{Path(options.device).stem}.md" if options.write else None)
+
+
+def _memory(options: argparse.Namespace) -> int:
+    """Peak memory of linear_cross_entropy beside full logits; half a minute."""
+    from perf import memory
+
+    for line in memory.lines():
+        print(line, flush=True)
+    return 0
 
 
 def _peers(options: argparse.Namespace) -> int:

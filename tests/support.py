@@ -1,4 +1,4 @@
-"""What the generic tests share: tolerances, comparisons, nestings of transforms, the peak of memory."""
+"""What the generic tests share: tolerances, comparisons, nestings of transforms."""
 
 from __future__ import annotations
 
@@ -126,14 +126,3 @@ def nested(function: Any, word: str, argnums: int | Sequence[int] = 0) -> Any:
     for letter, position in zip(reversed(word), reversed(positions), strict=True):
         function = MODES[letter](function, argnums=position)
     return function
-
-
-def peak(run: Callable[[], Any]) -> int:
-    """The most bytes that are alive at one time while it runs, of what it allocates."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        run()
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    return max(itertools.accumulate(change for *_, change in changes))

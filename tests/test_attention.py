@@ -10,9 +10,9 @@ import torch
 from torch.func import grad, jvp, vjp
 
 import primitives as pr
+from perf.memory import peak
 from perf.ops.philox_truth import true_noise
 from perf.ops.samples import normal
-from tests.support import peak
 
 attention = pr.functional.attention
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import primitives as pr
-from tests.support import normal, peak
+from perf import memory
+from perf.memory import peak
+from tests.support import normal
 
 N, D, C = 5, 3, 7
 LABELS = torch.tensor([[2, -100, 6, 0, 6], [1, 3, 3, -100, 5]])
@@ -223,3 +226,10 @@ def test_no_more_than_a_few_chunks_of_logits_are_in_memory():
     for name, (chunks, run) in modes.items():
         others = 4 * (x.nbytes + weight.nbytes)
         assert peak(run) < others + chunks * chunk * classes * 4 < rows * classes * 4, name
+
+
+def test_the_command_that_prints_the_peak():
+    _, *lines = memory.lines(256, 8192)
+    _, ours, torchs = (int(re.search(r": ([\d,]+) MB", line)[1].replace(",", "")) for line in lines)
+    # The weight and its gradient are in both; of logits torch holds a few times all, and chunks are a sixteenth.
+    assert 4 < ours < 12 < 24 < torchs < 40

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from triton_kernels._runtime import stride_independent_jit
-from triton_kernels.rows import row_op
-from triton_kernels.tiles import exponential, nothing, sums_of
+from triton_kernels.rows import row_op, row_slice
+from triton_kernels.tiles import aligned, exponential, nothing, sums_of
 
 _LOWEST = tl.constexpr(float("-inf"))
 
@@ -166,18 +166,25 @@ def _share_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 def log_softmax_fwd_kernel(
     x_ptr, x_segment_stride, x_row_stride, x_col_stride,
     x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride,
-    mask_ptr, mask_segment_stride, mask_row_stride, mask_col_stride, scale_low, scale_high,
+    mask_ptr, mask_segment_stride, mask_row_stride, mask_col_stride, mask_repeats, scale_low, scale_high,
     y_ptr, y_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
     num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
     ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
     SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     LOG: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """y, of x in its dtype as in torch; and the tangent of y where there is one of x."""
+    """y, of x in its dtype as in torch; and the tangent of y where there is one of x.
+
+    If given, so many segments, one after another, share a mask.
+    """
+    if mask_repeats is not None:
+        block = row_slice(num_splits, num_cols, BLOCK_COLS, MODE)[0]
+        sample = (block // tl.cdiv(num_rows, BLOCK_ROWS) // mask_repeats).to(tl.int64)
+        mask_ptr += sample * aligned(mask_segment_stride, ALIGN)
     row_op(
         (x_ptr, x_dot_ptr, mask_ptr),
         ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-         (mask_segment_stride, mask_row_stride, mask_col_stride)),
+         (mask_segment_stride if mask_repeats is None else 0, mask_row_stride, mask_col_stride)),
         (), (), (), 0, (y_ptr, y_dot_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None, None), parts_ptr, num_splits, num_rows,
         _log_emit if LOG else _share_emit, (_LOWEST, 0.0) if x_dot_ptr is None else (_LOWEST, 0.0, 0.0), num_cols,

@@ -58,7 +58,7 @@ def launch_log_softmax(
     first = next(tensor for tensor in (*wanted, *inputs.values()) if tensor is not None)
     if not (wanted or row_outputs) or not first.numel():
         return
-    view = reduction_view([*inputs.values()], first, dim)
+    view = reduction_view([*inputs.values()], first, dim, may_repeat="mask" in inputs)
     dtypes = dtypes or [tensor.dtype for tensor in inputs.values() if tensor is not None]
     dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
     operands = Operands(view, tuple(inputs), {}, statistics, outputs, row_outputs, dtype, first.device)
@@ -75,6 +75,8 @@ def launch_log_softmax(
         sums.places if sums.wanted is None else sums.wanted,
         view.is_aligned(min(itemsizes)),
     )
+    if "mask" in inputs:
+        constants["mask_repeats"] = view.repeats
     with device_guard(first):
         launch_rows(kernel, operands, plan, sums, writes, **constants)
 

@@ -24,7 +24,8 @@ class RowView(NamedTuple):
 
     Row `r` of segment `s` is row `s * num_rows + r` of the whole. Two levels are what it takes to address the rows of
     an expanded or padded tensor without a copy. New tensors of the shape have `out_strides`. With `along_rows`, tiles
-    may run along rows that are adjacent in memory.
+    may run along rows that are adjacent in memory. The last tensor may be the same for so many segments, one after
+    another, as `repeats` says: its first stride leads past all of these.
     """
 
     num_segments: int
@@ -34,6 +35,7 @@ class RowView(NamedTuple):
     strides: tuple[tuple[int, int, int], ...]
     out_strides: tuple[int, int, int]
     along_rows: bool = False
+    repeats: int | None = None
 
     def axes(self) -> list[int]:
         """The adjacent axis of each tensor, and of the outputs: 1 for columns, 2 for rows, 0 for neither.
@@ -91,7 +93,7 @@ def row_view(
     return RowView(num_segments, num_rows, num_cols, viewed, strides, (num_rows * num_cols, num_cols, 1))
 
 
-def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int) -> RowView:
+def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int, may_repeat: bool = False) -> RowView:
     """View of tensors of one non-empty shape as rows along `dim`, which the other dims number.
 
     An input is copied only if no view fits its strides.
@@ -100,6 +102,7 @@ def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int) -> Ro
         inputs: Operands; None entries stay None.
         out: One of the outputs, which are contiguous and have its shape.
         dim: Reduced dim.
+        may_repeat: Whether the last input may be one that `repeats`, as a mask that heads share.
     """
     shape, cols = out.shape, range(dim, dim + 1)
     # Contiguous rows lie within a segment for each index of the dims outside `dim`, or one behind the other. Of others
@@ -107,11 +110,41 @@ def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int) -> Ro
     cut = dim if math.prod(shape[dim + 1 :]) > 1 else 0
     present = [tensor for tensor in inputs if tensor is not None]
     cut = _fewest_segments([*present, out], cols, range(max(out.dim() - 1, 1)), cut)
-    viewed, strides = zip(*(_as_rows(tensor, cols, cut) for tensor in (*inputs, out)), strict=True)
+    last, shared = inputs[-1], None
+    if may_repeat and last is not None and _row_strides(last, cols, cut) is None:
+        shared = _shared_strides(last, [*present[:-1], out], cols)
+    if shared is not None:
+        cut = shared.cut
+    viewed, strides = zip(*(_as_rows(tensor, cols, cut) for tensor in (*inputs[:-1], out)), strict=True)
+    of_last = (last, shared.strides) if shared is not None else _as_rows(last, cols, cut)
+    viewed, strides = (*viewed[:-1], of_last[0]), (*strides[:-1], of_last[1], strides[-1])
     num_segments = math.prod(_without(shape, cols)[:cut])
     num_rows = out.numel() // (shape[dim] * num_segments)
-    view = RowView(num_segments, num_rows, shape[dim], viewed[:-1], strides[:-1], strides[-1], along_rows=True)
-    return view._replace(along_rows=2 in view.axes())
+    view = RowView(num_segments, num_rows, shape[dim], viewed, strides[:-1], strides[-1], along_rows=True)
+    return view._replace(along_rows=2 in view.axes(), repeats=None if shared is None else shared.repeats)
+
+
+class _Shared(NamedTuple):
+    """Leading dims that are the segments, how many share a tensor's rows, and its strides, the first past all these."""
+
+    cut: int
+    repeats: int
+    strides: Strides
+
+
+def _shared_strides(tensor: Tensor, others: Sequence[Tensor], cols: range) -> _Shared | None:
+    """A view of a tensor that expanded dims behind its first ones repeat; None where it or one of others has none."""
+    sizes, strides = _without(tensor.shape, cols), _without(tensor.stride(), cols)
+    expanded = [i for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)) if size > 1 and stride == 0]
+    start, cut = (expanded[0], expanded[-1] + 1) if expanded else (0, 0)
+    outer = collapsed_stride(sizes[:start], strides[:start])
+    row_stride = collapsed_stride(sizes[cut:], strides[cut:])
+    is_shared = all(size == 1 or stride == 0 for size, stride in zip(sizes[start:cut], strides[start:cut], strict=True))
+    if not start or outer is None or row_stride is None or not is_shared:
+        return None
+    if any(_row_strides(other, cols, cut) is None for other in others):
+        return None
+    return _Shared(cut, math.prod(sizes[start:cut]), (outer, row_stride, tensor.stride(cols.start)))
 
 
 def _fewest_segments(

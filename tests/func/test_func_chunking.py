@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from perf.memory import peak
 from primitives import func
-from tests.support import peak
 
 ENTRIES, WIDTH = 64, 512
 # The peak of a chunk of 1/n may be this many times 1/n of the peak of all at once: operands, result and whole rows of

@@ -330,6 +330,19 @@ def test_softmax(splits: int, adjacent: str, use_limits: Callable[..., None]) ->
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
+def test_a_mask_that_heads_share_is_read_where_it_lies(splits: int, use_limits: Callable[..., None]) -> None:
+    num_cols = 24
+    if splits:
+        use_limits(**short_rows(TILE, splits))
+        num_cols = LONG_ROW
+    shape, dtype = (2, 3, 2, num_cols), DTYPES[splits % 3]
+    mask = random(2, 1, 2, num_cols, seed=7) > 0.0 if splits else random(2, 1, 2, num_cols, dtype=dtype, seed=7)
+    call = Softmax.draw(shape, 3, dtype).change(mask=mask.expand(shape), scale=0.7).call("fwd_jvp")
+    check(call)
+    assert {one.named["mask_ptr"].data_ptr() for one in launched_by(call.results)} == {mask.data_ptr()}
+
+
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
 def test_cross_entropy(splits: int, adjacent: str, use_limits: Callable[..., None]) -> None:

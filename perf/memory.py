@@ -1,0 +1,54 @@
+"""Peak memory of the losses of a language model on the CPU, where the profiler of torch counts every allocation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+import primitives as pr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+TOKENS, CLASSES = 4096, 128256
+# A narrow stream: x and the weight are the same for everybody, and products take most of the time.
+WIDTH = 64
+# Torch holds logits of all tokens at once: of so many times fewer, its peak without arguments is as many times smaller.
+FEWER = 16
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """The most bytes that are alive at one time while it runs, of what it allocates."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        run()
+    profiler: Any = profile.profiler
+    events = profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    return max(itertools.accumulate(change for *_, change in changes))
+
+
+def lines(tokens: int = TOKENS, classes: int = CLASSES) -> Iterator[str]:
+    """Value and gradients of x and weight by chunks, and by torch's full logits."""
+    yield f"loss and gradients, {tokens:,} tokens x {classes:,} classes, width {WIDTH}, float32"
+    yield f"logits: {tokens * classes * 4 / 1e6:,.0f} MB; x, weight and their gradients are in what follows"
+
+    def gradients(loss: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int) -> Callable[[], Any]:
+        x, weight = torch.randn(tokens, WIDTH), torch.randn(classes, WIDTH)
+        target = torch.randint(classes, (tokens,))
+        return lambda: torch.func.grad(loss, (0, 1))(x, weight, target)
+
+    rows, arguments = tokens // FEWER, 4 * WIDTH * (tokens + classes)
+    used = peak(gradients(functools.partial(pr.functional.linear_cross_entropy, chunk_rows=rows), tokens)) + arguments
+    yield f"linear_cross_entropy, chunk_rows={rows}: {used / 1e6:,.0f} MB"
+    of_weight = 4 * WIDTH * classes
+    few = peak(gradients(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target), rows))
+    used = FEWER * (few - of_weight) + of_weight + arguments
+    yield f"torch, full logits: {used / 1e6:,.0f} MB ({FEWER} times that of {rows} tokens)"
