@@ -10,9 +10,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import primitives as pr
+from perf.memory import peak
 from primitives.func import checkpoint, functional_call, grad, hessian, jacrev, jvp, vmap
 from primitives.tracing import PhiloxState, functionalize_rng, trace_joint
-from tests.support import peak
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 

@@ -5,8 +5,8 @@ import torch
 from func_trees import N, assert_tree, compiled, flat, leaves, like, loss, output, point, randn, rebuilt
 
 import primitives as pr
+from perf.memory import peak
 from primitives import func
-from tests.support import peak
 
 TF = torch.nn.functional
 BOTH = (0, 1)
