@@ -124,17 +124,14 @@ def add_layer_norm_fwd_kernel(
     HALF: tl.constexpr = _add_fwd_emit_from_float16 if IS_FLOAT16 else _add_fwd_emit_from_bfloat16
     row_op(
         (x_ptr, residual_ptr, x_dot_ptr, residual_dot_ptr),
-        (
-            (x_segment_stride, x_row_stride, x_col_stride),
-            (residual_segment_stride, residual_row_stride, residual_col_stride),
-            (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-            (residual_dot_segment_stride, residual_dot_row_stride, residual_dot_col_stride),
-        ),
+        ((x_segment_stride, x_row_stride, x_col_stride),
+         (residual_segment_stride, residual_row_stride, residual_col_stride),
+         (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (residual_dot_segment_stride, residual_dot_row_stride, residual_dot_col_stride)),
         (weight_ptr, bias_ptr, weight_dot_ptr, bias_dot_ptr),
         (weight_stride, bias_stride, weight_dot_stride, bias_dot_stride),
         (), 0, (s_ptr, y_ptr, y_dot_ptr, s_dot_ptr), (out_segment_stride, out_row_stride, out_col_stride),
-        (mean_ptr, rstd_ptr, None, None),
-        parts_ptr, num_splits, num_rows,
+        (mean_ptr, rstd_ptr, None, None), parts_ptr, num_splits, num_rows,
         HALF if ROUNDED else _add_fwd_emit, (0.0, 0.0, 0.0, 0.0) if HAS_DOT else (0.0, 0.0), num_cols, DTYPE,
         AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
         STATS=_fwd_stats if CENTERED else _rms_stats, ANCHOR=_fwd_anchor if CENTERED else None,
@@ -175,11 +172,8 @@ def add_layer_norm_jvp_kernel(
     HAS_DOT: tl.constexpr = x_dot_ptr is not None or residual_dot_ptr is not None
     row_op(
         (s_ptr, x_dot_ptr, residual_dot_ptr),
-        (
-            (s_segment_stride, s_row_stride, s_col_stride),
-            (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
-            (residual_dot_segment_stride, residual_dot_row_stride, residual_dot_col_stride),
-        ),
+        ((s_segment_stride, s_row_stride, s_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride),
+         (residual_dot_segment_stride, residual_dot_row_stride, residual_dot_col_stride)),
         (weight_ptr, weight_dot_ptr, bias_dot_ptr), (weight_stride, weight_dot_stride, bias_dot_stride),
         (mean_ptr, rstd_ptr), 2, (s_dot_ptr, y_dot_ptr), (out_segment_stride, out_row_stride, out_col_stride),
         (None, None), parts_ptr, num_splits, num_rows,
@@ -222,11 +216,8 @@ def add_layer_norm_x_bar_kernel(
     """Cotangents of rows, without the sums over them."""
     row_op(
         (y_bar_ptr, s_ptr, s_bar_ptr),
-        (
-            (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride),
-            (s_segment_stride, s_row_stride, s_col_stride),
-            (s_bar_segment_stride, s_bar_row_stride, s_bar_col_stride),
-        ),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (s_segment_stride, s_row_stride, s_col_stride),
+         (s_bar_segment_stride, s_bar_row_stride, s_bar_col_stride)),
         (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr, residual_bar_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
         _add_bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
@@ -251,11 +242,8 @@ def add_layer_norm_bwd_kernel(
     WRITES: tl.constexpr = x_bar_ptr is not None or residual_bar_ptr is not None
     row_sums_op(
         (y_bar_ptr, s_ptr, s_bar_ptr),
-        (
-            (y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride),
-            (s_segment_stride, s_row_stride, s_col_stride),
-            (s_bar_segment_stride, s_bar_row_stride, s_bar_col_stride),
-        ),
+        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (s_segment_stride, s_row_stride, s_col_stride),
+         (s_bar_segment_stride, s_bar_row_stride, s_bar_col_stride)),
         (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr, residual_bar_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), (weight_part_ptr, bias_part_ptr), 2,
         num_splits, num_rows, _add_bwd_emit, _bwd_columns, (0.0, 0.0) if WRITES else (), num_cols, DTYPE, AXES,
