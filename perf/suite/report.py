@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from perf.suite.targets import Case, Key
 
 DPI = 150
+# Beside each other in one plot.
+MAX_PANELS = 5
 # Readable with every common kind of color blindness, and apart in gray.
 _SHADES = (
     *("#0b3c6f", "#e8a33d", "#2a9d6f", "#8fd0b0", "#7d4fa3", "#8c6d46", "#777777"),
@@ -213,9 +215,12 @@ def _bandwidth_plot(result: dict[str, Any], mode: str, path: Path) -> Path | Non
     ]
     if not (ops := list(dict.fromkeys(row["op"] for row in rows))):
         return None
-    figure = Figure(figsize=(3.6 * len(ops) + 1.0, 4.2), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
-    for op, panel in zip(ops, panels, strict=True):
+    columns, lines = min(len(ops), MAX_PANELS), -(-len(ops) // MAX_PANELS)
+    figure = Figure(figsize=(3.6 * columns + 1.0, 3.7 * lines + 0.5), dpi=DPI, layout="constrained")
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    for panel in panels[len(ops) :]:
+        panel.remove()
+    for op, panel in zip(ops, panels[: len(ops)], strict=True):
         shown = sorted((row for row in rows if row["op"] == op), key=lambda row: row["columns"])
         for name in dict.fromkeys(row["provider"] for row in rows):
             own = [row for row in shown if row["provider"] == name]

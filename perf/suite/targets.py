@@ -160,7 +160,7 @@ def _is_copy_bound(workload: Any, mode: str) -> bool:
     """
     if not isinstance(workload, Workload) or workload.pass_bytes < LARGE_BYTES:
         return False
-    if workload.op == "batch_norm_eval":
+    if workload.op.endswith("_eval"):
         return mode != "backward"
     return not workload.record.has_channels and workload.op not in MATMUL_OPS
 
