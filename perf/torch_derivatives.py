@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-# Calls of an operator that are tried, and the elements that the arguments of one have at most.
-CALLS, ELEMENTS = 4, 3000
+# Calls of an operator that are kept, those of them that are judged, and the elements that their arguments have at most.
+CALLS, JUDGED, ELEMENTS = 16, 4, 3000
 SAMPLES = 10
 # Relative errors of central differences, and of differences of differences, where torch has no nesting that is right.
 TOLERANCE, LOOSE_TOLERANCE = 1e-5, 1e-3
@@ -193,6 +193,8 @@ def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
     """
     found = []
     for call, moving in filter(None, map(_differentiable, calls)):
+        if len(found) == JUDGED:
+            break
         # Statistics beside a result are seldom differentiated: what holds for the result alone counts.
         judgments = []
         for like in (call, _symmetric(call)):

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 
 import primitives as pr
-from primitives.nn._proof import InFloat64
+from primitives._audit.nestings import InFloat64
 from tests.support import normal
 from tests.test_convert_others import wrapped
 from tests.test_override import Seen
@@ -263,6 +263,19 @@ class Halved(Norm):
         return nn.functional.dropout(self.weight * self.scaled(x), 0.5, self.training)
 
 
+class Clamped(Norm):
+    def forward(self, x):
+        return self.weight * self.scaled(x.clamp(-100, 100))
+
+
+class Counted(Norm):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.weight * self.scaled(x)
+
+
 class Failing(Norm):
     def forward(self, x):
         raise RuntimeError("of its own")
@@ -288,6 +301,8 @@ def with_weight(value):
 LEFT = {
     **{cls.__name__: (cls, "no norm") for cls in (EpsOutside, FixedEps, Unbiased, Detached, InTraining, OverRows)},
     "more": (Gated, "more than the input"),
+    "clamped": (Clamped, "calls clamp"),
+    "counted": (Counted, "writes to its calls"),
     "random": (Halved, "no norm"),
     "failing": (Failing, "no norm"),
     "parametrized": (parametrized, "parametrized"),
@@ -312,6 +327,22 @@ def test_what_is_left_runs_as_it_is_written(case):
     if case not in ("failing", "subclass", "random"):
         x = normal((2, SIZE), 6).float()
         assert torch.equal(model(x), make()(x))
+
+
+def test_an_attribute_that_changes_after_the_check_counts():
+    class Tempered(CastFirst):
+        def __init__(self):
+            super().__init__()
+            self.factor = 1.0
+
+        def forward(self, x):
+            return self.factor * super().forward(x)
+
+    model, x = pr.nn.convert(nn.Sequential(Tempered())), normal((2, SIZE), 6).float()
+    before = model(x)
+    assert pr.nn.converted(model)
+    model[0].factor = 2.0
+    assert_close(model(x), 2 * before)
 
 
 def test_the_check_touches_nothing():

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from primitives._audit.nestings import described, difference, nested, nestings, perturbed_sum
+from primitives._audit.nestings import InFloat64, described, difference, nested, nestings, perturbed_sum
 from primitives._audit.recording import Recorder, autograd_functions, places_by_module
 from primitives._audit.report import AuditReport, Finding
 from primitives._audit.table import MAX_ORDER, remedy_for, tabled_version, verdict_of
 from primitives._warm_up import tensors_kept
 from primitives.core.errors import LeafError, remedy_noted
-from primitives.nn._proof import InFloat64
 from primitives.tracing.modules.lending import attributes_kept
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ can be held against each other and against differences of the nesting below.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     Scalar = Callable[..., Tensor]
 
-__all__ = ["along", "described", "difference", "nested", "nestings", "perturbed_sum"]
+__all__ = ["InFloat64", "along", "described", "difference", "nested", "nestings", "perturbed_sum"]
 
 # Of central differences, in float64, at values and arguments near one.
 STEP = 1e-4
@@ -80,3 +81,16 @@ def perturbed_sum(outputs: Sequence[Tensor], seed: int = 1) -> Tensor:
         weights = torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.device, y.dtype)
         terms.append((weights * (y + 0.5 * y * y)).sum())
     return torch.stack(terms).sum()
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+        return func(*args, **kwargs)

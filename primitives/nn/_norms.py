@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
     `axis` is -1 or 1, `scale`, `shift` and `eps` are names of attributes, `argument` that of the parameter of
     `forward`; `parts` are modules inside that follow the norm, as an activation; `ranks` are the numbers of axes of the
-    input that were checked.
+    input that were checked, and `constants` the other attributes, with the values that they had.
     """
 
     argument: str
@@ -61,6 +61,7 @@ class Form(NamedTuple):
     parts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     roundings: tuple[Rounding, ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
 
 
 def computed(form: Form, module: torch.nn.Module, x: Tensor, rounding: Rounding) -> Tensor:
@@ -131,6 +132,8 @@ def _rounding(form: Form, module: torch.nn.Module, x: Any) -> Rounding | None:
     """How `x` is rounded; None if the form was not checked on the like of it."""
     scale, shift = (None if name is None else getattr(module, name) for name in (form.scale, form.shift))
     if not is_plain(x, scale, shift) or x.dim() not in form.ranks:
+        return None
+    if any(getattr(module, name) != value for name, value in form.constants):
         return None
     dtype = None
     if scale is not None:

@@ -11,15 +11,16 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from primitives import functional
+from primitives._audit.nestings import InFloat64
 from primitives._override import override_except_dropout
 from primitives.nn._norms import Form, Rounding, batch_normed, computed, is_relu_alone
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["SERVED", "InFloat64", "Verdict", "configuration", "examined", "looks_like_a_norm"]
+__all__ = ["SERVED", "Verdict", "configuration", "examined", "looks_like_a_norm"]
 
 SERVED = "served"
 _NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase)
@@ -37,6 +38,13 @@ _HOOKS = [name for name in _OF_ANY_MODULE if "hooks" in name]
 _SCALE_AND_SHIFT = 2
 _LOW = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float64, torch.float32, *_LOW)
+_SIMPLE = (bool, int, float, str, tuple, torch.Size, type(None))
+# What norms are composed of. Of another operation, as a clamp or a comparison, a few inputs do not show all.
+_PLAIN = re.compile(
+    "add|r?sub|mul|div|reciprocal|neg|(float_)?pow(er)?|square|r?sqrt|mean|sum|var(_mean)?|std|(linalg_vector_)?norm|"
+    "native_layer_norm|_fused_rms_norm|_to_copy|detach|alias|clone|copy_|lift_fresh|(_unsafe_)?view|expand|(un)?squeeze|"
+    "permute|transpose|t|b?mm|(new_)?(ones|zeros|full)(_like)?|scalar_tensor"
+)
 # Enough elements that a rounding at another place shows, and at least the digits that sums of another order leave.
 _ELEMENTS = 4096
 _EQUAL = 0.99
@@ -99,9 +107,8 @@ def _obstacle(module: torch.nn.Module) -> str:
 
 def configuration(module: torch.nn.Module, cls: type) -> tuple:
     """What the result of a check depends on: two modules that agree in it compute alike."""
-    simple = (bool, int, float, str, tuple, torch.Size, type(None))
     attributes = [
-        (name, repr(value) if isinstance(value, simple) else id(value))
+        (name, repr(value) if isinstance(value, _SIMPLE) else id(value))
         for name, value in vars(module).items()
         if name not in _OF_ANY_MODULE
     ]
@@ -163,28 +170,17 @@ class _Twin:
         return [value for value in self.module._parameters.values() if value is not None]
 
 
-class InFloat64(TorchFunctionMode):
-    """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
-        return func(*args, **kwargs)
-
-
 class _Operators(TorchDispatchMode):
-    """Norms that run inside, of this package and of torch."""
+    """Operators that run inside, and the norms among them, of this package and of torch."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.all: set[str] = set()
         self.ours: set[str] = set()
         self.theirs: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.all.add(func._schema.name.partition("::")[2])
         if "norm" in func._schema.name:
             (self.ours if func.namespace == "primitives" else self.theirs).add(func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -302,6 +298,26 @@ def _with_gradients(call: Any, variables: list[Tensor]) -> list[Tensor]:
     return [y, *torch.autograd.grad(y.sin().sum(), variables, materialize_grads=True)]
 
 
+def _hidden(module: torch.nn.Module, cls: type) -> str:
+    """What a module does that its results do not show, for the inputs of the check; empty if nothing."""
+    for shape, training in itertools.product(_shapes(_channels(module)), (False, True)):
+        twin, operators = _Twin(module, cls, torch.float64), _Operators()
+        state = vars(twin.module)
+        # Parts follow the norm as they are.
+        state.update(training=training, _modules={name: torch.nn.Identity() for name in state["_modules"]})
+        before = {**state, **state["_buffers"]}
+        x = _random(shape, 5)
+        with operators:
+            y = _tried(twin, x, training=training)
+        written = [name for name, value in {**state, **state["_buffers"]}.items() if value is not before.get(name)]
+        if written:
+            return f"its forward writes to its {written[0]}"
+        others = [name for name in sorted(operators.all) if not _PLAIN.fullmatch(name)]
+        if others and not isinstance(y, Exception):
+            return f"it calls {others[0]}, which may do more for other inputs"
+    return ""
+
+
 def _truths(twin: _Twin) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:
     """Inputs and parameters, and what a module makes of them in either mode, for each shape that it takes."""
     (size,) = _channels(twin.module)
@@ -355,7 +371,12 @@ def _form(module: torch.nn.Module, cls: type, argument: str) -> Form | None:
         roundings = [_rounding(form, module, cls, x.to(dtype), parameters) for dtype, parameters in pairs]
         found = tuple(rounding for rounding in roundings if rounding is not None)
         if found:
-            return form._replace(ranks=tuple({len(shape) for shape in shapes}), roundings=found)
+            constants = tuple(
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, _SIMPLE) and name not in _OF_ANY_MODULE and name != form.eps
+            )
+            return form._replace(ranks=tuple({len(shape) for shape in shapes}), roundings=found, constants=constants)
     return None
 
 
@@ -386,4 +407,5 @@ def _examined(module: torch.nn.Module, cls: type) -> Form | tuple[int, ...] | st
         return "its forward takes more than the input"
     if len(_channels(module)) != 1:
         return "its parameters have more than one axis"
-    return _form(module, cls, parameters[0].name) or "it computes no norm that this package has"
+    form = _form(module, cls, parameters[0].name)
+    return (form and _hidden(module, cls)) or form or "it computes no norm that this package has"

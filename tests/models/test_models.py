@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from perf.ops.samples import normal
-from primitives.nn._proof import InFloat64
+from primitives._audit.nestings import InFloat64
 from tests.models.table import CASES, MODELS
 
 # A context, and what makes a model ready to run in it.
