@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import primitives as pr
 from tests.support import normal
+from tests.test_convert_norms import CastFirst
 from tests.test_override import Seen
 
 SIZE = 6
@@ -94,3 +95,41 @@ def test_a_class_of_torch_may_be_registered_and_the_nearest_class_is_asked():
 def test_what_cannot_be_registered(cls, function, named):
     with pytest.raises(TypeError, match=named):
         pr.nn.register_converter(cls, function)
+
+
+class TemperedBatchNorm(nn.BatchNorm2d):
+    def __init__(self):
+        super().__init__(SIZE)
+        self.act, self.factor = nn.ReLU(), 1.0
+
+    def forward(self, x):
+        return self.factor * self.act(super().forward(x))
+
+
+class ClampedBatchNorm(nn.BatchNorm2d):
+    def __init__(self):
+        super().__init__(SIZE)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x)).clamp(max=50.0)
+
+
+class Tempered(CastFirst):
+    factor: float
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Tempered, TemperedBatchNorm, ClampedBatchNorm])
+def test_a_norm_whose_results_change_after_the_check_is_what_it_was_written_to_be(cls):
+    model = nn.Sequential(cls())
+    model[0].factor = 1.0
+    theirs, ours = copy.deepcopy(model), pr.nn.convert(model)
+    assert pr.nn.converted(ours)
+    x = 100 * normal((2, SIZE, 3, SIZE), 6).float()
+    for each in (theirs, ours):
+        each[0].factor = 2.0
+        each[0].weight.data *= 100
+    assert_close(ours(x), theirs(x))
