@@ -11,7 +11,7 @@ from primitives._batch_norm import batch_norm_of_tensors
 from primitives.checks import arguments
 from primitives.core.trees.leaves import map_tensors
 from primitives.core.write_back import write_back
-from primitives.ops._shared import weight_beside
+from primitives.ops._shared import CHANNELS_LAST, weight_beside
 from primitives.ops.batch_norm_eval import batch_norm_eval_p
 from primitives.ops.group_norm_silu import group_norm_silu_p
 from primitives.ops.layer_norm import layer_norm_p
@@ -69,7 +69,7 @@ def group_norm(
 
     Numerics:
         Accumulated in float32 (float64 for float64 `input`), the variance from centered values. A constant group gives
-        `bias` for positive `eps`. A channels_last `input` is copied, and so is the result.
+        `bias` for positive `eps`. A channels_last `input` is read where it lies, on a GPU.
 
     Example:
         >>> import torch
@@ -102,15 +102,13 @@ def _group_norm(
     sizes = num_groups, channels // num_groups
     groups = x.reshape(samples, *sizes, math.prod(x.shape[2:]))
     weight, bias = (None if p is None else p.reshape(sizes) for p in (weight, bias))
+    # Not by a memory format, of which vmap has no notion.
+    grouped = CHANNELS_LAST if x.dim() in (4, 5) and x.stride(1) == 1 and not x.is_contiguous() else 1
     if activation is None:
-        out = layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, True)
+        out = layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, grouped)
     else:
-        out = group_norm_silu_p(groups, weight, bias, 0, eps)
-    y = _in_shape(out[0], x)
-    if x.dim() in (4, 5) and x.stride(1) == 1 and not x.is_contiguous():
-        # Not by a memory format, of which vmap has no notion.
-        y = y.movedim(1, -1).contiguous().movedim(-1, 1)
-    return y
+        out = group_norm_silu_p(groups, weight, bias, 0, eps, grouped)
+    return _in_shape(out[0], x)
 
 
 def _in_shape(y: Tensor, x: Tensor) -> Tensor:

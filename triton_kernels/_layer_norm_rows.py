@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton_kernels import launch
 from triton_kernels._row_launch import Operands, RowSums, add_partial_rows, launch_rows, num_row_parts
-from triton_kernels._row_view import row_view
+from triton_kernels._row_view import channels_last_views, row_view
 from triton_kernels._runtime import accumulation_dtype, param_view
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from triton_kernels._kernel import Kernel
+    from triton_kernels._row_launch import Param
     from triton_kernels.launch import RowPlan
+
+# `grouped` of x whose channels are adjacent in memory.
+CHANNELS_LAST = 2
 
 
 def layer_norm_operands(
@@ -26,7 +31,7 @@ def layer_norm_operands(
     statistics: Mapping[str, Tensor | None],
     norm_ndim: int,
     batch_ndim: int,
-    grouped: bool = False,
+    grouped: int = 0,
     *,
     has_sums: bool = False,
     has_streams: bool = False,
@@ -39,6 +44,12 @@ def layer_norm_operands(
     """
     viewed = {name: param_view(param, batch_ndim) for name, param in params.items()}
     x = next(tensor for tensor in full_size.values() if tensor is not None)
+    if grouped == CHANNELS_LAST:
+        view, _ = channels_last_views([*full_size.values()])
+        viewed = {name: _of_samples(param, x.shape[:-3], batch_ndim) for name, param in params.items()}
+        flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in statistics.items()}
+        operands = Operands(view, tuple(full_size), viewed, flat, {}, {}, accumulation_dtype(x.dtype), x.device)
+        return operands._replace(groups=x.shape[-3], run=-x.shape[-2])
     differ = any(stride for _, stride in viewed.values()) or (
         has_streams or (has_sums and math.prod(x.shape[:batch_ndim]) > 1)
     )
@@ -47,6 +58,29 @@ def layer_norm_operands(
     flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in statistics.items()}
     operands = Operands(view, tuple(full_size), viewed, flat, {}, {}, accumulation_dtype(x.dtype), x.device)
     return operands._replace(groups=x.shape[-3], run=x.shape[-1]) if grouped else operands
+
+
+def _of_samples(param: Tensor | None, samples: torch.Size, batch_ndim: int) -> Param:
+    """`param_view` of a parameter for segments that are samples: where batches have their own, one for each sample."""
+    view = param_view(param, batch_ndim)
+    if param is None or view[1] == 0 or math.prod(samples[batch_ndim:]) == 1:
+        return view
+    shape = param.shape[batch_ndim:]
+    ones = [1] * (len(samples) - batch_ndim)
+    return param_view(param.reshape(*samples[:batch_ndim], *ones, *shape).expand(*samples, *shape), len(samples))
+
+
+def empty_like_x(x: Tensor, grouped: int) -> Tensor:
+    """Memory for a result of the shape of `x`."""
+    if grouped != CHANNELS_LAST:
+        return x.new_empty(x.shape)
+    *samples, groups, channels, positions = x.shape
+    strides = [channels, 1, groups * channels]
+    size = positions * groups * channels
+    for count in reversed(samples):
+        strides.insert(0, size)
+        size *= count
+    return x.new_empty_strided(x.shape, strides)
 
 
 def plan_rows(operands: Operands, sums: RowSums, num_held: int | None = None) -> RowPlan:
@@ -59,7 +93,10 @@ def plan_rows(operands: Operands, sums: RowSums, num_held: int | None = None) ->
 
 
 class Planes(NamedTuple):
-    """A launch of a kernel that sums the planes of a group norm: what a sample has of one channel."""
+    """A launch of a kernel that sums the planes of a group norm: what a sample has of one channel.
+
+    Of channels_last these are adjacent, as the rows of a softmax over an axis that is not the last one, and planned so.
+    """
 
     operands: Operands
     plan: RowPlan
@@ -76,14 +113,22 @@ class Planes(NamedTuple):
         tensors = operands.view.tensors
         *samples, groups, channels, run = next(tensor for tensor in tensors if tensor is not None).shape
         differ = any(stride for _, stride in operands.params.values())
-        view = row_view(tensors, 1, batch_ndim if differ else None)
+        if operands.view.period:
+            _, view = channels_last_views(tensors)
+        else:
+            view = row_view(tensors, 1, batch_ndim if differ else None)
         planes = operands._replace(view=view, groups=groups * channels, run=run, planes=channels)
         wanted = sum(1 << number for number, total in enumerate(totals) if total is not None)
         sums = RowSums(len(totals), (*planes.names, *planes.params), wanted.bit_count())
-        if (num_operands := sum(tensor is not None for tensor in tensors)) <= 2:
+        num_operands = sum(tensor is not None for tensor in tensors)
+        itemsize = next(tensor.element_size() for tensor in tensors if tensor is not None)
+        if view.along_rows:
+            counts = (num_operands, planes.device, 0, num_operands, wanted.bit_count())
+            sizes = (planes.sizes(), True, itemsize, planes.dtype.itemsize)
+            plan = launch.plan_log_softmax(*sizes, *counts, planes.is_aligned(itemsize))
+        elif num_operands <= 2:
             plan = plan_rows(planes, sums)
         else:
-            itemsize = next(tensor.element_size() for tensor in tensors if tensor is not None)
             sizes = (*planes.sizes(), itemsize, num_operands)
             plan = launch.plan_layer_norm_second_rows(*sizes, planes.device, planes.is_aligned(itemsize))
         return cls(planes, plan, sums, wanted, math.prod(samples))

@@ -37,8 +37,9 @@ class Operands(NamedTuple):
     The view has the geometry, and the operands of full size, whose `names` are in its order. Params are `[segments,
     num_cols]`, statistics and row outputs have one number per row, and `scratch` names those that one kernel leaves to
     another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. Where a
-    `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers; so many
-    `planes` share a statistic.
+    `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers (it is
+    negative where so many columns are adjacent, and the next ones have the same numbers); so many `planes` share a
+    statistic.
     """
 
     view: RowView
@@ -130,7 +131,7 @@ class Operands(NamedTuple):
             account.load(reads.get(name, 0), **{name: tensor})
         for name, (param, _) in self.params.items():
             num_loads = self.view.num_cols
-            if self.run:
+            if self.run > 0:
                 # One load serves four columns of a run, or a row that has one number.
                 num_loads //= num_loads if self.run == num_loads else 4 if self.run % 4 == 0 else 1
             row_bytes = 0 if param is None else num_loads * param.element_size()

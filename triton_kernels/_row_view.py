@@ -24,8 +24,9 @@ class RowView(NamedTuple):
 
     Row `r` of segment `s` is row `s * num_rows + r` of the whole. Two levels are what it takes to address the rows of
     an expanded or padded tensor without a copy. New tensors of the shape have `out_strides`. With `along_rows`, tiles
-    may run along rows that are adjacent in memory. The last tensor may be the same for so many segments, one after
-    another, as `repeats` says: its first stride leads past all of these.
+    may run along rows that are adjacent in memory. With a `period`, every so many columns are adjacent, and the column
+    stride is the distance of two such runs. The last tensor may be the same for so many segments, one after another, as
+    `repeats` says: its first stride leads past all of these.
     """
 
     num_segments: int
@@ -36,12 +37,15 @@ class RowView(NamedTuple):
     out_strides: tuple[int, int, int]
     along_rows: bool = False
     repeats: int | None = None
+    period: int = 0
 
     def axes(self) -> list[int]:
-        """The adjacent axis of each tensor, and of the outputs: 1 for columns, 2 for rows, 0 for neither.
+        """The adjacent axis of each tensor, and of the outputs: 1 for columns, 2 for rows, 3 for runs of columns, or 0.
 
         Rows count only where tiles may run along them.
         """
+        if self.period:
+            return [3] * (len(self.strides) + 1)
         return [
             1
             if col_stride == 1 and (self.num_cols > 1 or not self.along_rows)
@@ -53,11 +57,11 @@ class RowView(NamedTuple):
 
     def alignment(self, *more: int) -> int:
         """Power of two, at most 16, that divides the integers `more` and the distance of all adjacent elements."""
-        divisor = math.gcd(_MAX_ALIGN, *more)
+        divisor = math.gcd(_MAX_ALIGN, self.period, *more)
         strides = (*self.strides, self.out_strides)
         for (segment_stride, row_stride, col_stride), axis in zip(strides, self.axes(), strict=True):
             if axis:
-                divisor = math.gcd(divisor, segment_stride, row_stride if axis == 1 else col_stride)
+                divisor = math.gcd(divisor, segment_stride, *(row_stride,) * (axis != 2), *(col_stride,) * (axis != 1))
         return divisor
 
     def row_alignment(self) -> int:
@@ -91,6 +95,38 @@ def row_view(
     num_cols = math.prod(shape[cols.start :])
     viewed, strides = zip(*views, strict=True)
     return RowView(num_segments, num_rows, num_cols, viewed, strides, (num_rows * num_cols, num_cols, 1))
+
+
+def channels_last_views(tensors: Sequence[Tensor | None]) -> tuple[RowView, RowView]:
+    """Views of tensors `[*samples, groups, channels, positions]` whose channels are adjacent: as groups, and as planes.
+
+    A sample is a segment. Its rows are its groups, with the channels of a position beside each other, or its planes,
+    one of each channel, which are adjacent. Tensors that lie otherwise are copied.
+    """
+    *samples, groups, channels, positions = next(tensor for tensor in tensors if tensor is not None).shape
+    width = groups * channels
+    views, strides, plane_strides = [], [], []
+    for tensor in tensors:
+        at = None if tensor is None else _channels_last_strides(tensor)
+        if tensor is not None and at is None:
+            tensor = tensor.movedim(-1, -3).contiguous().movedim(-3, -1)
+            at = positions * width, width
+        sample, position = at or (0, width)
+        views.append(tensor)
+        strides.append((sample, channels, position))
+        plane_strides.append((sample, 1, position))
+    num_samples, out = math.prod(samples), (positions * width, channels, width)
+    rows = RowView(num_samples, groups, channels * positions, tuple(views), tuple(strides), out, period=channels)
+    planes = RowView(num_samples, width, positions, tuple(views), tuple(plane_strides), (0, 1, width), along_rows=True)
+    return rows, planes
+
+
+def _channels_last_strides(tensor: Tensor) -> tuple[int, int] | None:
+    """Distances of samples and of positions if all channels of a position are adjacent, else None."""
+    sample = collapsed_stride(tensor.shape[:-3], tensor.stride()[:-3])
+    if sample is None or collapsed_stride(tensor.shape[-3:-1], tensor.stride()[-3:-1], 1) != 1:
+        return None
+    return sample, tensor.stride(-1)
 
 
 def reduction_view(inputs: Sequence[Tensor | None], out: Tensor, dim: int, may_repeat: bool = False) -> RowView:

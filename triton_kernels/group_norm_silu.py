@@ -2,8 +2,8 @@
 
     z = x_hat * weight + bias,      y = z * sigmoid(z)
 
-The arguments are those of the launchers of layer norm for groups: x, y_bar and x_dot are `[*batch, *rest, groups,
-channels, positions]`, of which the last two are normalized, and parameters are `[*batch, groups, channels]`. The
+The arguments are those of the launchers of layer norm, of which `grouped` is 1 or 2: x, y_bar and x_dot are `[*batch,
+*rest, groups, channels, positions]`, and parameters are `[*batch, groups, channels]`. The
 derivatives compute z anew. Their own derivatives are those of layer norm and products with derivatives of SiLU.
 """
 
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["group_norm_silu_bwd", "group_norm_silu_fwd", "group_norm_silu_fwd_jvp", "group_norm_silu_jvp"]
 
 _NORM_NDIM = 2
-# Centered, not rounded, and of groups.
-_KIND = (True, False, True)
 
 
 @tunable
 def group_norm_silu_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int, eps: float, grouped: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Y, mean and rstd."""
     params = {"weight": weight, "bias": bias, "weight_dot": None, "bias_dot": None}
-    return forward(x, None, params, _NORM_NDIM, batch_ndim, eps, *_KIND, has_tangent=False, silu=True)[:3]
+    return forward(x, None, params, _NORM_NDIM, batch_ndim, eps, True, False, grouped, has_tangent=False, silu=True)[:3]
 
 
 @tunable
@@ -45,10 +43,11 @@ def group_norm_silu_fwd_jvp(
     bias_dot: Tensor | None,
     batch_ndim: int,
     eps: float,
+    grouped: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results of `group_norm_silu_fwd`, and y_dot: x is read once for both."""
     params = {"weight": weight, "bias": bias, "weight_dot": weight_dot, "bias_dot": bias_dot}
-    return forward(x, x_dot, params, _NORM_NDIM, batch_ndim, eps, *_KIND, silu=True)
+    return forward(x, x_dot, params, _NORM_NDIM, batch_ndim, eps, True, False, grouped, silu=True)
 
 
 @tunable
@@ -62,10 +61,11 @@ def group_norm_silu_jvp(
     weight_dot: Tensor | None,
     bias_dot: Tensor | None,
     batch_ndim: int,
+    grouped: int = 1,
 ) -> Tensor:
     """Tangent of y."""
     params = {"weight": weight, "weight_dot": weight_dot, "bias_dot": bias_dot, "bias": bias}
-    return tangent(x, mean, rstd, x_dot, params, _NORM_NDIM, batch_ndim, True, True, silu=True)
+    return tangent(x, mean, rstd, x_dot, params, _NORM_NDIM, batch_ndim, True, grouped, silu=True)
 
 
 @tunable
@@ -78,7 +78,8 @@ def group_norm_silu_bwd(
     rstd: Tensor,
     batch_ndim: int,
     wanted: Sequence[bool],
+    grouped: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of x, weight and bias, in the dtypes that `layer_norm_bwd` gives them."""
     given = (y_bar, x, weight, bias, mean, rstd, _NORM_NDIM, batch_ndim, wanted)
-    return cotangents(*given, True, True, silu=True)
+    return cotangents(*given, True, grouped, silu=True)

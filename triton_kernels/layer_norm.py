@@ -20,10 +20,11 @@ All launchers, those of second order too, take
     mean, rstd                    [*batch, *rest], of the forward; a norm that is not centered does not look at the mean
     norm_ndim, batch_ndim         how many dims are normalized, and along how many the parameters differ
     grouped                       whether x is `[*batch, *rest, groups, channels, positions]`, of which the last two are
-                                  normalized, and parameters are `[*batch, groups, channels]`, as of a group norm
+                                  normalized, and parameters are `[*batch, groups, channels]`, as of a group norm; 2
+                                  where channels are adjacent in memory, as they then are in results of that shape
     wanted                        which results to compute; only what these take is read
 
-and return contiguous tensors: of full size in the dtype of x, statistics in that of sums. What is not wanted is empty.
+and return dense tensors: of full size in the dtype of x, statistics in that of sums. What is not wanted is empty.
 Each launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The batch dims number
 the segments; where the parameters are shared, the segments are whatever lets the strides be used as they are. Of a
 group norm the cotangents of parameters are sums of planes, one of each channel of each sample, and sums of these few.
@@ -42,7 +43,7 @@ from triton_kernels._layer_norm_kernels import (
     layer_norm_planes_kernel,
     layer_norm_x_bar_kernel,
 )
-from triton_kernels._layer_norm_rows import Planes, layer_norm_operands, plan_rows
+from triton_kernels._layer_norm_rows import Planes, empty_like_x, layer_norm_operands, plan_rows
 from triton_kernels._row_launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
 from triton_kernels._runtime import accumulation_dtype, device_guard
 from triton_kernels.tuning import tunable
@@ -65,7 +66,7 @@ def layer_norm_fwd(
     eps: float,
     centered: bool = True,
     rounded: bool = False,
-    grouped: bool = False,
+    grouped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Y, mean and rstd, the mean empty without `centered`.
 
@@ -88,7 +89,7 @@ def layer_norm_fwd_jvp(
     eps: float,
     centered: bool = True,
     rounded: bool = False,
-    grouped: bool = False,
+    grouped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results of `layer_norm_fwd`, and y_dot: x is read once for both; y alone takes a rounded x_hat."""
     params = {"weight": weight, "bias": bias, "weight_dot": weight_dot, "bias_dot": bias_dot}
@@ -104,14 +105,14 @@ def forward(
     eps: float,
     centered: bool,
     rounded: bool,
-    grouped: bool,
+    grouped: int,
     *,
     has_tangent: bool = True,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Y, mean, rstd and y_dot, with `silu` of what comes out of SiLU."""
     row_shape = x.shape[: x.dim() - norm_ndim]
-    y, y_dot = x.new_empty(x.shape), x.new_empty(x.shape if has_tangent else 0)
+    y, y_dot = empty_like_x(x, grouped), empty_like_x(x, grouped) if has_tangent else x.new_empty(0)
     rstd = x.new_empty(row_shape, dtype=accumulation_dtype(x.dtype))
     mean = rstd.new_empty(row_shape if centered else 0)
     if x.numel() == 0:
@@ -141,7 +142,7 @@ def layer_norm_jvp(
     norm_ndim: int,
     batch_ndim: int,
     centered: bool = True,
-    grouped: bool = False,
+    grouped: int = 0,
 ) -> Tensor:
     """Tangent of y: `y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot`."""
     # A weight multiplies the tangent of x alone.
@@ -158,12 +159,12 @@ def tangent(
     norm_ndim: int,
     batch_ndim: int,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     *,
     silu: bool = False,
 ) -> Tensor:
     """Y_dot, with `silu` of what comes out of SiLU."""
-    y_dot = x.new_empty(x.shape)
+    y_dot = empty_like_x(x, grouped)
     if x.numel() == 0:
         return y_dot
     # Without SiLU, bias_dot stands alone.
@@ -189,7 +190,7 @@ def layer_norm_bwd(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool = True,
-    grouped: bool = False,
+    grouped: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of x, weight and bias, those of parameters in the dtype of the weight, or of sums without one."""
     return cotangents(y_bar, x, weight, None, mean, rstd, norm_ndim, batch_ndim, wanted, centered, grouped)
@@ -206,7 +207,7 @@ def cotangents(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool,
-    grouped: bool,
+    grouped: int,
     *,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,7 +215,7 @@ def cotangents(
     want_x, *want_params = wanted
     param_shape = (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
     param_dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    x_bar = x.new_empty(x.shape if want_x else 0)
+    x_bar = empty_like_x(x, grouped) if want_x else x.new_empty(0)
     bars = [x.new_empty(param_shape, dtype=param_dtype) if want else None for want in want_params]
     weight_bar, bias_bar = (x.new_empty(0) if bar is None else bar for bar in bars)
     if x.numel() == 0:

@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from triton_kernels import launch
-from triton_kernels._layer_norm_rows import Planes, layer_norm_operands
+from triton_kernels._layer_norm_rows import Planes, empty_like_x, layer_norm_operands
 from triton_kernels._layer_norm_second_kernels import (
     layer_norm_second_kernel,
     layer_norm_second_planes_kernel,
@@ -65,7 +65,7 @@ def layer_norm_pairing(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool = True,
-    grouped: bool = False,
+    grouped: int = 0,
 ) -> tuple[Tensor, ...]:
     """Gradient of `<y_bar, y_dot>`, y_dot as of `layer_norm_jvp`; zero where it does not depend on an argument.
 
@@ -93,7 +93,7 @@ def layer_norm_bwd_jvp(
     batch_ndim: int,
     wanted: Sequence[bool],
     centered: bool = True,
-    grouped: bool = False,
+    grouped: int = 0,
 ) -> tuple[Tensor, ...]:
     """Tangents `(x_bar_dot, weight_bar_dot, bias_bar_dot)` of what `layer_norm_bwd` computes; zero where none moves it.
 
@@ -114,7 +114,7 @@ def _differentiate(
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
-    grouped: bool,
+    grouped: int,
 ) -> tuple[Tensor, ...]:
     """The derivatives `names`: those that are wanted, and zero where no given operand moves them."""
     weight = given["weight"]
@@ -122,12 +122,15 @@ def _differentiate(
     param_dtype = x.dtype if weight is None else weight.dtype
     outputs, results = [], {}
     for name, want in zip(names, wanted, strict=True):
-        shape, dtype = (x.shape, x.dtype) if name in _ROW_RESULTS else (param_shape, param_dtype)
-        if want and x.numel() and any(factor is None or given[factor] is not None for factor, _ in _TERMS[name]):
-            results[name] = x.new_empty(shape, dtype=dtype)
-            outputs.append(results[name])
+        if not want:
+            outputs.append(x.new_empty(0))
+            continue
+        is_row = name in _ROW_RESULTS
+        outputs.append(empty_like_x(x, grouped) if is_row else x.new_empty(param_shape, dtype=param_dtype))
+        if x.numel() and any(factor is None or given[factor] is not None for factor, _ in _TERMS[name]):
+            results[name] = outputs[-1]
         else:
-            outputs.append(x.new_zeros(shape, dtype=dtype) if want else x.new_empty(0))
+            outputs[-1].zero_()
     if results:
         with device_guard(x):
             _launch(x, given, results, mean, rstd, norm_ndim, batch_ndim, grouped)
@@ -142,7 +145,7 @@ def _launch(
     rstd: Tensor,
     norm_ndim: int,
     batch_ndim: int,
-    grouped: bool,
+    grouped: int,
 ) -> None:
     """Launch what writes the results: rows, the sums over them in the same kernel or behind it, and partial rows."""
     of_rows, totals = {name: results.get(name) for name in _ROW_RESULTS}, [results.get(name) for name in _SUMS]

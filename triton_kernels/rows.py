@@ -182,7 +182,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         MIX: Makes other tiles of those that are loaded, or None.
         noise: What `begin_stream` takes.
         GROUPS: Rows, one after another, with parameters of their own, where columns share them.
-        RUN: Columns that share a number of a parameter; 0 if each has its own, which all rows share.
+        RUN: Columns that share a number of a parameter; 0 if each has its own, which all rows share. Negative if so
+            many columns are adjacent in memory, and have parameters that are those of the next ones too.
         PLANES: Rows that share a statistic.
     """
     ALL: tl.constexpr = 65535
@@ -203,7 +204,8 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
     lanes = tl.arange(0, BLOCK_COLS)
     stream = () if MIX is None else begin_stream(noise, segment)
     # Of rows past the end too there are parameters.
-    p_row = ((row % GROUPS) * (num_cols // RUN))[:, None] if RUN else 0
+    PERIOD: tl.constexpr = -RUN if RUN < 0 else 0
+    p_row = ((row % GROUPS) * (num_cols // RUN if RUN > 0 else PERIOD))[:, None] if RUN else 0
     r = load_statistics(r_ptrs, NUM_R, flat_row if PLANES == 1 else flat_row // PLANES, row_mask)
     if PICKS is not None:
         r = r + load_column(x_ptrs, x_strides, segment, row, r[0], row_mask, 0 if MODE == "sums" else PICKS, DTYPE)
@@ -217,8 +219,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         col_mask = (lanes < num_cols)[None, :]
         mask = row_mask & col_mask
         x = load_tiles(
-            x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, OTHER, ROUNDED, DTYPE, AXES, ALIGN
-        )
+            x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, OTHER, ROUNDED, DTYPE, AXES, ALIGN,
+            PERIOD,
+        )  # fmt: skip
         if MIX is not None:
             x = MIX(x, stream, out_ptrs, flat_row, 0, num_cols, BLOCK_COLS, DTYPE)
         p = load_params(p_ptrs, p_strides, segment, cols, col_mask, SUM_PARAMS, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
@@ -233,7 +236,9 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         late = load_params(p_ptrs, p_strides, segment, cols, col_mask, LATE, DTYPE, ALIGN, p_row, RUN, 0, num_cols)
         p = either(p, late)
         if EMIT is not None:
-            offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN)
+            offsets = out_offsets(
+                segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN, PERIOD
+            )
             store_tiles(out_ptrs, EMIT(x, p + c, r, s, mask, num_cols), offsets, mask)
         store_tiles(s_ptrs, s if ROWS is None else ROWS(s, r, num_cols), flat_row, row_mask)
     else:
@@ -255,7 +260,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 # Another name than in the loop, which would carry it around.
                 first = load_tiles(
                     x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", ANCHOR_READS, OTHER,
-                    ROUNDED, DTYPE, AXES, ALIGN,
+                    ROUNDED, DTYPE, AXES, ALIGN, PERIOD,
                 )  # fmt: skip
                 if MIX is not None:
                     first = MIX(first, stream, out_ptrs, flat_row, first_col, num_cols, BLOCK_COLS, DTYPE)
@@ -269,7 +274,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 col_mask = (cols < num_cols)[None, :]
                 x = load_tiles(
                     x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_last", SUM_READS,
-                    0.0 if GROUP != 1 else OTHER, ROUNDED, DTYPE, AXES, ALIGN,
+                    0.0 if GROUP != 1 else OTHER, ROUNDED, DTYPE, AXES, ALIGN, PERIOD,
                 )  # fmt: skip
                 if MIX is not None:
                     x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
@@ -310,7 +315,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     mask = row_mask & col_mask
                     x = load_tiles(
                         x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "evict_first", EMIT_READS, OTHER,
-                        ROUNDED, DTYPE, AXES, ALIGN,
+                        ROUNDED, DTYPE, AXES, ALIGN, PERIOD,
                     )  # fmt: skip
                     if MIX is not None:
                         x = MIX(x, stream, out_ptrs, flat_row, start, num_cols, BLOCK_COLS, DTYPE)
@@ -319,6 +324,6 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                     )
                     c = () if NUMBERS is None else (cols[None, :],)
                     offsets = out_offsets(
-                        segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN
+                        segment, row, cols, num_rows, out_strides, num_cols, (AXES >> (2 * NUM_X)) & 3, ALIGN, PERIOD
                     )
                     store_tiles(out_ptrs, EMIT(x, p + c, r, s, mask, num_cols), offsets, mask)

@@ -41,8 +41,10 @@ def rows_there(row, num_rows, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.constexpr):
+def tile_offsets(segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.constexpr, PERIOD: tl.constexpr = 0):
     """Element offsets `[BLOCK_ROWS, cols]` in int64; `AXIS` is 1 where columns are adjacent, 2 where rows are, or 0.
+
+    It is 3 where every `PERIOD` columns are adjacent, and the column stride is the distance of two such runs.
 
     `ALIGN` is a power of two that divides the other strides: Triton tests integers for a factor of 16 alone, and a
     factor of 8 is what 16-byte loads of 2-byte elements need.
@@ -53,6 +55,10 @@ def tile_offsets(segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.cons
     elif AXIS == 2:
         start = segment * aligned(strides[0], ALIGN)
         offsets = (start + row)[:, None] + (cols * aligned(strides[2], ALIGN))[None, :]
+    elif AXIS == 3:
+        start = segment * aligned(strides[0], ALIGN) + row * aligned(strides[1], ALIGN)
+        inside = (cols // PERIOD) * aligned(strides[2], ALIGN) + cols % PERIOD
+        offsets = start[:, None] + inside[None, :]
     else:
         offsets = (segment * strides[0] + row * strides[1])[:, None] + (cols * strides[2])[None, :]
     return offsets
@@ -65,12 +71,15 @@ def nothing():
 
 
 @triton.jit
-def out_offsets(segment, row, cols, num_rows, strides, num_cols: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr):
+def out_offsets(
+    segment, row, cols, num_rows, strides, num_cols: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr,
+    PERIOD: tl.constexpr = 0,
+):  # fmt: skip
     """As `tile_offsets`, of outputs: rows with adjacent columns lie one behind the other."""
     if AXIS == 1:
         offsets = ((segment * num_rows + row) * num_cols)[:, None] + cols[None, :]
     else:
-        offsets = tile_offsets(segment, row, cols, strides, AXIS, ALIGN)
+        offsets = tile_offsets(segment, row, cols, strides, AXIS, ALIGN, PERIOD)
     return offsets
 
 
@@ -78,6 +87,7 @@ def out_offsets(segment, row, cols, num_rows, strides, num_cols: tl.constexpr, A
 def load_tiles(
     ptrs, strides, segment, row, cols, row_mask, col_mask, POLICY: tl.constexpr, READS: tl.constexpr,
     OTHER: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr,
+    PERIOD: tl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of full-size operands in `DTYPE`, those with a bit in `READS`; the first is rounded to `ROUNDED` before.
 
@@ -91,7 +101,8 @@ def load_tiles(
         if ptrs[i] is None or (READS >> i) & 1 == 0:
             tiles = tiles + (nothing(),)
         else:
-            addresses = ptrs[i] + tile_offsets(segment, row, cols, strides[i], (AXES >> (2 * i)) & 3, ALIGN)
+            offsets = tile_offsets(segment, row, cols, strides[i], (AXES >> (2 * i)) & 3, ALIGN, PERIOD)
+            addresses = ptrs[i] + offsets
             if OTHER == 0.0 or i > 0:
                 tile = tl.load(addresses, mask=mask, other=0.0, eviction_policy=POLICY)
             else:
@@ -114,8 +125,8 @@ def load_params(
     """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
 
     They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
-    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. The
-    columns begin at `start`.
+    row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. With a
+    negative one, the numbers of so many columns are those of the next ones too. The columns begin at `start`.
     """
     BLOCK_COLS: tl.constexpr = cols.shape[0]
     # One load for columns that a thread has beside one another: four of 4-byte elements, and eight of half types.
@@ -129,6 +140,9 @@ def load_params(
             if RUN == 0:
                 addresses = tl.broadcast_to(addresses + cols[None, :], col_mask.shape)
                 tile = tl.load(addresses, mask=col_mask, other=0.0)
+            elif RUN < 0:
+                addresses = addresses + first + (cols % -RUN)[None, :]
+                tile = tl.load(addresses, mask=tl.broadcast_to(col_mask, addresses.shape), other=0.0)
             elif num_cols == RUN:
                 tile = tl.load(addresses + first)
             else:

@@ -42,6 +42,7 @@ LEAST_BYTES = 12 << 10
 # do, and only shapes that need it.
 MARGIN = 0.1
 _FEW_STEPS = "a program has a tile or two, and half of its work outside of loops"
+_BY_TWOS = "a group has runs of ten channels, which are addressed, loaded and masked by twos"
 _ONE_BY_ONE = "rows, channels or planes that begin anywhere are loaded and masked one by one"
 _EMPTY_TILES = "a third of the columns of a tile are empty"
 _SETUP = "sums across threads take as much as six tiles, of which a program has as many"
@@ -67,6 +68,9 @@ KNOWN_SHARES = (
     (r"batch_norm 8192x1024 bfloat16 forward", 0.7, _SETUP),
     (r"batch_norm 64x64x56x56 bfloat16 forward", 0.7, _SETUP),
     (r"batch_norm 64x1024x14x14 bfloat16 channels_last forward", 0.7, _SETUP),
+    (r"group_norm(_silu)? 2x320x64x64 bfloat16 channels_last ", 2.1, _BY_TWOS),
+    (r"group_norm_silu 2x320x64x64 ", 1.35, _FEW_STEPS),
+    (r"group_norm_silu 2x1280x16x16 ", 2.35, _FEW_STEPS),
     (r"group_norm 2x320x64x64 ", 1.2, _FEW_STEPS),
     (r"group_norm 2x1280x16x16 ", 1.55, _FEW_STEPS),
     (r"group_norm 2x320x96x96 ", 0.8, _FEW_STEPS),

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from perf.calls import Call
 
 
+# `grouped` of x whose channels are adjacent in memory.
+CHANNELS_LAST = 2
+
+
+def in_channels_last(x: Tensor) -> Tensor:
+    """`[..., groups, channels, positions]` with adjacent channels."""
+    return x.movedim(-1, -3).contiguous().movedim(-3, -1)
+
+
 def _layer_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1) -> Tensor:
     return functional.layer_norm(x, x.shape[x.dim() - norm_ndim :], weight, bias, EPS)
 
@@ -52,7 +61,7 @@ class LayerNorm(Operands):
     batch_ndim: int = 0
     centered: bool = True
     rounded: bool = False
-    grouped: bool = False
+    grouped: int = 0
 
     @classmethod
     def draw(
@@ -67,6 +76,8 @@ class LayerNorm(Operands):
         of_row = shape[-3:-1] if dims.get("grouped") else shape[len(shape) - norm_ndim :]
         param_shape = (*shape[:batch_ndim], *of_row)
         full_size: Any = (random(*shape, dtype=dtype, seed=seed) for seed in range(4))
+        if dims.get("grouped") == CHANNELS_LAST:
+            full_size = (in_channels_last(x) for x in full_size)
         params: Any = (random(*param_shape, dtype=param_dtype or dtype, seed=seed) for seed in range(4, 8))
         return cls(*full_size, *params, **dims)
 

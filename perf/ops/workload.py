@@ -113,10 +113,12 @@ class Workload:
 
     @property
     def run(self) -> int:
-        """Adjacent elements along which the tiles of a kernel run: columns, spatial positions or channels."""
+        """Adjacent elements along which the tiles of a kernel run: columns, positions, or channels (of a group)."""
+        if self.channels_last:
+            return self.shape[1] // self.record.options(self).get("num_groups", 1)
         if self.record.has_channels:
             spatial = math.prod(self.shape[2:])
-            return self.shape[1] if self.channels_last or spatial == 1 else spatial
+            return self.shape[1] if spatial == 1 else spatial
         inner = math.prod(self.shape[self.dim % len(self.shape) + 1 :])
         return inner if inner > 1 else self.shape[-1]
 

@@ -7,6 +7,7 @@ gives a jvp as well as a vjp:
 
 ATen has no kernel of a norm that is not centered; its backward gives the sums over rows, with a mean of 0. Group norm
 has its own value and vjp in ATen; its jvp is that of layer norm's rows without parameters, and a product per channel.
+What is in channels_last is copied: ATen's kernels of that take the variance from a sum of squares, which loses more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives.ops._cpu import is_well_conditioned, ready, row_blocks, served
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, unwanted
+from primitives.ops._shared import LOW_PRECISION, accumulation_dtype, laid_out, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +132,7 @@ def forward(
     eps: float,
     centered: bool,
     rounded: bool,
-    grouped: bool,
+    grouped: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """y, mean and rstd: by one call of ATen, or in blocks if not centered."""
     params = ready(x, weight, bias)
@@ -146,7 +147,7 @@ def forward(
         return _forward_in_blocks(x, weight, bias, norm_ndim, eps, rounded)
     weight, bias = params
     if grouped:
-        return _forward_of_groups(x, weight, bias, eps)
+        return _forward_of_groups(x, weight, bias, eps, grouped)
     rest_ndim = x.dim() - norm_ndim
     shape = x.shape[rest_ndim:]
     if weight is None and x.dtype in LOW_PRECISION:
@@ -169,7 +170,7 @@ def _by_channel(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
 
 
 def _forward_of_groups(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, grouped: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """y, mean and rstd of group norm, by one call of ATen."""
     flat, sizes = _by_channel(x)
@@ -179,7 +180,7 @@ def _forward_of_groups(
     y, mean, rstd = torch.native_group_norm(flat, weight, bias, *sizes, eps)
     if not is_well_conditioned(mean, rstd):
         return None
-    return y.view(x.shape), mean.view(x.shape[:-2]), rstd.view(x.shape[:-2])
+    return laid_out(y.view(x.shape), grouped), mean.view(x.shape[:-2]), rstd.view(x.shape[:-2])
 
 
 def _forward_in_blocks(
@@ -218,7 +219,7 @@ def bwd(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """x_bar, weight_bar and bias_bar: by one call of ATen, in blocks where that would be inaccurate."""
@@ -229,7 +230,7 @@ def bwd(
     if centered and not is_well_conditioned(mean, rstd):
         return None
     if grouped:
-        return _bwd_of_groups(y_bar, x, weight, mean, rstd, centered, wanted)
+        return _bwd_of_groups(y_bar, x, weight, mean, rstd, centered, grouped, wanted)
     shape = x.shape[x.dim() - norm_ndim :]
     is_long = shape.numel() > LONGEST_ROW or (has_sums and mean.numel() > LONGEST_SUM)
     if is_long or x.dtype in LOW_PRECISION or not centered:
@@ -257,6 +258,7 @@ def _bwd_of_groups(
     mean: Tensor,
     rstd: Tensor,
     centered: bool,
+    grouped: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The cotangents of group norm, by one call of ATen where its sums are short enough."""
@@ -272,7 +274,7 @@ def _bwd_of_groups(
         bar.view(shape).to(dtype) if want else unwanted(x)
         for bar, (dtype, shape), want in zip(bars, like, wanted, strict=True)
     ]
-    return x_bar, weight_bar, bias_bar
+    return laid_out(x_bar, grouped) if wanted[0] else x_bar, weight_bar, bias_bar
 
 
 def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple:
@@ -304,7 +306,7 @@ def jvp(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
 ) -> Tensor | None:
     """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
     params = (weight, weight_dot, bias_dot)
@@ -312,7 +314,7 @@ def jvp(
     if rows is None:
         return None
     if grouped:
-        return _jvp_of_groups(rows, params, rows.like_x(x_dot), x.shape)
+        return laid_out(_jvp_of_groups(rows, params, rows.like_x(x_dot), x.shape), grouped)
     weight, weight_dot, bias_dot = map(rows.param, params)
     x_dot = rows.like_x(x_dot)
     if x_dot is None and not _present(weight_dot, bias_dot):

@@ -38,7 +38,7 @@ def pairing(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
@@ -75,7 +75,7 @@ def bwd_jvp(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
     """x_bar_dot, weight_bar_dot and bias_bar_dot."""

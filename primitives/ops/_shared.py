@@ -33,6 +33,15 @@ def unwanted(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
+# `grouped` of x whose channels are adjacent in memory.
+CHANNELS_LAST = 2
+
+
+def laid_out(v: Tensor, grouped: int) -> Tensor:
+    """`v`, of the shape of x `[..., groups, channels, positions]` where x is `grouped`, in the order of its memory."""
+    return v.movedim(-1, -3).contiguous().movedim(-3, -1) if grouped == CHANNELS_LAST else v.contiguous()
+
+
 def weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tensor | None:
     """`weight`, or ones where a bias without one has another dtype than `x`.
 

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 group_norm_silu_p = Primitive(
     "group_norm_silu",
-    "(Tensor x, Tensor? weight, Tensor? bias, int batch_ndim, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
+    "(Tensor x, Tensor? weight, Tensor? bias, int batch_ndim, float eps, int grouped)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
     residuals=("x", "weight", "bias", "mean", "rstd"),
     statistics=("mean", "rstd"),
     recomputable=True,
@@ -53,7 +54,7 @@ group_norm_silu_p = Primitive(
 group_norm_silu_bwd_p = Primitive(
     "group_norm_silu_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int batch_ndim, float eps,"
-    " bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    " int grouped, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "x", "weight", "bias", "mean", "rstd"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -61,7 +62,7 @@ group_norm_silu_bwd_p = Primitive(
 group_norm_silu_jvp_p = Primitive(
     "group_norm_silu_jvp",
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, int batch_ndim, float eps) -> Tensor y_dot",
+    " Tensor? bias_dot, int batch_ndim, float eps, int grouped) -> Tensor y_dot",
     residuals=("x", "weight", "bias", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -69,8 +70,6 @@ group_norm_silu_jvp_p = Primitive(
 group_norm_silu_fwd_jvp_p = value_and_jvp(group_norm_silu_p, group_norm_silu_jvp_p)
 
 _NORM_NDIM = 2
-# Centered, and of groups; and of the value, not rounded in between.
-_KIND, _VALUE_KIND = (True, True), (True, False, True)
 
 
 def _slopes(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +87,10 @@ def _wide(x: Tensor, *params: Tensor | None) -> list[Any]:
     return [None if p is None else p.to(dtype) for p in (x, *params)]
 
 
-def _value(norm: Callable[..., Any], x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: float) -> Any:
-    out = norm(*_wide(x, weight, bias), _NORM_NDIM, batch_ndim, eps, *_VALUE_KIND)
+def _value(
+    norm: Callable[..., Any], x: Tensor, weight: Any, bias: Any, batch_ndim: int, eps: float, grouped: int
+) -> Any:
+    out = norm(*_wide(x, weight, bias), _NORM_NDIM, batch_ndim, eps, True, False, grouped)
     if out is None:
         return None
     z, mean, rstd = out
@@ -107,14 +108,15 @@ def _cotangents(
     rstd: Tensor,
     batch_ndim: int,
     eps: float,
+    grouped: int,
     wanted: Sequence[bool],
 ) -> Any:
     wide, weight_wide, bias_wide = _wide(x, weight, bias)
-    out = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, *_VALUE_KIND)
+    out = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
     if out is None:
         return None
     z_bar = y_bar.to(wide.dtype) * _slopes(out[0])[0]
-    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, *_KIND, wanted)
+    bars = norm_bwd(z_bar, wide, weight_wide, mean, rstd, _NORM_NDIM, batch_ndim, eps, True, grouped, wanted)
     if bars is None:
         return None
     dtypes = (x.dtype, *[wide.dtype if weight is None else weight.dtype] * 2)
@@ -134,10 +136,11 @@ def _tangent(
     bias_dot: Tensor | None,
     batch_ndim: int,
     eps: float,
+    grouped: int,
 ) -> Tensor | None:
     wide, weight, bias, x_dot, weight_dot, bias_dot = _wide(x, weight, bias, x_dot, weight_dot, bias_dot)
-    options = (_NORM_NDIM, batch_ndim, eps, *_KIND)
-    out = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, *_VALUE_KIND)
+    options = (_NORM_NDIM, batch_ndim, eps, True, grouped)
+    out = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
     if out is None:
         return None
     z_dot = norm_jvp(wide, weight, mean, rstd, x_dot, weight_dot, bias_dot, *options)
@@ -166,14 +169,18 @@ bind_kernels(group_norm_silu_fwd_jvp_p, "group_norm_silu", "group_norm_silu_fwd_
 @group_norm_silu_p.def_vjp
 def _group_norm_silu_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
     r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
-    out = group_norm_silu_bwd_p(cotangents.y, r.x, r.weight, r.bias, r.mean, r.rstd, r.batch_ndim, r.eps, mask)
+    out = group_norm_silu_bwd_p(
+        cotangents.y, r.x, r.weight, r.bias, r.mean, r.rstd, r.batch_ndim, r.eps, r.grouped, mask
+    )
     return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
 
 
 @group_norm_silu_p.def_jvp
 def _group_norm_silu_jvp(residuals: Any, tangents: Any) -> Tensor:
     r, t = residuals, tangents
-    return group_norm_silu_jvp_p(r.x, r.weight, r.bias, r.mean, r.rstd, t.x, t.weight, t.bias, r.batch_ndim, r.eps)
+    return group_norm_silu_jvp_p(
+        r.x, r.weight, r.bias, r.mean, r.rstd, t.x, t.weight, t.bias, r.batch_ndim, r.eps, r.grouped
+    )
 
 
 def _moved(r: Any, y_bar: Tensor, y_bar_dot: Tensor | None, dots: Sequence[Tensor | None], wanted: Any) -> Any:
@@ -182,14 +189,14 @@ def _moved(r: Any, y_bar: Tensor, y_bar_dot: Tensor | None, dots: Sequence[Tenso
     In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
     """
     x, options = r.x.to(r.rstd.dtype), (_NORM_NDIM, r.batch_ndim, r.eps)
-    a, b = _slopes(layer_norm_p(x, r.weight, r.bias, *options, *_VALUE_KIND)[0])
+    a, b = _slopes(layer_norm_p(x, r.weight, r.bias, *options, True, False, r.grouped)[0])
     terms = [] if y_bar_dot is None else [a * y_bar_dot]
     if any(dot is not None for dot in dots):
-        z_dot = layer_norm_jvp_p(x, r.weight, r.mean, r.rstd, *dots, *options, *_KIND)
+        z_dot = layer_norm_jvp_p(x, r.weight, r.mean, r.rstd, *dots, *options, True, r.grouped)
         terms.append(b * y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
     given = (a * y_bar, x, r.weight, r.mean, r.rstd, z_bar_dot, *dots[:2])
-    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*given, *options, *_KIND, wanted)
+    x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*given, *options, True, r.grouped, wanted)
     return x_bar_dot.to(r.x.dtype), *param_bars_dot
 
 
@@ -201,7 +208,9 @@ def _group_norm_silu_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> di
         return {}
     bars = {}
     if wanted.y_bar:
-        bars["y_bar"] = group_norm_silu_jvp_p(r.x, r.weight, r.bias, r.mean, r.rstd, *dots, r.batch_ndim, r.eps)
+        bars["y_bar"] = group_norm_silu_jvp_p(
+            r.x, r.weight, r.bias, r.mean, r.rstd, *dots, r.batch_ndim, r.eps, r.grouped
+        )
     if any(mask):
         bars |= compress(zip(("x", "weight", "bias"), _moved(r, r.y_bar, None, dots, mask), strict=True), mask)
     return bars
@@ -215,7 +224,7 @@ def _group_norm_silu_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> di
         out = _moved(r, y_bar, None, (r.x_dot, r.weight_dot, r.bias_dot), mask)
         bars |= compress(zip(("x", "weight", "bias"), out, strict=True), mask)
     if any(dots_mask):
-        options = (r.batch_ndim, r.eps, dots_mask)
+        options = (r.batch_ndim, r.eps, r.grouped, dots_mask)
         out = group_norm_silu_bwd_p(y_bar, r.x, r.weight, r.bias, r.mean, r.rstd, *options)
         bars |= compress(zip(("x_dot", "weight_dot", "bias_dot"), out, strict=True), dots_mask)
     return bars

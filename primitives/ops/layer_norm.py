@@ -19,7 +19,8 @@ weight and bias are [*batch, *norm]; mean and rstd are [*batch, *rest], float32 
 not centered has a mean without elements.
 
 Group norm is `grouped`: x is [*batch, *rest, groups, channels, positions] with the last two axes normalized, and weight
-and bias, [*batch, groups, channels], have one number for each channel of each group.
+and bias, [*batch, groups, channels], have one number for each channel of each group. With 2 (`CHANNELS_LAST`) for 1,
+what is shaped as x lies in memory as [*batch, *rest, positions, groups, channels], as of channels_last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_layer_norm as cpu
-from primitives.ops._shared import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, laid_out, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 layer_norm_p = Primitive(
     "layer_norm",
     "(Tensor x, Tensor? weight, Tensor? bias, int norm_ndim, int batch_ndim, float eps, bool centered,"
-    " bool rounded, bool grouped) -> (Tensor y, Tensor mean, Tensor rstd)",
+    " bool rounded, int grouped) -> (Tensor y, Tensor mean, Tensor rstd)",
     residuals=("x", "weight", "mean", "rstd"),
     statistics=("mean", "rstd"),
     recomputable=True,
@@ -46,7 +47,7 @@ layer_norm_p = Primitive(
 layer_norm_bwd_p = Primitive(
     "layer_norm_bwd",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, int norm_ndim, int batch_ndim, float eps,"
-    " bool centered, bool grouped, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
+    " bool centered, int grouped, bool[] wanted) -> (Tensor x_bar, Tensor weight_bar, Tensor bias_bar)",
     residuals=("y_bar", "x", "weight", "mean", "rstd"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -54,7 +55,7 @@ layer_norm_bwd_p = Primitive(
 layer_norm_jvp_p = Primitive(
     "layer_norm_jvp",
     "(Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot, Tensor? bias_dot,"
-    " int norm_ndim, int batch_ndim, float eps, bool centered, bool grouped) -> Tensor y_dot",
+    " int norm_ndim, int batch_ndim, float eps, bool centered, int grouped) -> Tensor y_dot",
     residuals=("x", "weight", "mean", "rstd", "x_dot", "weight_dot", "bias_dot"),
     cached=("mean", "rstd"),
     decomposable=True,
@@ -99,19 +100,20 @@ def project(v: Tensor, x_hat: Tensor, rstd: Tensor, norm_ndim: int, centered: bo
     return rstd * ((v - v.mean(axes, keepdim=True) if centered else v) - along)
 
 
-def param_shape(x: Tensor, norm_ndim: int, batch_ndim: int, grouped: bool) -> tuple[int, ...]:
+def param_shape(x: Tensor, norm_ndim: int, batch_ndim: int, grouped: int) -> tuple[int, ...]:
     """Shape of a parameter."""
     return (*x.shape[:batch_ndim], *(x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]))
 
 
-def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int, grouped: bool = False) -> Tensor:
+def per_row(param: Tensor, x: Tensor, norm_ndim: int, batch_ndim: int, grouped: int = 0) -> Tensor:
     """A parameter, shaped to broadcast against x."""
     shape = param_shape(x, norm_ndim, batch_ndim, grouped)
-    rest = x.dim() - len(shape) - grouped
-    return param.reshape(*shape[:batch_ndim], *[1] * rest, *shape[batch_ndim:], *[1] * grouped)
+    last = [1] * (grouped > 0)
+    rest = x.dim() - len(shape) - len(last)
+    return param.reshape(*shape[:batch_ndim], *[1] * rest, *shape[batch_ndim:], *last)
 
 
-def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int, grouped: bool) -> Tensor:
+def sum_rows(v: Tensor, norm_ndim: int, batch_ndim: int, grouped: int) -> Tensor:
     """Sum of v over all axes that a parameter has not."""
     v = v.sum(-1) if grouped else v
     stop = v.dim() - norm_ndim
@@ -128,7 +130,7 @@ def _layer_norm_reference(
     eps: float,
     centered: bool,
     rounded: bool,
-    grouped: bool,
+    grouped: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     mean, rstd, y = _statistics(x, norm_ndim, eps, centered)
@@ -139,7 +141,7 @@ def _layer_norm_reference(
         y = y * per_row(weight, x, norm_ndim, batch_ndim, grouped)
     if bias is not None:
         y = y + per_row(bias, x, norm_ndim, batch_ndim, grouped)
-    return y.to(x.dtype), mean, rstd
+    return laid_out(y.to(x.dtype), grouped), mean, rstd
 
 
 @layer_norm_bwd_p.def_reference
@@ -153,7 +155,7 @@ def _layer_norm_bwd_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, y_bar = x.contiguous(), y_bar.contiguous()
@@ -161,7 +163,9 @@ def _layer_norm_bwd_reference(
     x_hat, rstd = normalized(x, norm_ndim, eps, centered)
     y_bar_acc = y_bar.to(x_hat.dtype)
     v = y_bar_acc if weight is None else y_bar_acc * per_row(weight, x, norm_ndim, batch_ndim, grouped)
-    x_bar = project(v, x_hat, rstd, norm_ndim, centered).to(x.dtype) if wanted[0] else unwanted(x)
+    x_bar = unwanted(x)
+    if wanted[0]:
+        x_bar = laid_out(project(v, x_hat, rstd, norm_ndim, centered).to(x.dtype), grouped)
     # A bias without a weight may be wider than x, so its sum is left wide; autograd casts to the dtype of the bias.
     dtype = x_hat.dtype if weight is None else weight.dtype
     weight_bar = sum_rows(y_bar_acc * x_hat, norm_ndim, batch_ndim, grouped).to(dtype) if wanted[1] else unwanted(x)
@@ -182,7 +186,7 @@ def _layer_norm_jvp_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
 ) -> Tensor:
     x = x.contiguous()
     x_hat, rstd = normalized(x, norm_ndim, eps, centered)
@@ -194,7 +198,7 @@ def _layer_norm_jvp_reference(
         terms.append(x_hat * per_row(weight_dot, x, norm_ndim, batch_ndim, grouped))
     if bias_dot is not None:
         terms.append(per_row(bias_dot, x, norm_ndim, batch_ndim, grouped).expand(x.shape).contiguous())
-    return sum(terms[1:], terms[0]).to(x.dtype, copy=True)
+    return laid_out(sum(terms[1:], terms[0]).to(x.dtype, copy=True), grouped)
 
 
 # Kernels: Triton's and those for the CPU.

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_layer_norm_second_order as cpu
-from primitives.ops._shared import batch_rows, bind_kernels, norm_second_order, unwanted
+from primitives.ops._shared import batch_rows, bind_kernels, laid_out, norm_second_order, unwanted
 from primitives.ops.layer_norm import (
     layer_norm_bwd_p,
     layer_norm_jvp_p,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 layer_norm_pairing_p = Primitive(
     "layer_norm_pairing",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_dot, Tensor? weight_dot,"
-    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool grouped, bool[] wanted)"
+    " Tensor? bias_dot, int norm_ndim, int batch_ndim, float eps, bool centered, int grouped, bool[] wanted)"
     " -> (Tensor y_bar_bar, Tensor x_bar, Tensor weight_bar, Tensor x_dot_bar, Tensor weight_dot_bar,"
     " Tensor bias_dot_bar)",
     cached=("mean", "rstd"),
@@ -61,7 +61,7 @@ layer_norm_pairing_p = Primitive(
 layer_norm_bwd_jvp_p = Primitive(
     "layer_norm_bwd_jvp",
     "(Tensor y_bar, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? y_bar_dot, Tensor? x_dot,"
-    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool centered, bool grouped, bool[] wanted)"
+    " Tensor? weight_dot, int norm_ndim, int batch_ndim, float eps, bool centered, int grouped, bool[] wanted)"
     " -> (Tensor x_bar_dot, Tensor weight_bar_dot, Tensor bias_bar_dot)",
     cached=("mean", "rstd"),
     decomposable=True,
@@ -85,7 +85,7 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
     want_y_bar, want_x, want_weight, want_x_dot, want_weight_dot, want_bias_dot = wanted
@@ -107,7 +107,8 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
         return sum_rows(v, norm_ndim, batch_ndim, grouped).to(dtype)
 
     def total(terms: list[Tensor]) -> Tensor:
-        return sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype).contiguous() if terms else x.new_zeros(x.shape)
+        found = sum(terms[1:], terms[0]).expand(x.shape).to(x.dtype) if terms else x.new_zeros(x.shape)
+        return laid_out(found, grouped)
 
     g = scaled(y_bar, weight)
     h = projected_g = None
@@ -133,7 +134,9 @@ def _layer_norm_pairing_reference(  # noqa: C901 - one branch for each operand t
         total(y_bar_terms) if want_y_bar else unwanted(x),
         total(x_terms) if want_x else unwanted(x),
         sums(None if h is None else y_bar * h) if want_weight else unwanted(x),
-        projected_g.to(x.dtype, copy=True) if want_x_dot and projected_g is not None else unwanted(x),
+        laid_out(projected_g.to(x.dtype, copy=True), grouped)
+        if want_x_dot and projected_g is not None
+        else unwanted(x),
         sums(y_bar * x_hat) if want_weight_dot else unwanted(x),
         sums(y_bar) if want_bias_dot else unwanted(x),
     )
@@ -153,7 +156,7 @@ def _layer_norm_bwd_jvp_reference(
     batch_ndim: int,
     eps: float,
     centered: bool,
-    grouped: bool,
+    grouped: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
@@ -185,7 +188,7 @@ def _layer_norm_bwd_jvp_reference(
         )
         weight_terms.append(y_bar * h)
     return (
-        total(x_terms).to(x.dtype, copy=True) if wanted[0] else unwanted(x),
+        laid_out(total(x_terms).to(x.dtype, copy=True), grouped) if wanted[0] else unwanted(x),
         sum_rows(total(weight_terms), norm_ndim, batch_ndim, grouped).to(dtype) if wanted[1] else unwanted(x),
         sum_rows(total([] if y_bar_dot is None else [y_bar_dot]), norm_ndim, batch_ndim, grouped).to(dtype)
         if wanted[2]

@@ -142,14 +142,14 @@ def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processo
     [
         pytest.param(splits, layout, id=f"{plan}-{layout}", marks=[pytest.mark.nightly] * ((i + j) % 2))
         for i, (plan, splits) in enumerate({"in registers": 0, "swept": 1, "shared": 32}.items())
-        for j, layout in enumerate(["one", "several", "of their own", "strided"])
+        for j, layout in enumerate(["one", "several", "of their own", "strided", "channels last"])
     ],
 )
 def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -> None:
     if splits:
         use_limits(**short_rows(32, splits))
     lead = {"one": (1,), "of their own": (2, 2)}.get(layout, (2,))
-    kinds = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": True}
+    kinds = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": 1 + (layout == "channels last")}
     samples = LayerNorm.draw(
         (*lead, 2, 2, 33 if layout in ("one", "strided") else 36), DTYPES[(splits + len(layout)) % len(DTYPES)], **kinds
     )
@@ -386,7 +386,7 @@ def some_calls() -> list[Call]:
     """Every launcher, in the modes that the gate above goes through."""
     rows, added = LayerNorm.draw((9, 40)), AddLayerNorm.draw((9, 40))
     operands = (
-        *(rows, LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=True), added),
+        *(rows, LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=1), added),
         *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
         *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
     )

@@ -41,10 +41,10 @@ def variants(launches: Iterable[Launched]) -> set[tuple[Any, ...]]:
     found = set()
     for one in launches:
         named = {
-            # A run is a size, or 0 for none.
+            # A run is a size, negative for another order, or 0 for none.
             name: value is None
             if value is None or isinstance(value, torch.Tensor)
-            else str(value > 0 if name == "RUN" else value)
+            else str((value > 0) - (value < 0) if name == "RUN" else value)
             for name, value in one.named.items()
             if value is None or isinstance(value, torch.Tensor) or (name.isupper() and not SIZES.search(name))
         }
