@@ -12,6 +12,8 @@ from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 import primitives as pr
+from tests.support import normal
+from tests.test_convert_norms import SIZE, CastFirst
 
 
 class OwnLayerNorm(nn.LayerNorm):
@@ -280,3 +282,22 @@ def test_torchscript(net, x, make):
     assert_close(scripted(x), twin(x))
     assert_close(torch.autograd.grad(scripted(x).sin().sum(), net.norms["a"].weight)[0],
                  torch.autograd.grad(twin(x).sin().sum(), twin.norms["a"].weight)[0])  # fmt: skip
+
+
+def test_calls_of_other_kinds_run_as_they_are_written():
+    model = pr.nn.convert(CastFirst())
+    x = normal((3, SIZE), 1).float()
+    assert_close(model(hidden_states=x), model(x))
+    with pytest.raises(TypeError):
+        model(x, x)
+    with pytest.raises(TypeError):
+        model(other=x)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        model(x[:, :4])
+    # Sizes of one axis broadcast, as the class is written.
+    assert_close(model(x[:, :1]), CastFirst.forward(model, x[:, :1]))
+    assert_close(model(x[0]), CastFirst.forward(model, x[0]))
+    model.variance_epsilon = 0.5
+    assert_close(model(x), CastFirst.forward(model, x))
+    model.weight = nn.Parameter(torch.ones(()))
+    assert_close(model(x), CastFirst.forward(model, x))

@@ -386,25 +386,6 @@ def test_a_model_without_memory_is_converted():
     assert_close(model[0](normal(ROWS, 1).float()), CastFirst.forward(model[0], normal(ROWS, 1).float()))
 
 
-def test_calls_of_other_kinds_run_as_they_are_written():
-    model = pr.nn.convert(CastFirst())
-    x = normal((3, SIZE), 1).float()
-    assert_close(model(hidden_states=x), model(x))
-    with pytest.raises(TypeError):
-        model(x, x)
-    with pytest.raises(TypeError):
-        model(other=x)
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        model(x[:, :4])
-    # Sizes of one axis broadcast, as the class is written.
-    assert_close(model(x[:, :1]), CastFirst.forward(model, x[:, :1]))
-    assert_close(model(x[0]), CastFirst.forward(model, x[0]))
-    model.variance_epsilon = 0.5
-    assert_close(model(x), CastFirst.forward(model, x))
-    model.weight = nn.Parameter(torch.ones(()))
-    assert_close(model(x), CastFirst.forward(model, x))
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_converted_norm_is_traced_for_any_batch():
     model, x = pr.nn.convert(CastFirst()), normal(ROWS, 1).float()
