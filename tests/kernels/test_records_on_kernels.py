@@ -114,10 +114,3 @@ def test_nestings_in_the_input(case, word, device):
 @pytest.mark.parametrize("word", ["fr", "rr"])
 def test_nestings_in_all_arguments_at_once(case, word, device):
     check_nesting(case, device, word, None)
-
-
-@pytest.mark.usefixtures("backend")
-@every_family
-def test_opcheck(case, device):
-    for call in recorded(case, case.small, torch.float32, device):
-        torch.library.opcheck(call.overload, call.args, test_utils=("test_schema", "test_faketensor"))
