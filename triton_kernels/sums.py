@@ -10,7 +10,7 @@ Tensors, and the functions of an op, are as in `rows`; one more function says wh
 # time.
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportOptionalCall=false, reportAssignmentType=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
 from __future__ import annotations
 
@@ -57,23 +57,45 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
     segment = (part // num_splits).to(tl.int64)
     stream = () if MIX is None else begin_stream(noise, segment)
     first_col = (tl.program_id(0) % NUM_COL_BLOCKS) * BLOCK_COLS
-    cols = (first_col + tl.arange(0, BLOCK_COLS)).to(tl.int64)
-    col_mask = (cols < num_cols)[None, :]
+    # Of several rows that are long, the tile has the second halves behind the first ones: Triton gives all warps a part
+    # of each row of a tile that is as long as they are wide, and each thread would sum two rows over the warps.
+    IS_LONG: tl.constexpr = BLOCK_ROWS > 1 and BLOCK_COLS >= 512
+    HAS_NOISE: tl.constexpr = False if MIX is None else noise[0] is not None
+    HALVES: tl.constexpr = 2 if WRITES and IS_LONG and NUM == 2 and not HAS_NOISE else 1
+    WIDTH: tl.constexpr = BLOCK_COLS // HALVES
+    cols = (first_col + tl.arange(0, WIDTH)).to(tl.int64)
+    lines = tl.arange(0, HALVES * BLOCK_ROWS)
+    start = (lines // BLOCK_ROWS * WIDTH).to(tl.int64)[:, None] if HALVES > 1 else 0
+    col_mask = start + cols[None, :] < num_cols
     # For each row, in the layout of the operands: Triton loaded one row in another layout, in which it did the work of
     # the loop again (465 instructions for 220 of rows of 24 columns).
-    everywhere = tl.broadcast_to(col_mask, (BLOCK_ROWS, BLOCK_COLS))
-    weights = load_params(p_ptrs, p_strides, segment, cols, everywhere, ALL, None, ALIGN)
+    everywhere = tl.broadcast_to(col_mask, (HALVES * BLOCK_ROWS, WIDTH))
+    weights = load_params(p_ptrs, p_strides, segment, cols, everywhere, ALL, None, ALIGN, behind=start)
     sums = ()
     for i in tl.static_range(NUM_SUMS):
         if sum_ptrs[i] is not None:
-            sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK_COLS), DTYPE),)
+            sums = sums + (tl.zeros((HALVES * BLOCK_ROWS, WIDTH), DTYPE),)
     for block in tl.range(part % num_splits, tl.cdiv(num_rows, BLOCK_ROWS), num_splits, num_stages=STAGES):
-        row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        row = block * BLOCK_ROWS + (lines % BLOCK_ROWS).to(tl.int64)
         row_mask = rows_there(row, num_rows, BLOCK_ROWS)
         mask = row_mask & col_mask
         flat_row = (segment * num_rows + row)[:, None]
         x = load_tiles(
-            x_ptrs, x_strides, segment, row, cols, row_mask, col_mask, "", ALL, 0.0, None, DTYPE, AXES, ALIGN
+            x_ptrs,
+            x_strides,
+            segment,
+            row,
+            cols,
+            row_mask,
+            col_mask,
+            "",
+            ALL,
+            0.0,
+            None,
+            DTYPE,
+            AXES,
+            ALIGN,
+            start=start,
         )
         if MIX is not None:
             x = MIX(x, stream, out_ptrs, flat_row, first_col, num_cols, BLOCK_COLS, DTYPE)
@@ -86,10 +108,10 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
             if STATS is not None:
                 s = STATS(x, p, r, mask, num_cols, 0.0)
             elif NUM > 0:
-                s = in_places(sums_of(wanted_of(TERMS(x, p, r, mask), WANTED)), NUM, WANTED)
+                s = in_places(sums_of(wanted_of(TERMS(x, p, r, mask), WANTED), HALVES=HALVES), NUM, WANTED)
             store_tiles(s_ptrs, s, flat_row, row_mask)
             AXIS: tl.constexpr = (AXES >> (2 * len(x_strides))) & 3
-            offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, AXIS, ALIGN)
+            offsets = out_offsets(segment, row, cols, num_rows, out_strides, num_cols, AXIS, ALIGN, start=start)
             store_tiles(out_ptrs, EMIT(x, p, r, s, mask, num_cols), offsets, mask)
         columns = COLUMNS(x, p, r, s, mask, num_cols)
         wanted = ()
@@ -100,8 +122,10 @@ def row_sums_op(  # noqa: C901 - its branches are settled when it is compiled
     done = ()
     for i in tl.static_range(NUM_SUMS):
         if sum_ptrs[i] is not None:
-            ptrs = sum_ptrs[i] + part.to(tl.int64) * num_cols + cols
-            store_cast(ptrs, tl.sum(sums[len(done)], axis=0), cols < num_cols)
+            halves = tl.reshape(sums[len(done)], (HALVES, BLOCK_ROWS, WIDTH))
+            every_col = (tl.arange(0, HALVES) * WIDTH)[:, None] + cols[None, :]
+            ptrs = sum_ptrs[i] + part.to(tl.int64) * num_cols + every_col
+            store_cast(ptrs, tl.sum(halves, axis=1), every_col < num_cols)
             done = done + (0,)
 
 

@@ -41,26 +41,30 @@ def rows_there(row, num_rows, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.constexpr, PERIOD: tl.constexpr = 0):
+def tile_offsets(
+    segment, row, cols, strides, AXIS: tl.constexpr, ALIGN: tl.constexpr, PERIOD: tl.constexpr = 0, start=0
+):
     """Element offsets `[BLOCK_ROWS, cols]` in int64; `AXIS` is 1 where columns are adjacent, 2 where rows are, or 0.
 
-    It is 3 where every `PERIOD` columns are adjacent, and the column stride is the distance of two such runs.
+    It is 3 where every `PERIOD` columns are adjacent, and the column stride is the distance of two such runs. Columns
+    begin at `start`, a number or `[BLOCK_ROWS, 1]`.
 
     `ALIGN` is a power of two that divides the other strides: Triton tests integers for a factor of 16 alone, and a
     factor of 8 is what 16-byte loads of 2-byte elements need.
     """
     if AXIS == 1:
-        start = segment * aligned(strides[0], ALIGN)
-        offsets = (start + row * aligned(strides[1], ALIGN))[:, None] + cols[None, :]
+        first = segment * aligned(strides[0], ALIGN)
+        offsets = (first + row * aligned(strides[1], ALIGN))[:, None] + start + cols[None, :]
     elif AXIS == 2:
-        start = segment * aligned(strides[0], ALIGN)
-        offsets = (start + row)[:, None] + (cols * aligned(strides[2], ALIGN))[None, :]
+        first = segment * aligned(strides[0], ALIGN)
+        offsets = (first + row)[:, None] + (start + cols[None, :]) * aligned(strides[2], ALIGN)
     elif AXIS == 3:
-        start = segment * aligned(strides[0], ALIGN) + row * aligned(strides[1], ALIGN)
+        first = segment * aligned(strides[0], ALIGN) + row * aligned(strides[1], ALIGN)
+        cols = start + cols[None, :]
         inside = (cols // PERIOD) * aligned(strides[2], ALIGN) + cols % PERIOD
-        offsets = start[:, None] + inside[None, :]
+        offsets = first[:, None] + inside
     else:
-        offsets = (segment * strides[0] + row * strides[1])[:, None] + (cols * strides[2])[None, :]
+        offsets = (segment * strides[0] + row * strides[1])[:, None] + (start + cols[None, :]) * strides[2]
     return offsets
 
 
@@ -73,13 +77,13 @@ def nothing():
 @triton.jit
 def out_offsets(
     segment, row, cols, num_rows, strides, num_cols: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr,
-    PERIOD: tl.constexpr = 0,
+    PERIOD: tl.constexpr = 0, start=0,
 ):  # fmt: skip
     """As `tile_offsets`, of outputs: rows with adjacent columns lie one behind the other."""
     if AXIS == 1:
-        offsets = ((segment * num_rows + row) * num_cols)[:, None] + cols[None, :]
+        offsets = ((segment * num_rows + row) * num_cols)[:, None] + start + cols[None, :]
     else:
-        offsets = tile_offsets(segment, row, cols, strides, AXIS, ALIGN, PERIOD)
+        offsets = tile_offsets(segment, row, cols, strides, AXIS, ALIGN, PERIOD, start)
     return offsets
 
 
@@ -87,7 +91,7 @@ def out_offsets(
 def load_tiles(
     ptrs, strides, segment, row, cols, row_mask, col_mask, POLICY: tl.constexpr, READS: tl.constexpr,
     OTHER: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, ALIGN: tl.constexpr,
-    PERIOD: tl.constexpr = 0,
+    PERIOD: tl.constexpr = 0, start=0,
 ):  # fmt: skip
     """Tiles of full-size operands in `DTYPE`, those with a bit in `READS`; the first is rounded to `ROUNDED` before.
 
@@ -101,7 +105,7 @@ def load_tiles(
         if ptrs[i] is None or (READS >> i) & 1 == 0:
             tiles = tiles + (nothing(),)
         else:
-            offsets = tile_offsets(segment, row, cols, strides[i], (AXES >> (2 * i)) & 3, ALIGN, PERIOD)
+            offsets = tile_offsets(segment, row, cols, strides[i], (AXES >> (2 * i)) & 3, ALIGN, PERIOD, start)
             addresses = ptrs[i] + offsets
             if OTHER == 0.0 or i > 0:
                 tile = tl.load(addresses, mask=mask, other=0.0, eviction_policy=POLICY)
@@ -120,13 +124,14 @@ def load_tiles(
 @triton.jit
 def load_params(
     ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, first=None,
-    RUN: tl.constexpr = 0, start=0, num_cols: tl.constexpr = 0,
+    RUN: tl.constexpr = 0, start=0, num_cols: tl.constexpr = 0, behind=0,
 ):  # fmt: skip
     """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
 
     They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
     row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. With a
-    negative one, the numbers of so many columns are those of the next ones too. The columns begin at `start`.
+    negative one, the numbers of so many columns are those of the next ones too. The columns begin at `start`; without a
+    run, those of a tile lie `behind` them, `[rows, 1]`.
     """
     BLOCK_COLS: tl.constexpr = cols.shape[0]
     # One load for columns that a thread has beside one another: four of 4-byte elements, and eight of half types.
@@ -138,7 +143,7 @@ def load_params(
         else:
             addresses = ptrs[i] + segment * aligned(strides[i], ALIGN)
             if RUN == 0:
-                addresses = tl.broadcast_to(addresses + cols[None, :], col_mask.shape)
+                addresses = tl.broadcast_to(addresses + behind + cols[None, :], col_mask.shape)
                 tile = tl.load(addresses, mask=col_mask, other=0.0)
             elif RUN < 0:
                 addresses = addresses + first + (cols % -RUN)[None, :]
@@ -257,12 +262,20 @@ def _add_7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
 
 
 @triton.jit
-def sums_of(tiles, LEAST: tl.constexpr = 3):
+def sums_of(tiles, LEAST: tl.constexpr = 3, HALVES: tl.constexpr = 1):  # noqa: C901 - settled when it is compiled
     """Sums `[BLOCK_ROWS, 1]` over the columns of up to seven tiles of one shape.
 
-    `LEAST` tiles or more come from one reduction, so that warps wait for each other once, and not once per tile.
+    `LEAST` tiles or more come from one reduction, so that warps wait for each other once, and not once per tile. Where
+    the second halves of rows lie behind the first ones, each half has the sum of both: of less than `LEAST`, because
+    one reduction of such tiles spills.
     """
     NUM: tl.constexpr = len(tiles)
+    if HALVES > 1:
+        parts = ()
+        for i in tl.static_range(NUM):
+            part = tl.reshape(tiles[i], (HALVES, tiles[i].shape[0] // HALVES, tiles[i].shape[1]))
+            parts = parts + (tl.sum(part, axis=0),)
+        tiles = parts
     if _ONE_BY_ONE or NUM < LEAST:
         flat = ()
         for i in tl.static_range(NUM):
@@ -281,7 +294,11 @@ def sums_of(tiles, LEAST: tl.constexpr = 3):
         flat = tl.reduce(tiles, 1, _add_7)
     sums = ()
     for i in tl.static_range(NUM):
-        sums = sums + (flat[i][:, None],)
+        part = flat[i][:, None]
+        if HALVES > 1:
+            both = tl.broadcast_to(part[None, :, :], (HALVES, part.shape[0], 1))
+            part = tl.reshape(both, (HALVES * part.shape[0], 1))
+        sums = sums + (part,)
     return sums
 
 

@@ -71,6 +71,12 @@ class Launch(NamedTuple):
         named = {**dict(zip(self.kernel.argument_names, self.args, strict=False)), **self.constants}
         return Launched(self.key, self.grid, {name: value for name, value in named.items() if isinstance(value, int)})
 
+    def part_bytes(self) -> int:
+        """Bytes of the partial rows that it adds up."""
+        named = dict(zip(self.kernel.argument_names, self.args, strict=False))
+        parts = [named.get(f"part_{number}_ptr") for number in range(3)]
+        return sum(part.nbytes for part in parts if part is not None)
+
     def described_arguments(self) -> dict[str, str]:
         """What the compiler knows of each argument and option, by name."""
         options = {name: value for name, value in self.constants.items() if name not in self.kernel.argument_names}
@@ -184,7 +190,9 @@ def described_calls(
                 launches.clear()
                 call.results()
                 name = f"{case_name}: {call.launcher.__name__}"
-                called = Called(name, call.cost().bytes_moved, tuple(launch.described() for launch in launches))
+                part_bytes = sum(launch.part_bytes() for launch in launches)
+                described = tuple(launch.described() for launch in launches)
+                called = Called(name, call.cost().bytes_moved, described, part_bytes)
                 yield case_name, called, list(launches)
 
 

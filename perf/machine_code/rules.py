@@ -29,6 +29,16 @@ KNOWN_SPILLS = {
     ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 224,
     ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 336,
     ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x5120 bfloat16"): 224,
+    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x5124 bfloat16"): 192,
+    ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 float32"): 208,
+    ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x5124 bfloat16"): 232,
+    ("sm_90", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 float32"): 200,
+    ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x5124 bfloat16"): 232,
+    ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 float32"): 240,
+    # Two rows to a program, of which two fit a processor for these bytes: each waits half as long.
+    ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 8192x8192 float32"): 8,
+    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 float32"): 8,
+    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 float16"): 16,
     # Scalar registers, which wait in lanes of a vector register: keys and constants of Philox.
     ("gfx942", "add_layer_norm_bwd_kernel", "add_layer_norm 8192x768 bfloat16 masked"): 5,
 }

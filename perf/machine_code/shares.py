@@ -14,7 +14,7 @@ from perf.machine_code.work import numbers_of, work_of
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from perf.machine_code.table import Row
 
@@ -36,6 +36,10 @@ LARGE_BYTES = 16 << 20
 FILLING_SHARE = 0.7
 FILLING_BYTES = 24 << 10
 LEAST_BYTES = 12 << 10
+# Partial rows of sums over rows: two for each processor, or in as many as the kernel has programs a share of the bytes
+# of the call, written and read again, that is what two cost a backward of 8,192 rows.
+MAX_PARTS = 2
+MAX_PART_SHARE = 0.08
 
 
 # Calls that may issue for a larger share, by the beginning of their names, and why: at most `MARGIN` above what they
@@ -83,7 +87,7 @@ KNOWN_SHARES = (
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.0, _EMPTY_TILES),
     (r"(add_)?layer_norm 8192x(1600|5124) ", 1.0, _EMPTY_TILES),
-    (r"layer_norm (8192|12608)x768 bfloat16 (hvp|gradient)", 0.8, "five operands in float32, a quarter of them empty"),
+    (r"layer_norm (8192|12608)x768 bfloat16 (backward|hvp|gradient)", 0.8, "a quarter of a tile is empty"),
     (r"layer_norm 32768x256 bfloat16 hvp", 0.75, "sums of rows that share a warp"),
     (r"layer_norm 262144x24 bfloat16 (forward|backward)", 0.7, "a quarter of a tile is empty"),
     (
@@ -92,6 +96,14 @@ KNOWN_SHARES = (
         "Philox, of tiles a quarter of which is empty",
     ),
     (r"dropout 8192x4096 bfloat16 ", 0.75, "ten rounds of Philox for every four elements: half of what it issues"),
+)
+
+# Calls that write more partial rows, by the beginning of their names, with their share of the bytes, and why.
+_ISSUE_BOUND = "bound by what it issues: tiles of several rows take a third more, for 8 % of the bytes"
+KNOWN_PARTS = (
+    (r"layer_norm (8192x(768|1000)) bfloat16 (hvp|double|gradient)", 0.12, _ISSUE_BOUND),
+    (r"add_layer_norm 8192x768 bfloat16 masked backward", 0.17, _ISSUE_BOUND),
+    (r"layer_norm 4096x1000 float32 (hvp|all_results)", 0.12, "programs of eight warps spill, for 5 % of the bytes"),
 )
 
 # Calls whose programs are fewer than fit, or have fewer bytes under way, and why.
@@ -110,11 +122,12 @@ class Launched(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of a case, named by both, the bytes that it moves, and its launches."""
+    """A call of a case, named by both, the bytes that it moves, its launches, and the bytes of its partial rows."""
 
     name: str
     bytes_moved: int
     launches: tuple[Launched, ...]
+    part_bytes: int = 0
 
 
 class Share(NamedTuple):
@@ -177,10 +190,9 @@ def _shares(called: Called, rows: Mapping[str, Row]) -> tuple[list[Share], float
 
 def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
     memory_us, (shares, issue) = called.bytes_moved / BYTES_PER_US, _shares(called, rows)
-    known = (share for pattern, share, _ in KNOWN_SHARES if re.match(pattern, called.name))
     # The time of attention is that of its products.
     is_free = called.name.startswith("attention ")
-    most_issue = math.inf if is_free else next(known, MAX_ISSUE_SHARE)
+    most_issue = math.inf if is_free else next(_known(KNOWN_SHARES, called), MAX_ISSUE_SHARE)
     problems = [f"issues for {issue:.2f} of the time of its bytes"] if issue > most_issue else []
     problems += [f"of {share.kernel} the table has no cycles" for share in shares if share.chain_us is None]
     for share in shares if most_issue < math.inf else []:
@@ -203,7 +215,24 @@ def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
             by_turns: share.is_persistent and share.steps > 1 and share.programs > share.resident,
         }
         problems += [text for text, is_broken in broken.items() if is_broken]
+    parts, part_share = _parts(called), 2 * called.part_bytes / called.bytes_moved
+    if parts > MAX_PARTS and part_share > next(_known(KNOWN_PARTS, called), MAX_PART_SHARE):
+        problems.append(f"writes {parts:.1f} partial rows per processor, {part_share:.2f} of its bytes")
     return [f"{CHIP} {called.name}: {problem}" for problem in problems]
+
+
+def _known(entries: Sequence[tuple[str, float, str]], called: Called) -> Iterator[float]:
+    return (share for pattern, share, _ in entries if re.match(pattern, called.name))
+
+
+def _parts(called: Called) -> float:
+    """Partial rows for each processor: of what a launch adds up."""
+    found = [0.0]
+    for _, grid, values in called.launches:
+        if "BLOCK_PARTS" in values:
+            num_groups = grid[0] // math.ceil(values["num_cols"] / values["BLOCK_COLS"])
+            found.append(values["num_parts"] * num_groups / CHIPS[CHIP].num_processors)
+    return max(found)
 
 
 def broken_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
@@ -225,4 +254,12 @@ def needless_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
         if idle or bound > highest + MARGIN:
             text = f"leave out {', '.join(idle)}" if idle else f"allow no more than {MARGIN} above"
             problems.append(f"{CHIP} KNOWN_SHARES {pattern!r}: its calls issue for at most {highest:.2f}, {text}")
+    for pattern, bound, _ in KNOWN_PARTS:
+        shares = [
+            2 * called.part_bytes / called.bytes_moved
+            for called in calls
+            if re.match(pattern, called.name) and _parts(called) > MAX_PARTS
+        ]
+        if not MAX_PART_SHARE < max(shares, default=0.0) <= bound:
+            problems.append(f"{CHIP} KNOWN_PARTS {pattern!r}: its calls write {max(shares, default=0.0):.2f}")
     return problems

@@ -121,6 +121,9 @@ _OTHER = (
     unnamed("layer_norm", (4096, 1000), "float32", modes=_OF_FLOAT32),
     # The longest rows that the second order holds whole, without sums beside them, and rows that it sweeps.
     unnamed("layer_norm", (8192, 8192), modes=_OF_CURVATURE),
+    # Rows of which two programs of 16 warps are bound to fit a processor, in other dtypes.
+    unnamed("layer_norm", (8192, 8192), "float32", modes=("jvp", "hvp", "x_only")),
+    unnamed("layer_norm", (8192, 8192), "float16", modes=("jvp",)),
     unnamed("layer_norm", (512, 131072), modes=_OF_CURVATURE),
 )
 _RESIZED = (

@@ -69,7 +69,7 @@ def far_apart(values: Tensor, strides: tuple[int, ...]) -> Tensor:
 def short_rows(num_cols: int, max_splits: int) -> dict[str, int]:
     """Limits with which rows of more than `num_cols` columns take the plans of rows that do not fit in registers."""
     names = ("two_row_cols", "accumulated_cols", "sweep_cols", "second_cols", "second_summed_cols", "second_sweep_cols")
-    limits = {f"layer_norm_{name}": num_cols for name in names}
+    limits = {f"layer_norm_{name}": num_cols for name in names} | {"layer_norm_second_long_tiles": 0}
     names = ("row_cols", "three_row_cols", "sweep_cols", "second_sweep_cols")
     limits |= {f"log_softmax_{name}": num_cols for name in names} | {"log_softmax_two_row_bytes": num_cols * 2}
     tiles = {"log_softmax_tile": 4 * num_cols, "log_softmax_two_tile": 4 * num_cols, "layer_norm_param_cols": num_cols}

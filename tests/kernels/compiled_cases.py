@@ -132,7 +132,7 @@ def faults(chip_name: str) -> None:
     workload = unnamed("layer_norm", (8192, 4096))
     (launch, *_) = launches(chip_name, workload, lambda: launch_mode(workload, "backward"))
     # The compiler takes no more registers than leave room for the other programs.
-    mistakes = ({"num_warps": launch.constants["num_warps"] // 2}, "spills"), ({"ALIGN": 1}, "narrow")
+    mistakes = ({"num_warps": launch.constants["num_warps"] // 2}, "registers"), ({"ALIGN": 1}, "narrow")
     with watch_launches(chip_name, [workload], lambda launch: None):
         for change, complaint in mistakes:
             changed_launch = launch._replace(constants={**launch.constants, **change})

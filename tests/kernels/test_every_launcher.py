@@ -106,6 +106,23 @@ def test_layer_norm(
             assert plan != "by turns" or num_blocks > args["num_splits"]
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed"])
+def test_sums_of_several_long_rows(layout: str, use_processors: Callable[[int], None]) -> None:
+    """Rows whose second halves lie behind the first ones, the last tile partial along rows and columns."""
+    use_processors(1)
+    dtype = torch.float32 if layout == "strided" else torch.bfloat16
+    rows = LayerNorm.draw((2, 11, 700), dtype, batch_ndim=layout == "strided")
+    if layout == "strided":
+        rows = rows.change(x=rows.x[:, :9], y_bar=rows.y_bar[:, 2:])
+    elif layout == "transposed":
+        rows = rows.change(x=random(2, 700, 11, dtype=dtype).transpose(1, 2))
+    for call in (rows.call("bwd"), AddLayerNorm.draw((19, 700), dtype).change(seed=None).call("bwd")):
+        check(call)
+        (args,) = (one.named for one in launched_by(call.results) if one.kernel.__name__.endswith("_bwd_kernel"))
+        assert args["BLOCK_ROWS"] > 1
+        assert args["num_splits"] < launch.cdiv(args["num_rows"], args["BLOCK_ROWS"])
+
+
 def add_layer_norm(turn: int, num_rows: int, num_cols: int, dtype: torch.dtype) -> AddLayerNorm:
     """A seed for each of two samples, or one for segments of rows with gaps, or no noise and no mean."""
     shape = (2, (num_rows + 1) // 2, num_cols)

@@ -116,7 +116,7 @@ def staged_bytes(function, arguments, plan):
 
 
 def check_within(plan, chip):
-    assert all(number >= 1 for _, number in numbers(plan)), plan
+    assert all(number >= (name != "resident") for name, number in numbers(plan)), plan
     named = dict(numbers(plan))
     blocks = [number for name, number in named.items() if name.startswith("block_")]
     assert math.prod(blocks) <= 1 << 20, plan
@@ -239,10 +239,63 @@ def test_rows_are_swept_where_they_do_not_fit(planner, arguments, most):
         of_cols = ((1, 64, cols) if arg == (1, 64, None) else cols if arg is None else arg for arg in arguments)
         plan = planner(*of_cols)
         assert plan.looped == (cols > most)
-    # Rows of second order that have their sums beside them: half as long where more than four tiles are held.
-    for num_sums, most in ((1, 8192), (2, 4096)):
-        plans = [launch.plan_layer_norm_second_sums(1, 64, cols, 2, 3, num_sums, 1, CPU) for cols in (most, most + 1)]
-        assert [plan.looped for plan in plans] == [False, True]
+    # Rows of second order that have their sums beside them, of any length, odd ones too; a quarter of float64.
+    for itemsize, most in ((2, 8192), (4, 8192), (8, 1024)):
+        plans = [
+            launch.plan_layer_norm_second_sums(1, 64, n, itemsize, 4, 3, 3, CPU) for n in (most - 1, most, most + 1)
+        ]
+        assert [plan.looped for plan in plans] == [False, False, True]
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_bounds_of_registers_leave_room_for_the_programs_of_a_plan(chip):
+    is_amd, found = chip.name == "gfx942", []
+    for function, arguments in requests_of_rows_and_channels(chip):
+        plan = function(*arguments)
+        if not isinstance(plan, launch.RowPlan | launch.SumPlan):
+            continue
+        options = launch.row_options(plan, chip)
+        assert options.pop("num_warps") == plan.num_warps
+        threads = plan.resident * plan.num_warps * chip.warp_size
+        assert not options if is_amd or not plan.resident else 64 <= options["maxnreg"] <= chip.registers // threads
+        found += options.values()
+    assert {*found} == (set() if is_amd else {64, 128})
+
+
+def test_registers_are_bound_only_where_a_program_more_fits():
+    chip = launch.CHIPS["sm_90"]
+    rows = launch.RowPlan(1, 8192, 16, False, resident=2)
+    # The tuner's candidates: what each thread may have is more than a thread can, and less than a kernel needs.
+    bounds = {8: 128, 16: 64, 4: None, 32: None}
+    for num_warps, bound in bounds.items():
+        assert launch.row_options(dataclasses.replace(rows, num_warps=num_warps), chip).get("maxnreg") == bound
+    # Left alone, the compiler takes more than room for two programs for two rows to a program of 16 warps, for several
+    # rows of sums, and for the sums of second order of eight warps. Elsewhere it leaves enough, and takes a bound for
+    # leave to use more.
+    for plan, bound in (
+        (launch.plan_layer_norm_rows(1, 8192, 8192, 2, 2, 2, 2, chip), 64),
+        (launch.plan_layer_norm_rows(1, 8192, 4096, 2, 2, 2, 2, chip), None),
+        (launch.plan_layer_norm_params(1, 8192, 768, 2, chip), 128),
+        (launch.plan_layer_norm_params(1, 8192, 256, 2, chip), None),
+        (launch.plan_layer_norm_params(1, 8192, 4096, 2, chip), None),
+        (launch.plan_layer_norm_params(1, 8192, 16384, 2, chip), None),
+        (launch.plan_layer_norm_second_sums(1, 8192, 4096, 2, 3, 1, 1, chip), 128),
+        (launch.plan_layer_norm_second_sums(1, 8192, 768, 2, 3, 1, 1, chip), None),
+        (launch.plan_layer_norm_second_sums(1, 8192, 4096, 2, 4, 2, 2, chip), None),
+        (launch.plan_layer_norm_second_sums(1, 8192, 4096, 4, 3, 1, 1, chip), None),
+        (launch.plan_layer_norm_second_sums(1, 8192, 8192, 2, 3, 1, 1, chip), None),
+    ):
+        assert launch.row_options(plan, chip).get("maxnreg") == bound, plan
+
+
+@pytest.mark.parametrize("num_cols", [24, 256, 512, 768, 1024, 1600, 2048, 4096, 8192])
+def test_partial_rows_are_two_for_each_processor(num_cols):
+    for chip, num_rows in itertools.product(CHIPS, (8192 * 32, 8192 * 256)):
+        plan = launch.plan_layer_norm_params(1, num_rows, num_cols, 2, chip)
+        threads = plan.num_splits / chip.num_processors * plan.num_warps * chip.warp_size
+        # That of AMD has threads for half as many more, and warps of twice as many.
+        assert threads <= launch.limits_of(chip).resident_threads
+        assert plan.num_splits <= (6 if chip.name == "gfx942" else 2) * chip.num_processors
 
 
 def test_plans_follow_the_limits_and_the_chip_in_force():

@@ -133,9 +133,24 @@ def test_shares_that_nobody_needs_are_found(monkeypatch) -> None:
     patterns = {"layer_norm 1x": (0.75, 0.95), "layer_norm 2x": (0.75,), "layer_norm ": (0.75,), "dropout ": (0.75,)}
     known = [(pattern, bound, "by hand") for pattern, bounds in patterns.items() for bound in bounds]
     monkeypatch.setattr(shares, "KNOWN_SHARES", known)
+    monkeypatch.setattr(shares, "KNOWN_PARTS", ())
     problems = needless_shares(calls, [row])
     wanted = ["0.66, allow no more", *["leave out layer_norm 2x4096 bfloat16 (0.33)"] * 2, "0.00, allow no more"]
     assert all(text in problem for text, problem in zip(wanted, problems, strict=True)), problems
+
+
+@pytest.mark.parametrize("num_parts, rows, broken", [(1056, 8192, True), (264, 8192, False), (1056, 262144, False)])
+def test_partial_rows_that_cost_much_are_found(num_parts: int, rows: int, broken: bool, monkeypatch) -> None:
+    added = Launched(KEY, (24,), {"num_parts": num_parts, "num_cols": 768, "BLOCK_COLS": 32, "BLOCK_PARTS": 128})
+    part_bytes = num_parts * 768 * 4 * 2
+    called = Called("layer_norm 768", 3 * 2 * rows * 768 + 2 * part_bytes, (added,), part_bytes)
+    problems = broken_shares([called], [])
+    assert ["8.0 partial rows per processor, 0.26 of its bytes" in problem for problem in problems] == [True] * broken
+    # What needs no entry must have none.
+    monkeypatch.setattr(shares, "KNOWN_SHARES", ())
+    monkeypatch.setattr(shares, "KNOWN_PARTS", (("layer_norm 768", 0.3, "by hand"),))
+    assert not broken_shares([called], [])
+    assert len(needless_shares([called], [])) == (not broken)
 
 
 LONG, WIDE = ("layer_norm_fwd", "layer_norm 4096x16384 bfloat16"), "attention 2x32x4096x128 bfloat16 causal"

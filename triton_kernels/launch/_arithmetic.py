@@ -49,9 +49,9 @@ def register_values(limit: int, itemsize: int, chip: Chip) -> int:
     return max(limit // limits_of(chip).double_divisor, 1) if itemsize == 8 else limit
 
 
-def tile_rows(num_values: int, block_cols: int, num_rows: int) -> int:
+def tile_rows(num_values: int, block_cols: int, num_rows: int, most: int = MAX_TILE_ROWS) -> int:
     """Rows of a tile of about `num_values` values."""
-    return min(max(num_values // block_cols, 1), MAX_TILE_ROWS, next_power_of_2(num_rows))
+    return min(max(num_values // block_cols, 1), most, next_power_of_2(num_rows))
 
 
 def row_splits(num_rows: int, num_cols: int, block_cols: int, chip: Chip) -> int:

@@ -26,13 +26,13 @@ _LEAST_REGISTERS = 64
 def row_options(plan: RowPlan | SumPlan, chip: Chip) -> dict[str, int]:
     """What Triton is told besides the arguments of the kernel.
 
-    Where a plan counts on several programs per processor, the compiler of NVIDIA gets no more registers than they leave
-    it: on its own it takes a few more, and half of the programs fit. AMD's has no such option, nor have graphs.
+    Where a plan says so, the compiler of NVIDIA gets no more registers than several programs leave it. It takes a bound
+    for leave to use them all, so plans say it only where it takes more on its own, or loads one operand behind the
+    other to save some. AMD's compiler has no such option, nor have graphs.
     """
     options = {"num_warps": plan.num_warps}
-    resident = plan.resident if isinstance(plan, SumPlan) else 2 if plan.is_paired else 0
-    if resident and not chip.name.startswith("gfx"):
-        threads = resident * plan.num_warps * chip.warp_size
+    if plan.resident and not chip.name.startswith("gfx"):
+        threads = plan.resident * plan.num_warps * chip.warp_size
         # Registers are dealt out to whole warps in units of eight per thread.
         registers = chip.registers // threads // 8 * 8
         # A candidate of the tuner with more warps is not to be held to fewer than a kernel needs.
@@ -46,7 +46,7 @@ class RowPlan:
     """Tile of a kernel whose programs own rows; `looped` means that a row is swept tile by tile.
 
     `col_splits` programs share a row that is swept: each has as many adjacent tiles as the others, and the last one
-    what remains. The loops over tiles have `loop_stages`. With `is_paired`, two programs are to fit a processor.
+    what remains. The loops over tiles have `loop_stages`. The compiler is to leave room for `resident` programs.
     """
 
     block_rows: int
@@ -55,7 +55,7 @@ class RowPlan:
     looped: bool
     col_splits: int = 1
     loop_stages: int = 1
-    is_paired: bool = False
+    resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SumPlan:
     """Tile, loop and partial sums of a kernel that sums over rows, `num_splits` programs over those of a segment.
 
     `looped` means that its programs own columns, and that whole rows are another kernel's, because a row and its sums
-    do not fit in registers together. `resident` programs are to fit a processor at once.
+    do not fit in registers together. The compiler is to leave room for `resident` programs; with 0, it does so unasked.
     """
 
     block_rows: int
@@ -72,4 +72,4 @@ class SumPlan:
     num_splits: int
     loop_stages: int
     looped: bool
-    resident: int
+    resident: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from triton_kernels.launch._arithmetic import (
     ACCESS_BYTES,
     CACHE_LINE_BYTES,
+    MAX_TILE_ROWS,
     SECTOR_BYTES,
     cdiv,
     next_power_of_2,
@@ -71,8 +72,8 @@ def plan_layer_norm_rows(
     max_threads = limits.row_threads if block_cols == limit else limits.tile_threads
     num_warps = 1 if block_cols <= tile else row_warps(block_cols, max_threads, chip)
     is_paired = num_operands == 2 and num_sums >= limits.layer_norm_paired_sums
-    is_paired = is_paired and num_warps * chip.warp_size == limits.tile_threads
-    return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False, is_paired=is_paired)
+    resident = 2 if is_paired and num_warps * chip.warp_size == limits.tile_threads else 0
+    return RowPlan(tile_rows(tile, block_cols, num_rows), block_cols, num_warps, False, resident=resident)
 
 
 def sweep_plan(
@@ -127,12 +128,12 @@ def plan_layer_norm_params(
     most = register_values(limits.layer_norm_accumulated_cols >> has_noise, itemsize, chip)
     looped = next_power_of_2(num_cols) > most
     block_cols = limits.layer_norm_param_cols if looped else next_power_of_2(num_cols)
-    # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel. Rows that
-    # share more warps than that wait at each other's barriers, and take 60 registers more (sm_90).
-    tile = 2048 if looped else 512
-    if not has_noise:
-        tile = short_row_tile(tile, block_cols, num_segments * num_rows, chip)
-    block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
+    # 16 values per thread and accumulator: one warp has a tile of 512, four warps one of the looped kernel.
+    tile, most_rows = 2048 if looped else 512, MAX_TILE_ROWS
+    if not (looped or has_noise):
+        tile = shared_tile(tile, block_cols, num_cols, num_segments * num_rows, chip)
+        most_rows *= tile // 512
+    block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows, most_rows)
     num_values = block_rows * block_cols * 2048 // register_values(2048, itemsize, chip)
     num_warps = row_warps(num_values, limits.resident_threads, chip)
     resident = resident_programs(num_warps, chip)
@@ -143,17 +144,20 @@ def plan_layer_norm_params(
         programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
     stages = loop_stages(2 * block_rows * block_cols * itemsize, num_cols * itemsize, is_aligned, chip)
-    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident)
+    # Left alone, the compiler takes 136 registers for several long rows of float32, and room for one program.
+    is_bound = block_rows > 1 and block_cols >= 512 and not looped
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident if is_bound else 0)
 
 
-def short_row_tile(tile: int, block_cols: int, num_rows: int, chip: Chip) -> int:
+def shared_tile(tile: int, block_cols: int, num_cols: int, num_rows: int, chip: Chip) -> int:
     """Values of a tile of rows that are summed over, of which one warp has `tile`.
 
-    Up to eight warps share a program, and so a partial row: two for each processor, not sixteen. Each has rows of its
-    own, which meet no barrier but that of a step; there are to be enough for four steps.
+    Up to eight warps share a program, and so a partial row: two for each processor, not sixteen. There are to be rows
+    for about four steps. Where much of a tile is empty, the call is bound by what it issues, and tiles of several long
+    rows take a tenth more.
     """
-    largest = 8 * tile
-    while block_cols <= 512 and tile < largest and num_rows * block_cols >= 16 * tile * chip.num_processors:
+    largest, is_filled = 8 * tile, block_cols <= 512 or 3 * num_cols >= 2 * block_cols
+    while is_filled and tile < largest and num_rows * block_cols >= 15 * tile * chip.num_processors:
         tile *= 2
     return tile
 

@@ -112,16 +112,20 @@ def plan_layer_norm_second_sums(
     num_tiles = num_operands + num_sums + num_params
     fits_once = block_cols <= register_values(limits.layer_norm_second_summed_cols, itemsize, chip)
     per_thread = _per_thread(is_wide, itemsize)
-    few_tiles = limits.layer_norm_second_few_tiles if fits_once else limits.layer_norm_second_long_tiles
-    is_few = per_thread == 16 and num_tiles <= few_tiles
-    looped = not (fits_once or (is_few and block_cols <= 2 * limits.layer_norm_second_summed_cols))
+    is_long = not fits_once and block_cols <= 2 * limits.layer_norm_second_summed_cols and itemsize < 8
+    looped = not fits_once and not (is_long and num_tiles <= limits.layer_norm_second_long_tiles)
+    if not (looped or fits_once):
+        per_thread = 16
+    is_few = num_tiles <= limits.layer_norm_second_few_tiles or not fits_once
     tile = per_thread * chip.warp_size
     if looped:
         # Whole cache lines of a row, and 8 values of each tensor and sum in each of four warps.
         block_cols, per_thread, tile = limits.layer_norm_param_cols, 8, 1024
     block_rows = tile_rows(register_values(tile, itemsize, chip), block_cols, num_rows)
     num_warps = _second_warps(block_rows * block_cols, per_thread, itemsize, chip)
-    # Threads with 16 values of more tiles than that take up to 254 registers, and half as many fit a processor.
+    # Threads with 16 values of more tiles than that take up to 254 registers, and half as many fit a processor. Of
+    # 4,096 columns, two programs bound to 128 would spill 216 bytes and more, and issue a sixth more (58 to 67 of the
+    # 115 microseconds of an hvp's bytes on an H100, by the model); 16 warps with 8 values issue a quarter more.
     resident = resident_programs(num_warps * (2 if per_thread == 16 and not is_few else 1), chip)
     programs = resident * chip.num_processors
     step_bytes = num_operands * block_rows * block_cols * itemsize
@@ -132,4 +136,7 @@ def plan_layer_norm_second_sums(
     if looped:
         programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident)
+    # Left alone, the compiler takes up to 180 registers for programs of eight warps that have room for 128; and of long
+    # rows with elements that are loaded one by one, it loads one operand behind the other to save some.
+    is_bound = is_few and per_thread == 16 and (num_warps > 4 if fits_once else not is_wide)
+    return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident if is_bound else 0)
