@@ -16,22 +16,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels._layer_norm_kernels import (
-    _bwd_columns,
-    _bwd_emit,
-    _bwd_terms,
-    _fwd_anchor,
-    _fwd_emit,
-    _fwd_emit_from_bfloat16,
-    _fwd_emit_from_float16,
-    _fwd_fold,
-    _fwd_merge,
-    _fwd_stats,
-    _jvp_emit,
-    _jvp_terms,
-    _rms_fold,
-    _rms_merge,
-    _rms_stats,
+from triton_kernels._layer_norm_steps import (
+    bwd_columns,
+    bwd_emit,
+    bwd_terms,
+    fwd_anchor,
+    fwd_emit,
+    fwd_emit_from_bfloat16,
+    fwd_emit_from_float16,
+    fwd_fold,
+    fwd_merge,
+    fwd_stats,
+    jvp_emit,
+    jvp_terms,
+    rms_fold,
+    rms_merge,
+    rms_stats,
 )
 from triton_kernels._philox_steps import noise_of
 from triton_kernels._runtime import batch_independent_jit, cast
@@ -86,17 +86,17 @@ def _with_sums(x, values, mask):
 
 @triton.jit
 def _add_fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _with_sums(x, _fwd_emit(x, p, r, s, mask, num_cols), mask)
+    return _with_sums(x, fwd_emit(x, p, r, s, mask, num_cols), mask)
 
 
 @triton.jit
 def _add_fwd_emit_from_float16(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _with_sums(x, _fwd_emit_from_float16(x, p, r, s, mask, num_cols), mask)
+    return _with_sums(x, fwd_emit_from_float16(x, p, r, s, mask, num_cols), mask)
 
 
 @triton.jit
 def _add_fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _with_sums(x, _fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols), mask)
+    return _with_sums(x, fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols), mask)
 
 
 @batch_independent_jit
@@ -134,8 +134,8 @@ def add_layer_norm_fwd_kernel(
         (mean_ptr, rstd_ptr, None, None), parts_ptr, num_splits, num_rows,
         HALF if ROUNDED else _add_fwd_emit, (0.0, 0.0, 0.0, 0.0) if HAS_DOT else (0.0, 0.0), num_cols, DTYPE,
         AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        STATS=_fwd_stats if CENTERED else _rms_stats, ANCHOR=_fwd_anchor if CENTERED else None,
-        FOLD=_fwd_fold if CENTERED else _rms_fold, MERGE=_fwd_merge if CENTERED else _rms_merge,
+        STATS=fwd_stats if CENTERED else rms_stats, ANCHOR=fwd_anchor if CENTERED else None,
+        FOLD=fwd_fold if CENTERED else rms_fold, MERGE=fwd_merge if CENTERED else rms_merge,
         WANTED=0b1111 if CENTERED else 0b1010, EPS=EPS, ANCHOR_READS=0b11, MIX=_fwd_mix,
         noise=(seed_ptr, seed_segment_stride, num_stream_rows, last_dropped, scale_low, scale_high),
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _jvp_mix(x, stream, out_ptrs, row, start, num_cols: tl.constexpr, BLOCK_COLS
 
 @triton.jit
 def _add_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _or_zero(x[1], mask, tl.float32), _jvp_emit(x, p, r, s, mask, num_cols)[0]
+    return _or_zero(x[1], mask, tl.float32), jvp_emit(x, p, r, s, mask, num_cols)[0]
 
 
 @batch_independent_jit
@@ -178,7 +178,7 @@ def add_layer_norm_jvp_kernel(
         (mean_ptr, rstd_ptr), 2, (s_dot_ptr, y_dot_ptr), (out_segment_stride, out_row_stride, out_col_stride),
         (None, None), parts_ptr, num_splits, num_rows,
         _add_jvp_emit, (0.0, 0.0) if HAS_DOT else (), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_jvp_terms,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=jvp_terms,
         WANTED=0b11 if mean_ptr is not None else 0b10, MIX=_jvp_mix,
         noise=(seed_ptr, seed_segment_stride, num_stream_rows, last_dropped, scale_low, scale_high),
     )  # fmt: skip
@@ -194,7 +194,7 @@ def _bwd_mix(x, stream, out_ptrs, row, start, num_cols: tl.constexpr, BLOCK_COLS
 
 @triton.jit
 def _add_bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    bar = _bwd_emit(x, p, r, s, mask, num_cols)[0]
+    bar = bwd_emit(x, p, r, s, mask, num_cols)[0]
     if x[2].type.is_block():
         bar = bar + x[2]
     return bar * x[3] if x[3].type.is_block() else bar, bar
@@ -221,7 +221,7 @@ def add_layer_norm_x_bar_kernel(
         (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr, residual_bar_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
         _add_bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=_bwd_terms,
+        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS, TERMS=bwd_terms,
         WANTED=0b11 if mean_ptr is not None else 0b10, MIX=_bwd_mix,
         noise=(seed_ptr, seed_segment_stride, num_stream_rows, last_dropped, scale_low, scale_high),
     )  # fmt: skip
@@ -246,8 +246,8 @@ def add_layer_norm_bwd_kernel(
          (s_bar_segment_stride, s_bar_row_stride, s_bar_col_stride)),
         (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr, residual_bar_ptr),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), (weight_part_ptr, bias_part_ptr), 2,
-        num_splits, num_rows, _add_bwd_emit, _bwd_columns, (0.0, 0.0) if WRITES else (), num_cols, DTYPE, AXES,
-        ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, WRITES, TERMS=_bwd_terms,
+        num_splits, num_rows, _add_bwd_emit, bwd_columns, (0.0, 0.0) if WRITES else (), num_cols, DTYPE, AXES,
+        ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, WRITES, TERMS=bwd_terms,
         WANTED=0b11 if mean_ptr is not None else 0b10, MIX=_bwd_mix,
         noise=(seed_ptr, seed_segment_stride, num_stream_rows, last_dropped, scale_low, scale_high),
     )  # fmt: skip

@@ -1,20 +1,4 @@
-"""Kernels of layer norm and RMS norm and their derivatives of first order, on the scaffold of `rows` and `sums`.
-
-With `x_hat = (x - mean) * rstd` and `P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))`, means over a row:
-
-    forward         y = x_hat * weight + bias
-    jvp             y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
-    vjp             x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
-
-With `SILU`, z = x_hat * weight + bias goes through silu(z) = z * sigmoid(z), as after a group norm:
-
-    y = silu(z),    y_dot = silu'(z) * z_dot,    and silu'(z) * y_bar in the place of y_bar,
-
-with z computed anew from x, the statistics and the parameters, so that nothing else is kept.
-
-RMS norm is layer norm without means but those of products. Its kernels have None for the mean, and `nothing()` in the
-place of every sum of a tile that is no product.
-"""
+"""Kernels of layer norm and RMS norm and their derivatives of first order: `_layer_norm_steps` has their maths."""
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -22,228 +6,34 @@ place of every sum of a tile that is no product.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from triton_kernels._runtime import batch_independent_jit, cast
+from triton_kernels._layer_norm_steps import (
+    bwd_columns,
+    bwd_emit,
+    bwd_emit_silu,
+    bwd_terms,
+    bwd_terms_silu,
+    fwd_anchor,
+    fwd_emit,
+    fwd_emit_from_bfloat16,
+    fwd_emit_from_float16,
+    fwd_emit_silu,
+    fwd_fold,
+    fwd_merge,
+    fwd_stats,
+    jvp_emit,
+    jvp_emit_silu,
+    jvp_terms,
+    plane_terms,
+    plane_terms_silu,
+    rms_fold,
+    rms_merge,
+    rms_stats,
+)
+from triton_kernels._runtime import batch_independent_jit
 from triton_kernels.rows import row_op
 from triton_kernels.sums import row_sums_op
-from triton_kernels.tiles import add_tiles, exponential, nothing, sums_of
-
-
-@triton.jit
-def rstd_of(variance, EPS: tl.constexpr):
-    """`1 / sqrt(variance + EPS)`; a float argument would arrive rounded to float32.
-
-    Of float32, the approximation of GPUs (two bits short) and a step of Newton's method: within a unit in the last
-    place, as a root and a quotient that are each rounded to nearest would be, and a tenth of their instructions, which
-    every thread of a row runs.
-    """
-    shifted = variance + tl.full(variance.shape, EPS, variance.dtype)
-    if variance.dtype == tl.float32:
-        guess = tl.rsqrt(shifted)
-        ratio = shifted * guess * guess
-        # Far from 1 the guess is 0 or infinity, as of infinity and of 0: GPUs take subnormal numbers for 0 here.
-        rstd = guess * tl.where(ratio < 2.0, 1.5 - 0.5 * ratio, 1.0)
-    else:
-        rstd = 1.0 / tl.sqrt(shifted)
-    return rstd
-
-
-@triton.jit
-def x_hat_of(x, mean, rstd, mask):
-    """Normalized input, zero outside `mask`, where `-mean * rstd` could overflow and spoil a sum."""
-    if mean.type.is_block():
-        x = tl.where(mask, x - mean, 0.0)
-    return x * rstd
-
-
-@triton.jit
-def project(v, x_hat, rstd, v_mean, v_x_hat_mean):
-    """`P(v)` from the two row means that it takes, of which RMS norm has the second alone."""
-    if v_mean.type.is_block():
-        v = v - v_mean
-    return rstd * (v - x_hat * v_x_hat_mean)
-
-
-@triton.jit
-def silu_of(x_hat, weight, bias):
-    """SiLU of `x_hat * weight + bias`, and its derivative there."""
-    z = x_hat * weight if weight.type.is_block() else x_hat
-    if bias.type.is_block():
-        z = z + bias
-    share = 1.0 / (1.0 + exponential(-z))
-    y = z * share
-    return y, share + y * (1.0 - share)
-
-
-# Forward: x, and for the tangent of y as well x_dot. The sums are mean and rstd, and the two means of x_dot.
-
-
-@triton.jit
-def _fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
-    mean = sums_of((x[0],))[0] * (1.0 / num_cols)
-    centered = tl.where(mask, x[0] - mean, 0.0)
-    if x[1].type.is_block():
-        # Without the correction below: the registers of another sum would not be there.
-        sums = sums_of((centered * centered, x[1], x[1] * centered))
-        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
-        s = mean, rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
-    else:
-        # The sum about the mean says how far that is off: a constant row is normalized to zero.
-        sums = sums_of((centered, centered * centered), 2)
-        shift = sums[0] * (1.0 / num_cols)
-        variance = sums[1] * (1.0 / num_cols) - shift * shift
-        s = mean + shift, rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
-    return s
-
-
-@triton.jit
-def _fwd_anchor(x, mask, count):
-    return (sums_of((x[0],))[0] / count,)
-
-
-@triton.jit
-def _fwd_fold(state, x, p, r, anchor, mask):
-    shifted = tl.where(mask, x[0] - anchor[0], 0.0)
-    if x[1].type.is_block():
-        terms = shifted, shifted * shifted, x[1], x[1] * shifted
-    else:
-        terms = shifted, shifted * shifted
-    return add_tiles(state, terms)
-
-
-@triton.jit
-def _fwd_merge(
-    state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
-):
-    """Of lanes, or of slices by Chan's formula: the mean, squares about it, and the sums of x_dot and its products.
-
-    A row of n tiles lies within `sqrt(n)` of its standard deviations from its first one's mean: about that anchor
-    products lose at most as many times the rounding of a sum about the mean, and squares n times.
-    """
-    HAS_X_DOT: tl.constexpr = len(state) == 4
-    if LEVEL == 1:
-        sums = sums_of(state)
-        shift = sums[0] / sizes
-        mean = anchor[0] + shift
-        if HAS_X_DOT:
-            sums = sums[1] - sums[0] * shift, sums[2], sums[3] - sums[2] * shift
-        else:
-            sums = (sums[1] - sums[0] * shift,)
-    else:
-        # Relative to the mean of the first slice, so that a large common offset in x costs no digits.
-        is_first = tl.arange(0, state[0].shape[1])[None, :] == 0
-        origin = sums_of((tl.where(is_first, state[0], 0.0),))[0]
-        shifted = tl.where(sizes > 0, state[0] - origin, 0.0)
-        mean = origin + sums_of((shifted * (sizes * (1.0 / num_cols)),))[0]
-        shifted = tl.where(sizes > 0, state[0] - mean, 0.0)
-        squares = state[1] + shifted * shifted * sizes
-        if HAS_X_DOT:
-            sums = sums_of((squares, state[2], state[3] + shifted * state[2]))
-        else:
-            sums = sums_of((squares,))
-    if LAST:
-        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
-        if HAS_X_DOT:
-            sums = rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
-        else:
-            sums = (rstd,)
-    return (mean,) + sums
-
-
-# Forward of RMS norm, with the same sums in the same places.
-
-
-@triton.jit
-def _rms_terms(x):
-    terms = (x[0] * x[0],)
-    if x[1].type.is_block():
-        terms = terms + (x[1] * x[0],)
-    return terms
-
-
-@triton.jit
-def _rms_places(sums, num_cols: tl.constexpr, EPS: tl.constexpr, LAST: tl.constexpr):
-    SHARE: tl.constexpr = 1.0 / num_cols
-    first = rstd_of(sums[0] * SHARE, EPS) if LAST else sums[0]
-    found = nothing(), first
-    if len(sums) == 2:
-        found = found + (nothing(), sums[1] * first * SHARE if LAST else sums[1])
-    return found
-
-
-@triton.jit
-def _rms_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
-    return _rms_places(sums_of(_rms_terms(x)), num_cols, EPS, True)
-
-
-@triton.jit
-def _rms_fold(state, x, p, r, anchor, mask):
-    return add_tiles(state, _rms_terms(x))
-
-
-@triton.jit
-def _rms_merge(
-    state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr
-):
-    return _rms_places(sums_of(state), num_cols, EPS, LAST)
-
-
-@triton.jit
-def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _emitted(x, p, s, None)
-
-
-@triton.jit
-def _fwd_emit_silu(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _emitted(x, p, s, None, True)
-
-
-@triton.jit
-def _fwd_emit_from_float16(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _emitted(x, p, s, tl.float16)
-
-
-@triton.jit
-def _fwd_emit_from_bfloat16(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _emitted(x, p, s, tl.bfloat16)
-
-
-@triton.jit
-def _emitted(x, p, s, ROUNDED: tl.constexpr, SILU: tl.constexpr = False):
-    """The value, of x_hat rounded to `ROUNDED` if that is not None, or through SiLU, and the tangent."""
-    x_hat = (x[0] - s[0] if s[0].type.is_block() else x[0]) * s[1]
-    y_dot = nothing()
-    if x[1].type.is_block():
-        y_dot = project(x[1], x_hat, s[1], s[2], s[3])
-        if p[0].type.is_block():
-            y_dot = y_dot * p[0]
-    y_dot = with_param_dots(y_dot, x_hat, p[2], p[3])
-    y = x_hat
-    if SILU:
-        y, slope = silu_of(x_hat, p[0], p[1])
-        if y_dot.type.is_block():
-            y_dot = y_dot * slope
-    else:
-        if ROUNDED is not None:
-            y = cast(cast(y, ROUNDED), y.dtype)
-        if p[0].type.is_block():
-            y = y * p[0]
-        if p[1].type.is_block():
-            y = y + p[1]
-    return y, y_dot
-
-
-@triton.jit
-def with_param_dots(y_dot, x_hat, weight_dot, bias_dot):
-    """The tangent of y with the terms of the parameters' tangents; `nothing()` without terms."""
-    if weight_dot.type.is_block():
-        term = x_hat * weight_dot
-        y_dot = y_dot + term if y_dot.type.is_block() else term
-    if bias_dot.type.is_block():
-        y_dot = y_dot + bias_dot if y_dot.type.is_block() else bias_dot
-    return y_dot
 
 
 @batch_independent_jit
@@ -263,9 +53,9 @@ def layer_norm_fwd_kernel(
 
     With `ROUNDED`, y takes x_hat in the dtype of y, float16 or bfloat16; with `SILU` it goes through SiLU instead.
     """
-    PLAIN: tl.constexpr = _fwd_emit_silu if SILU else _fwd_emit
+    PLAIN: tl.constexpr = fwd_emit_silu if SILU else fwd_emit
     CENTERED: tl.constexpr = mean_ptr is not None
-    HALF: tl.constexpr = _fwd_emit_from_float16 if y_ptr.dtype.element_ty == tl.float16 else _fwd_emit_from_bfloat16
+    HALF: tl.constexpr = fwd_emit_from_float16 if y_ptr.dtype.element_ty == tl.float16 else fwd_emit_from_bfloat16
     row_op(
         (x_ptr, x_dot_ptr),
         ((x_segment_stride, x_row_stride, x_col_stride), (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
@@ -276,35 +66,10 @@ def layer_norm_fwd_kernel(
         parts_ptr, num_splits, num_rows,
         HALF if ROUNDED else PLAIN, (0.0, 0.0) if x_dot_ptr is None else (0.0, 0.0, 0.0, 0.0), num_cols, DTYPE,
         AXES, TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        STATS=_fwd_stats if CENTERED else _rms_stats, ANCHOR=_fwd_anchor if CENTERED else None,
-        FOLD=_fwd_fold if CENTERED else _rms_fold, MERGE=_fwd_merge if CENTERED else _rms_merge,
+        STATS=fwd_stats if CENTERED else rms_stats, ANCHOR=fwd_anchor if CENTERED else None,
+        FOLD=fwd_fold if CENTERED else rms_fold, MERGE=fwd_merge if CENTERED else rms_merge,
         WANTED=0b1111 if CENTERED else 0b1010, EPS=EPS, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
-
-
-# JVP: x and x_dot; the sums of x_dot and of x_dot * x_hat.
-
-
-@triton.jit
-def _jvp_terms(x, p, r, mask):
-    return x[1], x[1] * x_hat_of(x[0], r[0], r[1], mask)
-
-
-@triton.jit
-def _jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    x_hat = x_hat_of(x[0], r[0], r[1], mask) if x[0].type.is_block() else nothing()
-    y_dot = nothing()
-    if x[1].type.is_block():
-        y_dot = project(x[1], x_hat, r[1], s[0] * (1.0 / num_cols), s[1] * (1.0 / num_cols))
-        if p[0].type.is_block():
-            y_dot = y_dot * p[0]
-    return (with_param_dots(y_dot, x_hat, p[1], p[2]),)
-
-
-@triton.jit
-def _jvp_emit_silu(x, p, r, s, mask, num_cols: tl.constexpr):
-    _, slope = silu_of(x_hat_of(x[0], r[0], r[1], mask), p[0], p[3])
-    return (_jvp_emit(x, p, r, s, mask, num_cols)[0] * slope,)
 
 
 @batch_independent_jit
@@ -327,47 +92,10 @@ def layer_norm_jvp_kernel(
         (weight_stride, weight_dot_stride, bias_dot_stride, bias_stride),
         (mean_ptr, rstd_ptr), 2, (y_dot_ptr,), (out_segment_stride, out_row_stride, out_col_stride), (None, None),
         parts_ptr, num_splits, num_rows,
-        _jvp_emit_silu if SILU else _jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
+        jvp_emit_silu if SILU else jvp_emit, () if x_dot_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
         TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        TERMS=_jvp_terms, WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
+        TERMS=jvp_terms, WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS, RUN=RUN,
     )  # fmt: skip
-
-
-# VJP: y_bar and x; the sums of v = y_bar * weight and of v * x_hat.
-
-
-@triton.jit
-def _bwd_terms(x, p, r, mask):
-    v = x[0] * p[0] if p[0].type.is_block() else x[0]
-    return v, v * x_hat_of(x[1], r[0], r[1], mask)
-
-
-@triton.jit
-def _bwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    v = x[0] * p[0] if p[0].type.is_block() else x[0]
-    return (project(v, x_hat_of(x[1], r[0], r[1], mask), r[1], s[0] * (1.0 / num_cols), s[1] * (1.0 / num_cols)),)
-
-
-@triton.jit
-def _through_silu(x, p, r, mask):
-    """The operands with silu'(z) * y_bar in the place of y_bar."""
-    _, slope = silu_of(x_hat_of(x[1], r[0], r[1], mask), p[0], p[1])
-    return x[0] * slope, x[1]
-
-
-@triton.jit
-def _bwd_terms_silu(x, p, r, mask):
-    return _bwd_terms(_through_silu(x, p, r, mask), p, r, mask)
-
-
-@triton.jit
-def _bwd_emit_silu(x, p, r, s, mask, num_cols: tl.constexpr):
-    return _bwd_emit(_through_silu(x, p, r, mask), p, r, s, mask, num_cols)
-
-
-@triton.jit
-def _bwd_columns(x, p, r, s, mask, num_cols: tl.constexpr):
-    return x[0] * x_hat_of(x[1], r[0], r[1], mask) if x[1].type.is_block() else nothing(), x[0]
 
 
 @batch_independent_jit
@@ -387,9 +115,9 @@ def layer_norm_x_bar_kernel(
         ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
         (weight_ptr, bias_ptr), (weight_stride, bias_stride), (mean_ptr, rstd_ptr), 2, (x_bar_ptr,),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
-        _bwd_emit_silu if SILU else _bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
+        bwd_emit_silu if SILU else bwd_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
         BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        TERMS=_bwd_terms_silu if SILU else _bwd_terms, WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS,
+        TERMS=bwd_terms_silu if SILU else bwd_terms, WANTED=0b11 if mean_ptr is not None else 0b10, GROUPS=GROUPS,
         RUN=RUN,
     )  # fmt: skip
 
@@ -409,23 +137,10 @@ def layer_norm_bwd_kernel(
         ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (x_segment_stride, x_row_stride, x_col_stride)),
         (weight_ptr,), (weight_stride,), (mean_ptr, rstd_ptr), 2, (x_bar_ptr,),
         (out_segment_stride, out_row_stride, out_col_stride), (None, None), (weight_part_ptr, bias_part_ptr), 2,
-        num_splits, num_rows, _bwd_emit, _bwd_columns, () if x_bar_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
-        ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, x_bar_ptr is not None, TERMS=_bwd_terms,
+        num_splits, num_rows, bwd_emit, bwd_columns, () if x_bar_ptr is None else (0.0, 0.0), num_cols, DTYPE, AXES,
+        ALIGN, BLOCK_ROWS, BLOCK_COLS, STAGES, x_bar_ptr is not None, TERMS=bwd_terms,
         WANTED=0b11 if mean_ptr is not None else 0b10,
     )  # fmt: skip
-
-
-# Group norm: a plane is what a sample has of one channel. Its rows are the planes, `PLANES` of a group.
-
-
-@triton.jit
-def _plane_terms(x, p, r, mask):
-    return _bwd_columns(x, p, r, (), mask, 1)
-
-
-@triton.jit
-def _plane_terms_silu(x, p, r, mask):
-    return _bwd_columns(_through_silu(x, p, r, mask), p, r, (), mask, 1)
 
 
 @batch_independent_jit
@@ -446,5 +161,5 @@ def layer_norm_planes_kernel(
         (weight_ptr, bias_ptr), (weight_stride, bias_stride), (mean_ptr, rstd_ptr), 2, (), (0, 0, 1),
         (weight_part_ptr, bias_part_ptr), parts_ptr, num_splits, num_rows, None, (0.0, 0.0), num_cols, DTYPE, AXES,
         TWO_LEVEL, ALIGN, ROW_ALIGN, BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        TERMS=_plane_terms_silu if SILU else _plane_terms, WANTED=WANTED, GROUPS=GROUPS, RUN=RUN, PLANES=PLANES,
+        TERMS=plane_terms_silu if SILU else plane_terms, WANTED=WANTED, GROUPS=GROUPS, RUN=RUN, PLANES=PLANES,
     )  # fmt: skip

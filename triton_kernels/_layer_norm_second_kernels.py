@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels._layer_norm_kernels import project, with_param_dots, x_hat_of
+from triton_kernels._layer_norm_steps import project, with_param_dots, x_hat_of
 from triton_kernels._runtime import batch_independent_jit
 from triton_kernels.rows import row_op
 from triton_kernels.sums import row_sums_op
