@@ -156,7 +156,7 @@ def _figures(workload: Workload, mode: str, launches: Launches, found: list[Prob
     main = max(found, key=lambda each: each.moved)
     row = {
         "launches": len(launches),
-        "passes": (sum(each.moved for each in found) + of_torch) / minimum_bytes(workload, mode),
+        "passes": (sum(each.moved for each in found) + of_torch) / (minimum_bytes(workload, mode) or math.nan),
         "registers": main.uses.registers,
         "spills": max(each.uses.spills for each in found),
         "access": widths[len(widths) // 2],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels.layer_norm import cotangents, forward, tangent
+from triton_kernels._layer_norm_launches import cotangents, forward, tangent
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:

@@ -7,33 +7,28 @@ device, which has no meters, its results are the truth and the same in every run
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-import triton_kernels
 from perf.calls import EPS, Call, pairwise, random
 from perf.ops.add_layer_norm import AddLayerNorm
-from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
+from perf.ops.group_norm import GroupNormSilu
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.checking import check
 from triton_kernels import launch
-from triton_kernels._kernel import INTERPRETED, Kernel
+from triton_kernels._kernel import INTERPRETED
 from triton_kernels.dropout import dropout_fwd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from torch import Tensor
 
@@ -167,17 +162,20 @@ def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -
         use_limits(**short_rows(32, splits))
     lead = {"one": (1,), "of their own": (2, 2)}.get(layout, (2,))
     kinds = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": 1 + (layout == "channels last")}
-    samples = LayerNorm.draw(
-        (*lead, 2, 2, 33 if layout in ("one", "strided") else 36), DTYPES[(splits + len(layout)) % len(DTYPES)], **kinds
+    sizes, dtype = (
+        (*lead, 2, 2, 33 if layout in ("one", "strided") else 36),
+        DTYPES[(splits + len(layout)) % len(DTYPES)],
     )
-    if layout == "strided":
-        gaps = {name: torch.cat([getattr(samples, name)] * 2)[::2] for name in ("x", "x_dot", "y_bar_dot")}
-        samples = samples.change(**gaps)
-    for call in samples.calls():
-        check(call, in_any_order=layout == "one")
-        modes = {one.named["MODE"] for one in launched_by(call.results) if "MODE" in one.named}
-        assert ("whole" in modes) == (splits == 0)
-        assert splits < 32 or layout != "one" or "sums" in modes
+    for operands_of in (LayerNorm, GroupNormSilu) if layout in ("one", "several") else (LayerNorm,):
+        samples = operands_of.draw(sizes, dtype, **kinds)
+        if layout == "strided":
+            gaps = {name: torch.cat([getattr(samples, name)] * 2)[::2] for name in ("x", "x_dot", "y_bar_dot")}
+            samples = samples.change(**gaps)
+        for call in samples.calls():
+            check(call, in_any_order=layout == "one")
+            modes = {one.named["MODE"] for one in launched_by(call.results) if "MODE" in one.named}
+            assert ("whole" in modes) == (splits == 0)
+            assert splits < 32 or layout != "one" or "sums" in modes
 
 
 # Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
@@ -393,45 +391,3 @@ def test_dropout(dtype: torch.dtype) -> None:
 def test_operands_that_no_view_fits_are_copied_once() -> None:
     for number, call in enumerate(copying_calls(torch.float32)):
         check(call if number % 2 else copying_calls(torch.float64)[number])
-
-
-# Public functions of the modules of launchers that launch nothing, and a public module without launchers.
-NOT_LAUNCHERS = {"per_stream", "tuning"}
-
-
-def some_calls() -> list[Call]:
-    """Every launcher, in the modes that the gate above goes through."""
-    rows, added = LayerNorm.draw((9, 40)), AddLayerNorm.draw((9, 40))
-    operands = (
-        *(rows, LayerNorm.draw((2, 2, 2, 20), norm_ndim=2, grouped=1), added),
-        *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
-        *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
-    )
-    some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
-    return [*(call for each in operands for call in each.calls()), *some_wanted, *dropout_calls()]
-
-
-def modules() -> list[ModuleType]:
-    names = [module.name for module in pkgutil.iter_modules(triton_kernels.__path__) if not module.ispkg]
-    return [importlib.import_module(f"triton_kernels.{name}") for name in names if name not in NOT_LAUNCHERS]
-
-
-def test_every_launcher_is_tuned_and_has_calls() -> None:
-    launchers = {
-        name: function
-        for module in modules()
-        if "._" not in module.__name__
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_") and name not in NOT_LAUNCHERS
-    }
-    assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
-    assert all(hasattr(function, "__wrapped__") for function in launchers.values())
-
-
-def test_every_kernel_is_launched(use_limits: Callable[..., None]) -> None:
-    kernels = {name for module in modules() for name, value in vars(module).items() if isinstance(value, Kernel)}
-    launched: set[str] = set()
-    for limits in ({}, short_rows(16, 1)):
-        use_limits(**limits)
-        launched |= {one.kernel.__name__ for call in some_calls() for one in launched_by(call.results)}
-    assert kernels == launched, f"kernels that no gate launches: {kernels - launched}"

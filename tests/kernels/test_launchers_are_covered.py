@@ -1,0 +1,78 @@
+"""Launchers of every module are tunable and have calls, and every kernel is launched by one of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+import triton_kernels
+from perf.ops.add_layer_norm import AddLayerNorm
+from perf.ops.attention import Attention
+from perf.ops.batch_norm import BatchNorm
+from perf.ops.batch_norm_relu import BatchNormRelu
+from perf.ops.cross_entropy import CrossEntropy
+from perf.ops.group_norm import GroupNormSilu
+from perf.ops.layer_norm import LayerNorm
+from perf.ops.log_softmax import LogSoftmax
+from perf.ops.softmax import Softmax
+from tests.kernels.calls import dropout_calls, launched_by, short_rows
+from triton_kernels._kernel import Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from perf.calls import Call
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+# Public functions of the modules of launchers that launch nothing, and a public module without launchers.
+NOT_LAUNCHERS = {"per_stream", "tuning"}
+
+
+def some_calls() -> list[Call]:
+    """Every launcher, in every mode that its operands have."""
+    rows, added = LayerNorm.draw((9, 40)), AddLayerNorm.draw((9, 40))
+    groups = (2, 2, 2, 20)
+    operands = (
+        *(
+            rows,
+            LayerNorm.draw(groups, norm_ndim=2, grouped=1),
+            GroupNormSilu.draw(groups, norm_ndim=2, grouped=1),
+            added,
+        ),
+        *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
+        *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
+    )
+    some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
+    return [*(call for each in operands for call in each.calls()), *some_wanted, *dropout_calls()]
+
+
+def modules() -> list[ModuleType]:
+    names = [module.name for module in pkgutil.iter_modules(triton_kernels.__path__) if not module.ispkg]
+    return [importlib.import_module(f"triton_kernels.{name}") for name in names if name not in NOT_LAUNCHERS]
+
+
+def test_every_launcher_is_tuned_and_has_calls() -> None:
+    launchers = {
+        name: function
+        for module in modules()
+        if "._" not in module.__name__
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_") and name not in NOT_LAUNCHERS
+    }
+    assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
+    assert all(hasattr(function, "__wrapped__") for function in launchers.values())
+
+
+def test_every_kernel_is_launched(use_limits: Callable[..., None]) -> None:
+    kernels = {name for module in modules() for name, value in vars(module).items() if isinstance(value, Kernel)}
+    launched: set[str] = set()
+    for limits in ({}, short_rows(16, 1)):
+        use_limits(**limits)
+        launched |= {one.kernel.__name__ for call in some_calls() for one in launched_by(call.results)}
+    assert kernels == launched, f"kernels that no gate launches: {kernels - launched}"
