@@ -67,7 +67,7 @@ MASKED_NARROW = 1
 # Beside a label, the elements of x and of its tangent in its class are read by themselves, for up to two rows a thread.
 KNOWN_NARROW = {"cross_entropy_sums_kernel": 4}
 # Loads of a parameter of 2 bytes, a step ahead: of a group norm each row has its own, and AMD's loop hides whose it is.
-KNOWN_UNTRACED = {("gfx942", "group_norm"): 2}
+KNOWN_UNTRACED = {("gfx942", "group_norm"): 2, ("gfx942", "group_norm_silu"): 2}
 
 # Reductions across the warps of a block, one after another, in a step of a loop, or in a kernel without loops that
 # reads large tensors: a mean, then the squares about it, or all sums of a derivative at once.
