@@ -84,6 +84,11 @@ KNOWN_SHARES = (
         0.85,
         "each of 256 programs has one tile, and divides by subroutine",
     ),
+    (
+        r"instance_norm 8x128x64x64 bfloat16 forward",
+        0.8,
+        "a channel has two tiles, and sums across threads that take four",
+    ),
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.0, _EMPTY_TILES),
     (r"(add_)?layer_norm 8192x(1600|5124) ", 1.0, _EMPTY_TILES),

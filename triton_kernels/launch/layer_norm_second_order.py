@@ -136,7 +136,9 @@ def plan_layer_norm_second_sums(
     if looped:
         programs = max(programs // cdiv(num_cols, block_cols), 1)
     num_splits = sum_splits(num_segments, num_rows, block_rows, programs, chip)
-    # Left alone, the compiler takes up to 180 registers for programs of eight warps that have room for 128; and of long
-    # rows with elements that are loaded one by one, it loads one operand behind the other to save some.
-    is_bound = is_few and per_thread == 16 and (num_warps > 4 if fits_once else not is_wide)
+    # Left alone, the compiler takes up to 180 registers for programs of eight warps that have room for 128, and for
+    # sm_100 up to 141 for fewer warps; and of long rows with elements that are loaded one by one, it loads one operand
+    # behind the other to save some.
+    takes_more = num_warps > 4 or chip.name == "sm_100"
+    is_bound = is_few and per_thread == 16 and (takes_more if fits_once else not is_wide)
     return SumPlan(block_rows, block_cols, num_warps, num_splits, stages, looped, resident if is_bound else 0)
