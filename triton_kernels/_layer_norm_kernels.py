@@ -1,4 +1,4 @@
-"""Kernels of layer norm and RMS norm and their derivatives of first order: `_layer_norm_steps` has their maths."""
+"""Kernels of layer norm and RMS norm and their derivatives of first order: `_layer_norm_steps` has their formulas."""
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
