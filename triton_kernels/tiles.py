@@ -126,7 +126,7 @@ def load_params(
     ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, first=None,
     RUN: tl.constexpr = 0, start=0, num_cols: tl.constexpr = 0, behind=0,
 ):  # fmt: skip
-    """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a program.
+    """Parameters `[1, cols]` of a segment, zero past the end, loaded once for all rows of a tile.
 
     They are in their own dtypes if `DTYPE` is None. With `RUN`, as many columns share a number, and the numbers of a
     row begin at `first`, `[rows, 1]`: the tiles are `[rows, cols]`, or `[rows, 1]` of rows with one number each. With a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from triton_kernels.launch.chips import CHIPS
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 # On NVIDIA, float64 division and square root are subroutines, around whose calls a few registers go to the stack.
 FLOAT64_SPILLS = 64
 
-# Spilled bytes that no plan can avoid, by chip, kernel and case.
+# Spilled bytes, by chip, kernel and case, and why they stay.
 KNOWN_SPILLS = {
     # The longest rows of which a program holds two, for value and tangent: these bytes stay in a cache, and a sweep
     # would read 64 KiB again. Of half as many columns, two programs fit for these bytes, and each waits half as long.
@@ -20,7 +21,6 @@ KNOWN_SPILLS = {
     ("sm_100", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
     ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 bfloat16"): 8,
     ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x4097 bfloat16"): 8,
-    ("sm_100", "layer_norm_second_kernel", "layer_norm 8192x4097 bfloat16"): 8,
     # Rows of 8,192 columns, or of 5,120 in tiles of as many, with all sums over them: `layer_norm_second_long_tiles` in
     # `launch/tables` says what two kernels would read instead.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 296,
@@ -44,7 +44,7 @@ KNOWN_SPILLS = {
     ("sm_80", "layer_norm_x_bar_kernel", "group_norm_silu 2x320x64x64 bfloat16 channels_last"): 8,
     ("sm_100", "batch_norm_transform_kernel", "batch_norm_relu 64x256x56x56 float32"): 8,
     # Scalar registers, which wait in lanes of a vector register: keys and constants of Philox.
-    ("gfx942", "add_layer_norm_bwd_kernel", "add_layer_norm 8192x768 bfloat16 masked"): 5,
+    ("gfx942", "add_layer_norm_bwd_kernel", "add_layer_norm 8192x768 bfloat16 masked"): 4,
 }
 
 # Likewise of attention: by chip, problem and kernel, of first or of second order. Head width 64 spills nothing in
@@ -73,6 +73,18 @@ KNOWN_NARROW = {"cross_entropy_sums_kernel": 4}
 # Loads of a parameter of 2 bytes, a step ahead: of a group norm each row has its own, and AMD's loop hides whose it is.
 KNOWN_UNTRACED = {("gfx942", "group_norm"): 2, ("gfx942", "group_norm_silu"): 2}
 
+# Loops that sum and copy nothing ahead on NVIDIA, by kernel and case, and why.
+KNOWN_UNSTAGED = (
+    (
+        r"\S+ \S+ \S*x(50257|1001x14x14|2048x7x7) bfloat16 ",
+        "elements begin anywhere, and a copy takes four bytes at least",
+    ),
+    (
+        r"layer_norm_second_sums_kernel layer_norm \S*x(4096 float32|4097|5120|5124|8192) ",
+        "a step is larger than `sweep_staged_bytes`, or its rows begin anywhere",
+    ),
+)
+
 # Reductions across the warps of a block, one after another, in a step of a loop, or in a kernel without loops that
 # reads large tensors: a mean, then the squares about it, or all sums of a derivative at once.
 MAX_REDUCTIONS = 2
@@ -96,10 +108,23 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
         f"{row.narrow} narrow accesses among loads {row.loads or 'none'} and stores {row.stores or 'none'}": row.narrow
         > narrow,
         f"{reductions} reductions of a block one after another": reductions > MAX_REDUCTIONS,
+        "a loop that sums copies nothing ahead": chip_name.startswith("sm_") and _copies_nothing(row),
         "a step waits for all that is copied ahead": any(region.ahead == 0 for region in regions),
         "a loop copies over what other warps may be reading": any(region.unguarded for region in regions),
     }
     return [f"{chip_name} {row.kernel} ({row.case}): {text}" for text, is_broken in problems.items() if is_broken]
+
+
+def _copies_nothing(row: Row) -> bool:
+    """Whether a loop over rows with sums, or each of two sweeps, of which the first one sums, copies nothing ahead."""
+    if row.kernel.startswith("attention_") or any(
+        re.match(pattern, f"{row.kernel} {row.case}") for pattern, _ in KNOWN_UNSTAGED
+    ):
+        return False
+    loops = [region for region in row.parsed_regions()[1:] if region.loaded]
+    sums = [loop for loop in loops if loop.trips.endswith(":num_splits") or row.kernel == "batch_norm_sums_kernel"]
+    sweeps_twice = len(loops) > 1 and all(loop.ahead is None for loop in loops)
+    return sweeps_twice or any(loop.ahead is None for loop in sums)
 
 
 def _attention_bounds(chip_name: str, row: Row) -> tuple[int, int]:

@@ -89,6 +89,8 @@ ROW = Row("kernel", CASE, 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, f"{STRAIGHT
         ({"shared_bytes": 1 << 20}, "shared memory"),
         ({"loads": "16x1 2x8", "narrow": 8}, "narrow"),
         ({"regions": f"{STRAIGHT}; {LOOP.replace('a2', 'a0')}"}, "waits for all"),
+        ({"regions": f"{STRAIGHT}; {LOOP.replace(' a2 u0', '')}"}, "copies nothing ahead"),
+        ({"regions": f"{STRAIGHT}; 0:num_cols:8 r0 l16; 0:num_cols:8 r0 l16"}, "copies nothing ahead"),
         ({"regions": f"{STRAIGHT}; {LOOP.replace('u0', 'u1')}"}, "copies over"),
         ({"regions": STRAIGHT.replace("r2", "r3")}, "3 reductions"),
     ],

@@ -67,7 +67,8 @@ class Limits:
     # whole cache lines.
     layer_norm_param_cols: int = 512
     # Longest rows of which a second-order program holds three or four (x, y_bar, x_dot and y_bar_dot), and their
-    # parameters: up to 128 registers at 16 columns per thread, so no more than 512 threads, and no spills.
+    # parameters: up to 128 registers at 16 columns per thread, so no more than 512 threads; without sums over
+    # rows none of these spill.
     layer_norm_second_cols: int = 8192
     # The same with up to three sums: at 16 columns per thread up to 254 registers, in half of `resident_threads`.
     # `layer_norm_second_order` says where sums do not fit, and why.
