@@ -54,7 +54,7 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
             raise ShapeError(f"{op_name}: {name} must have shape {_list(shape)} ({what}), got {_list(value.shape)}.")
         if value.device != x.device:
             raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
-    if op_name not in ("batch_norm", "instance_norm") and x.is_cuda and torch.is_autocast_enabled("cuda"):
+    if op_name not in ("batch_norm", "batch_norm_relu", "instance_norm") and x.is_cuda and torch.is_autocast_enabled("cuda"):
         # Autocast will bring the arguments to one dtype.
         return
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
