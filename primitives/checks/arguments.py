@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Autocast leaves these alone, as it does torch's.
+_NOT_CAST = ("batch_norm", "batch_norm_relu", "instance_norm")
 BATCH_NORM_MIN_DIM, BATCH_NORM_MAX_DIM = 2, 5
 
 
@@ -54,7 +56,7 @@ def _pair(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], what: str
             raise ShapeError(f"{op_name}: {name} must have shape {_list(shape)} ({what}), got {_list(value.shape)}.")
         if value.device != x.device:
             raise DeviceError(f"{op_name}: {name} must be on the device of {label}, {x.device}, got {value.device}.")
-    if op_name not in ("batch_norm", "batch_norm_relu", "instance_norm") and x.is_cuda and torch.is_autocast_enabled("cuda"):
+    if op_name not in _NOT_CAST and x.is_cuda and torch.is_autocast_enabled("cuda"):
         # Autocast will bring the arguments to one dtype.
         return
     allowed = [x.dtype, torch.float32] if x.dtype in LOW_PRECISION else [x.dtype]
