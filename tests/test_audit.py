@@ -131,6 +131,14 @@ def test_strict_is_misled_neither_by_kinks_nor_by_float32_inside():
     assert pr.audit(net, torch.randn(3, 4), strict=True)
 
 
+def test_strict_takes_steps_that_fit_the_numbers_and_leaves_casts_out():
+    assert pr.audit(lambda x: x.log().sum(), torch.tensor([1e-5, 1.0]), strict=True)
+    assert pr.audit(lambda x: (x**3).sum(), torch.tensor([1e8, -3e8]), strict=True)
+    assert pr.audit(lambda x: x.to(torch.bfloat16).tanh().sum() + x.half().sum(), torch.randn(4), strict=True)
+    with pytest.raises(ValueError, match="floating-point result"):
+        pr.audit(lambda x: x.argmax(), torch.randn(2), strict=True)
+
+
 def test_the_model_is_left_as_it_was():
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in net.state_dict().items()}

@@ -91,15 +91,17 @@ def _calls(workload: Workload, mode: str, is_drawn: bool, *, training: bool) -> 
     if is_drawn:
         arrange: Any = lambda value: x.copy_(value).clone()  # noqa: E731 - a layout
         operands, derived = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=arrange), None
-    prefix, params_wanted = ("", (True, True)) if training else ("eval_", (True,) * 4)
-    alone = ("residual", "residual_dot", "running_mean_dot", "running_var_dot")
+    prefix, params_wanted = ("", (True, True)) if training else ("eval_", (True, True, False, False))
+    # Given statistics are constants, as buffers are.
+    fixed = ("running_mean_dot", "running_var_dot")
+    alone = ("residual", "residual_dot", *fixed)
     steps: dict[str, Sequence[Step]] = {
         "forward": [(f"{prefix}fwd", absent, None) for absent in ((), ("residual",))],
         "backward": [(f"{prefix}bwd", (), (True, residual, *params_wanted)) for residual in (True, False)],
         "jvp": [
             (f"{prefix}{name}", absent, None)
             for name in (("fwd_jvp", "jvp") if training else ("jvp",))
-            for absent in ((), alone)
+            for absent in (fixed, alone)
         ],
     }
     return operands.steps(steps[mode], derived)
@@ -154,6 +156,7 @@ BATCH_NORM_RELU = dataclasses.replace(
     modes=FIRST_ORDER,
     passes=_PASSES,
     num_full=1,
+    constants=BATCH_NORM_EVAL.constants,
     kink=lambda *tensors: _sum(BATCH_NORM, *tensors)[0],
 )
 BATCH_NORM_RELU_EVAL = dataclasses.replace(
@@ -181,5 +184,4 @@ BATCH_NORM_RELU_EVAL = dataclasses.replace(
     resized=(),
     calls=functools.partial(_calls, training=False),
     kink=lambda *tensors: _sum(BATCH_NORM_EVAL, *tensors)[0],
-    constants=BATCH_NORM_EVAL.constants,
 )

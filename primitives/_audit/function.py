@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,10 @@ def audit(
             remedy_noted(),
         ):
             outputs = function(*given[0], **given[1])
-        functions = autograd_functions(tree_leaves(outputs))
+        results = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor)]
+        if strict and not any(y.is_floating_point() for y in results):
+            raise LeafError("audit: strict=True needs a floating-point result to differentiate, got none.")
+        functions = autograd_functions(results)
         errors = _errors(function, inputs, kwargs, order) if strict else {}
     findings, right = [], {}
     for name, places in sorted(recorder.calls.items()):
@@ -152,8 +156,10 @@ def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float
     found = []
     for step in _STEPS:
         wide, narrow = (difference(function, directions, h)(*xs).item() for h in (step, step / 2))
-        found.append((abs(wide - narrow) / max(abs(narrow), 1e-3), narrow))
-        if found[-1][0] < TOLERANCE / 100:
+        gap = abs(wide - narrow) / max(abs(narrow), 1e-3)
+        # Steps that leave the domain of the function say nothing.
+        found.append((gap if math.isfinite(gap) else math.inf, narrow))
+        if gap < TOLERANCE / 100:
             break
     return min(found)[1]
 
@@ -177,7 +183,7 @@ def _errors(function: Any, inputs: Any, kwargs: Any, order: int) -> dict[str, fl
         args, keywords = tree_unflatten(values, spec)
         # What draws numbers draws the same ones each time.
         torch.manual_seed(0)
-        with InFloat64():
+        with InFloat64(half=True):
             if names:
                 moved = dict(zip(names, xs[len(positions) :], strict=True))
                 buffers = {name: b.clone() for name, b in function.named_buffers()}
@@ -188,7 +194,11 @@ def _errors(function: Any, inputs: Any, kwargs: Any, order: int) -> dict[str, fl
 
     xs = [*[wide[n] for n in positions], *parameters]
     generator = torch.Generator().manual_seed(0)
-    directions = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for x in xs]
+    # Steps are shares of each number, so that they are neither lost in large ones nor larger than small ones.
+    directions = [
+        torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) * torch.where(x == 0, 1.0, x.abs())
+        for x in xs
+    ]
     below, errors = scalar, {}
     for level in range(1, order + 1):
         truth = _settled(below, directions, xs)

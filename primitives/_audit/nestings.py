@@ -84,13 +84,24 @@ def perturbed_sum(outputs: Sequence[Tensor], seed: int = 1) -> Tensor:
 
 
 class InFloat64(TorchFunctionMode):
-    """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits."""
+    """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits.
+
+    With `half`, also where it asks for float16 or bfloat16.
+    """
+
+    def __init__(self, *, half: bool = False) -> None:
+        super().__init__()
+        self._narrow = {torch.float32} | ({torch.float16, torch.bfloat16} if half else set())
+        self._casts = [torch.Tensor.float, *[torch.Tensor.half, torch.Tensor.bfloat16] * half]
+
+    def _widened(self, given: Any) -> Any:
+        return torch.float64 if isinstance(given, torch.dtype) and given in self._narrow else given
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
+            if func in self._casts:
                 return args[0]
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+            args = tuple(map(self._widened, args))
+            kwargs = {key: self._widened(given) for key, given in kwargs.items()}
         return func(*args, **kwargs)
