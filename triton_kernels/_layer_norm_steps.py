@@ -13,7 +13,7 @@ With `SILU`, z = x_hat * weight + bias goes through silu(z) = z * sigmoid(z), as
 with z computed anew from x, the statistics and the parameters, so that nothing else is kept.
 
 RMS norm is layer norm without means but those of products. Its steps have None for the mean, and `nothing()` in the
-place of every sum of a tile that is no product.
+place of every sum of a tile that is not a product.
 """
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.

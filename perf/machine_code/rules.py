@@ -80,7 +80,7 @@ KNOWN_UNSTAGED = (
         "elements begin anywhere, and a copy takes four bytes at least",
     ),
     (
-        r"layer_norm_second_sums_kernel layer_norm \S*x(4096 float32|4097|5120|5124|8192) ",
+        r"layer_norm_second_sums_kernel layer_norm \S*x((4097|5124) |(4096 float32|5120 bfloat16|8192 \w+) hvp)",
         "a step is larger than `sweep_staged_bytes`, or its rows begin anywhere",
     ),
 )

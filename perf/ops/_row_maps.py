@@ -81,7 +81,7 @@ def row_map(
 ) -> Op:
     """The record of a map along the option `dim`, whose `call` and `truth` are given, with what else it has of its own.
 
-    Where second order is composed, there are no launchers of its modes.
+    Where second order is composed, its modes have no launchers.
 
     Args:
         name: As of `Op`.
