@@ -63,7 +63,7 @@ def plain_affine(params, x, eps=1e-5):
     return (y if bias is None else y + bias), {"mean": x.mean(-1) ** 2}
 
 
-@pr.custom_op("tests::affine", tree_namespace=NAMESPACE)
+@pr.custom_op("tests::affine", namespace=NAMESPACE)
 def affine(params, x, *, eps=1e-5):
     """Every derivative rule, over a dict, a dataclass and `None`s."""
     return plain_affine(params, x, eps)

@@ -29,9 +29,9 @@ FAST = {"compile": False}
 Z = torch.complex(X, WEIGHT - 1)
 
 
-def failure(op, *args, **options):
+def failure(op, args, kwargs=None, **options):
     with pytest.raises(RuleError) as caught:
-        check_rules(op, *args, **options)
+        check_rules(op, args, kwargs, **options)
     return caught.value
 
 
@@ -50,7 +50,7 @@ class Mode(enum.Enum):
     SQUARE = 1
 
 
-@pr.custom_op("check_rules::scaled", differentiate="reference", tree_namespace=NAMESPACE)
+@pr.custom_op("check_rules::scaled", differentiate="reference", namespace=NAMESPACE)
 def scaled(params, x, *, eps=1e-3):
     y = x * (x.square().mean() + eps).rsqrt() * params["affine"].weight
     return {"y": y, "pair": Pair(y.sum(), x.argmax())}
@@ -83,7 +83,7 @@ RIGHT = {
     "plain": (lambda tree, *parameters: pr.functional.layer_norm(tree, (3,), *parameters),
               ({"a": X.half(), "b": [X, None]}, torch.ones(3), torch.zeros(3)), {},
               {NO_KERNEL, NO_OP, NO_NUMBER}),
-    "keyword": (lambda x, *, p: x**p, (X.abs() + 0.5,), {"p": 2.0, "order": 3}, {NO_KERNEL, NO_OP}),
+    "keyword": (lambda x, *, order: x**order, (X.abs() + 0.5,), {"order": 2.0}, {NO_KERNEL, NO_OP}),
     "updates": (counts, (STATE, X), {}, {NO_KERNEL, NO_NUMBER}),
     **{f"product of {name}": (right_product, (x, x.contiguous() + 1), {}, {NO_NUMBER}) for name, x in {
         "numbers": torch.tensor(2.0), "expanded": torch.ones(1, 3).expand(2, 3), "complex": Z,
@@ -99,8 +99,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_right_operators_pass(case):
-    op, args, options, others = RIGHT[case]
-    report = check_rules(op, *args, **options, **FAST)
+    op, args, kwargs, others = RIGHT[case]
+    report = check_rules(op, args, kwargs, order=3 if kwargs else 2, **FAST)
     assert {row.property for row in report.rows if row.status != "ok"} == {"compile against eager", *others}
     assert STATE["steps"] == 0
 
@@ -121,13 +121,13 @@ def test_attention_passes(case, suffix):
     if not suffix and args["mask"] is not None:
         # An lse of minus infinity has no differences.
         args["mask"] = args["mask"] | ~args["mask"].any(-1, keepdim=True)
-    report = check_rules(case.primitive(suffix), *args.values(), **FAST)
+    report = check_rules(case.primitive(suffix), (*args.values(),), **FAST)
     assert {row.property for row in report.rows if row.status != "ok"} == {"compile against eager"}
 
 
 def test_a_right_op_passes_under_the_compiler_and_the_report_is_a_table():
     random_state = torch.get_rng_state()
-    report = check_rules(right_product, X, WEIGHT)
+    report = check_rules(right_product, (X, WEIGHT))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert {row.property: row.note for row in report.rows if row.status != "ok"} == {
         "static arguments": "no float, int or bool argument"
@@ -144,7 +144,7 @@ def test_a_right_op_passes_under_the_compiler_and_the_report_is_a_table():
 def test_the_fault_is_named_and_reproduced(op, tmp_path):
     name = {**ALONE, **OTHERS}[op]
     args = (X,) if op is wrong_ops.aliased_p else (X, WEIGHT)
-    error = failure(op, *args, compile=name in ("compile against eager", "opcheck"))
+    error = failure(op, args, compile=name in ("compile against eager", "opcheck"))
     assert (error.property, error.op) == (name, op.qualified_name)
     assert op in OTHERS or error.report.failed == (name,)
     assert str(error).startswith(f"{error.op}: {name} failed: {error.note}")
@@ -181,7 +181,7 @@ OF_CALLS = {
 @pytest.mark.parametrize("case", OF_CALLS)
 def test_the_tensor_and_what_came_are_named(case):
     op, args, name, words = OF_CALLS[case]
-    error = failure(op, *args, **FAST)
+    error = failure(op, args, **FAST)
     assert error.property == name
     assert words in error.note
 
@@ -191,7 +191,7 @@ def test_constants_in_the_place_of_static_arguments_are_found(wrong):
     op = wrong_ops.power(f"of_{next(iter(wrong), 'all')}", wrong)
     words = f"The derivative does not follow {next(iter(wrong), '')}"
     with pytest.raises(RuleError, match=words) if wrong else contextlib.nullcontext():
-        check_rule(op, "static arguments", X, WEIGHT)
+        check_rule(op, "static arguments", (X, WEIGHT))
 
 
 def test_kernels_that_rules_call_run_in_the_interpreter(monkeypatch):
@@ -202,7 +202,7 @@ def test_kernels_that_rules_call_run_in_the_interpreter(monkeypatch):
     square.def_backward(lambda ctx, saved, y_bar: {"x": backward(saved, y_bar)})
     for module in ("primitives.core.backend", "primitives.testing._check"):
         monkeypatch.setattr(f"{module}.require_interpreter", lambda op_name: None)
-    error = failure(square, X, order=1, **FAST)
+    error = failure(square, (X,), order=1, **FAST)
     assert error.property == "derivatives by dtype"
     assert error.note.endswith("(cpu, triton backend)")
 
@@ -234,19 +234,20 @@ NOTED = {
 def test_what_limits_a_check_is_noted(case):
     op, name, args, options, note = NOTED[case]
     if name in ("vmap against loop", "static arguments"):
-        assert note in check_rule(op, name, *args, **options).note
+        assert note in check_rule(op, name, args, **options).note
     else:
         with pytest.raises(unittest.SkipTest, match=note):
-            check_rule(op, name, *args, **options)
+            check_rule(op, name, args, **options)
 
 
 def test_mistakes_in_the_call_raise():
     for error, words, call in (
-        (TypeError, "must hold a tensor", lambda: check_rules(only_value, None)),
-        (TypeError, "op must be", lambda: check_rules(3, X)),
-        (TypeError, "positional", lambda: check_rules(log_softmax_p, X, dim=1)),
-        (ValueError, "order must be at least 1", lambda: check_rules(only_value, X, order=0)),
-        (ValueError, "must be one of reference against kernel", lambda: check_rule(only_value, "gradchek", X)),
+        (TypeError, "must hold a tensor", lambda: check_rules(only_value, (None,))),
+        (TypeError, "args must be the tuple", lambda: check_rules(only_value, X)),
+        (TypeError, "op must be", lambda: check_rules(3, (X,))),
+        (TypeError, "positional", lambda: check_rules(log_softmax_p, (X,), {"dim": 1})),
+        (ValueError, "order must be at least 1", lambda: check_rules(only_value, (X,), order=0)),
+        (ValueError, "must be one of reference against kernel", lambda: check_rule(only_value, "gradchek", (X,))),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -254,8 +255,8 @@ def test_mistakes_in_the_call_raise():
 
 def test_options_are_part_of_the_reproducer_and_errors_go_between_processes(tmp_path):
     wrong = next(iter(ALONE))
-    assert check_rules(wrong, X, WEIGHT, tolerances={torch.float32: 1e-2}, **FAST).ok
-    error = failure(wrong, X, WEIGHT, order=1, tolerances={torch.float32: 1e-5}, **FAST)
+    assert check_rules(wrong, (X, WEIGHT), tolerances={torch.float32: 1e-2}, **FAST).ok
+    error = failure(wrong, (X, WEIGHT), order=1, tolerances={torch.float32: 1e-5}, **FAST)
     assert "order=1, tolerances={torch.float32: 1e-05}" in error.reproducer
     run(error.reproducer.replace(wrong.qualified_name, right_product.qualified_name), tmp_path)
     copy = pickle.loads(pickle.dumps(error))
@@ -269,7 +270,7 @@ def broken(params, mask, numbers, *, mode):
 @pytest.mark.parametrize("mode", [Mode.SQUARE, torch.float16, (torch.device("cpu"), len), lambda: 1])
 def test_arguments_in_reproducers_are_code(mode, tmp_path):
     params = {"affine": Affine(torch.linspace(0, 1, 30).reshape(10, 3)), "pair": Pair(X, Z), "unused": None}
-    error = failure(broken, params, torch.tensor([True, False]), (1, float("inf")), mode=mode, **FAST)
+    error = failure(broken, (params, torch.tensor([True, False]), (1, float("inf"))), {"mode": mode}, **FAST)
     assert "custom_ops.Affine(weight=torch.rand" in error.reproducer
     known = "None" if callable(mode) else re.escape(str(mode))
     assert ("# None stands for <function" in error.reproducer) == callable(mode)

@@ -99,7 +99,7 @@ WRONG_CALLS = [
     (lambda: static_only(X, options=Y), LeafError, "options is keyword-only, hence static, and must hold no tensor"),
     (lambda: static_only.primitive.overload([X], 12), pr.TreeError, "structure 12 is unknown in this process"),
     *[
-        (lambda name=name: pr.custom_op(name)(lambda x: x), ValueError, 'the name must be "namespace::name"')
+        (lambda name=name: pr.custom_op(name)(lambda x: x), ValueError, 'the name must be "library::name"')
         for name in ("nameless", "a::b::c", "a.b::c", "::c")
     ],
     (lambda: pr.custom_op("aten::sin")(lambda x: x), ValueError, "aten::sin exists already"),

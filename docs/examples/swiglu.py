@@ -78,7 +78,7 @@ def _(info, in_dims, inputs):
     return gated(a, b, tuple(others), mode=inputs.mode), 0
 
 
-@pr.custom_op("swiglu::swiglu", tree_namespace="swiglu")
+@pr.custom_op("swiglu::swiglu", namespace="swiglu")
 def swiglu(weights, x):
     """`x: [*, rows, dim]` to `[*, rows, hidden]`; the weights may have leading dims, too."""
     return torch.nn.functional.silu(x @ weights.gate) * (x @ weights.up)
@@ -140,7 +140,7 @@ def train_step(weights, x, target, rate=0.1):
 def main():
     """Check the rules, train, and differentiate."""
     weights, x, target = example(device="cuda" if torch.cuda.is_available() else "cpu")
-    print(check_rules(swiglu, weights, x))
+    print(check_rules(swiglu, (weights, x)))
     step = torch.compile(train_step, fullgraph=True)
     for _ in range(3):
         weights, value = step(weights, x, target)

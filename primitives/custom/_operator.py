@@ -36,11 +36,11 @@ class CustomOp:
     `tangents` and `in_dims` are namedtuples whose fields are the names of the arguments.
 
     Attributes:
-        qualified_name: `"namespace::name"`.
+        qualified_name: `"library::name"`.
         primitive: The operator itself, over lists of tensors.
         signature: The arguments of the function.
         table: The structures that it was called with.
-        tree_namespace: optree namespace of custom nodes.
+        namespace: optree namespace of custom pytree nodes.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class CustomOp:
         output_differentiability: Sequence[bool] | None,
         materialize: bool,
         mutates: Sequence[str],
-        tree_namespace: str,
+        namespace: str,
     ) -> None:
-        namespace, name = _split(qualified_name, (function.__module__, function.__qualname__))
+        library, name = _split(qualified_name, (function.__module__, function.__qualname__))
         if differentiate not in (None, "reference"):
             raise ValueError(f'{qualified_name}: differentiate must be None or "reference", got {differentiate!r}.')
         self.qualified_name = qualified_name
@@ -63,13 +63,13 @@ class CustomOp:
         self.__module__ = function.__module__
         self.__wrapped__ = function
         self._path = (function.__module__, function.__qualname__)
-        self.tree_namespace = tree_namespace
+        self.namespace = namespace
         self.signature = Signature(qualified_name, function, mutates)
-        self.table = StructureTable(qualified_name, self.signature, tree_namespace)
+        self.table = StructureTable(qualified_name, self.signature, namespace)
         if qualified_name in operators:
             self.primitive = operators[qualified_name].primitive
         else:
-            self.primitive = Primitive.of(Rules(namespace, name))
+            self.primitive = Primitive.of(Rules(library, name))
         self._rules: Any = self.primitive.rules
         self._rules.begin(
             self.table,
@@ -210,12 +210,12 @@ def custom_op(
     output_differentiability: Sequence[bool] | None = None,
     materialize: bool = True,
     mutates: Sequence[str] = (),
-    tree_namespace: str = "",
+    namespace: str = "",
 ) -> Callable[[Callable], CustomOp]:
     """Decorator that makes a torch operator of a plain-torch function of pytrees.
 
     Args:
-        name: `"namespace::name"`; the operator is `torch.ops.namespace.name`.
+        name: `"library::name"`; the operator is `torch.ops.library.name`.
         differentiate: `"reference"` differentiates the function itself wherever a rule is missing; by default that
             raises `MissingRuleError`.
         output_differentiability: For each output whether it has derivatives. A tuple is several outputs, anything else
@@ -224,7 +224,7 @@ def custom_op(
             dtypes), or `None`.
         mutates: Names of arguments that the function updates in place. The operator does not: it gets copies, whose new
             values are written to the arguments after it, as constants to every derivative. `pure` returns them.
-        tree_namespace: optree namespace in which custom node types are looked up.
+        namespace: optree namespace of custom pytree nodes.
 
     Returns:
         The decorator, which returns a `CustomOp`. The function's positional arguments hold tensors, in any trees;
@@ -232,7 +232,7 @@ def custom_op(
         the result depends on trees and static arguments alone.
 
     Raises:
-        ValueError: If `name` has no namespace, or the operator exists; defining the same function again, as a notebook
+        ValueError: If `name` names no library, or the operator exists; defining the same function again, as a notebook
             does, replaces the operator and all its rules.
         TypeError: If the function takes `*args` or `**kwargs`.
     """
@@ -245,7 +245,7 @@ def custom_op(
             output_differentiability=output_differentiability,
             materialize=materialize,
             mutates=mutates,
-            tree_namespace=tree_namespace,
+            namespace=namespace,
         )
         operators[name] = op
         return op
@@ -254,16 +254,16 @@ def custom_op(
 
 
 def _split(qualified_name: str, path: tuple[str, str]) -> tuple[str, str]:
-    """Namespace and name of an operator that may be defined by the function at `path`."""
-    namespace, separator, name = qualified_name.partition("::")
-    if not (separator and namespace.isidentifier() and name.isidentifier()):
-        raise ValueError(f'custom_op: the name must be "namespace::name", got {qualified_name!r}.')
+    """Library and name of an operator that may be defined by the function at `path`."""
+    library, separator, name = qualified_name.partition("::")
+    if not (separator and library.isidentifier() and name.isidentifier()):
+        raise ValueError(f'custom_op: the name must be "library::name", got {qualified_name!r}.')
     previous = operators.get(qualified_name)
     # The same function again: a cell of a notebook that is run once more, a module that is reloaded.
     is_redefined = previous is not None and previous._path == path
-    if not is_redefined and hasattr(getattr(torch.ops, namespace), name):
+    if not is_redefined and hasattr(getattr(torch.ops, library), name):
         raise ValueError(f"custom_op: the operator {qualified_name} exists already.")
-    return namespace, name
+    return library, name
 
 
 def _load(qualified_name: str, module: str, path: str) -> CustomOp:

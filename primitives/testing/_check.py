@@ -56,14 +56,15 @@ _OF_STALE_STATISTICS = ("vmap against loop", "derivatives under vmap", "static a
 
 def check_rules(
     op: Callable,
-    *args: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
     order: int = 2,
     devices: Devices = None,
     compile: bool = True,
     tolerances: Mapping[torch.dtype, float] | None = None,
-    tree_namespace: str = "",
+    namespace: str = "",
     raise_on_failure: bool = True,
-    **static: Any,
 ) -> Report:
     """Prove the rules of an operator: hold it to its reference, to differences, and its transforms to one another.
 
@@ -73,16 +74,16 @@ def check_rules(
     Args:
         op: A `custom_op`, a `Primitive` (arguments in the order of its schema), or a function of pytrees of tensors. A
             function has no reference: its derivatives are compared with differences of itself.
-        args: Positional arguments, trees with tensors. They are copied and never changed. The function must be smooth
-            near them.
+        args: Tuple of its positional arguments, trees with tensors. They are copied and never changed. The function must
+            be smooth near them.
+        kwargs: Its keyword arguments.
         order: Highest order of derivatives.
         devices: Device or devices to run on; by default that of the first tensor, and `"cuda"` where there is one. On
             the CPU the Triton kernels run too if Triton's interpreter is on.
         compile: Whether to check under `torch.compile`, and `opcheck` by what AOTAutograd traces: these take seconds.
         tolerances: Allowed relative error by dtype, in the place of the usual one.
-        tree_namespace: optree namespace of the trees; by default that of the operator.
+        namespace: optree namespace of custom pytree nodes; by default that of the operator.
         raise_on_failure: Whether to raise if a property does not hold, or only to report it.
-        static: Keyword arguments of `op`.
 
     Returns:
         A `Report`, which prints as a table: one row for each of `PROPERTIES`.
@@ -91,10 +92,10 @@ def check_rules(
         RuleError: If a property does not hold: the first of the table, except that an argument that is written to,
             memory that is not written, results that change from run to run and strides that are ignored come first, as
             they explain the rest.
-        TypeError: If `op` is not callable, or no argument holds a tensor.
+        TypeError: If `op` is not callable, `args` not a tuple, or no argument holds a tensor.
         ValueError: If `order` is less than 1.
     """
-    check = _Check.of(op, args, static, order, devices, tolerances, tree_namespace, compile)
+    check = _Check.of(op, args, kwargs, order, devices, tolerances, namespace, compile)
     skipped = () if compile else ("compile against eager",)
     rows = [Row(n, NOT_APPLICABLE, note="compile=False") if n in skipped else check.row(n) for n in PROPERTIES]
     report = Report(check.subject.name, tuple(rows))
@@ -107,24 +108,25 @@ def check_rules(
 def check_rule(
     op: Callable,
     property: str,
-    *args: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
     order: int = 2,
     devices: Devices = None,
     tolerances: Mapping[torch.dtype, float] | None = None,
-    tree_namespace: str = "",
-    **static: Any,
+    namespace: str = "",
 ) -> Row:
     """Check one property of an operator: with `pytest.mark.parametrize` over `PROPERTIES`, each is a test.
 
     Args:
         op: As for `check_rules`.
         property: One of `PROPERTIES`.
-        args: Positional arguments of `op`.
+        args: Tuple of the positional arguments of `op`.
+        kwargs: Its keyword arguments.
         order: Highest order of derivatives.
         devices: Device or devices to run on.
         tolerances: Allowed relative error by dtype.
-        tree_namespace: optree namespace of the trees.
-        static: Keyword arguments of `op`.
+        namespace: optree namespace of custom pytree nodes; by default that of the operator.
 
     Returns:
         The row of the property, which holds.
@@ -132,12 +134,12 @@ def check_rule(
     Raises:
         RuleError: If the property does not hold.
         unittest.SkipTest: If it does not apply to this operator; pytest and unittest report the test as skipped.
-        TypeError: If `op` is not callable, or no argument holds a tensor.
+        TypeError: If `op` is not callable, `args` not a tuple, or no argument holds a tensor.
         ValueError: If there is no such property, or `order` is less than 1.
     """
     if property not in PROPERTIES:
         raise ValueError(f"check_rule: the property must be one of {', '.join(PROPERTIES)}, got {property!r}.")
-    check = _Check.of(op, args, static, order, devices, tolerances, tree_namespace)
+    check = _Check.of(op, args, kwargs, order, devices, tolerances, namespace)
     row = check.row(property)
     if row.status == FAILED:
         raise RuleError(row, Report(check.subject.name, (row,)))
@@ -161,7 +163,7 @@ class _Check:
         cls,
         op: Any,
         args: tuple,
-        static: dict,
+        kwargs: Mapping[str, Any] | None,
         order: int,
         devices: Devices,
         tolerances: Any,
@@ -170,7 +172,11 @@ class _Check:
     ) -> _Check:
         if order < 1:
             raise ValueError(f"check_rules: order must be at least 1, got {order}.")
-        subject = Subject.of(op, args, static, namespace)
+        if not isinstance(args, tuple):
+            raise TypeError(
+                f"check_rules: args must be the tuple of the positional arguments, got {type(args).__name__}."
+            )
+        subject = Subject.of(op, args, dict(kwargs or {}), namespace)
         if devices is None:
             own = subject.tensors[0].device
             devices = [own, "cuda"] if own.type == "cpu" and torch.cuda.is_available() else own
@@ -216,7 +222,7 @@ class _Check:
             note = f"{raised}: {error}"
         else:
             return Row(name, OK, record.error, record.allowed, "; ".join(record.notes))
-        usual = {"order": 2, "tolerances": {}, "tree_namespace": ""}
-        given = {"order": self.order, "tolerances": dict(self.tolerances), "tree_namespace": subject.namespace}
+        usual = {"order": 2, "tolerances": {}, "namespace": ""}
+        given = {"order": self.order, "tolerances": dict(self.tolerances), "namespace": subject.namespace}
         options = {option: value for option, value in given.items() if value != usual[option]}
         return Row(name, FAILED, *numbers, note, raised, _reproducer.program(subject, name, backend, options))

@@ -29,8 +29,8 @@ _PRINT_AS_CODE = (torch.dtype, torch.layout, torch.memory_format, torch.Size)
 def program(subject: Subject, property: str, backend: str, options: dict[str, Any]) -> str:
     """The whole program, with the options of `check_rule` that the user has set."""
     writer = _Writer()
-    args = [writer.code(arg) for arg in subject.args]
-    keywords = [f"{name}={writer.code(value)}" for name, value in {**options, **subject.static}.items()]
+    args = [writer.code(subject.args), *([writer.code(subject.static)] if subject.static else [])]
+    keywords = [f"{name}={writer.code(value)}" for name, value in options.items()]
     call = f"check_rule({', '.join(['op', repr(property), *args, *keywords])})"
     modules = [f"import {module}" for module in sorted(writer.modules)]
     lines = ["import torch", "", "import primitives as pr", *modules, "from primitives.testing import check_rule"]

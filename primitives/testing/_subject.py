@@ -48,7 +48,7 @@ class Subject:
         if isinstance(op, Primitive) and static:
             raise TypeError(f"check_rules: the arguments of {op.qualified_name} are positional, got {sorted(static)}.")
         if isinstance(op, CustomOp):
-            namespace = namespace or op.tree_namespace
+            namespace = namespace or op.namespace
             args, static = op.signature.bind(*args, **static)
         subject = cls(op, args, static, namespace)
         if not subject.tensors:

@@ -39,5 +39,5 @@ def test_kernel_against_reference(example, sizes, dtype, device):
 @pytest.mark.usefixtures("backend")
 def test_check_rules(example, device):
     weights, x, _ = example["example"](device=device)
-    report = check_rules(example["swiglu"], weights, x, compile=False)
+    report = check_rules(example["swiglu"], (weights, x), compile=False)
     assert report["reference against kernel"].status == "ok"
