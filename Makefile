@@ -48,7 +48,7 @@ GPU_TEST = env -u TRITON_INTERPRET $(RUN) -m pytest tests -m gpu --device cuda -
 GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu and gpu-test need a CUDA device, and torch \
 {torch.__version__} of {sys.executable} sees none. ACTIVE=1 takes the python that is active.")
 
-.PHONY: help demo test test-front test-kernels test-models nightly gpu gpu-test check perf machine-code docs clean
+.PHONY: help demo test test-front test-kernels test-models nightly gpu gpu-test check perf machine-code doctest docs clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
@@ -60,7 +60,8 @@ help:
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
 	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: few of them)'
-	@echo 'make docs      run the examples in docs, README and docstrings'
+	@echo 'make doctest   run the examples in docs, README and docstrings'
+	@echo 'make docs      build the site into ./site; broken links and other warnings are errors'
 	@echo 'make clean     remove what the targets made'
 	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'
 
@@ -74,7 +75,7 @@ help:
 demo: $(call installed,demo)
 	$(RUN) -m perf.demo $(DEMO_ARGS)
 
-test: test-front test-kernels docs
+test: test-front test-kernels doctest
 
 # Compiled code needs triton as it is, kernel tests need its interpreter, and an import decides which: two processes.
 test-front: $(call installed,test)
@@ -117,9 +118,12 @@ perf: $(call installed,perf)
 machine-code: $(call installed,test)
 	env -u TRITON_INTERPRET $(RUN) -m perf.machine_code $(MACHINE_CODE_ARGS)
 
-docs: $(call installed,test)
+doctest: $(call installed,test)
 	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
 
+docs: $(call installed,docs)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+
 clean:
-	rm -rf .venv build dist *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Measure the kernels, report, compare and predict; `docs/performance.md` says how."""
+"""Measure the kernels, report, compare and predict; `docs/developers/measuring.md` says how."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Run: `python -m perf.joint_graphs [--batch N] [--write FILE]`. The exit status is 1 if a bit differs from eager
 autograd, the partition saves more than it, or tracing the transformer takes longer than `TRACING_LIMIT`. Bytes are
-counted by memory. `--write` puts the figures into a page: `docs/tracing/figures.md` is made so.
+counted by memory. `--write` puts the figures into a page: `docs/reference/tracing/figures.md` is made so.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ HEAD = """Bytes saved for the backward pass at batch {batch}, float32, parameter
 """
 PAGE = """# Figures of joint graphs
 
-Printed by `python -m perf.joint_graphs` and written by `python -m perf.joint_graphs --write docs/tracing/figures.md`,
-with torch {torch} on a CPU; the seconds are those of that machine. `tests/tracing/test_figures.py` holds the bytes of
-this page, the comparison with eager autograd, and the time.
+Printed by `python -m perf.joint_graphs` (`--write docs/reference/tracing/figures.md` writes this page), with torch
+{torch} on a CPU; the seconds are those of that machine. `tests/tracing/test_figures.py` holds the bytes of this page,
+the comparison with eager autograd, and the time.
 
 {table}
 

@@ -19,7 +19,7 @@ neither. Three times bracket the bytes of a call:
     memory    what the plan reads again comes from memory
 
 The last two multiply whole tiles, whose widths are powers of 2. No kernel reaches the peak of tensor cores.
-`docs/gates.md` says what is assumed of the cache.
+`docs/developers/gates.md` says what is assumed of the cache.
 
 A device is described by a JSON file in which each value has its source and says whether it was measured.
 """

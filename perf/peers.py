@@ -242,8 +242,8 @@ def _comparison() -> Iterator[str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions += f", Liger {importlib.metadata.version('liger-kernel')}"
     yield f"Written by `python -m perf peers --write` ({versions}); compiled for sm_90, nothing ran."
-    yield "[performance.md](../performance.md#peers-under-the-same-probe) says what the columns mean. Where a figure"
-    yield "of ours is worse, a word says what makes up for that in the same lines:\n"
+    yield "[measuring.md](../developers/measuring.md#peers-under-the-same-probe) says what the columns mean. Where a"
+    yield "figure of ours is worse, a word says what makes up for that in the same lines:\n"
     yield from (f"- *{key}*: {text};" for key, (text, _) in REASONS.items())
     yield f"- *{LOSS}*: none of these.\n"
     left_out, lost = dict[str, None](), list[str]()
@@ -311,7 +311,7 @@ def _fit() -> Iterator[str]:
 
     share = min((n / 100 for n in range(20, 101)), key=lambda share: sum(math.log(r) ** 2 for r in ratios(share)))
     off = ratios(share)
-    yield "Microseconds, of Liger's forwards on an H100 ([where from](../performance.md#how-far-off))."
+    yield "Microseconds, of Liger's forwards on an H100 ([where from](../developers/measuring.md#how-far-off))."
     yield f"Of its issue slots a processor sustains the share {share:.2f}, the one fitted number. The model says"
     yield f"{min(off):.2f} to {max(off):.2f} of the published times, {statistics.median(off):.2f} in the median."
     yield _table("kernel", "published", "bytes", "issue", "waits", "model", "model / published")
@@ -323,7 +323,7 @@ def _fit() -> Iterator[str]:
 def _steps() -> Iterator[str]:
     """Cycles of a step of our main kernels."""
     yield "\n## Cycles of a step\n"
-    yield "[performance.md](../performance.md#how-far-off) says what the columns mean."
+    yield "[measuring.md](../developers/measuring.md#how-far-off) says what the columns mean."
     yield _table("kernel", "of", "warps held", "steps", "instructions", "barriers", "alone", "issue", "bytes")
     seen = set[tuple[str, bool]]()
     for workload, mode in ((w, mode) for w in _compared() for mode in MODES[w.op]):

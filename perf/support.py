@@ -1,4 +1,4 @@
-"""What runs where, of every operation: writes docs/support.md and the table of functions in README.md.
+"""What runs where, of every operation: writes docs/reference/support.md and the table of functions in README.md.
 
 Run: `python -m perf.support`. Each function is called under each pair of transforms, and the primitives that these call
 say what they have; arguments and layouts are those of the records (`perf.ops`).
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from primitives.core import Primitive
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, README = ROOT / "docs" / "support.md", ROOT / "README.md"
+PAGE, README = ROOT / "docs" / "reference" / "support.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by `python -m perf.support` -->\n", "<!-- end -->"
 
 TEXT = """# What is supported
@@ -153,7 +153,7 @@ def _same_or_each(what: str, of: dict[str, str]) -> str:
 
 
 def page() -> str:
-    """docs/support.md."""
+    """docs/reference/support.md."""
     kernels, arguments, looped, cast, dtypes = [], [], [], [], {}
     modes: list[str] = []
     for name, function, x, case in operations():

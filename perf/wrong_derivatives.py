@@ -1,6 +1,6 @@
 """Which nested derivatives torch gets wrong, measured against float64 formulas: prints the page in docs/.
 
-Run: `python -m perf.wrong_derivatives > docs/wrong_derivatives.md`.
+Run: `python -m perf.wrong_derivatives > docs/reference/wrong_derivatives.md`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ written out in plain arithmetic, in float64. An error above {tolerance:.0e} coun
 say "raises", the wrong number comes silently. Nestings read from the outside in: `jacrev(jacfwd)` differentiates a
 forward-mode derivative in reverse mode.
 
-torch {version}, CPU. Written by `python -m perf.wrong_derivatives > docs/wrong_derivatives.md`.
+torch {version}, CPU. Written by `python -m perf.wrong_derivatives > docs/reference/wrong_derivatives.md`.
 
 {summary}
 
@@ -49,7 +49,7 @@ The reason is the same in all cases that are silently wrong: torch keeps mean an
 forward pass, and differentiates the formulas that use them as if they were constants. First derivatives are right,
 second ones are wrong when the inner one is forward mode, third ones are wrong in every nesting. A loss that stops the
 gradient at a JVP, as MeanFlow does, takes first derivatives alone and is right in torch. See
-[mechanism.md](mechanism.md) for what is done instead.
+[mechanism.md](../explanation/mechanism.md) for what is done instead.
 
 Attention raises in torch wherever it is asked for more than a gradient: its fused kernels have a backward, which has no
 derivative, and no forward mode. Its `MATH` backend, which has to be chosen and is what "attention" stands for here, is

@@ -16,7 +16,7 @@ from primitives.__main__ import TOLERANCE, self_check
 from primitives.core import Primitive, registered_primitives
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
-OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs/reference/operations.md").read_text(encoding="utf-8")
 
 
 def lacking(case):
@@ -35,7 +35,7 @@ def lacking(case):
         f"bind_kernels of {', '.join(without_kernel)}, in primitives/ops/{family}.py": not without_kernel,
         f"{family}_pairing and _bwd_jvp, in primitives/ops/{family}_second_order.py, or decomposable=True of the "
         "derivatives": has_second_order,
-        f"a section on its formulas and edge cases, in docs/operations.md: {public}": re.search(
+        f"a section on its formulas and edge cases, in docs/reference/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
         ),
         f"gpu_workloads, which the suite measures, in perf/ops/{case.name}.py": case.gpu_workloads,

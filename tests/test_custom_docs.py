@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "swiglu.py"
 TABLE = re.findall(
     r"^\| (.+?) \| (right|wrong|raises)\b.*? \| (right|wrong|raises)\b.*? \|$",
-    (ROOT / "docs" / "custom_op.md").read_text(encoding="utf-8"),
+    (ROOT / "docs" / "reference" / "custom_op.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 )
 

@@ -183,7 +183,7 @@ def test_a_figure_that_nothing_makes_up_for_is_a_loss(figure):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_the_page_of_wrong_derivatives_says_of_each_nesting_who_is_right(monkeypatch):
     monkeypatch.setattr(wrong_derivatives, "MAX_ORDER", 2)
-    page = (DOCS.parent / "wrong_derivatives.md").read_text()
+    page = (DOCS.parent / "reference" / "wrong_derivatives.md").read_text()
     _, *tables = page.split("\n## ")
     assert len(tables) == len(wrong_derivatives.OPERATIONS), "run: python -m perf.wrong_derivatives"
     for name, table in zip(wrong_derivatives.OPERATIONS, tables, strict=True):

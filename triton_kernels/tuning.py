@@ -1,7 +1,7 @@
 """Tuning: choose launch plans by timing them on the device at hand. Off unless it is asked for.
 
 With `PRIMITIVES_AUTOTUNE=1`, or after `enable()`, the first call of a launcher for new sizes times the plans near the
-default one and keeps the fastest; see docs/tuning.md. `python -m triton_kernels.tuning` prints what was chosen.
+default one and keeps the fastest; see docs/how-to/tune.md. `python -m triton_kernels.tuning` prints what was chosen.
 """
 
 from __future__ import annotations

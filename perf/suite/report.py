@@ -69,8 +69,8 @@ def _table(headings: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
 def _page(result: dict[str, Any], figures: list[str]) -> Iterator[str]:
     yield f"# Measured on {result['device']['name']}\n"
     yield (
-        "Written by `python -m perf report`; [performance.md](../performance.md) says how it is measured and what the "
-        "columns mean.\n"
+        "Written by `python -m perf report`; [measuring.md](../developers/measuring.md) says how it is measured and "
+        "what the columns mean.\n"
     )
     yield from _circumstances(result)
     yield "\n## Targets\n"

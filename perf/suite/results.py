@@ -1,4 +1,4 @@
-"""The result file, of which `docs/performance.md` has every field, and what it says of the machine."""
+"""The result file, of which `docs/developers/measuring.md` has every field, and what it says of the machine."""
 
 from __future__ import annotations
 

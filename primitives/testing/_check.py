@@ -69,7 +69,7 @@ def check_rules(
     """Prove the rules of an operator: hold it to its reference, to differences, and its transforms to one another.
 
     Derivatives are checked in double precision, first ones at the dtypes of the arguments too, and everything else at
-    those. What is checked, and how, is described in `docs/check_rules.md`.
+    those. What is checked, and how, is described in `docs/how-to/test_operator.md`.
 
     Args:
         op: A `custom_op`, a `Primitive` (arguments in the order of its schema), or a function of pytrees of tensors. A

@@ -1,7 +1,7 @@
 """The committed table of machine code is of these kernels, keeps the rules, and is what the compiler makes of them.
 
-No GPU takes part and little is compiled: `docs/gates.md` says how. The compiler runs in processes of its own, because
-the interpreter, in which the other kernel tests run, and the compiler exclude each other.
+No GPU takes part and little is compiled: `docs/developers/gates.md` says how. The compiler runs in processes of its
+own, because the interpreter, in which the other kernel tests run, and the compiler exclude each other.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_models_of_the_demo(make):
     assert min_cut <= MOST[make] * eager
     assert everything <= eager
     row = f"| {make.__name__}, primitives | same | {eager:,} | {everything:,} | {min_cut:,} |"
-    assert row in (ROOT / "docs/tracing/figures.md").read_text(encoding="utf-8")
+    assert row in (ROOT / "docs/reference/tracing/figures.md").read_text(encoding="utf-8")
     assert partitioners.get_default_op_list is original
     assert torch.ops.primitives.layer_norm not in original().recomputable_ops
 

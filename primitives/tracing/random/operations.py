@@ -1,7 +1,7 @@
 """What torch's random operations draw, made of Philox words: one function for each operation.
 
 A source is a function `(size) -> words`: random integers in `[0, 2**32)`, int64, of the size asked for. Every operation
-takes a fixed number of words per element of its result: docs/tracing/functionalize_rng.md has the table.
+takes a fixed number of words per element of its result: docs/reference/tracing/functionalize_rng.md has the table.
 
 References:
     Box, Muller, "A note on the generation of random normal deviates", Ann. Math. Statist. 29, 1958.

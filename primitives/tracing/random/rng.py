@@ -145,7 +145,7 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
         if composed is NotImplemented:
             raise MissingRuleError(
                 f"functionalize_rng: {func} is random, and it is not known how to draw it from a Philox state. "
-                "Write it in terms of operations that are (docs/tracing/functionalize_rng.md lists them)."
+                "Write it in terms of operations that are (docs/reference/tracing/functionalize_rng.md lists them)."
             )
         return composed
 

@@ -1,0 +1,53 @@
+"""Pages of Markdown: rows of a table have the cells of its header, and links outside of the site lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def torn_tables(text):
+    """Line numbers of rows of tables that do not fit the header, or have none."""
+    prose = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    width, above = 0, 0
+    for number, line in enumerate(prose.splitlines(), 1):
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith("|") else 0
+        if cells and not above:
+            width, delimiter = cells, number + 1
+        is_rule = re.fullmatch(r"(\| ?:?-+:? ?)+\|", line)
+        if cells and (cells != width or not line.endswith("|") or (number == delimiter and not is_rule)):
+            yield number
+        above = cells
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page):
+    assert [*torn_tables(page.read_text(encoding="utf-8"))] == []
+
+
+TABLE = "text\n\n| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 3 | 4 |\n"
+
+
+@pytest.mark.parametrize(
+    "whole, torn, line",
+    [("| 3 | 4 |", "| 3 |", 6), ("| 3 | 4 |", "| 3 | 4", 6), ("| 1 ", "\n| 1 ", 7), ("|---|---|\n", "", 4)],
+)
+def test_a_torn_table_is_found(whole, torn, line):
+    assert [*torn_tables(TABLE)] == []
+    assert line in torn_tables(TABLE.replace(whole, torn))
+
+
+# The build of the site follows the links of docs.
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!https?:|#)([^)#\s]+)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        found = ROOT / target
+        assert found.exists(), target
+        headings = re.findall(r"^#+ (.*)", found.read_text(encoding="utf-8"), flags=re.MULTILINE) if anchor else ()
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, f"{target}#{anchor}"
