@@ -19,7 +19,7 @@ import torch
 import primitives as pr
 from perf.demo.data import IMAGE_SIZE, NUM_CLASSES
 from perf.demo.models import ConvNet, VisionTransformer
-from primitives.tracing import functional_call, trace_joint
+from primitives.tracing import pure_module, trace_joint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ def training_loss(model: nn.Module, *, primitives: bool = True) -> Callable[...,
 
     def loss(params: Any, buffers: Any, images: Tensor, labels: Tensor) -> Any:
         if primitives:
-            output, new_buffers = functional_call(model)(params, buffers, images)
+            output, new_buffers = pure_module(model)(params, buffers, images)
         else:
             new_buffers = {name: value.clone() for name, value in buffers.items()}
             output = torch.func.functional_call(model, (params, new_buffers), (images,))
@@ -49,7 +49,7 @@ def training_loss(model: nn.Module, *, primitives: bool = True) -> Callable[...,
 def example(model: nn.Module, batch: int, dtype: torch.dtype) -> tuple:
     """Primals of `training_loss`: parameters, which require grad, buffers, images and labels."""
     generator = torch.Generator().manual_seed(1)
-    params, buffers = functional_call(model).init()
+    params, buffers = pure_module(model).init()
     images = torch.randn(batch, 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator, dtype=dtype)
     labels = torch.randint(NUM_CLASSES, (batch,), generator=generator)
     return {name: p.requires_grad_() for name, p in params.items()}, buffers, images, labels
@@ -111,7 +111,7 @@ def saved(model: nn.Module, batch: int, *, primitives: bool) -> tuple[int, int, 
     primals = example(model.float(), batch, torch.float32)
     loss = training_loss(model, primitives=primitives)
     start = time.perf_counter()
-    graph = trace_joint(loss, *primals, no_tangents=True)
+    graph = trace_joint(loss, primals, no_cotangents=True)
     seconds = time.perf_counter() - start
     everything, min_cut = (graph_saved_bytes(graph, min_cut=flag) for flag in (False, True))
     return eager_saved_bytes(loss, primals), everything, min_cut, seconds
@@ -124,7 +124,7 @@ def all_figures(batch: int) -> Iterator[Figures]:
         for side, own in (("torch.nn", False), ("primitives", True)):
             model = pr.nn.convert(model) if own else model
             loss, primals = training_loss(model.double(), primitives=own), example(model, batch, torch.float64)
-            same = agrees_with_eager(loss, trace_joint(loss, *primals, no_tangents=True), primals)
+            same = agrees_with_eager(loss, trace_joint(loss, primals, no_cotangents=True), primals)
             yield Figures(f"{make.__name__}, {side}", same, *saved(model, batch, primitives=own))
 
 
@@ -132,7 +132,7 @@ def traced_blocks(num_blocks: int, batch: int = 2, **options: int) -> tuple[int,
     """Nodes of the graph of the transformer with so many blocks, and the seconds that tracing it took."""
     model = VisionTransformer(num_blocks=num_blocks, **options)
     primals, start = example(model, batch, torch.float32), time.perf_counter()
-    graph = trace_joint(training_loss(model), *primals, no_tangents=True)
+    graph = trace_joint(training_loss(model), primals, no_cotangents=True)
     return len(graph.graph.nodes), time.perf_counter() - start
 
 

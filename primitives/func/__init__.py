@@ -8,9 +8,9 @@ from primitives.func._checkpoint import checkpoint
 from primitives.func._forward import hvp, jvp
 from primitives.func._jacobian import hessian, jacfwd, jacrev
 from primitives.func._linearize import linearize
+from primitives.func._modules import functional_call
 from primitives.func._reverse import grad, grad_and_value, vjp
 from primitives.func._vmap import chunk_vmap, vmap
-from primitives.tracing.modules.functional_call import functional_call
 
 __all__ = [
     "checkpoint",

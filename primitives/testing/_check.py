@@ -74,8 +74,8 @@ def check_rules(
     Args:
         op: A `custom_op`, a `Primitive` (arguments in the order of its schema), or a function of pytrees of tensors. A
             function has no reference: its derivatives are compared with differences of itself.
-        args: Tuple of its positional arguments, trees with tensors. They are copied and never changed. The function must
-            be smooth near them.
+        args: Tuple of its positional arguments, trees with tensors. They are copied and never changed. The function
+            must be smooth near them.
         kwargs: Its keyword arguments.
         order: Highest order of derivatives.
         devices: Device or devices to run on; by default that of the first tensor, and `"cuda"` where there is one. On

@@ -40,7 +40,7 @@ class TraceError(RuntimeError):
 # What functionalization and autograd say of writes that they cannot record, and how to write them.
 _NO_WRITES = {
     "mutating a non-functional tensor": "a tensor that is not an input is written to. Make it an input; for a module, "
-    "use functional_call",
+    "use pure_module",
     "leaf Variable that requires grad": "an input that requires grad is written to in place. Return the new value, or "
     "use functionalize_mutations",
     "Could not find a token for effect": "a collective writes in place. Use those of "

@@ -13,7 +13,7 @@ from primitives.core.errors import DeviceError, DtypeError, LeafError, ShapeErro
 from primitives.core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,27 +28,37 @@ class Leaves(NamedTuple):
     skeleton: Any
     # Name of the tree in key paths, or, of a tuple of arguments, the name of each.
     roots: str | tuple[str, ...]
+    # optree's, of custom nodes.
+    namespace: str
 
     @classmethod
-    def of(cls, tree: Any, roots: str | tuple[str, ...]) -> Leaves:
+    def of(cls, tree: Any, roots: str | tuple[str, ...], namespace: str) -> Leaves:
         """The leaves of `tree`."""
-        values, treespec = optree.tree_flatten(tree)
-        return cls(values, optree.tree_unflatten(treespec, range(len(values))), roots)
+        values, treespec = optree.tree_flatten(tree, namespace=namespace)
+        return cls(values, optree.tree_unflatten(treespec, range(len(values))), roots, namespace)
 
     @classmethod
-    def of_arguments(cls, fn: Callable[..., Any], arguments: tuple) -> Leaves:
-        """The leaves of positional arguments, which go by the names of the parameters of `fn`."""
+    def of_arguments(
+        cls, fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None = None, namespace: str = ""
+    ) -> Leaves:
+        """The leaves of arguments: of the positional ones, by the names of the parameters of `fn`, then by keyword."""
+        kwargs = kwargs or {}
         try:
             parameters = inspect.signature(fn).parameters.values()
         except (TypeError, ValueError):
             parameters = ()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        more = [f"args[{i}]" for i in range(len(arguments) - len(names))]
-        return cls.of(arguments, (*names, *more))
+        more = [f"args[{i}]" for i in range(len(args) - len(names))]
+        return cls.of((*args, *kwargs.values()), (*[*names, *more][: len(args)], *kwargs), namespace)
+
+    @property
+    def treespec(self) -> optree.PyTreeSpec:
+        """Structure of the tree."""
+        return optree.tree_structure(self.skeleton, namespace=self.namespace)
 
     def labels(self, places: Sequence[int]) -> tuple[str, ...]:
         """Key paths of leaves, as code."""
-        accessors = optree.tree_accessors(self.skeleton)
+        accessors = optree.tree_accessors(self.skeleton, namespace=self.namespace)
         if isinstance(self.roots, str):
             return tuple(key_path(accessors[i], self.roots) for i in places)
         return tuple(key_path(accessors[i][1:], self.roots[accessors[i][0].entry]) for i in places)
@@ -59,15 +69,15 @@ class Leaves(NamedTuple):
 
     def aligned(self, function: str, name: str, tree: Any, like_name: str) -> list[Any]:
         """What stands in `tree` in the place of each leaf; `TreeError` if the structure differs."""
-        return align(function, name, tree, like_name, self.skeleton, {"namespace": "", "is_leaf": None})
+        return align(function, name, tree, like_name, self.skeleton, {"namespace": self.namespace, "is_leaf": None})
 
-    def cotangents(self, function: str, tangents: Any, taken: Container[int]) -> list[Any]:
-        """What stands in `tangents` in the place of each leaf of an output; `LeafError` where one is not `taken`."""
-        pieces = self.aligned(function, "tangents", tangents, "outs")
+    def cotangents(self, function: str, cotangents: Any, taken: Container[int]) -> list[Any]:
+        """What stands in `cotangents` in the place of each leaf of an output; `LeafError` where one is not `taken`."""
+        pieces = self.aligned(function, "cotangents", cotangents, "outs")
         for i, piece in enumerate(pieces):
             if piece is not None and i not in taken:
                 raise LeafError(
-                    f"{function}: {self._replace(roots='tangents').label(i)} must be None: this output takes no "
+                    f"{function}: {self._replace(roots='cotangents').label(i)} must be None: this output takes no "
                     "cotangent, as it is not a floating-point tensor, does not require grad, shares memory with an "
                     "input, or was traced without one."
                 )
@@ -76,7 +86,7 @@ class Leaves(NamedTuple):
     def join(self, values: Sequence[Any]) -> Any:
         """The tree, with other leaves."""
         # Dynamo follows this, and not the use of a treespec that it has not made.
-        return optree.tree_map(lambda i: values[i], self.skeleton)
+        return optree.tree_map(lambda i: values[i], self.skeleton, namespace=self.namespace)
 
     def filled(self, places: Sequence[int], values: Sequence[Any]) -> Any:
         """The tree, with other leaves in some places."""
@@ -102,8 +112,8 @@ def refuse_opaque(function: str, leaves: Sequence[Any], label: Callable[[int], s
             kind, name = type(x).__name__, label(i)
             raise LeafError(
                 f"{function}: {name} must be a tensor, a constant or a container that optree takes apart, got a "
-                f"{kind} with a tensor inside, {name}{path}. For a module, use functional_call; for another class, "
-                f"optree.register_pytree_node({kind}, ..., namespace=optree.registry.__GLOBAL_NAMESPACE)."
+                f"{kind} with a tensor inside, {name}{path}. For a module, use pure_module; for another class, "
+                f"optree.register_pytree_node({kind}, ..., namespace=name), and pass namespace=name to {function}."
             )
 
 

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 import primitives as pr
 from perf.memory import peak
-from primitives.func import checkpoint, functional_call, grad, hessian, jacrev, jvp, vmap
-from primitives.tracing import PhiloxState, functionalize_rng, trace_joint
+from primitives.func import checkpoint, grad, hessian, jacrev, jvp, vmap
+from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -64,8 +64,8 @@ def second_backward(net):
 
 def in_params(transform):
     def run(net):
-        params, buffers = functional_call(net).init()
-        return transform(lambda p, x: functional_call(net)(p, buffers, x)[0], params)
+        params, buffers = pure_module(net).init()
+        return transform(lambda p, x: pure_module(net)(p, buffers, x)[0], params)
 
     return run
 
@@ -146,7 +146,7 @@ def two_steps_of_batch_norm(name, region):
 
 def batch_norm_per_sample(region):
     # The average over all steps, which needs their count.
-    pure = functional_call(Net(region, norm=functools.partial(nn.BatchNorm1d, momentum=None)))
+    pure = pure_module(Net(region, norm=functools.partial(nn.BatchNorm1d, momentum=None)))
     params, buffers = pure.init()
 
     def loss(params, buffers, x):
@@ -187,7 +187,7 @@ def under_autocast_and_override(region):
 def joint_graph(region):
     def run(function, params):
         params = {name: p.requires_grad_() for name, p in params.items()}
-        graph = trace_joint(lambda p, x: function(p, x).sum(), params, X, no_tangents=True, functionalize_rng=True)
+        graph = trace_joint(lambda p, x: function(p, x).sum(), (params, X), no_cotangents=True, functionalize_rng=True)
         return graph((params, X), rng=(PhiloxState.from_seed(1), PhiloxState.from_seed(2)))[:2]
 
     return in_params(run)(Net(region, dropout=0.5))

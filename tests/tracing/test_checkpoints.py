@@ -9,8 +9,8 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives.tracing import PhiloxState, functional_call, functionalize_rng, trace_joint
-from tests.tracing.test_functional_call import assert_untouched, data, snapshot
+from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint
+from tests.tracing.test_pure_module import assert_untouched, data, snapshot
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def joint(pure, params, buffers, x):
         output, buffers = pure(params, buffers, x)
         return output.sum(), (output.detach(), buffers)
 
-    graph = trace_joint(loss, params, buffers, x, no_tangents=True, functionalize_rng=True)
+    graph = trace_joint(loss, (params, buffers, x), no_cotangents=True, functionalize_rng=True)
     rng = PhiloxState.from_seed(3), PhiloxState.from_seed(4)
     (_, (output, buffers)), grads, _ = graph((params, buffers, x), rng=rng)
     return output, buffers, list(grads[0].values())
@@ -79,7 +79,7 @@ def test_checkpoints_inside_give_the_same_bits(run):
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
         model = Blocks(is_checkpointed).double()
-        pure, before = functional_call(model), snapshot(model)
+        pure, before = pure_module(model), snapshot(model)
         params, buffers = pure.init()
         params = {name: (p + 1).requires_grad_() for name, p in params.items()}
         results.append(run(pure, params, buffers, data(0, 5, 4)))
@@ -112,7 +112,7 @@ def test_a_region_sees_attributes_and_buffers_of_its_beginning():
         lambda m: m.mask[:2].zero_(),
     ):
         model = Scaled(write)
-        pure, before = functional_call(model), snapshot(model)
+        pure, before = pure_module(model), snapshot(model)
         (x_bar,) = torch.autograd.grad(pure(weight, pure.init()[1], x)[0].sum(), x)
         torch.testing.assert_close(x_bar, (3 * x * weight["weight"]).cos() * 3 * weight["weight"])
         assert_untouched(model, before)

@@ -25,7 +25,7 @@ def test_models_of_the_demo(make):
     original = partitioners.get_default_op_list
     model = pr.nn.convert(make())
     loss, primals = joint_graphs.training_loss(model), joint_graphs.example(model, 32, torch.float32)
-    graph = trace_joint(loss, *primals, no_tangents=True)
+    graph = trace_joint(loss, primals, no_cotangents=True)
     assert joint_graphs.agrees_with_eager(loss, graph, primals)
     assert "primitives.log_softmax.default" in {str(node.target) for node in graph.graph.nodes}
     eager = joint_graphs.eager_saved_bytes(loss, primals)

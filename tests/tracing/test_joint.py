@@ -30,14 +30,14 @@ def rich(w, batch):
     }
 
 
-TANGENTS = {"constant": None, "index": None, "alias": None, "none": None, "number": None}
+COTANGENTS = {"constant": None, "index": None, "alias": None, "none": None, "number": None}
 
 
 def test_values_gradients_and_structure():
     w, x = leaf(4), leaf(3, 4, seed=1)
     unused, labels, y_bar = leaf(2), torch.arange(3), leaf(3, seed=2).detach()
     primals = w, {"x": x, "k": 3}, [unused, labels, None]
-    outs, grads = create_joint(lambda w, batch, rest: rich(w, batch))(primals, {"y": y_bar, **TANGENTS})
+    outs, grads = create_joint(lambda w, batch, rest: rich(w, batch))(primals, {"y": y_bar, **COTANGENTS})
     expected = rich(w, {"x": x, "k": 3})
     w_bar, x_bar = torch.autograd.grad(expected["y"], (w, x), y_bar)
     assert torch.equal(outs["y"], expected["y"])
@@ -63,28 +63,32 @@ def test_partial_gradients_and_cotangents_that_are_viewed_or_none():
 
 ONES = torch.ones(3, dtype=torch.float64)
 MISTAKES = {
-    "structure": ((TreeError, LeafError), {"y": [ONES], **TANGENTS}, "tangents['y']"),
-    "key": (TreeError, {"z": ONES, **TANGENTS}, "tangents"),
-    "shape": (ShapeError, {"y": torch.ones(4, dtype=torch.float64), **TANGENTS}, "tangents['y'] must have shape"),
-    "strides": (ShapeError, {"y": torch.ones((), dtype=torch.float64).expand(3, 1, 2), **TANGENTS}, "tangents['y']"),
-    "dtype": (DtypeError, {"y": ONES.float(), **TANGENTS}, "tangents['y'] must have dtype"),
-    "constant": (LeafError, {"y": ONES, **TANGENTS, "constant": ONES}, "tangents['constant'] must be None"),
-    "alias": (LeafError, {"y": ONES, **TANGENTS, "alias": ONES}, "tangents['alias'] must be None"),
+    "structure": ((TreeError, LeafError), {"y": [ONES], **COTANGENTS}, "cotangents['y']"),
+    "key": (TreeError, {"z": ONES, **COTANGENTS}, "cotangents"),
+    "shape": (ShapeError, {"y": torch.ones(4, dtype=torch.float64), **COTANGENTS}, "cotangents['y'] must have shape"),
+    "strides": (
+        ShapeError,
+        {"y": torch.ones((), dtype=torch.float64).expand(3, 1, 2), **COTANGENTS},
+        "cotangents['y']",
+    ),
+    "dtype": (DtypeError, {"y": ONES.float(), **COTANGENTS}, "cotangents['y'] must have dtype"),
+    "constant": (LeafError, {"y": ONES, **COTANGENTS, "constant": ONES}, "cotangents['constant'] must be None"),
+    "alias": (LeafError, {"y": ONES, **COTANGENTS, "alias": ONES}, "cotangents['alias'] must be None"),
 }
 
 
 def test_wrong_calls():
-    for error, tangents, text in MISTAKES.values():
+    for error, cotangents, text in MISTAKES.values():
         with pytest.raises(error, match=re.escape(text)):
-            create_joint(rich)((leaf(4), {"x": leaf(3, 4), "k": 3}), tangents)
+            create_joint(rich)((leaf(4), {"x": leaf(3, 4), "k": 3}), cotangents)
     joint = create_joint(torch.sin)
     with pytest.raises(TypeError, match="tuple of the positional arguments"):
         joint(leaf(3), ONES)
-    for call in (lambda: joint((torch.ones(3),), ONES), lambda: trace_joint(torch.sin, torch.ones(3))):
+    for call in (lambda: joint((torch.ones(3),), ONES), lambda: trace_joint(torch.sin, (torch.ones(3),))):
         with pytest.raises(LeafError, match=r"Call requires_grad_\(\)"):
             call()
     for args in ((), (torch.ones(2, 3),)):
-        with pytest.raises(LeafError, match=r"functional_call\(module\)"):
-            trace_joint(torch.nn.Linear(3, 3), *args)
+        with pytest.raises(LeafError, match=r"pure_module\(module\)"):
+            trace_joint(torch.nn.Linear(3, 3), args)
     with pytest.raises(LeafError, match=re.escape("one element that requires grad, got [3]")):
-        create_joint(torch.sin, no_tangents=True)((leaf(3),))
+        create_joint(torch.sin, no_cotangents=True)((leaf(3),))

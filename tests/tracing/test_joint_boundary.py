@@ -13,10 +13,12 @@ import numpy as np
 import optree
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import primitives as pr
 from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
-from primitives.tracing import create_joint, functionalize_mutations, trace_joint
+from primitives.tracing import create_joint, functionalize_mutations, trace_joint, unwrap_subclasses
+from tests.custom_ops import NAMESPACE, Affine
 from tests.tracing.test_joint import leaf
 from tests.tracing.test_joint_graph import same
 
@@ -36,9 +38,9 @@ class ModelOutput(collections.OrderedDict):
 def test_tensors_inside_what_optree_does_not_take_apart(hold):
     given = leaf(3), hold(torch.ones(3))
     for call, label in (
-        (lambda: trace_joint(lambda w: (w.sum(), hold(w * 2)), leaf(3), no_tangents=True), "outs[1]"),
-        (lambda: create_joint(lambda w: (w.sum(), hold(w * 2)), no_tangents=True)((leaf(3),)), "outs[1]"),
-        (lambda: trace_joint(lambda w, held: w, *given), "held"),
+        (lambda: trace_joint(lambda w: (w.sum(), hold(w * 2)), (leaf(3),), no_cotangents=True), "outs[1]"),
+        (lambda: create_joint(lambda w: (w.sum(), hold(w * 2)), no_cotangents=True)((leaf(3),)), "outs[1]"),
+        (lambda: trace_joint(lambda w, held: w, given), "held"),
         (lambda: create_joint(lambda w, held: w)(given, None), "held"),
     ):
         text = rf": {re.escape(label)} must be .* with a tensor inside, .* optree\.register_pytree_node"
@@ -47,8 +49,8 @@ def test_tensors_inside_what_optree_does_not_take_apart(hold):
 
 
 def test_modules_registered_nodes_and_constants():
-    with pytest.raises(LeafError, match=r"module\.weight\. For a module, use functional_call"):
-        trace_joint(lambda w, module: module(w), leaf(3), torch.nn.Linear(3, 3))
+    with pytest.raises(LeafError, match=r"module\.weight\. For a module, use pure_module"):
+        trace_joint(lambda w, module: module(w), (leaf(3), torch.nn.Linear(3, 3)))
 
     class Registered(Result):
         """A node to optree."""
@@ -60,14 +62,48 @@ def test_modules_registered_nodes_and_constants():
         namespace=optree.registry.__GLOBAL_NAMESPACE,
     )
     w = leaf(3)
-    graph = trace_joint(lambda w: Registered(w * 2), w)
+    graph = trace_joint(lambda w: Registered(w * 2), (w,))
     out, (bar,) = graph((w,), Registered(torch.ones_like(w)))
     assert type(out) is Registered
     assert torch.equal(bar, 2 * torch.ones_like(w))
     # Without a tensor inside they are constants, a function over tensors too.
     scaled = functools.partial(torch.mul, torch.ones_like(w))
     given = (w, Result(3), torch.nn.ReLU(), scaled, "name")
-    trace_joint(lambda w, result, act, scaled, name: scaled(act(w * result.value)), *given)(given, torch.ones_like(w))
+    trace_joint(lambda w, result, act, scaled, name: scaled(act(w * result.value)), given)(given, torch.ones_like(w))
+
+
+def test_keywords_are_the_last_primals_and_nodes_may_have_a_namespace_of_their_own():
+    def fn(params, *, dynamic, scale):
+        return Affine(params.weight * dynamic, params.bias.sin() * scale)
+
+    params, dynamic = Affine(leaf(3), leaf(3, seed=1)), leaf(3, seed=2)
+    graph = trace_joint(fn, (params,), {"dynamic": dynamic, "scale": 2.0}, namespace=NAMESPACE)
+    assert graph.primal_names == ("params.weight", "params.bias", "dynamic")
+    bars = Affine(torch.ones(3).double(), torch.ones(3).double())
+    expected = params.weight * dynamic, params.bias.sin() * 2.0
+    wanted = torch.autograd.grad(expected, (params.weight, params.bias, dynamic), (bars.weight, bars.bias))
+    joint = create_joint(lambda params, dynamic, scale: fn(params, dynamic=dynamic, scale=scale), namespace=NAMESPACE)
+    other = pickle.loads(pickle.dumps(graph))
+    for outs, (params_bar, dynamic_bar, _) in (each((params, dynamic, 2.0), bars) for each in (graph, joint, other)):
+        same((outs.weight, outs.bias), expected)
+        same((params_bar.weight, params_bar.bias, dynamic_bar), wanted)
+
+    def update(params, *, by):
+        params.weight.add_(by)
+        return params
+
+    state = Affine(torch.zeros(3), torch.zeros(3))
+    outs, mutated = functionalize_mutations(update, namespace=NAMESPACE)(state, by=torch.ones(3))
+    assert [*mutated] == ["args[0].weight"]
+    assert torch.equal(outs.weight, mutated["args[0].weight"])
+    assert not state.weight.any()
+    unwrapped = unwrap_subclasses(fn, (Affine(TwoTensor(state.weight, state.bias), state.bias),), {
+        "dynamic": torch.ones(3), "scale": 2.0}, namespace=NAMESPACE)  # fmt: skip
+    assert type(unwrapped.args[0].weight) is dict
+    assert type(unwrapped.wrap(unwrapped.fn(*unwrapped.args, **unwrapped.kwargs)).weight) is TwoTensor
+    for call in (trace_joint, unwrap_subclasses):
+        with pytest.raises(TypeError, match="args must be the tuple of the positional arguments, got Tensor"):
+            call(torch.sin, leaf(3))
 
 
 def test_what_was_saved():
@@ -77,10 +113,10 @@ def test_what_was_saved():
         return (w * x).sin() * w
 
     w, x, y_bar = leaf(3), leaf(3, seed=1).detach(), torch.ones(3, dtype=torch.float64)
-    graph = trace_joint(product, w, x)
+    graph = trace_joint(product, (w, x))
     expected = graph((w, x), y_bar)[1][0]
     with torch.inference_mode():
-        assert torch.equal(trace_joint(product, w, x)((w, x), y_bar)[1][0], expected)
+        assert torch.equal(trace_joint(product, (w, x))((w, x), y_bar)[1][0], expected)
         _, saved = graph.forward_graph()((w, x))
         assert torch.equal(graph.backward_graph()(saved, y_bar)[0], expected)
     _, saved = graph.forward_graph()((w, x))
@@ -99,7 +135,7 @@ def stopped(w):
 def test_derivatives_go_through():
     """Every mode finds what it finds without a joint function or graph; leaves alone leave no history."""
     w = leaf(3)
-    given, graph = w.detach(), trace_joint(stopped, w, no_tangents=True)
+    given, graph = w.detach(), trace_joint(stopped, (w,), no_cotangents=True)
     forward, backward = graph.forward_graph(), graph.backward_graph()
 
     def in_parts(w):
@@ -110,11 +146,11 @@ def test_derivatives_go_through():
         value, vjp = torch.func.vjp(stopped, w)
         return value, vjp(torch.ones_like(value))
 
-    joint, autograd = create_joint(stopped, no_tangents=True), torch.autograd
+    joint, autograd = create_joint(stopped, no_cotangents=True), torch.autograd
     modes = [
         torch.func.grad,
         lambda f: lambda w: autograd.functional.jacobian(f, w),
-        lambda f: lambda w: create_joint(f, no_tangents=True)((w.clone().requires_grad_(),))[1][0],
+        lambda f: lambda w: create_joint(f, no_cotangents=True)((w.clone().requires_grad_(),))[1][0],
     ]
     for call in (lambda w: joint((w,)), lambda w: graph((w,)), in_parts):
         for pick in (lambda pair: pair[0], lambda pair: pair[1][0].exp().sum()):
@@ -141,16 +177,16 @@ def test_cotangents_that_are_left_out():
         return (x * w).mean(0), (x * w).sum(1)
 
     w, x = leaf(3), leaf(4, 3, seed=2).detach()
-    graph = trace_joint(fn, w, leaf(6, 3).detach(), dynamic=(None, 0))
-    for tangents in ((torch.ones(3).double(), None), (None, torch.ones(4).double())):
-        expected = create_joint(fn)((w, x), tangents)[1][0]
+    graph = trace_joint(fn, (w, leaf(6, 3).detach()), dynamic=(None, 0))
+    for cotangents in ((torch.ones(3).double(), None), (None, torch.ones(4).double())):
+        expected = create_joint(fn)((w, x), cotangents)[1][0]
         _, saved = graph.forward_graph()((w, x))
-        for bars in (graph((w, x), tangents)[1], graph.backward_graph()(saved, tangents)):
+        for bars in (graph((w, x), cotangents)[1], graph.backward_graph()(saved, cotangents)):
             assert torch.equal(bars[0], expected)
     # Too short, and it would be broadcast.
-    with pytest.raises(ShapeError, match=re.escape("tangents[1] must have shape [4], got [1]")):
+    with pytest.raises(ShapeError, match=re.escape("cotangents[1] must have shape [4], got [1]")):
         graph((w, x), (None, torch.ones(1).double()))
-    with pytest.raises(TreeError, match="tangents must have the structure"):
+    with pytest.raises(TreeError, match="cotangents must have the structure"):
         graph((w, x))
 
 
@@ -160,7 +196,7 @@ CONSTANTS = [(float("nan"), 2.0), (np.array([1.0, np.nan]), np.ones(2)), (np.one
 @pytest.mark.parametrize("constant, other", CONSTANTS)
 def test_constants_that_do_not_equal_themselves(constant, other):
     w = leaf(3)
-    graph = trace_joint(lambda w, k: (w * 2).sum(), w, constant, no_tangents=True)
+    graph = trace_joint(lambda w, k: (w * 2).sum(), (w, constant), no_cotangents=True)
     assert torch.equal(graph((w, copy.deepcopy(constant)))[0], (w * 2).sum())
     with pytest.raises(TreeError, match=r"k must be the traced constant"):
         graph((w, other))
@@ -174,7 +210,7 @@ def test_the_stride_of_an_axis_of_one_element(batch):
     w, x = leaf(3), leaf(6, 1, 4, 4).detach()
     last = x.to(memory_format=torch.channels_last)
     for traced in (x, last):
-        graph = trace_joint(fn, w, traced, no_tangents=True, dynamic=False if batch else (None, 0))
+        graph = trace_joint(fn, (w, traced), no_cotangents=True, dynamic=False if batch else (None, 0))
         for given in (x, last, x[:, :, None, :, :].squeeze(1).expand(6, 1, 4, 4)):
             assert torch.equal(graph((w, given))[0], fn(w, x))
 
@@ -184,7 +220,7 @@ def test_sizes_that_a_size_is_computed_from():
         y = x * w
         return y.sum(1)[: y.shape[0] // 2].sum()
 
-    graph = trace_joint(fn, leaf(3), leaf(6, 3).detach(), no_tangents=True, dynamic=(None, 0))
+    graph = trace_joint(fn, (leaf(3), leaf(6, 3).detach()), no_cotangents=True, dynamic=(None, 0))
     x = leaf(9, 3).detach()
     assert torch.equal(graph((leaf(3), x))[0], fn(leaf(3), x))
     with pytest.raises(ShapeError, match=r"//2.*does not hold.*got w: \[3\], x: \[2, 3\]"):
@@ -212,10 +248,10 @@ def test_inputs_that_share_memory_with_one_that_is_written_to(fn):
     base, w = zeros(4), leaf(2)
     for a, b in ((base, base[:2]), (base[2:], base[1:3]), (base, base)):
         with pytest.raises(MutationError, match=re.escape("a, b share memory, and a is written to")):
-            trace_joint(fn, w, a, b, no_tangents=True)
+            trace_joint(fn, (w, a, b), no_cotangents=True)
     # Views of one memory without an element in common are unrelated, and so is what is only read.
-    graph = trace_joint(fn, w, base[2:], base[:2], no_tangents=True)
-    trace_joint(lambda w, a, b: (w * a.sum() * b.sum()).sum(), w, base, base, no_tangents=True)((w, base, base))
+    graph = trace_joint(fn, (w, base[2:], base[:2]), no_cotangents=True)
+    trace_joint(lambda w, a, b: (w * a.sum() * b.sum()).sum(), (w, base, base), no_cotangents=True)((w, base, base))
     for call, b in ((graph, base[1:3]), (graph.forward_graph(), base[:2])):
         with pytest.raises(MutationError, match=r"Graph: a, b share memory, and a is written to"):
             call((w, base[:2], b))
@@ -223,7 +259,7 @@ def test_inputs_that_share_memory_with_one_that_is_written_to(fn):
     # Not even where the tensor that is given has to be laid out anew.
     turned = zeros(3, 3)
     with pytest.raises(MutationError, match="share memory"):
-        trace_joint(fn, w, zeros(3, 3), zeros(3, 3), no_tangents=True)((w, turned.t(), turned))
+        trace_joint(fn, (w, zeros(3, 3), zeros(3, 3)), no_cotangents=True)((w, turned.t(), turned))
 
 
 def test_lazy_conjugates():
@@ -231,9 +267,9 @@ def test_lazy_conjugates():
         return (z * z.real).abs().sum()
 
     z = leaf(3, dtype=torch.complex128)
-    graph = trace_joint(fn, z, no_tangents=True)
+    graph = trace_joint(fn, (z,), no_cotangents=True)
     same(graph((z.conj(),)), graph((z.conj().resolve_conj(),)))
-    same(trace_joint(fn, z.detach().conj().requires_grad_(), no_tangents=True)((z,)), graph((z,)))
+    same(trace_joint(fn, (z.detach().conj().requires_grad_(),), no_cotangents=True)((z,)), graph((z,)))
 
 
 @pytest.mark.parametrize("kind", ["joint", "graph", "forward graph"])
@@ -246,7 +282,7 @@ def test_outputs_have_no_history(kind):
     if kind == "joint":
         outs = create_joint(fn)((x,), (None, None, y_bar, None))[0]
     else:
-        graph = trace_joint(fn, x)
+        graph = trace_joint(fn, (x,))
         outs = graph((x,), (None, None, y_bar, None))[0] if kind == "graph" else graph.forward_graph()((x,))[0]
     assert not any(y.requires_grad for y in outs)
     assert outs[0].data_ptr() == outs[1].data_ptr() == x.data_ptr()
@@ -256,11 +292,11 @@ def test_outputs_have_no_history(kind):
 def test_writes_of_create_joint():
     """To metadata of what requires no grad, and to a part of the memory that an input lies in."""
     table = zeros(1, 3)
-    joint = create_joint(lambda w, table: w * table.t_().add_(1).sum(), no_tangents=True)
+    joint = create_joint(lambda w, table: w * table.t_().add_(1).sum(), no_cotangents=True)
     _, (bar, _) = joint((leaf(1)[0].detach().requires_grad_(), table))
     assert (tuple(table.shape), float(bar)) == ((3, 1), 3.0)
     base = zeros(4)
-    create_joint(lambda w, state: (w + state.add_(1)).sum(), no_tangents=True)(
+    create_joint(lambda w, state: (w + state.add_(1)).sum(), no_cotangents=True)(
         (base[:2].requires_grad_(), base.detach()[2:])
     )
     assert base.tolist() == [0, 0, 1, 1]
@@ -281,17 +317,17 @@ def test_copies_of_graphs(name, dynamic):
         return pr.functional.layer_norm(batch["x"] * SCALE, (4,), w, None).sin().sum(-1) * count
 
     primals = leaf(4), {"x": leaf(5, 4, seed=1)}, zeros()
-    graph = trace_joint(counted, *primals, dynamic=dynamic)
+    graph = trace_joint(counted, primals, dynamic=dynamic)
     other = COPIES[name](graph)
     assert str(other) == str(graph)
     assert "test_joint_boundary.py" in str(other)
     assert other.code == graph.code
     for size in (5, 7) if dynamic else (5,):
         given = leaf(4), {"x": leaf(size, 4, seed=2)}, zeros()
-        tangents = torch.ones(size, dtype=torch.float64), collections.OrderedDict(count=None)
-        same(other(given, tangents), graph(given, tangents))
+        cotangents = torch.ones(size, dtype=torch.float64), collections.OrderedDict(count=None)
+        same(other(given, cotangents), graph(given, cotangents))
         outs, saved = other.forward_graph()(given)
-        same((outs, other.backward_graph()(pickle.loads(pickle.dumps(saved)), tangents)), graph(given, tangents))
+        same((outs, other.backward_graph()(pickle.loads(pickle.dumps(saved)), cotangents)), graph(given, cotangents))
     assert other.forward_graph().saved == graph.forward_graph().saved
     with pytest.raises(ShapeError):
-        other((leaf(4), {"x": leaf(1, 4)}, zeros()), tangents)
+        other((leaf(4), {"x": leaf(1, 4)}, zeros()), cotangents)

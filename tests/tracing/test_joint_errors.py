@@ -18,9 +18,9 @@ from primitives.tracing import (
     PhiloxState,
     TraceError,
     create_joint,
-    functional_call,
     functionalize_mutations,
     functionalize_rng,
+    pure_module,
     trace_joint,
     unwrap_subclasses,
 )
@@ -34,7 +34,7 @@ MODULE = nn.BatchNorm1d(3).double()
 SUBCLASS = TwoTensor(torch.ones(3), torch.ones(3))
 LINE = r"test_joint_errors\.py:\d+: "
 TRACES = {
-    "trace_joint": trace_joint,
+    "trace_joint": lambda fn, x: trace_joint(fn, (x,)),
     "create_joint": lambda fn, x: make_fx(create_joint(fn))((x,), ONES),
 }
 
@@ -115,7 +115,7 @@ def test_tensors_from_elsewhere(case):
     fn, error, text = OUTSIDE[case]
     before = [x.clone() for x in (STATISTIC, MODULE.running_mean, SUBCLASS.a)]
     with pytest.raises(error, match=rf"trace_joint: {re.escape(text)}.*{LINE}"):
-        trace_joint(fn, leaf(3))
+        trace_joint(fn, (leaf(3),))
     assert all(map(torch.equal, before, (STATISTIC, MODULE.running_mean, SUBCLASS.a)))
 
 
@@ -126,22 +126,22 @@ def test_constants_may_be_read_and_copies_written():
 
     wanted = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     assert torch.equal(make_fx(create_joint(fn))((leaf(3),), ONES)((leaf(3),), ONES)[1][0], wanted)
-    assert torch.equal(trace_joint(fn, leaf(3))((leaf(3),), ONES)[1][0], wanted)
+    assert torch.equal(trace_joint(fn, (leaf(3),))((leaf(3),), ONES)[1][0], wanted)
 
 
 def of_module(function):
     module = nn.Module()
     module.forward = function
-    return functional_call(module), ({}, {}, torch.ones(3))
+    return pure_module(module), ({}, {}, torch.ones(3))
 
 
 def of_subclass(function):
-    unwrapped = unwrap_subclasses(lambda x: function(x.a), SUBCLASS)
+    unwrapped = unwrap_subclasses(lambda x: function(x.a), (SUBCLASS,))
     return unwrapped.fn, unwrapped.args
 
 
 PURE = {
-    "functional_call": of_module,
+    "pure_module": of_module,
     "functionalize_rng": lambda function: (functionalize_rng(function), (PhiloxState.from_seed(0), torch.ones(3))),
     "functionalize_mutations": lambda function: (functionalize_mutations(function), (torch.ones(3),)),
     "unwrap_subclasses": of_subclass,
@@ -159,18 +159,18 @@ def test_values_that_python_reads_in_other_functions(name, read, mode):
 def test_random_numbers_that_are_no_danger():
     x, ones = leaf(64), torch.ones(64, dtype=torch.float64)
     for draw in (dropout, pr.functional.dropout):
-        graph = trace_joint(lambda x, draw=draw: draw(x, 0.5), x)
+        graph = trace_joint(lambda x, draw=draw: draw(x, 0.5), (x,))
         outs, saved = graph.forward_graph()((x,))
         assert torch.equal(outs != 0, graph.backward_graph()(saved, ones)[0] != 0)
     # Outside a trace torch sets its generator back.
     y, (bar,) = create_joint(REFUSED["checkpoint"][0])((x,), ones)
     assert torch.equal(y != 0, bar != 0)
     attend = redrawn(lambda q: scaled_dot_product_attention(q, q, q))
-    trace_joint(lambda q: attend(q).sum(), leaf(1, 2, 4, 8), no_tangents=True)
+    trace_joint(lambda q: attend(q).sum(), (leaf(1, 2, 4, 8),), no_cotangents=True)
     # The generator is not set back.
     torch.manual_seed(5)
     first = torch.rand(3)
-    trace_joint(lambda w: (w * torch.rand_like(w)).sum(), leaf(3), no_tangents=True)
+    trace_joint(lambda w: (w * torch.rand_like(w)).sum(), (leaf(3),), no_cotangents=True)
     assert not torch.equal(torch.rand(3), first)
 
 
@@ -181,16 +181,16 @@ def test_primals_that_are_not_dense():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for x in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), nested, SUBCLASS):
         with pytest.raises(LeafError, match=re.escape("batch['x'] must be a dense tensor")):
-            trace_joint(lambda w, batch: w * 2, w, {"x": x})
+            trace_joint(lambda w, batch: w * 2, (w, {"x": x}))
     sparse = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
-    _, (bar,) = create_joint(lambda x: (x.to_dense() * x.to_dense()).sum(), no_tangents=True)((sparse,))
+    _, (bar,) = create_joint(lambda x: (x.to_dense() * x.to_dense()).sum(), no_cotangents=True)((sparse,))
     assert torch.equal(bar.to_dense(), 2 * torch.eye(3, dtype=torch.float64))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_device_that_is_not_there():
     with pytest.raises(DeviceError, match="there is none"):
-        trace_joint(torch.sin, leaf(3), device="cuda")
+        trace_joint(torch.sin, (leaf(3),), device="cuda")
 
 
 def test_collectives_that_write_in_place():
@@ -201,6 +201,6 @@ def test_collectives_that_write_in_place():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(MutationError, match=r"(?s)trace_joint: .*collective.*" + LINE):
-            trace_joint(reduces, leaf(3), torch.ones(3, dtype=torch.float64))
+            trace_joint(reduces, (leaf(3), torch.ones(3, dtype=torch.float64)))
     finally:
         distributed.destroy_process_group()

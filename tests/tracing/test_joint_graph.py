@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives.tracing import PhiloxState, create_joint, functionalize_rng, trace_joint
-from tests.tracing.test_joint import ONES, TANGENTS, leaf, rich
+from tests.tracing.test_joint import COTANGENTS, ONES, leaf, rich
 
 
 def same(actual, expected):
@@ -26,26 +26,26 @@ def operations(graph):
     return [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
 
 
-def check(fn, primals, tangents=None, *, graph=None, **options):
+def check(fn, primals, cotangents=None, *, graph=None, **options):
     """The graph, its parts and `create_joint` agree bitwise."""
-    graph = graph or trace_joint(fn, *primals, **options)
-    given = (primals,) if tangents is None else (primals, tangents)
-    expected = create_joint(fn, no_tangents=tangents is None)(*given)
-    same(graph(primals, tangents), expected)
+    graph = graph or trace_joint(fn, primals, **options)
+    given = (primals,) if cotangents is None else (primals, cotangents)
+    expected = create_joint(fn, no_cotangents=cotangents is None)(*given)
+    same(graph(primals, cotangents), expected)
     for min_cut in (True, False):
         outs, saved = graph.forward_graph(min_cut=min_cut)(primals)
-        same((outs, graph.backward_graph(min_cut=min_cut)(saved, tangents)), expected)
+        same((outs, graph.backward_graph(min_cut=min_cut)(saved, cotangents)), expected)
     return graph
 
 
 def test_names_nodes_and_structure():
     primals = leaf(4), {"x": leaf(3, 4, seed=1), "k": 3}
-    graph = check(rich, primals, {"y": leaf(3, seed=2).detach(), **TANGENTS})
+    graph = check(rich, primals, {"y": leaf(3, seed=2).detach(), **COTANGENTS})
     assert graph.primal_names == ("w", "batch['x']")
-    assert graph.tangent_names == ("tangents['y']",)
+    assert graph.cotangent_names == ("cotangents['y']",)
     assert graph.output_names == ("outs['alias']", "outs['constant']", "outs['index']", "outs['y']")
     assert graph.gradient_names == ("w_bar", "batch['x']_bar")
-    assert [n.name for n in graph.graph.find_nodes(op="placeholder")] == ["w", "batch_x", "tangents_y"]
+    assert [n.name for n in graph.graph.find_nodes(op="placeholder")] == ["w", "batch_x", "cotangents_y"]
     names = operations(graph)
     assert names.count("primitives.layer_norm.default") == names.count("primitives.layer_norm_bwd.default") == 1
     # The user's, which stops a derivative, and none of autograd's.
@@ -63,7 +63,7 @@ def test_saved_values_and_their_bytes():
     def fn(x, w):
         return (x @ w).sin().cos().sin().sum()
 
-    graph = check(fn, (x, w), no_tangents=True)
+    graph = check(fn, (x, w), no_cotangents=True)
     forward, everything = graph.forward_graph(), graph.forward_graph(min_cut=False)
     matrix = 8 * 8 * 8
     assert forward.saved_bytes == matrix
@@ -73,7 +73,7 @@ def test_saved_values_and_their_bytes():
     assert [entry.shape for entry in forward.saved if entry.is_input] == [(8, 8), (8, 8)]
     assert forward.saved[0].name in graph.backward_graph().input_names
     # Nor does a view of another saved value: both the exponential and its transpose are saved.
-    turned = trace_joint(lambda x, w: (x.exp().t() @ w).sum(), x, w, no_tangents=True).forward_graph(min_cut=False)
+    turned = trace_joint(lambda x, w: (x.exp().t() @ w).sum(), (x, w), no_cotangents=True).forward_graph(min_cut=False)
     assert [entry.num_bytes for entry in turned.saved if not entry.is_input] == [matrix, 0]
 
 
@@ -85,7 +85,7 @@ def test_several_batch_sizes():
     def primals(batch):
         return leaf(4, 3), leaf(batch, 4, seed=batch).detach(), torch.arange(batch) % 3
 
-    graph = trace_joint(fn, *primals(5), no_tangents=True, dynamic=(None, 0, 0))
+    graph = trace_joint(fn, primals(5), no_cotangents=True, dynamic=(None, 0, 0))
     for batch in (5, 2, 7):
         check(fn, primals(batch), graph=graph)
     w, x, labels = primals(4)
@@ -94,7 +94,9 @@ def test_several_batch_sizes():
     with pytest.raises(ShapeError, match=re.escape("x must have shape [4, 4], got [4, 2]")):
         graph((w, x[:, :2], labels))
     # The function fixes an axis that might be dynamic.
-    fixed = trace_joint(lambda w, x: (x.reshape(5, 4) @ w).sum(), w, primals(5)[1], no_tangents=True, dynamic=(None, 0))
+    fixed = trace_joint(
+        lambda w, x: (x.reshape(5, 4) @ w).sum(), (w, primals(5)[1]), no_cotangents=True, dynamic=(None, 0)
+    )
     with pytest.raises(ShapeError, match=re.escape("x must have shape [5, 4], got [4, 4]")):
         fixed((w, x))
 
@@ -107,7 +109,7 @@ def test_attention_of_several_batch_sizes_and_lengths():
     def primals(batch, rows):
         return leaf(batch, rows, 2, seed=rows), leaf(2, 2)
 
-    graph = trace_joint(fn, *primals(3, 5), no_tangents=True, dynamic=(True, None))
+    graph = trace_joint(fn, primals(3, 5), no_cotangents=True, dynamic=(True, None))
     for sizes in ((3, 5), (2, 7), (4, 4)):
         check(fn, primals(*sizes), graph=graph)
     assert {"primitives.attention.default", "primitives.attention_bwd.default"} <= set(operations(graph))
@@ -120,7 +122,7 @@ def test_the_backward_pass_draws_from_its_own_state():
         return y + torch.rand(8, dtype=x.dtype)
 
     x, states = leaf(8), (PhiloxState.from_seed(3), PhiloxState.from_seed(4))
-    graph = trace_joint(fn, x, functionalize_rng=True)
+    graph = trace_joint(fn, (x,), functionalize_rng=True)
     _, (bar,), (_, state) = graph((x,), torch.ones(8, dtype=x.dtype), rng=states)
     same((bar, state), functionalize_rng(lambda: torch.rand(8, dtype=x.dtype))(states[1]))
     assert not any("rand" in name for name in operations(graph))
@@ -133,7 +135,7 @@ def test_inputs_without_memory():
     with FakeTensorMode():
         fake = torch.empty(huge, 4, requires_grad=True)
     meta = torch.empty(4, device="meta", requires_grad=True)
-    graph = trace_joint(lambda x, w: (x * w).sum(), fake, meta, no_tangents=True, device="cpu")
+    graph = trace_joint(lambda x, w: (x * w).sum(), (fake, meta), no_cotangents=True, device="cpu")
     assert graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape == (huge, 4)
 
 
@@ -143,9 +145,9 @@ def test_decompositions():
     def fn(x):
         return torch.nn.functional.silu(x).sum()
 
-    by_list = check(fn, (x,), no_tangents=True)
+    by_list = check(fn, (x,), no_cotangents=True)
     assert "aten.silu_backward.default" in operations(by_list)
-    without = trace_joint(fn, x, no_tangents=True, decompose=[torch.ops.aten.silu_backward.default])
+    without = trace_joint(fn, (x,), no_cotangents=True, decompose=[torch.ops.aten.silu_backward.default])
     assert "aten.silu_backward.default" not in operations(without)
     torch.testing.assert_close(without((x,)), by_list((x,)))
 
@@ -153,7 +155,7 @@ def test_decompositions():
 def test_layout_of_what_is_given():
     turned = leaf(4, 2, 3).detach().permute(1, 2, 0).requires_grad_()
     # A view for the input that is traced, and for none that is laid out in another way.
-    graph = trace_joint(lambda x: x.permute(2, 0, 1).reshape(-1).sin(), turned)
+    graph = trace_joint(lambda x: x.permute(2, 0, 1).reshape(-1).sin(), (turned,))
     assert "view" in graph.code
     given, y_bar = leaf(2, 3, 4), torch.ones(24, dtype=turned.dtype)
     y, (x_bar,) = graph((given,), y_bar)
@@ -167,17 +169,17 @@ WRONG = {
     "k must be the traced constant 2, got 3": (TreeError, (ONES, 3), ONES, {}),
     "w must have dtype": (DtypeError, (ONES.float(), 2), ONES, {}),
     "w must have shape": (ShapeError, (torch.ones(4, dtype=torch.float64), 2), ONES, {}),
-    "tangents must be a tensor": (LeafError, (ONES, 2), None, {}),
-    "tangents must be tensors or None, got 0": (LeafError, (ONES, 2), 0, {}),
+    "cotangents must be a tensor": (LeafError, (ONES, 2), None, {}),
+    "cotangents must be tensors or None, got 0": (LeafError, (ONES, 2), 0, {}),
     "takes no rng": (TypeError, (ONES, 2), ONES, {"rng": ()}),
 }
 
 
 def test_wrong_calls():
-    graph = trace_joint(lambda w, k: w.sin() * k, leaf(3), 2)
-    for text, (error, primals, tangents, options) in WRONG.items():
+    graph = trace_joint(lambda w, k: w.sin() * k, (leaf(3), 2))
+    for text, (error, primals, cotangents, options) in WRONG.items():
         with pytest.raises(error, match=text):
-            graph(primals, tangents, **options)
+            graph(primals, cotangents, **options)
 
 
 LSTM = torch.nn.LSTM(4, 5, num_layers=2, bidirectional=True)
@@ -209,7 +211,7 @@ AGREEING = {
 @pytest.mark.parametrize("name", AGREEING)
 def test_graphs_agree_with_eager(name):
     fn, primals = AGREEING[name]
-    graph = check(fn, primals, no_tangents=True)
+    graph = check(fn, primals, no_cotangents=True)
     with torch.no_grad():
         assert not graph(primals)[0].requires_grad
     dtypes = {n.meta["val"].dtype for n in graph.graph.nodes if "mm" in str(n.target)}
@@ -222,7 +224,7 @@ def test_what_calls_a_graph_may_be_compiled():
         return {"loss": hidden.sin().sum(), "scale": scale}
 
     primals = {"w": leaf(3, dtype=torch.float32), "none": None}, leaf(5, 3, dtype=torch.float32).detach(), 2.0
-    graph = trace_joint(fn, *primals, no_tangents=True, dynamic=(None, 0, None))
+    graph = trace_joint(fn, primals, no_cotangents=True, dynamic=(None, 0, None))
     forward, backward = graph.forward_graph(), graph.backward_graph()
 
     def all_of_it(*primals):

@@ -222,8 +222,8 @@ def test_writes_under_autograd(name):
     expected = run(lambda w, state: (fn(w, state), w, state))
     found = [run(called), run(called, leaf=True), run(lambda w, state: (pure.in_place(w, state), w, state))]
     w, state = inputs()
-    graph = trace_joint(fn, w, state)
-    assert graph.tangent_names == ("tangents[0]", "tangents[1]['w']")[: 1 + is_seen]
+    graph = trace_joint(fn, (w, state))
+    assert graph.cotangent_names == ("cotangents[0]", "cotangents[1]['w']")[: 1 + is_seen]
     w_bar = ones if is_seen else None
 
     def joined(*given):

@@ -174,7 +174,7 @@ def compared_joint(kind, overlap, instructions):
     except RuntimeError:
         return False
     primals = inputs(overlap)
-    graph = trace_joint(function, *primals, no_tangents=True, functionalize_rng=is_random)
+    graph = trace_joint(function, primals, no_cotangents=True, functionalize_rng=is_random)
     outs, grads, *after = graph(primals, **({"rng": states} if is_random else {}))
     values, mutated = outs if graph.mutated_names else (outs, {})
     final = [mutated.get(name, x) for name, x in zip("ab", primals[:2], strict=True)]

@@ -91,7 +91,7 @@ def function(tree, w, *, scale=1):
 
 def test_values_and_keyword_arguments():
     x, w, scale = two(3, 2), data(2, seed=5), two(3, 2, seed=2)
-    unwrapped = unwrap_subclasses(function, {"x": x}, w, scale=scale)
+    unwrapped = unwrap_subclasses(function, ({"x": x}, w), {"scale": scale})
     assert list(unwrapped.args[0]["x"]) == list(unwrapped.kwargs["scale"]) == ["a", "b"]
     graph = make_fx(lambda tree, w, scale: unwrapped.fn(tree, w, scale=scale))(
         *unwrapped.args, unwrapped.kwargs["scale"]
@@ -104,14 +104,14 @@ def test_values_and_keyword_arguments():
         assert same(found["y"], expected["y"])
         assert torch.equal(found["twice"], expected["twice"])
     # Nothing is paid where there is nothing to take apart.
-    plain = unwrap_subclasses(function, {"x": data(3)}, data(3))
+    plain = unwrap_subclasses(function, ({"x": data(3)}, data(3)))
     assert plain.fn is function
     assert plain.wrap(x) is x
 
 
 def test_subclasses_inside_and_beside():
     x, q = TwoTensor(two(2), two(2, seed=3)), quantized(2)
-    unwrapped = unwrap_subclasses(lambda x, q: (x.sin(), q, q * 2.0), x, q)
+    unwrapped = unwrap_subclasses(lambda x, q: (x.sin(), q, q * 2.0), (x, q))
     graph = make_fx(unwrapped.fn)(*unwrapped.args)
     assert_plain(graph, Quantized)
     y, kept, doubled = unwrapped.wrap(graph(*unwrapped.args))
@@ -123,24 +123,24 @@ def test_subclasses_inside_and_beside():
 def test_a_joint_graph_over_subclasses():
     x, w, y_bar = two(3, 2).requires_grad_(), data(2, seed=5), two(3, 2, seed=7)
     with pytest.raises(LeafError, match="unwrap_subclasses"):
-        trace_joint(function, {"x": x}, w)
-    unwrapped = unwrap_subclasses(function, {"x": x}, w)
+        trace_joint(function, ({"x": x}, w))
+    unwrapped = unwrap_subclasses(function, ({"x": x}, w))
     with pytest.raises(RuntimeError, match="wrap_gradients needs a backward pass"):
         unwrapped.wrap_gradients({"x": {"a": w, "b": w}}, None)
-    graph = trace_joint(unwrapped.fn, *unwrapped.args)
-    assert graph.gradient_names == ("args[0]['x']['a']_bar", "args[0]['x']['b']_bar")
+    graph = trace_joint(unwrapped.fn, unwrapped.args)
+    assert graph.gradient_names == ("tree['x']['a']_bar", "tree['x']['b']_bar")
     assert_plain(graph)
-    tangents = unwrapped.unwrap_tangents({"y": y_bar, "twice": None})
+    cotangents = unwrapped.unwrap_cotangents({"y": y_bar, "twice": None})
     plain = unwrapped.unwrap({"x": x}, w)
-    outs, grads = graph(plain, tangents)
+    outs, grads = graph(plain, cotangents)
     (expected,) = torch.autograd.grad(function({"x": x}, w)["y"], x, y_bar)
     _, saved = graph.forward_graph()(plain)
-    for found in (grads, graph.backward_graph()(saved, tangents)):
+    for found in (grads, graph.backward_graph()(saved, cotangents)):
         assert same(unwrapped.wrap_gradients(*found)[0]["x"], expected)
     assert torch.equal(unwrapped.wrap(outs)["y"].b, (((x.b * w).sin() + 1) * x.b).relu())
     assert [spec and spec.type for spec in unwrapped.gradient_specs] == [TwoTensor, None]
-    with pytest.raises(LeafError, match=r"tangents\['y'\] must be a TwoTensor .*, got a plain tensor"):
-        unwrapped.unwrap_tangents({"y": data(3, 2), "twice": None})
+    with pytest.raises(LeafError, match=r"cotangents\['y'\] must be a TwoTensor .*, got a plain tensor"):
+        unwrapped.unwrap_cotangents({"y": data(3, 2), "twice": None})
 
 
 def test_gradients_as_outputs():
@@ -148,7 +148,7 @@ def test_gradients_as_outputs():
     x, w, y_bar = two(3, 2).requires_grad_(), data(2, seed=5).requires_grad_(), two(3, 2, seed=7)
     joint = create_joint(lambda x, w: (x * w).sin())
     _, expected = joint((x, w), y_bar)
-    unwrapped = unwrap_subclasses(lambda x, w, y_bar: joint((x, w), y_bar), x, w, y_bar)
+    unwrapped = unwrap_subclasses(lambda x, w, y_bar: joint((x, w), y_bar), (x, w, y_bar))
     graph = make_fx(unwrapped.fn, tracing_mode="fake")(*unwrapped.args)
     assert_plain(graph)
     assert [spec and spec.type for spec in unwrapped.out_specs] == [TwoTensor] * 3
@@ -162,7 +162,7 @@ def test_gradients_as_outputs():
 def test_derivatives_through_a_call_of_every_order():
     """Nothing is cut off where tensors go in and out, and what has no place inside is refused."""
     x, w, y_bar = two(3, 2).requires_grad_(), data(2, seed=5), two(3, 2, seed=7)
-    unwrapped = unwrap_subclasses(function, {"x": x}, w)
+    unwrapped = unwrap_subclasses(function, ({"x": x}, w))
 
     def derivatives(function):
         (x_bar,) = torch.autograd.grad(function({"x": x}, w)["y"], x, y_bar, create_graph=True)
@@ -171,17 +171,17 @@ def test_derivatives_through_a_call_of_every_order():
     found, expected = derivatives(unwrapped), derivatives(function)
     assert all(map(same, found, expected))
     assert found[1].a.abs().sum() > 0
-    joined = unwrap_subclasses(function, {"x": two(3, 2)}, w.requires_grad_())
+    joined = unwrap_subclasses(function, ({"x": two(3, 2)}, w.requires_grad_()))
     with pytest.raises(LeafError, match=re.escape("the gradient of args[1] must be a plain tensor too")):
-        trace_joint(joined.fn, *joined.args)
-    numbers = unwrap_subclasses(lambda q: q * 2.0, quantized(3).requires_grad_())
+        trace_joint(joined.fn, joined.args)
+    numbers = unwrap_subclasses(lambda q: q * 2.0, (quantized(3).requires_grad_(),))
     with pytest.raises(LeafError, match=re.escape("the gradient of args[0] must be a Quantized")):
         numbers(quantized(3).requires_grad_()).sum().backward()
 
 
 def test_errors_name_the_leaf():
     x, other = two(2), quantized(2)
-    unwrapped = unwrap_subclasses(lambda p, q: (p["x"], q), {"x": x}, quantized(2))
+    unwrapped = unwrap_subclasses(lambda p, q: (p["x"], q), ({"x": x}, quantized(2)))
     with pytest.raises(RuntimeError, match="there was none"):
         unwrapped.wrap(x)
     other.zero_point = 4
@@ -198,14 +198,14 @@ def test_errors_name_the_leaf():
             unwrapped.unwrap(*args)
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     with pytest.raises(LeafError, match="must have sizes that are numbers, got a nested tensor"):
-        unwrap_subclasses(lambda x: x * 2, nested)
+        unwrap_subclasses(lambda x: x * 2, (nested,))
 
 
 def test_distributed_tensors(mesh):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     x = DTensor.from_local(data(2, 3), mesh, [Shard(0)])
-    unwrapped = unwrap_subclasses(lambda x: x.t() * 2, x)
+    unwrapped = unwrap_subclasses(lambda x: x.t() * 2, (x,))
     (name,) = unwrapped.args[0]
     graph = make_fx(unwrapped.fn, tracing_mode="symbolic")(*unwrapped.args)
     for rows in (2, 5):
@@ -225,19 +225,19 @@ def test_metadata_of_a_gradient_is_recorded_where_it_differs(mesh):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     w = DTensor.from_local(data(2, 3), mesh, [Shard(0)]).requires_grad_()
-    unwrapped = unwrap_subclasses(lambda w: w.redistribute(placements=[Replicate()]).sin(), w)
-    graph = trace_joint(unwrapped.fn, *unwrapped.args)
+    unwrapped = unwrap_subclasses(lambda w: w.redistribute(placements=[Replicate()]).sin(), (w,))
+    graph = trace_joint(unwrapped.fn, unwrapped.args)
     _, grads = graph(unwrapped.unwrap(w), {"_local_tensor": data(4, 3, seed=1)})
     (w_bar,) = unwrapped.wrap_gradients(*grads)
     assert w_bar.placements == (Shard(0),)
     assert unwrapped.out_specs[0].context != unwrapped.gradient_specs[0].context
     # Cotangents require no grad, and what they are cotangents of does.
     y_bar = DTensor.from_local(data(4, 3, seed=1), mesh, [Replicate()])
-    _, found = graph(unwrapped.unwrap(w), unwrapped.unwrap_tangents(y_bar))
+    _, found = graph(unwrapped.unwrap(w), unwrapped.unwrap_cotangents(y_bar))
     assert torch.equal(unwrapped.wrap_gradients(*found)[0].to_local(), w_bar.to_local())
     assert not unwrapped.unwrap(w.detach())[0]["_local_tensor"].requires_grad
-    with pytest.raises(LeafError, match=r"tangents must be a DTensor .*Replicate.*, got a DTensor .*Shard"):
-        unwrapped.unwrap_tangents(DTensor.from_local(data(2, 3), mesh, [Shard(0)]))
+    with pytest.raises(LeafError, match=r"cotangents must be a DTensor .*Replicate.*, got a DTensor .*Shard"):
+        unwrapped.unwrap_cotangents(DTensor.from_local(data(2, 3), mesh, [Shard(0)]))
 
 
 RANDOM = {
@@ -258,7 +258,7 @@ def test_random_numbers_of_distributed_tensors(mesh, case):
     expected, new_state = functionalize_rng(function)(state, whole)
     for placement, of_rank in ((Shard(0), slice(2)), (Shard(1), (slice(None), slice(3))), (Replicate(), slice(None))):
         x = DTensor.from_local(whole[of_rank], mesh, [placement], run_check=False)
-        unwrapped = unwrap_subclasses(function, x)
+        unwrapped = unwrap_subclasses(function, (x,))
         y, after = functionalize_rng(function)(state, x)
         plain, _ = functionalize_rng(unwrapped.fn)(state, *unwrapped.args)
         assert y.placements == (placement,)

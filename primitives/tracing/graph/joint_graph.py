@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import optree
-
 from primitives.core.errors import ShapeError
 from primitives.tracing import torch_private
-from primitives.tracing.graph.partition import PRIMAL, STATE, TANGENT, BackwardGraph, ForwardGraph, Graph, split
+from primitives.tracing.graph.partition import COTANGENT, PRIMAL, STATE, BackwardGraph, ForwardGraph, Graph, split
 from primitives.tracing.memory import refuse_sharing
 from primitives.tracing.random.rng import PhiloxState
 
@@ -32,7 +30,7 @@ class JointGraph(Graph):
         graph: The nodes.
         signature: What its inputs and outputs mean.
         primal_names: Key path of each tensor among the primals, as code; placeholders are named after them.
-        tangent_names: Key path of each cotangent.
+        cotangent_names: Key path of each cotangent.
         output_names: Key path of each output that the graph computes.
         gradient_names: Name of each gradient: that of its primal, with `_bar`.
         mutated_names: Key paths of the primals that the function writes to, in the order of their new values in the
@@ -44,14 +42,14 @@ class JointGraph(Graph):
     def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any) -> None:
         self.signature, self._mode = signature, mode
         self.primal_names = signature.primals.labels(signature.places)
-        self.tangent_names = signature.outs._replace(roots="tangents").labels(signature.with_tangent)
+        self.cotangent_names = signature.outs._replace(roots="cotangents").labels(signature.with_cotangent)
         self.output_names = signature.outs.labels(signature.computed)
         self.gradient_names = tuple(f"{name}_bar" for name in signature.primals.labels(signature.gradient_places))
         self.mutated_names = signature.primals.labels(signature.mutated)
-        self.in_treespec = optree.tree_structure(signature.primals.skeleton)
-        self.out_treespec = optree.tree_structure(signature.outs.skeleton)
+        self.in_treespec = signature.primals.treespec
+        self.out_treespec = signature.outs.treespec
         states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
-        kinds = {PRIMAL: self.primal_names, TANGENT: self.tangent_names, STATE: states}
+        kinds = {PRIMAL: self.primal_names, COTANGENT: self.cotangent_names, STATE: states}
         inputs = [(label, kind) for kind, labels in kinds.items() for label in labels]
         names = [node.name for node in module.graph.find_nodes(op="placeholder")]
         self.inputs = dict(zip(names, inputs, strict=True))
@@ -71,12 +69,12 @@ class JointGraph(Graph):
         mode = torch_private.fake_mode(symbolic=symbolic)
         self.__init__(torch_private.loaded(data, constants, mode), signature, mode)
 
-    def __call__(self, primals: tuple, tangents: Any = None, *, rng: Any = None) -> tuple:
+    def __call__(self, primals: tuple, cotangents: Any = None, *, rng: Any = None) -> tuple:
         """Run the graph.
 
         Args:
             primals: Tuple of the arguments of the function, like those that were traced.
-            tangents: Cotangents, in the structure of the output; `None` for one of several outputs means zero.
+            cotangents: Cotangents, in the structure of the output; `None` for one of several outputs means zero.
             rng: With `functionalize_rng`, the pair of random states for forward and backward pass.
 
         Returns:
@@ -92,7 +90,7 @@ class JointGraph(Graph):
         """
         signature = self.signature
         results = self._compute(
-            [*signature.tensors_of(primals), *signature.cotangents_of(tangents), *signature.flat_states(rng)]
+            [*signature.tensors_of(primals), *signature.cotangents_of(cotangents), *signature.flat_states(rng)]
         )
         outs, forward_state = signature.joined_outs(results[: signature.num_forward_outputs])
         bars, backward_state = signature.joined_gradients(results[signature.num_forward_outputs :])
@@ -125,7 +123,7 @@ class JointGraph(Graph):
         return self._split(min_cut)[0]
 
     def backward_graph(self, *, min_cut: bool = True) -> BackwardGraph:
-        """The backward pass: `(saved, tangents) -> grads`, with what the forward graph of the same `min_cut` saved.
+        """The backward pass: `(saved, cotangents) -> grads`, with what the forward graph of the same `min_cut` saved.
 
         Args:
             min_cut: As in `forward_graph`.

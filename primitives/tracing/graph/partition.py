@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from primitives.tracing.random.rng import PhiloxState
 
-__all__ = ["PRIMAL", "STATE", "TANGENT", "BackwardGraph", "ForwardGraph", "Graph", "split"]
+__all__ = ["COTANGENT", "PRIMAL", "STATE", "BackwardGraph", "ForwardGraph", "Graph", "split"]
 
 # Kinds of inputs; those that the forward graph saves have "saved[0]" and so on.
-PRIMAL, TANGENT, STATE = "primal", "tangent", "state"
+PRIMAL, COTANGENT, STATE = "primal", "cotangent", "state"
 # Name of the backward graph's input for the cotangent of a loss, which the joint graph makes itself.
 _SEED_INPUT = "tangents_seed"
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -85,7 +85,7 @@ class Graph:
         """What the graph computes of values like those that were traced; a number stands for a cotangent full of it."""
         fakes = [node.meta["val"] for node in self._placeholders]
         # A cotangent may be viewed, and tells no size.
-        sized = [None if kind == TANGENT else fake for (_, kind), fake in zip(self._inputs, fakes, strict=True)]
+        sized = [None if kind == COTANGENT else fake for (_, kind), fake in zip(self._inputs, fakes, strict=True)]
         symbols = torch_private.bindings(sized, values)
         args = []
         for (label, kind), x, fake in zip(self._inputs, values, fakes, strict=True):
@@ -93,13 +93,13 @@ class Graph:
             sizes: list[Any] = torch_private.bound_sizes(fake.shape, symbols) if isinstance(fake, torch.Tensor) else []
             if kind == STATE or not isinstance(fake, torch.Tensor):
                 args.append(x)
-            elif kind == TANGENT and isinstance(x, int) and None not in sizes:
+            elif kind == COTANGENT and isinstance(x, int) and None not in sizes:
                 devices = [y.device for y in values if isinstance(y, torch.Tensor)]
                 device = next((d for d in devices if d.type == fake.device.type), fake.device)
                 args.append(torch.full(sizes, x, dtype=fake.dtype, device=device))
-            elif kind in (PRIMAL, TANGENT):
+            elif kind in (PRIMAL, COTANGENT):
                 x = None if isinstance(x, int) else x
-                args.append(_laid_out_like(like(name, x, fake, sizes, viewable=kind == TANGENT), fake, symbols))
+                args.append(_laid_out_like(like(name, x, fake, sizes, viewable=kind == COTANGENT), fake, symbols))
             else:
                 # Torch describes the workspace of a recurrent layer as empty, which it is not.
                 sizes = [n or None for n in sizes]
@@ -173,17 +173,17 @@ class ForwardGraph(_Part):
 
 
 class BackwardGraph(_Part):
-    """The backward pass of a joint graph: `(saved, tangents) -> grads`."""
+    """The backward pass of a joint graph: `(saved, cotangents) -> grads`."""
 
     _method = "backward_graph"
 
-    def __call__(self, saved: Sequence[Any], tangents: Any = None, *, rng: PhiloxState | None = None) -> Any:
+    def __call__(self, saved: Sequence[Any], cotangents: Any = None, *, rng: PhiloxState | None = None) -> Any:
         """Run the backward pass.
 
         Args:
             saved: What the forward graph of the same trace and `min_cut` saved, or copies, on another device too, of
                 which nothing was written to since.
-            tangents: Cotangents, in the structure of the output.
+            cotangents: Cotangents, in the structure of the output.
             rng: With `functionalize_rng`, the state of the backward pass.
 
         Returns:
@@ -195,7 +195,7 @@ class BackwardGraph(_Part):
             raise ValueError(f"BackwardGraph: saved must have {len(self.saved)} entries, got {len(saved)}.")
         # The forward state is an input of the joint graph too, and of this one if it is saved.
         names = [*list(joint.inputs)[len(joint.primal_names) :], _SEED_INPUT, *(entry.name for entry in self.saved)]
-        values = [*signature.cotangents_of(tangents), *self._states(rng) * 2, 1, *saved]
+        values = [*signature.cotangents_of(cotangents), *self._states(rng) * 2, 1, *saved]
         given = dict(zip(names, values, strict=True))
         bars, state = signature.joined_gradients(self._compute([given[node.name] for node in self._placeholders]))
         return (bars, *state) if state else bars
@@ -214,7 +214,7 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     graph = copy.deepcopy(joint.graph)
     # By these names torch's partitioner tells what placeholders are.
     targets = [f"primals_{i}" for i, _ in enumerate(joint.primal_names)]
-    targets += [f"tangents_{i}" for i, _ in enumerate(joint.tangent_names)]
+    targets += [f"tangents_{i}" for i, _ in enumerate(joint.cotangent_names)]
     targets += ["primals_seed", "primals_offset", "bwd_seed_0", "bwd_base_offset_0"] * joint.signature.has_states
     for node, target in zip(graph.find_nodes(op="placeholder"), targets, strict=True):
         node.target = target
@@ -228,7 +228,7 @@ def split(joint: Any, *, min_cut: bool) -> tuple[ForwardGraph, BackwardGraph]:
     num = joint.signature.num_forward_outputs
     forward, backward = torch_private.partition(fx.GraphModule(joint.module, graph), num, min_cut=min_cut)
     saved = _described(forward, forward.graph.output_node().args[0][num:])
-    inputs = {**joint.inputs, _SEED_INPUT: (SEED, TANGENT)}
+    inputs = {**joint.inputs, _SEED_INPUT: (SEED, COTANGENT)}
     labels = {entry.name: inputs.get(entry.name, (entry.name,))[0] for entry in saved}
     of_backward = inputs | {name: (label, f"saved[{i}]") for i, (name, label) in enumerate(labels.items())}
     return (

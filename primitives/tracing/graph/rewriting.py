@@ -11,12 +11,12 @@ from torch import fx
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ROLE", "SEED", "TAG", "TANGENT", "identifier", "tidied"]
+__all__ = ["COTANGENT", "ROLE", "SEED", "TAG", "identifier", "tidied"]
 
 # Which pass a node belongs to; torch's partitioner reads this too.
 TAG = "partitioner_tag"
 # Where the metadata of a node says what it stands for: a cotangent to come, or that of a loss, which has this name.
-ROLE, TANGENT, SEED = "joint_role", "tangent", "loss_bar"
+ROLE, COTANGENT, SEED = "joint_role", "cotangent", "loss_bar"
 
 
 def identifier(label: str) -> str:
@@ -25,12 +25,12 @@ def identifier(label: str) -> str:
     return name if name[:1].isalpha() else f"_{name}"
 
 
-def tidied(module: fx.GraphModule, names: Sequence[str], tangent_names: Sequence[str], first: int) -> fx.GraphModule:
+def tidied(module: fx.GraphModule, names: Sequence[str], cotangent_names: Sequence[str], first: int) -> fx.GraphModule:
     """The graph of `make_fx` anew, with these names for its placeholders, and stand-ins as the `first`."""
     graph, made = fx.Graph(), {}
     inputs, labels = [*module.graph.find_nodes(op="placeholder")], [*names]
-    inputs[first:first] = [node for node in module.graph.nodes if node.meta.get(ROLE) == TANGENT]
-    labels[first:first] = tangent_names
+    inputs[first:first] = [node for node in module.graph.nodes if node.meta.get(ROLE) == COTANGENT]
+    labels[first:first] = cotangent_names
     for node, name in zip(inputs, labels, strict=True):
         made[node] = graph.placeholder(name)
         made[node].meta = {"val": node.meta["val"]}

@@ -30,7 +30,7 @@ class Signature:
         has_states: Whether random states are passed through.
         outs: Leaves of the output: the constants themselves, `None` for what the graph computes.
         computed: Places of what the graph computes among the leaves of the output.
-        with_tangent: Places of the leaves of the output that have a cotangent among the inputs.
+        with_cotangent: Places of the leaves of the output that have a cotangent among the inputs.
         gradient_places: Places of the primals that get a gradient.
         mutated: Places of the primals whose new values are outputs.
         alone: Numbers of the tensors among the primals that are written to, or copies of which are, and must share
@@ -42,7 +42,7 @@ class Signature:
     has_states: bool
     outs: Leaves = dataclasses.field(init=False)
     computed: tuple[int, ...] = ()
-    with_tangent: tuple[int, ...] = ()
+    with_cotangent: tuple[int, ...] = ()
     gradient_places: tuple[int, ...] = ()
     mutated: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
@@ -67,15 +67,15 @@ class Signature:
             return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf else x for x in given]
         return given
 
-    def cotangents_of(self, tangents: Any) -> list[Any]:
-        """The cotangents in `tangents`, with 0 for one of several that is `None`."""
-        if tangents is None and not self.with_tangent:
+    def cotangents_of(self, cotangents: Any) -> list[Any]:
+        """The cotangents in `cotangents`, with 0 for one of several that is `None`."""
+        if cotangents is None and not self.with_cotangent:
             return []
-        pieces = self.outs.cotangents(_FUNCTION, tangents, self.with_tangent)
-        absent = None if tangents is None else 0
-        given = [pieces[place] for place in self.with_tangent]
+        pieces = self.outs.cotangents(_FUNCTION, cotangents, self.with_cotangent)
+        absent = None if cotangents is None else 0
+        given = [pieces[place] for place in self.with_cotangent]
         if any(isinstance(x, int) for x in given):
-            raise LeafError(f"{_FUNCTION}: tangents must be tensors or None, got {tangents!r}.")
+            raise LeafError(f"{_FUNCTION}: cotangents must be tensors or None, got {cotangents!r}.")
         return [absent if x is None else x for x in given]
 
     def flat_states(self, rng: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A function together with its backward pass, as one function of primals and tangents: `create_joint`."""
+"""A function together with its backward pass, as one function of primals and cotangents: `create_joint`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primitives.tracing.memory import memories
 from primitives.tracing.watching import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -26,8 +26,10 @@ _FUNCTION = "create_joint"
 _nothing = contextlib.nullcontext()
 
 
-def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callable[..., tuple[Any, Any]]:
-    """`fn` and its backward pass as one function of primals and tangents.
+def create_joint(
+    fn: Callable[..., Any], *, no_cotangents: bool = False, namespace: str = ""
+) -> Callable[..., tuple[Any, Any]]:
+    """`fn` and its backward pass as one function of primals and cotangents.
 
     The result is an ordinary function: it runs eagerly, and `make_fx` traces it to a graph whose backward nodes carry
     the stack traces of the forward lines they come from.
@@ -41,22 +43,23 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
     Args:
         fn: Function of pytrees. Leaves that are not tensors are constants. It may write to inputs where torch lets it
             write to leaves, and they are changed; for other writes see `functionalize_mutations`.
-        no_tangents: Whether `fn` returns a scalar loss, alone or as the first leaf of its output, which alone gets a
+        no_cotangents: Whether `fn` returns a scalar loss, alone or as the first leaf of its output, which alone gets a
             cotangent, 1.
+        namespace: optree namespace of custom pytree nodes.
 
     Returns:
-        `joint(primals, tangents) -> (outs, grads)`, or `joint(primals)` with `no_tangents`. `primals` is the tuple of
-        the positional arguments of `fn`. `tangents` has the structure of the output, `None` for an output that takes
-        no cotangent, or is to get none; a cotangent of another shape is viewed in that of its output. `outs` is what
-        `fn` returns; `grads` has the structure of `primals`, with `None` for leaves that take no gradient or that
+        `joint(primals, cotangents) -> (outs, grads)`, or `joint(primals)` with `no_cotangents`. `primals` is the tuple
+        of the positional arguments of `fn`. `cotangents` has the structure of the output, `None` for an output that
+        takes no cotangent, or is to get none; a cotangent of another shape is viewed in that of its output. `outs` is
+        what `fn` returns; `grads` has the structure of `primals`, with `None` for leaves that take no gradient or that
         nothing depends on.
 
     Raises:
         TypeError: If `primals` is not a tuple.
         LeafError: If no primal requires grad; if a cotangent is not a tensor, or is for an output that takes none; with
-            `no_tangents`, if there is no scalar loss; if an object with a tensor in an attribute, that optree does not
-            take apart, is among the primals or the outputs.
-        TreeError: If `tangents` has another structure than the output.
+            `no_cotangents`, if there is no scalar loss; if an object with a tensor in an attribute, that optree does
+            not take apart, is among the primals or the outputs.
+        TreeError: If `cotangents` has another structure than the output.
         ShapeError: If a cotangent cannot be viewed in the shape of its output.
         DtypeError: If it has another dtype.
         DeviceError: If it is on another device.
@@ -72,13 +75,13 @@ def create_joint(fn: Callable[..., Any], *, no_tangents: bool = False) -> Callab
     """
 
     # Two functions: a graph of a function with defaults is not valid code in torch 2.13.
-    def joint(primals: tuple, tangents: Any) -> tuple[Any, Any]:
-        return _run(fn, primals, tangents, no_tangents=False)
+    def joint(primals: tuple, cotangents: Any) -> tuple[Any, Any]:
+        return _run(fn, primals, cotangents, namespace, no_cotangents=False)
 
     def joint_of_loss(primals: tuple) -> tuple[Any, Any]:
-        return _run(fn, primals, None, no_tangents=True)
+        return _run(fn, primals, None, namespace, no_cotangents=True)
 
-    return joint_of_loss if no_tangents else joint
+    return joint_of_loss if no_cotangents else joint
 
 
 def outside_inference_mode() -> contextlib.AbstractContextManager:
@@ -101,17 +104,19 @@ def require_loss(function: str, outs: Leaves, taken: Sequence[int]) -> None:
         return
     got = f"{list(y.shape)} of {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
     raise LeafError(
-        f"{function}: with no_tangents=True the first output must be a floating-point tensor of one element that "
+        f"{function}: with no_cotangents=True the first output must be a floating-point tensor of one element that "
         f"requires grad, got {got}{'' if 0 in taken else ', which takes no cotangent'}."
     )
 
 
-def _run(fn: Callable[..., Any], primals: tuple, tangents: Any, *, no_tangents: bool) -> tuple[Any, Any]:
+def _run(
+    fn: Callable[..., Any], primals: tuple, cotangents: Any, namespace: str, *, no_cotangents: bool
+) -> tuple[Any, Any]:
     if not isinstance(primals, tuple):
         raise TypeError(
             f"{_FUNCTION}: primals must be the tuple of the positional arguments, got {type(primals).__name__}."
         )
-    given = checked_primals(_FUNCTION, fn, primals)
+    given = checked_primals(_FUNCTION, fn, primals, None, namespace)
     with outside_inference_mode():
         passes_on = torch_private.differentiated_outside(given.values)
         leaves, used = zip(*(_of_its_own(x, passes_on=passes_on) for x in given.values), strict=True)
@@ -125,14 +130,14 @@ def _run(fn: Callable[..., Any], primals: tuple, tangents: Any, *, no_tangents: 
                         "value, or use functionalize_mutations."
                     )
             taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
-            if no_tangents:
+            if no_cotangents:
                 require_loss(_FUNCTION, outs, taken)
                 return outs, [torch.ones_like(outs.values[0]), *[None] * (len(outs.values) - 1)]
-            names = outs._replace(roots="tangents")
+            names = outs._replace(roots="cotangents")
             return outs, [
                 None if piece is None else like(f"{_FUNCTION}: {names.label(i)}", piece, y, y.shape, viewable=True)
                 for i, (piece, y) in enumerate(
-                    zip(outs.cotangents(_FUNCTION, tangents, taken), outs.values, strict=True)
+                    zip(outs.cotangents(_FUNCTION, cotangents, taken), outs.values, strict=True)
                 )
             ]
 
@@ -141,16 +146,18 @@ def _run(fn: Callable[..., Any], primals: tuple, tangents: Any, *, no_tangents: 
         return outs.join(values), given.join(bars)
 
 
-def checked_primals(function: str, fn: Callable[..., Any], primals: tuple) -> Leaves:
+def checked_primals(
+    function: str, fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None, namespace: str
+) -> Leaves:
     """The leaves of the arguments of `fn`, some of which require grad."""
-    given = Leaves.of_arguments(fn, primals)
+    given = Leaves.of_arguments(fn, args, kwargs, namespace)
     refuse_opaque(function, given.values, given.label)
     if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in given.values):
         advice = "Call requires_grad_() on those to differentiate in."
         if isinstance(fn, torch.nn.Module):
             advice = (
-                f"The parameters of a module are not primals: with params, buffers = functional_call(module).init(), "
-                f"whose params require grad, pass functional_call(module) and (params, buffers, ...) to {function}."
+                f"The parameters of a module are not primals: with params, buffers = pure_module(module).init(), "
+                f"whose params require grad, pass pure_module(module) and (params, buffers, ...) to {function}."
             )
         raise LeafError(
             f"{function}: some leaf of the primals must be a tensor that requires grad, got none that does. {advice}"
@@ -192,7 +199,7 @@ def run_joint(
     forward, backward = modes or (_nothing, _nothing)
     with typed_errors(function), torch.enable_grad(), recorder.recording() if recorder else _nothing:
         with forward, recorder.forward() if recorder else _nothing:
-            outs = Leaves.of(fn(*given.join(used)), "outs")
+            outs = Leaves.of(fn(*given.join(used)), "outs", given.namespace)
         refuse_opaque(function, outs.values, outs.label)
         outs, cotangents = cotangents_of(outs)
         places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]

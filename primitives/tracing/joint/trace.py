@@ -13,7 +13,7 @@ from primitives.decompositions import decomposition_table
 from primitives.tracing import torch_private
 from primitives.tracing.errors import typed_errors
 from primitives.tracing.graph.joint_graph import JointGraph
-from primitives.tracing.graph.rewriting import ROLE, SEED, TAG, TANGENT, identifier, tidied
+from primitives.tracing.graph.rewriting import COTANGENT, ROLE, SEED, TAG, identifier, tidied
 from primitives.tracing.graph.signature import Signature
 from primitives.tracing.joint.create import (
     checked_primals,
@@ -27,7 +27,7 @@ from primitives.tracing.memory import is_wrapped, memories, refuse_sharing
 from primitives.tracing.random.rng import PhiloxState, rng_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,29 +39,33 @@ _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_off
 
 def trace_joint(
     fn: Callable[..., Any],
-    *primals: Any,
-    no_tangents: bool = False,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    no_cotangents: bool = False,
     functionalize_rng: bool = False,
     decompose: Any = None,
     dynamic: Any = False,
     device: torch.device | str | None = None,
+    namespace: str = "",
 ) -> JointGraph:
     """The graph of `create_joint(fn)`: forward and backward pass, with primitives as single nodes.
 
+    The primals are the positional arguments, and then those by keyword, in the order that they are given in.
     Nothing is computed and no memory is taken: the primals may be real tensors, fake ones, or tensors on the device
     `"meta"`, and only their shapes, strides, dtypes, devices and `requires_grad` count. `fn` is called once.
     Leaves that are not tensors are constants of the graph. Tensors that `fn` takes from elsewhere are constants too,
-    and must neither require grad nor be written to; for modules, use `functional_call`. Writes in place become pure
+    and must neither require grad nor be written to; for modules, use `pure_module`. Writes in place become pure
     operations: if `fn` writes to inputs, `outs` is `(outs, mutated)`, as with `functionalize_mutations`, with the new
     values of these inputs by key path, in the order of the leaves of `primals`. (`make_fx` of `create_joint(fn)` keeps
     writes in place.)
 
     Args:
         fn: Function of pytrees.
-        *primals: Its positional arguments. Tensors that require grad get gradients. For keyword arguments of `fn`, pass
-            a function that takes them by place: `lambda w, x: fn(w, x, scale=2.0)`.
-        no_tangents: Whether the first leaf of the output is a scalar loss, whose cotangent is 1; the graph has no
-            tangents then.
+        args: Tuple of its positional arguments. Tensors that require grad get gradients.
+        kwargs: Its keyword arguments; the graph takes them as its last primals, by place.
+        no_cotangents: Whether the first leaf of the output is a scalar loss, whose cotangent is 1; the graph has no
+            cotangents then.
         functionalize_rng: Whether random operations draw from two states, `rng=(forward, backward)`, each a
             `PhiloxState`. The graph takes them as further inputs, and hands them out advanced.
         decompose: Operators to take apart: a list of operators, of which torch has decompositions; a table from
@@ -70,11 +74,13 @@ def trace_joint(
             whole subtrees (a tree prefix of the tuple `primals`); `True` for every axis. An axis of size 0 or 1
             stays fixed, and so does one that `fn` fixes; axes of one size here must be of one size in each call.
         device: Device to trace for, instead of that of the primals.
+        namespace: optree namespace of custom pytree nodes.
 
     Returns:
-        The graph, callable as `graph(primals, tangents)`.
+        The graph, callable as `graph(primals, cotangents)`.
 
     Raises:
+        TypeError: If `args` is not a tuple.
         LeafError: If no primal requires grad, a captured tensor does, a primal is sparse, nested or a wrapper subclass,
             or a leaf of the primals or of the output is an object with a tensor in an attribute.
         TreeError: If `dynamic` does not fit.
@@ -87,13 +93,22 @@ def trace_joint(
 
     Example:
         >>> w = torch.ones(3, requires_grad=True)
-        >>> graph = trace_joint(lambda w, x: (w * x).sum(), w, torch.ones(3), no_tangents=True)
+        >>> graph = trace_joint(lambda w, x: (w * x).sum(), (w, torch.ones(3)), no_cotangents=True)
         >>> graph((w, torch.tensor([1.0, 2.0, 3.0])))
         (tensor(6.), (tensor([1., 2., 3.]), None))
         >>> graph.primal_names, graph.gradient_names
         (('w', 'x'), ('w_bar',))
     """
-    given = checked_primals(_FUNCTION, fn, primals)
+    if not isinstance(args, tuple):
+        raise TypeError(f"{_FUNCTION}: args must be the tuple of the positional arguments, got {type(args).__name__}.")
+    primals, by_place = args, fn
+    if kwargs:
+        primals, num, keys = (*args, *kwargs.values()), len(args), tuple(kwargs)
+
+        def by_place(*values: Any) -> Any:
+            return fn(*values[:num], **dict(zip(keys, values[num:], strict=True)))
+
+    given = checked_primals(_FUNCTION, fn, args, kwargs, namespace)
     places = tuple(i for i, x in enumerate(given.values) if isinstance(x, torch.Tensor))
     tensors = [given.values[i] for i in places]
     for i, x in zip(places, tensors, strict=True):
@@ -111,26 +126,27 @@ def trace_joint(
     constants = given._replace(values=[None if i in places else x for i, x in enumerate(given.values)])
     signature = Signature(constants, places, functionalize_rng)
 
-    def flat(*args: Tensor) -> tuple:
+    def flat(*tensors: Tensor) -> tuple:
         with torch_private.functional_world() as world:
-            wrapped = [torch_private.wrapped(x) for x in args]
-            return tuple(map(torch_private.plain, _run(fn, signature, no_tangents, wrapped, world.copied)))
+            wrapped = [torch_private.wrapped(x) for x in tensors]
+            return tuple(map(torch_private.plain, _run(by_place, signature, no_cotangents, wrapped, world.copied)))
 
+    states = _STATE_NAMES * functionalize_rng
     with outside_inference_mode(), typed_errors(_FUNCTION):
         fakes = zip(tensors, places, devices, strict=True)
-        args = [torch_private.fake_of(mode, x, axes[i], on) for x, i, on in fakes]
+        flat_args = [torch_private.fake_of(mode, x, axes[i], on) for x, i, on in fakes]
         with mode:
-            args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in _STATE_NAMES * functionalize_rng]
-        module = torch_private.trace(flat, args, mode, _table(decompose))
+            flat_args += [torch.empty((), dtype=torch.int64, device=devices[0]) for _ in states]
+        module = torch_private.trace(flat, flat_args, mode, _table(decompose))
     primal_names = given.labels(places)
     refuse_sharing(_FUNCTION, primal_names, tensors, signature.alone)
-    names = [*map(identifier, primal_names), *_STATE_NAMES * functionalize_rng]
-    tangent_names = [*map(identifier, signature.outs._replace(roots="tangents").labels(signature.with_tangent))]
-    return JointGraph(tidied(module, names, tangent_names, len(places)), signature, mode)
+    names = [*map(identifier, primal_names), *states]
+    cotangent_names = [*map(identifier, signature.outs._replace(roots="cotangents").labels(signature.with_cotangent))]
+    return JointGraph(tidied(module, names, cotangent_names, len(places)), signature, mode)
 
 
 def _run(
-    fn: Callable[..., Any], signature: Signature, no_tangents: bool, args: Sequence[Tensor], copied: set[int]
+    fn: Callable[..., Any], signature: Signature, no_cotangents: bool, args: Sequence[Tensor], copied: set[int]
 ) -> list[Any]:
     """Outputs, forward state, gradients, backward state of flat tensors; fills the signature."""
     places, given = signature.places, signature.primals
@@ -154,7 +170,7 @@ def _run(
         taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
         if signature.mutated:
             mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
-            outs, num = Leaves.of((outs.join(outs.values), mutated), "outs"), len(outs.values)
+            outs, num = Leaves.of((outs.join(outs.values), mutated), "outs", given.namespace), len(outs.values)
             # Autograd does not see a write under `no_grad`: a step of an optimizer is not part of the derivative.
             seen = [takes_cotangent(used[i], ()) and used[i].grad_fn is not before[i][0] for i in signature.mutated]
             taken += [num + i for i, flag in enumerate(seen) if flag]
@@ -165,23 +181,23 @@ def _run(
             torch_private.plain(y)
         for node in torch_private.recorded_nodes():
             node.meta[TAG] = "is_forward"
-        if no_tangents:
+        if no_cotangents:
             require_loss(_FUNCTION, outs, taken)
             taken = [0]
         else:
-            signature.with_tangent = tuple(taken)
-        return outs, [_stand_in(y, no_tangents=no_tangents) if i in taken else None for i, y in enumerate(outs.values)]
+            signature.with_cotangent = tuple(taken)
+        return outs, [_stand_in(y, is_loss=no_cotangents) if i in taken else None for i, y in enumerate(outs.values)]
 
     _, bars = run_joint(_FUNCTION, fn, given, leaves, used, cotangents_of, captures=False, modes=random)
     signature.gradient_places = tuple(i for i, bar in enumerate(bars) if bar is not None)
     return [*results, *(bar for bar in bars if bar is not None), *(random[1].state if random else ())]
 
 
-def _stand_in(y: Tensor, *, no_tangents: bool) -> Tensor:
+def _stand_in(y: Tensor, *, is_loss: bool) -> Tensor:
     """A tensor whose node becomes an input of the graph, or the cotangent of a loss."""
     with torch.no_grad():
-        made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device) if no_tangents else torch.empty_like(y)
-    torch_private.node_of(made).meta[ROLE] = SEED if no_tangents else TANGENT
+        made = torch.full(y.shape, 1, dtype=y.dtype, device=y.device) if is_loss else torch.empty_like(y)
+    torch_private.node_of(made).meta[ROLE] = SEED if is_loss else COTANGENT
     return made
 
 
@@ -203,7 +219,7 @@ def _is_computed(y: Any) -> bool:
 
 def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]]:
     """Axes of each leaf whose sizes are symbols."""
-    options = {"namespace": "", "is_leaf": None}
+    options = {"namespace": given.namespace, "is_leaf": None}
     entries = spread(_FUNCTION, "dynamic", False if dynamic is None else dynamic, "primals", primals, options)
     axes = []
     for i, (entry, x) in enumerate(zip(entries, given.values, strict=True)):

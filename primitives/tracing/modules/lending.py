@@ -113,7 +113,7 @@ class _PureMode(OverrideMode):
         if is_reentrant and torch.is_grad_enabled():
             # It takes the parameters that it finds in the module in the backward pass.
             raise RuntimeError(
-                "functional_call: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
+                "pure_module: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
                 "pass cannot be given the parameters of the call. Pass use_reentrant=False."
             )
         attributes = [_copied(owner.__dict__) for owner in self._owners]

@@ -68,7 +68,7 @@ class _Watch(torch_private.TorchDispatchMode):
                 raise MutationError(
                     f"{_FUNCTION}: a tensor {list(x.shape)} of {x.dtype} that is not an input, or is sparse, is "
                     f"written to, at {current_line()}. Make it an input, or return the new value; for a module, use "
-                    "functional_call."
+                    "pure_module."
                 )
             is_view = torch.Tag.inplace_view in getattr(func, "tags", ())
             if not is_view or torch_private.schema_of(func).name == "aten::set_":
@@ -142,13 +142,13 @@ class _Input:
 class _Call:
     """A call of the function, and what it has come to."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], namespace: str) -> None:
         if torch_private.is_tracing(pre_dispatch=True):
             raise MissingRuleError(
                 f"{_FUNCTION}: make_fx(pre_dispatch=True) records writes before they can be made pure. Leave "
                 "pre_dispatch out."
             )
-        given = Leaves.of((args, kwargs), ("args", "kwargs"))
+        given = Leaves.of((args, kwargs), ("args", "kwargs"), namespace)
         refuse_opaque(_FUNCTION, given.values, given.label)
         # Each tensor, by the first of its places.
         first: dict[Tensor, str] = {}
@@ -172,7 +172,7 @@ class _Call:
             with watch, UserCalls(_FUNCTION) if is_tracing else contextlib.nullcontext():
                 values = [replaced[x] if isinstance(x, torch.Tensor) else x for x in given.values]
                 inner_args, inner_kwargs = given.join(values)
-                self._outs = Leaves.of(fn(*inner_args, **inner_kwargs), "outs")
+                self._outs = Leaves.of(fn(*inner_args, **inner_kwargs), "outs", namespace)
             for each in self.inputs:
                 each.look(watch)
             # By identity, the tensors of the caller for functional ones.
@@ -237,9 +237,11 @@ class PureFunction:
 
     Attributes:
         fn: The function that writes.
+        namespace: optree namespace of custom pytree nodes.
     """
 
     fn: Callable[..., Any]
+    namespace: str = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, OrderedDict[str, Tensor]]:
         """Call the function, and leave its inputs as they are.
@@ -259,7 +261,7 @@ class PureFunction:
             LeafError: If an object with a tensor inside, that optree does not take apart, is passed or returned.
             MissingRuleError: Under `make_fx(pre_dispatch=True)`.
         """
-        call = _Call(self.fn, args, kwargs)
+        call = _Call(self.fn, args, kwargs, self.namespace)
         mutated = OrderedDict((each.label, call.new_value(each)) for each in call.inputs if each.is_changed)
         return call.output(), mutated
 
@@ -277,7 +279,7 @@ class PureFunction:
             MutationError: As in a call.
             RuntimeError: If autograd sees a write to a leaf that requires grad.
         """
-        call = _Call(self.fn, args, kwargs)
+        call = _Call(self.fn, args, kwargs, self.namespace)
         for each in call.inputs:
             if each.is_changed:
                 each.write_back(call.plain(each.used))
@@ -298,7 +300,7 @@ def _copied(x: Tensor) -> Tensor:
     return copy
 
 
-def functionalize_mutations(fn: Callable[..., Any]) -> PureFunction:
+def functionalize_mutations(fn: Callable[..., Any], *, namespace: str = "") -> PureFunction:
     """`fn` as a function that leaves its inputs untouched, and returns what it would have written to them.
 
     Writes to values (`add_`, `copy_`, `x[i] = ...`, through views, of inputs that share memory) and to metadata
@@ -310,6 +312,7 @@ def functionalize_mutations(fn: Callable[..., Any]) -> PureFunction:
 
     Args:
         fn: Function of pytrees.
+        namespace: optree namespace of custom pytree nodes.
 
     Returns:
         `pure(*args, **kwargs) -> (output, mutated)`; `mutated` is an `OrderedDict` from key path to new value, in the
@@ -328,4 +331,4 @@ def functionalize_mutations(fn: Callable[..., Any]) -> PureFunction:
         >>> pure.in_place(torch.ones(2), total), total
         (tensor([2., 2.]), tensor([1., 1.]))
     """
-    return PureFunction(fn)
+    return PureFunction(fn, namespace)

@@ -22,14 +22,14 @@ from primitives.tracing.leaves import Leaves
 from primitives.tracing.torch_private import hinted_size, is_wrapper_subclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
 __all__ = ["SubclassSpec", "Unwrapped", "unwrap_subclasses"]
 
 _FUNCTION = "unwrap_subclasses"
-_HINT = "For such gradients, unwrap the joint function: unwrap_subclasses(create_joint(fn), primals, tangents)."
+_HINT = "For such gradients, unwrap the joint function: unwrap_subclasses(create_joint(fn), (primals, cotangents))."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,15 +211,19 @@ class Unwrapped:
             `fn`; `None` for those that had none, or a plain one.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._original = fn
-        self._args, self._kwargs = _specs(Leaves.of(args, "args")), _specs(Leaves.of(kwargs, "kwargs"))
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], namespace: str
+    ) -> None:
+        self._original, self._namespace = fn, namespace
+        self._args = _specs(Leaves.of(args, "args", namespace))
+        self._kwargs = _specs(Leaves.of(dict(kwargs), "kwargs", namespace))
         self._outs: Leaves | None = None
         self.in_specs: tuple[SubclassSpec | None, ...] = (*self._args.values, *self._kwargs.values)
         self.out_specs: tuple[SubclassSpec | None, ...] | None = None
         self.gradient_specs: list[SubclassSpec | None] = [None] * len(self.in_specs)
         self._has_subclasses = any(spec is not None for spec in self.in_specs)
-        self.fn = self._plain_call if self._has_subclasses else fn
+        # Its arguments go by the names that those of `fn` have.
+        self.fn = functools.wraps(fn, updated=())(functools.partial(self._plain_call)) if self._has_subclasses else fn
         self.args, self.kwargs = self.unwrap(*args), self.unwrap_kwargs(**kwargs)
 
     def unwrap(self, *args: Any) -> tuple[Any, ...]:
@@ -252,7 +256,7 @@ class Unwrapped:
         num_args = len(self._args.values)
         args, kwargs = self._args.join(leaves[:num_args]), self._kwargs.join(leaves[num_args:])
         with errors_in_trace(_FUNCTION):
-            outs = Leaves.of(self._original(*args, **kwargs), "output")
+            outs = Leaves.of(self._original(*args, **kwargs), "output", self._namespace)
         self._outs = _specs(outs)
         self.out_specs = tuple(self._outs.values)
         pairs = zip(self.out_specs, outs.values, strict=True)
@@ -275,11 +279,11 @@ class Unwrapped:
         recorded = self._recorded_outs("output")
         return recorded.join([y if spec is None else _wrapped(spec, y) for _, spec, y in _pieces(recorded, output)])
 
-    def unwrap_tangents(self, tangents: Any) -> Any:
+    def unwrap_cotangents(self, cotangents: Any) -> Any:
         """Cotangents of the output of the original function as those of the output of `fn`.
 
         Args:
-            tangents: A tree with the structure of the output, `None` where there is none.
+            cotangents: A tree with the structure of the output, `None` where there is none.
 
         Raises:
             RuntimeError: If `fn` has not been called.
@@ -287,8 +291,8 @@ class Unwrapped:
             LeafError: If a cotangent is another subclass than the output.
         """
         if not self._has_subclasses:
-            return tangents
-        return _taken_out(self._recorded_outs("tangents"), tangents, SubclassSpec.unwrap)
+            return cotangents
+        return _taken_out(self._recorded_outs("cotangents"), cotangents, SubclassSpec.unwrap)
 
     def wrap_gradients(self, *gradients: Any) -> tuple[Any, ...]:
         """Gradients with respect to the positional arguments, out of those with respect to `args`.
@@ -341,7 +345,7 @@ def _taken_out(recorded: Leaves, tree: Any, taken_out: Callable[[SubclassSpec, A
     """A tree like the recorded one, with plain tensors in the place of subclasses; a cotangent may be `None`."""
     plain = []
     for label, spec, x in _pieces(recorded, tree):
-        is_absent, found = x is None and recorded.roots == "tangents", SubclassSpec.of(x)
+        is_absent, found = x is None and recorded.roots == "cotangents", SubclassSpec.of(x)
         if not is_absent and (spec and spec.kind) != (found and found.kind):
             raise LeafError(
                 f"{_FUNCTION}: {label} must be {spec or 'a plain tensor'}, got {found or 'a plain tensor'}."
@@ -350,7 +354,9 @@ def _taken_out(recorded: Leaves, tree: Any, taken_out: Callable[[SubclassSpec, A
     return recorded.join(plain)
 
 
-def unwrap_subclasses(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Unwrapped:
+def unwrap_subclasses(
+    fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None = None, *, namespace: str = ""
+) -> Unwrapped:
     """`fn` as a function of the plain tensors inside wrapper subclasses.
 
     A wrapper subclass is one with `__tensor_flatten__` and `__tensor_unflatten__`, such as `DTensor`. `make_fx` traces
@@ -361,25 +367,30 @@ def unwrap_subclasses(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> U
 
     Args:
         fn: Function of pytrees.
-        *args: Its arguments, or others like them: their subclasses and metadata are recorded. Sizes may differ later.
-        **kwargs: Its keyword arguments, likewise.
+        args: Tuple of its positional arguments, or others like them: their subclasses and metadata are recorded. Sizes
+            may differ later.
+        kwargs: Its keyword arguments, likewise.
+        namespace: optree namespace of custom pytree nodes.
 
     Returns:
         The function of plain tensors, as `fn`, with `args`, `kwargs`, `unwrap` and `wrap`. If no argument has a
         subclass, `fn` is the given function and nothing is paid.
 
     Raises:
+        TypeError: If `args` is not a tuple.
         LeafError: If an argument is a nested tensor.
 
     Example:
         >>> import torch
         >>> from torch.testing._internal.two_tensor import TwoTensor
         >>> x = TwoTensor(torch.ones(2), torch.zeros(2))
-        >>> unwrapped = unwrap_subclasses(lambda x: x + 1, x)
+        >>> unwrapped = unwrap_subclasses(lambda x: x + 1, (x,))
         >>> plain = unwrapped.fn(*unwrapped.args)
         >>> plain
         {'a': tensor([2., 2.]), 'b': tensor([1., 1.])}
         >>> type(unwrapped.wrap(plain)).__name__
         'TwoTensor'
     """
-    return Unwrapped(fn, args, kwargs)
+    if not isinstance(args, tuple):
+        raise TypeError(f"{_FUNCTION}: args must be the tuple of the positional arguments, got {type(args).__name__}.")
+    return Unwrapped(fn, args, kwargs or {}, namespace)

@@ -1,12 +1,11 @@
-"""Modules as pure functions of their parameters and buffers: `functional_call`."""
+"""Modules as pure functions of their parameters and buffers: `pure_module`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 
 from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
@@ -16,13 +15,9 @@ from primitives.tracing.memory import bottom
 from primitives.tracing.modules.lending import attributes_kept, running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
-__all__ = ["PureModule", "functional_call"]
-
-_ABSENT: Any = object()
+__all__ = ["PureModule", "pure_module"]
 
 
 class _Names:
@@ -40,14 +35,14 @@ class _Names:
                     name, place = (f"{path}.{leaf}" if path else leaf for path in (prefix, first))
                     self.of[name] = place, x
         if not isinstance(tree, Mapping):
-            raise TreeError(f"functional_call: {what} must be a dict of tensors by name, got {type(tree).__name__}.")
+            raise TreeError(f"pure_module: {what} must be a dict of tensors by name, got {type(tree).__name__}.")
         given = {name: self._checked(name, tree[name], strict=strict) for name in self.of if name in tree}
         # A buffer that has no value is not tied to others.
         by_tie: dict[Any, Any] = {}
         for name, value in given.items():
             if by_tie.setdefault(self._tie(name), value) is not value:
                 raise TreeError(
-                    f"functional_call: {what}[{name!r}] is tied to others in the module, and must be given the same "
+                    f"pure_module: {what}[{name!r}] is tied to others in the module, and must be given the same "
                     "tensor as they are. Give one of them."
                 )
         own = {self._tie(name): (name, x) for name, (_, x) in reversed(self.of.items())}
@@ -57,7 +52,7 @@ class _Names:
         }
         if strict and any(lists.values()):
             lines = [f"{kind} in {what}: {', '.join(map(repr, names))}." for kind, names in lists.items() if names]
-            requirement = f"functional_call: {what} must have the names that {type(module).__name__} has."
+            requirement = f"pure_module: {what} must have the names that {type(module).__name__} has."
             raise TreeError("\n".join([requirement, *lines]))
         values = {tie: by_tie.get(tie, x) for tie, (_, x) in own.items()}
         if what == "buffers":
@@ -70,7 +65,7 @@ class _Names:
         return place if x is None else x
 
     def _checked(self, name: str, value: Any, *, strict: bool) -> Any:
-        label, own = f"functional_call: {self._what}[{name!r}]", self.of[name][1]
+        label, own = f"pure_module: {self._what}[{name!r}]", self.of[name][1]
         if value is None and self._what == "buffers":
             return value
         if not isinstance(value, torch.Tensor):
@@ -99,7 +94,7 @@ class _Names:
 
 
 class PureModule:
-    """A module as a pure function of its parameters and buffers; made by `functional_call`.
+    """A module as a pure function of its parameters and buffers; made by `pure_module`.
 
     Attributes:
         module: The module. Its training mode, and everything about it but parameters and buffers, is read at each call.
@@ -110,7 +105,7 @@ class PureModule:
         wrappers = (torch.jit.ScriptModule, torch.nn.DataParallel)
         if not isinstance(module, torch.nn.Module) or isinstance(module, wrappers):
             raise TypeError(
-                "functional_call: module must be a torch.nn.Module that holds its own parameters and runs in Python, "
+                "pure_module: module must be a torch.nn.Module that holds its own parameters and runs in Python, "
                 f"got {type(module).__name__}. Pass the module that was scripted, or wrapped."
             )
         self.module = module
@@ -124,7 +119,7 @@ class PureModule:
             transforms of `primitives.func` want them; for `backward`, call `requires_grad_()` on the parameters.
 
         Example:
-            >>> params, buffers = functional_call(torch.nn.BatchNorm1d(2)).init()
+            >>> params, buffers = pure_module(torch.nn.BatchNorm1d(2)).init()
             >>> list(params), list(buffers)
             (['weight', 'bias'], ['running_mean', 'running_var', 'num_batches_tracked'])
         """
@@ -162,57 +157,29 @@ class PureModule:
         # How often each tensor has been written, below all transforms; a compiler knows no versions.
         written = {} if is_compiling else {name: bottom(params[name]) for name in given.of if name in params}
         versions = {name: (x, x._version) for name, x in written.items() if not x.is_inference()}
-        errors = contextlib.nullcontext() if is_compiling else errors_in_trace("functional_call")
+        errors = contextlib.nullcontext() if is_compiling else errors_in_trace("pure_module")
         with attributes_kept(owners), torch_private.with_tensors(self.module, tensors), running(owners), errors:
             output = self.module(*args, **kwargs)
         new_buffers = state.current(tensors)
         for name, (value, version) in versions.items():
             if value._version != version:
                 raise MutationError(
-                    f"functional_call: the module writes its parameter {name!r} in place, which the pure function "
+                    f"pure_module: the module writes its parameter {name!r} in place, which the pure function "
                     "cannot return. Make it a buffer, or write it outside the module."
                 )
         if isinstance(output, (Iterator, Awaitable, AsyncGenerator)):
             raise LeafError(
-                f"functional_call: the module must return what it has computed, got {type(output).__name__}, which "
+                f"pure_module: the module must return what it has computed, got {type(output).__name__}, which "
                 "would run after the call, with the module's own parameters. Return a list, or the values."
             )
         return output, new_buffers
 
     def __repr__(self) -> str:
-        """`functional_call(Linear, strict=True)`."""
-        return f"functional_call({type(self.module).__name__}, strict={self.strict})"
+        """`pure_module(Linear, strict=True)`."""
+        return f"pure_module({type(self.module).__name__}, strict={self.strict})"
 
 
-@overload
-def functional_call(module: nn.Module, *, strict: bool | None = None) -> PureModule: ...
-
-
-@overload
-def functional_call(
-    module: nn.Module,
-    parameters_and_buffers: Any,
-    args: Any = None,
-    kwargs: dict[str, Any] | None = None,
-    *,
-    tie_weights: bool = True,
-    strict: bool | None = None,
-    namespace: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any: ...
-
-
-def functional_call(
-    module: nn.Module,
-    parameters_and_buffers: Any = _ABSENT,
-    args: Any = None,
-    kwargs: dict[str, Any] | None = None,
-    *,
-    tie_weights: bool = True,
-    strict: bool | None = None,
-    namespace: str = "",
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+def pure_module(module: nn.Module, *, strict: bool = True) -> PureModule:
     """A module as a pure function `(params, buffers, *args, **kwargs) -> (output, new_buffers)`.
 
     `params` and `buffers` are dicts by dotted name, as `named_parameters` and `named_buffers` give them; `init()` of
@@ -221,61 +188,25 @@ def functional_call(
     whatever the module assigns to its attributes is taken back. Arguments that the module writes in place are written.
     Inside, functions of torch run on the primitives of this package, as in `primitives.override_torch`, so that a
     network with batch norm, in training, works under `vmap`, `jvp`, `hessian` and `torch.compile(fullgraph=True)`.
-
-    With `parameters_and_buffers`, this is `torch.func.functional_call`: the module is called at once, buffers are
-    updated in place in what is given, and the output alone is returned.
+    `primitives.func.functional_call` has torch's contract instead: it returns the output, and writes buffers in place.
 
     Args:
         module: Module, a `torch.fx.GraphModule` too. It is lent to the call, as in `torch.func.functional_call`: two
             threads take two copies.
-        parameters_and_buffers: Tensors by name, `{"layer.weight": ...}`, as `named_parameters` gives them; or nested
-            by name, in any pytree: the keys and fields on the way to a tensor, joined by dots, are its name. A tuple
-            or list of such trees is taken together; no name may be in two of them.
-        args: A tuple of arguments, or a single argument that is none. `None` means no argument.
-        kwargs: Keyword arguments.
-        tie_weights: Whether a tensor given for one of several tied names goes for all of them. The pure function
-            always ties: one name suffices, and further ones must be given the same tensor.
-        strict: Whether every parameter and buffer must be given, and no other name. `None` means yes for the pure
-            function, which then compares shapes and dtypes as well, and no for a call at once. The pure function takes
-            what is missing from the module.
-        namespace: optree namespace of custom pytree nodes.
-        is_leaf: Where it returns true, a subtree is a leaf.
+        strict: Whether every parameter and buffer must be given, and no other name, with the shape and dtype that the
+            module has. If not, what is missing is taken from the module.
 
     Returns:
-        The pure function, a `PureModule`; with `parameters_and_buffers`, what the module returns.
+        The pure function. Of tied names one suffices, and further ones must be given the same tensor.
 
     Raises:
         TypeError: If `module` is not a module, or one of TorchScript or `DataParallel`.
-        TreeError: If a name is given twice; for what the pure function raises, see `PureModule.__call__`.
-        LeafError: If a leaf is not a tensor.
-        RuntimeError: In a call at once, if `strict` and a name is missing or unknown, or tied names are given
-            different tensors.
 
     Example:
-        >>> net = functional_call(torch.nn.BatchNorm1d(1, momentum=0.5))
+        >>> net = pure_module(torch.nn.BatchNorm1d(1, momentum=0.5))
         >>> params, buffers = net.init()
         >>> output, new_buffers = net(params, buffers, torch.tensor([[1.0], [3.0]]))
         >>> new_buffers["running_mean"], buffers["running_mean"]
         (tensor([1.]), tensor([0.]))
-        >>> linear = torch.nn.Linear(2, 1)
-        >>> functional_call(linear, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.tensor([3.0, 4.0]))
-        tensor([7.])
-        >>> model = torch.nn.Sequential(linear)
-        >>> functional_call(model, {"0": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}}, torch.ones(2))
-        tensor([2.])
     """
-    if parameters_and_buffers is _ABSENT:
-        return PureModule(module, strict=strict is None or strict)
-    several = isinstance(parameters_and_buffers, (tuple, list)) and not hasattr(parameters_and_buffers, "_fields")
-    trees: Any = parameters_and_buffers if several else (parameters_and_buffers,)
-    by_name: dict[str, Tensor] = {}
-    for tree in trees:
-        paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, namespace=namespace)
-        for path, leaf in zip(paths, leaves, strict=True):
-            name = ".".join([str(entry) for entry in path])
-            if not isinstance(leaf, torch.Tensor):
-                raise LeafError(f"functional_call: {name or 'the leaf'} must be a tensor, got {type(leaf).__name__}.")
-            if name in by_name:
-                raise TreeError(f"functional_call: every name must be given once, got {name} twice.")
-            by_name[name] = leaf
-    return torch.func.functional_call(module, by_name, args, kwargs, tie_weights=tie_weights, strict=bool(strict))
+    return PureModule(module, strict=strict)

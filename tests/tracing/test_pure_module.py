@@ -1,4 +1,4 @@
-"""functional_call: truth is the module itself, in loops, and a net written by hand; what it refuses."""
+"""pure_module: truth is the module itself, in loops, and a net written by hand; what it refuses."""
 
 import copy
 import re
@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from primitives.core.errors import LeafError
-from primitives.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from primitives.func import grad, hessian, jacrev, jvp, vmap
+from primitives.tracing import pure_module
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -107,7 +108,7 @@ def test_two_calls_equal_two_calls_of_the_module(case):
     make, x = CASES[case]
     torch.manual_seed(0)
     model = make().double()
-    pure, before = functional_call(model), snapshot(model)
+    pure, before = pure_module(model), snapshot(model)
     params, buffers = pure.init()
     given = copy.deepcopy((params, buffers))
     for p in params.values():
@@ -126,7 +127,7 @@ def test_two_calls_equal_two_calls_of_the_module(case):
 
 def test_a_call_that_raises():
     model = Writer().double()
-    pure, before = functional_call(model), snapshot(model)
+    pure, before = pure_module(model), snapshot(model)
     params, buffers = pure.init()
     given = copy.deepcopy(buffers)
     with pytest.raises(ZeroDivisionError):
@@ -148,7 +149,7 @@ class Mean(nn.Module):
 
 
 def test_shared_buffers_under_vmap():
-    pure, stacked = functional_call(Mean()), {"mean": torch.zeros(4, dtype=torch.float64)}
+    pure, stacked = pure_module(Mean()), {"mean": torch.zeros(4, dtype=torch.float64)}
     params, buffers = pure.init()
     for given, axis, in_place in ((buffers, None, False), (stacked, 0, True)):
         new_buffers = vmap(pure, in_dims=(None, axis, 0, None))(params, given, X, in_place)[1]
@@ -160,7 +161,7 @@ def test_shared_buffers_under_vmap():
 
 def test_strict_false_takes_the_rest_from_the_module():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    pure = functional_call(model, strict=False)
+    pure = pure_module(model, strict=False)
     # A bias would be rounded by the batch norm.
     zeros = {"0.weight": torch.zeros(3, 3).double(), "0.bias": torch.zeros(3).double()}
     output, buffers = pure({**zeros, "unknown": X}, {}, X)
@@ -171,14 +172,14 @@ def test_strict_false_takes_the_rest_from_the_module():
     params, buffers = pure.init()
     half = ({name: value.bfloat16() for name, value in params.items()}, buffers)
     with pytest.raises(pr.DtypeError):
-        functional_call(model)(*half, X)
+        pure_module(model)(*half, X)
     first = {name[2:]: value.float() for name, value in params.items() if name.startswith("0.")}
-    assert functional_call(model[0], strict=False)(first, {}, X.float())[0].dtype == torch.float32
+    assert pure_module(model[0], strict=False)(first, {}, X.float())[0].dtype == torch.float32
 
 
 def test_tied_names():
     model = Shared().double()
-    pure = functional_call(model)
+    pure = pure_module(model)
     params, buffers = pure.init()
     weight = params.pop("encode.weight") * 2 + 1
     assert "decode.weight" not in params
@@ -210,12 +211,12 @@ class Parting(nn.Module):
 
 
 def test_a_tie_that_a_call_breaks():
-    pure = functional_call(Parting())
+    pure = pure_module(Parting())
     assert pure(*pure.init())[1] == {"first": 1, "second": 0}
 
 
 def linear():
-    pure = functional_call(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    pure = pure_module(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     return pure, *pure.init()
 
 
@@ -246,7 +247,7 @@ class Streaming(nn.Linear):
 
 
 def call(module, *args, transform=lambda f: f):
-    pure, before = functional_call(module), snapshot(module)
+    pure, before = pure_module(module), snapshot(module)
     params, buffers = pure.init()
     try:
         transform(lambda params: pure(params, buffers, *args)[0].sum())(
@@ -262,8 +263,8 @@ def stacked(f):
 
 WRITTEN = pr.MutationError, "writes its parameter 'weight' in place"
 ERRORS = {
-    "no module": (lambda: functional_call(3), TypeError, "got int"),
-    "parallel": (lambda: functional_call(nn.DataParallel(nn.Linear(1, 1))), TypeError, "got DataParallel"),
+    "no module": (lambda: pure_module(3), TypeError, "got int"),
+    "parallel": (lambda: pure_module(nn.DataParallel(nn.Linear(1, 1))), TypeError, "got DataParallel"),
     "no dict": (lambda: PURE([], BUFFERS, X), pr.TreeError, "params must be a dict"),
     "nested": (lambda: PURE({**PARAMS, "0.weight": {}}, BUFFERS, X), LeafError, "params['0.weight']"),
     "kind": (lambda: PURE({**PARAMS, **BUFFERS}, BUFFERS, X), pr.TreeError, "Unexpected in params: '1.running_mean'"),
@@ -289,7 +290,7 @@ def test_errors(case):
     action, error, message = ERRORS[case]
     with pytest.raises(error, match=re.escape(message)) as info:
         action()
-    assert str(info.value).startswith("functional_call: ")
+    assert str(info.value).startswith("pure_module: ")
 
 
 # Under transforms.
@@ -310,11 +311,11 @@ BATCH, LABELS = data(1, 4, 1, 5, 5), torch.tensor([0, 2, 1, 2])
 @pytest.mark.parametrize("kind, momentum", [("torch", None), ("primitives", 0.1)])
 def test_vmap_over_models(kind, momentum):
     model = net(kind, momentum)
-    params, buffers = functional_call(model).init()
+    params, buffers = pure_module(model).init()
     # Each model has seen another number of batches.
     states = [{n: x + (0.1 * k if n in params else k) for n, x in (params | buffers).items()} for k in range(3)]
     stacked = ({n: torch.stack([state[n] for state in states]) for n in tree} for tree in (params, buffers))
-    outputs, new_buffers = vmap(functional_call(model), in_dims=(0, 0, None))(*stacked, BATCH)
+    outputs, new_buffers = vmap(pure_module(model), in_dims=(0, 0, None))(*stacked, BATCH)
     for i, state in enumerate(states):
         one = net("torch", momentum)
         one.load_state_dict(state)
@@ -358,7 +359,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("kind", ["torch", "primitives"])
 def test_derivatives_in_training(kind, name):
-    pure = functional_call(net(kind))
+    pure = pure_module(net(kind))
     params, buffers = pure.init()
     found = TRANSFORMS[name](lambda p, x: pure(p, buffers, x)[0], params)
     torch.testing.assert_close(found, TRANSFORMS[name](without_statistics(), params), rtol=1e-9, atol=1e-9)
@@ -367,7 +368,7 @@ def test_derivatives_in_training(kind, name):
 def test_compiled_training_step():
     # As little as a compiler needs to see.
     model = net("torch", momentum=None)[:2].append(nn.Flatten()).append(nn.Linear(18, 3).double())
-    pure, before = functional_call(model), snapshot(model)
+    pure, before = pure_module(model), snapshot(model)
     params, buffers = pure.init()
 
     def loss(params, buffers, x):
@@ -394,7 +395,7 @@ def test_a_buffer_that_the_module_deletes_is_none_afterwards():
         def forward(self, x):
             return x * self._buffers.pop("scale")
 
-    pure = functional_call(Once())
+    pure = pure_module(Once())
     params, buffers = pure.init()
     assert pure(params, buffers, X)[1] == {"scale": None}
     assert vmap(pure, in_dims=(None, None, 0))(params, buffers, X)[1] == {"scale": None}

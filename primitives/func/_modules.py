@@ -1,0 +1,77 @@
+"""Modules with other parameters and buffers, by the names and contracts of `torch.func`: `functional_call`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+
+from primitives.core.errors import LeafError, TreeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+__all__ = ["functional_call"]
+
+
+def functional_call(
+    module: nn.Module,
+    parameter_and_buffer_dicts: Any,
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    tie_weights: bool = True,
+    strict: bool = False,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """`torch.func.functional_call`, whose tensors may also be nested by name: the module with other parameters.
+
+    Buffers are updated in place in what is given, and the output alone is returned. `primitives.tracing.pure_module`
+    returns new buffers, and works where torch refuses writes to buffers, as under `vmap`.
+
+    Args:
+        module: Module. It is lent to the call: two threads take two copies.
+        parameter_and_buffer_dicts: Tensors by name, `{"layer.weight": ...}`, as `named_parameters` gives them; or
+            nested by name, in any pytree: the keys and fields on the way to a tensor, joined by dots, are its name. A
+            tuple or list of such trees is taken together; no name may be in two of them.
+        args: A tuple of arguments, or a single argument that is not one. `None` means no argument.
+        kwargs: Keyword arguments.
+        tie_weights: Whether a tensor given for one of several tied names goes for all of them.
+        strict: Whether every parameter and buffer must be given, and no other name.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        What the module returns.
+
+    Raises:
+        TreeError: If a name is given twice.
+        LeafError: If a leaf is not a tensor.
+        RuntimeError: If `strict` and a name is missing or unknown, or tied names are given different tensors.
+
+    Example:
+        >>> linear = torch.nn.Linear(2, 1)
+        >>> functional_call(linear, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.tensor([3.0, 4.0]))
+        tensor([7.])
+        >>> model = torch.nn.Sequential(linear)
+        >>> functional_call(model, {"0": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}}, torch.ones(2))
+        tensor([2.])
+    """
+    given = parameter_and_buffer_dicts
+    several = isinstance(given, (tuple, list)) and not hasattr(given, "_fields")
+    trees: Any = given if several else (given,)
+    by_name: dict[str, Tensor] = {}
+    for tree in trees:
+        paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, namespace=namespace)
+        for path, leaf in zip(paths, leaves, strict=True):
+            name = ".".join([str(entry) for entry in path])
+            if not isinstance(leaf, torch.Tensor):
+                raise LeafError(f"functional_call: {name or 'the leaf'} must be a tensor, got {type(leaf).__name__}.")
+            if name in by_name:
+                raise TreeError(f"functional_call: every name must be given once, got {name} twice.")
+            by_name[name] = leaf
+    return torch.func.functional_call(module, by_name, args, kwargs, tie_weights=tie_weights, strict=strict)
