@@ -49,8 +49,8 @@ def public_functions() -> dict[str, Callable[[Tensor], Tensor]]:
     return {name: functools.partial(_called, name, f) for name, f in public.items() if inspect.isfunction(f)}
 
 
-def _called(name: str, function: Callable[..., Any], x: Tensor) -> Tensor:
-    """All tensors that the function returns, as one vector."""
+def arguments_of(name: str, function: Callable[..., Any], x: Tensor) -> dict[str, Any]:
+    """All that a public function must be given, made of `x`, by the names of its arguments."""
     given = {
         **dict.fromkeys(("input", "query", "q"), x),
         **dict.fromkeys(("key", "k", "residual"), x.sin()),
@@ -69,10 +69,15 @@ def _called(name: str, function: Callable[..., Any], x: Tensor) -> Tensor:
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in args:
             if key not in given:
-                raise LookupError(f"self-check of {name}: give {key} a value in _called, in primitives/__main__.py.")
+                raise LookupError(f"self-check of {name}: give {key} a value in arguments_of, primitives/__main__.py.")
             args[key] = given[key]
+    return args
+
+
+def _called(name: str, function: Callable[..., Any], x: Tensor) -> Tensor:
+    """All tensors that the function returns, as one vector."""
     torch.manual_seed(0)
-    outputs = optree.tree_leaves(function(**args))
+    outputs = optree.tree_leaves(function(**arguments_of(name, function, x)))
     return torch.cat([out.flatten() for out in outputs if isinstance(out, torch.Tensor)])
 
 

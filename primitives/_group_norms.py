@@ -191,12 +191,12 @@ def _instance_norm_tree(given: tuple, namespace: str, *, in_place: bool) -> tupl
     for name, value in (("momentum", momentum), ("eps", eps)):
         arguments.number("instance_norm", name, value)
     if use_input_stats:
-        arguments.positive_eps(eps, "instance_norm")
+        arguments.positive_eps("instance_norm", eps)
 
     def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> None:
         arguments.instance_norm(label, x, mean, var, weight, bias, use_input_stats=use_input_stats)
         if in_place and use_input_stats:
-            arguments.written(mean, var, "instance_norm")
+            arguments.written("instance_norm", mean, var)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)

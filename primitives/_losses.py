@@ -102,9 +102,15 @@ def cross_entropy(
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         axis, shape, options = checks.class_axis(x), tuple(x.shape), (weight, label_smoothing, z_loss)
-        if not checks.has_probabilities(shape, target):
+        has_probabilities = checks.has_probabilities(shape, target)
+        if not axis:
+            # Rows with an axis: of the product of a number and a tensor without one, torch makes float64 tangents.
+            return compute(
+                x.unsqueeze(0), target.unsqueeze(0) if has_probabilities else target.reshape(1), weight
+            ).reshape(())
+        if not has_probabilities:
             losses = functools.partial(_losses_of, x, axis)
-            rows, total = _of_labels(losses, shape, _labels(x, target, ignore_index), *options)
+            rows, total = _of_labels(losses, shape, _labels("cross_entropy", x, target, ignore_index), *options)
             return _reduced(rows, total, reduction).to(_result_dtype(x, x.dtype))
         dtype = torch.promote_types(x.dtype, target.dtype)
         wide = x.double() if dtype == torch.float64 else x
@@ -164,7 +170,7 @@ def nll_loss(
         checks.loss("nll_loss", label, x, target, weight, takes_probabilities=False)
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        labels, axis = _labels(x, target, ignore_index), checks.class_axis(x)
+        labels, axis = _labels("nll_loss", x, target, ignore_index), checks.class_axis(x)
         picked = x.gather(axis, labels.clamp(min=0).unsqueeze(axis)).squeeze(axis).to(accumulation_dtype(x.dtype))
         rows = (-picked).masked_fill(labels < 0, 0.0)
         of_rows = _row_weights(labels, weight, picked.dtype)
@@ -189,11 +195,11 @@ def _result_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _labels(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Class indices in int64, -1 where they are ignored."""
+def _labels(function: str, x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Class indices in int64, -1 where they are ignored; errors name the function."""
     # Torch takes one label in a list of one for logits without a batch.
     target = target.reshape(()) if x.dim() == 1 else target
-    return class_labels_p(target, x.shape[checks.class_axis(x)], ignore_index)
+    return class_labels_p(target, x.shape[checks.class_axis(x)], ignore_index, function)
 
 
 def _losses_of(x: Tensor, axis: int, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -220,7 +226,7 @@ def _of_labels(
     rows, lse = losses(labels, smoothing if weight is None else 0.0)
     of_rows = _row_weights(labels, weight, rows.dtype)
     if weight is not None:
-        rows = _times(of_rows * rows, 1.0 - smoothing)
+        rows = (1.0 - smoothing) * of_rows * rows
         if smoothing:
             # The share of all classes is one target, which is repeated in no memory.
             shares = smoothing / weight.shape[0] * _per_class(weight.to(rows.dtype), shape)
@@ -239,11 +245,6 @@ def _of_probabilities(
         target, smoothing = target * _per_class(weight, shape), 0.0
     rows, lse = losses(target, smoothing)
     return torch.add(rows, lse.square(), alpha=z_loss) if z_loss else rows, rows.numel()
-
-
-def _times(rows: Tensor, number: float) -> Tensor:
-    """`number * rows`, by a tensor: of a number of torch's, that of no axis, torch makes float64 tangents otherwise."""
-    return rows * torch.full((), number, dtype=rows.dtype, device=rows.device)
 
 
 def _reduced(rows: Tensor, total: Tensor | int, reduction: str) -> Tensor:
@@ -336,7 +337,7 @@ def linear_cross_entropy(
     else:
         if shift:
             target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
-        labels = class_labels_p(target.reshape(of_rows[0], *rest), of_rows[1], ignore_index)
+        labels = class_labels_p(target.reshape(of_rows[0], *rest), of_rows[1], ignore_index, "linear_cross_entropy")
         rows, total = _of_labels(losses, of_rows, labels, *options)
         dtype = input.dtype
     rows = rows.reshape((*input.shape[:-1], *rest))

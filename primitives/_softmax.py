@@ -143,7 +143,11 @@ def softmin(
     namespace: str = "",
 ) -> Any:
     """`softmax` of `-input`, with its arguments, errors and derivatives."""
-    return softmax(input, dim, _stacklevel + 1, dtype, scale=-1.0, mask=mask, namespace=namespace)
+
+    def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
+        return softmax_p(x, mask, axis, -1.0, dtype)
+
+    return _over_axis("softmin", compute, input, dim, dtype, mask, _stacklevel, namespace)
 
 
 def _over_axis(

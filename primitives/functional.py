@@ -172,30 +172,29 @@ def pure_batch_norm(
         tensor([0.2000])
     """
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _batch_norm_tree(given, namespace, in_place=False)
+    return _batch_norm_tree("pure_batch_norm", given, namespace)
 
 
-def _batch_norm_tree(
-    given: tuple, namespace: str, *, in_place: bool, relu: bool = False, residual: Any = None
-) -> BatchNormOutput:
-    """Batch norm over a pytree; `in_place` also writes the new running statistics into the given ones."""
+def _batch_norm_tree(name: str, given: tuple, namespace: str, residual: Any = None) -> BatchNormOutput:
+    """The function of this name over a pytree; but for the pure one, new running statistics are written too."""
     input, running_mean, running_var, weight, bias, training, momentum, eps = given
-    arguments.momentum(momentum)
-    arguments.number("batch_norm", "eps", eps)
+    in_place, relu = name != "pure_batch_norm", name == "batch_norm_relu"
+    arguments.momentum(name, momentum)
+    arguments.number(name, "eps", eps)
     if training:
-        arguments.positive_eps(eps)
+        arguments.positive_eps(name, eps)
 
     def check(label: str, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> None:
-        arguments.batch_norm(label, x, mean, var, weight, bias, training=training)
+        arguments.batch_norm(name, label, x, mean, var, weight, bias, training=training)
         if residual is not None:
-            arguments.added("batch_norm_relu", label, x, residual)
+            arguments.added(name, label, x, residual)
         if in_place and training:
-            arguments.written(mean, var)
+            arguments.written(name, mean, var)
 
     def compute(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, residual: Any) -> tuple[Tensor, Any, Any]:
         weight = weight_beside(bias, weight, x)
-        # An empty tensor of one axis has no channels.
-        rows = x.reshape(0, 0) if x.dim() == 1 else x
+        # An empty tensor of one axis has the channels of what comes with it.
+        rows = x.reshape(0, arguments.channels_of_nothing(mean, weight, bias)) if x.dim() == 1 else x
         residual = None if residual is None else residual.reshape(rows.shape)
         last = {"in_place": in_place, "relu": relu, "residual": residual}
         y, mean, var = batch_norm_of_tensors(rows, mean, var, weight, bias, training, momentum, eps, **last)
@@ -203,7 +202,6 @@ def _batch_norm_tree(
 
     prefixes = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     prefixes["residual"] = residual
-    name = "batch_norm_relu" if relu else "batch_norm"
     trees = map_tensors(name, check, compute, input, prefixes, namespace=namespace, num_results=3)
     return BatchNormOutput(*trees)
 
@@ -269,7 +267,7 @@ def batch_norm(
     """
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not arguments.is_plain_batch_norm(*given):
-        return _batch_norm_tree(given, namespace, in_place=True).output
+        return _batch_norm_tree("batch_norm", given, namespace).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
 
@@ -327,7 +325,7 @@ def batch_norm_relu(
     given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if arguments.is_plain_batch_norm(*given, residual):
         return batch_norm_of_tensors(*given, in_place=True, relu=True, residual=residual)[0]
-    return _batch_norm_tree(given, namespace, in_place=True, relu=True, residual=residual).output
+    return _batch_norm_tree("batch_norm_relu", given, namespace, residual).output
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:

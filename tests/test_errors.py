@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import primitives as pr
+from primitives.__main__ import arguments_of, public_functions
 from tests.support import TORCH_ERRORS, assert_raises
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -212,6 +215,28 @@ STRICTER |= {
 def test_where_torch_is_silent(case):
     call, error, words = STRICTER[case]
     assert_raises(error, words, lambda: call(pr.functional))
+
+
+# One for each kind of thing that an argument may be.
+WRONG = ("a", -1.5, 10**6, torch.ones(3, 5), torch.full((2, 4), 9), ones(4, device="meta"), X.cfloat(), X.to_sparse())
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+@pytest.mark.parametrize("name", public_functions())
+def test_an_error_names_the_function_that_was_called(name):
+    function, messages = getattr(pr.functional, name), []
+    given = arguments_of(name, function, torch.ones(2, 4, 4))
+    for argument, parameter in inspect.signature(function).parameters.items():
+        # Torch's own code reads these; a flag is whatever Python takes for one.
+        if argument in ("size_average", "reduce", "_stacklevel") or parameter.default in (True, False):
+            continue
+        for wrong in WRONG:
+            try:
+                function(**{**given, argument: wrong})
+            except Exception as error:
+                messages.append(str(error))
+    assert len(messages) > len(WRONG)
+    assert not [message for message in messages if not message.startswith(f"{name}: ")]
 
 
 @pytest.mark.parametrize("wrong", [*CHANNEL_TENSORS, "momentum", "eps"])

@@ -93,6 +93,52 @@ def test_empty_input(call, shape):
     assert torch.autograd.grad(ours.sum(), x)[0].shape == x.shape
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_batch_norm_takes_nothing_of_one_axis_beside_the_parameters_of_a_layer(training):
+    results = []
+    for space in (functional, F):
+        x, (mean, var) = torch.empty(0, requires_grad=True), running(3)
+        weight, bias = (torch.ones(3, requires_grad=True) for _ in range(2))
+        y = space.batch_norm(x, mean, var, weight, bias, training)
+        results.append([y, mean, *torch.autograd.grad(y.sum(), (x, weight, bias))])
+    assert_close(*results)
+    assert functional.batch_norm_relu(x, mean, var, weight, bias, training, residual=x).shape == (0,)
+
+
+def test_a_loss_of_one_sample_keeps_float32_in_nested_derivatives():
+    """Torch makes float64 tangents of the product of a number and a tensor without axes."""
+    x, weight, label = seeded(5), seeded(5).exp(), torch.tensor(2)
+
+    def loss(x, weight):
+        return functional.cross_entropy(x, label, weight, label_smoothing=0.2, z_loss=0.1)
+
+    point = x, weight
+    assert jvp(loss, point, point)[1].dtype == torch.float32
+    found = jvp(grad(loss, (0, 1)), point, point)[1]
+    assert_close(found, jvp(grad(loss, (0, 1)), *[tuple(t.double() for t in point)] * 2)[1], check_dtype=False)
+    assert {t.dtype for t in found} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+def test_cross_entropy_over_a_quarter_of_a_million_classes(kind):
+    """Its value and gradient in float32, against the definition in float64."""
+    classes = 262_144
+    x = seeded(2, classes)
+    hit = F.one_hot(torch.tensor([classes - 1, 5]), classes)
+    target = hit.argmax(-1) if kind == "labels" else hit.float() * 0.5 + 0.5 / classes
+    true_target = hit.double() if kind == "labels" else target.double()
+
+    def loss(x):
+        return functional.cross_entropy(x, target)
+
+    wide = x.double()
+    lse = wide.exp().sum(-1, keepdim=True).log()
+    truth = (true_target * (lse - wide)).sum() / 2
+    assert_close(loss(x).double(), truth, rtol=1e-6, atol=0)
+    slope = ((wide - lse).exp() - true_target) / 2
+    assert_close(grad(loss)(x).double(), slope, rtol=1e-4, atol=1e-11)
+
+
 def test_log_softmax_of_a_row_of_minus_infinity_is_nan():
     x = torch.tensor([[-torch.inf] * 3, [0.0, -torch.inf, 1.0]])
     assert_close(functional.log_softmax(x, 1), F.log_softmax(x, 1), equal_nan=True, rtol=0, atol=0)

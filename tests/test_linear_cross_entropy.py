@@ -207,6 +207,21 @@ def test_wrong_arguments(change, error):
         pr.functional.linear_cross_entropy(**{**given, **change})
 
 
+def test_a_vocabulary_that_is_longer_than_a_chunk():
+    """Two rows a chunk: value, gradients and a Hessian-vector product against float64 logits of all rows."""
+    classes = 262_144
+    x, weight = normal((4, 2), 0).float(), normal((classes, 2), 1).float()
+    labels = torch.tensor([classes - 1, 5, -100, 0])
+
+    def derivatives(loss, *args):
+        return loss(*args), *jvp(grad(loss, (0, 1)), args, tuple(a.cos() for a in args))
+
+    found = derivatives(lambda x, w: pr.functional.linear_cross_entropy(x, w, labels, chunk_rows=2), x, weight)
+    truth = derivatives(lambda x, w: F.cross_entropy(x @ w.mT, labels), x.double(), weight.double())
+    for got, want in zip(tree_leaves(found), tree_leaves(truth), strict=True):
+        assert_close(got.double(), want, rtol=1e-5, atol=2e-6 * want.abs().max().item())
+
+
 def test_no_more_than_a_few_chunks_of_logits_are_in_memory():
     """Of the logits; the cotangent of the weight takes what the weight does."""
     rows, width, classes, chunk = 96, 8, 1024, 4

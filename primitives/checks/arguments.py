@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Autocast leaves these alone, as it does torch's.
-_NOT_CAST = ("batch_norm", "batch_norm_relu", "instance_norm")
+_NOT_CAST = ("batch_norm", "batch_norm_relu", "pure_batch_norm", "instance_norm")
 BATCH_NORM_MIN_DIM, BATCH_NORM_MAX_DIM = 2, 5
 
 
@@ -80,6 +80,10 @@ def _go_with(x: Tensor, shape: Any, *values: Any) -> bool:
         ):
             return False
     return dtype in FLOATING
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
 
 
 def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -141,9 +145,7 @@ def of_samples(op_name: str, label: str, x: Tensor, norm_ndim: int, **pair: Any)
 
 def is_plain_layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: Any) -> bool:
     """Whether this passes `layer_norm`, and needs no look at trees."""
-    if not (
-        type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape and not x.is_nested
-    ):
+    if not (type(eps) is float and isinstance(x, torch.Tensor) and isinstance(shape, tuple) and shape and _is_dense(x)):
         return False
     for size in shape:
         if type(size) is not int:
@@ -182,7 +184,7 @@ def is_plain_group_norm(x: Any, num_groups: Any, weight: Any, bias: Any, eps: An
         type(eps) is float
         and type(num_groups) is int
         and isinstance(x, torch.Tensor)
-        and not x.is_nested
+        and _is_dense(x)
         and x.dim() >= BATCH_NORM_MIN_DIM
         and num_groups > 0
         and x.shape[1] % num_groups == 0
@@ -212,13 +214,13 @@ def instance_norm(
         )
 
 
-def positive_eps(value: float, op_name: str = "batch_norm") -> None:
+def positive_eps(op_name: str, value: float) -> None:
     """Raise unless `value` is positive: a constant channel has no variance."""
     if value <= 0.0:
         raise ValueError(f"{op_name}: eps must be positive where statistics are those of the input, got {value}.")
 
 
-def written(running_mean: Tensor | None, running_var: Tensor | None, op_name: str = "batch_norm") -> None:
+def written(op_name: str, running_mean: Tensor | None, running_var: Tensor | None) -> None:
     """Raise unless the running statistics can be written in place."""
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if value is not None and value.requires_grad and torch.is_grad_enabled():
@@ -228,18 +230,24 @@ def written(running_mean: Tensor | None, running_var: Tensor | None, op_name: st
             )
 
 
-def momentum(value: float | Tensor) -> None:
+def momentum(op_name: str, value: float | Tensor) -> None:
     """Raise unless `value` is a number, or a tensor of one."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise DtypeError(
-            f"batch_norm: momentum must be a number, got {type(value).__name__}. (The cumulative average that "
+            f"{op_name}: momentum must be a number, got {type(value).__name__}. (The cumulative average that "
             "momentum=None means is a feature of the BatchNorm modules, which count the batches.)"
         )
 
 
+def channels_of_nothing(*params: Tensor | None) -> int:
+    """Those of an empty tensor of one axis: torch takes it beside the parameters of a layer, whatever their size."""
+    return next((param.numel() for param in params if param is not None), 0)
+
+
 def batch_norm(
+    op_name: str,
     label: str,
     x: Tensor,
     running_mean: Tensor | None,
@@ -252,27 +260,28 @@ def batch_norm(
     """Raise unless the arguments of a batch norm fit one another."""
     is_empty_row = x.dim() == 1 and x.numel() == 0
     if not (is_empty_row or BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM):
-        raise ShapeError(f"batch_norm: {label} must have 2 to 5 axes, [N, C, *spatial], got {_list(x.shape)}.")
-    floating("batch_norm", label, x.dtype)
+        raise ShapeError(f"{op_name}: {label} must have 2 to 5 axes, [N, C, *spatial], got {_list(x.shape)}.")
+    floating(op_name, label, x.dtype)
     if (running_mean is None) != (running_var is None):
         missing, given = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
         raise ShapeError(
-            "batch_norm: running_mean and running_var must both be given or both be None, "
+            f"{op_name}: running_mean and running_var must both be given or both be None, "
             f"got {given} without {missing}."
         )
     if not training and running_mean is None and x.numel() > 0:
         raise ShapeError(
-            "batch_norm: running_mean and running_var must be given in evaluation mode, got None. "
+            f"{op_name}: running_mean and running_var must be given in evaluation mode, got None. "
             "Pass training=True to normalize by the statistics of the batch."
         )
-    # torch takes an empty tensor of one axis for one without channels.
-    channels = 0 if is_empty_row else x.shape[1]
-    what = f"axis 1 of {label}"
-    _pair("batch_norm", label, x, (channels,), what, running_mean=running_mean, running_var=running_var)
-    _pair("batch_norm", label, x, (channels,), what, weight=weight, bias=bias)
+    if is_empty_row:
+        channels, what = channels_of_nothing(running_mean, weight, bias), "that of the others"
+    else:
+        channels, what = x.shape[1], f"axis 1 of {label}"
+    _pair(op_name, label, x, (channels,), what, running_mean=running_mean, running_var=running_var)
+    _pair(op_name, label, x, (channels,), what, weight=weight, bias=bias)
     if training and math.prod(x.shape[2:], start=x.shape[0]) == 1:
         raise ShapeError(
-            f"batch_norm: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
+            f"{op_name}: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
             "Use a larger batch, or evaluation mode."
         )
 
@@ -296,12 +305,12 @@ def is_plain_batch_norm(
         type(eps) is float
         and type(momentum) is float
         and isinstance(x, torch.Tensor)
-        and not x.is_nested
+        and _is_dense(x)
         and BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM
         and (running_mean is None) == (running_var is None)
         and (eps > 0.0 and x.shape[0] > 1 if training else running_mean is not None)
         and _go_with(x, x.shape[1:2], running_mean, running_var, weight, bias)
-        and (residual is None or _go_with(x, x.shape, residual))
+        and (residual is None or (_go_with(x, x.shape, residual) and _is_dense(residual)))
     ):
         return False
     return not training or running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)
@@ -351,7 +360,7 @@ def is_plain_softmax(x: Any, dim: Any, dtype: Any) -> bool:
         dtype is None
         and type(dim) is int
         and isinstance(x, torch.Tensor)
-        and not x.is_nested
+        and _is_dense(x)
         and -x.dim() <= dim < x.dim()
         and x.dtype in FLOATING
     )

@@ -9,6 +9,7 @@ import torch
 
 from primitives.checks.arguments import floating, probability
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
+from primitives.core.trees.leaves import require_dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,9 +116,7 @@ def _dense(op_name: str, name: str, x: Any) -> None:
         raise DtypeError(f"{op_name}: {name} must be a tensor, got {type(x).__name__}.")
     if is_causal_bias(x):
         raise DtypeError(f"{op_name}: {name} must be a dense tensor, got a CausalBias. Pass causal=True, or a mask.")
-    if x.is_nested or x.layout is not torch.strided:
-        kind, remedy = ("nested", "its parts, list(x.unbind())") if x.is_nested else (x.layout, "x.to_dense()")
-        raise DtypeError(f"{op_name}: {name} must be a dense tensor, got a {kind} one. Pass {remedy}.")
+    require_dense(op_name, name, x)
 
 
 def _dtypes(op_name: str, rows: list[tuple[str, Tensor]], bias: tuple[str, Any], mask: tuple[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from primitives.checks.arguments import LOW_PRECISION, floating, number, probability
 from primitives.core.errors import DeviceError, DtypeError, ShapeError
+from primitives.core.trees.leaves import require_dense
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,8 @@ def options(op_name: str, reduction: str, ignore_index: int, label_smoothing: fl
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
         raise DtypeError(f"{op_name}: ignore_index must be an int, got {type(ignore_index).__name__}.")
     probability(op_name, label_smoothing, "label_smoothing")
+    if isinstance(z_loss, bool):
+        raise DtypeError(f"{op_name}: z_loss must be a number, got bool.")
     number(op_name, "z_loss", z_loss)
 
 
@@ -133,23 +136,27 @@ def linear_loss(
     shift: bool,
 ) -> tuple[int, ...]:
     """The shape of the logits; raises unless the arguments of a linear cross-entropy fit one another."""
-    for label, value in (("input", x), ("linear_weight", linear_weight), ("target", target)):
+    given = {"input": x, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}
+    for label, value in given.items():
+        if value is None and label in ("linear_bias", "weight"):
+            continue
         if not isinstance(value, torch.Tensor):
             raise DtypeError(f"{_NAME}: {label} must be a tensor, got {type(value).__name__}.")
+        require_dense(_NAME, label, value)
     floating(_NAME, "input", x.dtype)
     _layer(x, linear_weight, linear_bias)
     rows, classes = tuple(x.shape[:-1]), tuple(linear_weight.shape[:-1])
-    given = target
+    labels = target
     if len(rows) > 1:
         # The logits of more axes have the classes last, and the target a label for each row.
         if tuple(target.shape) != rows:
             raise ShapeError(f"{_NAME}: target must have shape {list(rows)}, got {list(target.shape)}.")
-        given, rows = target.reshape(-1), (target.numel(),)
+        labels, rows = target.reshape(-1), (target.numel(),)
     shape = (*rows, *classes)
     if not rows and len(classes) > 1:
         raise ShapeError(f"{_NAME}: input must have shape [N, D] for linear_weight [C, *, D], got {list(x.shape)}.")
-    fit(_NAME, "the logits", x.dtype, x.device, shape, given, weight, takes_probabilities=True)
-    if shift and (has_probabilities(shape, given) or target.dim() == 0):
+    fit(_NAME, "the logits", x.dtype, x.device, shape, labels, weight, takes_probabilities=True)
+    if shift and (has_probabilities(shape, labels) or target.dim() == 0):
         raise ShapeError(f"{_NAME}: shift needs class indices of shape [*, tokens], got {list(target.shape)}.")
     return shape
 

@@ -220,14 +220,14 @@ batch_all(cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entro
 # Not among the primitives, whose kernels are Triton's: it has integers alone, one a row, and no derivative.
 class_labels_p = Primitive(
     "class_labels",
-    "(Tensor target, int num_classes, int ignore_index) -> Tensor labels",
+    "(Tensor target, int num_classes, int ignore_index, str function) -> Tensor labels",
     namespace="primitives_composed",
     decomposable=True,
 )
 
 
 @class_labels_p.def_reference
-def _class_labels_reference(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+def _class_labels_reference(target: Tensor, num_classes: int, ignore_index: int, function: str) -> Tensor:
     return torch.where(target == ignore_index, -1, target.to(torch.int64))
 
 
@@ -236,22 +236,22 @@ def _are_labels(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
 
 
 @class_labels_p.def_kernel("cpu")
-def _class_labels_on_cpu(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+def _class_labels_on_cpu(target: Tensor, num_classes: int, ignore_index: int, function: str) -> Tensor:
     if not _are_labels(target, num_classes, ignore_index).item():
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= num_classes))]
         raise LabelError(
-            f"cross_entropy: target must have class indices in [0, {num_classes - 1}] or ignore_index={ignore_index}, "
+            f"{function}: target must have class indices in [0, {num_classes - 1}] or ignore_index={ignore_index}, "
             f"got {wrong[0].item()}."
         )
-    return _class_labels_reference(target, num_classes, ignore_index)
+    return _class_labels_reference(target, num_classes, ignore_index, function)
 
 
 @class_labels_p.def_kernel("cuda")
-def _class_labels_on_a_gpu(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+def _class_labels_on_a_gpu(target: Tensor, num_classes: int, ignore_index: int, function: str) -> Tensor:
     # Without waiting for the device, as torch does.
     is_right = _are_labels(target, num_classes, ignore_index)
-    torch._assert_async(is_right, f"cross_entropy: target must have class indices in [0, {num_classes - 1}].")
-    return _class_labels_reference(target, num_classes, ignore_index)
+    torch._assert_async(is_right, f"{function}: target must have class indices in [0, {num_classes - 1}].")
+    return _class_labels_reference(target, num_classes, ignore_index, function)
 
 
 @class_labels_p.def_vmap

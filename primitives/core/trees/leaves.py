@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Meta", "Partition", "check_like", "is_like", "map_tensors"]
+__all__ = ["Meta", "Partition", "check_like", "is_like", "map_tensors", "require_dense"]
 
 
 class Partition:
@@ -146,12 +146,19 @@ def _are_tensors(values: Iterable[Any]) -> bool:
     return True
 
 
-def _refuse_nested(op_name: str, label: str, x: torch.Tensor) -> None:
-    if x.is_nested:
-        raise DtypeError(
-            f"{op_name}: {label} must be a dense tensor, got a nested one. Pass its parts, list(x.unbind()), or call "
-            "torch's own function, whose derivatives beyond the first can be wrong."
-        )
+def require_dense(op_name: str, label: str, x: torch.Tensor) -> None:
+    """Raise if `x` is nested, sparse or of another layout that the operators do not take."""
+    if x.is_nested or x.layout is not torch.strided:
+        kind, remedy = ("nested", "its parts, list(x.unbind())") if x.is_nested else (x.layout, "x.to_dense()")
+        raise DtypeError(f"{op_name}: {label} must be a dense tensor, got a {kind} one. Pass {remedy}.")
+
+
+def _require_dense_tensors(op_name: str, labels: Iterable[str], values: Iterable[Any]) -> None:
+    for label, value in zip(labels, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            require_dense(op_name, label, value)
+        elif value is not None:
+            raise DtypeError(f"{op_name}: {label} must be a tensor, got {type(value).__name__}.")
 
 
 def map_tensors(
@@ -176,7 +183,7 @@ def map_tensors(
     if isinstance(tree, torch.Tensor):
         values = prefixes.values()
         if _are_tensors(values):
-            _refuse_nested(op_name, root, tree)
+            _require_dense_tensors(op_name, (root, *prefixes), (tree, *values))
             check(root, tree, *values)
             return compute(tree, *values)
     leaves, treespec = optree.tree_flatten(cast("Any", tree), none_is_leaf=True, namespace=namespace)
@@ -193,12 +200,7 @@ def map_tensors(
         if call[0] is None:
             continue
         label = accessor.codify(root)
-        if not isinstance(call[0], torch.Tensor):
-            raise DtypeError(f"{op_name}: {label} must be a tensor, got {type(call[0]).__name__}.")
-        for name, value in zip(prefixes, call[1:], strict=True):
-            if value is not None and not isinstance(value, torch.Tensor):
-                raise DtypeError(f"{op_name}: {name} must be a tensor, got {type(value).__name__}.")
-        _refuse_nested(op_name, label, call[0])
+        _require_dense_tensors(op_name, (label, *prefixes), call)
         check(label, *call)
     results = [None if call[0] is None else compute(*call) for call in calls]
     if num_results is None:
