@@ -73,6 +73,10 @@ def test_functions_and_operators_of_others_are_found():
         return Cube.apply(x)
 
     report = pr.audit(lambda x: cube(x) + twice(x), torch.randn(3))
+    ((place, calls),) = found(report)["autograd.Function Cube"].places.items()
+    assert calls == 1
+    assert "test_audit.py" in place
+    assert place.endswith("in cube"), "not the line of its forward"
     assert set(found(report)) == {"autograd.Function Cube", "audited.twice.default"}
     assert set(found(report)["autograd.Function Cube"].raises) == {
         *("jvp", "jvp(jvp)", "jvp(vjp)", "vjp(jvp)", "vjp(vjp)")
@@ -119,6 +123,40 @@ def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
     Sine.factor = 1.0
     assert not pr.audit(sine, torch.randn(3), order=1)
     assert pr.audit(sine, torch.randn(3), order=1, strict=True)
+
+
+def test_strict_judges_a_function_that_torch_func_refuses():
+    """One in the old style, whose forward takes the context: by `torch.autograd`, which has no jvp of a jvp."""
+
+    class Sine(torch.autograd.Function):
+        factor = 1.0
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.save_for_forward(x)
+            return F.layer_norm(x, (3,)) * 0 + x.sin()
+
+        @staticmethod
+        def backward(ctx, y_bar):
+            return Sine.factor * y_bar * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def jvp(ctx, x_dot):
+            return x_dot * ctx.saved_tensors[0].cos()
+
+    net = nn.Linear(3, 3)
+
+    def function(x):
+        return Sine.apply(net(x)).exp()
+
+    (finding,) = pr.audit(function, torch.randn(2, 3)).findings
+    assert finding.raises == ("jvp(jvp)",)
+    assert "setup_context" in finding.remedy
+    assert pr.audit(function, torch.randn(2, 3), order=1, strict=True)
+    assert pr.audit(function, torch.randn(2, 3), strict=True).failed == ("ff",)
+    Sine.factor = 1.01
+    assert pr.audit(function, torch.randn(2, 3), order=1, strict=True).failed == ("r",)
 
 
 def test_strict_is_misled_neither_by_kinks_nor_by_float32_inside():

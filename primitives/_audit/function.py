@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from primitives._audit.nestings import InFloat64, described, difference, nested, nestings, perturbed_sum
+from primitives._audit.nestings import (
+    InFloat64,
+    described,
+    difference,
+    nested,
+    nested_by_autograd,
+    nestings,
+    perturbed_sum,
+)
 from primitives._audit.recording import Recorder, autograd_functions, places_by_module
 from primitives._audit.report import AuditReport, Finding
 from primitives._audit.table import MAX_ORDER, remedy_for, tabled_version, verdict_of
@@ -56,7 +64,8 @@ def audit(
             or a gradient penalty.
         strict: Whether the function is also run in float64 and each nesting held against central differences along
             a random direction. It takes some minutes where one call takes seconds, and says whether operations that
-            the table lacks, and `autograd.Function`s, are right.
+            the table lacks, and `autograd.Function`s, are right. With a function that has no `setup_context`, which
+            `torch.func` refuses, the nestings are those of `torch.autograd`, which has no `jvp(jvp)`.
         **kwargs: Keyword arguments of `function`. One that is called as an argument of this function goes into a
             lambda.
 
@@ -99,7 +108,8 @@ def audit(
         if strict and not any(y.is_floating_point() for y in results):
             raise LeafError("audit: strict=True needs a floating-point result to differentiate, got none.")
         functions = autograd_functions(results)
-        errors = _errors(function, inputs, kwargs, order) if strict else {}
+        derivative = nested_by_autograd if any(map(_is_old, functions)) else nested
+        errors = _errors(function, inputs, kwargs, order, derivative) if strict else {}
     findings, right = [], {}
     for name, places in sorted(recorder.calls.items()):
         finding = _finding(name, dict(places), order)
@@ -107,7 +117,10 @@ def audit(
             right[name] = places.total() if hasattr(places, "total") else sum(places.values())
         else:
             findings.append(finding)
-    findings += [f for cls, count in functions.items() if (f := _finding_of_function(cls, count, order)) is not None]
+    for cls, count in functions.items():
+        # One whose forward calls no operator is known by its class alone.
+        places = recorder.applied.get(cls) or {f"{cls.__module__}.{cls.__qualname__}": count}
+        findings.append(_finding_of_function(cls, dict(places), order))
     report = AuditReport(tuple(findings), right, order, tabled_version(), errors, TOLERANCE)
     if strict and not report.failed:
         # The differences know what the table does not.
@@ -138,17 +151,25 @@ def _finding(name: str, places: dict[str, int], order: int) -> Finding | None:
     return Finding(name, wrong, raises, places, remedy_for(name)) if wrong or raises else None
 
 
-def _finding_of_function(cls: Any, count: int, order: int) -> Finding | None:
+def _is_old(cls: Any) -> bool:
+    """Whether it has no `setup_context`, without which `torch.func` refuses it."""
+    return cls.setup_context is torch.autograd.Function.setup_context
+
+
+def _finding_of_function(cls: Any, places: dict[str, int], order: int) -> Finding:
     """What is to be said of an `autograd.Function`, by what it defines."""
-    if cls.__module__.split(".")[0] == "primitives":
-        return None
-    place = {f"{cls.__module__}.{cls.__qualname__}": count}
     # The decorator puts a function of its own in the place of the backward.
     is_once = cls.backward.__code__.co_filename == torch.autograd.function.__file__
     has_jvp = cls.jvp is not torch.autograd.Function.jvp
-    lacking = [n for k in range(1, order + 1) for n in nestings(k) if ("f" in n and not has_jvp) or (is_once and n[1:])]
+    lacking = [
+        n
+        for k in range(1, order + 1)
+        for n in nestings(k)
+        if ("f" in n and not has_jvp) or (is_once and n[1:]) or (_is_old(cls) and "ff" in n)
+    ]
     raises = tuple(map(described, lacking))
-    return Finding(f"autograd.Function {cls.__name__}", (), raises, place, f"{_UNKNOWN}; {_CUSTOM}")
+    remedy = f"{'write setup_context, without which torch.func refuses it; ' * _is_old(cls)}{_UNKNOWN}; {_CUSTOM}"
+    return Finding(f"autograd.Function {cls.__name__}", (), raises, places, remedy)
 
 
 def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float:
@@ -164,8 +185,10 @@ def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float
     return min(found)[1]
 
 
-def _errors(function: Any, inputs: Any, kwargs: Any, order: int) -> dict[str, float | Exception]:
-    """Error of each nesting of the function in float64 against central differences, or what it raises."""
+def _errors(
+    function: Any, inputs: Any, kwargs: Any, order: int, derivative: Callable[..., Any]
+) -> dict[str, float | Exception]:
+    """Error of each nesting, by `derivative`, of the function in float64 against central differences, or its error."""
     names: list[str] = []
     parameters: list[Tensor] = []
     if isinstance(function, torch.nn.Module):
@@ -204,10 +227,10 @@ def _errors(function: Any, inputs: Any, kwargs: Any, order: int) -> dict[str, fl
         truth = _settled(below, directions, xs)
         for nesting in nestings(level):
             try:
-                found = nested(scalar, directions, nesting)(*xs).item()
+                found = derivative(scalar, directions, nesting)(*xs).item()
                 errors[nesting] = abs(found - truth) / max(abs(truth), 1e-3)
             except Exception as error:
                 errors[nesting] = error
         right = [n for n in nestings(level) if not isinstance(errors[n], Exception) and errors[n] <= TOLERANCE]
-        below = nested(scalar, directions, right[0]) if right else difference(below, directions, 1e-3)
+        below = derivative(scalar, directions, right[0]) if right else difference(below, directions, 1e-3)
     return errors

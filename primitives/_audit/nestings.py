@@ -10,6 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     Scalar = Callable[..., Tensor]
 
-__all__ = ["InFloat64", "along", "described", "difference", "nested", "nestings", "perturbed_sum"]
+__all__ = ["InFloat64", "along", "described", "difference", "nested", "nested_by_autograd", "nestings", "perturbed_sum"]
 
 # Of central differences, in float64, at values and arguments near one.
 STEP = 1e-4
@@ -47,6 +48,34 @@ def nested(function: Scalar, directions: Sequence[Tensor], nesting: str) -> Scal
         def derivative(*xs: Tensor) -> Tensor:
             gradients = torch.func.grad(inner, numbers)(*xs)
             return torch.stack([(g * v).sum() for g, v in zip(gradients, directions, strict=True)]).sum()
+
+        return derivative
+
+    for mode in reversed(nesting):
+        function = (forward if mode == "f" else reverse)(function)
+    return function
+
+
+def nested_by_autograd(function: Scalar, directions: Sequence[Tensor], nesting: str) -> Scalar:
+    """`nested` by `torch.autograd` alone, whose forward mode cannot be nested."""
+
+    def forward(inner: Scalar) -> Scalar:
+        def derivative(*xs: Tensor) -> Tensor:
+            with forward_ad.dual_level():
+                y = inner(*[forward_ad.make_dual(x, v) for x, v in zip(xs, directions, strict=True)])
+                tangent = forward_ad.unpack_dual(y).tangent
+            return torch.zeros_like(y) if tangent is None else tangent
+
+        return derivative
+
+    def reverse(inner: Scalar) -> Scalar:
+        def derivative(*xs: Tensor) -> Tensor:
+            # A view has the tangent that a detached tensor loses.
+            points = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in xs]
+            with torch.enable_grad():
+                y = inner(*points)
+                gradients = torch.autograd.grad(y, points, create_graph=True, materialize_grads=True)
+                return torch.stack([(g * v).sum() for g, v in zip(gradients, directions, strict=True)]).sum()
 
         return derivative
 
@@ -86,7 +115,7 @@ def perturbed_sum(outputs: Sequence[Tensor], seed: int = 1) -> Tensor:
 class InFloat64(TorchFunctionMode):
     """Inside, float64 stays float64 where code asks for float32: what it computes shows all its digits.
 
-    With `half`, also where it asks for float16 or bfloat16.
+    With `half`, also where it asks for float16 or bfloat16. Parameters that a function holds by itself follow.
     """
 
     def __init__(self, *, half: bool = False) -> None:
@@ -97,6 +126,9 @@ class InFloat64(TorchFunctionMode):
     def _widened(self, given: Any) -> Any:
         return torch.float64 if isinstance(given, torch.dtype) and given in self._narrow else given
 
+    def _wide(self, given: Any) -> Any:
+        return given.double() if isinstance(given, torch.Tensor) and given.dtype in self._narrow else given
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
@@ -104,4 +136,8 @@ class InFloat64(TorchFunctionMode):
                 return args[0]
             args = tuple(map(self._widened, args))
             kwargs = {key: self._widened(given) for key, given in kwargs.items()}
+        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in args):
+            # But for what is written in place.
+            kept = 1 if getattr(func, "__name__", "").endswith("_") else 0
+            args = (*args[:kept], *map(self._wide, args[kept:]))
         return func(*args, **kwargs)

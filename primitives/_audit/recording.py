@@ -36,11 +36,16 @@ def _storage(x: Tensor) -> int | None:
         return None
 
 
-def _place() -> str:
-    """File, line and function of the innermost frame that is the user's."""
-    frame = inspect.currentframe()
+def _user_frame(frame: Any) -> Any:
+    """The innermost frame from this one on that is the user's; None if there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
+    return frame
+
+
+def _place(frame: Any) -> str:
+    """File, line and function of the innermost frame that is the user's."""
+    frame = _user_frame(frame)
     if frame is None:
         return "(no Python frame)"
     path = Path(frame.f_code.co_filename)
@@ -48,8 +53,29 @@ def _place() -> str:
     return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+
+
+def _applied(frame: Any) -> Any:
+    """The frame of the outermost call of an `autograd.Function` of the user; None outside of any."""
+    found = None
+    while frame is not None:
+        if frame.f_code is _APPLY and _is_users(frame.f_locals["cls"]):
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _is_users(function: Any) -> bool:
+    # Those of torch are the backward of a custom operator, which stands in the list by itself.
+    return function.__module__.partition(".")[0] not in {"torch", "primitives"}
+
+
 class Recorder(TorchDispatchMode):
     """Counts the operators that depend on some tensors, by name and place.
+
+    An `autograd.Function` of the user stands for all operators of its forward, which nothing differentiates; `applied`
+    has the places of its calls.
 
     Args:
         moving: The tensors that are differentiated.
@@ -59,6 +85,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, moving: Iterable[Tensor], modules: Sequence[str]) -> None:
         super().__init__()
         self.calls: dict[str, Counter[str]] = defaultdict(Counter)
+        self.applied: dict[type, Counter[str]] = defaultdict(Counter)
+        self._call: Any = None
         self._modules = modules
         self._moving = {_storage(x) for x in moving}
 
@@ -73,8 +101,14 @@ class Recorder(TorchDispatchMode):
         self._moving.difference_update(map(_storage, made))
         self._moving.update(map(_storage, moves))
         if moves:
+            frame = inspect.currentframe()
+            call = _applied(frame)
             module = f"{self._modules[-1]}, " if self._modules else ""
-            self.calls[name_of(func, args)][module + _place()] += 1
+            if call is None:
+                self.calls[name_of(func, args)][module + _place(frame)] += 1
+            elif call is not self._call:
+                self.applied[call.f_locals["cls"]][module + _place(call)] += 1
+            self._call = call
         return out
 
 
@@ -107,17 +141,16 @@ def places_by_module(model: Any) -> Iterator[list[str]]:
             handle.remove()
 
 
-def autograd_functions(outputs: Iterable[Any]) -> dict[type, int]:
-    """The `torch.autograd.Function`s in the history of outputs, with how often each stands there."""
+def autograd_functions(outputs: Iterable[Any]) -> Counter[type]:
+    """The user's `autograd.Function`s in the history of outputs, with how often each stands there."""
     todo = [y.grad_fn for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.grad_fn is not None]
     seen, found = set(todo), Counter()
     while todo:
         node = todo.pop()
-        # Those of torch are the backward of a custom operator, which stands in the list by itself.
-        if isinstance(node, BackwardCFunction) and not node._forward_cls.__module__.startswith("torch."):  # type: ignore[attr-defined]
+        if isinstance(node, BackwardCFunction) and _is_users(node._forward_cls):  # type: ignore[attr-defined]
             found[node._forward_cls] += 1  # type: ignore[attr-defined] - set by torch on each node
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
-    return dict(found)
+    return found
