@@ -89,6 +89,8 @@ class Operands:
     MODULES: ClassVar[tuple[str, ...]]
     # How many results there are to choose from, where they are not three.
     RESULTS: ClassVar[dict[str, int]] = {}
+    # Operands that are there if they are drawn, though a launcher can do without.
+    NEVER_ABSENT: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @functools.cache
@@ -120,6 +122,7 @@ class Operands:
         """Calls in which any two of the operands that may be absent and the results meet in all four ways."""
         parameters = inspect.signature(self.modes()[mode]).parameters
         names = [name for name, parameter in parameters.items() if parameter.annotation == "Tensor | None"]
+        names = [name for name in names if getattr(self, name) is not None and name not in self.NEVER_ABSENT]
         num_results = self.RESULTS.get(mode, 3) if "wanted" in parameters else 0
         for choice in pairwise(len(names) + num_results):
             absent = [name for name, is_there in zip(names, choice, strict=False) if not is_there]

@@ -1,5 +1,7 @@
 """Launchers of batch norm, with the statistics of the batch or with running statistics, and of its second order.
 
+Those of first order also serve `y = max(batch_norm(x) + residual, 0)`, the end of a residual block.
+
 `x: [*batch, N, C, *spatial]` is normalized per channel over `N` and the spatial axes; parameters and statistics are
 `[*batch, C]`. With `x_hat = (x - mean) * rstd` and means over the elements of a channel, the derivative of `x_hat` in a
 direction `u` is
@@ -23,6 +25,8 @@ transform. All launchers take
     batch_ndim                    number of leading batch axes, along which all of these differ
     momentum                      weight of the new statistics in the running ones
     wanted                        which results to compute; only what these take is read
+    relu; y                       whether a ReLU follows; for derivatives, what came out of it, without one None
+    residual, residual_dot        as x, added before the ReLU; None is 0. Its cotangent follows that of x
 
 of float16, bfloat16, float32 and float64, mixed as they come. Results of full size have dtype and layout of `x`, the
 others are `[*batch, C]`: cotangents of weight and bias in the dtype of the weight, or without one in that of `x` or of
@@ -53,7 +57,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels._batch_norm_operands import Operands, Params, Results
+from triton_kernels._batch_norm_operands import Operands, Params, Relu, Results
 from triton_kernels._batch_norm_steps import derivatives, forward
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.tuning import tunable
@@ -86,13 +90,15 @@ def batch_norm_train_fwd(
     batch_ndim: int,
     momentum: float,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Batch norm with the statistics of `x`: y, mean and rstd in the dtype of sums, the new running mean and variance.
 
     Without elements, mean and rstd are 0 and the running statistics stay.
     """
-    params, running = (weight, bias, None, None), (running_mean, running_var)
-    return forward(x, None, params, running, batch_ndim, momentum, eps, has_tangent=False)[:5]
+    params, running, after = (weight, bias, None, None), (running_mean, running_var), Relu(None, residual, None, relu)
+    return forward(x, None, params, running, batch_ndim, momentum, eps, has_tangent=False, relu=after)[:5]
 
 
 @tunable
@@ -108,10 +114,14 @@ def batch_norm_train_fwd_jvp(
     batch_ndim: int,
     momentum: float,
     eps: float,
+    residual: Tensor | None = None,
+    residual_dot: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Results of `batch_norm_train_fwd`, and y_dot, in one sweep for all sums and one that writes both."""
     params, running = (weight, bias, weight_dot, bias_dot), (running_mean, running_var)
-    return forward(x, x_dot, params, running, batch_ndim, momentum, eps, has_tangent=True)
+    after = Relu(None, residual, residual_dot, relu)
+    return forward(x, x_dot, params, running, batch_ndim, momentum, eps, has_tangent=True, relu=after)
 
 
 @tunable
@@ -123,13 +133,28 @@ def batch_norm_train_bwd(
     rstd: Tensor,
     batch_ndim: int,
     wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    y: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Cotangents of `x`, weight and bias for batch norm with the statistics of `x`."""
-    x_bar, weight_bar, bias_bar = wanted
-    want = Results(x_bar=x_bar, weight_bar=weight_bar, bias_bar=bias_bar)
-    dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    out = derivatives(x, Operands(y_bar, x), Params(mean, rstd, weight), want, batch_ndim, dtype)
-    return out.x_bar, out.weight_bar, out.bias_bar
+    return _cotangents(("weight_bar", "bias_bar"), y_bar, x, Params(mean, rstd, weight), batch_ndim, wanted, y)
+
+
+def _cotangents(
+    per_channel: Sequence[str],
+    y_bar: Tensor,
+    x: Tensor,
+    params: Params,
+    batch_ndim: int,
+    wanted: Sequence[bool],
+    y: Tensor | None,
+    eps: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Cotangents of `x`, of a residual where there is a ReLU, and these."""
+    names = ("x_bar", *["residual_bar"] * (y is not None), *per_channel)
+    want = Results(**dict(zip(names, wanted, strict=True)))
+    dtype = accumulation_dtype(x.dtype) if params.weight is None else params.weight.dtype
+    out = derivatives(x, Operands(y_bar, x), params, want, batch_ndim, dtype, eps, Relu(y))
+    return tuple([getattr(out, name) for name in names])
 
 
 @tunable
@@ -142,10 +167,12 @@ def batch_norm_train_jvp(
     weight_dot: Tensor | None,
     bias_dot: Tensor | None,
     batch_ndim: int,
+    y: Tensor | None = None,
+    residual_dot: Tensor | None = None,
 ) -> Tensor:
     """Tangent of y for batch norm with the statistics of `x`."""
-    params = Params(mean, rstd, weight, None, weight_dot, bias_dot)
-    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim).y_dot
+    params, relu = Params(mean, rstd, weight, None, weight_dot, bias_dot), Relu(y, None, residual_dot)
+    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, relu=relu).y_dot
 
 
 @tunable
@@ -157,10 +184,12 @@ def batch_norm_eval_fwd(
     running_var: Tensor,
     batch_ndim: int,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
     """Batch norm with given statistics: y."""
-    params = Params(running_mean, running_var, weight, bias)
-    return derivatives(x, Operands(x=x), params, Results(y=True), batch_ndim, eps=eps).y
+    params, after = Params(running_mean, running_var, weight, bias), Relu(None, residual, None, relu)
+    return derivatives(x, Operands(x=x), params, Results(y=True), batch_ndim, eps=eps, relu=after).y
 
 
 @tunable
@@ -173,14 +202,11 @@ def batch_norm_eval_bwd(
     batch_ndim: int,
     eps: float,
     wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    y: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Cotangents of x, weight, bias, mean and variance for batch norm with given statistics."""
-    x_bar, weight_bar, bias_bar, mean_bar, var_bar = wanted
-    want = Results(x_bar=x_bar, weight_bar=weight_bar, bias_bar=bias_bar, mean_bar=mean_bar, var_bar=var_bar)
-    dtype = accumulation_dtype(x.dtype) if weight is None else weight.dtype
-    params = Params(running_mean, running_var, weight)
-    out = derivatives(x, Operands(y_bar, x), params, want, batch_ndim, dtype, eps)
-    return out.x_bar, out.weight_bar, out.bias_bar, out.mean_bar, out.var_bar
+    names, params = ("weight_bar", "bias_bar", "mean_bar", "var_bar"), Params(running_mean, running_var, weight)
+    return _cotangents(names, y_bar, x, params, batch_ndim, wanted, y, eps)
 
 
 @tunable
@@ -196,11 +222,13 @@ def batch_norm_eval_jvp(
     running_var_dot: Tensor | None,
     batch_ndim: int,
     eps: float,
+    y: Tensor | None = None,
+    residual_dot: Tensor | None = None,
 ) -> Tensor:
     """Tangent of y for batch norm with given statistics."""
     dots = (weight_dot, bias_dot, running_mean_dot, running_var_dot)
-    params = Params(running_mean, running_var, weight, None, *dots)
-    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, eps=eps).y_dot
+    params, relu = Params(running_mean, running_var, weight, None, *dots), Relu(y, None, residual_dot)
+    return derivatives(x, Operands(None, x, x_dot), params, Results(y_dot=True), batch_ndim, eps=eps, relu=relu).y_dot
 
 
 @tunable

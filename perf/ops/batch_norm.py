@@ -97,6 +97,10 @@ class BatchNorm(Operands):
     running_mean_dot: Tensor | None
     running_var_dot: Tensor | None
     batch_ndim: int = 0
+    y: Tensor | None = None
+    residual: Tensor | None = None
+    residual_dot: Tensor | None = None
+    relu: bool = False
 
     @classmethod
     def draw(

@@ -55,16 +55,11 @@ def _truth(norm: Op, *tensors: Any) -> tuple:
     return torch.relu(y), *running
 
 
-@dataclasses.dataclass(frozen=True)
 class BatchNormRelu(BatchNorm):
     """Operands of batch norm, and those of what follows it; None for what is absent."""
 
-    MODULES: ClassVar = ("batch_norm_relu",)
-    RESULTS: ClassVar = {"bwd": 4, "eval_bwd": 6}
-
-    y: Tensor | None = None
-    residual: Tensor | None = None
-    residual_dot: Tensor | None = None
+    RESULTS: ClassVar = {**BatchNorm.RESULTS, "train_bwd": 4, "eval_bwd": 6}
+    NEVER_ABSENT: ClassVar = ("y",)
 
     @classmethod
     def draw(
@@ -78,20 +73,20 @@ class BatchNormRelu(BatchNorm):
         """Random operands, those of full size in some layout."""
         norm: Any = super().draw(shape, dtype, param_dtype, batch_ndim, arrange)
         y, *added = (arrange(random(*shape, dtype=dtype, seed=seed)) for seed in (9, 10, 11))
-        return norm.change(y=y.relu(), residual=added[0], residual_dot=added[1])
+        return norm.change(y=y.relu(), residual=added[0], residual_dot=added[1], relu=True)
 
 
 def _calls(workload: Workload, mode: str, is_drawn: bool, *, training: bool) -> list[Call]:
     """The calls of a mode, with a residual and without one."""
     x = workload.empty()
     params: Any = [*[x] * 4, *[torch.empty(x.shape[1], dtype=workload.param_dtype)] * 8]
-    operands = BatchNormRelu(*params, y=x, residual=x, residual_dot=x)
+    operands = BatchNormRelu(*params, y=x, residual=x, residual_dot=x, relu=True)
     statistic = torch.empty(x.shape[1], dtype=workload.statistic_dtype)
     derived = {"mean": statistic, "rstd": statistic}
     if is_drawn:
         arrange: Any = lambda value: x.copy_(value).clone()  # noqa: E731 - a layout
         operands, derived = BatchNormRelu.draw(workload.shape, workload.torch_dtype, arrange=arrange), None
-    prefix, params_wanted = ("", (True, True)) if training else ("eval_", (True, True, False, False))
+    prefix, params_wanted = ("train_", (True, True)) if training else ("eval_", (True, True, False, False))
     # Given statistics are constants, as buffers are.
     fixed = ("running_mean_dot", "running_var_dot")
     alone = ("residual", "residual_dot", *fixed)

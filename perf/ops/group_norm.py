@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from perf.calls import Call
-
-
-class GroupNormSilu(LayerNorm):
-    """Operands of group norm with SiLU."""
-
-    MODULES: ClassVar = ("group_norm_silu",)
 
 
 def _group_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
@@ -55,17 +49,17 @@ def _options(workload: Workload) -> dict[str, int]:
     return {"num_groups": 32 if workload.shape[1] % 32 == 0 else 2}
 
 
-def _calls(workload: Workload, mode: str, is_drawn: bool, operands_of: type[LayerNorm] = LayerNorm) -> list[Call]:
+def _calls(workload: Workload, mode: str, is_drawn: bool, *, silu: bool = False) -> list[Call]:
     samples, channels, *positions = workload.shape
     num_groups = _options(workload)["num_groups"]
     shape = (samples, num_groups, channels // num_groups, torch.Size(positions).numel())
-    kind: Any = {"norm_ndim": 2, "grouped": CHANNELS_LAST if workload.channels_last else 1}
+    kind: Any = {"norm_ndim": 2, "grouped": CHANNELS_LAST if workload.channels_last else 1, "silu": silu}
     if is_drawn:
-        operands = operands_of.draw(shape, workload.torch_dtype, **kind)
+        operands = LayerNorm.draw(shape, workload.torch_dtype, **kind)
     else:
         x, weight = (torch.empty(sizes, dtype=workload.torch_dtype) for sizes in (shape, shape[1:3]))
         x = in_channels_last(x) if workload.channels_last else x
-        operands = operands_of(x, x, x, x, weight, weight, weight, weight, **kind)
+        operands = LayerNorm(x, x, x, x, weight, weight, weight, weight, **kind)
     if not workload.affine:
         operands = operands.change(weight=None, bias=None, weight_dot=None, bias_dot=None)
     return norm_calls(operands, mode, None if is_drawn else shape[:2], is_rows=True)
@@ -134,6 +128,6 @@ GROUP_NORM_SILU = dataclasses.replace(
     gpu_workloads=tuple(_of_silu(w) for w in GROUP_NORM.gpu_workloads),
     cpu_workloads=tuple(_of_silu(w) for w in GROUP_NORM.cpu_workloads),
     other_workloads=tuple(_of_silu(w) for w in GROUP_NORM.other_workloads[-2:]),
-    calls=functools.partial(_calls, operands_of=GroupNormSilu),
+    calls=functools.partial(_calls, silu=True),
     modes=FIRST_ORDER,
 )

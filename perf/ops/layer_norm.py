@@ -62,6 +62,7 @@ class LayerNorm(Operands):
     centered: bool = True
     rounded: bool = False
     grouped: int = 0
+    silu: bool = False
 
     @classmethod
     def draw(

@@ -67,26 +67,31 @@ def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return (u + mask.to(x.dtype)).masked_fill(mask == -torch.inf, -torch.inf)
 
 
-def bind_kernels(op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None) -> None:
+def bind_kernels(
+    op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None, **constants: bool | int
+) -> None:
     """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
 
-    The launcher gets the arguments of `op` that its own parameters are named after; the module is imported at the first
-    call.
+    The launcher gets the arguments of `op`, and the `constants`, that its own parameters are named after, and its
+    defaults for others; the module is imported at the first call.
     """
     if cpu is not None:
         op.def_kernel("cpu")(cpu)
 
     @functools.cache
-    def loaded() -> tuple[ModuleType, Callable[[Sequence[Any]], tuple]]:
+    def loaded() -> tuple[ModuleType, Callable[[Sequence[Any]], tuple], tuple]:
         launchers = triton_kernels_module(module)
         parameters = inspect.signature(getattr(launchers, name)).parameters
-        return launchers, tuple_getter([op.spec.arguments.index(parameter) for parameter in parameters])
+        # By position, which launch recipes ask for.
+        others = {key: parameter.default for key, parameter in parameters.items()} | constants
+        places = [*op.spec.arguments, *others]
+        return launchers, tuple_getter([places.index(parameter) for parameter in parameters]), tuple(others.values())
 
     @op.def_kernel("cuda")
     def kernel(*args: Any) -> Any:
-        launchers, pick = loaded()
+        launchers, pick, others = loaded()
         # Looked up at each call: tests and tuning may put another launcher in its place.
-        return getattr(launchers, name)(*pick(args))
+        return getattr(launchers, name)(*pick((*args, *others)))
 
 
 def cast_to_float32(primals: Any) -> Any:

@@ -129,11 +129,11 @@ batch_norm_relu_p.def_reference(forward_by(batch_norm_p.rule("reference"), 2))
 batch_norm_relu_bwd_p.def_reference(bwd_by(batch_norm_bwd_p.rule("reference")))
 batch_norm_relu_jvp_p.def_reference(jvp_by(batch_norm_jvp_p.rule("reference")))
 
-_MODULE = "batch_norm_relu"
-bind_kernels(batch_norm_relu_p, _MODULE, "batch_norm_relu_fwd", forward_by(cpu.forward, 2, in_place=True))
-bind_kernels(batch_norm_relu_bwd_p, _MODULE, "batch_norm_relu_bwd", bwd_by(cpu.bwd))
-bind_kernels(batch_norm_relu_jvp_p, _MODULE, "batch_norm_relu_jvp", jvp_by(cpu.jvp))
-bind_kernels(batch_norm_relu_fwd_jvp_p, _MODULE, "batch_norm_relu_fwd_jvp")
+_ON_CPU = forward_by(cpu.forward, 2, in_place=True)
+bind_kernels(batch_norm_relu_p, "batch_norm", "batch_norm_train_fwd", _ON_CPU, relu=True)
+bind_kernels(batch_norm_relu_bwd_p, "batch_norm", "batch_norm_train_bwd", bwd_by(cpu.bwd))
+bind_kernels(batch_norm_relu_jvp_p, "batch_norm", "batch_norm_train_jvp", jvp_by(cpu.jvp))
+bind_kernels(batch_norm_relu_fwd_jvp_p, "batch_norm", "batch_norm_train_fwd_jvp", relu=True)
 
 
 # Derivatives.

@@ -157,10 +157,11 @@ group_norm_silu_jvp_p.def_reference(functools.partial(_tangent, _reference, _jvp
 _VALUE_ON_CPU = functools.partial(_value, cpu.forward)
 _COTANGENTS_ON_CPU = functools.partial(_cotangents, cpu.forward, cpu.bwd)
 _TANGENT_ON_CPU = functools.partial(_tangent, cpu.forward, cpu.jvp)
-bind_kernels(group_norm_silu_p, "group_norm_silu", "group_norm_silu_fwd", _VALUE_ON_CPU)
-bind_kernels(group_norm_silu_bwd_p, "group_norm_silu", "group_norm_silu_bwd", _COTANGENTS_ON_CPU)
-bind_kernels(group_norm_silu_jvp_p, "group_norm_silu", "group_norm_silu_jvp", _TANGENT_ON_CPU)
-bind_kernels(group_norm_silu_fwd_jvp_p, "group_norm_silu", "group_norm_silu_fwd_jvp")
+_LAUNCHED = {"norm_ndim": _NORM_NDIM, "silu": True}
+bind_kernels(group_norm_silu_p, "layer_norm", "layer_norm_fwd", _VALUE_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_bwd_p, "layer_norm", "layer_norm_bwd", _COTANGENTS_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_jvp_p, "layer_norm", "layer_norm_jvp", _TANGENT_ON_CPU, **_LAUNCHED)
+bind_kernels(group_norm_silu_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp", **_LAUNCHED)
 
 
 # Derivatives.

@@ -126,7 +126,10 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
         images.call("train_bwd")._replace(copies=1),
         images.change(y_bar=turned).call("train_bwd")._replace(copies=2),
         images.call("eval_fwd")._replace(copies=1),
-        *(block.call(mode)._replace(copies=n) for mode, n in {"fwd": 1, "fwd_jvp": 2, "bwd": 2, "jvp": 2}.items()),
+        *(
+            block.call(f"train_{mode}")._replace(copies=n)
+            for mode, n in {"fwd": 1, "fwd_jvp": 2, "bwd": 2, "jvp": 2}.items()
+        ),
         Call(log_softmax.log_softmax_fwd, (levels, 4, None), 1),
         Call(dropout.dropout_fwd, (random(3, 20, dtype=dtype), seed, None, 0.0, 0), 1),
         Call(dropout.dropout_fwd, (levels.as_strided((2, 2, 2, 2, 2), (64, 30, 14, 6, 2)), seed, None, 0.3, 0), 2),

@@ -25,7 +25,6 @@ from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
-from perf.ops.group_norm import GroupNormSilu
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
@@ -279,7 +278,7 @@ ROUNDS, CALLS_PER_ROUND = 15, 10
 def timed_calls() -> list[Call]:
     """A call of each launcher, as rules call it."""
     attention = Attention.draw((2, 4, 64, 32), 64)
-    groups = GroupNormSilu.draw((8, 4, 4, 196), norm_ndim=2, grouped=1)
+    groups = LayerNorm.draw((8, 4, 4, 196), norm_ndim=2, grouped=1, silu=True)
     rows = [draw((64, 512), 1) for draw in (LogSoftmax.draw, Softmax.draw, CrossEntropy.draw)]
     images = BatchNorm.draw((8, 16, 14, 14)), BatchNormRelu.draw((8, 16, 14, 14))
     operands = *images, LayerNorm.draw((64, 512)), AddLayerNorm.draw((64, 512)), groups, *rows, attention

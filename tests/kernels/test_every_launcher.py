@@ -17,7 +17,6 @@ from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
-from perf.ops.group_norm import GroupNormSilu
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
@@ -166,12 +165,12 @@ def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -
         (*lead, 2, 2, 33 if layout in ("one", "strided") else 36),
         DTYPES[(splits + len(layout)) % len(DTYPES)],
     )
-    for operands_of in (LayerNorm, GroupNormSilu) if layout in ("one", "several") else (LayerNorm,):
-        samples = operands_of.draw(sizes, dtype, **kinds)
+    for silu in (False, True) if layout in ("one", "several") else (False,):
+        samples = LayerNorm.draw(sizes, dtype, silu=silu, **kinds)
         if layout == "strided":
             gaps = {name: torch.cat([getattr(samples, name)] * 2)[::2] for name in ("x", "x_dot", "y_bar_dot")}
             samples = samples.change(**gaps)
-        for call in samples.calls():
+        for call in samples.calls(*["fwd", "fwd_jvp", "bwd", "jvp"] * silu):
             check(call, in_any_order=layout == "one")
             modes = {one.named["MODE"] for one in launched_by(call.results) if "MODE" in one.named}
             assert ("whole" in modes) == (splits == 0)
@@ -251,8 +250,8 @@ def test_batch_norm_relu(layout: str, use_processors: Callable[[int], None]) -> 
     block = BatchNormRelu.draw(norm.x.shape, norm.x.dtype, None, norm.batch_ndim, arrange)
     wide = random(*norm.x.shape, dtype=torch.promote_types(norm.x.dtype, torch.float32), seed=3)
     block = block.change(x=norm.x, x_dot=norm.x_dot, residual=arrange(wide))
-    check(block.call("fwd"), in_any_order=turn == 0)
-    for mode in ("fwd_jvp", "bwd", "jvp", "eval_fwd", "eval_bwd", "eval_jvp"):
+    check(block.call("train_fwd"), in_any_order=turn == 0)
+    for mode in ("train_fwd_jvp", "train_bwd", "train_jvp", "eval_fwd", "eval_bwd", "eval_jvp"):
         for number, call in enumerate(block.choices(mode)):
             if number % len(CHANNEL_LAYOUTS) == turn:
                 check(call, in_any_order=turn == 0)

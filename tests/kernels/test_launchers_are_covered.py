@@ -15,7 +15,6 @@ from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
-from perf.ops.group_norm import GroupNormSilu
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
@@ -42,7 +41,7 @@ def some_calls() -> list[Call]:
         *(
             rows,
             LayerNorm.draw(groups, norm_ndim=2, grouped=1),
-            GroupNormSilu.draw(groups, norm_ndim=2, grouped=1),
+            LayerNorm.draw(groups, norm_ndim=2, grouped=1, silu=True),
             added,
         ),
         *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
