@@ -111,7 +111,7 @@ def _predict(options: argparse.Namespace) -> int:
 
 
 def _memory(options: argparse.Namespace) -> int:
-    """Peak memory of linear_cross_entropy beside full logits; a minute."""
+    """Peak memory of linear_cross_entropy in each mode, beside full logits; some minutes."""
     from perf import memory
 
     for line in memory.lines():

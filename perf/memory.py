@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -36,19 +35,31 @@ def peak(run: Callable[[], Any]) -> int:
 
 
 def lines(tokens: int = TOKENS, classes: int = CLASSES) -> Iterator[str]:
-    """Value and gradients of x and weight by chunks, and by torch's full logits."""
-    yield f"loss and gradients, {tokens:,} tokens x {classes:,} classes, width {WIDTH}, float32"
-    yield f"logits: {tokens * classes * 4 / 1e6:,.0f} MB; x, weight and their gradients are in what follows"
+    """Each mode in x and weight by chunks, and the gradients by torch's full logits."""
+    yield f"{tokens:,} tokens x {classes:,} classes, width {WIDTH}, float32"
+    yield f"logits: {tokens * classes * 4 / 1e6:,.0f} MB; arguments, tangents and gradients are in what follows"
 
-    def gradients(loss: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: int) -> Callable[[], Any]:
-        x, weight = torch.randn(tokens, WIDTH), torch.randn(classes, WIDTH)
-        target = torch.randint(classes, (tokens,))
-        return lambda: torch.func.grad(loss, (0, 1))(x, weight, target)
+    def given(tokens: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        return (torch.randn(tokens, WIDTH), torch.randn(classes, WIDTH)), torch.randint(classes, (tokens,))
 
     rows, arguments = tokens // FEWER, 4 * WIDTH * (tokens + classes)
-    used = peak(gradients(functools.partial(pr.functional.linear_cross_entropy, chunk_rows=rows), tokens)) + arguments
-    yield f"linear_cross_entropy, chunk_rows={rows}: {used / 1e6:,.0f} MB"
+    point, target = given(tokens)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return pr.functional.linear_cross_entropy(x, weight, target, chunk_rows=rows)
+
+    gradients = torch.func.grad(loss, (0, 1))
+    # The point is its own tangent, which takes no memory.
+    modes: dict[str, Callable[[], Any]] = {
+        "loss": lambda: loss(*point),
+        "loss and gradients": lambda: gradients(*point),
+        "loss and its jvp": lambda: torch.func.jvp(loss, point, point),
+        "gradients and a Hessian-vector product": lambda: torch.func.jvp(gradients, point, point),
+    }
+    for name, run in modes.items():
+        yield f"linear_cross_entropy, chunk_rows={rows}, {name}: {(peak(run) + arguments) / 1e6:,.0f} MB"
     of_weight = 4 * WIDTH * classes
-    few = peak(gradients(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target), rows))
-    used = FEWER * (few - of_weight) + of_weight + arguments
-    yield f"torch, full logits: {used / 1e6:,.0f} MB ({FEWER} times that of {rows} tokens)"
+    few, target = given(rows)
+    full = torch.func.grad(lambda x, weight: F.cross_entropy(F.linear(x, weight), target), (0, 1))
+    used = FEWER * (peak(lambda: full(*few)) - of_weight) + of_weight + arguments
+    yield f"torch, full logits, loss and gradients: {used / 1e6:,.0f} MB ({FEWER} times that of {rows} tokens)"

@@ -152,6 +152,18 @@ def _same_or_each(what: str, of: dict[str, str]) -> str:
     return f"{what} {first}{' but ' + others if others else ''}"
 
 
+def _differentiated(case: Op) -> list[str]:
+    """The arguments that a gradient reaches, also where no derivative operator has them for an argument of its own."""
+    inputs = {
+        name: value.requires_grad_() if value is not None and value.is_floating_point() else value
+        for name, value in case.inputs(case.small, torch.float32, torch.device("cpu")).items()
+    }
+    leaves = {name: value for name, value in inputs.items() if value is not None and value.requires_grad}
+    y = case.outputs(inputs, case.small)[0]
+    found = dict(zip(leaves, torch.autograd.grad(y.sum(), list(leaves.values()), allow_unused=True), strict=True))
+    return [case.first if name == "x" else name for name, slope in found.items() if slope is not None]
+
+
 def page() -> str:
     """docs/reference/support.md."""
     kernels, arguments, looped, cast, dtypes = [], [], [], [], {}
@@ -168,8 +180,9 @@ def page() -> str:
             layouts = dict.fromkeys(sample.layout for sample in samples)
             mixed = "yes" if any(sample.mixed for sample in samples) else ""
             absent = dict.fromkeys(argument for sample in samples for argument in sample.absent)
-            names = [case.first, *case.differentiable[1:]]
-            arguments.append([name, ", ".join(names), ", ".join(absent), mixed, ", ".join(sorted(layouts))])
+            arguments.append(
+                [name, ", ".join(_differentiated(case)), ", ".join(absent), mixed, ", ".join(sorted(layouts))]
+            )
     vmap = f"samples one by one in {', '.join(looped)}, and a rule of all others" if looped else "a rule of all"
     notes = (
         f"`vmap` takes {vmap}. Under CUDA's autocast dtypes are chosen as torch chooses them for {', '.join(cast)}; "
