@@ -8,8 +8,10 @@ import os
 import pathlib
 import sys
 
+from perf.machine_code import shares
+from perf.machine_code.known import needless
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import CHIP, broken_shares, needless_shares
+from perf.machine_code.shares import CHIP
 from perf.machine_code.table import TABLE, VERSION_FILE, Row, read_table, read_version, write_table
 from perf.machine_code.workers import compile_keys, in_processes, walk_chip
 from perf.ops.workload import RECORDS
@@ -47,9 +49,11 @@ def main(argv: list[str] | None = None) -> int:
         old = {row.key: row for row in read_table(chip, options.folder)}
         recompiles = options.all or options.check or options.op or version != of_table
         wanted = {} if options.keys else {k: v for k, v in needed.items() if recompiles or k not in old}
-        shares = [{key: wanted[key] for key in list(wanted)[share::jobs]} for share in range(min(jobs, len(wanted)))]
+        parts = [{key: wanted[key] for key in list(wanted)[part::jobs]} for part in range(min(jobs, len(wanted)))]
         made = {
-            k: row for rows in in_processes(compile_keys, [(chip, s) for s in shares], jobs) for k, row in rows.items()
+            k: row
+            for rows in in_processes(compile_keys, [(chip, part) for part in parts], jobs)
+            for k, row in rows.items()
         }
         problems += [row for row in made.values() if isinstance(row, str)]
         # The case of a row that needs no compiling is the first one of today.
@@ -58,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         rows += [row for row in made.values() if isinstance(row, Row)]
         problems += [problem for row in rows for problem in broken_rules(chip, row)]
         if chip == CHIP:
-            problems += broken_shares(calls, rows) + ([] if options.op else needless_shares(calls, rows))
+            checks = list(shares.checks(calls, rows))
+            problems += [problem for check in checks for problem in check.problems()]
+            problems += [] if options.op else needless(shares, checks)
         if writes:
             write_table(chip, rows, options.folder)
         elif options.op:

@@ -163,7 +163,8 @@ def _register_budget(chip_name: str, kernel: Any, grid: Any, args: tuple, consta
     threads = constants["num_warps"] * chip.warp_size
     named = dict(zip(kernel.argument_names, args, strict=False))
     # That of AMD is told nothing. Programs that carry sums over rows, of which each writes a partial row, are as many
-    # as the plan takes to fit a processor at once, up to a limit; of the others, one block has to fit.
+    # as the plan takes to fit a processor at once, up to a limit; of the others, one block has to fit. Whether so many
+    # fill a processor is for `shares`, which asks for warps or bytes under way.
     if any(name.endswith("_part_ptr") and value is not None for name, value in named.items()):
         programs = math.ceil(math.prod(grid) / chip.num_processors)
         threads = max(threads, min(programs * threads, limits_of(chip).resident_threads))

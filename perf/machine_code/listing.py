@@ -6,6 +6,7 @@ what it reduces, and on AMD what it loads ahead, are read from Triton's own text
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 import struct
@@ -20,6 +21,7 @@ from perf.machine_code.stalls import Instruction, cycles, decode, is_in, loops, 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from types import CodeType
 
 
 class Region(NamedTuple):
@@ -52,6 +54,7 @@ class Region(NamedTuple):
         return " ".join([self.trips, *(f"{name[0]}{number}" for name, number in numbers if number is not None)])
 
     @classmethod
+    @functools.cache
     def parse(cls, text: str) -> Region:
         """The region of such a text."""
         trips, *words = text.split()
@@ -68,7 +71,12 @@ class Region(NamedTuple):
         ends = ({f"program_{axis}": last * (size - 1) for axis, size in sizes.items()} for last in (0, 1))
         # The text is what `_Bounds` writes, with names that its parts share.
         named = ({"min": min, "max": max, **values, **end} for end in ends)
-        return max(len(range(*(eval(part, names) for part in re.split(":(?!=)", self.trips)))) for names in named)
+        return max(len(range(*(eval(part, names) for part in _compiled(self.trips)))) for names in named)
+
+
+@functools.cache
+def _compiled(trips: str) -> list[CodeType]:
+    return [compile(part, "trips", "eval") for part in re.split(":(?!=)", trips)]
 
 
 _ASSIGNMENT = re.compile(r"^\s*(%[\w.-]+) = (\S+) (.*?)(?: loc\(.*)?$", re.MULTILINE)

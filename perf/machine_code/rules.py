@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
 
+from perf.machine_code.known import Check
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from perf.machine_code.listing import Region
     from perf.machine_code.table import Row
 
 # On NVIDIA, float64 division and square root are subroutines, around whose calls a few registers go to the stack.
 FLOAT64_SPILLS = 64
+
+# Exceptions allow what is needed and no more (see `known`).
+MARGIN = 1
 
 # Spilled bytes, by chip, kernel and case, and why they stay.
 KNOWN_SPILLS = {
@@ -52,16 +60,31 @@ KNOWN_SPILLS = {
 # bound is that of the best tile found, with a step copied ahead. "masked" has tiles of bias, mask and noise beside
 # these. Products of float32 are not work for tensor cores of NVIDIA: each thread holds rows of both factors. On
 # gfx942 they are scalar registers, which wait in lanes of a vector register.
-ATTENTION_SPILLS: dict[tuple[str, str], dict[str, int]] = {
-    ("sm_80", "masked"): {"rows": 224, "keys": 360, "second keys": 144},
-    ("sm_80", "float32"): {"jvp": 184, "second rows": 3896, "second keys": 8},
-    ("sm_90", "wide"): {"second rows": 144, "second keys": 112},
-    ("sm_90", "masked"): {"jvp": 32, "second rows": 24, "second keys": 208},
-    ("sm_90", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 24},
-    ("sm_100", "wide"): {"second rows": 24, "second keys": 112},
-    ("sm_100", "float32"): {"jvp": 208, "second rows": 1000, "second keys": 16},
-    ("gfx942", "narrow"): {"fwd": 5, "jvp": 6},
-    ("gfx942", "masked"): {"fwd": 12, "jvp": 16, "second keys": 6},
+KNOWN_ATTENTION_SPILLS = {
+    ("sm_80", "masked", "rows"): 224,
+    ("sm_80", "masked", "keys"): 360,
+    ("sm_80", "masked", "second keys"): 144,
+    ("sm_80", "float32", "jvp"): 184,
+    ("sm_80", "float32", "second rows"): 3896,
+    ("sm_80", "float32", "second keys"): 8,
+    ("sm_90", "wide", "second rows"): 144,
+    ("sm_90", "wide", "second keys"): 112,
+    ("sm_90", "masked", "jvp"): 32,
+    ("sm_90", "masked", "second rows"): 24,
+    ("sm_90", "masked", "second keys"): 208,
+    ("sm_90", "float32", "jvp"): 208,
+    ("sm_90", "float32", "second rows"): 1000,
+    ("sm_90", "float32", "second keys"): 24,
+    ("sm_100", "wide", "second rows"): 24,
+    ("sm_100", "wide", "second keys"): 112,
+    ("sm_100", "float32", "jvp"): 208,
+    ("sm_100", "float32", "second rows"): 1000,
+    ("sm_100", "float32", "second keys"): 16,
+    ("gfx942", "narrow", "fwd"): 5,
+    ("gfx942", "narrow", "jvp"): 6,
+    ("gfx942", "masked", "fwd"): 12,
+    ("gfx942", "masked", "jvp"): 16,
+    ("gfx942", "masked", "second keys"): 6,
 }
 
 # Products of half types lie four to a thread on gfx942, and are stored so; so is a part of a turned mask read.
@@ -76,7 +99,7 @@ KNOWN_UNTRACED = {("gfx942", "group_norm"): 2, ("gfx942", "group_norm_silu"): 2}
 # Loops that sum and copy nothing ahead on NVIDIA, by kernel and case, and why.
 KNOWN_UNSTAGED = (
     (
-        r"\S+ \S+ \S*x(50257|1001x14x14|2048x7x7) bfloat16 ",
+        r"\S+ \S+ \S*x(50257 bfloat16|1001x14x14 bfloat16|2048x7x7 bfloat16 (?!channels_last))",
         "elements begin anywhere, and a copy takes four bytes at least",
     ),
     (
@@ -85,21 +108,53 @@ KNOWN_UNSTAGED = (
     ),
 )
 
-# Reductions across the warps of a block, one after another, in a step of a loop, or in a kernel without loops that
-# reads large tensors: a mean, then the squares about it, or all sums of a derivative at once.
+# Kernels that copy ahead on NVIDIA in a case, and load nothing ahead on AMD in any variant, and why.
+_BY_ADDRESS = "elements that are loaded one by one take an address each: `unaligned_staged_bytes`"
+KNOWN_UNSTAGED_AMD = (
+    (r"\S+ \S*(layer_norm \S*x(4097|5124)|softmax \S*x50257 float32) ", _BY_ADDRESS),
+    (r"layer_norm_\w+ group_norm(_silu)? 2x320x64x64 bfloat16 channels_last ", _BY_ADDRESS),
+    (
+        r"layer_norm_second_sums_kernel layer_norm \S*x(4096 float32|5120 bfloat16|8192 bfloat16) ",
+        "a step is larger than half of its shared memory, to which `sweep_staged_bytes` is fitted",
+    ),
+)
+
+# Reductions across the warps of a block, one after another, for a row or a tile of rows: a mean, then the squares about
+# it, or all sums of a derivative at once. A row that is swept takes one more for what its sums are about, or for the
+# third sum of a parameter, and none in a step: its lanes keep sums of their own.
 MAX_REDUCTIONS = 2
+KNOWN_REDUCTIONS = (
+    (
+        r"log_softmax_fwd_kernel softmax 16x5000x96 float32 masked ",
+        4,
+        "x and its mask have other axes adjacent, and groups of columns lie in several warps",
+    ),
+)
 
 
-def broken_rules(chip_name: str, row: Row) -> list[str]:
-    """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is."""
+def staged(rows: Iterable[Row]) -> set[tuple[str, str]]:
+    """Kernels and cases of a table that load or copy ahead, but for attention, which has no memory for it on AMD."""
+    found = (row for row in rows if any(region.ahead for region in row.parsed_regions()))
+    return {(row.kernel, row.case) for row in found if not row.kernel.startswith("attention_")}
+
+
+def broken_rules(chip_name: str, row: Row, unstaged: Collection[tuple[str, str]] = ()) -> list[str]:
+    """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is.
+
+    Args:
+        chip_name: The chip.
+        row: The row.
+        unstaged: Kernels and cases that are `staged` on another chip alone.
+    """
     shape, _, _ = row.case.rpartition(" ")
     spills = FLOAT64_SPILLS if " float64 " in row.case else KNOWN_SPILLS.get((chip_name, row.kernel, shape), 0)
     narrow = KNOWN_NARROW.get(row.kernel, KNOWN_UNTRACED.get((chip_name, row.case.partition(" ")[0]), 0))
     if row.kernel.startswith("attention_"):
         spills, narrow = _attention_bounds(chip_name, row)
     regions, shared_bytes = row.parsed_regions(), CHIPS[chip_name].shared_bytes
-    per_row = regions[1:] if len(regions) > 1 or not row.loads else regions
-    reductions = max((region.reductions for region in per_row), default=0)
+    name = f"{row.kernel} {row.case}"
+    known = next((bound for pattern, bound, _ in KNOWN_REDUCTIONS if re.match(pattern, name)), 0)
+    reductions = next((number for number, most in _reductions(row, regions) if number > max(most, known)), 0)
     problems = {
         f"spills {row.spills}, allowed are {spills}": row.spills > spills,
         f"{row.local_bytes} bytes of local memory": row.local_bytes > 0,
@@ -107,12 +162,23 @@ def broken_rules(chip_name: str, row: Row) -> list[str]:
         f"{row.shared_bytes} bytes of shared memory, the chip has {shared_bytes}": row.shared_bytes > shared_bytes,
         f"{row.narrow} narrow accesses among loads {row.loads or 'none'} and stores {row.stores or 'none'}": row.narrow
         > narrow,
-        f"{reductions} reductions of a block one after another": reductions > MAX_REDUCTIONS,
+        f"{reductions} reductions of a block one after another": reductions > 0,
         "a loop that sums copies nothing ahead": chip_name.startswith("sm_") and _copies_nothing(row),
+        "nothing is loaded ahead": (row.kernel, row.case) in unstaged
+        and not any(re.match(pattern, name) for pattern, _ in KNOWN_UNSTAGED_AMD),
         "a step waits for all that is copied ahead": any(region.ahead == 0 for region in regions),
         "a loop copies over what other warps may be reading": any(region.unguarded for region in regions),
     }
     return [f"{chip_name} {row.kernel} ({row.case}): {text}" for text, is_broken in problems.items() if is_broken]
+
+
+def _reductions(row: Row, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
+    """For parts of a kernel the number of reductions, and how many there may be."""
+    outside, *loops = regions
+    yield from ((loop.reductions, MAX_REDUCTIONS if "num_rows" in loop.trips else 0) for loop in loops)
+    # Behind a loop over rows, the sums of a program are merged once.
+    if not any("num_rows" in loop.trips for loop in loops) and (loops or row.loads):
+        yield outside.reductions, MAX_REDUCTIONS + bool(loops)
 
 
 def _copies_nothing(row: Row) -> bool:
@@ -134,5 +200,15 @@ def _attention_bounds(chip_name: str, row: Row) -> tuple[int, int]:
     kind = kind or ("wide" if int(sizes.rpartition("x")[2]) > 64 else "narrow")
     name = row.kernel.removeprefix("attention_").removesuffix("_kernel")
     name = name if mode in {"forward", "backward", "jvp"} else f"second {name}"
-    spills = ATTENTION_SPILLS.get((chip_name, kind), {}).get(name, 0)
+    spills = KNOWN_ATTENTION_SPILLS.get((chip_name, kind, name), 0)
     return spills, ATTENTION_NARROW.get(chip_name, 0) + MASKED_NARROW * (kind == "masked")
+
+
+def checks(tables: Mapping[str, Sequence[Row]]) -> Iterator[Check]:
+    """The tables of all chips, row by row."""
+    ahead = {chip: staged(rows) for chip, rows in tables.items()}
+    for chip_name, rows in tables.items():
+        unstaged = ahead["sm_90"] - ahead[chip_name] if chip_name.startswith("gfx") else set()
+        for row in rows:
+            shape, problems = row.case.rpartition(" ")[0], functools.partial(broken_rules, chip_name, row, unstaged)
+            yield Check(f"{row.kernel} {row.case}", shape, problems)

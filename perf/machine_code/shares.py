@@ -6,16 +6,20 @@ bound by its products of matrices and has no part in this.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from perf.machine_code.known import Check
+from perf.machine_code.stalls import LATENCIES
 from perf.machine_code.work import numbers_of, work_of
 from triton_kernels.launch.chips import CHIPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from perf.machine_code.listing import Region
     from perf.machine_code.table import Row
 
 # The chip whose latencies `stalls` knows, its clock, and what memory gives of the 3.35 TB/s of its data sheet.
@@ -30,10 +34,13 @@ MAX_ISSUE_SHARE = 0.6
 # of one that leaves processors idle, beside a tenth of that time.
 MAX_CHAIN_US = 12.0
 MAX_SMALL_CHAIN_US = 10.0
-# Launches that load more are to fill the processors: with this share of the programs that fit, or so many bytes under
-# way on each that memory has no pause (a latency of 800 cycles at full speed takes 10 KiB); and at least so many.
+# Launches that load more are to fill the processors: with this share of the programs that fit and so many warps, or so
+# many bytes under way on each that memory has no pause (a latency of 800 cycles at full speed takes 10 KiB); and at
+# least so many.
 LARGE_BYTES = 16 << 20
 FILLING_SHARE = 0.7
+# Three to each scheduler.
+FILLING_WARPS = 12
 FILLING_BYTES = 24 << 10
 LEAST_BYTES = 12 << 10
 # Partial rows of sums over rows: two for each processor, or in as many as the kernel has programs a share of the bytes
@@ -112,10 +119,18 @@ KNOWN_PARTS = (
 )
 
 # Calls whose programs are fewer than fit, or have fewer bytes under way, and why.
-KNOWN_FEW = {
-    "batch_norm 64x1001x14x14 ": "channels that begin anywhere are loaded two bytes at a time",
-    "layer_norm 1024x4096 bfloat16 backward": "twice as many would have four rows each, a quarter more bytes to move",
-}
+_LATE = "each element is waited for behind the one before: the compiler has no registers for more addresses"
+KNOWN_FEW = (
+    (r"batch_norm 64x1001x14x14 ", "channels that begin anywhere are loaded two bytes at a time"),
+    (
+        r"layer_norm 1024x4096 bfloat16 backward",
+        "twice as many would have four rows each, a quarter more bytes to move",
+    ),
+    (r"batch_norm_relu 64x2048x7x7 bfloat16 jvp: batch_norm_train_fwd_jvp", _LATE),
+    (r"cross_entropy 4096x50257 bfloat16 backward", _LATE),
+    (r"log_softmax 4096x50257 bfloat16 hvp", _LATE),
+    (r"layer_norm 8192x8192 bfloat16 (all_results|backward_of_jvp)", "partial rows, added in 7 of the call's 232 us"),
+)
 
 
 class Launched(NamedTuple):
@@ -143,10 +158,11 @@ class Share(NamedTuple):
         issue_us: Time in which all processors do nothing but issue its instructions.
         chain_us: Time that the longest program takes alone, and those that follow it in its place; None if not known.
         programs: Programs on each processor, of which `resident` fit at once.
+        warps: Of those that a processor holds at once.
         steps: Steps of its longest loop.
         is_persistent: Whether rows go by turns to `num_splits` programs, each of which keeps sums over its own.
         loaded: Bytes that it loads from global memory in the loop that loads most, or outside of loops.
-        under_way: Bytes that are being loaded on each processor while others are worked on.
+        under_way: Bytes that are being loaded on each processor while a step waits.
     """
 
     kernel: str
@@ -154,6 +170,7 @@ class Share(NamedTuple):
     chain_us: float | None
     programs: float
     resident: int
+    warps: float
     steps: int
     is_persistent: bool
     loaded: float
@@ -179,12 +196,21 @@ def share_of(launched: Launched, row: Row) -> Share:
         None if work.cycles is None else work.latency_cycles(chip.num_processors) / CYCLES_PER_US,
         programs,
         work.resident,
+        min(programs, work.resident) * row.num_warps,
         max(trips[1:], default=1),
         any(region.trips.endswith(":num_splits") and numbers["num_splits"] > 1 for region in regions),
         work.programs * loaded,
-        # A loop that waits for what it has just asked for has it under way half of the time.
-        min(programs, work.resident) * step * (0.5 if longest.ahead == 0 else 1.0),
+        min(programs, work.resident) * step * _share_under_way(longest),
     )
+
+
+def _share_under_way(region: Region) -> float:
+    """Of what a step loads, the share that is under way while it waits."""
+    if region.ahead is not None:
+        # A loop that waits for what it has just asked for has it under way half of the time.
+        return 1.0 if region.ahead else 0.5
+    # Beyond its instructions a step takes a latency for each load behind which the next one goes.
+    return min(1.0, LATENCIES["LDG"] / max((region.cycles or 0) - (region.instructions or 0), 1))
 
 
 def _shares(called: Called, rows: Mapping[str, Row]) -> tuple[list[Share], float]:
@@ -193,8 +219,8 @@ def _shares(called: Called, rows: Mapping[str, Row]) -> tuple[list[Share], float
     return shares, sum(share.issue_us for share in shares) * BYTES_PER_US / called.bytes_moved
 
 
-def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
-    memory_us, (shares, issue) = called.bytes_moved / BYTES_PER_US, _shares(called, rows)
+def _broken(called: Called, shares: Sequence[Share], issue: float) -> list[str]:
+    memory_us = called.bytes_moved / BYTES_PER_US
     # The time of attention is that of its products.
     is_free = called.name.startswith("attention ")
     most_issue = math.inf if is_free else next(_known(KNOWN_SHARES, called), MAX_ISSUE_SHARE)
@@ -211,12 +237,14 @@ def _broken(called: Called, rows: Mapping[str, Row]) -> list[str]:
         waits += f"{share.programs:.2f} programs per processor, {most:.1f} allowed"
         under_way = f"{share.kernel} has {share.under_way / 1024:.0f} KiB under way on a processor"
         by_turns = f"{share.kernel} has {share.programs:.2f} programs per processor, of which {share.resident} fit"
-        is_large = share.loaded > LARGE_BYTES and not any(called.name.startswith(name) for name in KNOWN_FEW)
-        fills = used >= FILLING_SHARE or share.under_way >= FILLING_BYTES
+        is_large = share.loaded > LARGE_BYTES and not any(re.match(pattern, called.name) for pattern, _ in KNOWN_FEW)
+        fills = (used >= FILLING_SHARE and share.warps >= FILLING_WARPS) or share.under_way >= FILLING_BYTES
         broken = {
             waits: chain_us > most,
             under_way: is_large and share.under_way < LEAST_BYTES,
-            f"{under_way} and {used:.2f} of the programs that fit": is_large and share.steps > 1 and not fills,
+            f"{under_way}, {share.warps:.0f} warps and {used:.2f} of the programs that fit": is_large
+            and share.steps > 1
+            and not fills,
             by_turns: share.is_persistent and share.steps > 1 and share.programs > share.resident,
         }
         problems += [text for text, is_broken in broken.items() if is_broken]
@@ -240,31 +268,14 @@ def _parts(called: Called) -> float:
     return max(found)
 
 
-def broken_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
-    """Problems of calls, in words; empty if there is none. Launches without a row are left out."""
+def checks(calls: Sequence[Called], rows: Sequence[Row]) -> Iterator[Check]:
+    """The calls, one by one. Launches without a row are left out."""
     by_key = {row.key: row for row in rows}
-    return sorted({problem for called in calls for problem in _broken(called, by_key)})
+    for called in calls:
+        shape = called.name.partition(":")[0].rpartition(" ")[0]
+        yield Check(called.name, shape, functools.partial(_broken, called, *_shares(called, by_key)))
 
 
-def needless_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
-    """Entries of `KNOWN_SHARES` that allow more than these calls need, in words, with what to make of them."""
-    by_key, problems = {row.key: row for row in rows}, []
-    for pattern, bound, _ in KNOWN_SHARES:
-        most: dict[str, float] = {}
-        for called in (called for called in calls if re.match(pattern, called.name)):
-            shape = called.name.partition(":")[0].rpartition(" ")[0]
-            most[shape] = max(most.get(shape, 0.0), _shares(called, by_key)[1])
-        highest = max(most.values(), default=0.0)
-        idle = [f"{shape} ({share:.2f})" for shape, share in most.items() if share <= MAX_ISSUE_SHARE]
-        if idle or bound > highest + MARGIN:
-            text = f"leave out {', '.join(idle)}" if idle else f"allow no more than {MARGIN} above"
-            problems.append(f"{CHIP} KNOWN_SHARES {pattern!r}: its calls issue for at most {highest:.2f}, {text}")
-    for pattern, bound, _ in KNOWN_PARTS:
-        shares = [
-            2 * called.part_bytes / called.bytes_moved
-            for called in calls
-            if re.match(pattern, called.name) and _parts(called) > MAX_PARTS
-        ]
-        if not MAX_PART_SHARE < max(shares, default=0.0) <= bound:
-            problems.append(f"{CHIP} KNOWN_PARTS {pattern!r}: its calls write {max(shares, default=0.0):.2f}")
-    return problems
+def broken_shares(calls: Sequence[Called], rows: Sequence[Row]) -> list[str]:
+    """Problems of calls, in words; empty if there is none."""
+    return sorted({problem for check in checks(calls, rows) for problem in check.problems()})

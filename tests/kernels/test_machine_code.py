@@ -11,9 +11,10 @@ import dataclasses
 import pytest
 import triton
 
-from perf.machine_code import shares
+from perf.machine_code import rules, shares
+from perf.machine_code.known import needless
 from perf.machine_code.rules import broken_rules
-from perf.machine_code.shares import Called, Launched, broken_shares, needless_shares
+from perf.machine_code.shares import Called, Launched, broken_shares
 from perf.machine_code.table import Row, read_table, read_version
 from tests.kernels.interpreting import run_compiled
 from triton_kernels.launch.chips import CHIPS
@@ -42,23 +43,15 @@ def test_another_batch_size_compiles_nothing_and_mistakes_of_plans_are_caught() 
     run_compiled("tests.kernels.compiled_cases")
 
 
-@pytest.mark.parametrize("chip_name", CHIPS)
-def test_every_row_keeps_the_rules(chip_name: str) -> None:
-    rows = read_table(chip_name)
-    assert rows == sorted(rows)
-    for op, least in (("layer_norm", 50), ("batch_norm", 50), ("log_softmax", 50), ("attention", 30)):
-        assert sum(row.case.startswith(op) for row in rows) > least
-    broken = [problem for row in rows for problem in broken_rules(chip_name, row)]
+def test_every_row_keeps_the_rules_and_needs_what_they_excuse() -> None:
+    tables = {chip_name: read_table(chip_name) for chip_name in CHIPS}
+    for rows in tables.values():
+        assert rows == sorted(rows)
+        for op, least in (("layer_norm", 50), ("batch_norm", 50), ("log_softmax", 50), ("attention", 30)):
+            assert sum(row.case.startswith(op) for row in rows) > least
+    checks = list(rules.checks(tables))
+    broken = [*(problem for check in checks for problem in check.problems()), *needless(rules, checks)]
     assert not broken, "\n".join(broken)
-
-
-def test_amd_loads_ahead_what_nvidia_copies_ahead() -> None:
-    """At the shapes of the table, but for attention, which has no memory for it on AMD."""
-    sm_90, gfx942 = (
-        {row.kernel for row in read_table(chip) if any(region.ahead for region in row.parsed_regions())}
-        for chip in ("sm_90", "gfx942")
-    )
-    assert {kernel for kernel in sm_90 if not kernel.startswith("attention")} <= gfx942
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -76,6 +69,7 @@ def test_reductions_over_channels_leave_room_for_each_other(chip_name: str) -> N
 
 
 STRAIGHT, LOOP = "0:1:1 r2 i300 b4 l32 c900", "0:num_rows:num_splits r2 i200 b4 l32 c800 a2 u0"
+SWEEP = "0:(num_splits*32768):4096 r0 i200 b2 l32 c800 a2 u0"
 CASE, KEY = "layer_norm 8192x4096 bfloat16 forward", "0123456789ab"
 ROW = Row("kernel", CASE, 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, f"{STRAIGHT}; {LOOP}", KEY)
 
@@ -93,6 +87,8 @@ ROW = Row("kernel", CASE, 8, 40, 255, 0, 0, 1024, "16x2", "16x2", 0, f"{STRAIGHT
         ({"regions": f"{STRAIGHT}; 0:num_cols:8 r0 l16; 0:num_cols:8 r0 l16"}, "copies nothing ahead"),
         ({"regions": f"{STRAIGHT}; {LOOP.replace('u0', 'u1')}"}, "copies over"),
         ({"regions": STRAIGHT.replace("r2", "r3")}, "3 reductions"),
+        ({"regions": f"{STRAIGHT.replace('r2', 'r4')}; {SWEEP}"}, "4 reductions"),
+        ({"regions": f"{STRAIGHT}; {SWEEP.replace('r0', 'r1')}"}, "1 reductions"),
     ],
     ids=str,
 )
@@ -102,9 +98,20 @@ def test_rules_reject(change: dict, complaint: str) -> None:
     assert complaint in found
 
 
+def test_amd_loads_ahead_what_nvidia_copies_ahead_case_by_case() -> None:
+    other = dataclasses.replace(ROW, case="layer_norm 8192x2048 bfloat16 forward")
+    late = dataclasses.replace(other, regions="0:1:1 r2; 0:num_rows:num_splits r2")
+    tables = {"sm_90": [ROW, other], "gfx942": [ROW, late]}
+    (problem,) = (problem for check in rules.checks(tables) for problem in check.problems())
+    assert "x2048 bfloat16 forward): nothing is loaded ahead" in problem
+    tables["gfx942"].append(other)
+    assert not any(check.problems() for check in rules.checks(tables))
+
+
 # Sums of 2,112 partial rows of 256 columns of float32, of which a program adds 64 rows at a time up, after a backward
 # of 8,192 * 4,096 elements of bfloat16; and that backward.
 ADDING = "0:1:1 r1 i200 b2 l0 c1500; 0:num_parts:64 r0 i117 b0 l128 c1000"
+LATE = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 l64 c1100"
 SUMMING = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 l64 c1100 a4 u0"
 
 
@@ -119,6 +126,9 @@ SUMMING = "0:1:1 r0 i300 b1 l32 c2000; program_x:num_rows:num_splits r1 i360 b2 
         (SUMMING.replace(" c1100", ""), (264,), {"num_rows": 8192, "num_splits": 264}, "no cycles"),
         (SUMMING.replace("l64", "l16"), (264,), {"num_rows": 8192, "num_splits": 264}, "8 KiB under way"),
         (SUMMING.replace("i360", "i900"), (264,), {"num_rows": 8192, "num_splits": 264}, "issues for 0.99 of the time"),
+        # Loads one behind the other, of which a third is under way.
+        (LATE.replace("c1100", "c3000"), (264,), {"num_rows": 8192, "num_splits": 264}, "10 KiB under way"),
+        (LATE, (264,), {"num_rows": 8192, "num_splits": 264}, None),
     ],
 )
 def test_shares_reject(regions: str, grid: tuple[int, ...], values: dict[str, int], complaint: str | None) -> None:
@@ -128,17 +138,40 @@ def test_shares_reject(regions: str, grid: tuple[int, ...], values: dict[str, in
     assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
 
 
-def test_shares_that_nobody_needs_are_found(monkeypatch) -> None:
+@pytest.mark.parametrize("loaded, complaint", [(64, "16 KiB under way on a processor, 8 warps"), (96, None)])
+def test_half_of_the_threads_with_twice_the_registers_load_as_much(loaded: int, complaint: str | None) -> None:
+    row = dataclasses.replace(ROW, registers=254, regions=SUMMING.replace("l64", f"l{loaded}"))
+    launched = Launched(KEY, (132,), {"num_rows": 8192, "num_splits": 132})
+    problems = broken_shares([Called("layer_norm 8192x4096 bfloat16 hvp", 3 * 2 * 8192 * 4096, (launched,))], [row])
+    assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
+
+
+@pytest.mark.parametrize(
+    "known, complaint",
+    [
+        (("layer_norm 1x", 0.75, "by hand"), None),
+        (("layer_norm 1x", 0.95, "by hand"), "allow no more than 0.1 above"),
+        (("layer_norm ", 0.75, "by hand"), "leave out layer_norm 2x4096 bfloat16"),
+        (("dropout ", 0.75, "by hand"), "leave out it"),
+        ({("sm_90", "kernel", "layer_norm 3x4096 bfloat16"): 8}, None),
+        ({("sm_90", "kernel", "layer_norm 3x4096 bfloat16"): 16}, "allow no more than 1 above"),
+        ({("sm_90", "kernel", "layer_norm 1x4096 bfloat16"): 8}, "leave out it"),
+    ],
+)
+def test_entries_that_nobody_needs_are_found(known: tuple | dict, complaint: str | None, monkeypatch) -> None:
+    module, name = (rules, "KNOWN_SPILLS") if isinstance(known, dict) else (shares, "KNOWN_SHARES")
+    for other, entries in vars(module).copy().items():
+        if other.startswith("KNOWN_"):
+            monkeypatch.setattr(module, other, type(entries)())
+    monkeypatch.setattr(module, name, known if isinstance(known, dict) else (known,))
+    # The first call issues for 0.66 of its time, the second one for half of that.
     row = dataclasses.replace(ROW, registers=96, regions=SUMMING.replace("i360", "i600"))
     launched, num_bytes = Launched(KEY, (264,), {"num_rows": 8192, "num_splits": 264}), 3 * 2 * 8192 * 4096
     calls = [Called(f"layer_norm {size}x4096 bfloat16 backward: x", size * num_bytes, (launched,)) for size in (1, 2)]
-    patterns = {"layer_norm 1x": (0.75, 0.95), "layer_norm 2x": (0.75,), "layer_norm ": (0.75,), "dropout ": (0.75,)}
-    known = [(pattern, bound, "by hand") for pattern, bounds in patterns.items() for bound in bounds]
-    monkeypatch.setattr(shares, "KNOWN_SHARES", known)
-    monkeypatch.setattr(shares, "KNOWN_PARTS", ())
-    problems = needless_shares(calls, [row])
-    wanted = ["0.66, allow no more", *["leave out layer_norm 2x4096 bfloat16 (0.33)"] * 2, "0.00, allow no more"]
-    assert all(text in problem for text, problem in zip(wanted, problems, strict=True)), problems
+    spilling = dataclasses.replace(row, spills=8, case="layer_norm 3x4096 bfloat16 forward")
+    checks = {shares: shares.checks(calls, [row]), rules: rules.checks({"sm_90": [row, spilling]})}
+    problems = needless(module, checks[module])
+    assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
 
 
 @pytest.mark.parametrize("num_parts, rows, broken", [(1056, 8192, True), (264, 8192, False), (1056, 262144, False)])
@@ -150,9 +183,10 @@ def test_partial_rows_that_cost_much_are_found(num_parts: int, rows: int, broken
     assert ["8.0 partial rows per processor, 0.26 of its bytes" in problem for problem in problems] == [True] * broken
     # What needs no entry must have none.
     monkeypatch.setattr(shares, "KNOWN_SHARES", ())
+    monkeypatch.setattr(shares, "KNOWN_FEW", ())
     monkeypatch.setattr(shares, "KNOWN_PARTS", (("layer_norm 768", 0.3, "by hand"),))
     assert not broken_shares([called], [])
-    assert len(needless_shares([called], [])) == (not broken)
+    assert len(needless(shares, shares.checks([called], []))) == (not broken)
 
 
 LONG, WIDE = ("layer_norm_fwd", "layer_norm 4096x16384 bfloat16"), "attention 2x32x4096x128 bfloat16 causal"
