@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -39,12 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage rarely, and not among what importing made: tracers make that a tenth of the time of all tests."""
     gc.collect()
     gc.freeze()
-    # Triton's bindings complain of whatever is never freed.
-    atexit.register(gc.unfreeze)
+    # Triton's bindings complain of whatever is never freed. A worker has sent all that it found: to free it takes seconds.
+    atexit.register(*(os._exit, 0) if hasattr(session.config, "workerinput") else (gc.unfreeze,))
     gc.set_threshold(20_000, 10, 10)
 
 

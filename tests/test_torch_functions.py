@@ -61,6 +61,8 @@ def test_every_nesting_to_order_3_is_right(name):
         for nesting in nestings(order):
             found = nested(ours, directions, nesting)(*xs)
             torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-7, msg=lambda text, n=nesting: f"{n}: {text}")
+            if wrong:
+                continue
             try:
                 by_torch = nested(torchs, directions, nesting)(*xs)
             except (RuntimeError, NotImplementedError):

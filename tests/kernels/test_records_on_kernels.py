@@ -50,9 +50,21 @@ def recorded(case, sample, dtype, device):
         return second_order(case, sample, dtype, device, case.perturbable(sample))[1]
 
 
+def is_anew(case, sample):
+    return sample in lie_anew(case.samples)
+
+
+# Nightly those that differ from others in sizes alone, which plans of launchers meet in tests of these.
 @pytest.mark.parametrize(
     "case, sample, dtype, chip, half",
-    [pytest.param(*each, id=f"{each[0].name}-{each[1]}-{dtype_id(each[2])}-{each[3]}") for each in SAMPLES],
+    [
+        pytest.param(
+            *each,
+            id=f"{each[0].name}-{each[1]}-{dtype_id(each[2])}-{each[3]}",
+            marks=[pytest.mark.nightly] * (not is_anew(*each[:2])),
+        )
+        for each in SAMPLES
+    ],
 )
 def test_calls_of_all_orders(case, sample, dtype, chip, half, device):
     calls = recorded(case, sample, dtype, device)
@@ -60,7 +72,7 @@ def test_calls_of_all_orders(case, sample, dtype, chip, half, device):
         for call in calls[half::2] or calls:
             # The interpreter cuts bfloat16 off instead of rounding it: half a unit in the last place more.
             once = case.is_rounded_once(call.overload)
-            roundings, fake = 1 + (dtype is torch.bfloat16), sample in lie_anew(case.samples)
+            roundings, fake = 1 + (dtype is torch.bfloat16), is_anew(case, sample)
             check_call(call, again=False, fake=fake, roundings=roundings, rounds_once=once)
 
 
@@ -109,8 +121,15 @@ def test_nestings_in_the_input(case, word, device):
     check_nesting(case, device, word, (0,) * len(word))
 
 
+# By day each family takes one of the two words, whose kernels are those of the calls above.
 @pytest.mark.usefixtures("backend")
-@every_family
-@pytest.mark.parametrize("word", ["fr", "rr"])
+@pytest.mark.parametrize(
+    "case, word",
+    [
+        pytest.param(case, word, id=f"{case.name}-{word}", marks=[pytest.mark.nightly] * ((i + j) % 2))
+        for i, case in enumerate(FAMILIES)
+        for j, word in enumerate(["rr", "fr"])
+    ],
+)
 def test_nestings_in_all_arguments_at_once(case, word, device):
     check_nesting(case, device, word, None)
