@@ -44,7 +44,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage rarely, and not among what importing made: tracers make that a tenth of the time of all tests."""
     gc.collect()
     gc.freeze()
-    # Triton's bindings complain of whatever is never freed. A worker has sent all that it found: to free it takes seconds.
+    # Triton's bindings complain of whatever is never freed. A worker has sent what it found: freeing all takes seconds.
     atexit.register(*(os._exit, 0) if hasattr(session.config, "workerinput") else (gc.unfreeze,))
     gc.set_threshold(20_000, 10, 10)
 
