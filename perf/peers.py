@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import math
 import re
@@ -237,11 +238,19 @@ def _compared() -> list[Workload]:
     return sorted(chosen, key=lambda workload: list(MODES).index(workload.op))
 
 
+def key_of_ours() -> str:
+    """Hash of all that the machine code of our kernels depends on, as in its tables, and of grids; the page has it."""
+    steps = (step for w in _compared() for mode in MODES[w.op] for step in model.steps_of(w, mode, CHIP))
+    keys = sorted({f"{launch.key} {launch.grid}" for _, launches in steps for launch in launches})
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:12]
+
+
 def _comparison() -> Iterator[str]:
     versions = f"torch {torch.__version__.split('+')[0]}, Triton {triton.__version__}"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions += f", Liger {importlib.metadata.version('liger-kernel')}"
     yield f"Written by `python -m perf peers --write` ({versions}); compiled for sm_90, nothing ran."
+    yield f"Key of our kernels: {key_of_ours()}."
     yield "[measuring.md](../developers/measuring.md#peers-under-the-same-probe) says what the columns mean. Where a"
     yield "figure of ours is worse, a word says what makes up for that in the same lines:\n"
     yield from (f"- *{key}*: {text};" for key, (text, _) in REASONS.items())

@@ -150,6 +150,13 @@ def test_cycles_of_a_known_chain():
     assert outside > stalls.LATENCIES["LDG"]
 
 
+def test_the_page_of_peers_is_of_these_kernels():
+    page = (DOCS / "peers_sm_90.md").read_text()
+    if f"Triton {triton.__version__}" not in page:
+        pytest.skip("the page is of another release of Triton")
+    assert peers.key_of_ours() in page, "the page of peers is out of date: run `python -m perf peers --write`"
+
+
 def test_the_page_of_peers_says_what_makes_up_for_each_figure_that_is_worse():
     lost = []
     steps = list(peers.read_rows((DOCS / "peers_sm_90.md").read_text()))

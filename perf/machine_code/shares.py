@@ -119,7 +119,7 @@ KNOWN_PARTS = (
 )
 
 # Calls whose programs are fewer than fit, or have fewer bytes under way, and why.
-_LATE = "each element is waited for behind the one before: the compiler has no registers for more addresses"
+_LATE = "elements begin anywhere, and the compiler loads some of them behind others"
 KNOWN_FEW = (
     (r"batch_norm 64x1001x14x14 ", "channels that begin anywhere are loaded two bytes at a time"),
     (

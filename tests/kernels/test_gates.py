@@ -14,11 +14,12 @@ import triton.language as tl
 
 from perf.calls import Call, random
 from perf.ops.attention import Attention
+from perf.ops.layer_norm import LayerNorm
 from tests.kernels import truth
 from tests.kernels.checking import check, check_order
 from tests.kernels.interpreting import OutOfBoundsError
 from tests.kernels.truth import Exact
-from triton_kernels import _attention_kernels, _attention_tiles, costs
+from triton_kernels import _attention_kernels, _attention_tiles, costs, rows, tiles
 from triton_kernels._kernel import Kernel
 from triton_kernels.costs import Cost
 
@@ -147,6 +148,22 @@ def test_products_of_matrices_that_nobody_asks_for_are_caught(
     check(call)
     monkeypatch.setattr(_attention_kernels, name, fault)
     with pytest.raises(AssertionError, match=complaint):
+        check(call)
+
+
+@triton.jit
+def _params_of_each_row(
+    ptrs, strides, segment, cols, col_mask, READS: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, *rest
+):
+    each = tl.broadcast_to(col_mask, (8, cols.shape[0]))
+    return tiles.load_params(ptrs, strides, segment, cols, each, READS, DTYPE, ALIGN, *rest)
+
+
+def test_parameters_that_are_loaded_for_each_row_of_a_program_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = LayerNorm.draw((8, 200)).call("fwd")
+    check(call)
+    monkeypatch.setattr(rows, "load_params", _params_of_each_row)
+    with pytest.raises(AssertionError, match="moves 25664 bytes, 14464 declared"):
         check(call)
 
 
