@@ -109,7 +109,37 @@ def output_in_float32(primals: Any) -> Any:
     return primals
 
 
-# Second order.
+# Derivatives.
+
+
+def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
+    """Give `value` the rules that `bwd` and `jvp` compute.
+
+    What these call `y_bar` is the cotangent of y, `x_dot` the tangent of x, and all else a residual; `bwd` returns
+    `x_bar` for x.
+    """
+    bars = [name.removesuffix("_bar") for name in bwd.spec.arguments if name.endswith("_bar")]
+    kept, perturbable = bwd.spec.arguments[len(bars) : -1], [bar.removesuffix("_bar") for bar in bwd.spec.outputs]
+    for_bwd, mask_of = attrgetter(*kept), attrgetter(*perturbable)
+
+    @value.def_vjp
+    def value_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+        mask = mask_of(wanted)
+        out = bwd(*[getattr(cotangents, name) for name in bars], *for_bwd(residuals), mask)
+        return dict(compress(zip(perturbable, out, strict=True), mask))
+
+    is_dot = [name.endswith("_dot") for name in jvp.spec.arguments]
+    before, after = is_dot.index(True), is_dot.index(True) + sum(is_dot)
+    first, last = attrgetter(*jvp.spec.arguments[:before]), attrgetter(*jvp.spec.arguments[after:])
+    dots_of = attrgetter(*[name.removesuffix("_dot") for name in jvp.spec.arguments[before:after]])
+
+    @value.def_jvp
+    def value_jvp(residuals: Any, tangents: Any) -> Any:
+        dots = dots_of(tangents)
+        if all(dot is None for dot in dots):
+            # Only running statistics move, and in training the output does not depend on them.
+            return torch.zeros_like(residuals.x)
+        return jvp(*first(residuals), *dots, *last(residuals))
 
 
 def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:

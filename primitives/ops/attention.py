@@ -30,7 +30,6 @@ References:
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,7 @@ from primitives.core import Primitive
 from primitives.ops._attention import Problem, Rows, flipped, noised
 from primitives.ops._attention_blocks import in_blocks
 from primitives.ops._cpu_attention import flash, flash_bwd
-from primitives.ops._shared import accumulation_dtype, bind_kernels, fold_batch, output_axes, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,66 +144,32 @@ def moving(rows: Rows) -> tuple[Tensor, Tensor, Tensor | None]:
     return p, lse_dot, rows.minus(scores_dot, lse_dot)
 
 
+def problem_of(op: Primitive, args: Sequence[Any], *, in_place: bool = False) -> tuple[Problem, Sequence[bool]]:
+    """The problem of a call of `op`, and what is wanted of it."""
+    by_name = dict(zip(op.spec.arguments, args, strict=True))
+    wanted = by_name.pop("wanted", ())
+    return Problem(**by_name, in_place=in_place), wanted
+
+
+def without_results(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequence[bool]]:
+    """The same without values of other arguments: taken from these again, so that a derivative reaches them."""
+    problem, wanted = problem_of(op, args)
+    return problem._replace(**dict.fromkeys(op.spec.cached)), wanted
+
+
 @attention_p.def_reference
-def _attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-) -> tuple[Tensor, ...]:
-    return forward(Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p))
+def _attention_reference(*args: Any) -> tuple[Tensor, ...]:
+    return forward(problem_of(attention_p, args)[0])
 
 
 @attention_bwd_p.def_reference
-def _attention_bwd_reference(
-    o_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    # o and lse are values of the other arguments: taken from these again, so that a derivative reaches them.
-    problem = Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    return bwd(problem._replace(o_bar=o_bar, lse_bar=lse_bar), wanted)
+def _attention_bwd_reference(*args: Any) -> tuple[Tensor, ...]:
+    return bwd(*without_results(attention_bwd_p, args))
 
 
 @attention_jvp_p.def_reference
-def _attention_jvp_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q_dot: Tensor | None,
-    k_dot: Tensor | None,
-    v_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-) -> tuple[Tensor, ...]:
-    problem = Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    return jvp(problem._replace(q_dot=q_dot, k_dot=k_dot, v_dot=v_dot, bias_dot=bias_dot))
+def _attention_jvp_reference(*args: Any) -> tuple[Tensor, ...]:
+    return jvp(without_results(attention_jvp_p, args)[0])
 
 
 # Shapes.
@@ -238,23 +203,16 @@ def _attention_jvp_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
     return empty_rows(q, v.shape[-1]), empty_statistic(q)
 
 
-# Kernels.
-
-
-def problem_of_kernel(op: Primitive, args: Sequence[Any]) -> tuple[Problem, Sequence[bool]]:
-    """The problem of a call of `op`, whose temporaries nobody else sees, and what is wanted of it."""
-    by_name = dict(zip(op.spec.arguments, args, strict=True))
-    wanted = by_name.pop("wanted", ())
-    return Problem(**by_name, in_place=True), wanted
+# Kernels. Nobody else sees the temporaries of those for the CPU.
 
 
 def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem, _ = problem_of_kernel(attention_p, args)
+    problem, _ = problem_of(attention_p, args, in_place=True)
     return flash(problem) or forward(problem)
 
 
 def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
-    problem, wanted = problem_of_kernel(attention_bwd_p, args)
+    problem, wanted = problem_of(attention_bwd_p, args, in_place=True)
     served = None if wanted[3] else flash_bwd(problem)
     if served is None:
         return bwd(problem, wanted)
@@ -263,7 +221,7 @@ def _attention_bwd_cpu(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _attention_jvp_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return jvp(problem_of_kernel(attention_jvp_p, args)[0])
+    return jvp(problem_of(attention_jvp_p, args, in_place=True)[0])
 
 
 bind_kernels(attention_p, "attention", "attention_fwd", _attention_cpu)
@@ -273,24 +231,7 @@ bind_kernels(attention_jvp_p, "attention", "attention_jvp", _attention_jvp_cpu)
 
 # Derivatives.
 
-
-def options_of(residuals: Any) -> tuple[Any, ...]:
-    """Mask, noise, scale and so on, as every operator of the family takes them."""
-    r = residuals
-    return r.mask, r.seed, r.offset, r.scale, r.causal, r.dropout_p
-
-
-@attention_p.def_vjp
-def _attention_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, c, mask = residuals, cotangents, tuple(getattr(wanted, name) for name in NAMES)
-    out = attention_bwd_p(c.o, c.lse, r.q, r.k, r.v, r.bias, r.o, r.lse, *options_of(r), mask)
-    return dict(compress(zip(NAMES, out, strict=True), mask))
-
-
-@attention_p.def_jvp
-def _attention_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    r, t = residuals, tangents
-    return attention_jvp_p(r.q, r.k, r.v, r.bias, r.o, r.lse, t.q, t.k, t.v, t.bias, *options_of(r))
+first_order(attention_p, attention_bwd_p, attention_jvp_p)
 
 
 @attention_p.def_autocast("cpu")
@@ -306,14 +247,4 @@ def _attention_autocast(primals: Any) -> Any:
 
 # Batching: the batch is one more first axis of every tensor.
 
-
-def batch_first(*ops: Primitive) -> None:
-    """Give `ops` a vmap rule that makes the batch the first axis of every tensor."""
-    for op in ops:
-
-        @op.def_vmap
-        def rule(batch: Any, primals: Any, op: Primitive = op) -> tuple[Any, Any]:
-            return op(*fold_batch(batch, primals, op.spec.tensors)), output_axes(op, primals)
-
-
-batch_first(attention_p, attention_bwd_p, attention_jvp_p)
+batch_all(attention_p, attention_bwd_p, attention_jvp_p)

@@ -34,21 +34,20 @@ import torch
 from primitives.core import Primitive
 from primitives.ops._attention import Problem, Rows, flipped, noised
 from primitives.ops._attention_blocks import in_blocks
-from primitives.ops._shared import bind_kernels, of_wanted, unwanted
+from primitives.ops._shared import batch_all, bind_kernels, of_wanted, unwanted
 from primitives.ops.attention import (
     DOTS,
     NAMES,
     OPTIONS,
     attention_bwd_p,
     attention_jvp_p,
-    batch_first,
     empty_rows,
     empty_statistic,
     moving,
-    options_of,
-    problem_of_kernel,
+    problem_of,
     products,
     turning,
+    without_results,
 )
 
 if TYPE_CHECKING:
@@ -124,38 +123,12 @@ def moved(
 
 
 @attention_pairing_p.def_reference
-def _attention_pairing_reference(
-    o_bar: Tensor | None,
-    lse_bar: Tensor | None,
-    o_bar_dot: Tensor | None,
-    lse_bar_dot: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q_dot: Tensor | None,
-    k_dot: Tensor | None,
-    v_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    o_dot: Tensor | None,
-    lse_dot: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
-    scale: float,
-    causal: bool,
-    dropout_p: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    problem = Problem(q, k, v, bias, mask, seed, offset, scale, causal, dropout_p)
-    problem = problem._replace(o_bar=o_bar, lse_bar=lse_bar, o_bar_dot=o_bar_dot, lse_bar_dot=lse_bar_dot)
-    return pairing(problem._replace(q_dot=q_dot, k_dot=k_dot, v_dot=v_dot, bias_dot=bias_dot), wanted)
+def _attention_pairing_reference(*args: Any) -> tuple[Tensor, ...]:
+    return pairing(*without_results(attention_pairing_p, args))
 
 
 def _attention_pairing_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return pairing(*problem_of_kernel(attention_pairing_p, args))
+    return pairing(*problem_of(attention_pairing_p, args, in_place=True))
 
 
 @attention_pairing_p.def_fake
@@ -179,83 +152,37 @@ bind_kernels(attention_pairing_p, "attention", "attention_pairing", _attention_p
 BARS = ("o_bar", "lse_bar")
 
 
+def _pairing(residuals: Any, wanted: Sequence[bool], **others: Any) -> Sequence[Tensor]:
+    """The wanted derivatives of L for what the residuals hold, and these; what neither has is absent."""
+    names = attention_pairing_p.spec.arguments[:-1]
+    return attention_pairing_p(*[others.get(name, getattr(residuals, name, None)) for name in names], wanted)
+
+
 @attention_bwd_p.def_vjp
 def _attention_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, names = residuals, (*BARS, *NAMES)
+    names = (*BARS, *NAMES)
     mask = tuple(getattr(wanted, name) for name in names)
-    dots = of_wanted(cotangents, r.wanted)
-    out = attention_pairing_p(
-        r.o_bar,
-        r.lse_bar,
-        None,
-        None,
-        r.q,
-        r.k,
-        r.v,
-        r.bias,
-        r.o,
-        r.lse,
-        *dots,
-        None,
-        None,
-        *options_of(r),
-        (*mask, False, False, False, False),
-    )  # fmt: skip - the arguments in groups
+    dots = dict(zip(DOTS, of_wanted(cotangents, residuals.wanted), strict=True))
+    out = _pairing(residuals, (*mask, False, False, False, False), **dots)
     return dict(compress(zip(names, out, strict=False), mask))
 
 
 @attention_bwd_p.def_jvp
 def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
     r, t = residuals, tangents
+    dots = {f"{name}_dot": getattr(t, name) for name in (*BARS, *NAMES)}
     # o and lse move as the other arguments say: where their tangents are at hand, nobody computes them again.
-    results_dot = (None, None) if t.o is None or t.lse is None else (t.o, t.lse)
-    out = attention_pairing_p(
-        r.o_bar,
-        r.lse_bar,
-        t.o_bar,
-        t.lse_bar,
-        r.q,
-        r.k,
-        r.v,
-        r.bias,
-        r.o,
-        r.lse,
-        t.q,
-        t.k,
-        t.v,
-        t.bias,
-        *results_dot,
-        *options_of(r),
-        (False, False, *r.wanted, False, False, False, False),
-    )  # fmt: skip - as above
-    return tuple(out[2:6])
+    if t.o is not None and t.lse is not None:
+        dots |= {"o_dot": t.o, "lse_dot": t.lse}
+    return tuple(_pairing(r, (False, False, *r.wanted, False, False, False, False), **dots)[2:6])
 
 
 @attention_jvp_p.def_vjp
 def _attention_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, c, names = residuals, cotangents, (*NAMES, *DOTS)
+    c, names = cotangents, (*NAMES, *DOTS)
     mask = tuple(getattr(wanted, name) for name in names)
-    out = attention_pairing_p(
-        c.o_dot,
-        c.lse_dot,
-        None,
-        None,
-        r.q,
-        r.k,
-        r.v,
-        r.bias,
-        r.o,
-        r.lse,
-        r.q_dot,
-        r.k_dot,
-        r.v_dot,
-        r.bias_dot,
-        r.o_dot,
-        r.lse_dot,
-        *options_of(r),
-        (False, False, *mask),
-    )  # fmt: skip - as above
+    out = _pairing(residuals, (False, False, *mask), o_bar=c.o_dot, lse_bar=c.lse_dot)
     return dict(compress(zip(names, out[2:], strict=True), mask))
 
 
-batch_first(attention_pairing_p)
+batch_all(attention_pairing_p)

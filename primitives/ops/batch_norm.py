@@ -21,10 +21,7 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 from __future__ import annotations
 
 import functools
-from itertools import compress
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_batch_norm as cpu
@@ -39,7 +36,7 @@ from primitives.ops._channels import (
     per_channel,
     sum_of_terms,
 )
-from primitives.ops._shared import batch_all, bind_kernels, fold_batch, unwanted
+from primitives.ops._shared import batch_all, bind_kernels, first_order, fold_batch, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,21 +166,7 @@ bind_kernels(batch_norm_fwd_jvp_p, "batch_norm", "batch_norm_train_fwd_jvp")
 
 # Derivatives.
 
-
-@batch_norm_p.def_vjp
-def _batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
-    out = batch_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, r.batch_ndim, r.eps, mask)
-    return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
-
-
-@batch_norm_p.def_jvp
-def _batch_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, t = residuals, tangents
-    if t.x is None and t.weight is None and t.bias is None:
-        # Only the running statistics move, and in training the output does not depend on them.
-        return torch.zeros_like(r.x)
-    return batch_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, r.batch_ndim, r.eps)
+first_order(batch_norm_p, batch_norm_bwd_p, batch_norm_jvp_p)
 
 
 # Batching: the batch multiplies the channels.

@@ -16,8 +16,7 @@ Shapes: x is [*batch, N, C, *spatial] with `batch_ndim` batch axes, which vmap a
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm_eval as cpu
@@ -31,7 +30,7 @@ from primitives.ops._channels import (
     per_channel,
     sum_of_terms,
 )
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,20 +147,7 @@ bind_kernels(batch_norm_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp", cpu.jvp
 
 # Derivatives.
 
-_PERTURBABLE = ("x", "weight", "bias", "running_mean", "running_var")
-
-
-@batch_norm_eval_p.def_vjp
-def _batch_norm_eval_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, tuple([getattr(wanted, name) for name in _PERTURBABLE])
-    out = batch_norm_eval_bwd_p(cotangents.y, r.x, r.weight, r.running_mean, r.running_var, r.batch_ndim, r.eps, mask)
-    return dict(compress(zip(_PERTURBABLE, out, strict=True), mask))
-
-
-@batch_norm_eval_p.def_jvp
-def _batch_norm_eval_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, dots = residuals, [getattr(tangents, name) for name in _PERTURBABLE]
-    return batch_norm_eval_jvp_p(r.x, r.weight, r.running_mean, r.running_var, *dots, r.batch_ndim, r.eps)
+first_order(batch_norm_eval_p, batch_norm_eval_bwd_p, batch_norm_eval_jvp_p)
 
 
 # Batching: the batch multiplies the channels.

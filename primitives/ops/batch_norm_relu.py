@@ -26,7 +26,7 @@ import torch
 from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_batch_norm as cpu
 from primitives.ops._channels import arranged
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, of_wanted, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, first_order, of_wanted, unwanted
 from primitives.ops.batch_norm import batch_norm_bwd_p, batch_norm_jvp_p, batch_norm_p, batch_state
 from primitives.ops.batch_norm_second_order import batch_norm_bwd_jvp_p, batch_norm_pairing_p
 
@@ -138,23 +138,7 @@ bind_kernels(batch_norm_relu_fwd_jvp_p, "batch_norm", "batch_norm_train_fwd_jvp"
 
 # Derivatives.
 
-_PERTURBABLE = ("x", "residual", "weight", "bias")
-
-
-@batch_norm_relu_p.def_vjp
-def _batch_norm_relu_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, tuple([getattr(wanted, name) for name in _PERTURBABLE])
-    out = batch_norm_relu_bwd_p(cotangents.y, r.y, r.x, r.weight, r.mean, r.rstd, r.batch_ndim, r.eps, mask)
-    return dict(compress(zip(_PERTURBABLE, out, strict=True), mask))
-
-
-@batch_norm_relu_p.def_jvp
-def _batch_norm_relu_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, dots = residuals, [getattr(tangents, name) for name in _PERTURBABLE]
-    if all(dot is None for dot in dots):
-        # Only the running statistics move, and in training the output does not depend on them.
-        return torch.zeros_like(r.x)
-    return batch_norm_relu_jvp_p(r.y, r.x, r.weight, r.mean, r.rstd, *dots, r.batch_ndim, r.eps)
+first_order(batch_norm_relu_p, batch_norm_relu_bwd_p, batch_norm_relu_jvp_p)
 
 
 @batch_norm_relu_bwd_p.def_vjp

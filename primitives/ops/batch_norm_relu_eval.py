@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import TYPE_CHECKING, Any
-
 from primitives.core import Primitive
 from primitives.ops import _cpu_batch_norm_eval as cpu
-from primitives.ops._shared import batch_all, bind_kernels
+from primitives.ops._shared import batch_all, bind_kernels, first_order
 from primitives.ops.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 from primitives.ops.batch_norm_relu import bwd_by, forward_by, jvp_by
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 batch_norm_relu_eval_p = Primitive(
     "batch_norm_relu_eval",
@@ -50,22 +44,7 @@ bind_kernels(batch_norm_relu_eval_jvp_p, "batch_norm", "batch_norm_eval_jvp", jv
 
 # Derivatives.
 
-_PERTURBABLE = ("x", "residual", "weight", "bias", "running_mean", "running_var")
-
-
-@batch_norm_relu_eval_p.def_vjp
-def _batch_norm_relu_eval_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, mask = residuals, tuple([getattr(wanted, name) for name in _PERTURBABLE])
-    given = (cotangents.y, r.y, r.x, r.weight, r.running_mean, r.running_var)
-    out = batch_norm_relu_eval_bwd_p(*given, r.batch_ndim, r.eps, mask)
-    return dict(compress(zip(_PERTURBABLE, out, strict=True), mask))
-
-
-@batch_norm_relu_eval_p.def_jvp
-def _batch_norm_relu_eval_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, dots = residuals, [getattr(tangents, name) for name in _PERTURBABLE]
-    given = (r.y, r.x, r.weight, r.running_mean, r.running_var, *dots)
-    return batch_norm_relu_eval_jvp_p(*given, r.batch_ndim, r.eps)
+first_order(batch_norm_relu_eval_p, batch_norm_relu_eval_bwd_p, batch_norm_relu_eval_jvp_p)
 
 
 # Batching: the batch multiplies the channels.

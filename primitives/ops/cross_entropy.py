@@ -20,14 +20,13 @@ float64 x, in which all sums are taken.
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from primitives.core import LabelError, Primitive, value_and_jvp
 from primitives.ops import _cpu_cross_entropy as cpu
-from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, unwanted
+from primitives.ops._shared import accumulation_dtype, batch_all, bind_kernels, first_order, unwanted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,18 +195,7 @@ bind_kernels(cross_entropy_fwd_jvp_p, "cross_entropy", "cross_entropy_fwd_jvp")
 
 # Derivatives.
 
-
-@cross_entropy_p.def_vjp
-def _cross_entropy_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
-    r, c, mask = residuals, cotangents, (wanted.x, wanted.target)
-    out = cross_entropy_bwd_p(c.loss, c.lse, r.x, r.target, r.lse, r.dim, r.smoothing, mask)
-    return dict(compress(zip(("x", "target"), out, strict=True), mask))
-
-
-@cross_entropy_p.def_jvp
-def _cross_entropy_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor]:
-    r, t = residuals, tangents
-    return cross_entropy_jvp_p(r.x, r.target, r.lse, t.x, t.target, r.dim, r.smoothing)
+first_order(cross_entropy_p, cross_entropy_bwd_p, cross_entropy_jvp_p)
 
 
 # Batching: the batch is one more axis beside that of the classes.

@@ -32,6 +32,7 @@ from primitives.ops._shared import (
     batch_rows,
     bind_kernels,
     cast_to_float32,
+    first_order,
     of_wanted,
     unwanted,
 )
@@ -166,22 +167,7 @@ bind_kernels(group_norm_silu_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp", **_L
 
 # Derivatives.
 
-
-@group_norm_silu_p.def_vjp
-def _group_norm_silu_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
-    r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
-    out = group_norm_silu_bwd_p(
-        cotangents.y, r.x, r.weight, r.bias, r.mean, r.rstd, r.batch_ndim, r.eps, r.grouped, mask
-    )
-    return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
-
-
-@group_norm_silu_p.def_jvp
-def _group_norm_silu_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, t = residuals, tangents
-    return group_norm_silu_jvp_p(
-        r.x, r.weight, r.bias, r.mean, r.rstd, t.x, t.weight, t.bias, r.batch_ndim, r.eps, r.grouped
-    )
+first_order(group_norm_silu_p, group_norm_silu_bwd_p, group_norm_silu_jvp_p)
 
 
 def _moved(r: Any, y_bar: Tensor, y_bar_dot: Tensor | None, dots: Sequence[Tensor | None], wanted: Any) -> Any:

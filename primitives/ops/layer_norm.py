@@ -26,12 +26,19 @@ what is shaped as x lies in memory as [*batch, *rest, positions, groups, channel
 from __future__ import annotations
 
 import math
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from primitives.core import Primitive, value_and_jvp
 from primitives.ops import _cpu_layer_norm as cpu
-from primitives.ops._shared import accumulation_dtype, batch_rows, bind_kernels, cast_to_float32, laid_out, unwanted
+from primitives.ops._shared import (
+    accumulation_dtype,
+    batch_rows,
+    bind_kernels,
+    cast_to_float32,
+    first_order,
+    laid_out,
+    unwanted,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,20 +218,7 @@ bind_kernels(layer_norm_fwd_jvp_p, "layer_norm", "layer_norm_fwd_jvp")
 
 # Derivatives.
 
-
-@layer_norm_p.def_vjp
-def _layer_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
-    r, mask = residuals, (wanted.x, wanted.weight, wanted.bias)
-    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered, r.grouped)
-    out = layer_norm_bwd_p(cotangents.y, r.x, r.weight, r.mean, r.rstd, *options, mask)
-    return dict(compress(zip(("x", "weight", "bias"), out, strict=True), mask))
-
-
-@layer_norm_p.def_jvp
-def _layer_norm_jvp(residuals: Any, tangents: Any) -> Tensor:
-    r, t = residuals, tangents
-    options = (r.norm_ndim, r.batch_ndim, r.eps, r.centered, r.grouped)
-    return layer_norm_jvp_p(r.x, r.weight, r.mean, r.rstd, t.x, t.weight, t.bias, *options)
+first_order(layer_norm_p, layer_norm_bwd_p, layer_norm_jvp_p)
 
 
 # Batching: the batch becomes more rows, and where parameters have it too, one more batch axis.
