@@ -117,6 +117,8 @@ _OTHER = (
     unnamed("layer_norm", (1 << 18, 24), modes=FIRST_ORDER),
     unnamed("layer_norm", (512, 512), "float64"),
     unnamed("layer_norm", (8192, 768), modes=("gradient_backward",)),
+    # Rows of which more than a third of a tile is empty.
+    *(unnamed("layer_norm", (8192, num_cols), modes=("backward",)) for num_cols in (640, 1152, 1280)),
     unnamed("layer_norm", (16384, 1152), affine=False, modes=("gradient_backward",)),
     unnamed("layer_norm", (8192, 4096), modes=(*_OF_CURVATURE, "x_only")),
     unnamed("layer_norm", (4096, 1000), "float32", modes=_OF_FLOAT32),
