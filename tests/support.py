@@ -101,6 +101,13 @@ def assert_raises(
         assert isinstance(raised.value, theirs.type), f"torch raises {theirs.type.__name__}: {theirs.value}"
 
 
+def torchs_module(name: str) -> Any:
+    """Torch's entry of a module of its own: the table takes seconds to make, and few processes run such tests."""
+    from torch.testing._internal.common_modules import module_db
+
+    return next(info for info in module_db if info.module_cls.__name__ == name)
+
+
 def like(x: Tensor, seed: int, layout: str = "contiguous") -> Tensor:
     """Normal numbers with the shape, dtype and device of `x`."""
     return arranged(normal(x.shape, seed).to(x.device, x.dtype), layout)
