@@ -85,7 +85,9 @@ def _added(
         terms.append(_noisy(x.to(acc), seed, p, batch_ndim))
     if not terms:
         return like.new_zeros(like.shape)
-    return sum(terms[1:], terms[0]).to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+    if len(terms) > 1:
+        return (terms[0] + terms[1]).to(like.dtype).contiguous()
+    return terms[0].to(like.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 @add_layer_norm_p.def_reference
