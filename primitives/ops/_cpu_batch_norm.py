@@ -18,7 +18,7 @@ where the pairing has no y_bar_dot.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -252,19 +252,10 @@ def jvp(
 
 
 def pairing(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-    wanted: Sequence[bool],
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
 ) -> tuple[Tensor, ...] | None:
     """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
+    x_dot, weight_dot, bias_dot, batch_ndim, _eps, wanted = args
     batch = _batch(x, mean, rstd, batch_ndim, weight, weight_dot, bias_dot)
     if batch is None:
         return None
@@ -283,19 +274,10 @@ def pairing(
 
 
 def bwd_jvp(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    y_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-    wanted: Sequence[bool],
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
 ) -> tuple[Tensor, ...] | None:
     """x_bar_dot, weight_bar_dot and bias_bar_dot."""
+    y_bar_dot, x_dot, weight_dot, batch_ndim, _eps, wanted = args
     batch = _batch(x, mean, rstd, batch_ndim, weight, weight_dot)
     if batch is None:
         return None

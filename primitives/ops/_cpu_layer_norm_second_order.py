@@ -11,7 +11,7 @@ where r = y_bar * weight_dot in the pairing, and y_bar_dot * weight + y_bar * we
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,22 +26,10 @@ if TYPE_CHECKING:
 
 
 def pairing(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-    grouped: int,
-    wanted: Sequence[bool],
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
 ) -> tuple[Tensor, ...] | None:
     """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
+    x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, eps, centered, grouped, wanted = args
     if grouped:
         return None
     params, sums = (weight, weight_dot, bias_dot), (wanted[2], wanted[4], wanted[5])
@@ -63,22 +51,10 @@ def pairing(
 
 
 def bwd_jvp(
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    y_bar_dot: Tensor | None,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-    grouped: int,
-    wanted: Sequence[bool],
+    y_bar: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
 ) -> tuple[Tensor, ...] | None:
     """x_bar_dot, weight_bar_dot and bias_bar_dot."""
+    y_bar_dot, x_dot, weight_dot, norm_ndim, batch_ndim, _eps, centered, grouped, wanted = args
     if grouped:
         return None
     has_sums = wanted[1] or wanted[2]

@@ -98,20 +98,8 @@ def _value(
     return torch.nn.functional.silu(z).to(x.dtype), mean, rstd
 
 
-def _cotangents(
-    norm: Callable[..., Any],
-    norm_bwd: Callable[..., Any],
-    y_bar: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    batch_ndim: int,
-    eps: float,
-    grouped: int,
-    wanted: Sequence[bool],
-) -> Any:
+def _cotangents(norm: Any, norm_bwd: Any, y_bar: Tensor, x: Tensor, weight: Any, bias: Any, *args: Any) -> Any:
+    mean, rstd, batch_ndim, eps, grouped, wanted = args
     wide, weight_wide, bias_wide = _wide(x, weight, bias)
     out = norm(wide, weight_wide, bias_wide, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
     if out is None:
@@ -124,27 +112,13 @@ def _cotangents(
     return tuple(bar.to(dtype) if want else unwanted(x) for bar, dtype, want in zip(bars, dtypes, wanted, strict=True))
 
 
-def _tangent(
-    norm: Callable[..., Any],
-    norm_jvp: Callable[..., Any],
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-    grouped: int,
-) -> Tensor | None:
-    wide, weight, bias, x_dot, weight_dot, bias_dot = _wide(x, weight, bias, x_dot, weight_dot, bias_dot)
-    options = (_NORM_NDIM, batch_ndim, eps, True, grouped)
+def _tangent(norm: Any, norm_jvp: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> Tensor | None:
+    mean, rstd, *dots, batch_ndim, eps, grouped = args
+    wide, weight, bias, *dots = _wide(x, weight, bias, *dots)
     out = norm(wide, weight, bias, _NORM_NDIM, batch_ndim, eps, True, False, grouped)
     if out is None:
         return None
-    z_dot = norm_jvp(wide, weight, mean, rstd, x_dot, weight_dot, bias_dot, *options)
+    z_dot = norm_jvp(wide, weight, mean, rstd, *dots, _NORM_NDIM, batch_ndim, eps, True, grouped)
     return None if z_dot is None else (z_dot * _slopes(out[0])[0]).to(x.dtype)
 
 

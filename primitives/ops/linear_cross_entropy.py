@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives.core import BatchInfo, Primitive, vmap_by_loop
-from primitives.ops._shared import fold_batch, of_wanted, output_axes, unwanted
+from primitives.ops._shared import first_order, fold_batch, of_wanted, output_axes, unwanted
 from primitives.ops.cross_entropy import cross_entropy_bwd_p, cross_entropy_jvp_p, cross_entropy_p
 from primitives.ops.cross_entropy_second_order import cross_entropy_bwd_jvp_p
 
@@ -312,17 +312,7 @@ def _chosen(values: Sequence[Any], mask: Sequence[bool], suffix: str = "") -> di
     return dict(compress(zip([f"{name}{suffix}" for name in _NAMES], values, strict=True), mask))
 
 
-@linear_cross_entropy_p.def_vjp
-def _vjp_rule(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Any]:
-    r, c, mask = residuals, cotangents, tuple(wanted)
-    out = linear_cross_entropy_bwd_p(c.loss, c.lse, r.x, r.weight, r.bias, r.target, r.lse, *_options(r), mask)
-    return _chosen(out, mask)
-
-
-@linear_cross_entropy_p.def_jvp
-def _jvp_rule(residuals: Any, tangents: Any) -> Any:
-    r = residuals
-    return linear_cross_entropy_jvp_p(r.x, r.weight, r.bias, r.target, r.lse, *tangents, *_options(r))
+first_order(linear_cross_entropy_p, linear_cross_entropy_bwd_p, linear_cross_entropy_jvp_p)
 
 
 def _in_arguments(r: Any, bars: Sequence[Any], dots: Sequence[Any], mask: Sequence[bool]) -> dict[str, Any]:
