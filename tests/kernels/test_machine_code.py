@@ -12,6 +12,7 @@ import pytest
 import triton
 
 from perf.machine_code import rules, shares
+from perf.machine_code.compare import compared, figures_of
 from perf.machine_code.known import needless
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.shares import Called, Launched, broken_shares
@@ -187,6 +188,19 @@ def test_partial_rows_that_cost_much_are_found(num_parts: int, rows: int, broken
     monkeypatch.setattr(shares, "KNOWN_PARTS", (("layer_norm 768", 0.3, "by hand"),))
     assert not broken_shares([called], [])
     assert len(needless(shares, shares.checks([called], []))) == (not broken)
+
+
+def test_a_comparison_counts_what_is_worse_in_the_variant_that_has_most() -> None:
+    old = ["kernel,case,registers,spills,narrow", "a,x 1 forward,40,0,0", "b,x 1 forward,40,8,0", "c,x 1 forward,9,0,0"]
+    rows = [
+        "a,x 1 forward,32,0,0,0:1:1 i9",
+        "a,x 1 forward,48,0,0,0:1:1 i9 b2; 0:n:1 i8",
+        "b,x 1 forward,41,0,0,0:1:1 i9",
+    ]
+    new = figures_of(["kernel,case,registers,spills,narrow,regions", *rows])
+    found = compared(figures_of(old), new)
+    assert list(found.values()) == ["2 of 3", "0 / 1 / 1", "1 / 1 / 0", "0 / 2 / 0", "", "", ""]
+    assert new["a", "x 1 forward"]["instructions, each loop once"] == 17
 
 
 LONG, WIDE = ("layer_norm_fwd", "layer_norm 4096x16384 bfloat16"), "attention 2x32x4096x128 bfloat16 causal"
