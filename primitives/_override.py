@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as torch_functional
@@ -14,6 +14,7 @@ from primitives._group_norms import pure_instance_norm
 from primitives._serving import is_plain, served
 from primitives.checks.attention import is_causal_bias
 from primitives.core.autograd import is_transforming
+from primitives.core.contexts import Decorates
 from primitives.core.decomposition import decomposition_table
 from primitives.core.overrides import BatchWeight, OverrideMode, register_override
 from primitives.decompositions import register_decomposition
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["override_except_dropout", "override_torch"]
 
-_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
-
-class override_torch(OverrideMode):  # noqa: N801 - used like a function, as torch.no_grad is
+class override_torch(Decorates, OverrideMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context manager, and decorator, in which functions of torch run on the primitives of this package.
 
     Code stays as it is written for torch. Inside, these calls are served by `primitives.functional`, by whatever name
@@ -62,16 +61,6 @@ class override_torch(OverrideMode):  # noqa: N801 - used like a function, as tor
         >>> "layer_norm" in y.grad_fn.name()
         False
     """
-
-    def __call__(self, function: _Function) -> _Function:
-        """`function`, run inside a context of its own."""
-
-        @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with type(self)():
-                return function(*args, **kwargs)
-
-        return inside  # type: ignore[return-value] - has the signature of `function`
 
 
 class override_except_dropout(override_torch):  # noqa: N801 - as above

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
 from primitives.core.errors import BackendError, LeafError
+from primitives.core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing.modules.lending import attributes_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -23,7 +24,14 @@ __all__ = ["warm_up"]
 _RUNS = 3
 
 
-def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+def warm_up(
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    step: Callable[..., Any] | None = None,
+    namespace: str = "",
+) -> None:
     """Run a training step three times, and leave the model as it was.
 
     Triton compiles a kernel at its first launch and loads it onto the device, which no CUDA graph can capture; tuning,
@@ -41,13 +49,14 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
 
     Args:
         model: The module. It is lent to the call: no other thread may use it meanwhile.
-        *args: Arguments of the step after the model, pytrees of tensors and anything else.
+        args: Tuple of the arguments of the step after the model, pytrees of tensors and anything else.
+        kwargs: Keyword arguments of the step.
         step: Called as `step(model, *args, **kwargs)`. By default, `model(*args, **kwargs)` and the backward of
             all that it returns, along ones.
-        **kwargs: Keyword arguments of the step.
+        namespace: optree namespace of custom pytree nodes.
 
     Raises:
-        TypeError: If `model` is not a module.
+        TypeError: If `model` is not a module, or `args` not a tuple.
         BackendError: If a CUDA graph is being captured.
         LeafError: If a parameter is lazy, or there is no `step` and nothing that the model returns requires grad.
 
@@ -55,20 +64,22 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
         >>> import torch, primitives as pr
         >>> model = pr.nn.convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
         >>> x = torch.randn(4, 8)
-        >>> pr.warm_up(model, x)
+        >>> pr.warm_up(model, (x,))
         >>> model[1].num_batches_tracked, model[0].weight.grad
         (tensor(0), None)
         >>> def step(model, x):
         ...     y, y_dot = torch.func.jvp(model, (x,), (torch.ones_like(x),))
         ...     (y * y_dot).sum().backward()
-        >>> pr.warm_up(model, x, step=step)
+        >>> pr.warm_up(model, (x,), step=step)
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"warm_up: model must be a torch.nn.Module, got {type(model).__name__}. Pass it first.")
+    if not isinstance(args, tuple):
+        raise TypeError(f"warm_up: args must be the tuple of the step's arguments, got {type(args).__name__}.")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError("warm_up: a CUDA graph is being captured, in which nothing can be loaded. Call it before.")
-    args, kwargs = tree_map(_as_leaf, (args, kwargs))
-    leaves = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
+    given = mapped_nodes(_as_leaf, (args, dict(kwargs or {})), namespace)
+    leaves = [*model.parameters(), *model.buffers(), *leaves_of_nodes(given, namespace)]
     # Other leaves need not have a hash.
     tensors = list(dict.fromkeys(x for x in leaves if isinstance(x, torch.Tensor)))
     if any(map(is_lazy, tensors)):
@@ -77,11 +88,11 @@ def warm_up(model: nn.Module, /, *args: Any, step: Callable[..., Any] | None = N
             "the model once before."
         )
     devices = sorted({x.device for x in tensors if x.is_cuda}, key=str)
-    run = _forward_and_backward if step is None else step
+    run = functools.partial(_forward_and_backward, namespace) if step is None else step
     random_states = torch.random.fork_rng([device.index for device in devices])
     with attributes_kept(list(model.modules())), tensors_kept(tensors), random_states, _side_streams(devices):
         for _ in range(_RUNS):
-            run(model, *args, **kwargs)
+            run(model, *given[0], **given[1])
 
 
 def _as_leaf(x: Any) -> Any:
@@ -91,9 +102,9 @@ def _as_leaf(x: Any) -> Any:
     return x
 
 
-def _forward_and_backward(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+def _forward_and_backward(namespace: str, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     with torch.enable_grad():
-        returned = tree_leaves(model(*args, **kwargs))
+        returned = leaves_of_nodes(model(*args, **kwargs), namespace)
     outputs = [y for y in returned if isinstance(y, torch.Tensor) and y.requires_grad]
     if not outputs:
         raise LeafError(

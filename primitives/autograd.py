@@ -24,8 +24,8 @@ def backward(
     grad_tensors: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    inputs: Any = None,
     *,
+    inputs: Any = None,
     namespace: str = "",
 ) -> None:
     """Add the gradient of `tensors` to the `.grad` of the leaves of their graph.
@@ -74,10 +74,10 @@ def grad(
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
+    *,
     allow_unused: bool | None = None,
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
-    *,
     namespace: str = "",
 ) -> Any:
     """Gradient of `outputs` with respect to `inputs`, as a tree; adds nothing to `.grad`.

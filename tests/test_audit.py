@@ -10,6 +10,7 @@ from torch import nn
 import primitives as pr
 from perf import torch_derivatives
 from primitives._audit import table
+from tests.custom_ops import NAMESPACE, Affine
 
 
 def found(report):
@@ -22,7 +23,7 @@ def model():
 
 def test_a_norm_of_torch_is_found_with_its_place_and_its_remedy_makes_it_right():
     net, x = model(), torch.randn(3, 4)
-    report = pr.audit(net, x)
+    report = pr.audit(net, (x,))
     norm = found(report)["aten.native_layer_norm.default"]
     assert (set(norm.wrong), norm.raises) == ({"jvp(jvp)", "vjp(jvp)"}, ())
     (place,) = norm.places
@@ -31,26 +32,39 @@ def test_a_norm_of_torch_is_found_with_its_place_and_its_remedy_makes_it_right()
     assert not report
     for text in (norm.remedy, place, "silently wrong: jvp(jvp), vjp(jvp)"):
         assert text in str(report)
-    assert pr.audit(net, x, order=1).ok
-    assert pr.audit(pr.nn.convert(net), x, order=3).ok
+    assert pr.audit(net, (x,), order=1).ok
+    assert pr.audit(pr.nn.convert(net), (x,), order=3).ok
     with pr.override_torch():
-        assert pr.audit(model(), x, order=3).ok
+        assert pr.audit(model(), (x,), order=3).ok
 
 
 def test_attention_raises_and_is_right_by_the_remedies():
     q = torch.randn(1, 2, 4, 3)
-    (finding,) = pr.audit(F.scaled_dot_product_attention, q, q, q, order=1).findings
+    (finding,) = pr.audit(F.scaled_dot_product_attention, (q, q, q), order=1).findings
     assert finding.raises == ("jvp",)
     assert "MATH" in finding.remedy
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert pr.audit(F.scaled_dot_product_attention, q, q, q).ok
-    assert pr.audit(pr.functional.scaled_dot_product_attention, q, q, q).ok
+        assert pr.audit(F.scaled_dot_product_attention, (q, q, q)).ok
+    assert pr.audit(pr.functional.scaled_dot_product_attention, (q, q, q)).ok
+
+
+def test_trees_of_nodes_and_arguments_by_keyword_are_taken():
+    params = Affine(torch.ones(3), torch.randn(2, 3))
+
+    def norm(params, *, order):
+        return Affine(F.layer_norm(params.bias, (3,), params.weight)), order
+
+    report = pr.audit(norm, (params,), {"order": 3}, strict=True, namespace=NAMESPACE)
+    assert [*found(report)] == ["aten.native_layer_norm.default"]
+    assert "rf" in report.failed
+    with pytest.raises(TypeError, match="args must be the tuple"):
+        pr.audit(norm, params)
 
 
 def test_only_what_depends_on_the_inputs_counts():
     constant = torch.randn(2, 3)
-    assert pr.audit(lambda x: x * F.layer_norm(constant, (3,)), torch.randn(2, 3)).ok
-    assert not pr.audit(lambda x: F.layer_norm(constant.add_(x), (3,)), torch.randn(2, 3)).ok
+    assert pr.audit(lambda x: x * F.layer_norm(constant, (3,)), (torch.randn(2, 3),)).ok
+    assert not pr.audit(lambda x: F.layer_norm(constant.add_(x), (3,)), (torch.randn(2, 3),)).ok
 
 
 def test_functions_and_operators_of_others_are_found():
@@ -72,7 +86,7 @@ def test_functions_and_operators_of_others_are_found():
     def cube(x):
         return Cube.apply(x)
 
-    report = pr.audit(lambda x: cube(x) + twice(x), torch.randn(3))
+    report = pr.audit(lambda x: cube(x) + twice(x), (torch.randn(3),))
     ((place, calls),) = found(report)["autograd.Function Cube"].places.items()
     assert calls == 1
     assert "test_audit.py" in place
@@ -87,7 +101,7 @@ def test_functions_and_operators_of_others_are_found():
 @pytest.mark.parametrize("converted", [False, True])
 def test_strict_holds_the_whole_against_differences(converted):
     net = pr.nn.convert(model()) if converted else model()
-    report = pr.audit(net, torch.randn(3, 4), strict=True)
+    report = pr.audit(net, (torch.randn(3, 4),), strict=True)
     assert set(report.failed) == (set() if converted else {"ff", "rf"})
     assert set(report.errors) == {"f", "r", "ff", "fr", "rf", "rr"}
     assert report.ok == converted
@@ -117,12 +131,12 @@ def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
     def sine(x):
         return Sine.apply(x)
 
-    report = pr.audit(sine, torch.randn(3), order=1, strict=True)
+    report = pr.audit(sine, (torch.randn(3),), order=1, strict=True)
     assert report.failed == ("f",)
     assert "WRONG" in str(report)
     Sine.factor = 1.0
-    assert not pr.audit(sine, torch.randn(3), order=1)
-    assert pr.audit(sine, torch.randn(3), order=1, strict=True)
+    assert not pr.audit(sine, (torch.randn(3),), order=1)
+    assert pr.audit(sine, (torch.randn(3),), order=1, strict=True)
 
 
 def test_strict_judges_a_function_that_torch_func_refuses():
@@ -150,13 +164,13 @@ def test_strict_judges_a_function_that_torch_func_refuses():
     def function(x):
         return Sine.apply(net(x)).exp()
 
-    (finding,) = pr.audit(function, torch.randn(2, 3)).findings
+    (finding,) = pr.audit(function, (torch.randn(2, 3),)).findings
     assert finding.raises == ("jvp(jvp)",)
     assert "setup_context" in finding.remedy
-    assert pr.audit(function, torch.randn(2, 3), order=1, strict=True)
-    assert pr.audit(function, torch.randn(2, 3), strict=True).failed == ("ff",)
+    assert pr.audit(function, (torch.randn(2, 3),), order=1, strict=True)
+    assert pr.audit(function, (torch.randn(2, 3),), strict=True).failed == ("ff",)
     Sine.factor = 1.01
-    assert pr.audit(function, torch.randn(2, 3), order=1, strict=True).failed == ("r",)
+    assert pr.audit(function, (torch.randn(2, 3),), order=1, strict=True).failed == ("r",)
 
 
 def test_strict_is_misled_neither_by_kinks_nor_by_float32_inside():
@@ -166,22 +180,22 @@ def test_strict_is_misled_neither_by_kinks_nor_by_float32_inside():
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5_000), InFloat32(), nn.Linear(5_000, 2))
-    assert pr.audit(net, torch.randn(3, 4), strict=True)
+    assert pr.audit(net, (torch.randn(3, 4),), strict=True)
 
 
 def test_strict_takes_steps_that_fit_the_numbers_and_leaves_casts_out():
-    assert pr.audit(lambda x: x.log().sum(), torch.tensor([1e-5, 1.0]), strict=True)
-    assert pr.audit(lambda x: (x**3).sum(), torch.tensor([1e8, -3e8]), strict=True)
-    assert pr.audit(lambda x: x.to(torch.bfloat16).tanh().sum() + x.half().sum(), torch.randn(4), strict=True)
+    assert pr.audit(lambda x: x.log().sum(), (torch.tensor([1e-5, 1.0]),), strict=True)
+    assert pr.audit(lambda x: (x**3).sum(), (torch.tensor([1e8, -3e8]),), strict=True)
+    assert pr.audit(lambda x: x.to(torch.bfloat16).tanh().sum() + x.half().sum(), (torch.randn(4),), strict=True)
     with pytest.raises(ValueError, match="floating-point result"):
-        pr.audit(lambda x: x.argmax(), torch.randn(2), strict=True)
+        pr.audit(lambda x: x.argmax(), (torch.randn(2),), strict=True)
 
 
 def test_the_model_is_left_as_it_was():
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     x, state = torch.randn(3, 4), torch.get_rng_state()
-    pr.audit(net, x, strict=True, order=1)
+    pr.audit(net, (x,), strict=True, order=1)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in net.parameters())
@@ -190,9 +204,9 @@ def test_the_model_is_left_as_it_was():
 
 def test_wrong_calls_say_so():
     with pytest.raises(ValueError, match="order must be between 1 and 3, got 4"):
-        pr.audit(model(), torch.randn(3, 4), order=4)
+        pr.audit(model(), (torch.randn(3, 4),), order=4)
     with pytest.raises(pr.core.errors.LeafError, match="to differentiate"):
-        pr.audit(torch.sum, torch.arange(3))
+        pr.audit(torch.sum, (torch.arange(3),))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions came with Python 3.11")
@@ -205,7 +219,7 @@ def test_errors_of_torch_get_the_remedy_as_a_note_once():
     def tangent(q):
         return pr.func.jvp(attention, (q,), (q,))[1]
 
-    for call in (lambda: tangent(q), lambda: pr.func.jvp(tangent, (q,), (q,)), lambda: pr.audit(tangent, q)):
+    for call in (lambda: tangent(q), lambda: pr.func.jvp(tangent, (q,), (q,)), lambda: pr.audit(tangent, (q,))):
         with pytest.raises(NotImplementedError, match="forward AD") as caught:
             call()
         (note,) = caught.value.__notes__

@@ -67,7 +67,7 @@ def test_retain_graph_defaults_to_create_graph():
         assert autograd.grad(y, {"x": x}, None, retain, create)["x"].requires_grad is create
         freed = not (create if retain is None else retain)
         with pytest.raises(RuntimeError, match="second time") if freed else contextlib.nullcontext():
-            autograd.backward({"y": y}, None, None, False, {"x": x})
+            autograd.backward({"y": y}, None, None, False, inputs={"x": x})
 
 
 @pytest.mark.parametrize("shape", [(2,), ()])

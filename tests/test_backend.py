@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -9,13 +10,17 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 
 import pytest
 import torch
 
 import primitives as pr
 from primitives.core import backend
+from primitives.core.overrides import is_overriding
 from primitives.ops.layer_norm import layer_norm_bwd_p
+from primitives.tracing import PhiloxState, rng_mode
+from primitives.tracing.torch_private import function_modes
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -80,6 +85,59 @@ def test_use_backend_nests_and_restores():
 
     with pytest.raises(Exception, match="the backend cannot change inside a compiled function"):
         torch.compile(compiled, backend="eager", fullgraph=True)(torch.zeros(3))
+
+
+def test_a_setting_that_selects_nothing_warns():
+    """Code that was meant to set the backend of the process must not leave it as it is without a word."""
+    with pytest.warns(RuntimeWarning, match="use_backend: nothing runs on 'reference'"):
+        pr.use_backend("reference")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pr.use_backend("reference")(lambda: None)
+        with pr.use_backend("reference"), contextlib.suppress(ValueError):
+            pr.use_backend("cuda")
+
+
+OPS = torch.ops.aten.native_layer_norm
+CONTEXTS = {
+    "use_backend": (lambda: pr.use_backend("reference"), pr.current_backend),
+    "override_torch": (pr.override_torch, lambda: is_overriding()),
+    "differentiate_through": (lambda: pr.decompositions.differentiate_through(OPS), lambda: len(function_modes())),
+    "rng_mode": (lambda: rng_mode(PhiloxState.from_seed(0)), lambda: torch.rand(2).sum().item()),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_decorate_functions_and_generators(name):
+    make, look = CONTEXTS[name]
+    with make():
+        inside = look()
+    context = make()
+
+    @context
+    def decorated(depth=1):
+        """Recursive, as a context entered twice."""
+        if depth:
+            decorated(0)
+        return look()
+
+    @context
+    def generated():
+        yield look()
+        yield 1
+
+    outside = look()
+    assert decorated(depth=0) == inside != outside
+    if name != "differentiate_through":
+        assert decorated() == next(generated()) == inside
+    assert decorated.__doc__.startswith("Recursive")
+    assert look() != inside
+
+    async def awaits():
+        return look()
+
+    with pytest.raises(TypeError, match=f"{name}: the decorated function must not be asynchronous"):
+        context(awaits)
 
 
 def test_the_backward_pass_follows_the_setting_in_force_when_it_runs(monkeypatch):

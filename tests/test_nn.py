@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import primitives as pr
+from tests.custom_ops import NAMESPACE, Affine
 from tests.support import TORCH_ERRORS, torchs_module
 
 NOT_MADE = ("Dropout", "TransformerEncoder")
@@ -94,9 +95,25 @@ def test_construction_is_that_of_torch(name):
         assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
 
 
-def test_a_tree_goes_through_the_stateless_modules():
-    module, x = pr.nn.LayerNorm(3).double(), data(4, 3)
+OVER_TREES = {
+    **{"LayerNorm": (3,), "RMSNorm": (3,), "GroupNorm": (1, 3), "Dropout": (0.0,)},
+    **{"LogSoftmax": (-1,), "Softmax": (-1,), "Softmin": (-1,)},
+}
+
+
+@pytest.mark.parametrize("name", OVER_TREES)
+def test_a_tree_goes_through_the_stateless_modules(name):
+    cls, x = getattr(pr.nn, name), data(4, 3)
+    module, named = (cls(*OVER_TREES[name], **options).double() for options in ({}, {"namespace": NAMESPACE}))
     assert_close(module({"a": x, "b": [x, None]})["b"], [module(x), None])
+    assert_close(copy.deepcopy(named)(Affine(x, x)).bias, module(x))
+    # A subclass of somebody's, after `convert`: of its type another one is made as before.
+    torchs = getattr(torch.nn, name)
+    theirs = type("Theirs", (torchs,), {"__init__": lambda self: torchs.__init__(self, *OVER_TREES[name])})
+    ours = pr.nn.convert(theirs(), classes=torchs).double()
+    ours.namespace = NAMESPACE
+    assert_close(ours(Affine(x, x)).bias, module(x))
+    assert type(type(ours)()) is type(ours)
 
 
 def test_a_module_that_raises_keeps_its_buffers():

@@ -8,7 +8,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from primitives._audit.nestings import (
     InFloat64,
@@ -24,10 +23,11 @@ from primitives._audit.report import AuditReport, Finding
 from primitives._audit.table import MAX_ORDER, remedy_for, tabled_version, verdict_of
 from primitives._warm_up import tensors_kept
 from primitives.core.errors import LeafError, remedy_noted
+from primitives.core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing.modules.lending import attributes_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -43,7 +43,13 @@ _CUSTOM = "primitives.custom_op with rules of its own, and testing.check_rules"
 
 
 def audit(
-    function: Callable[..., Any], /, *inputs: Any, order: int = 2, strict: bool = False, **kwargs: Any
+    function: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    order: int = 2,
+    strict: bool = False,
+    namespace: str = "",
 ) -> AuditReport:
     """Say which derivatives of a function torch gets right, operation by operation, and what to do about the others.
 
@@ -58,21 +64,22 @@ def audit(
 
     Args:
         function: A module or a function of tensors and pytrees of them.
-        *inputs: Its arguments. The floating-point tensors among them are differentiated, and the parameters of a
-            module.
+        args: Tuple of its positional arguments. The floating-point tensors among them and among the keyword arguments
+            are differentiated, and the parameters of a module.
+        kwargs: Its keyword arguments.
         order: Up to how many derivatives are nested, 1 to 3: 2 for a gradient through a JVP, a Hessian-vector product
             or a gradient penalty.
         strict: Whether the function is also run in float64 and each nesting held against central differences along
             a random direction. It takes some minutes where one call takes seconds, and says whether operations that
             the table lacks, and `autograd.Function`s, are right. With a function that has no `setup_context`, which
             `torch.func` refuses, the nestings are those of `torch.autograd`, which has no `jvp(jvp)`.
-        **kwargs: Keyword arguments of `function`. One that is called as an argument of this function goes into a
-            lambda.
+        namespace: optree namespace of custom pytree nodes.
 
     Returns:
         An `AuditReport`: true if nothing was found, and a text that says what was.
 
     Raises:
+        TypeError: If `args` is not a tuple.
         ValueError: If `order` is not 1, 2 or 3.
         LeafError: If there is nothing to differentiate.
         Exception: What the function raises, with a note of the remedy where torch lacks a derivative.
@@ -80,21 +87,23 @@ def audit(
     Example:
         >>> import torch, primitives as pr
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
-        >>> report = pr.audit(model, torch.randn(2, 3))
+        >>> report = pr.audit(model, (torch.randn(2, 3),))
         >>> [(finding.operation, finding.wrong) for finding in report.findings]
         [('aten.native_layer_norm.default', ('jvp(jvp)', 'vjp(jvp)'))]
         >>> report.findings[0].remedy
         'nn.convert or override_torch'
-        >>> bool(pr.audit(pr.nn.convert(model), torch.randn(2, 3)))
+        >>> bool(pr.audit(pr.nn.convert(model), (torch.randn(2, 3),)))
         True
     """
+    if not isinstance(args, tuple):
+        raise TypeError(f"audit: args must be the tuple of the positional arguments, got {type(args).__name__}.")
     if order not in range(1, MAX_ORDER + 1):
         raise ValueError(f"audit: order must be between 1 and {MAX_ORDER}, got {order!r}.")
     modules = list(function.modules()) if isinstance(function, torch.nn.Module) else []
     parameters = list(modules[0].parameters()) if modules else []
     buffers = list(modules[0].buffers()) if modules else []
-    given = tree_map(_leaf, (inputs, kwargs))
-    moving = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    given = mapped_nodes(_leaf, (args, dict(kwargs or {})), namespace)
+    moving = [x for x in leaves_of_nodes(given, namespace) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not moving and not any(p.requires_grad for p in parameters):
         raise LeafError("audit: there must be a floating-point tensor or a parameter to differentiate, got none.")
     with attributes_kept(modules), tensors_kept([*parameters, *buffers]), torch.random.fork_rng(), torch.enable_grad():
@@ -104,12 +113,12 @@ def audit(
             remedy_noted(),
         ):
             outputs = function(*given[0], **given[1])
-        results = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor)]
+        results = [y for y in leaves_of_nodes(outputs, namespace) if isinstance(y, torch.Tensor)]
         if strict and not any(y.is_floating_point() for y in results):
             raise LeafError("audit: strict=True needs a floating-point result to differentiate, got none.")
         functions = autograd_functions(results)
         derivative = nested_by_autograd if any(map(_is_old, functions)) else nested
-        errors = _errors(function, inputs, kwargs, order, derivative) if strict else {}
+        errors = _errors(function, args, dict(kwargs or {}), order, namespace, derivative) if strict else {}
     findings, right = [], {}
     for name, places in sorted(recorder.calls.items()):
         finding = _finding(name, dict(places), order)
@@ -186,7 +195,7 @@ def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float
 
 
 def _errors(
-    function: Any, inputs: Any, kwargs: Any, order: int, derivative: Callable[..., Any]
+    function: Any, args: Any, kwargs: Any, order: int, namespace: str, derivative: Callable[..., Any]
 ) -> dict[str, float | Exception]:
     """Error of each nesting, by `derivative`, of the function in float64 against central differences, or its error."""
     names: list[str] = []
@@ -195,7 +204,7 @@ def _errors(
         function = copy.deepcopy(function).double()
         names = [name for name, p in function.named_parameters() if p.requires_grad]
         parameters = [p.detach() for p in function.parameters() if p.requires_grad]
-    leaves, spec = tree_flatten((inputs, kwargs))
+    leaves = leaves_of_nodes((args, kwargs), namespace)
     wide = [x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
     positions = [n for n, x in enumerate(wide) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
@@ -203,17 +212,21 @@ def _errors(
         values = list(wide)
         for position, x in zip(positions, xs, strict=False):
             values[position] = x
-        args, keywords = tree_unflatten(values, spec)
+        remaining = iter(values)
+        moved_args, keywords = mapped_nodes(lambda _: next(remaining), (args, kwargs), namespace)
         # What draws numbers draws the same ones each time.
         torch.manual_seed(0)
         with InFloat64(half=True):
             if names:
                 moved = dict(zip(names, xs[len(positions) :], strict=True))
                 buffers = {name: b.clone() for name, b in function.named_buffers()}
-                outputs = torch.func.functional_call(function, {**moved, **buffers}, args, keywords, tie_weights=True)
+                outputs = torch.func.functional_call(
+                    function, {**moved, **buffers}, moved_args, keywords, tie_weights=True
+                )
             else:
-                outputs = function(*args, **keywords)
-        return perturbed_sum([y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.is_floating_point()])
+                outputs = function(*moved_args, **keywords)
+        results = [y for y in leaves_of_nodes(outputs, namespace) if isinstance(y, torch.Tensor)]
+        return perturbed_sum([y for y in results if y.is_floating_point()])
 
     xs = [*[wide[n] for n in positions], *parameters]
     generator = torch.Generator().manual_seed(0)

@@ -6,13 +6,14 @@ graph on threads of its own, and those must make the same choice as the forward 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from primitives.core.contexts import Decorates
 from primitives.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["current_backend", "guard_on_backend", "trace_kernel", "triton_kernels_module", "use_backend"]
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 BACKENDS = ("auto", "triton", "reference")
 ENVIRONMENT_VARIABLE = "PRIMITIVES_BACKEND"
@@ -51,7 +54,7 @@ def guard_on_backend() -> str:
     return "operator" if selected == "reference" else "kernels"
 
 
-class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a function, as contextlib.suppress is
+class use_backend(Decorates):  # noqa: N801 - used like a function, as contextlib.suppress is
     """Context manager and decorator that selects the backend of every primitive inside it.
 
     `"auto"` runs Triton kernels on CUDA (ROCm included), kernels made of ATen's on the CPU, and the reference where
@@ -66,6 +69,10 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
         ValueError: If `name` is none of these.
         BackendError: Inside a function that is being compiled.
 
+    Warns:
+        RuntimeWarning: If it is neither entered nor decorates anything, and so selects nothing. `PRIMITIVES_BACKEND` in
+            the environment selects the backend of a whole process.
+
     Example:
         >>> import primitives as pr, torch
         >>> with pr.use_backend("reference"):
@@ -76,6 +83,7 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
     def __init__(self, name: str) -> None:
         self.name = _checked(name, "use_backend")
         self._previous: list[str] = []
+        self._is_unused = True
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
@@ -84,12 +92,27 @@ class use_backend(contextlib.ContextDecorator):  # noqa: N801 - used like a func
                 "Put the context manager around the call of the compiled function."
             )
         global selected
+        self._is_unused = False
         self._previous.append(selected)
         selected = self.name
 
     def __exit__(self, *exc_info: object) -> None:
         global selected
         selected = self._previous.pop()
+
+    def __call__(self, function: _Function) -> _Function:
+        """`function`, run inside the context."""
+        self._is_unused = False
+        return super().__call__(function)
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_unused", False):
+            warnings.warn(
+                f"use_backend: nothing runs on {self.name!r}, as this was neither entered nor used as a decorator. "
+                f"Write `with use_backend({self.name!r}):`, or set {ENVIRONMENT_VARIABLE} for the whole process.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def triton_kernels_module(name: str) -> ModuleType:

@@ -78,7 +78,7 @@ def remedy_noted() -> Iterator[None]:
         if is_torchs and hasattr(error, "add_note"):
             note = (
                 "primitives: torch lacks this derivative. override_torch serves norms and attention, nn.convert whole "
-                "models, and decompositions.differentiate_through other functions of torch; audit(function, *inputs) "
+                "models, and decompositions.differentiate_through other functions of torch; audit(function, args) "
                 "says which."
             )
             # Transforms nest, and each sees the error.

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from primitives.core.contexts import Decorates
 from primitives.core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
@@ -110,8 +111,8 @@ def forward_mode(args: tuple, kwargs: dict) -> bool:
     return any(_has_tangent(value, levels) for value in (*args, *kwargs.values()))
 
 
-class differentiate_through(TorchFunctionMode):  # noqa: N801 - used like a function, as torch.no_grad is
-    """Context manager in which plain torch code runs, and is differentiated, through decompositions.
+class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used like a function, as torch.no_grad is
+    """Context manager, and decorator, in which plain torch code runs, and is differentiated, through decompositions.
 
     Every operator of the tables is replaced by its decomposition, by whatever name Python calls it: functions of
     `torch.nn.functional` and the modules that call them, functions of `torch`, methods of tensors, and

@@ -26,8 +26,8 @@ def vmap(
     in_dims: Any = 0,
     out_dims: Any = 0,
     randomness: str = "error",
-    chunk_size: int | None = None,
     *,
+    chunk_size: int | None = None,
     namespace: str = "",
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Callable[..., Any]:

@@ -26,6 +26,13 @@ class ConversionWarning(UserWarning):
 class OfThisPackage(torch.nn.Module):
     """What every module here is: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""
 
+    # Of optree, in modules over pytrees; kept by those alone that are given one, so that state and pickles are torch's.
+    namespace = ""
+
+    def _over(self, namespace: str) -> None:
+        if namespace:
+            self.namespace = namespace
+
     def _get_name(self) -> str:
         return f"primitives.{type(self).__name__}"
 

@@ -55,6 +55,8 @@ def _with_behavior_of(ours: type, own: type, form: Any = None) -> type:
             return known
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {"converted_from": own, "converted_by": key, "form": form, "__reduce_ex__": _reduce}
+    # Who makes another of its type gives it the arguments of the class that it was.
+    names["__init__"] = own.__init__
     return type(own.__name__, (ours, own), names)
 
 

@@ -3,6 +3,7 @@
 # TorchScript reads annotations as they are, so they are not put off here.
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from primitives import functional
 from primitives.core.errors import ShapeError
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
+from primitives.nn._losses import CrossEntropyLoss, NLLLoss
 from primitives.nn._norms import batch_normed
 
 __all__ = [
@@ -44,18 +46,44 @@ __all__ = [
 ]
 
 
+_Device = torch.device | str | int | None
+
+
+def _namespace(module: torch.nn.Module) -> str:
+    # TorchScript passes an object without it, and tensors alone.
+    return getattr(module, "namespace", "")
+
+
 class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` on `primitives.functional.layer_norm`: arguments, state and results are torch's.
+
+    `namespace`, here and in other modules over pytrees, is optree's, of custom nodes; an attribute, which may be set.
 
     Shape:
         Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: _Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        namespace: str = "",
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type] - torch takes any sequence
+        self._over(namespace)
+
     # TorchScript calls Python here: its compiler cannot read functions of pytrees. The annotations say what it passes.
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` over its last axes."""
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return functional.layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps, namespace=_namespace(self)
+        )
 
 
 class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
@@ -65,10 +93,23 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
         Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: _Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        namespace: str = "",
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type] - as above
+        self._over(namespace)
+
     @torch.jit.ignore()
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` over its last axes."""
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps, namespace=_namespace(self))
 
 
 class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
@@ -78,13 +119,37 @@ class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
         Input and output `[N, C, *]`, contiguous or channels_last, or a pytree of such tensors.
     """
 
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: _Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        namespace: str = "",
+        **bias: bool,
+    ) -> None:
+        # Torch has `bias` since 2.13.
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype, **bias)
+        self._over(namespace)
+
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each group of channels of each sample of `input`."""
-        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return functional.group_norm(
+            input, self.num_groups, self.weight, self.bias, self.eps, namespace=_namespace(self)
+        )
 
 
-class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
+class _OverAxis(OfThisPackage):
+    def __init__(self, dim: int | None = None, *, namespace: str = "") -> None:
+        super().__init__(dim)
+        self._over(namespace)
+
+
+class LogSoftmax(_OverAxis, torch.nn.LogSoftmax):
     """`torch.nn.LogSoftmax` on `primitives.functional.log_softmax`.
 
     Shape:
@@ -94,10 +159,10 @@ class LogSoftmax(OfThisPackage, torch.nn.LogSoftmax):
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Logarithm of the softmax of `input` over axis `dim`."""
-        return functional.log_softmax(input, self.dim, _stacklevel=7)
+        return functional.log_softmax(input, self.dim, _stacklevel=7, namespace=_namespace(self))
 
 
-class Softmax(OfThisPackage, torch.nn.Softmax):
+class Softmax(_OverAxis, torch.nn.Softmax):
     """`torch.nn.Softmax` on `primitives.functional.softmax`.
 
     Shape:
@@ -107,10 +172,10 @@ class Softmax(OfThisPackage, torch.nn.Softmax):
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """The softmax of `input` over axis `dim`."""
-        return functional.softmax(input, self.dim, _stacklevel=7)
+        return functional.softmax(input, self.dim, _stacklevel=7, namespace=_namespace(self))
 
 
-class Softmin(OfThisPackage, torch.nn.Softmin):
+class Softmin(_OverAxis, torch.nn.Softmin):
     """`torch.nn.Softmin` on `primitives.functional.softmin`.
 
     Shape:
@@ -120,7 +185,7 @@ class Softmin(OfThisPackage, torch.nn.Softmin):
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """The softmax of `-input` over axis `dim`."""
-        return functional.softmin(input, self.dim, _stacklevel=7)
+        return functional.softmin(input, self.dim, _stacklevel=7, namespace=_namespace(self))
 
 
 class Softmax2d(OfThisPackage, torch.nn.Softmax2d):
@@ -136,39 +201,6 @@ class Softmax2d(OfThisPackage, torch.nn.Softmax2d):
         if input.dim() not in (3, 4):
             raise ShapeError(f"Softmax2d: input must have 3 or 4 axes, [N, C, H, W], got {list(input.shape)}.")
         return functional.softmax(input, -3)
-
-
-class CrossEntropyLoss(OfThisPackage, torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` on `primitives.functional.cross_entropy`.
-
-    Shape:
-        Logits `[C]` or `[N, C, *]`, class indices `[]` or `[N, *]`, or probabilities of the shape of the logits.
-    """
-
-    @torch.jit.ignore()
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of the logits `input`."""
-        return functional.cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-
-class NLLLoss(OfThisPackage, torch.nn.NLLLoss):
-    """`torch.nn.NLLLoss` on `primitives.functional.nll_loss`.
-
-    Shape:
-        Logarithms of probabilities `[C]` or `[N, C, *]`, class indices `[]` or `[N, *]`.
-    """
-
-    @torch.jit.ignore()
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of the logarithms of probabilities `input`."""
-        return functional.nll_loss(input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction)
 
 
 class _AskedByReplacement:
@@ -299,10 +331,14 @@ class Dropout(OfThisPackage, torch.nn.Dropout):
         Input and output `[*]`, or a pytree of such tensors.
     """
 
+    def __init__(self, p: float = 0.5, inplace: bool = False, *, namespace: str = "") -> None:
+        super().__init__(p, inplace)
+        self._over(namespace)
+
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Zero elements of `input` at random in training; return it as it is in evaluation."""
-        return functional.dropout(input, self.p, self.training, self.inplace)
+        return functional.dropout(input, self.p, self.training, self.inplace, namespace=_namespace(self))
 
 
 # Inside the context torch takes no kernel for a whole module that goes round its functions.

@@ -58,16 +58,16 @@ def test_nothing_changes_and_the_same_step_alone_changes_it_all():
     model, x = prepared()
     before, grads = parts(model, x), [p.grad for p in model.parameters()]
     buffer, version = model.moved, model.layers[0].weight._version
-    pr.warm_up(model, x)
+    pr.warm_up(model, (x,))
     assert model.layers[0].weight._version == version
-    pr.warm_up(model, x, step=step, rate=0.2)
+    pr.warm_up(model, (x,), {"rate": 0.2}, step=step)
 
     def failing(model, x):
         step(model, x)
         raise RuntimeError("at the end")
 
     with pytest.raises(RuntimeError, match="at the end"):
-        pr.warm_up(model, x, step=failing)
+        pr.warm_up(model, (x,), step=failing)
     after = parts(model, x)
     assert [name for name in before if not same(before[name], after[name])] == []
     assert model.moved is buffer
@@ -96,7 +96,7 @@ def jvp_step(model, x):
 def test_the_step_finds_every_kernel_that_it_launches():
     model, x = prepared()
     model.noise = torch.nn.Identity()
-    plain, warm = (launched(lambda step=step: pr.warm_up(model, x, step=step)) for step in (None, jvp_step))
+    plain, warm = (launched(lambda step=step: pr.warm_up(model, (x,), step=step)) for step in (None, jvp_step))
     assert launched(lambda: model(x).backward(torch.ones_like(x))) == plain
     # Nobody can know of a derivative that the step does not take.
     assert launched(lambda: jvp_step(model, x)) == warm
@@ -106,13 +106,13 @@ def test_the_step_finds_every_kernel_that_it_launches():
 def test_refusals(monkeypatch):
     model, x = prepared()
     with pytest.raises(TypeError, match="got Tensor"):
-        pr.warm_up(x, model)
+        pr.warm_up(x, (model,))
     with pytest.raises(LeafError, match="got Tensor"), intercept(lambda *launch: None):
-        pr.warm_up(model.requires_grad_(False), x)
+        pr.warm_up(model.requires_grad_(False), (x,))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(pr.BackendError, match="captured"):
-        pr.warm_up(model, x)
+        pr.warm_up(model, (x,))
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_a_graph_captures_the_step(device):
     model = torch.nn.Sequential(torch.nn.LayerNorm(1237), torch.nn.Linear(1237, 3), torch.nn.LogSoftmax(1))
     pr.nn.convert(model)
     x, graph = random(5, 1237), torch.cuda.CUDAGraph()
-    pr.warm_up(model, x)
+    pr.warm_up(model, (x,))
     with torch.cuda.graph(graph):
         y = model(x)
         y.backward(torch.ones_like(y))
@@ -139,8 +139,8 @@ def test_arguments_of_any_kind(on_device, device):
     model.register_buffer("never", torch.full((4,), torch.nan, device=device))
     h = encoder(torch.randn(2, 4, device=device))
     loss = (h * model.never).sum()
-    pr.warm_up(model, h, {1, 2}, step=lambda model, h, _: (model(h) + model.never).sum().backward())
+    pr.warm_up(model, (h, {1, 2}), step=lambda model, h, _: (model(h) + model.never).sum().backward())
     assert (h.grad_fn, encoder.weight.grad, model.weight.grad) == (h.grad_fn, None, None)
     loss.backward()
     with pytest.raises(LeafError, match="lazy"):
-        pr.warm_up(torch.nn.LazyLinear(3), torch.randn(2, 4))
+        pr.warm_up(torch.nn.LazyLinear(3), (torch.randn(2, 4),))

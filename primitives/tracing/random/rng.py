@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from primitives.core.contexts import Decorates
 from primitives.core.errors import DtypeError, MissingRuleError, ShapeError
 from primitives.ops._philox import WORDS_PER_BLOCK
 from primitives.ops.philox import philox_p
@@ -55,12 +56,12 @@ class PhiloxState(NamedTuple):
         )
 
 
-class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
+class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used like a function, as torch.no_grad is
     """Context in which random operations draw from a Philox state, and torch's generators are left alone.
 
-    After the context, `state` is where the stream goes on. This is what `functionalize_rng` puts around a function;
-    put it around the forward part and around the backward part of a training function, with a state for each, to
-    have their numbers apart.
+    After the context, `state` is where the stream goes on; as a decorator, it begins each call at the same state. This
+    is what `functionalize_rng` puts around a function; put it around the forward part and around the backward part of a
+    training function, with a state for each, to have their numbers apart.
 
     What `torch.utils.checkpoint` recomputes draws the numbers of the first time again, also when the backward pass
     runs after the context has ended.
@@ -103,6 +104,9 @@ class rng_mode(torch_private.TorchDispatchMode):  # noqa: N801 - used like a fun
         self._batch = self._seed.shape
         self._num_blocks: Any = 0
         self._contexts: list[Any] = []
+
+    def _again(self) -> rng_mode:
+        return rng_mode(self._given)
 
     @property
     def state(self) -> PhiloxState:
