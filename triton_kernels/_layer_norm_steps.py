@@ -80,19 +80,23 @@ def silu_of(x_hat, weight, bias):
 
 @triton.jit
 def fwd_stats(x, p, r, mask, num_cols: tl.constexpr, EPS: tl.constexpr):
-    mean = sums_of((x[0],))[0] * (1.0 / num_cols)
+    HAS_X_DOT: tl.constexpr = x[1].type.is_block()
+    # The sum of x_dot beside that of x: beside three others, it would spill where a program has 64 registers a thread.
+    sums = sums_of(x, 2) if HAS_X_DOT else sums_of((x[0],))
+    mean = sums[0] * (1.0 / num_cols)
     centered = tl.where(mask, x[0] - mean, 0.0)
-    if x[1].type.is_block():
-        # Without the correction below: the registers of another sum would not be there.
-        sums = sums_of((centered * centered, x[1], x[1] * centered))
-        rstd = rstd_of(sums[0] * (1.0 / num_cols), EPS)
-        s = mean, rstd, sums[1] * (1.0 / num_cols), sums[2] * rstd * (1.0 / num_cols)
+    # The sum about the mean says how far that is off: a constant row is normalized to zero.
+    if HAS_X_DOT:
+        about = sums_of((centered, centered * centered, x[1] * centered))
     else:
-        # The sum about the mean says how far that is off: a constant row is normalized to zero.
-        sums = sums_of((centered, centered * centered), 2)
-        shift = sums[0] * (1.0 / num_cols)
-        variance = sums[1] * (1.0 / num_cols) - shift * shift
-        s = mean + shift, rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
+        about = sums_of((centered, centered * centered), 2)
+    shift = about[0] * (1.0 / num_cols)
+    variance = about[1] * (1.0 / num_cols) - shift * shift
+    rstd = rstd_of(tl.where(variance < 0.0, 0.0, variance), EPS)
+    s = mean + shift, rstd
+    if HAS_X_DOT:
+        x_dot_mean = sums[1] * (1.0 / num_cols)
+        s = s + (x_dot_mean, (about[2] * (1.0 / num_cols) - shift * x_dot_mean) * rstd)
     return s
 
 
@@ -130,13 +134,18 @@ def fwd_merge(state, anchor, sizes, num_cols: tl.constexpr, EPS: tl.constexpr, L
     else:
         # Relative to the mean of the first slice, so that a large common offset in x costs no digits.
         is_first = tl.arange(0, state[0].shape[1])[None, :] == 0
-        origin = sums_of((tl.where(is_first, state[0], 0.0),))[0]
+        first = tl.where(is_first, state[0], 0.0)
+        origins = sums_of((first, state[2]), 2) if HAS_X_DOT else sums_of((first,))
+        origin = origins[0]
         shifted = tl.where(sizes > 0, state[0] - origin, 0.0)
         mean = origin + sums_of((shifted * (sizes * (1.0 / num_cols)),))[0]
         shifted = tl.where(sizes > 0, state[0] - mean, 0.0)
         squares = state[1] + shifted * shifted * sizes
         if HAS_X_DOT:
-            sums = sums_of((squares, state[2], state[3] + shifted * state[2]))
+            # The means of slices are rounded: nothing of the mean of x_dot is multiplied by what that takes.
+            x_dot = state[2] - sizes * (origins[1] * (1.0 / num_cols))
+            sums = sums_of((squares, state[3] + shifted * x_dot), 2)
+            sums = sums[0], origins[1], sums[1]
         else:
             sums = sums_of((squares,))
     if LAST:

@@ -25,10 +25,8 @@ MARGIN = 1
 KNOWN_SPILLS = {
     # The longest rows of which a program holds two, for value and tangent: these bytes stay in a cache, and a sweep
     # would read 64 KiB again. Of half as many columns, two programs fit for these bytes, and each waits half as long.
-    ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
-    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 8,
-    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 bfloat16"): 8,
-    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x4097 bfloat16"): 8,
+    ("sm_90", "layer_norm_fwd_kernel", "layer_norm 4096x16384 bfloat16"): 16,
+    ("sm_90", "layer_norm_fwd_kernel", "layer_norm 8192x5120 bfloat16"): 8,
     # Rows of 8,192 columns, or of 5,120 in tiles of as many, with all sums over them: `layer_norm_second_long_tiles` in
     # `launch/tables` says what two kernels would read instead.
     ("sm_80", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 bfloat16"): 296,
@@ -45,8 +43,7 @@ KNOWN_SPILLS = {
     ("sm_100", "layer_norm_second_sums_kernel", "layer_norm 8192x8192 float32"): 240,
     # Two rows to a program, of which two fit a processor for these bytes: each waits half as long.
     ("sm_90", "layer_norm_x_bar_kernel", "layer_norm 8192x8192 float32"): 8,
-    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 float32"): 8,
-    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 float16"): 16,
+    ("sm_100", "layer_norm_fwd_kernel", "layer_norm 8192x8192 float32"): 16,
     # Two registers of a thread, which stay in a cache; no other plan was looked for.
     ("sm_80", "layer_norm_x_bar_kernel", "group_norm_silu 2x320x64x64 bfloat16"): 8,
     ("sm_80", "layer_norm_x_bar_kernel", "group_norm_silu 2x320x64x64 bfloat16 channels_last"): 8,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import primitives as pr
@@ -67,18 +66,22 @@ def test_nan_and_inf_stay_in_their_row(plan: str) -> None:
             assert torch.equal(result.isfinite(), exact.value.isfinite())
 
 
-def test_large_common_offset_costs_no_digits(plan: str) -> None:
-    x = random(2, 70, dtype=torch.float64).float() + 1e4
-    y, _, _ = layer_norm_fwd(x, None, None, 1, 0, EPS)
-    # The mean itself is rounded to 2**-10 here; a variance from a difference of squares would have no digit right.
-    exact = F.layer_norm(x.double(), (70,), eps=EPS)
-    torch.testing.assert_close(y.double(), exact, rtol=0.0, atol=2e-3)
+@pytest.mark.parametrize("mode", ["fwd", "fwd_jvp"])
+def test_large_common_offset_costs_no_digits(plan: str, mode: str) -> None:
+    rows = LayerNorm.draw((2, 150)).change(weight=None, bias=None, weight_dot=None, bias_dot=None)
+    call = rows.change(x=rows.x + 1e4, x_dot=rows.x_dot + 1).call(mode)
+    # The mean is rounded once, to 2**-10 here, of split rows that of each slice; a variance from a difference of squares
+    # would have no digit right.
+    for result, (exact, _), atol in zip(call.results(), expected(call), (6e-4, 5e-4, 5e-5, 2e-4), strict=False):
+        torch.testing.assert_close(result.double(), exact, rtol=0.0, atol=atol)
 
 
-def test_constant_rows_are_normalized_to_zero(plan: str) -> None:
-    x = torch.linspace(-9, 9, 16).unsqueeze(1).expand(16, 75).contiguous()
+@pytest.mark.parametrize("mode", ["fwd", "fwd_jvp"])
+def test_constant_rows_are_normalized_to_zero(plan: str, mode: str) -> None:
+    x = torch.linspace(-9, 1000.1, 16).unsqueeze(1).expand(16, 75).contiguous()
+    call = LayerNorm.draw(x.shape).change(x=x, weight=None, bias=None).call(mode)
     # As small as models have it: a mean that is off in its last place would be off by most of a standard deviation.
-    y, mean, _ = layer_norm_fwd(x, None, None, 1, 0, 1e-12)
+    y, mean, *_ = call.launcher(*(1e-12 if arg is EPS else arg for arg in call.args))
     assert torch.equal(y, torch.zeros_like(x))
     assert torch.equal(mean, x[:, 0])
 
