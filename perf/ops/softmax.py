@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def _call(
     functional: Any, x: Tensor, mask: Any = None, dim: int = -1, scale: float = 1.0, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return functional.softmax(x, dim, dtype=dtype, scale=scale, mask=mask)
+    # Torch's has neither.
+    own = {} if mask is None and scale == 1.0 else {"scale": scale, "mask": mask}
+    return functional.softmax(x, dim, dtype=dtype, **own)
 
 
 def _torch_softmax(x: Tensor, mask: Any = None, dim: int = -1, scale: float = 1.0) -> Tensor:
