@@ -106,7 +106,7 @@ KNOWN_UNSTAGED = (
 )
 
 # Kernels that copy ahead on NVIDIA in a case, and load nothing ahead on AMD in any variant, and why.
-_BY_ADDRESS = "elements that are loaded one by one take an address each: `unaligned_staged_bytes`"
+_BY_ADDRESS = "elements that are loaded by ones and twos take an address each: `unaligned_staged_bytes`"
 KNOWN_UNSTAGED_AMD = (
     (r"\S+ \S*(layer_norm \S*x(4097|5124)|softmax \S*x50257 float32) ", _BY_ADDRESS),
     (r"layer_norm_\w+ group_norm(_silu)? 2x320x64x64 bfloat16 channels_last ", _BY_ADDRESS),
