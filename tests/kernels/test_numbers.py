@@ -70,8 +70,8 @@ def test_nan_and_inf_stay_in_their_row(plan: str) -> None:
 def test_large_common_offset_costs_no_digits(plan: str, mode: str) -> None:
     rows = LayerNorm.draw((2, 150)).change(weight=None, bias=None, weight_dot=None, bias_dot=None)
     call = rows.change(x=rows.x + 1e4, x_dot=rows.x_dot + 1).call(mode)
-    # The mean is rounded once, to 2**-10 here, of split rows that of each slice; a variance from a difference of squares
-    # would have no digit right.
+    # The mean is rounded once, to 2**-10 here, of split rows that of each slice too; a variance from a difference of
+    # squares would have no digit right.
     for result, (exact, _), atol in zip(call.results(), expected(call), (6e-4, 5e-4, 5e-5, 2e-4), strict=False):
         torch.testing.assert_close(result.double(), exact, rtol=0.0, atol=atol)
 
