@@ -229,18 +229,9 @@ def _bwd_in_general(
     return x_bar, weight_bar, bias_bar
 
 
-def jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-) -> Tensor | None:
+def jvp(x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any) -> Tensor | None:
     """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
+    x_dot, weight_dot, bias_dot, batch_ndim, _eps = args
     batch = _batch(x, mean, rstd, batch_ndim, weight, weight_dot, bias_dot)
     if batch is None:
         return None

@@ -5,7 +5,7 @@ The formulas are those of `batch_norm_eval.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -78,20 +78,9 @@ def bwd(
     return x_bar if wanted[0] else unwanted(x), *per_channel
 
 
-def jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    running_mean_dot: Tensor | None,
-    running_var_dot: Tensor | None,
-    batch_ndim: int,
-    eps: float,
-) -> Tensor | None:
+def jvp(x: Tensor, weight: Tensor | None, running_mean: Tensor, running_var: Tensor, *args: Any) -> Tensor | None:
     """y_dot: x_dot and, where weight or variance move, x - mean, by factors per channel."""
+    x_dot, weight_dot, bias_dot, running_mean_dot, running_var_dot, batch_ndim, eps = args
     per_channel = (weight, weight_dot, bias_dot, running_mean_dot, running_var_dot)
     if batch_ndim or not served(x, running_mean, running_var, *per_channel):
         return None

@@ -294,21 +294,9 @@ def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Seque
     return x_bar, weight_bar, bias_bar
 
 
-def jvp(
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dot: Tensor | None,
-    weight_dot: Tensor | None,
-    bias_dot: Tensor | None,
-    norm_ndim: int,
-    batch_ndim: int,
-    eps: float,
-    centered: bool,
-    grouped: int,
-) -> Tensor | None:
+def jvp(x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any) -> Tensor | None:
     """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
+    x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, eps, centered, grouped = args
     params = (weight, weight_dot, bias_dot)
     rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=False)
     if rows is None:
