@@ -6,33 +6,28 @@ tensor without memory, or a wrong stride, ends a process or a number.
 
 import pytest
 import torch
-from torch.func import grad, jvp
-from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, LogSoftmax, Sequential
+from torch.func import jvp
+from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 
 import primitives as pr
 
 
-def _jvp_in_a_loss(net, x, v):
+def jvp_in_a_loss(net, x, v):
     y, y_dot = jvp(net, (x,), (v,))
     return (y - y_dot).square().mean()
 
 
-def _hessian_vector(net, x, v):
-    return jvp(grad(lambda x: net(x).pow(3).mean()), (x,), (v,))[1].square().mean()
-
-
 CASES = {
     # The zero tangent of the last weight has no memory in torch, and the process died.
-    "layer norm, jvp in a loss": (_jvp_in_a_loss, LayerNorm(8, elementwise_affine=False), (4, 6, 8)),
-    "batch norm of channels_last, jvp in a loss": (_jvp_in_a_loss, BatchNorm2d(4), (2, 4, 3, 3)),
-    "log-softmax, hvp": (_hessian_vector, LogSoftmax(-1), (4, 6, 8)),
-    "dropout, jvp in a loss": (_jvp_in_a_loss, Dropout(0.5), (4, 6, 8)),
+    "layer norm": (LayerNorm(8, elementwise_affine=False), (4, 6, 8)),
+    "batch norm of channels_last": (BatchNorm2d(4), (2, 4, 3, 3)),
+    "dropout": (Dropout(0.5), (4, 6, 8)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_differentiated_derivative_is_that_of_eager(name):
-    loss, module, shape = CASES[name]
+    module, shape = CASES[name]
     torch.manual_seed(0)
     x, v = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     ends = [Linear(8, 8), Linear(8, 8)]
@@ -45,9 +40,9 @@ def test_a_differentiated_derivative_is_that_of_eager(name):
     # With its own random numbers Inductor would draw another mask.
     with torch._inductor.config.patch(fallback_random=True):
         torch.manual_seed(1)
-        compiled = torch.compile(loss, fullgraph=True)(net, x, v)
+        compiled = torch.compile(jvp_in_a_loss, fullgraph=True)(net, x, v)
     torch.manual_seed(1)
-    expected = loss(net, x, v)
+    expected = jvp_in_a_loss(net, x, v)
     torch.testing.assert_close(compiled, expected)
     gradients = [torch.autograd.grad(value, parameters, materialize_grads=True) for value in (compiled, expected)]
     torch.testing.assert_close(*gradients)

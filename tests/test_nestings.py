@@ -65,32 +65,6 @@ def test_every_nesting(case, word, positions, device):
         check_nesting(case, device, word, each)
 
 
-@pytest.mark.usefixtures("backend")
-@every_case
-def test_hessian_vector_products_agree(case, device):
-    """Forward over reverse, reverse over forward, reverse over reverse, and the eager double backward."""
-    inputs = case.inputs(case.small, torch.float64, device)
-    x, x_dot, y_bar = inputs["x"], like(inputs["x"], seed=3), like(inputs["x"], seed=4)
-
-    def loss(function):
-        return lambda x: (function(x).sin() * y_bar).sum()
-
-    ours, theirs = (loss(case.of(["x"], inputs, case.small, true=true)) for true in (False, True))
-    expected = jvp(grad(theirs), (x,), (x_dot,))[1]
-    products = {
-        "forward over reverse": jvp(grad(ours), (x,), (x_dot,))[1],
-        "reverse over forward": grad(lambda x: jvp(ours, (x,), (x_dot,))[1])(x),
-        "reverse over reverse": grad(lambda x: (grad(ours)(x) * x_dot).sum())(x),
-        "torch.autograd.functional.hvp": torch.autograd.functional.hvp(ours, x, x_dot)[1],
-        "torch.autograd.functional.vhp": torch.autograd.functional.vhp(ours, x, x_dot)[1],
-    }
-    leaf = x.clone().requires_grad_()
-    (x_bar,) = torch.autograd.grad(ours(leaf), leaf, create_graph=True)
-    products["double backward"] = torch.autograd.grad((x_bar * x_dot).sum(), leaf)[0]
-    for name, product in products.items():
-        assert_close(product, expected, order=2, what=name)
-
-
 @every_case
 def test_a_product_of_a_loss_by_a_number(case, device):
     """Torch makes a float64 tangent of its float32 cotangent."""

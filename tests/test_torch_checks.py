@@ -84,7 +84,9 @@ class Block(torch.nn.Module):
 # torch.export deprecates a spelling that it uses itself.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize(
-    "case, strict", [pytest.param(c, i % 2 > 0, id=f"{c.name}-strict={i % 2 > 0}") for i, c in enumerate(FAMILIES)]
+    "case, strict",
+    # Strict export is Dynamo, which a training step of tests/test_torch_compile.py takes for each op.
+    [pytest.param(case, i == 1, id=f"{case.name}-strict={i == 1}") for i, case in enumerate(FAMILIES)],
 )
 def test_export(case, strict, device):
     inputs = case.inputs(case.small, torch.float32, device)
