@@ -122,7 +122,7 @@ doctest: $(call installed,test)
 	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
 
 docs: $(call installed,docs)
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 clean:
 	rm -rf .venv build dist site *.egg-info demo_output perf_output gpu-test.xml .pytest_cache .ruff_cache .hypothesis

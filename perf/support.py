@@ -1,4 +1,4 @@
-"""What runs where, of every operation: writes docs/reference/support.md and the table of functions in README.md.
+"""What runs where, of every operation: writes docs/reference/support.md.
 
 Run: `python -m perf.support`. Each function is called under each pair of transforms, and the primitives that these call
 say what they have; arguments and layouts are those of the records (`perf.ops`).
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from primitives.core import Primitive
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, README = ROOT / "docs" / "reference" / "support.md", ROOT / "README.md"
-BEGIN, END = "<!-- written by `python -m perf.support` -->\n", "<!-- end -->"
+PAGE = ROOT / "docs" / "reference" / "support.md"
 
 TEXT = """# What is supported
 
 Written by `python -m perf.support`, which runs every function under each pair of transforms and looks at what it calls.
+
+## Functions
+
+{functions}
 
 ## Kernels
 
@@ -195,6 +198,7 @@ def page() -> str:
     )
     head = ["operation", "derivatives in", "may be absent", "float32 beside half", "layouts"]
     return TEXT.format(
+        functions=functions_table(),
         kernels=_table(["operation", *modes], kernels),
         notes=textwrap.fill(notes, 128, break_on_hyphens=False),
         layouts=textwrap.fill(layouts, 128, break_on_hyphens=False),
@@ -208,7 +212,7 @@ def _sentence(function: Callable[..., Any]) -> str:
 
 
 def functions_table() -> str:
-    """The table of README.md: every function, its module, and what it computes."""
+    """Every function, its module, and what it computes."""
     modules: dict[str, list[str]] = {}
     for name in pr.nn.__all__:
         for function in re.findall(r"`primitives\.functional\.(\w+)`", getattr(pr.nn, name).__doc__ or "")[:1]:
@@ -220,16 +224,9 @@ def functions_table() -> str:
     return _table(["function", "modules", "computes"], rows)
 
 
-def with_functions(readme: str) -> str:
-    """README.md with its table of today."""
-    before, rest = readme.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{functions_table()}\n\n{END}{rest.split(END, 1)[1]}"
-
-
 def main() -> None:
-    """Write both."""
+    """Write the page."""
     PAGE.write_text(page(), encoding="utf-8")
-    README.write_text(with_functions(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

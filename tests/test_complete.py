@@ -102,7 +102,5 @@ def test_the_self_check_finds_every_function_right():
         assert max(errors.values()) < TOLERANCE, (name, errors)
 
 
-def test_the_page_of_support_and_the_table_of_the_readme_are_written():
-    readme = support.README.read_text(encoding="utf-8")
-    assert support.with_functions(readme) == readme, "run: python -m perf.support"
+def test_the_page_of_support_is_written():
     assert support.page() == support.PAGE.read_text(encoding="utf-8"), "run: python -m perf.support"

@@ -15,11 +15,24 @@ from triton.runtime import interpreter
 
 # Operators of tensors, and what they do to the elements of operands of one type.
 _OPERATORS = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "mod": np.fmod,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "floordiv": lambda x, y: (x - np.fmod(x, y)) // y,
-}  # fmt: skip
+    **{
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    },
+    **{"truediv": np.divide, "mod": np.fmod, "floordiv": lambda x, y: (x - np.fmod(x, y)) // y},
+    **{
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "eq": np.equal,
+        "ne": np.not_equal,
+    },
+}
 _INDICES = {"int32", "int64"}
 _PLAIN = {dtype.name for dtype in (tl.float32, tl.float64, tl.int32, tl.int64, tl.uint32, tl.uint64)}
 

@@ -1,0 +1,94 @@
+"""A physics-informed network with a layer norm: torch.nn learns another equation than the one in its loss.
+
+    pip install '.[demo]'
+    python docs/examples/oscillator.py              # takes a minute; --quick shows that it runs
+
+The network learns u'' = -u with u(0) = 1 and u'(0) = 0, whose solution is cos t. Its loss takes u'' by two nested JVPs.
+Torch's JVP of a layer norm keeps mean and deviation constant when it is differentiated, so u'' is wrong; after
+`primitives.nn.convert` it is right. Nothing else differs. A picture shows the solutions, and how well each u'' fits.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from matplotlib import pyplot
+from torch import Tensor, nn
+from torch.func import jvp
+
+import primitives as pr
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+END, POINTS = 3.0, 32
+
+
+def network() -> nn.Module:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 1)]
+    return nn.Sequential(*layers).double()
+
+
+def derivatives(net: nn.Module, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """u, u' and u'' at times `[points, 1]`."""
+    one = torch.ones_like(t)
+    (u, du), (_, ddu) = jvp(lambda t: jvp(net, (t,), (one,)), (t,), (one,))
+    return u, du, ddu
+
+
+def train(net: nn.Module, steps: int) -> list[float]:
+    """The losses; the weights of `net` change."""
+    t = torch.linspace(0, END, POINTS, dtype=torch.float64)[:, None]
+    optimizer = torch.optim.Adam(net.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+    losses = []
+    for _ in range(steps):
+        u, du, ddu = derivatives(net, t)
+        loss = (ddu + u).square().mean() + 10 * (u[0] - 1).square().sum() + 10 * du[0].square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train both, print their errors, draw the picture."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few steps")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    options = parser.parse_args(arguments)
+    t = torch.linspace(0, END, 200, dtype=torch.float64)[:, None]
+    _, axes = pyplot.subplots(1, 3, figsize=(11, 3), layout="constrained")
+    titles = ("loss", "the solution that was learned", "error of u'', against differences of u")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title)
+    axes[1].plot(t, t.cos(), color="0.7", linewidth=5, label="cos t")
+    for name, color, line in (("torch.nn", "tab:blue", "-"), ("primitives", "tab:orange", "--")):
+        net = network()
+        if name == "primitives":
+            pr.nn.convert(net)
+        losses = train(net, 3 if options.quick else 1000)
+        u, _, ddu = (x.detach() for x in derivatives(net, t))
+        with torch.no_grad():
+            differences = (net(t + 1e-3) - 2 * u + net(t - 1e-3)) / 1e-6
+        wrong = (ddu - differences).abs().clamp_min(1e-9)
+        print(f"{name}: loss {losses[-1]:.1e}, u off by {(u - t.cos()).abs().max():.1e}, u'' by {wrong.max():.1e}")
+        for axis, xs, ys in ((axes[0], range(len(losses)), losses), (axes[1], t, u), (axes[2], t, wrong)):
+            axis.plot(xs, ys, line, color=color, label=name)
+    axes[0].set(yscale="log", xlabel="step")
+    axes[1].set(xlabel="t")
+    axes[2].set(yscale="log", xlabel="t")
+    axes[1].legend()
+    pyplot.savefig(options.output, dpi=100)
+    pyplot.close()
+
+
+if __name__ == "__main__":
+    main()
