@@ -28,6 +28,7 @@ LAYERS = (
     ("primitives.testing",),
     (
         "primitives.checks",
+        "primitives.distributed",
         "primitives._attention",
         "primitives._batch_norm",
         "primitives._group_norms",

@@ -256,8 +256,9 @@ def batch_norm(
     bias: Tensor | None,
     *,
     training: bool,
+    is_whole: bool = True,
 ) -> None:
-    """Raise unless the arguments of a batch norm fit one another."""
+    """Raise unless the arguments of a batch norm fit one another; `is_whole`: no other process has a part of `x`."""
     is_empty_row = x.dim() == 1 and x.numel() == 0
     if not (is_empty_row or BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM):
         raise ShapeError(f"{op_name}: {label} must have 2 to 5 axes, [N, C, *spatial], got {_list(x.shape)}.")
@@ -279,7 +280,7 @@ def batch_norm(
         channels, what = x.shape[1], f"axis 1 of {label}"
     _pair(op_name, label, x, (channels,), what, running_mean=running_mean, running_var=running_var)
     _pair(op_name, label, x, (channels,), what, weight=weight, bias=bias)
-    if training and math.prod(x.shape[2:], start=x.shape[0]) == 1:
+    if training and is_whole and math.prod(x.shape[2:], start=x.shape[0]) == 1:
         raise ShapeError(
             f"{op_name}: {label} must have more than 1 value per channel in training, got {_list(x.shape)}. "
             "Use a larger batch, or evaluation mode."

@@ -60,6 +60,9 @@ def register_inductor_lowering(rules: RuleTable, library: torch.library.Library)
     """Register with torch what Inductor gets to see of an operator."""
 
     def shown(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+        composition = rules.given.get("composition")
+        if composition is not None and not kwargs:
+            return composition(*args)
         return (
             backend.trace_kernel(rules.kernels["cuda"], args)
             if _is_shown(rules, types, args, kwargs)

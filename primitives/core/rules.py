@@ -78,7 +78,8 @@ class RuleTable:
         spec: The operator.
         given: The rules by kind: `"reference"`, `"vjp"`, `"jvp"`, `"vmap"`, ...;
             `"autograd"` runs in the place of all derivatives, and `"value_and_jvp"`, `(args, tangents) -> (*outputs,
-            *tangents)`, gives both by one call, or `None` where there is nothing to gain.
+            *tangents)`, gives both by one call, or `None` where there is nothing to gain; `"composition"` is what
+            Inductor sees of the operator.
         kernels: Implementations by device, beside the reference.
         decomposable: As above.
         layouts: What is kept for the vjp rule, for the jvp rule, and for the decomposition where there is no vjp rule.

@@ -1,7 +1,7 @@
 """Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behavior."""
 
 from primitives.nn._base import ConversionWarning
-from primitives.nn._convert import convert, converted, register_converter, revert
+from primitives.nn._convert import convert, convert_sync_batchnorm, converted, register_converter, revert
 from primitives.nn._modules import (
     BatchNorm1d,
     BatchNorm2d,
@@ -23,6 +23,7 @@ from primitives.nn._modules import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from primitives.nn._sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "BatchNorm1d",
@@ -43,9 +44,11 @@ __all__ = [
     "Softmax",
     "Softmax2d",
     "Softmin",
+    "SyncBatchNorm",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "convert",
+    "convert_sync_batchnorm",
     "converted",
     "register_converter",
     "revert",

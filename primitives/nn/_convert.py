@@ -13,19 +13,21 @@ from primitives.nn import _modules
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
 from primitives.nn._norms import ByForm, ByFunction, Form, ReluNorm, ServedNorm
 from primitives.nn._proof import SERVED, Verdict, configuration, examined, looks_like_a_norm
+from primitives.nn._sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     _Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
 
-__all__ = ["convert", "converted", "register_converter", "revert"]
+__all__ = ["convert", "convert_sync_batchnorm", "converted", "register_converter", "revert"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 _COUNTERPARTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     getattr(torch.nn, name): getattr(_modules, name) for name in _modules.__all__ if hasattr(torch.nn, name)
 }
+_COUNTERPARTS[torch.nn.SyncBatchNorm] = SyncBatchNorm
 _ORIGINALS = {ours: theirs for theirs, ours in _COUNTERPARTS.items()}
 
 
@@ -94,7 +96,7 @@ class _Counterparts:
                 return _with_behavior_of(ByFunction, cls, function), ""
         if cls in _COUNTERPARTS and not replaced:
             return _COUNTERPARTS[cls], ""
-        if is_lazy or isinstance(module, (torch.jit.ScriptModule, torch.nn.SyncBatchNorm)):
+        if is_lazy or isinstance(module, torch.jit.ScriptModule):
             return None, ""
         for theirs, ours in _COUNTERPARTS.items():
             if issubclass(cls, theirs) and cls.forward is theirs.forward and not replaced:
@@ -200,8 +202,6 @@ def _why_left(module: torch.nn.Module) -> tuple[str, str] | None:
     if isinstance(module, torch.jit.ScriptModule):
         known = getattr(torch.nn, module.original_name, None) in _COUNTERPARTS
         return ("it is TorchScript", "convert the model before torch.jit.script") if known else None
-    if isinstance(module, torch.nn.SyncBatchNorm):
-        return "its statistics are those of all processes", "none: rely on first derivatives alone"
     if isinstance(module, tuple(_COUNTERPARTS)):
         return "it is lazy, and of a class of its own", "convert the model after its first call"
     return None
@@ -232,9 +232,9 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     """Make a model right at every order of derivative, in place, as it is written.
 
     The modules of `torch.nn` that have a counterpart here turn into it: `LayerNorm`, `RMSNorm`, `GroupNorm`,
-    `BatchNorm1d`, `2d` and `3d`, `InstanceNorm1d`, `2d` and `3d`, the lazy forms of both, `LogSoftmax`,
-    `CrossEntropyLoss`, `NLLLoss`, `MultiheadAttention`, `TransformerEncoderLayer` and `TransformerEncoder`, and their
-    subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks,
+    `BatchNorm1d`, `2d` and `3d`, `InstanceNorm1d`, `2d` and `3d`, the lazy forms of both, `SyncBatchNorm`,
+    `LogSoftmax`, `CrossEntropyLoss`, `NLLLoss`, `MultiheadAttention`, `TransformerEncoderLayer` and
+    `TransformerEncoder`, and their subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks,
     training mode and `state_dict` stay the same objects under the same names. `repr` shows a changed module with
     `primitives.` before its name, and `converted` lists them.
 
@@ -259,9 +259,9 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
         TypeError: If `model` is not a module, or one of `classes` is torch's and has no counterpart.
 
     Warns:
-        ConversionWarning: If norms or attention stay torch's: TorchScript, `SyncBatchNorm`, lazy norms of a class of
-            their own; and of modules that look like a norm of this package, and are not or cannot be checked. It has a
-            table of paths, classes, reasons and remedies, and `left`, the same as a tuple.
+        ConversionWarning: If norms or attention stay torch's: TorchScript, lazy norms of a class of their own; and of
+            modules that look like a norm of this package, and are not or cannot be checked. It has a table of paths,
+            classes, reasons and remedies, and `left`, the same as a tuple.
 
     Example:
         >>> import torch
@@ -285,11 +285,59 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
         if why is not None:
             left.append(_Left(path, cls, *why))
     if left:
-        warnings.warn(ConversionWarning(_table(left), left), stacklevel=2)
+        text = _table("convert", left, "Torch's norms can be wrong beyond the first order.")
+        warnings.warn(ConversionWarning(text, left), stacklevel=2)
     return model
 
 
-def _table(left: list[_Left]) -> str:
+def convert_sync_batchnorm(module: _Model, process_group: Any | None = None) -> _Model:
+    """Turn the batch norms of a model into `SyncBatchNorm`, in place: `torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
+
+    It takes those of torch, `SyncBatchNorm` included, those of this package, and their subclasses that inherit
+    `forward`. Parameters, buffers, hooks and training mode stay the same objects; a model changes before
+    `DistributedDataParallel` wraps it. `revert` makes `torch.nn.SyncBatchNorm` of them.
+
+    Args:
+        module: Any module; it may itself be a batch norm.
+        process_group: The processes over which statistics are taken; `None` means all.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError: If `module` is not a module.
+
+    Warns:
+        ConversionWarning: If a batch norm stays as it is: it is lazy, TorchScript, or its `forward` does more than to
+            normalize, an activation perhaps, which torch's function drops without a word.
+
+    Example:
+        >>> import torch
+        >>> convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)))[1]
+        primitives.SyncBatchNorm(8, ...)
+    """
+    _check_model(module, "convert_sync_batchnorm")
+    left, forwards = [], (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward, _modules.BatchNorm1d.forward)
+    for path, norm in module.named_modules():
+        if not isinstance(norm, torch.nn.modules.batchnorm._BatchNorm):
+            continue
+        cls = _base(norm)
+        if isinstance(norm, (LazyModuleMixin, torch.jit.ScriptModule)):
+            left.append(_Left(path, cls, "it is lazy, or TorchScript", "convert the model after its first call"))
+        elif "forward" in vars(norm) or cls.forward not in (*forwards, SyncBatchNorm.forward):
+            remedy = "convert the norm that it consists of, or write its forward with SyncBatchNorm"
+            left.append(_Left(path, cls, "its forward is its own, and may do more", remedy))
+        else:
+            if not isinstance(norm, SyncBatchNorm):
+                _retype(norm, SyncBatchNorm)
+            vars(norm)["process_group"] = process_group
+    if left:
+        text = _table("convert_sync_batchnorm", left, "Their statistics are those of one process.")
+        warnings.warn(ConversionWarning(text, left), stacklevel=2)
+    return module
+
+
+def _table(caller: str, left: list[_Left], consequence: str) -> str:
     """One line per class and reason."""
     groups: dict[tuple, list[str]] = {}
     for path, *why in left:
@@ -301,7 +349,7 @@ def _table(left: list[_Left]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     count = f"{len(left)} modules stay as they are" if len(left) > 1 else "1 module stays as it is"
-    return f"convert: {count}. Torch's norms can be wrong beyond the first order.\n" + "\n".join(lines)
+    return f"{caller}: {count}. {consequence}\n" + "\n".join(lines)
 
 
 def converted(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -212,9 +212,8 @@ class _AskedByReplacement:
             frame, level = frame.f_back, level + 1
         if module is not None and level > 2:
             warnings.warn(
-                f"convert_sync_batchnorm replaces primitives.{owner.__name__} by torch's SyncBatchNorm, which takes "
-                "its statistics over all processes and has first derivatives alone. Leave it out to keep this "
-                "package's batch norm.",
+                f"convert_sync_batchnorm replaces primitives.{owner.__name__} by torch's SyncBatchNorm, which has "
+                "first derivatives alone. primitives.nn.convert_sync_batchnorm makes one that has all.",
                 ConversionWarning,
                 stacklevel=level,
             )

@@ -1,0 +1,160 @@
+r"""Batch norm with the statistics of all processes of a group, and the sum over a group, as differentiable operators.
+
+Notation as in `ops/batch_norm.py`. Process r has n_r values of a channel, with mean mean_r and M_r = sum((x -
+mean_r)**2). One all-gather brings (n_r, mean_r, M_r) of all to each, and Chan's formula merges them:
+
+    N = sum(n_r),   mean = sum(n_r * mean_r) / N,   var = sum(M_r + n_r * (mean_r - mean)**2) / N
+
+mean and var are outputs like y, with derivatives. A, the sum over the processes, is linear and its own transpose, so
+that its vjp and its jvp are A again. With the sums s(v) = sum(v) and t(v) = sum(v * x_hat) of this process,
+
+    P(v)  = rstd * (v - A(s(v)) / N - x_hat * A(t(v)) / N)
+    jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
+          mean_dot = A(s(x_dot)) / N,   var_dot = 2 / rstd * A(t(x_dot)) / N
+    vjp   x_bar = P(y_bar) * weight + A(mean_bar) / N + 2 * (x - mean) * A(var_bar) / N
+          weight_bar = t(y_bar),   bias_bar = s(y_bar)
+
+`x_bar` is the derivative of the sum of all processes' losses. Each rule is one pass of sums, one all-reduce, and one
+pass that writes: the backward and the jvp of batch norm in evaluation. Rules are made of operators that have
+derivatives themselves, and so orders above the first follow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives.core import Primitive
+from primitives.ops._channels import axes_of, dense, per_channel
+from primitives.ops._shared import batch_all, fold_batch
+from primitives.ops.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Apart from operators that launch kernels of their own.
+NAMESPACE = "primitives_distributed"
+
+all_reduce_p = Primitive("all_reduce", "(Tensor x, str group) -> Tensor total", namespace=NAMESPACE)
+sync_batch_norm_p = Primitive(
+    "sync_batch_norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, int batch_ndim, float eps, str group, int world)"
+    " -> (Tensor y, Tensor mean, Tensor var, Tensor count)",
+    residuals=("x", "weight", "mean", "var", "count"),
+    state=("count",),
+    namespace=NAMESPACE,
+)
+
+
+# The sum over the processes.
+
+
+@all_reduce_p.def_reference
+def _all_reduce_reference(x: Tensor, group: str) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
+
+
+@all_reduce_p.def_vjp
+def _all_reduce_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    return {"x": all_reduce_p(cotangents.total, residuals.group)}
+
+
+@all_reduce_p.def_jvp
+def _all_reduce_jvp(residuals: Any, tangents: Any) -> Tensor:
+    return all_reduce_p(tangents.x, residuals.group)
+
+
+batch_all(all_reduce_p)
+
+
+# Inductor orders torch's own messages, and computes while they are under way.
+all_reduce_p.rules.define("composition", _all_reduce_reference)
+
+
+# Batch norm.
+
+
+def _merged(x: Tensor, batch_ndim: int, group: str, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each channel over all processes, [*batch, C], and how many values a channel has."""
+    axes = axes_of(x, batch_ndim)
+    count = x.new_full((1,), x.shape[batch_ndim] * x.shape[batch_ndim + 2 :].numel())
+    # An empty batch has sums, and no mean.
+    mean = x.sum(axes) / count.clamp(min=1)
+    squares = (x - per_channel(mean, x, batch_ndim)).square().sum(axes)
+    ops = torch.ops._c10d_functional
+    own = torch.cat([count, mean.flatten(), squares.flatten()])
+    counts, moments = (
+        ops.wait_tensor(ops.all_gather_into_tensor(own, world, group)).view(world, -1).tensor_split([1], 1)
+    )
+    means, squares = moments.view(world, 2, *mean.shape).unbind(1)
+    counts, total = counts.view(world, *[1] * mean.dim()), counts.sum()
+    shares = counts / total.clamp(min=1)
+    # About the first of them, so that means which are alike come back as they are.
+    mean = means[0] + (shares * (means - means[0])).sum(0)
+    var = (squares / total.clamp(min=1) + shares * (means - mean).square()).sum(0)
+    return mean, var, total
+
+
+@sync_batch_norm_p.def_reference
+def _sync_batch_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, batch_ndim: int, eps: float, group: str, world: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, var, count = _merged(dense(x, x, batch_ndim), batch_ndim, group, world)
+    return batch_norm_eval_p(x, weight, bias, mean, var, batch_ndim, eps), mean, var, count
+
+
+sync_batch_norm_p.rules.define("composition", _sync_batch_norm_reference)
+
+
+def _sums(v: Tensor, r: Any) -> tuple[Tensor, Tensor]:
+    """`s(v)` and `t(v)`, in the dtype of sums."""
+    wanted = (False, True, True, False, False)
+    _, t, s, _, _ = batch_norm_eval_bwd_p(v, r.x, None, r.mean, r.var, r.batch_ndim, r.eps, wanted)
+    return s, t
+
+
+def _over_processes(sums: list[Tensor], r: Any) -> list[Tensor]:
+    """`A` of each of some sums of this process, divided by N: one all-reduce."""
+    return list((all_reduce_p(torch.stack(sums), r.group) / r.count.clamp(min=1)).unbind())
+
+
+@sync_batch_norm_p.def_vjp
+def _sync_batch_norm_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+    r, c, out = residuals, cotangents, {}
+    sums: list[Tensor] = []
+    if c.y is not None:
+        # Autograd casts to the dtypes of the parameters.
+        out["bias"], out["weight"] = sums = [*_sums(c.y, r)]
+    if wanted.x:
+        bars = []
+        if c.mean is not None or c.var is not None:
+            bars = [torch.zeros_like(r.mean) if bar is None else bar for bar in (c.mean, c.var)]
+        totals, twice_std = _over_processes([*sums, *bars], r), 2 * (r.var + r.eps).sqrt()
+        dots: list[Tensor | None] = [None] * 4
+        if sums:
+            dots[2], dots[3] = totals[0], twice_std * totals[1]
+        if bars:
+            # 2 * (x - mean) = 2 / rstd * x_hat
+            dots[0], dots[1] = twice_std * totals[-1], totals[-2]
+        out["x"] = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, c.y, *dots, r.batch_ndim, r.eps)
+    return {name: bar for name, bar in out.items() if getattr(wanted, name)}
+
+
+@sync_batch_norm_p.def_jvp
+def _sync_batch_norm_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    r, t = residuals, tangents
+    mean_dot = var_dot = None
+    if t.x is not None:
+        mean_dot, paired = _over_processes([*_sums(t.x, r)], r)
+        var_dot = 2 * (r.var + r.eps).sqrt() * paired
+    dots = (t.x, t.weight, t.bias, mean_dot, var_dot)
+    y_dot = batch_norm_eval_jvp_p(r.x, r.weight, r.mean, r.var, *dots, r.batch_ndim, r.eps)
+    return y_dot, mean_dot, var_dot
+
+
+@sync_batch_norm_p.def_vmap
+def _sync_batch_norm_vmap(batch: Any, primals: Any) -> tuple[Any, Any]:
+    folded = fold_batch(batch, primals, sync_batch_norm_p.spec.tensors)
+    return sync_batch_norm_p(*folded._replace(batch_ndim=primals.batch_ndim + 1)), (0, 0, 0, None)

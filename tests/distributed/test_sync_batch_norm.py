@@ -1,0 +1,285 @@
+"""`SyncBatchNorm` in several processes, each with a part of the batch, against batch norm of all of it in one."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
+
+import primitives as pr
+from tests.distributed.processes import check_in_processes, outcomes
+from tests.support import assert_close
+
+SIZES = (3, 2, 0, 1)
+C = 3
+
+
+def all_of(*shape, dtype=torch.float64):
+    return (torch.randn(*shape, dtype=torch.float64) * 2 + 5).to(dtype)
+
+
+def part(x, rank, world):
+    """What of a batch that all processes have together is that of one."""
+    return x.split([*SIZES[: world - 1], len(x) - sum(SIZES[: world - 1])])[rank]
+
+
+def assert_same_state(ours, one):
+    assert list(ours.state_dict()) == list(one.state_dict())
+    for (name, found), expected in zip(ours.state_dict().items(), one.state_dict().values(), strict=True):
+        torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def truth(x, weight, bias, eps=1e-5):
+    axes = [0, *range(2, x.dim())]
+    var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return (x - mean) / (var + eps).sqrt() * weight.reshape(shape) + bias.reshape(shape)
+
+
+def nestings(f, primals, tangents, c):
+    """Derivatives of up to three orders of sum(c * f(x)), of which each is a sum over the batch or of its shape."""
+
+    def along(g):
+        return lambda *x: jvp(g, x, tangents)[1]
+
+    def loss(*x):
+        return (c * f(*x).sin()).sum()
+
+    def pairing(*x):
+        return sum((g * t).sum() for g, t in zip(grad(loss, (0, 1, 2))(*x), tangents, strict=True))
+
+    every = (0, 1, 2)
+    yield "jvp", along(f)(*primals)
+    yield "grad", grad(loss, every)(*primals)
+    yield "grad of grad", grad(pairing, every)(*primals)
+    yield "jvp of grad", along(grad(loss, every))(*primals)
+    yield "grad of jvp", grad(along(loss), every)(*primals)
+    yield "jvp of jvp", along(along(f))(*primals)
+    yield "grad of grad of grad", grad(lambda *x: (grad(pairing)(*x) * tangents[0]).sum(), every)(*primals)
+    yield "vjp of jvp of jvp", vjp(along(along(f)), *primals)[1](c)
+
+
+def check_derivatives(rank, world, shape, channels_last):
+    n = sum(SIZES[:world])
+    x, x_dot, c = all_of(n, *shape), all_of(n, *shape), all_of(n, *shape)
+    params, dots = (all_of(C), all_of(C)), (all_of(C), all_of(C))
+    mine = [part(v, rank, world) for v in (x, x_dot, c)]
+    if channels_last:
+        mine = [v.contiguous(memory_format=torch.channels_last) for v in mine]
+    norm = pr.nn.SyncBatchNorm(C, dtype=torch.float64)
+
+    def ours(x, weight, bias):
+        return functional_call(norm, {"weight": weight, "bias": bias}, (x,))
+
+    found = nestings(ours, (mine[0], *params), (mine[1], *dots), mine[2])
+    expected = nestings(truth, (x, *params), (x_dot, *dots), c)
+    for (name, ours_of_it), (_, of_all) in zip(found, expected, strict=True):
+        if not isinstance(of_all, tuple):
+            assert_close(ours_of_it, part(of_all, rank, world), what=name, order=3)
+            continue
+        assert_close(ours_of_it[0], part(of_all[0], rank, world), what=name, order=3)
+        for mine_of_it, of_param in zip(ours_of_it[1:], of_all[1:], strict=True):
+            dist.all_reduce(mine_of_it)
+            assert_close(mine_of_it, of_param, what=name, order=3)
+
+
+@pytest.mark.parametrize("shape, channels_last", [((C,), False), ((C, 2, 3), True)], ids=str)
+def test_every_derivative_is_that_of_one_process(shape, channels_last):
+    check_in_processes(check_derivatives, shape, channels_last)
+
+
+@pytest.mark.nightly
+def test_every_derivative_in_four_processes_of_which_one_has_no_samples():
+    check_in_processes(check_derivatives, (C, 4), False, world=4)
+
+
+def check_module(rank, world):
+    for kind, arguments in {
+        "plain": {},
+        "average": {"momentum": None},
+        "bare": {"affine": False},
+        "no state": {"track_running_stats": False},
+        "no bias": {"bias": False},
+    }.items():
+        if kind == "no bias" and "bias" not in nn.BatchNorm1d.__init__.__kwdefaults__:
+            continue
+        one, ours = nn.BatchNorm1d(C, **arguments).double(), pr.nn.SyncBatchNorm(C, **arguments).double()
+        assert ours.load_state_dict(one.state_dict())
+        for _ in range(2):
+            x = all_of(sum(SIZES[:world]), C, 4)
+            assert_close(ours(part(x, rank, world)), part(one(x), rank, world), what=kind)
+        assert_same_state(ours, one)
+        # In evaluation nothing is sent: the other process does not take part.
+        if rank == 0 and kind != "no state":
+            assert_close(ours.eval()(x), one.eval()(x), what=kind)
+    # An empty batch everywhere leaves the statistics as they are.
+    norm = pr.nn.SyncBatchNorm(C)
+    assert norm(torch.zeros(0, C)).shape == (0, C)
+    assert torch.equal(norm.running_var, torch.ones(C))
+
+
+def check_low_precision(rank, world):
+    for dtype in (torch.float16, torch.bfloat16):
+        x = all_of(sum(SIZES[:world]), C, 64, dtype=dtype)
+        ours, one = pr.nn.SyncBatchNorm(C), nn.BatchNorm1d(C).double()
+        mine = part(x, rank, world).requires_grad_()
+        y, expected = ours(mine), one(x.double())
+        assert y.dtype == dtype
+        assert_close(y, part(expected, rank, world).to(dtype))
+        assert_close(ours.running_var, one.running_var.float())
+        # Of a cotangent of ones nothing is left: what is subtracted is not rounded before.
+        y.sum().backward()
+        assert mine.grad.abs().max() < 1e-6
+
+
+def check_groups(rank, world):
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    x = all_of(4, C)
+    assert_close(pr.nn.SyncBatchNorm(C, process_group=alone).double()(x + rank), nn.BatchNorm1d(C).double()(x + rank))
+    pairs = dist.new_group([1, 0])
+    y = pr.nn.SyncBatchNorm(C, process_group=pairs).double()(part(x, rank, world))
+    assert_close(y, part(nn.BatchNorm1d(C).double()(x), rank, world))
+
+
+def check_vmap(rank, world):
+    x = all_of(4, sum(SIZES[:world]), C)
+    norm = pr.nn.SyncBatchNorm(C, track_running_stats=False).double()
+    y = vmap(norm)(x.split([SIZES[0], x.shape[1] - SIZES[0]], 1)[rank])
+    expected = torch.stack([nn.BatchNorm1d(C).double()(sample) for sample in x])
+    assert_close(y, expected.split([SIZES[0], x.shape[1] - SIZES[0]], 1)[rank])
+
+
+def check_compiled(rank, world, backend):
+    torch._inductor.config.compile_threads = 1
+    x, c = all_of(sum(SIZES[:world]), C, 4), all_of(sum(SIZES[:world]), C, 4)
+    norm, one = pr.nn.SyncBatchNorm(C).double(), nn.BatchNorm1d(C).double()
+    mine, whole = part(x, rank, world).clone().requires_grad_(), x.clone().requires_grad_()
+    compiled = torch.compile(norm, fullgraph=True, backend=backend)
+    (part(c, rank, world) * compiled(mine).sin()).sum().backward()
+    (c * one(whole).sin()).sum().backward()
+    assert_close(mine.grad, part(whole.grad, rank, world))
+    assert_same_state(norm, one)
+    tangent = torch.compile(lambda x, t: jvp(norm, (x,), (t,))[1], fullgraph=True, backend=backend)
+    given = [part(v, rank, world).contiguous() for v in (x, c)]
+    expected = jvp(lambda v: truth(v, one.weight, one.bias), (x,), (c,))[1]
+    assert_close(tangent(*given), part(expected, rank, world))
+
+
+def check_data_parallel(rank, world):
+    x = all_of(4, C)
+    one = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Tanh()).double()
+    ours = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Tanh()).double()
+    ours.load_state_dict(one.state_dict())
+    model = nn.parallel.DistributedDataParallel(pr.nn.convert_sync_batchnorm(ours))
+    # Its gradients are averages over processes; a loss that is a mean over equal parts is one over the whole.
+    model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+    one(x).square().mean().backward()
+    for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad)
+
+
+def check_all(rank, world, *checks):
+    for check in checks:
+        check(rank, world)
+
+
+def test_the_module_is_batch_norm_of_all_samples():
+    check_in_processes(check_all, check_module, check_low_precision, check_groups, check_vmap, check_data_parallel)
+
+
+def test_it_compiles():
+    check_in_processes(check_compiled, "aot_eager")
+
+
+@pytest.mark.nightly
+def test_inductor_compiles_it():
+    check_in_processes(check_compiled, "inductor", time_out=300)
+
+
+# What goes wrong in one process is an error in all.
+
+
+def call(rank, world, norms, shapes, dtypes):
+    norms[rank](torch.zeros(shapes[rank], dtype=dtypes[rank]))
+
+
+def die(rank, world):
+    norm = pr.nn.SyncBatchNorm(C)
+    norm(torch.randn(2, C))
+    if rank == 1:
+        os._exit(1)
+    norm(torch.randn(2, C))
+
+
+def wait_for_nobody(rank, world):
+    norm = pr.nn.SyncBatchNorm(C)
+    norm(torch.randn(2, C))
+    if rank == 1:
+        time.sleep(3)
+    else:
+        norm(torch.randn(2, C))
+
+
+def bare(channels):
+    return pr.nn.SyncBatchNorm(channels, affine=False, track_running_stats=False)
+
+
+FAULTS = {
+    "models differ": ((bare(3), bare(4)), ((2, 3), (2, 4)), "ShapeError", "3 in rank 0, 4 in rank 1"),
+    "dtypes differ": ((bare(3), bare(3)), ((2, 3), (2, 3)), "DtypeError", "float32 in rank 0, torch.float64 in rank 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_differs_between_processes_is_an_error_in_each(fault):
+    norms, shapes, error, words = FAULTS[fault]
+    dtypes = [torch.float32, torch.float64 if error == "DtypeError" else torch.float32]
+    for name, text, _ in outcomes(call, norms, shapes, dtypes, wait=5):
+        assert name == error
+        assert words in text
+
+
+def test_a_wrong_input_in_one_process_ends_all():
+    found = outcomes(call, (bare(3), bare(3)), ((2, 3), (2, 4)), [torch.float32] * 2, wait=5)
+    assert found[1][0] == "ShapeError"
+    assert "3 channels" in found[1][1]
+    assert found[0] is not None
+    assert found[0][0] != "TimeOut"
+
+
+@pytest.mark.parametrize("fault", [die, wait_for_nobody])
+def test_a_process_that_is_gone_is_an_error_in_the_others(fault):
+    gone = outcomes(fault, wait=1)[0]
+    assert gone is not None
+    assert gone[0] not in ("TimeOut", "Died")
+
+
+# Conversion, in one process.
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_convert_sync_batchnorm_takes_every_batch_norm_and_says_what_it_leaves():
+    model = nn.Sequential(nn.BatchNorm1d(2), pr.nn.convert(nn.BatchNorm2d(2)), nn.SyncBatchNorm(2), nn.LayerNorm(2))
+    model.append(WithActivation(2)).append(nn.LazyBatchNorm1d())
+    weight, hook = model[0].weight, model[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(pr.nn.ConversionWarning, match="convert_sync_batchnorm: 2 modules") as caught:
+        assert pr.nn.convert_sync_batchnorm(model, process_group="a group") is model
+    assert [type(m) for m in model[:3]] == [pr.nn.SyncBatchNorm] * 3
+    assert {m.process_group for m in model[:3]} == {"a group"}
+    assert [left.path for left in caught[0].message.left] == ["4", "5"]
+    assert model[0].weight is weight
+    assert hook.id in model[0]._forward_hooks
+    assert list(pr.nn.converted(model)) == ["0", "1", "2"]
+    assert [type(m) for m in pr.nn.revert(model)[:3]] == [nn.SyncBatchNorm] * 3
+    assert type(pr.nn.convert(nn.SyncBatchNorm(2))) is pr.nn.SyncBatchNorm
+    with pytest.raises(TypeError, match="convert_sync_batchnorm"):
+        pr.nn.convert_sync_batchnorm(3)
