@@ -130,7 +130,7 @@ IMAGES: dict[str, tuple[Callable[[int], torch.Tensor], bool]] = {
 def check_layout(operands: Any, view: Callable[[int], torch.Tensor], turn: int, modes: tuple[str, ...] = ()) -> None:
     """All operands of full size in a layout, and one alone, another one in each turn."""
     full_size = {name: view(seed) for seed, name in enumerate(("x", "y_bar", "x_dot", "y_bar_dot", "y", "y_dot"))}
-    full_size = {name: value for name, value in full_size.items() if hasattr(operands, name)}
+    full_size = {name: value for name, value in full_size.items() if getattr(operands, name, None) is not None}
     for call in operands.change(**full_size).calls(*modes):
         check_values(call)
     name = [*full_size][turn % len(full_size)]
