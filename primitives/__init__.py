@@ -5,7 +5,9 @@ changes the modules of an existing model. Importing this package imports no Trit
 call.
 """
 
-from primitives import autograd, decompositions, func, functional, nn, testing, tracing
+import sys
+
+from primitives import autograd, core, custom, decompositions, func, functional, nn, testing, tracing
 from primitives._audit import AuditReport, audit
 from primitives._override import override_torch
 from primitives._version import __version__
@@ -16,14 +18,19 @@ from primitives.core import (
     DeviceError,
     DtypeError,
     LabelError,
+    LeafError,
     MissingRuleError,
     MutationError,
+    PrimitivesError,
     ShapeError,
+    TraceError,
     TreeError,
     current_backend,
     use_backend,
 )
+from primitives.core.naming import publish
 from primitives.custom import custom_op
+from primitives.testing import RuleError
 
 __all__ = [
     "AuditReport",
@@ -32,9 +39,13 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "LabelError",
+    "LeafError",
     "MissingRuleError",
     "MutationError",
+    "PrimitivesError",
+    "RuleError",
     "ShapeError",
+    "TraceError",
     "TreeError",
     "__version__",
     "audit",
@@ -51,3 +62,5 @@ __all__ = [
     "use_backend",
     "warm_up",
 ]
+
+publish(core, custom, autograd, decompositions, func, functional, nn, testing, tracing, sys.modules[__name__])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+import traceback
+import types
 
 import pytest
 import torch
@@ -248,6 +251,31 @@ def test_a_call_that_raises_writes_nothing(wrong):
         with pytest.raises(TORCH_ERRORS):
             function(X, **given, training=True)
     assert all(value._version == 0 for value in kept)
+
+
+PUBLIC = (pr, pr.autograd, pr.custom, pr.decompositions, pr.func, pr.functional, pr.nn, pr.testing, pr.tracing)
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_what_is_public_goes_by_its_public_name(module):
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, (type, types.FunctionType)):
+            assert value.__module__ in (module.__name__, "primitives"), name
+            assert pickle.loads(pickle.dumps(value)) is value
+    assert {*module.__all__} <= {*dir(module)}
+
+
+def test_every_error_is_public_under_one_base():
+    found = [pr.PrimitivesError]
+    for cls in found:
+        found += cls.__subclasses__()
+    public = {cls.__name__: cls for cls in found if not cls.__name__.startswith("_")}
+    assert len(public) > 12
+    assert {name: getattr(pr, name) for name in public} == public
+    assert traceback.format_exception_only(pr.ShapeError("x")) == ["primitives.ShapeError: x\n"]
+    # Of what Python raises for the like of it, too.
+    assert all(len(cls.__mro__) > 4 for cls in public.values() if cls is not pr.PrimitivesError)
 
 
 def test_error_types():

@@ -21,13 +21,19 @@ __all__ = [
     "LeafError",
     "MissingRuleError",
     "MutationError",
+    "PrimitivesError",
     "ShapeError",
+    "TraceError",
     "TreeError",
     "remedy_noted",
 ]
 
 
-class ShapeError(ValueError, RuntimeError):
+class PrimitivesError(Exception):
+    """Base of all exception types of the package."""
+
+
+class ShapeError(PrimitivesError, ValueError, RuntimeError):
     """An argument has the wrong shape, or a shape that the operation cannot take."""
 
 
@@ -35,15 +41,15 @@ class AxisError(ShapeError, IndexError):
     """An axis lies outside the axes of its tensor."""
 
 
-class DeviceError(ValueError, RuntimeError):
+class DeviceError(PrimitivesError, ValueError, RuntimeError):
     """Arguments that must be on one device are on several."""
 
 
-class DtypeError(TypeError, NotImplementedError):
+class DtypeError(PrimitivesError, TypeError, NotImplementedError):
     """An argument has a dtype that the operation does not take, or one that differs from what it must match."""
 
 
-class LabelError(ValueError, RuntimeError, IndexError):
+class LabelError(PrimitivesError, ValueError, RuntimeError, IndexError):
     """A class index is not that of a class."""
 
 
@@ -51,19 +57,23 @@ class LeafError(DtypeError, ValueError):
     """A leaf of a pytree is not a tensor, or not one to differentiate: depending on where, torch raises either."""
 
 
-class MissingRuleError(NotImplementedError):
+class MissingRuleError(PrimitivesError, NotImplementedError):
     """An operation was asked for a derivative or a transform that it has no rule for."""
 
 
-class TreeError(ValueError, TypeError, RuntimeError):
+class TreeError(PrimitivesError, ValueError, TypeError, RuntimeError):
     """Two pytrees that must have the same structure differ."""
 
 
-class BackendError(RuntimeError):
+class BackendError(PrimitivesError, RuntimeError):
     """The chosen backend cannot run here: Triton is missing, is not ours, or has no device to run on."""
 
 
-class MutationError(RuntimeError, ValueError):
+class TraceError(PrimitivesError, RuntimeError):
+    """A function does something that no graph can hold; the message names the line."""
+
+
+class MutationError(PrimitivesError, RuntimeError, ValueError):
     """A tensor was to be updated in place where that is impossible."""
 
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from primitives.core.errors import PrimitivesError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
 
-class _MissingStatisticsError(RuntimeError, ValueError):
+class _MissingStatisticsError(PrimitivesError, RuntimeError, ValueError):
     """torch raises a RuntimeError from `batch_norm`, and a ValueError (or crashes) from `native_batch_norm`."""
 
 

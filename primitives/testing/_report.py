@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from primitives.core.errors import PrimitivesError
+
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 NOTE_WIDTH = 60
 
@@ -76,7 +78,7 @@ class Report:
     __repr__ = __str__
 
 
-class RuleError(AssertionError):
+class RuleError(PrimitivesError, AssertionError):
     """A property does not hold.
 
     Attributes:

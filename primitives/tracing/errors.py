@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from primitives.core.errors import MutationError
+from primitives.core.errors import MutationError, TraceError
 from primitives.tracing import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["TraceError", "current_line", "current_stack", "errors_in_trace", "typed_errors", "values_needed"]
+__all__ = ["current_line", "current_stack", "errors_in_trace", "typed_errors", "values_needed"]
 
 # What torch says where a graph is recorded, or tensors have no memory, and a value is asked for.
 _NO_VALUES = (
@@ -31,10 +31,6 @@ _NO_VALUES = (
     "invalid python storage",
     "argument of type: <class 'torch.storage.UntypedStorage'>",
 )
-
-
-class TraceError(RuntimeError):
-    """A function does something that no graph can hold; the message names the line."""
 
 
 # What functionalization and autograd say of writes that they cannot record, and how to write them.
