@@ -60,7 +60,7 @@ help:
 	@echo 'make check     ruff, format, pyright, codespell'
 	@echo 'make machine-code  bring the table of machine code in docs/perf up to date (no GPU needed)'
 	@echo 'make perf      measure every kernel beside its peers, on the GPU if there is one (PERF_ARGS=--quick: few of them)'
-	@echo 'make doctest   run the examples in docs, README and docstrings'
+	@echo 'make doctest   run the examples in docs and README'
 	@echo 'make docs      build the site into ./site; broken links and other warnings are errors'
 	@echo 'make clean     remove what the targets made'
 	@echo 'ACTIVE=1 uses the python that is active and installs nothing.'
@@ -119,7 +119,7 @@ machine-code: $(call installed,test)
 	env -u TRITON_INTERPRET $(RUN) -m perf.machine_code $(MACHINE_CODE_ARGS)
 
 doctest: $(call installed,test)
-	$(PYTEST) --doctest-modules primitives --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
+	$(PYTEST) --doctest-glob='*.md' docs README.md $(PYTEST_ARGS)
 
 docs: $(call installed,docs)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build

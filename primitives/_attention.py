@@ -85,9 +85,9 @@ def attention(
         derivatives of zero.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> q = k = torch.zeros(2, 1)
-        >>> attention(q, k, torch.tensor([[1.0], [3.0]]), causal=True)
+        >>> pr.functional.attention(q, k, torch.tensor([[1.0], [3.0]]), causal=True)
         tensor([[1.],
                 [2.]])
 
@@ -161,9 +161,9 @@ def scaled_dot_product_attention(
         As for `attention`.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> x = torch.zeros(1, 2, 3, 4)
-        >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
+        >>> pr.functional.scaled_dot_product_attention(x, x, x, is_causal=True).shape
         torch.Size([1, 2, 3, 4])
     """
     name, labels = "scaled_dot_product_attention", ("key", "value", "attn_mask", "attn_mask")

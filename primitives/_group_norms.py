@@ -72,8 +72,8 @@ def group_norm(
         `bias` for positive `eps`. A channels_last `input` is read where it lies, on a GPU.
 
     Example:
-        >>> import torch
-        >>> group_norm(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]), 2, eps=0.0)
+        >>> import torch, primitives as pr
+        >>> pr.functional.group_norm(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]), 2, eps=0.0)
         tensor([[[-1.,  1.],
                  [-1.,  1.]]])
 
@@ -169,8 +169,8 @@ def instance_norm(
         As for `batch_norm`, whose primitives compute it.
 
     Example:
-        >>> import torch
-        >>> instance_norm(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]), eps=1e-12)
+        >>> import torch, primitives as pr
+        >>> pr.functional.instance_norm(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]), eps=1e-12)
         tensor([[[-1.,  1.],
                  [-1.,  1.]]])
 

@@ -84,8 +84,8 @@ def cross_entropy(
         all `-inf`, or has `+inf` or NaN in it, gives NaN.
 
     Example:
-        >>> import torch
-        >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+        >>> import torch, primitives as pr
+        >>> pr.functional.cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
         tensor(1.3863)
 
     References:
@@ -159,8 +159,8 @@ def nll_loss(
         Forward and reverse mode, to any order, in `input` and `weight`, of plain torch operations.
 
     Example:
-        >>> import torch
-        >>> nll_loss(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]))
+        >>> import torch, primitives as pr
+        >>> pr.functional.nll_loss(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]))
         tensor(2.)
     """
     reduction = _by_legacy(reduction, size_average, reduce)
@@ -308,8 +308,9 @@ def linear_cross_entropy(
         added up over the chunks in its own dtype.
 
     Example:
-        >>> import torch
-        >>> linear_cross_entropy(torch.zeros(3, 2), torch.ones(4, 2), torch.tensor([0, 1, 3]), chunk_rows=2)
+        >>> import torch, primitives as pr
+        >>> hidden, weight, labels = torch.zeros(3, 2), torch.ones(4, 2), torch.tensor([0, 1, 3])
+        >>> pr.functional.linear_cross_entropy(hidden, weight, labels, chunk_rows=2)
         tensor(1.3863)
 
     References:

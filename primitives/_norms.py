@@ -64,8 +64,8 @@ def rms_norm(
         Accumulated in float32 (float64 for float64 `input`).
 
     Example:
-        >>> import torch
-        >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,))
+        >>> import torch, primitives as pr
+        >>> pr.functional.rms_norm(torch.tensor([[3.0, 4.0]]), (2,))
         tensor([[0.8485, 1.1314]])
 
     References:
@@ -145,9 +145,9 @@ def ada_layer_norm(
         As `layer_norm`; `1 + s` is not rounded to float16 or bfloat16.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> x = torch.tensor([[[1.0, 3.0], [2.0, 6.0]]])
-        >>> ada_layer_norm(x, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]]), eps=0.0)
+        >>> pr.functional.ada_layer_norm(x, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]]), eps=0.0)
         tensor([[[-2.,  6.],
                  [-2.,  6.]]])
 

@@ -74,9 +74,9 @@ def add_layer_norm(
         rounded, as by models that add first. Dropout draws as `dropout` does.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> x, residual = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 3.0]])
-        >>> add_layer_norm(x, residual, (2,), eps=0.0)
+        >>> pr.functional.add_layer_norm(x, residual, (2,), eps=0.0)
         (tensor([[-1.,  1.]]), tensor([[1., 5.]]))
 
     References:
@@ -143,8 +143,8 @@ def add_rms_norm(
         As for `add_layer_norm`.
 
     Example:
-        >>> import torch
-        >>> add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), (2,))
+        >>> import torch, primitives as pr
+        >>> pr.functional.add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), (2,))
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
 
     References:

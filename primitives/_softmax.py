@@ -56,8 +56,8 @@ def log_softmax(
         row that is all `-inf`, or has `+inf` or NaN in it, gives NaN.
 
     Example:
-        >>> import torch
-        >>> log_softmax(torch.zeros(2), dim=0)
+        >>> import torch, primitives as pr
+        >>> pr.functional.log_softmax(torch.zeros(2), dim=0)
         tensor([-0.6931, -0.6931])
     """
     if arguments.is_plain_softmax(input, dim, dtype):
@@ -116,8 +116,8 @@ def softmax(
         one, a row that is all `-inf` gives NaN, as one with `+inf` or NaN in it always does.
 
     Example:
-        >>> import torch
-        >>> softmax(torch.zeros(2, 2), dim=1, mask=torch.tensor([[True, True], [True, False]]))
+        >>> import torch, primitives as pr
+        >>> pr.functional.softmax(torch.zeros(2, 2), dim=1, mask=torch.tensor([[True, True], [True, False]]))
         tensor([[0.5000, 0.5000],
                 [1.0000, 0.0000]])
     """
@@ -142,7 +142,13 @@ def softmin(
     mask: Any = None,
     namespace: str = "",
 ) -> Any:
-    """`softmax` of `-input`, with its arguments, errors and derivatives."""
+    """`softmax` of `-input`, with its arguments, errors and derivatives.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.functional.softmin(torch.zeros(2), dim=0)
+        tensor([0.5000, 0.5000])
+    """
 
     def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
         return softmax_p(x, mask, axis, -1.0, dtype)

@@ -51,9 +51,10 @@ def backward(
         DeviceError: If a cotangent is on another device than its tensor.
 
     Example:
+        >>> import torch, primitives as pr
         >>> params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones((), requires_grad=True)}
         >>> losses = {"fit": (params["w"] * 3).sum(), "penalty": params["b"] ** 2}
-        >>> backward(losses)
+        >>> pr.autograd.backward(losses)
         >>> params["w"].grad, params["b"].grad
         (tensor([3., 3.]), tensor(2.))
     """
@@ -108,8 +109,9 @@ def grad(
         Exception: What `backward` raises.
 
     Example:
+        >>> import torch, primitives as pr
         >>> params = {"w": torch.ones(2, requires_grad=True), "b": torch.ones((), requires_grad=True)}
-        >>> grad((params["w"] * 3).sum() + params["b"] ** 2, params)
+        >>> pr.autograd.grad((params["w"] * 3).sum() + params["b"] ** 2, params)
         {'w': tensor([3., 3.]), 'b': tensor(2.)}
     """
     if materialize_grads and allow_unused is False:

@@ -100,8 +100,8 @@ def layer_norm(
         common offset does no harm. A constant row gives `bias` for positive `eps`.
 
     Example:
-        >>> import torch
-        >>> layer_norm(torch.tensor([[1.0, 3.0], [2.0, 6.0]]), (2,), eps=0.0)
+        >>> import torch, primitives as pr
+        >>> pr.functional.layer_norm(torch.tensor([[1.0, 3.0], [2.0, 6.0]]), (2,), eps=0.0)
         tensor([[-1.,  1.],
                 [-1.,  1.]])
 
@@ -165,9 +165,9 @@ def pure_batch_norm(
         As for `batch_norm`.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> x = torch.tensor([[1.0], [3.0]])
-        >>> out = pure_batch_norm(x, torch.zeros(1), torch.ones(1), training=True)
+        >>> out = pr.functional.pure_batch_norm(x, torch.zeros(1), torch.ones(1), training=True)
         >>> out.running_mean
         tensor([0.2000])
     """
@@ -257,8 +257,8 @@ def batch_norm(
         statistics.
 
     Example:
-        >>> import torch
-        >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True)
+        >>> import torch, primitives as pr
+        >>> pr.functional.batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True)
         tensor([[-1.0000],
                 [ 1.0000]])
 
@@ -316,9 +316,9 @@ def batch_norm_relu(
         what `batch_norm` keeps, and `y`.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> x = torch.tensor([[1.0], [3.0]])
-        >>> batch_norm_relu(x, None, None, training=True, residual=torch.full((2, 1), 0.5))
+        >>> pr.functional.batch_norm_relu(x, None, None, training=True, residual=torch.full((2, 1), 0.5))
         tensor([[0.0000],
                 [1.5000]])
     """
@@ -359,9 +359,9 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         every device, and does not depend on strides.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> _ = torch.manual_seed(0)
-        >>> dropout(torch.ones(6), p=0.25).unique()
+        >>> pr.functional.dropout(torch.ones(6), p=0.25).unique()
         tensor([0.0000, 1.3333])
 
     References:

@@ -40,7 +40,14 @@ selected = _checked(os.environ.get(ENVIRONMENT_VARIABLE) or "auto", ENVIRONMENT_
 
 
 def current_backend() -> str:
-    """Name of the backend in force: `"auto"`, `"triton"` or `"reference"`."""
+    """Name of the backend in force: `"auto"`, `"triton"` or `"reference"`.
+
+    Example:
+        >>> import primitives as pr
+        >>> with pr.use_backend("reference"):
+        ...     pr.current_backend()
+        'reference'
+    """
     return selected
 
 

@@ -176,12 +176,31 @@ def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> C
     Raises:
         ValueError: If an operator has a decomposition already and `allow_existing` is false; none is registered then.
         TypeError: If `op_or_ops` is not an operator.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> torch.library.define("docstrings::twice", "(Tensor x) -> Tensor")
+        >>> @pr.decompositions.register_decomposition(torch.ops.docstrings.twice)
+        ... def twice(x):
+        ...     return 2 * x
+        >>> pr.decompositions.get_decomposition(torch.ops.docstrings.twice) is twice
+        True
     """
     return _register(decomposition_table, "register_decomposition", op_or_ops, allow_existing)
 
 
 def register_decomposition_for_jvp(op_or_ops: Any, *, allow_existing: bool = False) -> Callable[[Callable], Callable]:
-    """Decorator that enters a function into `decomposition_table_for_jvp`; see `register_decomposition`."""
+    """Decorator that enters a function into `decomposition_table_for_jvp`; see `register_decomposition`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> torch.library.define("docstrings::thrice", "(Tensor x) -> Tensor")
+        >>> @pr.decompositions.register_decomposition_for_jvp(torch.ops.docstrings.thrice)
+        ... def thrice(x):
+        ...     return 3 * x
+        >>> pr.decompositions.get_decomposition(torch.ops.docstrings.thrice, for_jvp=True) is thrice
+        True
+    """
     return _register(decomposition_table_for_jvp, "register_decomposition_for_jvp", op_or_ops, allow_existing)
 
 
@@ -205,6 +224,12 @@ def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:
     Raises:
         MissingRuleError: If there is none, naming the operator.
         TypeError: If `op` is not an operator.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> std = pr.decompositions.get_decomposition(torch.ops.aten.std.correction)
+        >>> std(torch.tensor([1.0, 3.0]), correction=0)
+        tensor(1.)
     """
     overloads = overloads_of(op, "get_decomposition")
     for table in (decomposition_table_for_jvp, decomposition_table) if for_jvp else (decomposition_table,):

@@ -235,6 +235,20 @@ def custom_op(
         ValueError: If `name` names no library, or the operator exists; defining the same function again, as a notebook
             does, replaces the operator and all its rules.
         TypeError: If the function takes `*args` or `**kwargs`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> @pr.custom_op("docstrings::scaled_sine")
+        ... def scaled_sine(tree, *, scale=1.0):
+        ...     return scale * tree["x"].sin()
+        >>> @scaled_sine.def_save_for_backward
+        ... def save(inputs, output):
+        ...     return inputs.tree["x"]
+        >>> @scaled_sine.def_backward
+        ... def backward(ctx, x, y_bar):
+        ...     return {"tree": {"x": ctx.static.scale * x.cos() * y_bar}}
+        >>> torch.func.grad(lambda x: scaled_sine({"x": x}, scale=3.0))(torch.tensor(0.0))
+        tensor(3.)
     """
 
     def decorator(function: Callable) -> CustomOp:

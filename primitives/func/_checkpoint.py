@@ -38,9 +38,10 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         LeafError: If `fn` uses a tensor that requires grad, or belongs to a transform, and reaches it otherwise.
 
     Example:
+        >>> import torch, primitives as pr
         >>> block = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
         >>> x, v = torch.ones(2), torch.ones(2)
-        >>> y, y_dot = torch.func.jvp(lambda x: checkpoint(block, x), (x,), (v,))
+        >>> y, y_dot = torch.func.jvp(lambda x: pr.func.checkpoint(block, x), (x,), (v,))
         >>> (y - y_dot).square().sum().backward()
         >>> block[0].weight.grad.shape
         torch.Size([2, 2])

@@ -50,7 +50,8 @@ def jvp(
         RuntimeError: If `strict` and an output does not depend on `primals`.
 
     Example:
-        >>> jvp(lambda tree: {"y": tree["x"] ** 3}, ({"x": torch.tensor(2.0)},), ({"x": torch.tensor(1.0)},))
+        >>> import torch, primitives as pr
+        >>> pr.func.jvp(lambda tree: {"y": tree["x"] ** 3}, ({"x": torch.tensor(2.0)},), ({"x": torch.tensor(1.0)},))
         ({'y': tensor(8.)}, {'y': tensor(12.)})
     """
     return _jvp(func, primals, tangents, strict, has_aux, {"namespace": namespace, "is_leaf": is_leaf})
@@ -102,10 +103,11 @@ def hvp(
         Exception: What `jvp` raises.
 
     Example:
+        >>> import torch, primitives as pr
         >>> primals = (torch.tensor(3.0), {"b": torch.tensor(5.0)})
-        >>> hvp(lambda a, tree: a**2 * tree["b"], primals, (torch.tensor(1.0), {"b": torch.tensor(0.0)}))
+        >>> pr.func.hvp(lambda a, tree: a**2 * tree["b"], primals, (torch.tensor(1.0), {"b": torch.tensor(0.0)}))
         (tensor(10.), {'b': tensor(6.)})
-        >>> hvp(lambda a, tree: a**2 * tree["b"], primals, (torch.tensor(1.0), None))
+        >>> pr.func.hvp(lambda a, tree: a**2 * tree["b"], primals, (torch.tensor(1.0), None))
         (tensor(10.), None)
     """
     return _hvp(func, primals, tangents, has_aux, {"namespace": namespace, "is_leaf": is_leaf})

@@ -65,7 +65,8 @@ def jacrev(
         TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is not a pair.
 
     Example:
-        >>> jacrev(lambda tree: {"square": tree["a"] ** 2})({"a": torch.tensor([1.0, 2.0])})
+        >>> import torch, primitives as pr
+        >>> pr.func.jacrev(lambda tree: {"square": tree["a"] ** 2})({"a": torch.tensor([1.0, 2.0])})
         {'square': {'a': tensor([[2., 0.],
                 [0., 4.]])}}
     """
@@ -89,7 +90,8 @@ def jacfwd(
     `"same"` makes it the Jacobian of one draw.
 
     Example:
-        >>> jacfwd(lambda x, y: x * y, argnums=(0, 1))(torch.tensor([1.0, 2.0]), torch.tensor(3.0))
+        >>> import torch, primitives as pr
+        >>> pr.func.jacfwd(lambda x, y: x * y, argnums=(0, 1))(torch.tensor([1.0, 2.0]), torch.tensor(3.0))
         (tensor([[3., 0.],
                 [0., 3.]]), tensor([1., 2.]))
     """
@@ -117,7 +119,8 @@ def hessian(
         again, with tensors of shape `[*output leaf, *argument leaf, *argument leaf]`.
 
     Example:
-        >>> hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
+        >>> import torch, primitives as pr
+        >>> pr.func.hessian(lambda tree: tree["a"] ** 2 * tree["b"])({"a": torch.tensor(3.0), "b": torch.tensor(5.0)})
         {'a': {'a': tensor(10.), 'b': tensor(6.)}, 'b': {'a': tensor(6.), 'b': tensor(0.)}}
     """
     check_vmap_options("hessian", randomness, "chunk_size", chunk_size)

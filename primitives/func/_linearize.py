@@ -55,7 +55,8 @@ def linearize(
         RuntimeError: By `jvp_fn`, if a tensor that it needs was changed in place.
 
     Example:
-        >>> output, jvp_fn = linearize(lambda tree: tree["x"] ** 3, {"x": torch.tensor(2.0)})
+        >>> import torch, primitives as pr
+        >>> output, jvp_fn = pr.func.linearize(lambda tree: tree["x"] ** 3, {"x": torch.tensor(2.0)})
         >>> output, jvp_fn({"x": torch.tensor(1.0)}), jvp_fn({"x": torch.tensor(2.0)})
         (tensor(8.), tensor(12.), tensor(24.))
     """

@@ -54,11 +54,12 @@ def functional_call(
         RuntimeError: If `strict` and a name is missing or unknown, or tied names are given different tensors.
 
     Example:
+        >>> import torch, primitives as pr
         >>> linear = torch.nn.Linear(2, 1)
-        >>> functional_call(linear, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.tensor([3.0, 4.0]))
+        >>> params = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+        >>> pr.func.functional_call(linear, params, torch.tensor([3.0, 4.0]))
         tensor([7.])
-        >>> model = torch.nn.Sequential(linear)
-        >>> functional_call(model, {"0": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}}, torch.ones(2))
+        >>> pr.func.functional_call(torch.nn.Sequential(linear), {"0": params}, torch.ones(2))
         tensor([2.])
     """
     given = parameter_and_buffer_dicts

@@ -45,8 +45,9 @@ def grad(
         TreeError: If `has_aux` and the output is not a pair.
 
     Example:
+        >>> import torch, primitives as pr
         >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0), "unused": None}
-        >>> grad(lambda params, x: params["w"] @ x + params["b"] ** 2)(params, torch.tensor([5.0, 7.0]))
+        >>> pr.func.grad(lambda params, x: params["w"] @ x + params["b"] ** 2)(params, torch.tensor([5.0, 7.0]))
         {'w': tensor([5., 7.]), 'b': tensor(6.), 'unused': None}
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
@@ -74,7 +75,8 @@ def grad_and_value(
         `(gradient, (value, aux))`.
 
     Example:
-        >>> grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))
+        >>> import torch, primitives as pr
+        >>> pr.func.grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))
         (tensor([2., 4.]), tensor(5.))
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
@@ -132,7 +134,8 @@ def vjp(
         DeviceError: If a cotangent is on another device than its output.
 
     Example:
-        >>> output, vjp_fn = vjp(lambda x, y: {"product": x * y}, torch.tensor(2.0), torch.tensor(3.0))
+        >>> import torch, primitives as pr
+        >>> output, vjp_fn = pr.func.vjp(lambda x, y: {"product": x * y}, torch.tensor(2.0), torch.tensor(3.0))
         >>> output
         {'product': tensor(6.)}
         >>> vjp_fn({"product": torch.tensor(1.0)})

@@ -59,8 +59,9 @@ def vmap(
         LeafError: If a leaf with an axis to map is not a tensor.
 
     Example:
+        >>> import torch, primitives as pr
         >>> batch = {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "scale": torch.tensor(10.0)}
-        >>> vmap(lambda batch: batch["x"].sum() * batch["scale"], in_dims=({"x": 0, "scale": None},))(batch)
+        >>> pr.func.vmap(lambda batch: batch["x"].sum() * batch["scale"], in_dims=({"x": 0, "scale": None},))(batch)
         tensor([30., 70.])
     """
     check_vmap_options("vmap", randomness, "chunk_size", chunk_size)
@@ -84,7 +85,8 @@ def chunk_vmap(
     result and the errors are those of `vmap`; `chunks` less than 1 is a `ShapeError`.
 
     Example:
-        >>> chunk_vmap(lambda x: x.sum(), chunks=3)(torch.ones(5, 2))
+        >>> import torch, primitives as pr
+        >>> pr.func.chunk_vmap(lambda x: x.sum(), chunks=3)(torch.ones(5, 2))
         tensor([2., 2., 2., 2., 2.])
     """
     check_vmap_options("chunk_vmap", randomness, "chunks", chunks)

@@ -8,7 +8,7 @@ import torch
 from primitives._override import override_except_dropout
 from primitives.core.overrides import is_overriding
 
-__all__ = ["ConversionWarning", "OfThisPackage", "Overridden"]
+__all__ = ["ConversionWarning", "OfThisPackage", "Overridden", "namespace_of"]
 
 
 class ConversionWarning(UserWarning):
@@ -42,6 +42,12 @@ class OfThisPackage(torch.nn.Module):
             if isinstance(value, torch.fx.Proxy) and isinstance(tracer := value.tracer, torch.fx.Tracer):
                 return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return torch.nn.Module._call_impl(self, *args, **kwargs)
+
+
+def namespace_of(module: torch.nn.Module) -> str:
+    """The optree namespace of a module over pytrees."""
+    # TorchScript passes an object without it, and tensors alone.
+    return getattr(module, "namespace", "")
 
 
 class Overridden(torch.nn.Module):

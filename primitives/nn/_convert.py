@@ -150,10 +150,10 @@ def register_converter(cls: type[torch.nn.Module], function: Callable[..., Any] 
         ...         return torch.nn.functional.normalize(x, dim=-1) * 2 * (1 + self.gain)
         >>> def by_rms_norm(module, x):
         ...     return pr.functional.rms_norm(x, (4,), module.gain, 0.0, add_one=True)
-        >>> register_converter(CenteredNorm, by_rms_norm)
-        >>> convert(CenteredNorm())
+        >>> pr.nn.register_converter(CenteredNorm, by_rms_norm)
+        >>> pr.nn.convert(CenteredNorm())
         primitives.CenteredNorm()
-        >>> register_converter(CenteredNorm, None)
+        >>> pr.nn.register_converter(CenteredNorm, None)
     """
     if not isinstance(cls, type) or not issubclass(cls, torch.nn.Module):
         raise TypeError(f"register_converter: cls must be a class of modules, got {cls!r}.")
@@ -264,8 +264,8 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
             classes, reasons and remedies, and `left`, the same as a tuple.
 
     Example:
-        >>> import torch
-        >>> convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
+        >>> import torch, primitives as pr
+        >>> pr.nn.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
         Sequential(
           (0): Linear(in_features=4, out_features=4, bias=True)
           (1): primitives.LayerNorm((4,), ...)
@@ -363,6 +363,11 @@ def converted(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
     Raises:
         TypeError: If `model` is not a module.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.converted(pr.nn.convert(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.LayerNorm(4))))
+        {'1': primitives.LayerNorm((4,), ...)}
     """
     _check_model(model, "converted")
     return {path: module for path, module in model.named_modules() if _is_ours(module)}
@@ -379,6 +384,11 @@ def revert(model: _Model) -> _Model:
 
     Raises:
         TypeError: If `model` is not a module.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.revert(pr.nn.convert(torch.nn.LayerNorm(4)))
+        LayerNorm((4,), ...)
     """
     _check_model(model, "revert")
     for module in model.modules():

@@ -14,6 +14,11 @@ class CrossEntropyLoss(OfThisPackage, torch.nn.CrossEntropyLoss):
 
     Shape:
         Logits `[C]` or `[N, C, *]`, class indices `[]` or `[N, *]`, or probabilities of the shape of the logits.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.CrossEntropyLoss()(torch.zeros(1, 4), torch.tensor([3]))
+        tensor(1.3863)
     """
 
     @torch.jit.ignore()
@@ -34,6 +39,11 @@ class NLLLoss(OfThisPackage, torch.nn.NLLLoss):
 
     Shape:
         Logarithms of probabilities `[C]` or `[N, C, *]`, class indices `[]` or `[N, *]`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.NLLLoss()(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]))
+        tensor(2.)
     """
 
     @torch.jit.ignore()

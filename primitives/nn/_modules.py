@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from primitives import functional
-from primitives.core.errors import ShapeError
-from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
+from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden, namespace_of
 from primitives.nn._losses import CrossEntropyLoss, NLLLoss
 from primitives.nn._norms import batch_normed
+from primitives.nn._softmax import LogSoftmax, Softmax, Softmax2d, Softmin
 
 __all__ = [
     "BatchNorm1d",
@@ -49,11 +49,6 @@ __all__ = [
 _Device = torch.device | str | int | None
 
 
-def _namespace(module: torch.nn.Module) -> str:
-    # TorchScript passes an object without it, and tensors alone.
-    return getattr(module, "namespace", "")
-
-
 class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` on `primitives.functional.layer_norm`: arguments, state and results are torch's.
 
@@ -61,6 +56,11 @@ class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
 
     Shape:
         Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.LayerNorm(2, eps=0.0)(torch.tensor([[1.0, 3.0]])).detach()
+        tensor([[-1.,  1.]])
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` over its last axes."""
         return functional.layer_norm(
-            input, self.normalized_shape, self.weight, self.bias, self.eps, namespace=_namespace(self)
+            input, self.normalized_shape, self.weight, self.bias, self.eps, namespace=namespace_of(self)
         )
 
 
@@ -91,6 +91,11 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
 
     Shape:
         Input and output `[*, *normalized_shape]`, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.RMSNorm(2)(torch.tensor([[3.0, 3.0]])).detach()
+        tensor([[1.0000, 1.0000]])
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
     @torch.jit.ignore()
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` over its last axes."""
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps, namespace=_namespace(self))
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps, namespace=namespace_of(self))
 
 
 class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
@@ -117,6 +122,11 @@ class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
 
     Shape:
         Input and output `[N, C, *]`, contiguous or channels_last, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.GroupNorm(1, 2, eps=0.0)(torch.tensor([[1.0, 3.0]])).detach()
+        tensor([[-1.,  1.]])
     """
 
     def __init__(
@@ -139,68 +149,8 @@ class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each group of channels of each sample of `input`."""
         return functional.group_norm(
-            input, self.num_groups, self.weight, self.bias, self.eps, namespace=_namespace(self)
+            input, self.num_groups, self.weight, self.bias, self.eps, namespace=namespace_of(self)
         )
-
-
-class _OverAxis(OfThisPackage):
-    def __init__(self, dim: int | None = None, *, namespace: str = "") -> None:
-        super().__init__(dim)
-        self._over(namespace)
-
-
-class LogSoftmax(_OverAxis, torch.nn.LogSoftmax):
-    """`torch.nn.LogSoftmax` on `primitives.functional.log_softmax`.
-
-    Shape:
-        Input and output `[*]`, or a pytree of such tensors.
-    """
-
-    @torch.jit.ignore()
-    def forward(self, input: Tensor) -> Tensor:
-        """Logarithm of the softmax of `input` over axis `dim`."""
-        return functional.log_softmax(input, self.dim, _stacklevel=7, namespace=_namespace(self))
-
-
-class Softmax(_OverAxis, torch.nn.Softmax):
-    """`torch.nn.Softmax` on `primitives.functional.softmax`.
-
-    Shape:
-        Input and output `[*]`, or a pytree of such tensors.
-    """
-
-    @torch.jit.ignore()
-    def forward(self, input: Tensor) -> Tensor:
-        """The softmax of `input` over axis `dim`."""
-        return functional.softmax(input, self.dim, _stacklevel=7, namespace=_namespace(self))
-
-
-class Softmin(_OverAxis, torch.nn.Softmin):
-    """`torch.nn.Softmin` on `primitives.functional.softmin`.
-
-    Shape:
-        Input and output `[*]`, or a pytree of such tensors.
-    """
-
-    @torch.jit.ignore()
-    def forward(self, input: Tensor) -> Tensor:
-        """The softmax of `-input` over axis `dim`."""
-        return functional.softmin(input, self.dim, _stacklevel=7, namespace=_namespace(self))
-
-
-class Softmax2d(OfThisPackage, torch.nn.Softmax2d):
-    """`torch.nn.Softmax2d` on `primitives.functional.softmax`.
-
-    Shape:
-        Input and output `[N, C, H, W]` or `[C, H, W]`.
-    """
-
-    @torch.jit.ignore()
-    def forward(self, input: Tensor) -> Tensor:
-        """The softmax of `input` over its channels."""
-        if input.dim() not in (3, 4):
-            raise ShapeError(f"Softmax2d: input must have 3 or 4 axes, [N, C, H, W], got {list(input.shape)}.")
-        return functional.softmax(input, -3)
 
 
 class _AskedByReplacement:
@@ -234,6 +184,11 @@ class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
 
     Shape:
         Input and output `[N, C]` or `[N, C, L]`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.BatchNorm1d(1, eps=1e-12)(torch.tensor([[1.0], [3.0]])).flatten().detach()
+        tensor([-1.,  1.])
     """
 
 
@@ -242,6 +197,11 @@ class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
 
     Shape:
         Input and output `[N, C, H, W]`, contiguous or channels_last.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.BatchNorm2d(1, eps=1e-12)(torch.tensor([[[[1.0]]], [[[3.0]]]])).flatten().detach()
+        tensor([-1.,  1.])
     """
 
 
@@ -250,6 +210,11 @@ class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
 
     Shape:
         Input and output `[N, C, D, H, W]`, contiguous or channels_last_3d.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.BatchNorm3d(1, eps=1e-12)(torch.tensor([[[[[1.0]]]], [[[[3.0]]]]])).flatten().detach()
+        tensor([-1.,  1.])
     """
 
 
@@ -286,6 +251,12 @@ class InstanceNorm1d(_InstanceNorm, torch.nn.InstanceNorm1d):
 
     Shape:
         Input and output `[N, C, L]` or `[C, L]`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> x = torch.tensor([1.0, 3.0]).reshape(1, 1, 2)
+        >>> pr.nn.InstanceNorm1d(1, eps=1e-12)(x).flatten()
+        tensor([-1.,  1.])
     """
 
 
@@ -294,6 +265,12 @@ class InstanceNorm2d(_InstanceNorm, torch.nn.InstanceNorm2d):
 
     Shape:
         Input and output `[N, C, H, W]` or `[C, H, W]`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> x = torch.tensor([1.0, 3.0]).reshape(1, 1, 1, 2)
+        >>> pr.nn.InstanceNorm2d(1, eps=1e-12)(x).flatten()
+        tensor([-1.,  1.])
     """
 
 
@@ -302,6 +279,12 @@ class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d):
 
     Shape:
         Input and output `[N, C, D, H, W]` or `[C, D, H, W]`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> x = torch.tensor([1.0, 3.0]).reshape(1, 1, 1, 1, 2)
+        >>> pr.nn.InstanceNorm3d(1, eps=1e-12)(x).flatten()
+        tensor([-1.,  1.])
     """
 
 
@@ -328,6 +311,11 @@ class Dropout(OfThisPackage, torch.nn.Dropout):
 
     Shape:
         Input and output `[*]`, or a pytree of such tensors.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.nn.Dropout(0.25)(torch.ones(8)).sort().values.unique().max()
+        tensor(1.3333)
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False, *, namespace: str = "") -> None:
@@ -337,7 +325,7 @@ class Dropout(OfThisPackage, torch.nn.Dropout):
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Zero elements of `input` at random in training; return it as it is in evaluation."""
-        return functional.dropout(input, self.p, self.training, self.inplace, namespace=_namespace(self))
+        return functional.dropout(input, self.p, self.training, self.inplace, namespace=namespace_of(self))
 
 
 # Inside the context torch takes no kernel for a whole module that goes round its functions.
@@ -350,6 +338,12 @@ class MultiheadAttention(Overridden, OfThisPackage, torch.nn.MultiheadAttention)
 
     Shape:
         As torch's.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> attention, x = pr.nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(1, 3, 4)
+        >>> attention(x, x, x, need_weights=False)[0].shape
+        torch.Size([1, 3, 4])
     """
 
 
@@ -360,6 +354,12 @@ class TransformerEncoderLayer(Overridden, OfThisPackage, torch.nn.TransformerEnc
 
     Shape:
         As torch's.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> layer = pr.nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
+        >>> layer(torch.randn(1, 3, 4)).shape
+        torch.Size([1, 3, 4])
     """
 
 
@@ -370,6 +370,12 @@ class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder)
 
     Shape:
         As torch's.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> layer = pr.nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
+        >>> pr.nn.TransformerEncoder(layer, num_layers=2)(torch.randn(1, 3, 4)).shape
+        torch.Size([1, 3, 4])
     """
 
 

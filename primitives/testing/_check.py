@@ -94,6 +94,13 @@ def check_rules(
             they explain the rest.
         TypeError: If `op` is not callable, `args` not a tuple, or no argument holds a tensor.
         ValueError: If `order` is less than 1.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> args, kwargs = (torch.rand(3) + 1,), {"order": 3}
+        >>> report = pr.testing.check_rules(lambda x, *, order: x**order, args, kwargs, compile=False)
+        >>> report.ok, report["gradcheck"].status
+        (True, 'ok')
     """
     check = _Check.of(op, args, kwargs, order, devices, tolerances, namespace, compile)
     skipped = () if compile else ("compile against eager",)
@@ -136,6 +143,11 @@ def check_rule(
         unittest.SkipTest: If it does not apply to this operator; pytest and unittest report the test as skipped.
         TypeError: If `op` is not callable, `args` not a tuple, or no argument holds a tensor.
         ValueError: If there is no such property, or `order` is less than 1.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.testing.check_rule(torch.sin, "gradcheck", (torch.rand(3),)).status
+        'ok'
     """
     if property not in PROPERTIES:
         raise ValueError(f"check_rule: the property must be one of {', '.join(PROPERTIES)}, got {property!r}.")

@@ -68,7 +68,8 @@ def create_joint(
             from torch's generators.
 
     Example:
-        >>> joint = create_joint(lambda w, x: {"y": (w * x).sin()})
+        >>> import torch, primitives as pr
+        >>> joint = pr.tracing.create_joint(lambda w, x: {"y": (w * x).sin()})
         >>> w, x = torch.zeros(2, requires_grad=True), torch.tensor([1.0, 2.0])
         >>> joint((w, x), {"y": torch.ones(2)})
         ({'y': tensor([0., 0.])}, (tensor([1., 2.]), None))

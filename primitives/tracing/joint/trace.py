@@ -92,8 +92,9 @@ def trace_joint(
         ShapeError: If `dynamic` names an axis that is not there.
 
     Example:
+        >>> import torch, primitives as pr
         >>> w = torch.ones(3, requires_grad=True)
-        >>> graph = trace_joint(lambda w, x: (w * x).sum(), (w, torch.ones(3)), no_cotangents=True)
+        >>> graph = pr.tracing.trace_joint(lambda w, x: (w * x).sum(), (w, torch.ones(3)), no_cotangents=True)
         >>> graph((w, torch.tensor([1.0, 2.0, 3.0])))
         (tensor(6.), (tensor([1., 2., 3.]), None))
         >>> graph.primal_names, graph.gradient_names

@@ -119,7 +119,8 @@ class PureModule:
             transforms of `primitives.func` want them; for `backward`, call `requires_grad_()` on the parameters.
 
         Example:
-            >>> params, buffers = pure_module(torch.nn.BatchNorm1d(2)).init()
+            >>> import torch, primitives as pr
+            >>> params, buffers = pr.tracing.pure_module(torch.nn.BatchNorm1d(2)).init()
             >>> list(params), list(buffers)
             (['weight', 'bias'], ['running_mean', 'running_var', 'num_batches_tracked'])
         """
@@ -203,7 +204,8 @@ def pure_module(module: nn.Module, *, strict: bool = True) -> PureModule:
         TypeError: If `module` is not a module, or one of TorchScript or `DataParallel`.
 
     Example:
-        >>> net = pure_module(torch.nn.BatchNorm1d(1, momentum=0.5))
+        >>> import torch, primitives as pr
+        >>> net = pr.tracing.pure_module(torch.nn.BatchNorm1d(1, momentum=0.5))
         >>> params, buffers = net.init()
         >>> output, new_buffers = net(params, buffers, torch.tensor([[1.0], [3.0]]))
         >>> new_buffers["running_mean"], buffers["running_mean"]

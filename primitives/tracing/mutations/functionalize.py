@@ -319,10 +319,11 @@ def functionalize_mutations(fn: Callable[..., Any], *, namespace: str = "") -> P
         order of the input leaves. `pure.in_place(*args, **kwargs) -> output` copies everything back.
 
     Example:
+        >>> import torch, primitives as pr
         >>> def step(x, total):
         ...     total.add_(x)
         ...     return x * 2
-        >>> pure = functionalize_mutations(step)
+        >>> pure = pr.tracing.functionalize_mutations(step)
         >>> total = torch.zeros(2)
         >>> pure(torch.ones(2), total)
         (tensor([2., 2.]), OrderedDict([('args[1]', tensor([1., 1.]))]))

@@ -75,7 +75,8 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
         MissingRuleError: Inside, at a random operation that is not covered or is given a generator.
 
     Example:
-        >>> with rng_mode(PhiloxState.from_seed(0)) as mode:
+        >>> import torch, primitives as pr
+        >>> with pr.tracing.rng_mode(pr.tracing.PhiloxState.from_seed(0)) as mode:
         ...     x = torch.rand(6)
         >>> mode.state.offset
         tensor(2)
@@ -219,8 +220,9 @@ def functionalize_rng(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Philox
         TraceError: In a trace of `make_fx`, if `fn` branches on a value that the graph does not have.
 
     Example:
-        >>> pure = functionalize_rng(lambda x: torch.nn.functional.dropout(x, 0.5))
-        >>> state = PhiloxState.from_seed(0)
+        >>> import torch, primitives as pr
+        >>> pure = pr.tracing.functionalize_rng(lambda x: torch.nn.functional.dropout(x, 0.5))
+        >>> state = pr.tracing.PhiloxState.from_seed(0)
         >>> y, new_state = pure(state, torch.ones(8))
         >>> torch.equal(y, pure(state, torch.ones(8))[0]), new_state.offset
         (True, tensor(2))

@@ -381,10 +381,10 @@ def unwrap_subclasses(
         LeafError: If an argument is a nested tensor.
 
     Example:
-        >>> import torch
+        >>> import torch, primitives as pr
         >>> from torch.testing._internal.two_tensor import TwoTensor
         >>> x = TwoTensor(torch.ones(2), torch.zeros(2))
-        >>> unwrapped = unwrap_subclasses(lambda x: x + 1, (x,))
+        >>> unwrapped = pr.tracing.unwrap_subclasses(lambda x: x + 1, (x,))
         >>> plain = unwrapped.fn(*unwrapped.args)
         >>> plain
         {'a': tensor([2., 2.]), 'b': tensor([1., 1.])}
