@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import primitives
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -51,3 +53,11 @@ def test_links_lead_somewhere(page):
         headings = re.findall(r"^#+ (.*)", found.read_text(encoding="utf-8"), flags=re.MULTILINE) if anchor else ()
         slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor in slugs, f"{target}#{anchor}"
+
+
+def test_versions_agree():
+    assert f"\nversion: {primitives.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    tested = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    (matrix,) = re.findall(r"python: \[(.*)\]", tested)
+    assert re.findall(r"Python :: (3\.\d+)", metadata) == re.findall(r"3\.\d+", matrix)
