@@ -312,8 +312,9 @@ def convert_sync_batchnorm(module: _Model, process_group: Any | None = None) -> 
             normalize, an activation perhaps, which torch's function drops without a word.
 
     Example:
-        >>> import torch
-        >>> convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)))[1]
+        >>> import torch, primitives as pr
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> pr.nn.convert_sync_batchnorm(model)[1]
         primitives.SyncBatchNorm(8, ...)
     """
     _check_model(module, "convert_sync_batchnorm")
