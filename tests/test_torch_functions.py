@@ -74,6 +74,33 @@ def test_every_nesting_to_order_3_is_right(name):
     assert min(wrong, default=4) == right_in_torch + 1 or torch.__version__ >= (2, 14)
 
 
+# Beside a row that is not: padding, and channels that are constant.
+EDGES = {
+    "normalize": F.normalize,
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True),
+    "norm of order 3": lambda x: torch.norm(x, 3, 1),
+    "norm of all": lambda x: torch.norm(x[0]),
+    "std": lambda x: torch.std(x, 1),
+    "std_mean": lambda x: torch.std_mean(x, 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_derivatives_of_zero_rows_are_those_of_torch(name):
+    x, v = torch.cat([torch.zeros(1, 3), randn(1, 3)]), randn(2, 3)
+
+    def derivatives(context):
+        def scalar(x):
+            with context():
+                return perturbed_sum([EDGES[name](x)])
+
+        gradient = torch.func.grad(scalar)
+        return [torch.func.jvp(f, (x,), (v,))[1] for f in (scalar, gradient)], gradient(x)
+
+    found = derivatives(pr.decompositions.differentiate_through)
+    torch.testing.assert_close(found, derivatives(contextlib.nullcontext), rtol=1e-6, atol=1e-7)
+
+
 def test_a_singular_system_is_refused_as_in_torch():
     with pr.decompositions.differentiate_through(), pytest.raises(torch.linalg.LinAlgError, match="singular"):
         torch.linalg.solve(torch.zeros(2, 2), torch.ones(2))

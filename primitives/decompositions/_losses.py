@@ -98,17 +98,23 @@ def softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, input_d
     return (weighted - output * weighted.sum(dim, keepdim=True)).to(input_dtype)
 
 
+def _root(variance: Tensor) -> Tensor:
+    """Square root, whose derivatives at zero are 0, as those of torch's deviation are."""
+    is_zero = variance == 0
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, variance).sqrt())
+
+
 @register_decomposition(aten.std)
 def std(*args: Any, **kwargs: Any) -> Tensor:
     """Standard deviation; torch's own derivative of it raises at the third order."""
-    return torch.var(*args, **kwargs).sqrt()
+    return _root(torch.var(*args, **kwargs))
 
 
 @register_decomposition(aten.std_mean)
 def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Standard deviation, and the mean."""
     variance, mean = torch.var_mean(*args, **kwargs)
-    return variance.sqrt(), mean
+    return _root(variance), mean
 
 
 @register_decomposition(aten.grid_sampler)

@@ -1,9 +1,16 @@
 """Torch's own decompositions of operators whose nested derivatives raise or are wrong otherwise."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import _decomp
 
 from primitives.core.decomposition import register_decomposition
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -14,10 +21,21 @@ for _operator in (
     aten.glu.default,
     aten.grid_sampler_2d.default,
     aten.hardsigmoid.default,
-    aten.linalg_vector_norm.default,
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
     aten.native_dropout_backward.default,
     aten.soft_margin_loss.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
+
+_composed_norm = _decomp.decomposition_table[aten.linalg_vector_norm.default]
+
+
+@register_decomposition(aten.linalg_vector_norm)
+def linalg_vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    """Norm of vectors; its derivatives at zero are 0, as torch has them, where those of a root are infinite."""
+    if ord in (0, 1) or not 0 < ord < float("inf"):
+        return _composed_norm(x, ord, dim, keepdim, **kwargs)
+    is_zero = _composed_norm(x.detach(), ord, dim, True, **kwargs) == 0
+    norm = _composed_norm(torch.where(is_zero, 1.0, x), ord, dim, keepdim, **kwargs)
+    return torch.where(is_zero.reshape(norm.shape), 0.0, norm)
