@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from perf.suite.timing import interleave, spread
-from primitives.core import Primitive
+from primitives._core import Primitive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

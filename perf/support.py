@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import primitives as pr
 from perf.ops import CASES
 from primitives.__main__ import public_functions
-from primitives.core import registered_primitives
-from primitives.core.spec import NAMESPACE
+from primitives._core import registered_primitives
+from primitives._core.spec import NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from perf.ops.record import Op
-    from primitives.core import Primitive
+    from primitives._core import Primitive
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"

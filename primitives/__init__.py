@@ -7,12 +7,9 @@ call.
 
 import sys
 
-from primitives import autograd, core, custom, decompositions, func, functional, nn, testing, tracing
+from primitives import autograd, custom, decompositions, func, functional, nn, testing, tracing
 from primitives._audit import AuditReport, audit
-from primitives._override import override_torch
-from primitives._version import __version__
-from primitives._warm_up import warm_up
-from primitives.core import (
+from primitives._core import (
     AxisError,
     BackendError,
     DeviceError,
@@ -28,7 +25,10 @@ from primitives.core import (
     current_backend,
     use_backend,
 )
-from primitives.core.naming import publish
+from primitives._core.naming import publish
+from primitives._override import override_torch
+from primitives._version import __version__
+from primitives._warm_up import warm_up
 from primitives.custom import custom_op
 from primitives.testing import RuleError
 
@@ -63,4 +63,4 @@ __all__ = [
     "warm_up",
 ]
 
-publish(core, custom, autograd, decompositions, func, functional, nn, testing, tracing, sys.modules[__name__])
+publish(custom, autograd, decompositions, func, functional, nn, testing, tracing, sys.modules[__name__])

@@ -13,7 +13,7 @@ import optree
 import torch
 
 import primitives as pr
-from primitives.core import BackendError, registered_primitives, triton_kernels_module
+from primitives._core import BackendError, registered_primitives, triton_kernels_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

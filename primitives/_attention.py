@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.checks import attention as checks
-from primitives.core.trees.leaves import map_tensors
-from primitives.ops.attention import attention_p
+from primitives._checks import attention as checks
+from primitives._core.trees.leaves import map_tensors
+from primitives._ops.attention import attention_p
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.checks.arguments import LOW_PRECISION
-from primitives.core.write_back import write_back
-from primitives.ops.batch_norm import batch_norm_p
-from primitives.ops.batch_norm_eval import batch_norm_eval_p
-from primitives.ops.batch_norm_relu import batch_norm_relu_p
-from primitives.ops.batch_norm_relu_eval import batch_norm_relu_eval_p
+from primitives._checks.arguments import LOW_PRECISION
+from primitives._core.write_back import write_back
+from primitives._ops.batch_norm import batch_norm_p
+from primitives._ops.batch_norm_eval import batch_norm_eval_p
+from primitives._ops.batch_norm_relu import batch_norm_relu_p
+from primitives._ops.batch_norm_relu_eval import batch_norm_relu_eval_p
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from primitives.core import Primitive
+    from primitives._core import Primitive
 
 __all__ = ["batch_norm_of_tensors"]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._batch_norm import batch_norm_of_tensors
-from primitives.checks import arguments
-from primitives.core.trees.leaves import map_tensors
-from primitives.core.write_back import write_back
-from primitives.ops._shared import CHANNELS_LAST, weight_beside
-from primitives.ops.batch_norm_eval import batch_norm_eval_p
-from primitives.ops.group_norm_silu import group_norm_silu_p
-from primitives.ops.layer_norm import layer_norm_p
+from primitives._checks import arguments
+from primitives._core.trees.leaves import map_tensors
+from primitives._core.write_back import write_back
+from primitives._ops._shared import CHANNELS_LAST, weight_beside
+from primitives._ops.batch_norm_eval import batch_norm_eval_p
+from primitives._ops.group_norm_silu import group_norm_silu_p
+from primitives._ops.layer_norm import layer_norm_p
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import _reduction
 
-from primitives.checks import losses as checks
-from primitives.core.trees.leaves import map_tensors
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype
-from primitives.ops.cross_entropy import class_labels_p, cross_entropy_p
-from primitives.ops.linear_cross_entropy import linear_cross_entropy_p
+from primitives._checks import losses as checks
+from primitives._core.trees.leaves import map_tensors
+from primitives._ops._shared import LOW_PRECISION, accumulation_dtype
+from primitives._ops.cross_entropy import class_labels_p, cross_entropy_p
+from primitives._ops.linear_cross_entropy import linear_cross_entropy_p
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.checks import arguments
-from primitives.core.trees.leaves import map_tensors
-from primitives.ops._shared import LOW_PRECISION, accumulation_dtype
-from primitives.ops.layer_norm import layer_norm_p
+from primitives._checks import arguments
+from primitives._core.trees.leaves import map_tensors
+from primitives._ops._shared import LOW_PRECISION, accumulation_dtype
+from primitives._ops.layer_norm import layer_norm_p
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

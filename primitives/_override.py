@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional as torch_functional
 
 from primitives import _override_losses, functional  # noqa: F401 - fills the table
+from primitives._checks.attention import is_causal_bias
+from primitives._core.autograd import is_transforming
+from primitives._core.contexts import Decorates
+from primitives._core.decomposition import decomposition_table
+from primitives._core.overrides import BatchWeight, OverrideMode, register_override
 from primitives._group_norms import pure_instance_norm
 from primitives._serving import is_plain, served
-from primitives.checks.attention import is_causal_bias
-from primitives.core.autograd import is_transforming
-from primitives.core.contexts import Decorates
-from primitives.core.decomposition import decomposition_table
-from primitives.core.overrides import BatchWeight, OverrideMode, register_override
 from primitives.decompositions import register_decomposition
 from primitives.decompositions._mode import torch_bodies
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import functional as torch_functional
 
 from primitives import functional
+from primitives._checks.losses import REDUCTIONS
+from primitives._core.overrides import OverrideMode, register_override
 from primitives._serving import is_plain, served
-from primitives.checks.losses import REDUCTIONS
-from primitives.core.overrides import OverrideMode, register_override
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._attention import MAX_SEED
+from primitives._checks import arguments
+from primitives._core.trees.leaves import map_tensors
 from primitives._norms import rms_options
-from primitives.checks import arguments
-from primitives.core.trees.leaves import map_tensors
-from primitives.ops.add_layer_norm import add_layer_norm_p
+from primitives._ops.add_layer_norm import add_layer_norm_p
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from primitives.core.errors import DeviceError, DtypeError, ShapeError
+from primitives._core.errors import DeviceError, DtypeError, ShapeError
 from primitives.decompositions._mode import handles_functions
 
 if TYPE_CHECKING:

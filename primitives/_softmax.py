@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.checks import arguments
-from primitives.core.errors import DtypeError
-from primitives.core.trees.leaves import map_tensors
-from primitives.ops.log_softmax import log_softmax_p
-from primitives.ops.softmax import softmax_p
+from primitives._checks import arguments
+from primitives._core.errors import DtypeError
+from primitives._core.trees.leaves import map_tensors
+from primitives._ops.log_softmax import log_softmax_p
+from primitives._ops.softmax import softmax_p
 
 if TYPE_CHECKING:
     from collections.abc import Callable

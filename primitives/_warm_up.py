@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from primitives.core.errors import BackendError, LeafError
-from primitives.core.trees.nodes import leaves_of_nodes, mapped_nodes
-from primitives.tracing.modules.lending import attributes_kept
+from primitives._core.errors import BackendError, LeafError
+from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
+from primitives.tracing._modules.lending import attributes_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,9 +9,9 @@ import optree
 import torch
 from torch.autograd.graph import GradientEdge
 
-from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
-from primitives.core.trees.leaves import Meta, check_like
-from primitives.core.trees.overlay import align, key_path
+from primitives._core.errors import DtypeError, LeafError, ShapeError, TreeError
+from primitives._core.trees.leaves import Meta, check_like
+from primitives._core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
     from torch import Tensor

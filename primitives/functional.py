@@ -12,16 +12,16 @@ import torch
 
 from primitives._attention import MAX_SEED, attention, scaled_dot_product_attention
 from primitives._batch_norm import batch_norm_of_tensors
+from primitives._checks import arguments
+from primitives._core.trees.leaves import map_tensors
 from primitives._group_norms import group_norm, instance_norm
 from primitives._losses import cross_entropy, linear_cross_entropy, nll_loss
 from primitives._norms import ada_layer_norm, rms_norm
+from primitives._ops._shared import weight_beside
+from primitives._ops.dropout import dropout_p
+from primitives._ops.layer_norm import layer_norm_p
 from primitives._residual_norms import add_layer_norm, add_rms_norm
 from primitives._softmax import log_softmax, softmax, softmin
-from primitives.checks import arguments
-from primitives.core.trees.leaves import map_tensors
-from primitives.ops._shared import weight_beside
-from primitives.ops.dropout import dropout_p
-from primitives.ops.layer_norm import layer_norm_p
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

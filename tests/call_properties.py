@@ -52,7 +52,7 @@ class Call:
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def parts(call: Call, value: pr.core.Primitive, jvp: pr.core.Primitive) -> tuple[Call, Call]:
+def parts(call: Call, value: pr._core.Primitive, jvp: pr._core.Primitive) -> tuple[Call, Call]:
     """The calls of `value` and of `jvp` for which a call of the operator of both stands."""
     given = dict(zip(call.names, call.args, strict=True))
     first = Call(value.overload, tuple(given[name] for name in value.spec.arguments))

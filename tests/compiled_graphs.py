@@ -36,7 +36,7 @@ from triton.runtime.jit import mangle_type
 import primitives as pr
 from perf.machine_code.cases import launch_mode
 from perf.ops import CASES
-from primitives.core import inductor, registered_primitives
+from primitives._core import inductor, registered_primitives
 from tests.kernels.stand_ins import Driver
 from triton_kernels._kernel import Kernel, intercept
 from triton_kernels.launch.chips import CHIPS, use_chip

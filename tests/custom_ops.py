@@ -10,7 +10,7 @@ import torch
 
 import primitives as pr
 from perf.ops.samples import normal
-from primitives.core import Primitive
+from primitives._core import Primitive
 from tests.support import assert_close
 
 NAMESPACE = "tests.custom_ops"

@@ -15,19 +15,19 @@ import pytest
 import torch
 
 import primitives as pr
-from primitives.core import registered_primitives
+from primitives._core import registered_primitives
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 PACKAGES = ("primitives", "triton_kernels", "perf")
 # Layers from the bottom; a module imports from its own layer and from lower ones.
 LAYERS = (
-    ("primitives.core",),
+    ("primitives._core",),
     ("primitives.decompositions", "primitives.custom"),
-    ("primitives.ops",),
+    ("primitives._ops",),
     ("primitives.func", "primitives.autograd", "primitives.tracing"),
     ("primitives.testing",),
     (
-        "primitives.checks",
+        "primitives._checks",
         "primitives.distributed",
         "primitives._attention",
         "primitives._batch_norm",
@@ -159,7 +159,7 @@ def test_tracing_reads_private_names_of_torch_in_one_file():
     fault = "import torch._C\nfrom torch.utils._pytree import tree_map\nx._version + self._own + torch.__version__"
     assert len(list(private_of_torch(ast.parse(fault), {"_own"}))) == 3
     rooms = {name: source for name, source in trees().items() if name.startswith("primitives.tracing.")}
-    one = "primitives.tracing.torch_private"
+    one = "primitives.tracing._torch_private"
     own = {name for source in rooms.values() for name in defined(source, of="self")}
     found = [f"{name}: {text}" for name in rooms if name != one for text in private_of_torch(rooms[name], own)]
     # Operators of ATen, the stack of Python, and what torch's own notes tell its users to read.
@@ -185,7 +185,7 @@ def test_primitives_are_complete(name):
     assert tuple(named) == (op.spec.arguments[: len(named)] if last == "args" else op.spec.arguments[:-1])
     stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
     # Its launcher may be that of the operation that it ends.
-    module = f"primitives.ops.{stem}"
+    module = f"primitives._ops.{stem}"
     assert module in trees(), f"{op.name} belongs to the module {module}, which is not there"
 
 

@@ -22,7 +22,7 @@ from perf.ops.layer_norm import LAYER_NORM
 from perf.ops.log_softmax import LOG_SOFTMAX
 from perf.ops.samples import LAYOUTS, Sample, arranged, normal
 from perf.ops.softmax import SOFTMAX
-from primitives.core import registered_primitives
+from primitives._core import registered_primitives
 from tests.call_properties import check_call
 from tests.properties import recorded_calls, second_order
 from tests.support import assert_close

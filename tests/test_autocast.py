@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import primitives as pr
 from perf.ops import CASES
-from primitives.ops.layer_norm import layer_norm_p
-from primitives.ops.log_softmax import log_softmax_p
-from primitives.ops.softmax import softmax_p
+from primitives._ops.layer_norm import layer_norm_p
+from primitives._ops.log_softmax import log_softmax_p
+from primitives._ops.softmax import softmax_p
 from tests.properties import leaves
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import primitives as pr
-from primitives.core import backend
-from primitives.core.overrides import is_overriding
-from primitives.ops.layer_norm import layer_norm_bwd_p
+from primitives._core import backend
+from primitives._core.overrides import is_overriding
+from primitives._ops.layer_norm import layer_norm_bwd_p
 from primitives.tracing import PhiloxState, rng_mode
-from primitives.tracing.torch_private import function_modes
+from primitives.tracing._torch_private import function_modes
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -15,8 +15,8 @@ import torch
 
 import primitives as pr
 from perf.ops.attention import CAUSAL_ATTENTION, MASKED_ATTENTION
-from primitives.ops.layer_norm import layer_norm_bwd_p, layer_norm_p
-from primitives.ops.log_softmax import log_softmax_p
+from primitives._ops.layer_norm import layer_norm_bwd_p, layer_norm_p
+from primitives._ops.log_softmax import log_softmax_p
 from primitives.testing import PROPERTIES, RuleError, check_rule, check_rules
 from tests import wrong_ops
 from tests.call_properties import fullest
@@ -200,7 +200,7 @@ def test_kernels_that_rules_call_run_in_the_interpreter(monkeypatch):
     square = pr.custom_op("wrong::no_kernel_of_its_own")(lambda x: x.square())
     square.def_save_for_backward(lambda inputs, output: inputs.x)
     square.def_backward(lambda ctx, saved, y_bar: {"x": backward(saved, y_bar)})
-    for module in ("primitives.core.backend", "primitives.testing._check"):
+    for module in ("primitives._core.backend", "primitives.testing._check"):
         monkeypatch.setattr(f"{module}.require_interpreter", lambda op_name: None)
     error = failure(square, (X,), order=1, **FAST)
     assert error.property == "derivatives by dtype"

@@ -13,7 +13,7 @@ from perf import support
 from perf.ops import CASES, record
 from perf.ops.layer_norm import LAYER_NORM
 from primitives.__main__ import TOLERANCE, self_check
-from primitives.core import Primitive, registered_primitives
+from primitives._core import Primitive, registered_primitives
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 OPERATIONS = (ROOT / "docs/reference/operations.md").read_text(encoding="utf-8")
@@ -31,9 +31,9 @@ def lacking(case):
     without_kernel = [op.name for op in ops if "cuda" not in op.rules.kernels]
     parts = {
         f"the function {public} with its checks, offered by primitives/functional.py": hasattr(pr.functional, public),
-        f"def_vmap of {', '.join(without_vmap)}, in primitives/ops/{family}.py": not without_vmap,
-        f"bind_kernels of {', '.join(without_kernel)}, in primitives/ops/{family}.py": not without_kernel,
-        f"{family}_pairing and _bwd_jvp, in primitives/ops/{family}_second_order.py, or decomposable=True of the "
+        f"def_vmap of {', '.join(without_vmap)}, in primitives/_ops/{family}.py": not without_vmap,
+        f"bind_kernels of {', '.join(without_kernel)}, in primitives/_ops/{family}.py": not without_kernel,
+        f"{family}_pairing and _bwd_jvp, in primitives/_ops/{family}_second_order.py, or decomposable=True of the "
         "derivatives": has_second_order,
         f"a section on its formulas and edge cases, in docs/reference/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE

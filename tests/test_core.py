@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.testing import assert_close
 
 import primitives as pr
-from primitives.core import registered_primitives
+from primitives._core import registered_primitives
 from tests.custom_ops import define
 from tests.support import nested, nestings
 

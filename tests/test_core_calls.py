@@ -12,10 +12,10 @@ from torch.func import grad, jacfwd, jacrev, vmap
 from torch.testing import assert_close
 
 import primitives as pr
-from primitives.core import to_front
-from primitives.core.fast_path import fast_path_keys, state_of_new_threads
-from primitives.core.write_back import count_up, write_back
-from primitives.ops.layer_norm import layer_norm_p
+from primitives._core import to_front
+from primitives._core.fast_path import fast_path_keys, state_of_new_threads
+from primitives._core.write_back import count_up, write_back
+from primitives._ops.layer_norm import layer_norm_p
 from tests.custom_ops import define, operator
 
 X = torch.tensor([1.0, 2.0])

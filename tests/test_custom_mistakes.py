@@ -10,7 +10,7 @@ import torch
 from torch.func import grad, jvp, vmap
 
 import primitives as pr
-from primitives.core.errors import LeafError
+from primitives._core.errors import LeafError
 from tests import custom_ops
 
 HERE = re.escape(str(pathlib.Path(__file__)))

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
 from perf.ops.samples import normal
-from primitives.core.errors import TreeError
+from primitives._core.errors import TreeError
 from tests.custom_ops import Affine, affine, arguments, cube, operator, plain_affine, scalar, trees_close
 from tests.support import assert_close, like, nested, nestings
 

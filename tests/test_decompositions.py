@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primitives.core import MissingRuleError, Primitive
-from primitives.core.decomposition import (
+from primitives._core import MissingRuleError, Primitive
+from primitives._core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
     get_decomposition,

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from primitives import override_torch
-from primitives.core import MissingRuleError
-from primitives.core.decomposition import (
+from primitives._core import MissingRuleError
+from primitives._core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
     register_decomposition,

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import primitives as pr
 from perf.ops.philox_truth import rounds, true_noise
 from perf.ops.samples import normal
+from primitives._ops.dropout import dropout_p
 from primitives.functional import dropout
-from primitives.ops.dropout import dropout_p
 
 MANY = 2**16
 

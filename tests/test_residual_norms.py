@@ -11,7 +11,7 @@ from torch import _C, nn
 from torch.testing import assert_close
 
 import primitives as pr
-from primitives.ops.add_layer_norm import add_layer_norm_p
+from primitives._ops.add_layer_norm import add_layer_norm_p
 from tests.call_properties import CallRecorder
 
 HALF = (torch.float16, torch.bfloat16)

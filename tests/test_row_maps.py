@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primitives.core import Primitive
-from primitives.ops._row_maps import RowMap
+from primitives._core import Primitive
+from primitives._ops._row_maps import RowMap
 from tests.support import assert_close, nested
 
 unit_p = Primitive(

@@ -6,7 +6,7 @@ import torch
 from torch._guards import TracingContext
 
 import primitives as pr
-from primitives.core import Primitive
+from primitives._core import Primitive
 
 X, WEIGHT = torch.linspace(-1.5, 2.0, 6).reshape(2, 3), torch.linspace(0.5, 1.5, 6).reshape(2, 3)
 LARGEST = torch.iinfo(torch.int64).max

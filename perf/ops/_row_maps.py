@@ -11,7 +11,7 @@ from perf.calls import Operands, random
 from perf.ops.record import STEPS, Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
-from primitives.core import registered_primitives
+from primitives._core import registered_primitives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from perf.ops.record import Op, passes_of
 from perf.ops.samples import Sample
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 from primitives._batch_norm import batch_norm_of_tensors
-from primitives.ops._shared import weight_beside
+from primitives._ops._shared import weight_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import primitives as pr
 from perf.ops.samples import DTYPES, LOW_PRECISION, Sample, arranged, normal
 from perf.ops.workload import KERNEL_MODES, RECORDS
-from primitives.core import registered_primitives
+from primitives._core import registered_primitives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from perf.calls import Call
     from perf.ops.workload import Workload
-    from primitives.core import Primitive
+    from primitives._core import Primitive
 
 __all__ = ["Op"]
 
@@ -73,7 +73,7 @@ class Op:
     differentiable arguments in their order, and the jvp primitive takes the tangent of an argument `x` as `x_dot`.
 
     Attributes:
-        name: Of the op, as its primitives and its file in `primitives.ops` have it.
+        name: Of the op, as its primitives and its file in `primitives._ops` have it.
         call: The op by the functions of a module like `torch.nn.functional`, `(module, *arguments, **options) -> y`.
         truth: `y`, or a tuple that begins with it, by the definition, in plain torch operations, of float64 arguments.
         arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.

@@ -21,10 +21,10 @@ from primitives._audit.nestings import (
 from primitives._audit.recording import Recorder, autograd_functions, places_by_module
 from primitives._audit.report import AuditReport, Finding
 from primitives._audit.table import MAX_ORDER, remedy_for, tabled_version, verdict_of
+from primitives._core.errors import LeafError, remedy_noted
+from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives._warm_up import tensors_kept
-from primitives.core.errors import LeafError, remedy_noted
-from primitives.core.trees.nodes import leaves_of_nodes, mapped_nodes
-from primitives.tracing.modules.lending import attributes_kept
+from primitives.tracing._modules.lending import attributes_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.core.decomposition import decomposition_table
+from primitives._core.decomposition import decomposition_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

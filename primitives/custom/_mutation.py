@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
-from primitives.core.errors import MutationError
+from primitives._core.errors import MutationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from primitives.core.trees.calls import Structure
+    from primitives._core.trees.calls import Structure
 
 
 def with_copies(structure: Structure, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from primitives.core.autograd import below_this_level
-from primitives.core.errors import MutationError
-from primitives.core.fast_path import fast_path_keys
-from primitives.core.primitive import Primitive
-from primitives.core.trees.calls import Signature
-from primitives.core.trees.table import StructureTable
-from primitives.core.write_back import write_back
+from primitives._core.autograd import below_this_level
+from primitives._core.errors import MutationError
+from primitives._core.fast_path import fast_path_keys
+from primitives._core.primitive import Primitive
+from primitives._core.trees.calls import Signature
+from primitives._core.trees.table import StructureTable
+from primitives._core.write_back import write_back
 from primitives.custom._mutation import check_targets
 from primitives.custom._rules import Rules, operators
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.autograd import below_this_level, is_transforming, tangents_possible
-from primitives.core.dtypes import has_derivatives
-from primitives.core.errors import MissingRuleError, ShapeError, TreeError
-from primitives.core.rules import RuleTable
-from primitives.core.spec import ResidualLayout, Spec
-from primitives.core.statistics import refuse_cotangent, refused_tangent
-from primitives.core.trees.calls import Results
-from primitives.core.trees.leaves import Partition
-from primitives.core.trees.overlay import spread
+from primitives._core.autograd import below_this_level, is_transforming, tangents_possible
+from primitives._core.dtypes import has_derivatives
+from primitives._core.errors import MissingRuleError, ShapeError, TreeError
+from primitives._core.rules import RuleTable
+from primitives._core.spec import ResidualLayout, Spec
+from primitives._core.statistics import refuse_cotangent, refused_tangent
+from primitives._core.trees.calls import Results
+from primitives._core.trees.leaves import Partition
+from primitives._core.trees.overlay import spread
 from primitives.custom._mutation import shares_memory, with_copies, without_written
 from primitives.custom._user_rule import BackwardContext, UserRule, VmapInfo
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives.core.batching import BatchInfo
-    from primitives.core.trees.calls import Structure
-    from primitives.core.trees.table import StructureTable
+    from primitives._core.batching import BatchInfo
+    from primitives._core.trees.calls import Structure
+    from primitives._core.trees.table import StructureTable
 
 SCHEMA = "(Tensor[] leaves, int structure) -> Tensor[] outputs"
 

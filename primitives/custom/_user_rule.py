@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 import torch
 
-from primitives.core.dtypes import has_derivatives
-from primitives.core.errors import LeafError
-from primitives.core.trees.leaves import Meta, check_like, is_like
-from primitives.core.trees.overlay import align, key_path
+from primitives._core.dtypes import has_derivatives
+from primitives._core.errors import LeafError
+from primitives._core.trees.leaves import Meta, check_like, is_like
+from primitives._core.trees.overlay import align, key_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from primitives.core.trees.calls import Structure
+    from primitives._core.trees.calls import Structure
 
 # Stands for a tensor where only the tree matters.
 _LEAF = object()

@@ -3,7 +3,7 @@
 Importing this package fills the tables with the ATen operators whose derivatives torch lacks or gets wrong.
 """
 
-from primitives.core.decomposition import (
+from primitives._core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
     get_decomposition,

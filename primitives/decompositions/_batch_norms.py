@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives.core.decomposition import decomposition_table, register_decomposition
-from primitives.core.write_back import write_back
+from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives._core.write_back import write_back
 from primitives.decompositions._norm_backwards import native_batch_norm_backward
 from primitives.decompositions._norm_checks import check_batch_norm
 from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments, saved_dtype, scaled

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from primitives.core.decomposition import get_decomposition
+from primitives._core.decomposition import get_decomposition
 
 # No transform, no mode and no autocast: what is traced under these is the same wherever it is asked for.
 _OUTSIDE_EVERYTHING = (

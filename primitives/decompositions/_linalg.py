@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import decomposition_table, register_decomposition
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import decomposition_table, register_decomposition
 
 if TYPE_CHECKING:
     from torch import Tensor

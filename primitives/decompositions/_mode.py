@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from primitives.core.contexts import Decorates
-from primitives.core.decomposition import (
+from primitives._core.contexts import Decorates
+from primitives._core.decomposition import (
     decomposition_table,
     decomposition_table_for_jvp,
     patterns_by_callable,

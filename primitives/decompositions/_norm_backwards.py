@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.decomposition import register_decomposition
+from primitives._core.decomposition import register_decomposition
 from primitives.decompositions._statistics import accumulated, channel_shape, constant_p, moments
 
 if TYPE_CHECKING:

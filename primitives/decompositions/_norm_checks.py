@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.errors import PrimitivesError
+from primitives._core.errors import PrimitivesError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

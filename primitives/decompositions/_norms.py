@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.decomposition import decomposition_table, register_decomposition
+from primitives._core.decomposition import decomposition_table, register_decomposition
 from primitives.decompositions._norm_checks import check_group_norm, check_layer_norm
 from primitives.decompositions._statistics import accumulated, channel_shape, moments, saved_dtype, scaled
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _decomp
 
-from primitives.core.decomposition import register_decomposition
+from primitives._core.decomposition import register_decomposition
 
 if TYPE_CHECKING:
     from torch import Tensor

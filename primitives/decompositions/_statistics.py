@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.primitive import Primitive
+from primitives._core.primitive import Primitive
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from torch._C._dynamo import eval_frame
 from torch._functorch.eager_transforms import _jvp_with_argnums, _vjp_with_argnums
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from primitives.core.errors import (
+from primitives._core.errors import (
     AxisError,
     DtypeError,
     LeafError,
@@ -20,7 +20,7 @@ from primitives.core.errors import (
     TreeError,
     remedy_noted,
 )
-from primitives.core.trees.leaves import Partition
+from primitives._core.trees.leaves import Partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ import torch
 from torch import _C
 from torch.utils import checkpoint as torch_checkpoint
 
-from primitives.core.recomputation import recomputed
+from primitives._core.recomputation import recomputed
 from primitives.func._region import Region
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.errors import TreeError
+from primitives._core.errors import TreeError
 from primitives.decompositions import differentiate_through
 from primitives.func._calls import eager_after_break, jvp_of, primals_call
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.dtypes import has_derivatives
+from primitives._core.dtypes import has_derivatives
 from primitives.func._calls import eager_after_break, primals_call
-from primitives.tracing.memory import bottom
+from primitives.tracing._memory import bottom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

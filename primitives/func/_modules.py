@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from primitives.core.errors import LeafError, TreeError
+from primitives._core.errors import LeafError, TreeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from primitives.core.errors import LeafError
-from primitives.core.overrides import OverrideMode
-from primitives.core.recomputation import Recomputable
-from primitives.tracing.memory import bottom
-from primitives.tracing.modules.lending import attributes_kept, running
-from primitives.tracing.recompute import replays
+from primitives._core.errors import LeafError
+from primitives._core.overrides import OverrideMode
+from primitives._core.recomputation import Recomputable
+from primitives.tracing._memory import bottom
+from primitives.tracing._modules.lending import attributes_kept, running
+from primitives.tracing._recompute import replays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
-from primitives.core.errors import AxisError, LeafError, ShapeError, TreeError
-from primitives.core.trees.overlay import spread
+from primitives._core.errors import AxisError, LeafError, ShapeError, TreeError
+from primitives._core.trees.overlay import spread
 from primitives.func._calls import FlatCall, check_vmap_options, eager_after_break, kind_of, named_like, rewinder
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives.core.trees.leaves import Partition
+    from primitives._core.trees.leaves import Partition
 
 __all__ = ["chunk_vmap", "vmap"]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from primitives._core.overrides import is_overriding
 from primitives._override import override_except_dropout
-from primitives.core.overrides import is_overriding
 
 __all__ = ["ConversionWarning", "OfThisPackage", "Overridden", "namespace_of"]
 

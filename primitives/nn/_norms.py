@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives import functional
+from primitives._core.overrides import cumulative_weight
+from primitives._core.write_back import count_up
 from primitives._override import override_except_dropout
 from primitives._serving import is_plain, served
-from primitives.core.overrides import cumulative_weight
-from primitives.core.write_back import count_up
 from primitives.nn._base import OfThisPackage, Overridden
 
 if TYPE_CHECKING:

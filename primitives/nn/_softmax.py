@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from primitives import functional
-from primitives.core.errors import ShapeError
+from primitives._core.errors import ShapeError
 from primitives.nn._base import OfThisPackage, namespace_of
 
 __all__ = ["LogSoftmax", "Softmax", "Softmax2d", "Softmin"]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from primitives import functional
-from primitives.core.errors import ShapeError
+from primitives._core.errors import ShapeError
 from primitives.distributed import sync_batch_norm
 from primitives.nn._base import OfThisPackage
 from primitives.nn._norms import batch_normed

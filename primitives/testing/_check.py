@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.backend import current_backend, require_interpreter, use_backend
-from primitives.core.errors import BackendError
+from primitives._core.backend import current_backend, require_interpreter, use_backend
+from primitives._core.errors import BackendError
 from primitives.testing import _derivatives, _reproducer, _transforms, _values
 from primitives.testing._compare import MismatchError, NotApplicableError, Record
 from primitives.testing._report import FAILED, NOT_APPLICABLE, OK, Report, Row, RuleError

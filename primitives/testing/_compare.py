@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from primitives.core.dtypes import has_derivatives
+from primitives._core.dtypes import has_derivatives
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

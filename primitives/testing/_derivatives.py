@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import forward_ad
 
-from primitives.core.backend import current_backend, use_backend
+from primitives._core.backend import current_backend, use_backend
 from primitives.testing._compare import (
     DIFFERENCE_TOLERANCE,
     IDENTITY_TOLERANCE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from primitives.core.errors import PrimitivesError
+from primitives._core.errors import PrimitivesError
 
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 NOTE_WIDTH = 60

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.dtypes import has_derivatives
-from primitives.core.primitive import Primitive
+from primitives._core.dtypes import has_derivatives
+from primitives._core.primitive import Primitive
 from primitives.custom import CustomOp
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _import_of(op: Any) -> list[str]:
         if isinstance(op, CustomOp):
             return [*lines, "from primitives.custom import operators", "", f"op = operators[{op.qualified_name!r}]"]
         find = f"op = registered_primitives()[{op.qualified_name!r}]"
-        return [*lines, "from primitives.core import registered_primitives", "", find]
+        return [*lines, "from primitives._core import registered_primitives", "", find]
     if path and getattr(sys.modules.get(module), path, None) is op and module != "__main__":
         return [f"from {module} import {path}", "", f"op = {path}"]
     code = getattr(inspect.unwrap(function), "__code__", None)

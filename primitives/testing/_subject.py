@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 import torch
 
-from primitives.core.dtypes import has_derivatives
-from primitives.core.errors import MissingRuleError
-from primitives.core.primitive import Primitive
-from primitives.core.trees.leaves import Partition
-from primitives.core.trees.overlay import key_path
+from primitives._core.dtypes import has_derivatives
+from primitives._core.errors import MissingRuleError
+from primitives._core.primitive import Primitive
+from primitives._core.trees.leaves import Partition
+from primitives._core.trees.overlay import key_path
 from primitives.custom import CustomOp
 from primitives.testing._compare import clone, widened
 

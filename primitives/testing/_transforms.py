@@ -9,8 +9,8 @@ import optree
 import torch
 from torch._subclasses import FakeTensorMode
 
-from primitives.core.dtypes import has_derivatives
-from primitives.core.primitive import Primitive
+from primitives._core.dtypes import has_derivatives
+from primitives._core.primitive import Primitive
 from primitives.func import jvp
 from primitives.testing._compare import (
     IDENTITY_TOLERANCE,

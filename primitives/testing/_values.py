@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from primitives.core.backend import current_backend
-from primitives.core.dtypes import has_derivatives
+from primitives._core.backend import current_backend
+from primitives._core.dtypes import has_derivatives
 from primitives.testing._compare import (
     COTANGENT_LAYOUTS,
     LAYOUTS,

@@ -272,5 +272,5 @@ def test_tensors_that_a_region_cannot_know_are_refused():
 
     held = Holder(data(4).requires_grad_())
     for call in (lambda: checkpoint(lambda x: x * held.x, X.clone().requires_grad_()), lambda: grad(within)(X)):
-        with pytest.raises(pr.core.errors.LeafError, match="Pass it as an argument"):
+        with pytest.raises(pr.LeafError, match="Pass it as an argument"):
             call()

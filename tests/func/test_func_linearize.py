@@ -7,7 +7,7 @@ from func_trees import N, assert_tree, like, randn
 
 import primitives as pr
 from primitives import func
-from primitives.core.errors import MissingRuleError
+from primitives._core.errors import MissingRuleError
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 import primitives as pr
 from perf.calls import random
-from primitives.core.errors import LeafError
+from primitives._core.errors import LeafError
 from tests.kernels.calls import launched_by
 from triton_kernels._kernel import intercept, observe
 

@@ -9,7 +9,7 @@ import torch
 
 from perf.calls import EPS, MOMENTUM
 from primitives import use_backend
-from primitives.core import registered_primitives
+from primitives._core import registered_primitives
 from tests.call_properties import Call as OperatorCall
 from tests.call_properties import in_float64
 from triton_kernels._runtime import accumulation_dtype

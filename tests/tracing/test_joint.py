@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import primitives as pr
-from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
+from primitives._core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives.tracing import create_joint, trace_joint
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import primitives as pr
-from primitives.core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
+from primitives._core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
 from primitives.tracing import create_joint, functionalize_mutations, trace_joint, unwrap_subclasses
 from tests.custom_ops import NAMESPACE, Affine
 from tests.tracing.test_joint import leaf

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives.core.errors import DeviceError, LeafError, MutationError
+from primitives._core.errors import DeviceError, LeafError, MutationError
 from primitives.tracing import (
     PhiloxState,
     TraceError,

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives.core.errors import DtypeError, LeafError, ShapeError, TreeError
+from primitives._core.errors import DtypeError, LeafError, ShapeError, TreeError
 from primitives.tracing import PhiloxState, create_joint, functionalize_rng, trace_joint
 from tests.tracing.test_joint import COTANGENTS, ONES, leaf, rich
 

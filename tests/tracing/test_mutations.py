@@ -10,7 +10,7 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import primitives as pr
-from primitives.core.errors import MissingRuleError, MutationError
+from primitives._core.errors import MissingRuleError, MutationError
 from primitives.tracing import create_joint, functionalize_mutations, trace_joint
 
 

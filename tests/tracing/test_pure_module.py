@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
-from primitives.core.errors import LeafError
+from primitives._core.errors import LeafError
 from primitives.func import grad, hessian, jacrev, jvp, vmap
 from primitives.tracing import pure_module
 

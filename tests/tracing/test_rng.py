@@ -195,7 +195,7 @@ def test_ends_of_ranges_and_what_draws_nothing():
 
 @pytest.mark.parametrize("word", [0, 2**32 - 1])
 def test_words_at_the_ends_give_finite_numbers(word):
-    from primitives.tracing.random import operations
+    from primitives.tracing._random import operations
 
     def source(size):
         return torch.full(tuple(size), word)

@@ -12,7 +12,7 @@ from torch.nn.functional import relu
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
-from primitives.core.errors import LeafError, TreeError
+from primitives._core.errors import LeafError, TreeError
 from primitives.tracing import (
     PhiloxState,
     create_joint,

@@ -1,0 +1,157 @@
+"""Shows Inductor the Triton kernels inside primitives.
+
+A primitive is one opaque operator in a compiled graph, and has to be while derivatives and batches are taken of it.
+Ahead-of-time autograd then functionalizes the graph, below every transform. There, for Inductor alone, the operator is
+replaced by what its launcher does: allocations, views, and a node for every kernel, with the plan that the launcher
+makes for these sizes and strides. `torch.library.triton_op` uses the same place.
+
+The operator stays opaque, which costs no graph break, where
+
+- a size or stride is symbolic: plans depend on the number of rows, and each would be a guard on the batch size;
+- a kernel would not run on these tensors (see `use_backend`), or runs in the interpreter;
+- another compiler than Inductor asks, or `torch.export`, whose programs keep operators;
+- a kernel needs a compiler option that graphs do not have.
+
+Torch's own operator for zero tangents is replaced in the same place, by zeros that have memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from primitives._core import backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from primitives._core.rules import RuleTable
+
+__all__ = ["register_inductor_lowering", "register_inductor_write"]
+
+_KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+def _show(name: str, shown: Callable[..., Any], library: torch.library.Library | None = None) -> None:
+    """Register with torch what Inductor gets to see of an operator: `shown(types, args, kwargs)`, if it returns any."""
+
+    def rule(mode: Any, overload: Any, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if _is_graph_for_inductor():
+            with mode:
+                outputs = shown(types, args, kwargs)
+            if outputs is not NotImplemented:
+                return outputs
+        return mode.__torch_dispatch__(overload, types, args, kwargs)
+
+    torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=library)
+
+
+def register_inductor_lowering(rules: RuleTable, library: torch.library.Library) -> None:
+    """Register with torch what Inductor gets to see of an operator."""
+
+    def shown(types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> Any:
+        composition = rules.given.get("composition")
+        if composition is not None and not kwargs:
+            return composition(*args)
+        return (
+            backend.trace_kernel(rules.kernels["cuda"], args)
+            if _is_shown(rules, types, args, kwargs)
+            else NotImplemented
+        )
+
+    _show(rules.spec.qualified_name, shown, library)
+    _enter_cache_key(rules.spec.qualified_name)
+
+
+def register_inductor_write(qualified_name: str, write: Callable[..., None], library: torch.library.Library) -> None:
+    """Register with torch that Inductor gets to see `write` instead of an operator that writes into its arguments.
+
+    Its copies are then fused with each other, where the operator would make one launch of each.
+    """
+    _show(qualified_name, lambda types, args, kwargs: write(*args, **kwargs), library)
+
+
+# It makes a tensor without memory. The dispatcher knows it to be zero, compiled code does not: Inductor reads
+# its null pointer, or hands it on as a buffer to write to, and the process dies (pytorch issue 177261). A tangent of a
+# weight is such a tensor as soon as a linear layer of a sequence is inside a `jvp` that is differentiated.
+_show("aten::_efficientzerotensor", lambda types, args, kwargs: torch.zeros(*args, **kwargs))
+
+
+def _is_shown(rules: RuleTable, types: Sequence[type], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether this call becomes kernels: the conditions in the module's docstring, cheap ones first."""
+    if kwargs or len(args) != len(rules.spec.arguments) or any(t not in _KNOWN_TYPES for t in types):
+        return False
+    if not (rules.kernels_are_traceable and rules.has_kernel_for("cuda")):
+        return False
+    on_gpu = all(x.is_cuda for x in args if isinstance(x, torch.Tensor))
+    return on_gpu and not any(map(_is_symbolic, args))
+
+
+def _is_graph_for_inductor() -> bool:
+    # Ahead-of-time autograd also runs the function without a graph, to learn what it returns: the fake rule will do.
+    return get_proxy_mode() is not None and _inductor_is_tracing() and functorch_config.decompose_custom_triton_ops
+
+
+def _inductor_is_tracing() -> bool:
+    # A module that nobody has imported is not tracing; importing it takes a second.
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and isinstance(virtualized.V.fake_mode, torch._subclasses.FakeTensorMode)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(map(_is_symbolic, (*value.shape, *value.stride())))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+# Torch keeps compiled graphs on disk, under a key that it makes before it sees any kernel.
+
+
+def _enter_cache_key(qualified_name: str) -> None:
+    """Make the key of cached graphs depend on the kernels of an operator, as `triton_op` does for its own."""
+    torch._library.triton.triton_ops_to_kernels[qualified_name] = _KernelsInForce()  # type: ignore[assignment] - iterated
+
+
+class _KernelsInForce:
+    """Iterable of the one stand-in for all kernels and rules, made anew for every key.
+
+    What a graph is lowered to depends on the backend, on the kernels and on their plans.
+    """
+
+    def __iter__(self) -> Iterator[_SourceStandIn]:
+        yield _SourceStandIn(f"# {backend.current_backend()} {_sources_digest()}\n")
+
+
+class _SourceStandIn:
+    """What torch reads of a Triton kernel for the key: its source, and a function whose globals it goes through."""
+
+    def __init__(self, source: str) -> None:
+        self.src = source
+        self.__name__ = "primitives"
+        self.fn: Callable = _no_globals
+
+
+def _no_globals() -> None:
+    pass
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Digest of the source of this package and of the kernels."""
+    digest = hashlib.sha256()
+    for package in ("primitives", "triton_kernels"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(pathlib.Path(folder).rglob("*.py")):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,294 @@
+"""Functions of tensors of which nothing is kept but the arguments: whoever differentiates them computes them again.
+
+At every order and level: what a derivative needs is another function of the kind, of the arguments, and of tangents or
+cotangents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _C
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+
+from primitives._core.autograd import function_class, unpack_dual
+from primitives._core.dtypes import has_derivatives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    Tensors = tuple[Tensor, ...]
+
+__all__ = ["Recomputable", "recomputed"]
+
+
+class Recomputable:
+    """A function `(*tensors) -> tensors` that gives the same results each time."""
+
+    def __call__(self, *tensors: Tensor) -> Tensors:
+        """The results."""
+        raise NotImplementedError
+
+    @property
+    def changed(self) -> Sequence[int]:
+        """Places of arguments that the caller writes into after the first call."""
+        return ()
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """Places of results without derivative, whatever they are computed of."""
+        return frozenset()
+
+
+def recomputed(function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
+    """`function(*tensors)`, computed again by whoever differentiates it: here, or further out.
+
+    It may be called by a user or a rule, and by what an operator runs at a level that it has been dispatched to.
+    """
+    interpreter = _functorch.peek_interpreter_stack()
+    if interpreter is None:
+        if _C._dispatch_tls_is_dispatch_key_excluded(_C.DispatchKey.AutogradOther):
+            return function(*tensors)
+        may_move = forward_ad._current_level >= 0
+    else:
+        may_move = interpreter.key() == _functorch.TransformType.Jvp
+    is_entered = interpreter is not None and _C._dispatch_tls_is_dispatch_key_excluded(_FRONT)
+    if may_move:
+        duals = [unpack_dual(x) for x in tensors]
+        moving = [i for i, (_, x_dot) in enumerate(duals) if x_dot is not None]
+        if moving:
+            pushforward = _Pushforward(function, len(tensors), moving)
+            both = [*(x for x, _ in duals), *(duals[i][1] for i in moving)]
+            values = _further_out(interpreter, pushforward, both) if is_entered else recomputed(pushforward, both)
+            pairs = zip(values, pushforward.tangents(values), strict=False)
+            return tuple(y if y_dot is None else _make_dual(y, y_dot) for y, y_dot in pairs)
+    if is_entered:
+        # No transform can be entered twice: it keeps what it sees. That of forward mode sees nothing that moves.
+        return function(*tensors)
+    if interpreter is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return function(*tensors)
+    return _Recomputed.apply(function, *tensors)
+
+
+def _make_dual(y: Tensor, y_dot: Tensor) -> Tensor:
+    return torch._VF._make_dual(y, y_dot, level=0)  # type: ignore[attr-defined] - no stub
+
+
+def _further_out(interpreter: Any, function: Recomputable, tensors: Sequence[Tensor]) -> Tensors:
+    """`recomputed` by the levels outside of the one that an operator has been dispatched to."""
+    level = interpreter.level()
+    tensors = [_functorch._unwrap_for_grad(x, level) for x in tensors]
+    popped = _functorch.pop_dynamic_layer_stack()
+    try:
+        # As before the dispatcher entered the level.
+        excluded = _C._dispatch_tls_local_exclude_set() - _EXCLUDED_WITHIN
+        with (
+            _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded),
+            torch.enable_grad(),
+            forward_ad._set_fwd_grad_enabled(True),
+        ):
+            values = recomputed(function, tensors)
+    finally:
+        _functorch.push_dynamic_layer_stack(popped)
+    return tuple(_functorch._wrap_for_grad(y, level) for y in values)
+
+
+_FRONT = _C.DispatchKey.FuncTorchDynamicLayerFrontMode
+# Keys that a level of torch.func excludes from dispatch (`keysToExcludeWhenEnteringDynamicLayer`).
+_EXCLUDED_WITHIN = functools.reduce(
+    operator.or_,
+    (
+        _C.DispatchKeySet(_C._dispatch_key_parse(name))
+        for name in (
+            "FuncTorchDynamicLayerFrontMode",
+            "FuncTorchBatched",
+            "FuncTorchVmapMode",
+            "FuncTorchGradWrapper",
+            "Batched",
+            "BatchedNestedTensor",
+            "VmapMode",
+            "Functionalize",
+            "Conjugate",
+            "Negative",
+            "ZeroTensor",
+            "Tracer",
+            "DeferredInit",
+            "PythonTLSSnapshot",
+        )
+    ),
+)
+
+
+def _forward(function: Any, *tensors: Tensor) -> Tensors:
+    return recomputed(function, tensors)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
+    ctx.function, *tensors = inputs
+    # The buffers of the caller are about to be written.
+    for i in ctx.function.changed:
+        tensors[i] = tensors[i].clone()
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+    constants = ctx.function.constants
+    ctx.mark_non_differentiable(*[y for k, y in enumerate(output) if k in constants or not has_derivatives(y.dtype)])
+
+
+def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[1 + i]]
+    given = [k for k, y_bar in enumerate(cotangents) if y_bar is not None]
+    bars: list[Any] = [None] * len(tensors)
+    if given and wanted:
+        pullback = _Pullback(ctx.function, len(tensors), wanted, given)
+        found = recomputed(pullback, [*tensors, *(cotangents[k] for k in given)])  # type: ignore[list-item] - those given
+        for i, bar in zip(wanted, found, strict=True):
+            bars[i] = bar
+    return None, *bars
+
+
+def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+    tensors = [unpack_dual(x)[0] for x in ctx.saved_tensors]
+    moving = [i for i, x_dot in enumerate(tangents[1:]) if x_dot is not None]
+    pushforward = _Pushforward(ctx.function, len(tensors), moving)
+    return pushforward.tangents(recomputed(pushforward, [*tensors, *(tangents[1 + i] for i in moving)]))
+
+
+def _vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+    function, *tensors = args
+    results = recomputed(_Batched(function, in_dims[1:], info.randomness), tensors)
+    return results, (0,) * len(results)
+
+
+# A function of tensors at one level of differentiation after another; its arguments are all that is saved.
+_Recomputed = function_class(
+    "Recomputed",
+    every_level=True,
+    forward=_forward,
+    setup_context=_setup_context,
+    backward=_backward,
+    jvp=_jvp,
+    vmap=_vmap,
+)
+
+
+class _Derived(Recomputable):
+    """A function made of another one, whose arguments come first among its own."""
+
+    def __init__(self, inner: Recomputable) -> None:
+        self.inner = inner
+
+    @property
+    def changed(self) -> Sequence[int]:
+        """Known after the first call."""
+        return self.inner.changed
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """The same."""
+        return self.inner.constants
+
+
+class _Batched(_Derived):
+    """A function, mapped over batch axes."""
+
+    def __init__(self, function: Any, in_dims: tuple, randomness: str) -> None:
+        super().__init__(function)
+        self._mapped = torch.vmap(function, in_dims=in_dims, randomness=randomness)
+
+    def __call__(self, *tensors: Tensor) -> Tensors:
+        # vmap expands results that have no batch, and forward mode refuses a tangent for elements in one place.
+        return tuple(y.contiguous() if 0 in y.stride() else y for y in self._mapped(*tensors))
+
+
+class _Pushforward(_Derived):
+    """A function together with its jvp: results, then the tangents of those that have any."""
+
+    def __init__(self, function: Any, num_tensors: int, moving: Sequence[int]) -> None:
+        super().__init__(function)
+        self._count, self._moving = num_tensors, moving
+        self._with_tangent: list[int] = []
+
+    def __call__(self, *values: Tensor) -> Tensors:
+        tensors, tangents = values[: self._count], values[self._count :]
+        moved = _in_places(self.inner, tensors, self._moving)
+        results, results_dot = _jvp_of(moved, [tensors[i] for i in self._moving], tangents)
+        self._with_tangent = [k for k, y in enumerate(results) if has_derivatives(y.dtype) and k not in self.constants]
+        return *results, *(results_dot[k] for k in self._with_tangent)
+
+    def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
+        """One tangent for each result, out of what a call has returned."""
+        found: list[Tensor | None] = [None] * (len(values) - len(self._with_tangent))
+        for k, y_dot in zip(self._with_tangent, values[len(found) :], strict=True):
+            found[k] = y_dot
+        return tuple(found)
+
+
+class _Pullback(_Derived):
+    """The vjp of a function: cotangents of the wanted tensors, from tensors and the cotangents of given results."""
+
+    def __init__(self, function: Any, num_tensors: int, wanted: Sequence[int], given: Sequence[int]) -> None:
+        super().__init__(function)
+        self._count, self._wanted, self._given = num_tensors, wanted, given
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """None: they are cotangents."""
+        return frozenset()
+
+    def __call__(self, *values: Tensor) -> tuple[Any, ...]:
+        tensors, cotangents = values[: self._count], values[self._count :]
+        inputs, moved = [tensors[i] for i in self._wanted], _in_places(self.inner, tensors, self._wanted)
+
+        def results(*inputs: Tensor) -> Tensors:
+            found = moved(*inputs)
+            return tuple(found[k] for k in self._given)
+
+        if torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None:
+            return torch.func.vjp(results, *inputs)[1](cotangents)
+        # Nobody differentiates this once more: autograd itself also takes what no transform does.
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            pairs = [(y, y_bar) for y, y_bar in zip(results(*inputs), cotangents, strict=True) if y.requires_grad]
+            bars = torch.autograd.grad([y for y, _ in pairs], inputs, [y_bar for _, y_bar in pairs], allow_unused=True)
+        return tuple(torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, bars, strict=True))
+
+
+def _jvp_of(function: Callable[..., Tensors], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Results and their tangents: `torch.func.jvp`, also where forward mode has been entered without it.
+
+    So it is in `forward_ad.dual_level`, and in a graph of transforms that a compiler runs.
+    """
+    with contextlib.ExitStack() as stack:
+        level = stack.enter_context(eager_transforms.jvp_increment_nesting())
+        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        # Refused where it has been entered.
+        with contextlib.suppress(RuntimeError):
+            stack.enter_context(forward_ad.dual_level())
+        pairs = [unpack_dual(y) for y in function(*map(_make_dual, primals, tangents))]
+        both = [(y, torch.zeros_like(y) if y_dot is None else y_dot) for y, y_dot in pairs]
+        results, results_dot = (
+            [_functorch._unwrap_for_grad(y, level) for y in each] for each in zip(*both, strict=True)
+        )
+        return results, results_dot
+
+
+def _in_places(function: Any, tensors: Sequence[Tensor], places: Sequence[int]) -> Callable[..., Tensors]:
+    """The function of the tensors at these places, given all others."""
+
+    def run(*inputs: Tensor) -> Tensors:
+        values = list(tensors)
+        for i, x in zip(places, inputs, strict=True):
+            values[i] = x
+        return function(*values)
+
+    return run

@@ -1,0 +1,238 @@
+"""Small pieces that the references and rules of several families use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core import BatchInfo, Primitive, to_front, triton_kernels_module
+from primitives._core.sequences import tuple_getter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from torch import Tensor
+
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums and statistics: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unwanted(x: Tensor) -> Tensor:
+    """Stands for an output that nobody asked for: no elements, the dtype and device of `x`."""
+    return x.new_empty(0)
+
+
+# `grouped` of x whose channels are adjacent in memory.
+CHANNELS_LAST = 2
+
+
+def laid_out(v: Tensor, grouped: int) -> Tensor:
+    """`v`, of the shape of x `[..., groups, channels, positions]` where x is `grouped`, in the order of its memory."""
+    return v.movedim(-1, -3).contiguous().movedim(-3, -1) if grouped == CHANNELS_LAST else v.contiguous()
+
+
+def weight_beside(bias: Tensor | None, weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """`weight`, or ones where a bias without one has another dtype than `x`.
+
+    Norms sum the derivatives of parameters in the dtype of the weight, and without one in that of `x`.
+    """
+    if weight is None and bias is not None and bias.dtype != x.dtype:
+        return torch.ones_like(bias)
+    return weight
+
+
+def of_wanted(cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The cotangents of the outputs that were computed: those of stand-ins (`unwanted`) mean nothing."""
+    return [bar if want else None for bar, want in zip(cotangents, wanted, strict=True)]
+
+
+def masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The logits scale * x + mask, and -inf where a position takes no part."""
+    u = x if scale == 1.0 else scale * x
+    if mask is None:
+        return u
+    if mask.dtype == torch.bool:
+        return u.masked_fill(~mask, -torch.inf)
+    return (u + mask.to(x.dtype)).masked_fill(mask == -torch.inf, -torch.inf)
+
+
+def bind_kernels(
+    op: Primitive, module: str, name: str, cpu: Callable[..., Any] | None = None, **constants: bool | int
+) -> None:
+    """Make the launcher `name` of `triton_kernels.<module>` the CUDA kernel of `op`, and `cpu` that for the CPU.
+
+    The launcher gets the arguments of `op`, and the `constants`, that its own parameters are named after, and its
+    defaults for others; the module is imported at the first call.
+    """
+    if cpu is not None:
+        op.def_kernel("cpu")(cpu)
+
+    @functools.cache
+    def loaded() -> tuple[ModuleType, Callable[[Sequence[Any]], tuple], tuple]:
+        launchers = triton_kernels_module(module)
+        parameters = inspect.signature(getattr(launchers, name)).parameters
+        # By position, which launch recipes ask for.
+        others = {key: parameter.default for key, parameter in parameters.items()} | constants
+        places = [*op.spec.arguments, *others]
+        return launchers, tuple_getter([places.index(parameter) for parameter in parameters]), tuple(others.values())
+
+    @op.def_kernel("cuda")
+    def kernel(*args: Any) -> Any:
+        launchers, pick, others = loaded()
+        # Looked up at each call: tests and tuning may put another launcher in its place.
+        return getattr(launchers, name)(*pick((*args, *others)))
+
+
+def cast_to_float32(primals: Any) -> Any:
+    """Autocast rule of the operations that torch runs in float32: low-precision tensors are cast up."""
+    return primals._make(
+        value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
+        for value in primals
+    )
+
+
+def output_in_float32(primals: Any) -> Any:
+    """Autocast rule of the softmaxes, which torch runs in float32 unless a dtype was asked for."""
+    if primals.output_dtype is None and primals.x.dtype in LOW_PRECISION:
+        return primals._replace(output_dtype=torch.float32)
+    return primals
+
+
+# Derivatives.
+
+
+def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
+    """Give `value` the rules that `bwd` and `jvp` compute.
+
+    What these call `y_bar` is the cotangent of y, `x_dot` the tangent of x, and all else a residual; `bwd` returns
+    `x_bar` for x.
+    """
+    bars = [name.removesuffix("_bar") for name in bwd.spec.arguments if name.endswith("_bar")]
+    kept, perturbable = bwd.spec.arguments[len(bars) : -1], [bar.removesuffix("_bar") for bar in bwd.spec.outputs]
+    for_bwd, mask_of = attrgetter(*kept), attrgetter(*perturbable)
+
+    @value.def_vjp
+    def value_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor | None]:
+        mask = mask_of(wanted)
+        out = bwd(*[getattr(cotangents, name) for name in bars], *for_bwd(residuals), mask)
+        return dict(compress(zip(perturbable, out, strict=True), mask))
+
+    is_dot = [name.endswith("_dot") for name in jvp.spec.arguments]
+    before, after = is_dot.index(True), is_dot.index(True) + sum(is_dot)
+    first, last = attrgetter(*jvp.spec.arguments[:before]), attrgetter(*jvp.spec.arguments[after:])
+    dots_of = attrgetter(*[name.removesuffix("_dot") for name in jvp.spec.arguments[before:after]])
+
+    @value.def_jvp
+    def value_jvp(residuals: Any, tangents: Any) -> Any:
+        dots = dots_of(tangents)
+        if all(dot is None for dot in dots):
+            # Only running statistics move, and in training the output does not depend on them.
+            return torch.zeros_like(residuals.x)
+        return jvp(*first(residuals), *dots, *last(residuals))
+
+
+def norm_second_order(bwd: Primitive, jvp: Primitive, pairing: Primitive, bwd_jvp: Primitive) -> None:
+    """Give the first-order operators of norms their rules; `pairing` is the gradient of <y_bar, y_dot> in all of it."""
+    attributes = attrgetter(*[name for name in jvp.spec.arguments if name not in jvp.spec.tensors])
+
+    @bwd.def_vjp
+    def bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        r, c, mask = residuals, cotangents, (wanted.y_bar, wanted.x, wanted.weight)
+        if not any(mask):
+            return {}
+        tangents = of_wanted((c.x_bar, c.weight_bar, c.bias_bar), r.wanted)
+        options = (*attributes(r), (*mask, False, False, False))
+        out = pairing(r.y_bar, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
+        return dict(compress(zip(("y_bar", "x", "weight"), out, strict=False), mask))
+
+    @jvp.def_vjp
+    def jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor]:
+        r, names = residuals, ("x", "weight", "x_dot", "weight_dot", "bias_dot")
+        mask = tuple([getattr(wanted, name) for name in names])
+        if not any(mask):
+            return {}
+        tangents, options = (r.x_dot, r.weight_dot, r.bias_dot), (*attributes(r), (False, *mask))
+        out = pairing(cotangents.y_dot, r.x, r.weight, r.mean, r.rstd, *tangents, *options)
+        return dict(compress(zip(names, out[1:], strict=True), mask))
+
+    @bwd.def_jvp
+    def bwd_tangents(residuals: Any, tangents: Any) -> tuple[Tensor | None, ...]:
+        # Where only a statistic has a tangent, which is none, the operator returns zeros.
+        r, t = residuals, tangents
+        dots = (t.y_bar, t.x, t.weight)
+        return bwd_jvp(r.y_bar, r.x, r.weight, r.mean, r.rstd, *dots, *attributes(r), r.wanted)
+
+
+# Batching.
+
+
+def fold_batch(batch: BatchInfo, primals: Any, names: Sequence[str]) -> Any:
+    """`primals` with the batch axis of the named tensors brought to the front, where it is one more leading axis.
+
+    Tensors without a batch axis are expanded, which costs no copy.
+    """
+    folded = {name: to_front(getattr(primals, name), getattr(batch.axes, name), batch.size) for name in names}
+    return primals._replace(**folded)
+
+
+def output_axes(op: Primitive, primals: Any) -> Any:
+    """The batch comes first in every output; a stand-in for an unwanted one has none."""
+    if "wanted" in primals._fields:
+        return tuple(0 if want else None for want in primals.wanted)
+    # The mean of a norm that is not centered is such a stand-in.
+    has_mean = getattr(primals, "centered", True)
+    axes = tuple(0 if has_mean or name != "mean" else None for name in op.spec.outputs)
+    return axes if len(axes) > 1 else 0
+
+
+def batch_all(*ops: Primitive, counter: str | None = None) -> None:
+    """Give `ops` a vmap rule: the batch is the first axis of every tensor.
+
+    The argument `counter`, if there is one, counts axes or numbers one of them: with the batch, one more.
+    """
+    for op in ops:
+
+        @op.def_vmap
+        def rule(batch: BatchInfo, primals: Any, op: Primitive = op) -> tuple[Any, Any]:
+            folded = fold_batch(batch, primals, op.spec.tensors)
+            if counter is not None:
+                folded = folded._replace(**{counter: getattr(primals, counter) + 1})
+            return op(*folded), output_axes(op, primals)
+
+
+def batch_rows(*ops: Primitive) -> None:
+    """Give `ops` a vmap rule: the batch becomes more rows, as long as all samples share the parameters.
+
+    Parameters, their tangents and cotangents have names that begin with `weight` or `bias`. Where one of
+    them is batched, or summed over the rows of each sample, or a seed is given, with whose stream each sample begins
+    anew, `batch_ndim` counts the batch as one more batch axis.
+    """
+    for op in ops:
+        params = [name for name in op.spec.tensors if _is_param(name)]
+        rows = [name for name in op.spec.tensors if not _is_param(name)]
+        sums = [i for i, name in enumerate(op.spec.outputs) if _is_param(name)]
+
+        @op.def_vmap
+        def rule(
+            batch: BatchInfo, primals: Any, op: Primitive = op, params: Any = params, rows: Any = rows, sums: Any = sums
+        ) -> tuple[Any, Any]:
+            names, axes = rows, output_axes(op, primals)
+            has_noise = getattr(primals, "seed", None) is not None
+            if has_noise or primals.batch_ndim or batch.is_batched(*params) or any(primals.wanted[i] for i in sums):
+                names, primals = [*rows, *params], primals._replace(batch_ndim=primals.batch_ndim + 1)
+            return op(*fold_batch(batch, primals, names)), axes
+
+
+def _is_param(name: str) -> bool:
+    return name.startswith(("weight", "bias", "seed"))

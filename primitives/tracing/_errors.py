@@ -1,0 +1,121 @@
+"""What no graph can hold, as errors with the user's line; the user's own lines in stack traces of graph nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import pathlib
+import sys
+import sysconfig
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+
+from primitives._core.errors import MutationError, TraceError
+from primitives.tracing import _torch_private as torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["current_line", "current_stack", "errors_in_trace", "typed_errors", "values_needed"]
+
+# What torch says where a graph is recorded, or tensors have no memory, and a value is asked for.
+_NO_VALUES = (
+    "get value out of a tracing tensor",
+    "numpy() is not supported for tensor subclasses",
+    "but its data is not allocated yet",
+    "Cannot access data pointer of Tensor",
+    "invalid python storage",
+    "argument of type: <class 'torch.storage.UntypedStorage'>",
+)
+
+
+# What functionalization and autograd say of writes that they cannot record, and how to write them.
+_NO_WRITES = {
+    "mutating a non-functional tensor": "a tensor that is not an input is written to. Make it an input; for a module, "
+    "use pure_module",
+    "leaf Variable that requires grad": "an input that requires grad is written to in place. Return the new value, or "
+    "use functionalize_mutations",
+    "Could not find a token for effect": "a collective writes in place. Use those of "
+    "torch.distributed._functional_collectives",
+}
+
+
+def values_needed(function: str, what: str, line: str) -> TraceError:
+    """The error for a value or memory that only a run has."""
+    return TraceError(
+        f"{function}: {what} needs the values or the memory of a tensor, which a graph does not have, at {line}. Use "
+        "torch.where instead of a branch, and a tensor instead of .item()."
+    )
+
+
+@contextlib.contextmanager
+def typed_errors(function: str) -> Iterator[None]:
+    """Context in which what cannot be traced, or written, raises a typed error with the user's line."""
+    try:
+        yield
+    except (TraceError, MutationError):
+        raise
+    except (RuntimeError, ValueError, AssertionError) as error:
+        line, message = _innermost(reversed([*traceback.walk_tb(error.__traceback__)])), str(error)
+        if isinstance(error, torch_private.DATA_DEPENDENT) or any(text in message for text in _NO_VALUES):
+            raise values_needed(function, str(getattr(error, "func", "a branch or an operation")), line) from error
+        for text, meaning in _NO_WRITES.items():
+            if text in message:
+                raise MutationError(f"{function}: {meaning}, at {line}. ({message.splitlines()[0]})") from error
+        raise
+
+
+def errors_in_trace(function: str) -> contextlib.AbstractContextManager:
+    """`typed_errors` where `make_fx` records, and nothing elsewhere: torch's own errors say enough there."""
+    return typed_errors(function) if torch_private.is_tracing() else contextlib.nullcontext()
+
+
+_FOREIGN = tuple(
+    f"{path}/"
+    for path in (
+        pathlib.Path(torch.__file__).parent,
+        pathlib.Path(optree.__file__).parent,
+        pathlib.Path(__file__).resolve().parent.parent,
+        sysconfig.get_path("stdlib"),
+    )
+)
+# Code that has no file, but that of a prompt or a doctest, is made by libraries.
+_GENERATED = ("<string>", "<frozen", "<eval")
+
+
+@functools.cache
+def _is_users(filename: str) -> bool:
+    """Whether a file is the user's, or a library's, and not torch's, Python's or of this package."""
+    installed = "site-packages" in filename and not filename.startswith(_FOREIGN)
+    return installed or not (filename.startswith(_FOREIGN) or filename.startswith(_GENERATED))
+
+
+def _users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.FrameSummary]:
+    """Those frames that are the user's."""
+    for frame, number in frames:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            linecache.lazycache(code.co_filename, frame.f_globals)
+            # Torch's and this package's many frames are left out before anybody reads their source.
+            yield traceback.FrameSummary(code.co_filename, number, code.co_name, lookup_line=False)
+
+
+def _innermost(frames: Iterable[tuple[Any, int]]) -> str:
+    found = next(_users(frames), None)
+    if found is None:
+        return "(a line outside Python files)"
+    return f"{found.filename}:{found.lineno}" + (f": {found.line}" if found.line else "")
+
+
+def current_line() -> str:
+    """`file:line: source` of the innermost frame of the user that is running."""
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
+
+
+def current_stack() -> str:
+    """The frames of the user that are running, as in a traceback."""
+    return "".join(traceback.format_list([*_users(traceback.walk_stack(sys._getframe(1)))][::-1]))

@@ -1,0 +1,142 @@
+"""A module that is lent to a call: its attributes come back as they were, and it runs on the primitives."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
+
+from primitives._core.overrides import BatchWeight, OverrideMode
+from primitives.tracing._recompute import replaying_checkpoints
+from primitives.tracing._torch_private import bottom, function_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+__all__ = ["attributes_kept", "running"]
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+# Batch norms that read nothing of their momentum but whether it is None, and hand it on.
+_FORWARDS_THAT_PASS_MOMENTUM = (BatchNorm1d.forward, SyncBatchNorm.forward)
+_write_back = torch.ops.primitives.write_back.default
+
+
+@contextlib.contextmanager
+def attributes_kept(owners: Sequence[nn.Module]) -> Iterator[None]:
+    """Context after which the attributes of modules are what they were, where no compiler runs."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    # Those of TorchScript belong to its own object.
+    owners = [owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)]
+    originals = [owner.__dict__ for owner in owners]
+    try:
+        # On a copy of its attributes, a module can change whatever it wants.
+        for owner in owners:
+            object.__setattr__(owner, "__dict__", _copied(owner.__dict__))
+        yield
+    finally:
+        for owner, attributes in zip(owners, originals, strict=True):
+            object.__setattr__(owner, "__dict__", attributes)
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {**attributes, **{name: attributes[name].copy() for name in _REGISTRIES}}
+
+
+@contextlib.contextmanager
+def running(owners: Sequence[nn.Module]) -> Iterator[None]:
+    """Context for a call of modules, within `attributes_kept`: they run on the primitives, and checkpoints replay."""
+    # These modules of torch will read their counter as a number, to average over all batches.
+    counting = [
+        owner
+        for owner in owners
+        if type(owner).forward in _FORWARDS_THAT_PASS_MOMENTUM
+        and owner.momentum is None
+        and owner.training
+        and owner.track_running_stats
+        and owner.num_batches_tracked is not None
+    ]
+    for owner in counting:
+        owner.momentum = BatchWeight(owner)  # type: ignore[assignment] - stands for a float
+    mode = _PureMode(owners)
+    checkpoints = contextlib.nullcontext() if torch.compiler.is_compiling() else replaying_checkpoints(mode.moment)
+    try:
+        with mode, checkpoints:
+            yield
+    finally:
+        for owner in counting:
+            owner.momentum = None  # type: ignore[assignment] - as it was
+
+
+class _PureMode(OverrideMode):
+    """Functions of torch run on the primitives; new running statistics take the place of the old ones."""
+
+    def __init__(self, owners: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._owners = owners
+        # A copy of each buffer, and how often the buffer had been written then, for checkpointed regions.
+        self._copies: dict[Tensor, tuple[int, Tensor]] = {}
+        self._places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        for owner in owners:
+            for leaf, value in owner._buffers.items():
+                if value is not None:
+                    self._places[value] = [*self._places.get(value, []), (owner, leaf)]
+
+    def write(self, targets: list[Tensor], values: list[Tensor]) -> None:
+        """Rebind what is a buffer of the modules, so that it may be batched; write anything else in place."""
+        others = []
+        for target, value in zip(targets, values, strict=True):
+            places = self._places.pop(target, [])
+            for owner, leaf in places:
+                if owner._buffers.get(leaf) is target:
+                    owner._buffers[leaf] = value
+            if places:
+                self._places[value] = places
+            else:
+                others.append((target, value))
+        if others:
+            super().write(*map(list, zip(*others, strict=True)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        """Call what stands for `func`, or `func`."""
+        return self.write(*args) if func is _write_back else super().__torch_function__(func, types, args, kwargs)
+
+    def moment(self, is_reentrant: bool) -> Callable[[], contextlib.AbstractContextManager] | None:
+        """What a checkpointed region that begins here is to be computed again in; `None` on another thread."""
+        if self not in function_modes():
+            return None
+        if is_reentrant and torch.is_grad_enabled():
+            # It takes the parameters that it finds in the module in the backward pass.
+            raise RuntimeError(
+                "pure_module: the module calls torch.utils.checkpoint with use_reentrant=True, whose backward "
+                "pass cannot be given the parameters of the call. Pass use_reentrant=False."
+            )
+        attributes = [_copied(owner.__dict__) for owner in self._owners]
+        buffers = [x for each in attributes for x in each["_buffers"].values() if x is not None]
+        copies = {x: self._copy(x) for x in dict.fromkeys(buffers)}
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            # One buffer for all of its places, and another one for each time.
+            used = {x: copy.clone() for x, copy in copies.items()}
+            with attributes_kept(self._owners):
+                for owner, earlier in zip(self._owners, attributes, strict=True):
+                    registry = {leaf: used.get(x) for leaf, x in earlier["_buffers"].items()}
+                    object.__setattr__(owner, "__dict__", {**_copied(earlier), "_buffers": registry})
+                with running(self._owners):
+                    yield
+
+        return again
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """A copy of a buffer, which the regions share between which nothing writes to it."""
+        version = -1 if x.is_inference() else bottom(x)._version
+        found = self._copies.get(x)
+        if found is None or found[0] != version or version < 0:
+            self._copies[x] = found = version, x.clone()
+        return found[1]

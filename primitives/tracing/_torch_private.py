@@ -1,0 +1,349 @@
+"""What this package takes from torch that torch does not promise, where releases differ: the only module that does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import _C, _decomp, _ops, fx, nn, overrides
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch._functorch import config as functorch_config
+from torch._functorch import pyfunctorch
+from torch._functorch._aot_autograd import functional_utils
+from torch._subclasses import fake_tensor, functional_tensor
+from torch.autograd import forward_ad
+from torch.fx import _lazy_graph_module
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
+from torch.nn.utils import stateless
+from torch.utils import _python_dispatch, _pytree
+
+from primitives._core import registered_primitives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+# Raised where tensors have no memory and a value or a size is asked for.
+DATA_DEPENDENT = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    symbolic_shapes.GuardOnDataDependentSymNode,
+)
+
+get_decompositions = _decomp.get_decompositions
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+leaves_of = _pytree.arg_tree_leaves
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+function_modes = overrides._get_current_function_mode_stack
+with_tensors = stateless._reparametrize_module
+# The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
+CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
+
+
+def schema_of(func: Any) -> Any:
+    """The schema of an operator; `None` for anything else, operators of higher order included."""
+    return func._schema if isinstance(func, _ops.OpOverload) else None
+
+
+def is_tracing(*, pre_dispatch: bool = False) -> bool:
+    """Whether `make_fx` is recording; with `pre_dispatch`, whether it records what autograd is given."""
+    mode = proxy_tensor.get_proxy_mode()
+    return mode is not None and (not pre_dispatch or bool(getattr(mode, "pre_dispatch", False)))
+
+
+def recorded_nodes() -> list[fx.Node]:
+    """The nodes that `make_fx` has recorded up to here."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return list(mode.tracer.graph.nodes)
+
+
+def node_of(x: Tensor) -> fx.Node:
+    """The node that computes `x` in the graph that is recorded."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return proxy_tensor.get_proxy_slot(plain(x), mode.tracer).proxy.node
+
+
+def record_as(copy: Tensor, x: Tensor) -> None:
+    """Take `copy`, which was made `unrecorded`, for `x` in the graph that is recorded."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    slot = proxy_tensor.get_proxy_slot(plain(x), mode.tracer)
+    proxy_tensor.set_proxy_slot(plain(copy), mode.tracer, slot)
+    # Views are of the memory of the copy.
+    slot.proxy.node.meta["val"] = plain(copy)
+
+
+@contextlib.contextmanager
+def nodes_seen(see: Callable[[fx.Node, Callable[[fx.Node], Any]], None]) -> Iterator[None]:
+    """Context in which `see` gets each node that is recorded, before it runs, and what tells its constant."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    if mode is None or "create_node" in vars(mode.tracer):
+        # Outside a trace, or within a joint function that is traced.
+        yield
+        return
+    tracer, create_node = mode.tracer, mode.tracer.create_node
+
+    def create_and_see(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(*args, **kwargs)
+        see(node, lambda node: getattr(tracer.root, str(node.target), None))
+        return node
+
+    tracer.create_node = create_and_see
+    try:
+        yield
+    finally:
+        del tracer.create_node
+
+
+def viewed_node(node: fx.Node) -> fx.Node:
+    """The node of which `node` is a view, or a view of a view."""
+    schema = schema_of(node.target)
+    if schema is None or not node.all_input_nodes or not any(y.alias_info for y in schema.returns):
+        return node
+    return viewed_node(node.all_input_nodes[0])
+
+
+def running_number() -> int | None:
+    """Number of the autograd node whose backward is running."""
+    running: Any = _C._current_autograd_node()
+    return None if running is None else running._sequence_nr()
+
+
+def last_number() -> int:
+    """Number of the autograd node that was made last."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def fake_mode(*, symbolic: bool) -> fake_tensor.FakeTensorMode:
+    """Mode in which tensors have no memory; with `symbolic`, they may have symbolic sizes."""
+    options: dict[str, Any] = {"allow_scalar_outputs": False, "allow_dynamic_output_shape_ops": False}
+    shape_env = symbolic_shapes.ShapeEnv(**options) if symbolic else None
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+
+
+def fake_of(mode: fake_tensor.FakeTensorMode, x: Tensor, dynamic_axes: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor without memory like `x`, on `device`, a leaf of its own."""
+    sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.stride()]
+    with fake_tensor.unset_fake_temporarily(), torch.no_grad():
+        like = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
+    either = symbolic_shapes.DimDynamic
+    kinds = [either.DYNAMIC if axis in dynamic_axes else either.STATIC for axis in range(x.dim())]
+    context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
+    fake = mode.from_tensor(like, symbolic_context=context)
+    with mode, torch.no_grad():
+        fake = torch.empty_strided(fake.shape, fake.stride(), dtype=x.dtype, device=device)
+    return fake.requires_grad_(x.requires_grad)
+
+
+# `wrapped(x)` is as functionalization wants it, and `plain(x)` what that has wrapped, with all writes to it done; of a
+# wrapper subclass, what is inside.
+wrapped: Callable[[Any], Any] = functional_utils.to_fun
+plain: Callable[[Any], Any] = functional_utils.from_fun
+has_data_mutation = functional_utils.has_data_mutation
+is_in_a_transform = _functorch.is_functorch_wrapped_tensor
+# In it, `make_fx` records nothing.
+unrecorded = proxy_tensor.disable_proxy_modes_tracing
+
+
+def functional_world() -> Any:
+    """Context in which writes to `wrapped` tensors are recorded as new tensors.
+
+    Functions of `functionalize_mutations` in it note in `copied` whose memory they have written to copies of.
+    """
+    mode: Any = functional_tensor.FunctionalTensorMode()
+    mode.copied = set()
+    return mode
+
+
+def memory_of(x: Tensor) -> int:
+    """Identity of the memory behind a tensor, as long as it is held."""
+    return x.untyped_storage()._cdata
+
+
+def parts(x: Any) -> list[Tensor]:
+    """The tensors inside a wrapper subclass."""
+    inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    return [y for y in inner if isinstance(y, torch.Tensor)]
+
+
+def is_functional(x: Any) -> bool:
+    """Whether functionalization has wrapped `x`, or what is inside of a wrapper subclass."""
+    inner = parts(x) if is_wrapper_subclass(x) else []
+    return isinstance(x, functional_tensor.FunctionalTensor) or any(map(is_functional, inner))
+
+
+def has_other_storage(x: Any) -> bool:
+    """Whether a functional tensor was given other memory, by `set_` or `.data`."""
+    return isinstance(x, functional_tensor.FunctionalTensor) and torch._functionalize_was_storage_changed(x.elem)  # type: ignore[attr-defined] - no stub
+
+
+def is_computed(x: Tensor) -> bool:
+    """Whether a graph computes the value of `x`, and it is not a constant."""
+    x = plain(bottom(x))
+    if isinstance(x, fake_tensor.FakeTensor):
+        return x.constant is None
+    mode: Any = proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+    return slot is not None and slot.constant is None
+
+
+def bottom(x: Tensor) -> Tensor:
+    """What the transforms of `torch.func` have wrapped."""
+    return unbatched(x)[0]
+
+
+def unbatched(x: Tensor) -> tuple[Tensor, list[int]]:
+    """What the transforms of `torch.func` have wrapped, and the levels of its batch axes, the outermost first."""
+    levels = []
+    while is_in_a_transform(x):
+        if _functorch.is_batchedtensor(x):
+            levels.insert(0, _functorch.maybe_get_level(x))
+        x = _functorch.get_unwrapped(x)
+    return x, levels
+
+
+def levels_that_draw_differently() -> list[int]:
+    """Levels of the `vmap`s with `randomness="different"`, the outermost first."""
+    vmaps = [i for i in pyfunctorch.retrieve_all_functorch_interpreters() if isinstance(i, pyfunctorch.VmapInterpreter)]
+    return sorted(i.level() for i in vmaps if i.randomness() == "different")
+
+
+def differentiated_outside(values: Sequence[Any]) -> bool:
+    """Whether a caller differentiates in one of these, beside the gradients that a joint function gives itself."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return False
+    if any(is_in_a_transform(x) or x.grad_fn is not None for x in tensors):
+        return True
+    # It hands out leaves, and takes an output without a history for a constant.
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.autograd.functional.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def detached(x: Any) -> Any:
+    """`x`, out of the history of autograd; anything without one as it is."""
+    if not (isinstance(x, torch.Tensor) and x.requires_grad):
+        return x
+    if forward_ad._current_level < 0:
+        return x.detach()
+    with torch.no_grad():
+        # It keeps the tangent of forward mode, which `detach` does not.
+        return torch.ops.aten.alias.default(x)
+
+
+def trace(
+    function: Callable[..., Any], args: Sequence[Any], mode: fake_tensor.FakeTensorMode, table: dict[Any, Any] | None
+) -> fx.GraphModule:
+    """Graph of a function of flat tensors, which are fake."""
+    make = proxy_tensor.make_fx(function, decomposition_table=table, tracing_mode="real")
+    # Nobody runs the code of this module.
+    without_code = _lazy_graph_module._use_lazy_graph_module(True)
+    excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
+    # As ahead-of-time autograd does: threads of the engine know nothing of modes.
+    with excluded, without_code, torch.autograd.set_multithreading_enabled(False), mode:
+        return make(*args)
+
+
+def definition_of(func: Any) -> Callable[..., Any] | None:
+    """What torch composes an operator of, or `None`."""
+    from torch import _refs  # noqa: F401 - it fills the table
+
+    return func.decompose if func._can_decompose() else _decomp.decomposition_table.get(func)
+
+
+def failing_guards(mode: fake_tensor.FakeTensorMode, symbols: dict[Any, int]) -> list[str]:
+    """Conditions on sizes that a graph was traced under and that do not hold, as text in terms of its symbols."""
+    shape_env: Any = mode.shape_env
+    guards = [guard.expr for guard in shape_env.guards] if shape_env is not None else ()
+    texts = [str(guard) for guard in guards if str(guard.xreplace(symbols)) == "False"]
+    # Torch takes each symbol for 2 at least.
+    return list(dict.fromkeys([*(f"{symbol} >= 2" for symbol, n in symbols.items() if n < 2), *texts]))
+
+
+def as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of pytrees, with a list of tensors for a result, which `torch.compile` does not look into."""
+    from torch import _dynamo
+
+    return _dynamo.nonstrict_trace(function)
+
+
+# Besides torch's elementwise operators and views, and our primitives that say so, these may be computed again.
+_ONE_PASS = ("native_layer_norm", "_native_batch_norm_legit_functional", "_log_softmax")
+# Rules by which torch's partitioner keeps what its compiler could not fuse into the backward pass: they look to time.
+_RULES_FOR_TIME = [
+    f"ban_recompute_{name}" for name in ("materialized_backward", "used_far_apart", "long_fusible_chains")
+]
+_partitioner_lock = threading.Lock()
+
+
+def partition(module: fx.GraphModule, num_forward_outputs: int, *, min_cut: bool) -> tuple[Any, Any]:
+    """Forward and backward module, out of a joint module whose placeholders have torch's names."""
+    from torch._functorch import partitioners
+
+    split = partitioners.min_cut_rematerialization_partition if min_cut else partitioners.default_partition
+    ours = [op.overload.overloadpacket for op in registered_primitives().values() if op.recomputable]
+    also = [getattr(torch.ops.aten, name) for name in _ONE_PASS] + ours
+    # The partitioner takes no list: it looks its own up by this name.
+    with _partitioner_lock, functorch_config.patch(dict.fromkeys((*_RULES_FOR_TIME, "functionalize_rng_ops"), False)):
+        kinds = partitioners.get_default_op_list()
+        allowed = type(kinds.recomputable_ops)([*kinds.recomputable_ops, *also])
+        kinds = dataclasses.replace(kinds, recomputable_ops=allowed)
+        with mock.patch.object(partitioners, "get_default_op_list", return_value=kinds):
+            return split(module, None, num_fwd_outputs=num_forward_outputs)
+
+
+def dumped(module: fx.GraphModule) -> tuple[bytes, dict[str, Any]]:
+    """A graph as bytes, and its constants, of which torch's pickler for graphs would keep the shapes alone."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
+    bare = fx.GraphModule(dict.fromkeys(constants, nn.Module()), copy.deepcopy(module.graph))
+    kept = ("val", "stack_trace", "partitioner_tag")
+    options = Options(ops_filter=None, node_metadata_key_filter=kept.__contains__)
+    return GraphPickler.dumps(bare, options), constants
+
+
+def loaded(data: bytes, constants: dict[str, Any], mode: fake_tensor.FakeTensorMode) -> fx.GraphModule:
+    """The graph again, its values without memory in `mode`."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    graph: Any = GraphPickler.loads(data, mode)
+    return fx.GraphModule(constants, copy.deepcopy(graph.graph), "JointGraph")
+
+
+def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
+    """What the symbols in sizes stand for where `values` are passed for tensors without memory and symbolic sizes."""
+    found: dict[Any, int] = {}
+    for fake, value in zip(fakes, values, strict=True):
+        tensors = isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)
+        pairs = zip(fake.shape, value.shape, strict=False) if tensors else [(fake, value)]
+        found.update({n.node.expr: int(m) for n, m in pairs if isinstance(n, torch.SymInt) and n.node.expr.is_symbol})
+    return found
+
+
+def bound_sizes(sizes: Sequence[Any], symbols: dict[Any, int]) -> list[int | None]:
+    """Sizes for given values of the symbols in them; `None` for one with another symbol, not known to be a number."""
+    bound = [n.node.expr.xreplace(symbols) if isinstance(n, torch.SymInt) else n for n in sizes]
+    return [int(n) if isinstance(n, int) or n.is_number else None for n in bound]
+
+
+def hinted_size(n: Any) -> int:
+    """A size, as it was in the example that was traced."""
+    return int(n.node.hint) if isinstance(n, torch.SymInt) else int(n)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements of `x` lie side by side in memory, without gaps, in any order of the axes."""
+    sizes, strides = ([hinted_size(n) for n in numbers] for numbers in (x.shape, x.stride()))
+    axes = sorted((stride, n) for stride, n in zip(strides, sizes, strict=True) if n != 1)
+    return all(stride == math.prod(n for _, n in axes[:i]) for i, (stride, _) in enumerate(axes))

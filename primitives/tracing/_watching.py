@@ -1,0 +1,169 @@
+"""Looking at a function while it is traced: its lines, and what no graph can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from primitives._core.errors import LeafError, MutationError, TraceError
+from primitives.tracing import _torch_private as torch_private
+from primitives.tracing._errors import current_line, current_stack, values_needed
+from primitives.tracing._random.operations import arguments_of, draws_nothing, is_random
+from primitives.tracing._recompute import replaying_checkpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import fx
+
+__all__ = ["Recorder", "UserCalls", "written_by"]
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined] - a getset descriptor
+# They hand values to Python without an operation that anything below sees.
+_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
+# They read tensors inside lists.
+_FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
+
+
+def _is_collective(func: Any) -> bool:
+    """Whether an operator is one of `torch.distributed` that writes in place, of which its schema says nothing."""
+    name = torch_private.schema_of(func).name
+    return name.startswith("c10d::") and name.endswith("_")
+
+
+@functools.cache
+def _written_slots(func: Any) -> tuple[tuple[int, str], ...]:
+    schema = torch_private.schema_of(func)
+    if schema is None:
+        return ()
+    if _is_collective(func):
+        return ((0, schema.arguments[0].name),)
+    return tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write)
+
+
+def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors, or nodes of them, that a call writes to."""
+    slots = _written_slots(func)
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in slots]
+    return [x for x in torch_private.leaves_of(*values) if x is not None] if slots else []
+
+
+class UserCalls(TorchFunctionMode):
+    """Context that refuses, in a trace, those calls of the user of which nothing below Python hears."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Look at the call, and make it."""
+        kwargs = kwargs or {}
+        if func is _SET_DATA or func == _SET_DATA:
+            raise MutationError(
+                f"{self._function}: {_described(args[0])} is given other data through .data, which no graph can hold, "
+                f"at {current_line()}. Use copy_(), or the new tensor itself."
+            )
+        lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))] if func in _FACTORIES else []
+        read = args[:1] if func in _READS else torch_private.leaves_of(*lists)
+        if any(isinstance(x, torch.Tensor) and torch_private.is_computed(x) for x in read):
+            raise values_needed(self._function, f"{func.__name__}()", current_line())
+        return func(*args, **kwargs)
+
+
+class Recorder:
+    """Gives each node that `make_fx` records the user's lines, and refuses what no graph can hold before it runs.
+
+    A backward node gets the lines of the forward operation that it belongs to. Random numbers that the backward pass,
+    or a checkpointed region in it, would draw are other ones than those of the forward pass: outside a trace torch sets
+    its generator back, which no graph can. With `captures`, the user's function may write to tensors from elsewhere,
+    and differentiate in them.
+    """
+
+    def __init__(self, function: str, *, captures: bool) -> None:
+        self._function, self._captures = function, captures
+        self._stacks: dict[int, str] = {}
+        self._is_forward, self._is_again = True, False
+        self._refusal: Exception | None = None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context for both passes."""
+        try:
+            with torch_private.nodes_seen(self._see):
+                yield
+        except TypeError as error:
+            # Python takes a `TypeError` inside an operator for one of its own, and raises another.
+            raise self._refusal or error from None
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context for the forward pass; the nodes after it belong to the backward pass."""
+        with replaying_checkpoints(lambda _: self._again), UserCalls(self._function):
+            yield
+        self._is_forward = False
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        before, self._is_again = self._is_again, True
+        try:
+            yield
+        finally:
+            self._is_again = before
+
+    def _see(self, node: fx.Node, constant: Callable[[fx.Node], Any]) -> None:
+        node.stack_trace = self._stack()
+        try:
+            self._check(node, constant)
+        except (LeafError, MutationError, TraceError) as error:
+            self._refusal = error
+            raise
+
+    def _stack(self) -> str:
+        number = torch_private.running_number()
+        if number is not None:
+            # A write to a view has a node of its own, made right after that of the operation.
+            return self._stacks.get(number) or self._stacks.get(number - 1, "")
+        if not self._is_forward:
+            # Autograd adds up gradients, for no line.
+            return ""
+        # The first one that is recorded after autograd has made its own is the operation that this undoes.
+        stack = current_stack()
+        self._stacks.setdefault(torch_private.last_number(), stack)
+        return stack
+
+    def _check(self, node: fx.Node, constant: Callable[[fx.Node], Any]) -> None:
+        func, is_first = node.target, self._is_forward and not self._is_again
+        if node.op == "get_attr" and not self._captures and getattr(constant(node), "requires_grad", False):
+            raise LeafError(
+                f"{self._function}: {_described(constant(node))} requires grad and is not an input, used at "
+                f"{current_line()}. Make it an input (for a module, use pure_module), or detach it to hold it "
+                "constant."
+            )
+        if node.op != "call_function" or torch_private.schema_of(func) is None:
+            return
+        if not is_first and is_random(func) and not draws_nothing(arguments_of(func, node.args, node.kwargs)):
+            raise TraceError(
+                f"{self._function}: the backward pass draws random numbers by {func}, at {current_line()}, and a "
+                "graph cannot give it those of the forward pass, as checkpoint needs them. Make the state explicit: "
+                "functionalize_rng=True in trace_joint, or functionalize_rng around what is traced."
+            )
+        written = written_by(func, node.args, node.kwargs) if is_first and not self._captures else []
+        if written and _is_collective(func):
+            raise MutationError(
+                f"{self._function}: the collective {func} writes in place, which no graph can hold, at "
+                f"{current_line()}. Use those of torch.distributed._functional_collectives, which return their result."
+            )
+        for source in map(torch_private.viewed_node, written):
+            if source.op == "get_attr":
+                raise MutationError(
+                    f"{self._function}: {_described(constant(source))} is written to and is not an input, at "
+                    f"{current_line()}. Make it an input; for a module, use pure_module."
+                )
+
+
+def _described(x: Any) -> str:
+    return f"a tensor {list(x.shape)} of {x.dtype}"
