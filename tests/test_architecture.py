@@ -28,7 +28,7 @@ LAYERS = (
     ("primitives.testing",),
     (
         "primitives._checks",
-        "primitives.distributed",
+        "primitives._distributed",
         "primitives._attention",
         "primitives._batch_norm",
         "primitives._group_norms",

@@ -33,6 +33,7 @@ from primitives._core.errors import ShapeError
 from primitives._core.fast_path import FAST_PATH_CPU
 from primitives._core.sequences import Lengths, flatten, regroup, tuple_getter, tuple_maker
 from primitives._core.statistics import refuse_cotangent, refused_tangent
+from primitives._core.subclasses import handled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +154,8 @@ def _redispatch(rules: RuleTable) -> Callable:
     def run(keyset: Any, *args: Any) -> Any:
         implementation = implementations.get((keyset & _ACTIVE_KEYS).raw_repr())
         if implementation is None:
-            return redispatch(keyset & after_autograd, *args)
+            outputs = handled(rules, args)
+            return redispatch(keyset & after_autograd, *args) if outputs is NotImplemented else outputs
         return implementation(*args)
 
     return run

@@ -9,6 +9,7 @@ import torch
 from primitives._core.autograd import below_this_level, tangents_possible, unpack_dual
 from primitives._core.primitive import Primitive
 from primitives._core.sequences import tuple_getter
+from primitives._core.subclasses import handled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +82,9 @@ def value_and_jvp(value: Primitive, jvp: Primitive) -> Primitive:
         # A tangent of another argument, such as a mask or a running statistic, is for the jvp rule to see.
         if any(tangents[i] is not None for i in others):
             return None
-        return fused(*args, *get_dots(tangents))
+        given = (*args, *get_dots(tangents))
+        outputs = handled(fused.rules, given)
+        return fused(*given) if outputs is NotImplemented else outputs
 
     value.rules.define("value_and_jvp", at_once)
     return fused

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from primitives import functional
 from primitives._core.errors import ShapeError
-from primitives.distributed import sync_batch_norm
+from primitives._distributed import sync_batch_norm
 from primitives.nn._base import OfThisPackage
 from primitives.nn._norms import batch_normed
 

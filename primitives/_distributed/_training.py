@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from primitives._checks import arguments
 from primitives._core.errors import DtypeError, ShapeError
 from primitives._core.write_back import write_back
+from primitives._distributed._sync_batch_norm import sync_batch_norm_p
 from primitives._ops._shared import accumulation_dtype, weight_beside
-from primitives.distributed._sync_batch_norm import sync_batch_norm_p
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,122 @@
+"""What DTensor does with a call of a primitive: cuts it along an axis that is free, or runs its reference on the parts.
+
+Along a free axis (`_axes`) each process runs the operator on its part, without a message. Where x is cut along another
+axis, the normalized one or the classes of a softmax, the reference runs instead, whose sums over that axis DTensor
+turns into messages as long as statistics. Anything else DTensor redistributes.
+
+Imported once `torch.distributed.tensor` is; nothing here imports it for a program that has no DTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication, register_sharding
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from primitives._core import registered_primitives
+from primitives._core.spec import NAMESPACE
+from primitives._distributed._axes import Axes, axes_of_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.tensor import Placement
+
+    from primitives._core.rules import RuleTable
+    from primitives._core.spec import Spec
+
+__all__ = ["register"]
+
+# Those of operators whose results follow from their arguments alone.
+_NAMESPACES = (NAMESPACE, "primitives_composed")
+
+
+def _placement(axes: Sequence[str | None] | None, axis: str | None, otherwise: Placement) -> Placement:
+    if axes is None or axis is None:
+        return Replicate()
+    return Shard(axes.index(axis)) if axis in axes else otherwise
+
+
+def _acceptable(spec: Spec, *args: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """Placements of outputs and arguments over one axis of a mesh, one pair for each way to run a call."""
+    axes = axes_of_call(spec, args)
+    if axes is None:
+        axes = Axes(dict.fromkeys(spec.tensors, ()), ((),) * len(spec.outputs), frozenset(), can_compose=False)
+    given = dict(zip(spec.arguments, args, strict=True))
+    names = [name if name in spec.tensors and value is not None else None for name, value in given.items()]
+    return [
+        (
+            [_placement(of, axis, Partial()) for of in axes.outputs],
+            [None if name is None else _placement(axes.inputs[name], axis, Replicate()) for name in names],
+        )
+        for axis in (None, *sorted(axes.free))
+    ]
+
+
+def _is_cut(rules: RuleTable, args: Sequence[Any]) -> bool:
+    """Whether a call has a tensor of the shape of x that is cut along an axis which is not free."""
+    axes = axes_of_call(rules.spec, args)
+    if axes is None or not axes.can_compose:
+        return False
+    ndim = max(map(len, axes.inputs.values()))
+    for name, x in zip(rules.spec.arguments, args, strict=True):
+        of_x = axes.inputs.get(name, ())
+        if isinstance(x, DTensor) and len(of_x) == ndim:
+            cut = [placement.dim for placement in x.placements if isinstance(placement, Shard)]
+            if any(of_x[dim] not in axes.free for dim in cut):
+                return True
+    return False
+
+
+class _Settled(TorchDispatchMode):
+    """Sums over parts are added up at once: a mean that is not would have DTensor bring all of x to each process."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an operation, a primitive perhaps that is cut too; what it returns are parts or the whole."""
+        op = registered_primitives().get(func._schema.name)
+        if op is not None and not kwargs and _is_cut(op.rules, args):
+            with self:
+                return op.rule("reference")(*args)
+        return tree_map_only(DTensor, _settled, func(*args, **(kwargs or {})))
+
+
+def _settled(x: DTensor) -> DTensor:
+    if not any(isinstance(placement, Partial) for placement in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in x.placements])
+
+
+def composed(rules: RuleTable, args: tuple) -> Any:
+    """Outputs of a call of which x is cut along an axis that is not free, by the reference; else `NotImplemented`."""
+    if not any(isinstance(x, DTensor) for x in args) or rules.spec.namespace not in _NAMESPACES:
+        return NotImplemented
+    if not _is_cut(rules, args):
+        return NotImplemented
+    with implicit_replication(), _Settled():
+        return rules.rule("reference")(*args)
+
+
+def _have_same_storage(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    # What `to_local` gives has a tangent too, of which it knows nothing.
+    return func(*[x._local_tensor if isinstance(x, DTensor) else x for x in args])
+
+
+def _write_back(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> None:
+    for target, value in zip(*args, strict=True):
+        target.copy_(value)
+
+
+@functools.cache
+def register() -> None:
+    """Tell DTensor of all primitives of this package, once."""
+    for op in registered_primitives().values():
+        if op.spec.namespace in _NAMESPACES:
+            register_sharding(op.overload)(functools.partial(_acceptable, op.spec))
+    torch.library.register_torch_dispatch(f"{NAMESPACE}::write_back", DTensor, _write_back)
+    # What torch asks of a tensor and its tangent, and DTensor does not answer.
+    torch.library.register_torch_dispatch("aten::_has_same_storage_numel", DTensor, _have_same_storage)
