@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -14,11 +14,49 @@ from primitives._ops.attention import attention_p
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from primitives._core.typing import PyTree
+
 __all__ = ["attention", "scaled_dot_product_attention"]
 
 MIN_AXES = 3
 # Seeds are drawn below this: all that torch.randint can draw from.
 MAX_SEED = 2**63 - 1
+
+
+@overload
+def attention(
+    q: PyTree,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    offset: Any = None,
+    return_lse: Literal[False] = False,
+    namespace: str = "",
+) -> PyTree: ...
+
+
+@overload
+def attention(
+    q: PyTree,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Any = None,
+    offset: Any = None,
+    return_lse: Literal[True],
+    namespace: str = "",
+) -> tuple[PyTree, PyTree]: ...
 
 
 def attention(

@@ -34,7 +34,7 @@ def batch_norm_of_tensors(
     in_place: bool,
     relu: bool = False,
     residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Any, Tensor | None, Tensor | None]:
     """The normalized `x`, and the running statistics after this batch; `in_place` also writes these.
 
     Args:

@@ -19,11 +19,13 @@ from primitives._ops.layer_norm import layer_norm_p
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from primitives._core.typing import PyTree
+
 __all__ = ["group_norm", "instance_norm", "pure_instance_norm"]
 
 
 def group_norm(
-    input: Any,
+    input: PyTree,
     num_groups: int,
     weight: Any = None,
     bias: Any = None,
@@ -31,7 +33,7 @@ def group_norm(
     *,
     activation: str | None = None,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Group normalization of `input`: of each sample, each group of channels by its own mean and variance.
 
     $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b $$
@@ -96,8 +98,8 @@ def group_norm(
 
 
 def _group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
-) -> Tensor:
+    x: Any, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
+) -> Any:
     samples, channels = x.shape[:2]
     sizes = num_groups, channels // num_groups
     groups = x.reshape(samples, *sizes, math.prod(x.shape[2:]))
@@ -120,7 +122,7 @@ def _in_shape(y: Tensor, x: Tensor) -> Tensor:
 
 
 def instance_norm(
-    input: Any,
+    input: PyTree,
     running_mean: Any = None,
     running_var: Any = None,
     weight: Any = None,
@@ -130,7 +132,7 @@ def instance_norm(
     eps: float = 1e-5,
     *,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Instance normalization of `input`: each channel of each sample by its own mean and variance.
 
     $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b $$

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     # Loss and lse of each row, of a target and its smoothing.
     _Losses = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
+    from primitives._core.typing import PyTree
+
 __all__ = ["cross_entropy", "linear_cross_entropy", "nll_loss"]
 
 
 def cross_entropy(
-    input: Any,
+    input: PyTree,
     target: Any,
     weight: Any = None,
     size_average: bool | None = None,
@@ -37,7 +39,7 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Cross-entropy of logits with class indices or with probabilities of the classes.
 
     $$ \ell = \log \sum_c \exp(x_c) \sum_c t_c - \sum_c t_c \, x_c + z \left( \log \sum_c \exp(x_c) \right)^2 $$
@@ -125,7 +127,7 @@ def cross_entropy(
 
 
 def nll_loss(
-    input: Any,
+    input: PyTree,
     target: Any,
     weight: Any = None,
     size_average: bool | None = None,
@@ -134,7 +136,7 @@ def nll_loss(
     reduction: str = "mean",
     *,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Negative log-likelihood of class indices: minus the entry of `input` for the class of each row, weighted.
 
     Args:

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from primitives._core.typing import PyTree
+
 __all__ = ["ada_layer_norm", "rms_norm"]
 
 
 def rms_norm(
-    input: Any,
+    input: PyTree,
     normalized_shape: Sequence[int],
     weight: Any = None,
     eps: float | None = None,
@@ -28,7 +30,7 @@ def rms_norm(
     add_one: bool = False,
     cast_first: bool = False,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Root mean square normalization of `input` over its last axes.
 
     $$ y = \frac{x}{\sqrt{\operatorname{mean}(x^2) + \varepsilon}} \, w $$
@@ -86,9 +88,7 @@ def rms_norm(
     return map_tensors("rms_norm", check, compute, input, {"weight": weight}, namespace=namespace)
 
 
-def _rms_norm(
-    x: Tensor, weight: Tensor | None, norm_ndim: int, eps: float | None, add_one: bool, cast_first: bool
-) -> Tensor:
+def _rms_norm(x: Any, weight: Tensor | None, norm_ndim: int, eps: float | None, add_one: bool, cast_first: bool) -> Any:
     weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
     return layer_norm_p(x, weight, None, norm_ndim, 0, number, False, rounded, False)[0]
 
@@ -106,14 +106,14 @@ def rms_options(
 
 
 def ada_layer_norm(
-    input: Any,
+    input: PyTree,
     scale: Any,
     shift: Any,
     normalized_shape: Sequence[int] | None = None,
     eps: float = 1e-5,
     *,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Layer normalization of `input`, scaled and shifted by parameters of each sample, as in DiT.
 
     $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, (1 + s) + t $$

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from primitives._core.typing import PyTree
+
 __all__ = ["add_layer_norm", "add_rms_norm"]
 
 
 def add_layer_norm(
-    input: Any,
+    input: PyTree,
     residual: Any,
     normalized_shape: Sequence[int],
     weight: Any = None,
@@ -31,7 +33,7 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     training: bool = True,
     namespace: str = "",
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     r"""Add `input`, after dropout, to a residual stream, and normalize the sum: a transformer block's way in and out.
 
     $$ s = r + \operatorname{dropout}(x), \qquad y = \operatorname{LayerNorm}(s) \, w + b $$
@@ -100,7 +102,7 @@ def add_layer_norm(
 
 
 def add_rms_norm(
-    input: Any,
+    input: PyTree,
     residual: Any,
     normalized_shape: Sequence[int],
     weight: Any = None,
@@ -111,7 +113,7 @@ def add_rms_norm(
     dropout_p: float = 0.0,
     training: bool = True,
     namespace: str = "",
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     r"""Add `input`, after dropout, to a residual stream, and take the sum's RMS norm.
 
     $$ s = r + \operatorname{dropout}(x), \qquad y = \frac{s}{\sqrt{\operatorname{mean}(s^2) + \varepsilon}} \, w $$

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from primitives._core.typing import PyTree
+
 __all__ = ["log_softmax", "softmax", "softmin"]
 
 
 def log_softmax(
-    input: Any,
+    input: PyTree,
     dim: int | None = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
     *,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Logarithm of the softmax of `input` over one axis.
 
     $$ y = x - \log \sum \exp(x) $$
@@ -61,7 +63,8 @@ def log_softmax(
         tensor([-0.6931, -0.6931])
     """
     if arguments.is_plain_softmax(input, dim, dtype):
-        return log_softmax_p(input, dim % input.dim(), None)
+        x: Any = input
+        return log_softmax_p(x, dim % x.dim(), None)
 
     def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
         return log_softmax_p(x, axis, dtype)
@@ -70,7 +73,7 @@ def log_softmax(
 
 
 def softmax(
-    input: Any,
+    input: PyTree,
     dim: int | None = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
@@ -78,7 +81,7 @@ def softmax(
     scale: float = 1.0,
     mask: Any = None,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Softmax of `input` over one axis, with a scale and a mask as attention has them.
 
     $$ y = \frac{\exp(u)}{\sum \exp(u)}, \quad u = \text{scale} \cdot x + \text{mask} $$
@@ -122,7 +125,8 @@ def softmax(
                 [1.0000, 0.0000]])
     """
     if mask is None and type(scale) is float and arguments.is_plain_softmax(input, dim, dtype):
-        return softmax_p(input, None, dim % input.dim(), scale, None)
+        x: Any = input
+        return softmax_p(x, None, dim % x.dim(), scale, None)
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")
     arguments.number("softmax", "scale", scale)
@@ -134,14 +138,14 @@ def softmax(
 
 
 def softmin(
-    input: Any,
+    input: PyTree,
     dim: int | None = None,
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
     *,
     mask: Any = None,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     """`softmax` of `-input`, with its arguments, errors and derivatives.
 
     Example:

@@ -26,7 +26,7 @@ _RUNS = 3
 
 def warm_up(
     model: nn.Module,
-    args: tuple = (),
+    args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     step: Callable[..., Any] | None = None,

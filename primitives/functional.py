@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from primitives._core.typing import PyTree
+
 __all__ = [
     "BatchNormOutput",
     "ada_layer_norm",
@@ -57,14 +59,14 @@ for _name in __all__[1:]:
 
 
 def layer_norm(
-    input: Any,
+    input: PyTree,
     normalized_shape: Sequence[int],
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
     *,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Layer normalization of `input` over its last axes.
 
     $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b, \qquad
@@ -207,7 +209,7 @@ def _batch_norm_tree(name: str, given: tuple, namespace: str, residual: Any = No
 
 
 def batch_norm(
-    input: Any,
+    input: PyTree,
     running_mean: Any,
     running_var: Any,
     weight: Any = None,
@@ -217,7 +219,7 @@ def batch_norm(
     eps: float = 1e-5,
     *,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Batch normalization of `input`, channel by channel.
 
     $$ y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \, w + b $$
@@ -265,14 +267,14 @@ def batch_norm(
     References:
         Ioffe, Szegedy, "Batch Normalization", arXiv:1502.03167, 2015.
     """
-    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree("batch_norm", given, namespace).output
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
 
 def batch_norm_relu(
-    input: Any,
+    input: PyTree,
     running_mean: Any,
     running_var: Any,
     weight: Any = None,
@@ -283,7 +285,7 @@ def batch_norm_relu(
     *,
     residual: Any = None,
     namespace: str = "",
-) -> Any:
+) -> PyTree:
     r"""Batch normalization of `input`, a residual added, and the positive part: the end of a block of a ResNet.
 
     $$ y = \max(\operatorname{BatchNorm}(x) + r, 0) $$
@@ -322,13 +324,15 @@ def batch_norm_relu(
         tensor([[0.0000],
                 [1.5000]])
     """
-    given = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if arguments.is_plain_batch_norm(*given, residual):
+    given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if arguments.is_plain_batch_norm(*given, residual=residual):
         return batch_norm_of_tensors(*given, in_place=True, relu=True, residual=residual)[0]
     return _batch_norm_tree("batch_norm_relu", given, namespace, residual).output
 
 
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = "") -> Any:
+def dropout(
+    input: PyTree, p: float = 0.5, training: bool = True, inplace: bool = False, *, namespace: str = ""
+) -> PyTree:
     r"""Zero elements of `input` at random, with probability `p`, and divide the others by `1 - p`.
 
     Args:

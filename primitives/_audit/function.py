@@ -44,7 +44,7 @@ _CUSTOM = "primitives.custom_op with rules of its own, and testing.check_rules"
 
 def audit(
     function: Callable[..., Any],
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
     order: int = 2,

@@ -88,7 +88,7 @@ class use_backend(Decorates):  # noqa: N801 - used like a function, as contextli
     """
 
     def __init__(self, name: str) -> None:
-        self.name = _checked(name, "use_backend")
+        self.name: str = _checked(name, "use_backend")
         self._previous: list[str] = []
         self._is_unused = True
 

@@ -6,7 +6,7 @@ mode first (if that is the mode), then in the general one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -29,10 +29,12 @@ __all__ = [
     "registered_overloads",
 ]
 
-decomposition_table: dict[OpOverload, Callable] = {}
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+decomposition_table: dict[OpOverload, Callable[..., Any]] = {}
 """Decompositions by operator overload, for every purpose."""
 
-decomposition_table_for_jvp: dict[OpOverload, Callable] = {}
+decomposition_table_for_jvp: dict[OpOverload, Callable[..., Any]] = {}
 """Decompositions by operator overload that forward mode prefers to the general ones."""
 
 
@@ -143,13 +145,15 @@ def _enter_names(op: Any, overloads: Sequence[OpOverload]) -> None:
         _overloads_by_name[op] = tuple(overloads)
 
 
-def _register(table: dict, caller: str, op: Any, allow_existing: bool) -> Callable[[Callable], Callable]:
+def _register(
+    table: dict[OpOverload, Callable[..., Any]], caller: str, op: Any, allow_existing: bool
+) -> Callable[[_Function], _Function]:
     # Torch differentiates no operator that writes its result somewhere.
     overloads = [o for o in overloads_of(op, caller) if not any(a.is_out for a in o._schema.arguments)]
     if not overloads:
         raise TypeError(f"{caller}: {op} writes its results into out= arguments; register the operator without them.")
 
-    def decorator(decomposition: Callable) -> Callable:
+    def decorator(decomposition: _Function) -> _Function:
         existing = [str(overload) for overload in overloads if overload in table]
         if existing and not allow_existing:
             raise ValueError(
@@ -162,7 +166,7 @@ def _register(table: dict, caller: str, op: Any, allow_existing: bool) -> Callab
     return decorator
 
 
-def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> Callable[[Callable], Callable]:
+def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> Callable[[_Function], _Function]:
     """Decorator that enters a function into `decomposition_table`.
 
     Args:
@@ -189,7 +193,7 @@ def register_decomposition(op_or_ops: Any, *, allow_existing: bool = False) -> C
     return _register(decomposition_table, "register_decomposition", op_or_ops, allow_existing)
 
 
-def register_decomposition_for_jvp(op_or_ops: Any, *, allow_existing: bool = False) -> Callable[[Callable], Callable]:
+def register_decomposition_for_jvp(op_or_ops: Any, *, allow_existing: bool = False) -> Callable[[_Function], _Function]:
     """Decorator that enters a function into `decomposition_table_for_jvp`; see `register_decomposition`.
 
     Example:
@@ -211,7 +215,7 @@ def forget_decompositions(op: Any) -> None:
             table.pop(overload, None)
 
 
-def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable:
+def get_decomposition(op: Any, *, for_jvp: bool = False) -> Callable[..., Any]:
     """The decomposition of `op`.
 
     Args:

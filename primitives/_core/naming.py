@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -16,8 +17,10 @@ def published(value: Any, module: str) -> Any:
 
 
 def publish(*modules: types.ModuleType) -> None:
-    """Do so with what modules offer; a name in several of them is that of the last."""
+    """Do so with what modules offer, and let `dir` show that alone; a name in several of them is that of the last."""
     for module in modules:
+        dunder = [name for name in vars(module) if name.startswith("__")]
+        vars(module)["__dir__"] = functools.partial(sorted, {*module.__all__, *dunder})
         for name in module.__all__:
             # Not what a module loads when it is asked for.
             published(vars(module).get(name), module.__name__)

@@ -76,7 +76,9 @@ class OverrideMode(TorchFunctionMode):
 
     left: frozenset[Any] = frozenset()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Call what stands for `func`, or `func`."""
         stand_in = overrides.get(func)
         if stand_in is not None and func not in self.left:

@@ -92,7 +92,7 @@ class Primitive:
         autograd_kernel: `(keyset, *args) -> outputs`, what the dispatcher calls on the Autograd key.
     """
 
-    recomputable = False
+    recomputable: bool = False
 
     def __init__(
         self,
@@ -120,11 +120,12 @@ class Primitive:
 
     def _assemble(self, rules: RuleTable) -> None:
         """Register with torch all that it has to know."""
-        self.rules, self.spec = rules, rules.spec
+        self.rules: RuleTable = rules
+        self.spec: Spec = rules.spec
         name, lib = self.spec.name, library(self.spec.namespace)
         lib.define(f"{name}{self.spec.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        self.overload = self.spec.overload
-        self.autograd_kernel = autograd_kernel(rules)
+        self.overload: Any = self.spec.overload
+        self.autograd_kernel: Callable[..., Any] = autograd_kernel(rules)
         self._fast_path_tensors = FastPathTensors(self.overload)
         self._autocast_keys: set[str] = set()
         self._primals = namedtuple("Primals", self.spec.arguments)
@@ -167,7 +168,7 @@ class Primitive:
         """Whether the rule `kind` (`"vjp"`, `"jvp"`, `"vmap"`, ...) is defined."""
         return kind in self.rules.given
 
-    def rule(self, kind: str) -> Callable:
+    def rule(self, kind: str) -> Callable[..., Any]:
         """The rule `kind`; raises `MissingRuleError` if it is not defined."""
         return self.rules.rule(kind)
 
@@ -181,7 +182,7 @@ class Primitive:
             self.decompose_with(rule)
         return self._define("reference", rule)
 
-    def decompose_with(self, decomposition: Callable) -> None:
+    def decompose_with(self, decomposition: Callable[..., Any]) -> None:
         """Enter a function of the same arguments into the decomposition table, in the place of the reference."""
         register_decomposition(self, allow_existing=True)(decomposition)
 
@@ -230,7 +231,7 @@ class Primitive:
 
     # What torch calls.
 
-    def _autocast_kernel(self, key: str) -> Callable:
+    def _autocast_kernel(self, key: str) -> Callable[..., Any]:
         excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
 
         def kernel(*args: Any) -> Any:
@@ -246,7 +247,7 @@ class Primitive:
     def _fake(self, *args: Any) -> Any:
         return self.rules.rule("fake" if self.has_rule("fake") else "reference")(*args)
 
-    def _vmap(self, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+    def _vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         if not self.has_rule("vmap"):
             self.rules.before_loop()
             return vmap_by_loop(self.spec, info.batch_size, info.randomness, in_dims, args)

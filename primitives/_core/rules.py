@@ -24,7 +24,7 @@ __all__ = ["RuleTable"]
 _are_tensors = frozenset([torch.Tensor]).issuperset
 
 
-def _runner(spec: Spec, implementations: Mapping[str, Callable]) -> Callable[..., Any]:
+def _runner(spec: Spec, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """`(*args) -> outputs`, by the implementation for the backend in force.
 
     What it returns is held to the schema here, since the fast path has no dispatcher that would. A kernel that returns
@@ -93,13 +93,15 @@ class RuleTable:
 
     def __init__(self, spec: Spec, residuals: Sequence[str] = (), *, decomposable: bool = False) -> None:
         self.spec = spec
-        self.decomposable = decomposable
-        self.given: dict[str, Callable] = {}
-        self.kernels: dict[str, Callable] = {}
+        self.decomposable: bool = decomposable
+        self.given: dict[str, Callable[..., Any]] = {}
+        self.kernels: dict[str, Callable[..., Any]] = {}
         declared = ResidualLayout(spec, (*residuals, *[s for s in spec.statistics if s not in residuals]))
         every_argument = ResidualLayout(spec, (*spec.tensors, *spec.statistics))
         self.layouts: tuple[Residuals, Residuals, Residuals] = (declared, declared, every_argument)
-        self.implementations: dict[str, dict[str, Callable]] = {"cpu": {}, "cuda": {}}
+        self.implementations: dict[str, dict[str, Callable[..., Any]]] = {"cpu": {}, "cuda": {}}
+        self.cpu: Callable[..., Any]
+        self.cuda: Callable[..., Any]
         self.cpu, self.cuda = (_runner(spec, table) for table in self.implementations.values())
         self._tensor_names = frozenset(spec.tensors)
         self._get_differentiable = tuple_getter([spec.outputs.index(name) for name in spec.differentiable_outputs])
@@ -107,12 +109,12 @@ class RuleTable:
         self._cotangents = tuple_maker(namedtuple("Cotangents", spec.differentiable_outputs))
         self._choose_implementations()
 
-    def define(self, kind: str, rule: Callable) -> None:
+    def define(self, kind: str, rule: Callable[..., Any]) -> None:
         """Take a rule."""
         self.given[kind] = rule
         self._choose_implementations()
 
-    def define_kernel(self, device: str, kernel: Callable) -> None:
+    def define_kernel(self, device: str, kernel: Callable[..., Any]) -> None:
         """Take an implementation for `"cuda"` or `"cpu"`."""
         self.kernels[device] = kernel
         self._choose_implementations()
@@ -125,7 +127,7 @@ class RuleTable:
         forget_decompositions(self.spec.overload)
         self._choose_implementations()
 
-    def rule(self, kind: str) -> Callable:
+    def rule(self, kind: str) -> Callable[..., Any]:
         """The rule `kind`."""
         try:
             return self.given[kind]
@@ -168,7 +170,7 @@ class RuleTable:
         """Whether a missing vjp rule is replaced by the decomposition at the call, not in the backward pass."""
         return False
 
-    def require_decomposition(self, kind: str) -> Callable:
+    def require_decomposition(self, kind: str) -> Callable[..., Any]:
         """The decomposition that is differentiated in place of the missing derivative rule `kind`."""
         try:
             return get_decomposition(self.spec.overload, for_jvp=kind == "jvp")
@@ -193,7 +195,7 @@ class RuleTable:
         by_place = zip(places, cotangents[0] if spec.returns_list else cotangents, strict=True)
         given = {place: _alive(cotangent) for place, cotangent in by_place if cotangent is not None}
 
-        def function(*values: Any) -> tuple:
+        def function(*values: Any) -> tuple[Any, ...]:
             substituted = list(tensors)
             for i, value in zip(active, values, strict=True):
                 substituted[i] = value
@@ -213,7 +215,7 @@ class RuleTable:
         return self.apply_flat(self.given["vjp"], residuals, cotangents, lengths, wanted)
 
     def apply_flat(
-        self, rule: Callable, residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any
+        self, rule: Callable[..., Any], residuals: Any, cotangents: Sequence[Any], lengths: Any, wanted: Any
     ) -> list[Any]:
         """`flat_vjp` with a rule that is given."""
         spec = self.spec

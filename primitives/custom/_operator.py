@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CustomOp", "custom_op"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 # Looked up once: this is asked at every call.
 _is_tracing = torch.compiler.is_dynamo_compiling
 
 
-class CustomOp:
+class CustomOp(Generic[_P, _R]):
     """A torch operator over pytrees, and its rules; made by `custom_op`.
 
     Calling it is calling the function that it was made from: the reference on the CPU, a kernel of `def_kernel` on the
@@ -46,7 +49,7 @@ class CustomOp:
     def __init__(
         self,
         qualified_name: str,
-        function: Callable,
+        function: Callable[..., Any],
         *,
         differentiate: Literal["reference"] | None,
         output_differentiability: Sequence[bool] | None,
@@ -64,8 +67,9 @@ class CustomOp:
         self.__wrapped__ = function
         self._path = (function.__module__, function.__qualname__)
         self.namespace = namespace
-        self.signature = Signature(qualified_name, function, mutates)
-        self.table = StructureTable(qualified_name, self.signature, namespace)
+        self.signature: Signature = Signature(qualified_name, function, mutates)
+        self.table: StructureTable = StructureTable(qualified_name, self.signature, namespace)
+        self.primitive: Primitive
         if qualified_name in operators:
             self.primitive = operators[qualified_name].primitive
         else:
@@ -81,7 +85,7 @@ class CustomOp:
         if differentiate == "reference":
             self.primitive.decompose_with(self._rules.differentiable("reference"))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call the operator as the function is called."""
         if _is_tracing():
             from primitives.custom import _compiled
@@ -105,7 +109,7 @@ class CustomOp:
             return primitive.overload(leaves, number)
         return primitive.autograd_kernel(keyset, leaves, number)
 
-    def pure(self, *args: Any, **kwargs: Any) -> tuple:
+    def pure(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Any, ...]:
         """The pure form of an operator that updates arguments: nothing is written.
 
         Returns:
@@ -129,21 +133,21 @@ class CustomOp:
     def __repr__(self) -> str:
         return f"CustomOp({self.qualified_name})"
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by name: the module that defines the operator is imported again."""
         return _load, (self.qualified_name, *self._path)
 
     # Rules.
 
-    def _add(self, decorator: str, rule: Callable) -> Callable:
+    def _add(self, decorator: str, rule: Callable[..., Any]) -> Callable[..., Any]:
         self._rules.add(decorator, rule)
         return rule
 
-    def def_kernel(self, device: str) -> Callable[[Callable], Callable]:
+    def def_kernel(self, device: str) -> Callable[[Callable], Callable[..., Any]]:
         """Decorator for the implementation on `"cuda"` or `"cpu"`: a function with the signature of the reference."""
         self.primitive.check_device("def_kernel", device)
 
-        def decorator(kernel: Callable) -> Callable:
+        def decorator(kernel: Callable[..., Any]) -> Callable[..., Any]:
             kind = f"def_kernel({device!r})"
             self._rules.add(kind, kernel)
             self.primitive.def_kernel(device)(self._rules.implementation(kind))
@@ -151,26 +155,26 @@ class CustomOp:
 
         return decorator
 
-    def def_fake(self, rule: Callable) -> Callable:
+    def def_fake(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator for a function with the signature of the reference, run on tensors without data.
 
         It gives shapes, dtypes and strides of the results. By default the reference does.
         """
         return self._add("def_fake", rule)
 
-    def def_save_for_backward(self, rule: Callable) -> Callable:
+    def def_save_for_backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator for `(inputs, output) -> tree`: what `def_backward` gets as `saved`."""
         return self._add("def_save_for_backward", rule)
 
-    def def_backward(self, rule: Callable) -> Callable:
+    def def_backward(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator for `(ctx, saved, *cotangents) -> dict`: by argument name, a cotangent tree or `None`."""
         return self._add("def_backward", rule)
 
-    def def_jvp(self, rule: Callable) -> Callable:
+    def def_jvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator for `(inputs, output, tangents) -> tree`: the tangent of the output."""
         return self._add("def_jvp", rule)
 
-    def def_vmap(self, rule: Callable) -> Callable:
+    def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator for `(info, in_dims, inputs) -> (output, out_dims)`; without one, `vmap` is a loop."""
         if self.signature.mutates:
             raise MutationError(
@@ -178,18 +182,18 @@ class CustomOp:
             )
         return self._add("def_vmap", rule)
 
-    def def_autograd(self, rule: Callable) -> Callable:
+    def def_autograd(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator for a function with the signature of the reference that is differentiated in its place.
 
         It wins over every other derivative rule. `below_autograd` calls what it stands for.
         """
         return self._add("def_autograd", rule)
 
-    def def_autocast(self, device: str) -> Callable[[Callable], Callable]:
+    def def_autocast(self, device: str) -> Callable[[Callable], Callable[..., Any]]:
         """Decorator for `inputs -> inputs`: what autocast does on `"cuda"` or `"cpu"`, usually a cast."""
         self.primitive.check_device("def_autocast", device)
 
-        def decorator(rule: Callable) -> Callable:
+        def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
             kind = f"def_autocast({device!r})"
             self._rules.add(kind, rule)
             self.primitive.def_autocast(device)(self._rules.autocast(kind))
@@ -197,7 +201,7 @@ class CustomOp:
 
         return decorator
 
-    def below_autograd(self, *args: Any, **kwargs: Any) -> Any:
+    def below_autograd(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call the operator below the level that is being differentiated, from inside `def_autograd`."""
         with below_this_level():
             return self(*args, **kwargs)
@@ -211,7 +215,7 @@ def custom_op(
     materialize: bool = True,
     mutates: Sequence[str] = (),
     namespace: str = "",
-) -> Callable[[Callable], CustomOp]:
+) -> Callable[[Callable[_P, _R]], CustomOp[_P, _R]]:
     """Decorator that makes a torch operator of a plain-torch function of pytrees.
 
     Args:
@@ -251,8 +255,8 @@ def custom_op(
         tensor(3.)
     """
 
-    def decorator(function: Callable) -> CustomOp:
-        op = CustomOp(
+    def decorator(function: Callable[_P, _R]) -> CustomOp[_P, _R]:
+        op: CustomOp[_P, _R] = CustomOp(
             name,
             function,
             differentiate=differentiate,

@@ -68,7 +68,7 @@ class UserRule:
         where: What errors begin with.
     """
 
-    def __init__(self, op_name: str, kind: str, function: Callable, namespace: str) -> None:
+    def __init__(self, op_name: str, kind: str, function: Callable[..., Any], namespace: str) -> None:
         code = getattr(inspect.unwrap(function), "__code__", None)
         self.function = function
         self.place = repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -127,7 +127,7 @@ def _instance_norm(
 
 def _backend_backward(x: Any, y_bar: Any, *args: Any) -> tuple:
     # That of cuDNN and MIOpen is of training; batch norms reserve nothing for it here.
-    return native_batch_norm_backward(y_bar, x, *args[:5], True, args[5], (True, True, True))
+    return native_batch_norm_backward(y_bar, x, *args[:5], train=True, eps=args[5], output_mask=(True, True, True))
 
 
 _NAMES: dict[OpOverload, Callable[..., Any]] = {

@@ -42,7 +42,7 @@ _COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
 _REDUCTIONS = ("none", "mean", "sum")  # in the order of ATen's enumeration
 
 
-def _bodies(scope: Mapping[str, Any], functions: Iterable[Any]) -> dict[Callable, Callable]:
+def _bodies(scope: Mapping[str, Any], functions: Iterable[Any]) -> dict[Callable, Callable[..., Any]]:
     """Functions of a module, each with one of the same body that never asks who else would handle it.
 
     A function that torch wrote in Python hides the operator that it calls: a mode sees the function, and torch switches
@@ -52,7 +52,7 @@ def _bodies(scope: Mapping[str, Any], functions: Iterable[Any]) -> dict[Callable
     twin_scope = {**scope, **dict.fromkeys(names, lambda *args: False)}
     # By its name Dynamo would look the module up, and find the functions replaced here.
     del twin_scope["__name__"]
-    bodies: dict[Callable, Callable] = {}
+    bodies: dict[Callable, Callable[..., Any]] = {}
     for function in functions:
         own = isinstance(function, FunctionType) and function.__globals__ is scope
         if own and not set(names).isdisjoint(function.__code__.co_names):
@@ -103,7 +103,7 @@ def _has_tangent(value: Any, levels: Sequence[Any]) -> bool:
         return torch._VF._unpack_dual(value, level=0)[1] is not None  # type: ignore[attr-defined] - no stub
 
 
-def forward_mode(args: tuple, kwargs: dict) -> bool:
+def forward_mode(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether any argument carries a tangent at any level; while a compiler traces, whether there is such a level."""
     if torch.compiler.is_compiling():
         return _jvp_level_exists()
@@ -154,7 +154,9 @@ class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used 
                 if any(component in self._only for component in components):
                     self._only.add(composite)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Replace `func` by its decomposition, if it has one here."""
         kwargs = kwargs or {}
         if func is functional.mse_loss and torch.compiler.is_compiling():
@@ -184,7 +186,7 @@ class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used 
         decomposition = self._decomposition(meant[0].overload, args, kwargs) if meant else None
         return func(*args, **kwargs) if decomposition is None else decomposition(*args, **names)
 
-    def _decomposition(self, op: OpOverload, args: tuple, kwargs: dict) -> Callable | None:
+    def _decomposition(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable | None:
         if self._only is not None and op not in self._only:
             return None
         if op in decomposition_table_for_jvp and forward_mode(args, kwargs):

@@ -18,8 +18,8 @@ __all__ = ["hvp", "jvp"]
 
 def jvp(
     func: Callable[..., Any],
-    primals: tuple,
-    tangents: tuple,
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
     *,
     strict: bool = False,
     has_aux: bool = False,
@@ -58,7 +58,14 @@ def jvp(
 
 
 @eager_after_break
-def _jvp(func: Callable, primals: tuple, tangents: tuple, strict: bool, has_aux: bool, options: dict[str, Any]) -> Any:
+def _jvp(
+    func: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    strict: bool,
+    has_aux: bool,
+    options: dict[str, Any],
+) -> Any:
     call = primals_call("jvp", func, primals, options, has_aux=has_aux)
     call.differentiated(range(call.num_args))
     flat_tangents = call.match("tangents", tangents).values()
@@ -70,8 +77,8 @@ def _jvp(func: Callable, primals: tuple, tangents: tuple, strict: bool, has_aux:
 
 def hvp(
     func: Callable[..., Any],
-    primals: tuple,
-    tangents: tuple,
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
     *,
     has_aux: bool = False,
     namespace: str = "",
@@ -114,7 +121,13 @@ def hvp(
 
 
 @eager_after_break
-def _hvp(func: Callable, primals: tuple, tangents: tuple, has_aux: bool, options: dict[str, Any]) -> Any:
+def _hvp(
+    func: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    has_aux: bool,
+    options: dict[str, Any],
+) -> Any:
     call = primals_call("hvp", func, primals, options, has_aux=has_aux)
     by_position = call.match("tangents", tangents, some=True)
     if not by_position:

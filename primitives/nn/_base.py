@@ -20,14 +20,14 @@ class ConversionWarning(UserWarning):
 
     def __init__(self, message: str, left: Sequence[Any] = ()) -> None:
         super().__init__(message)
-        self.left = tuple(left)
+        self.left: tuple[Any, ...] = tuple(left)
 
 
 class OfThisPackage(torch.nn.Module):
     """What every module here is: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""
 
     # Of optree, in modules over pytrees; kept by those alone that are given one, so that state and pickles are torch's.
-    namespace = ""
+    namespace: str = ""
 
     def _over(self, namespace: str) -> None:
         if namespace:

@@ -171,7 +171,7 @@ class _AskedByReplacement:
 
 
 class _BatchNorm(OfThisPackage, torch.nn.modules.batchnorm._BatchNorm):
-    qconfig = _AskedByReplacement()
+    qconfig: Any = _AskedByReplacement()
 
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:

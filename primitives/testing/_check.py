@@ -55,8 +55,8 @@ _OF_STALE_STATISTICS = ("vmap against loop", "derivatives under vmap", "static a
 
 
 def check_rules(
-    op: Callable,
-    args: tuple,
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
     order: int = 2,
@@ -113,9 +113,9 @@ def check_rules(
 
 
 def check_rule(
-    op: Callable,
+    op: Callable[..., Any],
     property: str,
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
     order: int = 2,
@@ -174,7 +174,7 @@ class _Check:
     def of(
         cls,
         op: Any,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
         order: int,
         devices: Devices,

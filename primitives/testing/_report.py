@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from primitives._core.errors import PrimitivesError
 
@@ -90,10 +90,10 @@ class RuleError(PrimitivesError, AssertionError):
     """
 
     def __init__(self, row: Row, report: Report) -> None:
-        self.property = row.property
-        self.op = report.op
-        self.note = row.note
-        self.reproducer = row.reproducer
+        self.property: str = row.property
+        self.op: str = report.op
+        self.note: str = row.note
+        self.reproducer: str = row.reproducer
         self.report = report
         indented = "\n".join(f"    {line}".rstrip() for line in row.reproducer.splitlines())
         parts = [f"{self.op}: {row.property} failed: {row.note}", f"Reproducer:\n\n{indented}"]
@@ -101,6 +101,6 @@ class RuleError(PrimitivesError, AssertionError):
             parts.append(str(report))
         super().__init__("\n\n".join(parts))
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Test runners send errors between processes."""
         return RuleError, (self.report[self.property], self.report)

@@ -61,7 +61,7 @@ def typed_errors(function: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
         line, message = _innermost(reversed([*traceback.walk_tb(error.__traceback__)])), str(error)
-        if isinstance(error, torch_private.DATA_DEPENDENT) or any(text in message for text in _NO_VALUES):
+        if any(text in message for text in _NO_VALUES) or torch_private.is_data_dependent(error):
             raise values_needed(function, str(getattr(error, "func", "a branch or an operation")), line) from error
         for text, meaning in _NO_WRITES.items():
             if text in message:

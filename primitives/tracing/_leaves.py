@@ -39,7 +39,7 @@ class Leaves(NamedTuple):
 
     @classmethod
     def of_arguments(
-        cls, fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None = None, namespace: str = ""
+        cls, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, namespace: str = ""
     ) -> Leaves:
         """The leaves of arguments: of the positional ones, by the names of the parameters of `fn`, then by keyword."""
         kwargs = kwargs or {}

@@ -16,11 +16,10 @@ from torch import _C, _decomp, _ops, fx, nn, overrides
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
-from torch._functorch._aot_autograd import functional_utils
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.autograd import forward_ad
 from torch.fx import _lazy_graph_module
-from torch.fx.experimental import proxy_tensor, symbolic_shapes
+from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch, _pytree
 
@@ -31,13 +30,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Raised where tensors have no memory and a value or a size is asked for.
-DATA_DEPENDENT = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    symbolic_shapes.GuardOnDataDependentSymNode,
-)
-
 get_decompositions = _decomp.get_decompositions
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
@@ -47,6 +39,20 @@ function_modes = overrides._get_current_function_mode_stack
 with_tensors = stateless._reparametrize_module
 # The names by which `torch.utils.checkpoint` looks up its machinery, of a region and of one of the reentrant kind.
 CHECKPOINT_NAMES = ("_CheckpointFrame", "CheckpointFunction")
+
+
+def _of_tracers() -> tuple[Any, Any]:
+    """Symbolic sizes and functionalization, imported when something is traced: with sympy, they take half a second."""
+    from torch._functorch._aot_autograd import functional_utils
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes, functional_utils
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether a value or a size was asked for where tensors have no memory."""
+    kinds = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+    return isinstance(error, (*kinds, _of_tracers()[0].GuardOnDataDependentSymNode))
 
 
 def schema_of(func: Any) -> Any:
@@ -125,7 +131,7 @@ def last_number() -> int:
 def fake_mode(*, symbolic: bool) -> fake_tensor.FakeTensorMode:
     """Mode in which tensors have no memory; with `symbolic`, they may have symbolic sizes."""
     options: dict[str, Any] = {"allow_scalar_outputs": False, "allow_dynamic_output_shape_ops": False}
-    shape_env = symbolic_shapes.ShapeEnv(**options) if symbolic else None
+    shape_env = _of_tracers()[0].ShapeEnv(**options) if symbolic else None
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
 
 
@@ -134,6 +140,7 @@ def fake_of(mode: fake_tensor.FakeTensorMode, x: Tensor, dynamic_axes: Sequence[
     sizes, strides = [int(n) for n in x.shape], [int(n) for n in x.stride()]
     with fake_tensor.unset_fake_temporarily(), torch.no_grad():
         like = torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
+    symbolic_shapes = _of_tracers()[0]
     either = symbolic_shapes.DimDynamic
     kinds = [either.DYNAMIC if axis in dynamic_axes else either.STATIC for axis in range(x.dim())]
     context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
@@ -143,11 +150,21 @@ def fake_of(mode: fake_tensor.FakeTensorMode, x: Tensor, dynamic_axes: Sequence[
     return fake.requires_grad_(x.requires_grad)
 
 
-# `wrapped(x)` is as functionalization wants it, and `plain(x)` what that has wrapped, with all writes to it done; of a
-# wrapper subclass, what is inside.
-wrapped: Callable[[Any], Any] = functional_utils.to_fun
-plain: Callable[[Any], Any] = functional_utils.from_fun
-has_data_mutation = functional_utils.has_data_mutation
+def wrapped(x: Any) -> Any:
+    """`x` as functionalization wants it."""
+    return _of_tracers()[1].to_fun(x)
+
+
+def plain(x: Any) -> Any:
+    """What functionalization has wrapped, with all writes to it done; of a wrapper subclass, what is inside."""
+    return _of_tracers()[1].from_fun(x)
+
+
+def has_data_mutation(x: Any) -> bool:
+    """Whether the values of a functional tensor were written to."""
+    return _of_tracers()[1].has_data_mutation(x)
+
+
 is_in_a_transform = _functorch.is_functorch_wrapped_tensor
 # In it, `make_fx` records nothing.
 unrecorded = proxy_tensor.disable_proxy_modes_tracing

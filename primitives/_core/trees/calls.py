@@ -106,11 +106,13 @@ class Structure:
         is_flat: Whether every positional argument is a tensor.
     """
 
-    def __init__(self, signature: Signature, number: int, treespec: Any, template: list[Any], static: dict) -> None:
+    def __init__(
+        self, signature: Signature, number: int, treespec: Any, template: list[Any], static: dict[str, Any]
+    ) -> None:
         self.signature = signature
         self.number = number
         self.static = static
-        self.static_values = signature.Static(**static)
+        self.static_values: Any = signature.Static(**static)
         self.results: Any = None
         self.cast: Structure | None = None
         self._treespec = treespec
@@ -119,16 +121,16 @@ class Structure:
         self._places = [i for i, leaf in enumerate(template) if leaf is None]
         self._only_tensors = len(self._places) == len(template)
         children = treespec.children()
-        self.is_flat = self._only_tensors and all(child.is_leaf() for child in children)
+        self.is_flat: bool = self._only_tensors and all(child.is_leaf() for child in children)
         self.spans: dict[str, Span] = {}
         leaves, start = iter(template), 0
         for name, child in zip(signature.positional, children, strict=True):
             is_tensor = [leaf is None for leaf in islice(leaves, child.num_leaves)]
             self.spans[name] = Span(slice(start, start + sum(is_tensor)), child, is_tensor)
             start += sum(is_tensor)
-        self.mutated = [i for name in signature.mutates for i in range(start)[self.spans[name].tensors]]
+        self.mutated: list[int] = [i for name in signature.mutates for i in range(start)[self.spans[name].tensors]]
 
-    def trees(self, values: Sequence[Any], other: Any = ...) -> tuple:
+    def trees(self, values: Sequence[Any], other: Any = ...) -> tuple[Any, ...]:
         """The positional arguments with `values` for the tensors, and `other` (default: as they are) for the rest."""
         if self.is_flat:
             return tuple(values)
@@ -182,9 +184,9 @@ class Signature:
         Static: Namedtuple with the names of the keyword-only arguments as fields.
     """
 
-    def __init__(self, name: str, function: Callable, mutates: Sequence[str]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], mutates: Sequence[str]) -> None:
         self.name = name
-        self.mutates = tuple(mutates)
+        self.mutates: tuple[str, ...] = tuple(mutates)
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -192,15 +194,15 @@ class Signature:
                     f"{name}: the function takes {parameter}, but an operator has a fixed number of arguments; take a "
                     "tuple or a dict."
                 )
-        self.positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        self.static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.positional: list[str] = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.static: list[str] = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         if isinstance(mutates, str):
             raise TypeError(f"{name}: mutates must be a sequence of names, got {mutates!r}; write ({mutates!r},).")
         for other in set(mutates).difference(self.positional):
             raise ValueError(f"{name}: mutates names {other!r}, which is none of the arguments {self.positional}.")
-        self.Inputs = namedtuple("Inputs", [*self.positional, *self.static])
-        self.filled = tuple_maker(self.Inputs)
-        self.Static = namedtuple("Static", self.static)
+        self.Inputs: Any = namedtuple("Inputs", [*self.positional, *self.static])
+        self.filled: Callable[..., Any] = tuple_maker(self.Inputs)
+        self.Static: Any = namedtuple("Static", self.static)
         # A function of these parameters binds in a tenth of the time that `inspect.Signature.bind` takes.
         names, star = "".join(f"{name}, " for name in self.positional), "*, " if self.static else ""
         static = ", ".join(f"{name!r}: {name}" for name in self.static)
@@ -209,7 +211,7 @@ class Signature:
         bind.__defaults__ = tuple(defaults[n] for n in self.positional if n in defaults)
         bind.__kwdefaults__ = {n: defaults[n] for n in self.static if n in defaults}
         bind.__name__ = bind.__qualname__ = name
-        self.bind: Callable[..., tuple[tuple, dict[str, Any]]] = bind
+        self.bind: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = bind
 
     def label(self, accessor: optree.PyTreeAccessor) -> str:
         """Key path of a leaf of the positional arguments, starting with the name of its argument."""

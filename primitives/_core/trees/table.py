@@ -58,7 +58,7 @@ class StructureTable:
         self._plain: dict[Any, tuple[Structure, list]] = {}
         self._lock = threading.Lock()
 
-    def flatten(self, args: tuple, static: dict[str, Any]) -> tuple[list[Tensor], Structure]:
+    def flatten(self, args: tuple[Any, ...], static: dict[str, Any]) -> tuple[list[Tensor], Structure]:
         """The tensors of a call, and its structure."""
         if static:
             static = {name: _concrete(value) for name, value in static.items()}
@@ -91,7 +91,9 @@ class StructureTable:
             raise
         return tensors, structure or self._intern(args, treespec, leaves, static, key)
 
-    def _of_plain_call(self, args: tuple, static_key: tuple) -> tuple[list[Tensor], Structure] | None:
+    def _of_plain_call(
+        self, args: tuple[Any, ...], static_key: tuple[Any, ...]
+    ) -> tuple[list[Tensor], Structure] | None:
         """What `flatten` returns for a known call with tensors and dicts of tensors: a treespec takes longer."""
         # The keys of a dict, `None` for a tensor, and for anything else what no known call has.
         keys = [None if isinstance(arg, torch.Tensor) else tuple(arg) if type(arg) is dict else ... for arg in args]
@@ -110,7 +112,9 @@ class StructureTable:
                 return None
         return tensors, structure
 
-    def _intern(self, args: tuple, treespec: Any, leaves: list, static: dict, key: Any) -> Structure:
+    def _intern(
+        self, args: tuple[Any, ...], treespec: Any, leaves: list, static: dict[str, Any], key: Any
+    ) -> Structure:
         template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if None not in template:
             raise LeafError(f"{self._name}: the positional arguments must hold a tensor, got none.")
@@ -149,7 +153,7 @@ class StructureTable:
             )
         return structure
 
-    def _refuse_unhashable(self, args: tuple, static: dict[str, Any]) -> None:
+    def _refuse_unhashable(self, args: tuple[Any, ...], static: dict[str, Any]) -> None:
         """Raise for the first value that is not hashable."""
         leaves, treespec = optree.tree_flatten(cast("Any", args), namespace=self.namespace)
         paths = map(self._signature.label, treespec.accessors())

@@ -40,19 +40,24 @@ class JointGraph(Graph):
     """
 
     def __init__(self, module: fx.GraphModule, signature: Signature, mode: Any) -> None:
-        self.signature, self._mode = signature, mode
-        self.primal_names = signature.primals.labels(signature.places)
-        self.cotangent_names = signature.outs._replace(roots="cotangents").labels(signature.with_cotangent)
-        self.output_names = signature.outs.labels(signature.computed)
-        self.gradient_names = tuple(f"{name}_bar" for name in signature.primals.labels(signature.gradient_places))
-        self.mutated_names = signature.primals.labels(signature.mutated)
-        self.in_treespec = signature.primals.treespec
-        self.out_treespec = signature.outs.treespec
+        self.signature: Signature = signature
+        self._mode = mode
+        self.primal_names: tuple[str, ...] = signature.primals.labels(signature.places)
+        self.cotangent_names: tuple[str, ...] = signature.outs._replace(roots="cotangents").labels(
+            signature.with_cotangent
+        )
+        self.output_names: tuple[str, ...] = signature.outs.labels(signature.computed)
+        self.gradient_names: tuple[str, ...] = tuple(
+            f"{name}_bar" for name in signature.primals.labels(signature.gradient_places)
+        )
+        self.mutated_names: tuple[str, ...] = signature.primals.labels(signature.mutated)
+        self.in_treespec: Any = signature.primals.treespec
+        self.out_treespec: Any = signature.outs.treespec
         states = [f"rng[{i}].{field}" for i in range(2) for field in PhiloxState._fields] * signature.has_states
         kinds = {PRIMAL: self.primal_names, COTANGENT: self.cotangent_names, STATE: states}
         inputs = [(label, kind) for kind, labels in kinds.items() for label in labels]
         names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-        self.inputs = dict(zip(names, inputs, strict=True))
+        self.inputs: dict[str, tuple[str, str]] = dict(zip(names, inputs, strict=True))
         outputs = [*self.output_names, *states[:2], *self.gradient_names, *states[2:]]
         super().__init__(module, self.inputs, outputs, self)
         # Values of the symbols in sizes that the graph is valid for.
@@ -69,7 +74,7 @@ class JointGraph(Graph):
         mode = torch_private.fake_mode(symbolic=symbolic)
         self.__init__(torch_private.loaded(data, constants, mode), signature, mode)
 
-    def __call__(self, primals: tuple, cotangents: Any = None, *, rng: Any = None) -> tuple:
+    def __call__(self, primals: tuple[Any, ...], cotangents: Any = None, *, rng: Any = None) -> tuple[Any, ...]:
         """Run the graph.
 
         Args:

@@ -45,7 +45,7 @@ class Saved(NamedTuple):
     """
 
     name: str
-    shape: tuple
+    shape: tuple[Any, ...]
     dtype: torch.dtype | None
     num_bytes: int
     is_input: bool
@@ -65,11 +65,14 @@ class Graph:
     def __init__(
         self, module: fx.GraphModule, inputs: Mapping[str, tuple[str, str]], outputs: Sequence[str], joint: Any
     ) -> None:
-        self.module, self.graph, self._joint = module, module.graph, joint
+        self.module: fx.GraphModule = module
+        self.graph: fx.Graph = module.graph
+        self._joint = joint
         self._placeholders = self.graph.find_nodes(op="placeholder")
         # Label and kind of each.
         self._inputs = [inputs[node.name] for node in self._placeholders]
-        self.input_labels, self.output_labels = tuple(label for label, _ in self._inputs), tuple(outputs)
+        self.input_labels: tuple[str, ...] = tuple(label for label, _ in self._inputs)
+        self.output_labels: tuple[str, ...] = tuple(outputs)
         self._compute = torch_private.as_one_operation(self._flat)
 
     @property
@@ -125,8 +128,10 @@ class _Part(Graph):
         self, module: fx.GraphModule, inputs: Any, outputs: Sequence[str], saved: list[Saved], joint: Any, cut: Any
     ) -> None:
         super().__init__(module, inputs, outputs, joint)
-        self.input_names, self.output_names = self.input_labels, self.output_labels
-        self.saved, self._cut = tuple(saved), cut
+        self.input_names: tuple[str, ...] = self.input_labels
+        self.output_names: tuple[str, ...] = self.output_labels
+        self.saved: tuple[Saved, ...] = tuple(saved)
+        self._cut = cut
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The joint graph, to be split again."""
@@ -154,7 +159,7 @@ class ForwardGraph(_Part):
             lines.append(f"  {entry.name} {[*entry.shape]}: {size}")
         return "\n".join(lines)
 
-    def __call__(self, primals: tuple, *, rng: PhiloxState | None = None) -> tuple:
+    def __call__(self, primals: tuple[Any, ...], *, rng: PhiloxState | None = None) -> tuple[Any, ...]:
         """Run the forward pass.
 
         Args:

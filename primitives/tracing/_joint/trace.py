@@ -39,7 +39,7 @@ _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_off
 
 def trace_joint(
     fn: Callable[..., Any],
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
     no_cotangents: bool = False,
@@ -127,7 +127,7 @@ def trace_joint(
     constants = given._replace(values=[None if i in places else x for i, x in enumerate(given.values)])
     signature = Signature(constants, places, functionalize_rng)
 
-    def flat(*tensors: Tensor) -> tuple:
+    def flat(*tensors: Tensor) -> tuple[Any, ...]:
         with torch_private.functional_world() as world:
             wrapped = [torch_private.wrapped(x) for x in tensors]
             return tuple(map(torch_private.plain, _run(by_place, signature, no_cotangents, wrapped, world.copied)))
@@ -218,7 +218,7 @@ def _is_computed(y: Any) -> bool:
     return isinstance(y, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _dynamic_axes(primals: tuple, given: Leaves, dynamic: Any) -> list[list[int]]:
+def _dynamic_axes(primals: tuple[Any, ...], given: Leaves, dynamic: Any) -> list[list[int]]:
     """Axes of each leaf whose sizes are symbols."""
     options = {"namespace": given.namespace, "is_leaf": None}
     entries = spread(_FUNCTION, "dynamic", False if dynamic is None else dynamic, "primals", primals, options)

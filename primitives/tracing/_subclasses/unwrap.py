@@ -223,8 +223,11 @@ class Unwrapped:
         self.gradient_specs: list[SubclassSpec | None] = [None] * len(self.in_specs)
         self._has_subclasses = any(spec is not None for spec in self.in_specs)
         # Its arguments go by the names that those of `fn` have.
-        self.fn = functools.wraps(fn, updated=())(functools.partial(self._plain_call)) if self._has_subclasses else fn
-        self.args, self.kwargs = self.unwrap(*args), self.unwrap_kwargs(**kwargs)
+        self.fn: Callable[..., Any] = fn
+        if self._has_subclasses:
+            self.fn = functools.wraps(fn, updated=())(functools.partial(self._plain_call))
+        self.args: tuple[Any, ...] = self.unwrap(*args)
+        self.kwargs: dict[str, Any] = self.unwrap_kwargs(**kwargs)
 
     def unwrap(self, *args: Any) -> tuple[Any, ...]:
         """Positional arguments like those that were given first, unwrapped.
@@ -355,7 +358,7 @@ def _taken_out(recorded: Leaves, tree: Any, taken_out: Callable[[SubclassSpec, A
 
 
 def unwrap_subclasses(
-    fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None = None, *, namespace: str = ""
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, namespace: str = ""
 ) -> Unwrapped:
     """`fn` as a function of the plain tensors inside wrapper subclasses.
 

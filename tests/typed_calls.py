@@ -1,0 +1,40 @@
+"""What a type checker knows of calls: `make check` reads this file, and nothing runs it."""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import primitives as pr
+
+x = torch.ones(2, 4)
+tree = {"a": x, "b": x}
+
+
+@pr.custom_op("typed::scaled")
+def scaled(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return scale * x
+
+
+@pr.override_torch()
+@pr.use_backend("reference")
+def decorated(x: Tensor) -> int:
+    return x.dim()
+
+
+assert_type(pr.functional.layer_norm(x, (4,)), Tensor)
+assert_type(pr.functional.softmax(tree, dim=1), dict[str, Tensor])
+assert_type(pr.functional.add_rms_norm(x, x, (4,)), tuple[Tensor, Tensor])
+assert_type(pr.functional.attention(x, x, x), Tensor)
+assert_type(pr.functional.attention(tree, tree, tree, return_lse=True), tuple[dict[str, Tensor], dict[str, Tensor]])
+assert_type(scaled(x, scale=2.0), Tensor)
+assert_type(decorated(x), int)
+assert_type(pr.nn.convert(torch.nn.Sequential(torch.nn.LayerNorm(4))), torch.nn.Sequential)
+assert_type(pr.tracing.trace_joint(torch.sum, (x,)).primal_names, tuple[str, ...])
+assert_type(pr.nn.LayerNorm(4, namespace="mine").namespace, str)
+assert_type(pr.decompositions.get_decomposition(torch.ops.aten.trace)(x), Any)
+scaled(x, size=2.0)  # type: ignore[call-arg] - a wrong name, which is to be an error
