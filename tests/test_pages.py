@@ -1,7 +1,8 @@
-"""Pages of Markdown: rows of a table have the cells of its header, and links outside of the site lead somewhere."""
+"""Pages of Markdown: tables are whole, examples are doctests, links lead somewhere, and the API has every module."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -42,6 +43,26 @@ TABLE = "text\n\n| a | b |\n|---|---|\n| 1 | `x \\| y` |\n| 3 | 4 |\n"
 def test_a_torn_table_is_found(whole, torn, line):
     assert [*torn_tables(TABLE)] == []
     assert line in torn_tables(TABLE.replace(whole, torn))
+
+
+# The README's example is run by tests/test_readme.py, as it stands without prompts.
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_are_doctests(page):
+    blocks = re.findall(r"^```(python|py|pycon)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    # Without the empty line doctest takes the fence for output.
+    assert [
+        block for kind, block in blocks if kind != "pycon" or ">>>" not in block or not block.endswith("\n\n")
+    ] == []
+
+
+def test_the_api_has_a_page_of_each_module():
+    modules = [name for name in primitives.__all__ if inspect.ismodule(getattr(primitives, name))]
+    shown = {
+        name
+        for page in ROOT.glob("docs/api/*.md")
+        for name in re.findall(r"^::: primitives\.(\w+)$", page.read_text(), re.M)
+    }
+    assert {*modules} <= shown
 
 
 # The build of the site follows the links of docs.
