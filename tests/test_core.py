@@ -171,6 +171,22 @@ def test_lists_of_tensors_are_differentiated():
         assert_close(jvp(lambda b, op=op: op([xs[0], b], weight), (xs[1],), (xs[0],))[1], 2 * xs[0] * weight)
 
 
+@pytest.mark.parametrize("returns", ["(Tensor a, Tensor b)", "Tensor[]"])
+def test_none_among_the_tangents_of_several_outputs_is_zero(returns):
+    """In a loop over a batch too, of an operator with a list of flags."""
+    is_list = returns == "Tensor[]"
+    rules = {
+        "reference": lambda x, flags: [x.sin(), x.cos()] if is_list else (x.sin(), x.cos()),
+        "jvp": lambda r, t: ([None, -r.x.sin() * t.x],) if is_list else (None, -r.x.sin() * t.x),
+        "vjp": lambda r, c, wanted: {"x": X},
+    }
+    op = define(f"(Tensor x, bool[] flags) -> {returns}", rules=rules, residuals=("x",))
+    for call in (lambda x: tuple(op(x, [True, False])), vmap(lambda x: tuple(op(x, [True, False])))):
+        a_dot, b_dot = jvp(call, (X,), (X,))[1]
+        assert_close(a_dot, torch.zeros_like(X))
+        assert_close(b_dot, -X.sin() * X)
+
+
 @pytest.mark.parametrize(
     "kind, result, error, words",
     [

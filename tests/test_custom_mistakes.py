@@ -103,6 +103,8 @@ WRONG_CALLS = [
         for name in ("nameless", "a::b::c", "a.b::c", "::c")
     ],
     (lambda: pr.custom_op("aten::sin")(lambda x: x), ValueError, "aten::sin exists already"),
+    (lambda: pr.custom_op(good), TypeError, "name must be the name of the operator, .* got the function good"),
+    (lambda: custom_ops.affine(X), TypeError, r"tests::affine\(\) missing 1 required positional argument"),
     (lambda: pr.custom_op("tests::variadic")(lambda *xs: xs), TypeError, r"takes \*xs, but an operator has a fixed"),
     (lambda: operator(differentiate=True), ValueError, 'differentiate must be None or "reference", got True'),
     (lambda: custom_ops.moving_average.def_vmap(print), pr.MutationError, "takes no def_vmap"),

@@ -252,6 +252,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
                 ctx.jvp_static = ctx.static
             ctx.save_for_forward(*tensors)
             ctx.dots = dots
+            ctx.sizes = [(y.shape, y.dtype, y.device) for y in (output if returns_list else outputs)]
         ctx.materialize_grads = False
         flat_outputs = tuple(output) if returns_list else outputs
         if has_constants:
@@ -289,11 +290,17 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
                     f"{spec.name}: the jvp rule must return one tangent for each of "
                     f"{', '.join(spec.differentiable_outputs)}, got {len(computed)}."
                 )
+            places = differentiable
             if returns_list:
-                return tuple(None if i in ctx.constants else dot for i, dot in enumerate(computed[0]))
-            out: list[Any] = [None] * num_outputs
-            for i, tangent in zip(differentiable, computed, strict=True):
-                out[i] = tangent
+                places, computed = [i for i in range(len(ctx.sizes)) if i not in ctx.constants], computed[0]
+                computed = [computed[i] for i in places]
+            out: list[Any] = [None] * len(ctx.sizes)
+            for i, tangent in zip(places, computed, strict=True):
+                # Torch takes no absent tangent of an output that has one.
+                size, dtype, device = ctx.sizes[i]
+                out[i] = torch.zeros(size, dtype=dtype, device=device) if tangent is None else tangent
+            if returns_list:
+                return tuple(out)
             for i, name in statistics:
                 out[i] = refused_tangent(spec.name, name, getattr(residuals, name))
         return tuple(out) if num_outputs > 1 else out[0]

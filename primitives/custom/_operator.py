@@ -236,9 +236,9 @@ def custom_op(
         the result depends on trees and static arguments alone.
 
     Raises:
+        TypeError: If `name` is missing, as in `@custom_op` alone, or the function takes `*args` or `**kwargs`.
         ValueError: If `name` names no library, or the operator exists; defining the same function again, as a notebook
             does, replaces the operator and all its rules.
-        TypeError: If the function takes `*args` or `**kwargs`.
 
     Example:
         >>> import torch, primitives as pr
@@ -254,6 +254,11 @@ def custom_op(
         >>> torch.func.grad(lambda x: scaled_sine({"x": x}, scale=3.0))(torch.tensor(0.0))
         tensor(3.)
     """
+    if not isinstance(name, str):
+        function = f"the function {name.__qualname__}" if hasattr(name, "__qualname__") else repr(name)
+        raise TypeError(
+            f'custom_op: name must be the name of the operator, as in @custom_op("library::name"), got {function}.'
+        )
 
     def decorator(function: Callable[_P, _R]) -> CustomOp[_P, _R]:
         op: CustomOp[_P, _R] = CustomOp(

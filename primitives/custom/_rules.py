@@ -305,9 +305,7 @@ class Rules(RuleTable):
             dots = [_zeros(_meta(x)) if dot is None else dot for x, dot in zip(leaves, dots, strict=True)]
         result = rule.function(structure.inputs(leaves), results.tree(outputs), structure.masks(dots))
         metas = list(map(_meta, outputs[: results.num_tensors]))
-        flat = rule.flat_like("the tangent of", result, results.treespec, "output", metas)
-        # Torch takes no absent tangent of an output that has one.
-        dots = [_zeros(meta) if dot is None else dot for dot, meta in zip(flat, metas, strict=True)]
+        dots = rule.flat_like("the tangent of", result, results.treespec, "output", metas)
         for i, value in zip(structure.mutated, outputs[results.num_tensors :], strict=True):
             dots.append(refused_tangent(self._name, f"new {structure.label(i)}", value))
         return (dots,)
