@@ -41,6 +41,8 @@ Written by `python -m perf.support`, which runs every function under each pair o
 
 {functions}
 
+DTensors and several processes: [how-to/distributed.md](../how-to/distributed.md).
+
 ## Kernels
 
 **T** is a Triton kernel on CUDA tensors, **A** a kernel made of ATen's on CPU tensors, **C** composed of other rows and

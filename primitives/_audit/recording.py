@@ -53,7 +53,8 @@ def _place(frame: Any) -> str:
     return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+# None where `apply` is written in C, as in torch 2.15: the line is then that of the operator inside.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def _applied(frame: Any) -> Any:

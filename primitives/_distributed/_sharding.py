@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication, register_sharding
+from torch.distributed.tensor.experimental import register_sharding
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -25,6 +25,7 @@ from primitives._distributed._axes import Axes, axes_of_call
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
     from torch.distributed.tensor import Placement
 
     from primitives._core.rules import RuleTable
@@ -73,8 +74,16 @@ def _is_cut(rules: RuleTable, args: Sequence[Any]) -> bool:
     return False
 
 
-class _Settled(TorchDispatchMode):
-    """Sums over parts are added up at once: a mean that is not would have DTensor bring all of x to each process."""
+class _Composition(TorchDispatchMode):
+    """Operations of a reference on parts of x.
+
+    Sums over parts are added up at once: a mean that is not would have DTensor bring all of x to each process. Of what
+    a reference makes by itself, such as the numbers of the classes, each process takes the part beside its part of x.
+    """
+
+    def __init__(self, x: DTensor) -> None:
+        super().__init__()
+        self._x = x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operation, a primitive perhaps that is cut too; what it returns are parts or the whole."""
@@ -82,7 +91,20 @@ class _Settled(TorchDispatchMode):
         if op is not None and not kwargs and _is_cut(op.rules, args):
             with self:
                 return op.rule("reference")(*args)
+        if any(isinstance(value, DTensor) for value in args):
+            args = tuple([self._beside(value) if type(value) is torch.Tensor else value for value in args])
         return tree_map_only(DTensor, _settled, func(*args, **(kwargs or {})))
+
+    def _beside(self, value: Tensor) -> DTensor:
+        x, lead = self._x, self._x.dim() - value.dim()
+        whole = DTensor.from_local(value, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
+        placements = [
+            Shard(p.dim - lead)
+            if isinstance(p, Shard) and p.dim >= lead and value.shape[p.dim - lead] == x.shape[p.dim]
+            else Replicate()
+            for p in x.placements
+        ]
+        return whole.redistribute(placements=placements)
 
 
 def _settled(x: DTensor) -> DTensor:
@@ -97,7 +119,8 @@ def composed(rules: RuleTable, args: tuple) -> Any:
         return NotImplemented
     if not _is_cut(rules, args):
         return NotImplemented
-    with implicit_replication(), _Settled():
+    x = max((x for x in args if isinstance(x, DTensor)), key=DTensor.dim)
+    with _Composition(x):
         return rules.rule("reference")(*args)
 
 

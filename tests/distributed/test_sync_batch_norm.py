@@ -106,7 +106,7 @@ def check_module(rank, world):
         "no state": {"track_running_stats": False},
         "no bias": {"bias": False},
     }.items():
-        if kind == "no bias" and "bias" not in nn.BatchNorm1d.__init__.__kwdefaults__:
+        if kind == "no bias" and "bias" not in (nn.BatchNorm1d.__init__.__kwdefaults__ or ()):
             continue
         one, ours = nn.BatchNorm1d(C, **arguments).double(), pr.nn.SyncBatchNorm(C, **arguments).double()
         assert ours.load_state_dict(one.state_dict())
