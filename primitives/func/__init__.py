@@ -6,16 +6,19 @@ The transforms are torch's own, run on flat tensors: they nest with each other, 
 
 from primitives.func._checkpoint import checkpoint
 from primitives.func._forward import hvp, jvp
+from primitives.func._functionalize import debug_unwrap, functionalize
 from primitives.func._jacobian import hessian, jacfwd, jacrev
 from primitives.func._linearize import linearize
-from primitives.func._modules import functional_call
+from primitives.func._modules import functional_call, stack_module_state
 from primitives.func._reverse import grad, grad_and_value, vjp
 from primitives.func._vmap import chunk_vmap, vmap
 
 __all__ = [
     "checkpoint",
     "chunk_vmap",
+    "debug_unwrap",
     "functional_call",
+    "functionalize",
     "grad",
     "grad_and_value",
     "hessian",
@@ -24,6 +27,7 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "stack_module_state",
     "vjp",
     "vmap",
 ]

@@ -1,4 +1,4 @@
-"""Modules with other parameters and buffers, by the names and contracts of `torch.func`: `functional_call`."""
+"""Modules with other parameters and buffers, as in `torch.func`: `functional_call`, `stack_module_state`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["functional_call"]
+__all__ = ["functional_call", "stack_module_state"]
 
 
 def functional_call(
@@ -76,3 +76,40 @@ def functional_call(
                 raise TreeError(f"functional_call: every name must be given once, got {name} twice.")
             by_name[name] = leaf
     return torch.func.functional_call(module, by_name, args, kwargs, tie_weights=tie_weights, strict=strict)
+
+
+def stack_module_state(
+    models: Any, *, namespace: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`torch.func.stack_module_state`: the parameters and buffers of several models as one batch of each, for `vmap`.
+
+    Args:
+        models: Modules of one class, all in training or all in evaluation: a `ModuleList`, or any pytree of them.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        `(params, buffers)`, dicts by dotted name. Each tensor has one more axis, the first, with an entry for each
+        model in the order of the leaves; parameters are leaves that require grad as those of the models do.
+
+    Raises:
+        TreeError: If there is no model.
+        LeafError: If a leaf is not a module.
+        RuntimeError: If the models differ in class or mode, or some of a parameter require grad.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> models = {"first": torch.nn.Linear(3, 2), "second": torch.nn.Linear(3, 2)}
+        >>> params, buffers = pr.func.stack_module_state(models)
+        >>> call = lambda params, x: pr.func.functional_call(models["first"], params, x)
+        >>> pr.func.vmap(call, in_dims=(0, None))(params, torch.ones(5, 3)).shape
+        torch.Size([2, 5, 2])
+    """
+    tree: Any = list(models) if isinstance(models, torch.nn.ModuleList) else models
+    leaves: Any = optree.tree_leaves(tree, is_leaf=is_leaf, namespace=namespace)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.nn.Module):
+            raise LeafError(f"stack_module_state: models must hold modules, got {type(leaf).__name__}.")
+    if not leaves:
+        raise TreeError("stack_module_state: models must hold a module, got none.")
+    return torch.func.stack_module_state(leaves)

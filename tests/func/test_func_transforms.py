@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from func_trees import N, assert_tree, compiled, flat, leaves, like, loss, output, point, randn, rebuilt
+from func_trees import N, Pair, assert_tree, compiled, flat, leaves, like, loss, output, point, randn, rebuilt
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import primitives as pr
 from perf.memory import peak
@@ -227,6 +228,56 @@ def test_functional_call_by_flat_nested_and_several_trees():
             torch.testing.assert_close(func.functional_call(model, tree, args, kwargs), TF.linear(x, weight, bias))
     with pytest.raises(RuntimeError, match="Missing key"):
         func.functional_call(model, {"0": {"weight": weight}}, x, strict=True)
+
+
+def test_the_state_of_a_tree_of_models_is_stacked():
+    models = Pair(torch.nn.BatchNorm1d(2).double(), torch.nn.BatchNorm1d(2).double())
+    models.right.weight.data.mul_(3)
+    params, buffers = func.stack_module_state(models, **N)
+    wanted = torch.func.stack_module_state([models.left, models.right])
+    assert_tree((params, buffers), wanted)
+    assert_tree(func.stack_module_state(torch.nn.ModuleList([models.left, models.right])), wanted)
+    x = randn(4, 2)
+
+    def call(params, buffers):
+        return func.functional_call(models.left, (params, buffers), x)
+
+    torch.testing.assert_close(func.vmap(call)(params, buffers), torch.stack([models.left(x), models.right(x)]))
+    for error, words, given in ((pr.TreeError, "got none", []), (pr.LeafError, "got float", [models.left, 1.0])):
+        with pytest.raises(error, match=f"stack_module_state: models must hold .*{words}"):
+            func.stack_module_state(given)
+
+
+def test_functionalized_functions_write_to_arguments_at_the_end_and_not_inside():
+    def update(node, *, by):
+        node.left.add_(by["x"])
+        return Pair(node.left.t(), {"rest": "name", "y": node.right.clone().mul_(2)})
+
+    node, by = Pair(torch.zeros(2, 3), torch.ones(2)), {"x": torch.ones(2, 3)}
+    for remove in ("mutations", "mutations_and_views"):
+        given = Pair(node.left.clone(), node.right)
+        out = func.functionalize(update, remove=remove, **N)(given, by=by)
+        assert_tree(
+            (given.left, out.left, out.right["y"], out.right["rest"]), (by["x"], by["x"].t(), 2 * node.right, "name")
+        )
+    pure = func.functionalize(lambda node: update(node, by=by).right["y"], **N)
+    graph = make_fx(lambda a, b: pure(Pair(a, b)))(node.left.clone(), node.right).graph
+    assert "mul_" not in str(graph)
+    assert "mul.Tensor" in str(graph)
+
+
+def test_unwrapping_for_a_debugger_goes_through_trees_and_transforms():
+    seen = []
+
+    def look(node):
+        seen.extend([func.debug_unwrap(node, **N), func.debug_unwrap(node, recurse=False, **N)])
+        return node.left.sum()
+
+    func.vmap(func.grad(look, **N), **N)(Pair(torch.ones(4, 3), torch.ones(4, 2)))
+    whole, inner = seen
+    assert (whole.left.shape, whole.right.shape) == ((4, 3), (4, 2))
+    # The innermost transform alone: the batch is not seen.
+    assert inner.left.shape == (3,)
 
 
 BUFFERS = {

@@ -1,0 +1,104 @@
+"""What `torch.func` has beside derivatives and batches: `functionalize`, `debug_unwrap`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
+import torch
+
+from primitives.func._calls import FlatCall, eager_after_break, named_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from primitives._core.typing import PyTree
+
+__all__ = ["debug_unwrap", "functionalize"]
+
+
+def functionalize(
+    func: Callable[..., Any],
+    *,
+    remove: str = "mutations",
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Callable[..., Any]:
+    """`torch.func.functionalize` over pytrees: `func` without writes in place inside, for what traces it.
+
+    Writes to arguments are still made, at the end. `primitives.tracing.functionalize_mutations` returns them instead.
+
+    Args:
+        func: Function of pytrees.
+        remove: `"mutations"`, or `"mutations_and_views"`, which also replaces views by copies.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree of an argument or of the output is a leaf.
+
+    Returns:
+        Function of the arguments of `func` that returns what it returns.
+
+    Raises:
+        RuntimeError: If `remove` is neither of the two.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> def update(state):
+        ...     return {"x": state["x"].clone().add_(1)}
+        >>> graph = make_fx(pr.func.functionalize(update))({"x": torch.zeros(2)}).graph
+        >>> [node.name for node in graph.nodes if node.op == "call_function"]
+        ['clone', 'add']
+    """
+    options = {"namespace": namespace, "is_leaf": is_leaf}
+
+    @named_like(func)
+    def functionalized(*args: Any, **kwargs: Any) -> Any:
+        return _functionalized(("functionalize", func, args, kwargs, options), remove)
+
+    return functionalized
+
+
+@eager_after_break
+def _functionalized(given: tuple[Any, ...], remove: str) -> Any:
+    call = FlatCall(*given)
+
+    def flat(*tensors: Any) -> list[Any]:
+        return call.output.split(call(*tensors))
+
+    values = torch.func.functionalize(flat, remove=remove)(*call.tensors)
+    return call.output.join(values)
+
+
+def debug_unwrap(
+    tensor: PyTree,
+    *,
+    recurse: bool = True,
+    namespace: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> PyTree:
+    """`torch.func.debug_unwrap` over pytrees: the tensors inside those of transforms, to be printed and nothing else.
+
+    Args:
+        tensor: A tensor or a pytree; leaves that no transform has wrapped stay as they are.
+        recurse: Whether to unwrap all transforms, or the innermost one.
+        namespace: optree namespace of custom pytree nodes.
+        is_leaf: Where it returns true, a subtree is a leaf.
+
+    Returns:
+        The tree, with the tensors inside. What is computed of them is not transformed.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> def shown(tree):
+        ...     print(pr.func.debug_unwrap(tree)["x"].shape)
+        ...     return tree["x"].sum()
+        >>> pr.func.vmap(shown)({"x": torch.ones(2, 3)})
+        torch.Size([2, 3])
+        tensor([3., 3.])
+    """
+
+    def unwrap(leaf: Any) -> Any:
+        return torch.func.debug_unwrap(leaf, recurse=recurse) if isinstance(leaf, torch.Tensor) else leaf
+
+    unwrapped: Any = optree.tree_map(unwrap, cast("Any", tensor), is_leaf=is_leaf, namespace=namespace)
+    return unwrapped
