@@ -154,22 +154,6 @@ def check_vmap(rank, world):
     assert_close(y, expected.split([SIZES[0], x.shape[1] - SIZES[0]], 1)[rank])
 
 
-def check_compiled(rank, world, backend):
-    torch._inductor.config.compile_threads = 1
-    x, c = all_of(sum(SIZES[:world]), C, 4), all_of(sum(SIZES[:world]), C, 4)
-    norm, one = pr.nn.SyncBatchNorm(C).double(), nn.BatchNorm1d(C).double()
-    mine, whole = part(x, rank, world).clone().requires_grad_(), x.clone().requires_grad_()
-    compiled = torch.compile(norm, fullgraph=True, backend=backend)
-    (part(c, rank, world) * compiled(mine).sin()).sum().backward()
-    (c * one(whole).sin()).sum().backward()
-    assert_close(mine.grad, part(whole.grad, rank, world))
-    assert_same_state(norm, one)
-    tangent = torch.compile(lambda x, t: jvp(norm, (x,), (t,))[1], fullgraph=True, backend=backend)
-    given = [part(v, rank, world).contiguous() for v in (x, c)]
-    expected = jvp(lambda v: truth(v, one.weight, one.bias), (x,), (c,))[1]
-    assert_close(tangent(*given), part(expected, rank, world))
-
-
 def check_data_parallel(rank, world):
     x = all_of(4, C)
     one = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Tanh()).double()
@@ -190,15 +174,6 @@ def check_all(rank, world, *checks):
 
 def test_the_module_is_batch_norm_of_all_samples():
     check_in_processes(check_all, check_module, check_low_precision, check_groups, check_vmap, check_data_parallel)
-
-
-def test_it_compiles():
-    check_in_processes(check_compiled, "aot_eager")
-
-
-@pytest.mark.nightly
-def test_inductor_compiles_it():
-    check_in_processes(check_compiled, "inductor", time_out=300)
 
 
 # What goes wrong in one process is an error in all.
