@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,11 @@ import torch
 from perf.custom_ops import RIGHT, measure
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "docs" / "examples" / "swiglu.py"
 TABLE = re.findall(
     r"^\| (.+?) \| (right|wrong|raises)\b.*? \| (right|wrong|raises)\b.*? \|$",
     (ROOT / "docs" / "reference" / "custom_op.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 )
-
-
-# By day kernel tests check its rules, and tests/test_custom_compile.py compiles operators with trees.
-@pytest.mark.nightly
-def test_the_example_runs(capsys):
-    pytest.importorskip("triton")
-    runpy.run_path(str(EXAMPLE))["main"]()
-    printed = capsys.readouterr().out
-    assert "compile against eager     ok" in printed
-    losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
-    assert losses == sorted(losses, reverse=True)
-    assert len(losses) == 3
 
 
 def test_the_table_in_the_docs_is_what_comes_out_and_the_comparison_counts_it():

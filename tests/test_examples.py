@@ -1,0 +1,86 @@
+"""Every example in docs runs, draws, and shows what it claims: figures that its `main` returns are held to bounds."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+RIGHT, WRONG = (0, 1e-5), (1e-2, math.inf)
+
+# Figures by their names. A torch that is mended fails these: the words of the example are then wrong.
+CLAIMS = {
+    "critic": {"primitives, .*|torch.nn, by reverse mode": RIGHT, "torch.nn, by forward mode": WRONG},
+    "hessian_spectrum": {
+        "primitives, .*": RIGHT,
+        "torch.nn, forward over reverse.*": RIGHT,
+        "torch.nn, reverse over forward.*": WRONG,
+    },
+    "per_sample_gradients": {
+        "together, .*|noise, primitives": RIGHT,
+        "alone, primitives|noise, torch.nn": WRONG,
+    },
+    "oscillator": {"primitives": (0, 1e-4), "torch.nn": WRONG},
+    "pinn": {"primitives, .*": RIGHT, "torch.nn, .*": WRONG},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers():
+    with torch.random.fork_rng():
+        yield
+
+
+@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES if path.stem not in ("meanflow", "swiglu")])
+def test_the_example_shows_what_it_claims(name, tmp_path):
+    for library in ("matplotlib", "sklearn"):
+        pytest.importorskip(library, reason="examples draw, or train on digits")
+    picture, (example,) = tmp_path / "picture.png", [path for path in EXAMPLES if path.stem == name]
+    figures = runpy.run_path(str(example))["main"](["--quick", "--output", str(picture)])
+    assert len(figures) >= 2
+    for figure, value in figures.items():
+        ((low, high),) = [bounds for claim, bounds in CLAIMS[name].items() if re.fullmatch(claim, figure)]
+        assert low <= value <= high, f"{figure}: {value}"
+    assert picture.stat().st_size > 10_000
+    assert example.with_suffix(".png").stat().st_size < 80_000
+
+
+@pytest.fixture
+def float64():
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(dtype)
+
+
+# By day the demo trains on digits.
+@pytest.mark.nightly
+def test_meanflow_learns_the_same_with_torch_and_here(float64, tmp_path, capsys):
+    pytest.importorskip("sklearn", reason="its digits are scikit-learn's")
+    picture = tmp_path / "picture.png"
+    runpy.run_path(str(FOLDER / "meanflow.py"))["main"](["--quick", "--output", str(picture)])
+    output = capsys.readouterr().out
+    (gap,) = re.findall(r"errors differ by at most (\S+)", output)
+    assert float(gap) < 1e-12
+    torch_peak, our_peak = (float(peak) for peak in re.findall(r"64 tokens (\S+)$", output, flags=re.MULTILINE))
+    assert 0 < our_peak < torch_peak
+    assert picture.stat().st_size > 10_000
+
+
+# By day kernel tests check its rules, and tests/test_custom_compile.py compiles operators with trees.
+@pytest.mark.nightly
+def test_swiglu_checks_its_rules_and_trains(capsys):
+    pytest.importorskip("triton")
+    runpy.run_path(str(FOLDER / "swiglu.py"))["main"]()
+    printed = capsys.readouterr().out
+    assert "compile against eager     ok" in printed
+    losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
