@@ -90,8 +90,9 @@ def test_what_others_wrote_runs_as_it_is_and_is_served(case):
         expected, truth = model(x), curvature(model, x)
     before, keys, counted = [type(module) for module in model.modules()], list(model.state_dict()), Attention.subclasses
     signature = inspect.signature(model.forward)
-    pr.nn.convert(model)
     assert "primitives" not in repr(model)
+    pr.nn.convert(model)
+    assert "primitives.override_torch(" in repr(model)
     assert not pr.nn.converted(model)
     for converted in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pr.nn.convert(model)):
         assert_close(converted(x), expected)
@@ -100,6 +101,7 @@ def test_what_others_wrote_runs_as_it_is_and_is_served(case):
         assert inspect.signature(converted.forward) == signature
     assert Attention.subclasses == counted
     assert [type(module) for module in pr.nn.revert(model).modules()] == before
+    assert "primitives" not in repr(model)
     try:
         served = torch.allclose(curvature(model, x), truth)
     except NotImplementedError:

@@ -16,7 +16,8 @@ import primitives as pr
 from tests.custom_ops import NAMESPACE, Affine
 from tests.support import TORCH_ERRORS, torchs_module
 
-NOT_MADE = ("Dropout", "TransformerEncoder")
+# Not among torch's samples of modules, or of arguments of another kind.
+NOT_MADE = ("Dropout", "SyncBatchNorm", "TransformerEncoder")
 MODULES = [name for name in pr.nn.__all__ if hasattr(torch.nn, name) and name not in NOT_MADE]
 BATCH_NORMS = {"BatchNorm1d": (6, 3), "BatchNorm2d": (4, 3, 2, 5), "BatchNorm3d": (2, 3, 2, 3, 2)}
 # Beyond the samples of tests/test_torch_suites.py, which take no second step.

@@ -63,6 +63,10 @@ class Overridden(torch.nn.Module):
         if "converted_from" not in vars(cls):
             super().__init_subclass__(**kwargs)
 
+    def _get_name(self) -> str:
+        name = super()._get_name()
+        return name if isinstance(self, OfThisPackage) else f"primitives.override_torch({name})"
+
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         if is_overriding():
             return super()._call_impl(*args, **kwargs)
