@@ -37,8 +37,8 @@ OPS = {
 }
 # Torch's options for chunks are its own.
 VARIANTS = ("without_cudnn", "chunked", "chunked_none")
-# Torch has no samples of dropout's module.
-MODULES = [name for name in pr.nn.__all__ if hasattr(torch.nn, name) and name != "Dropout"]
+# Torch has no samples of these.
+MODULES = [name for name in pr.nn.__all__ if hasattr(torch.nn, name) and name not in ("Dropout", "SyncBatchNorm")]
 WITHOUT_WEIGHTS = ({"need_weights": True}, {"need_weights": False})
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 

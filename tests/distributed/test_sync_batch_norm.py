@@ -254,6 +254,7 @@ def test_convert_sync_batchnorm_takes_every_batch_norm_and_says_what_it_leaves()
     assert model[0].weight is weight
     assert hook.id in model[0]._forward_hooks
     assert list(pr.nn.converted(model)) == ["0", "1", "2"]
+    assert vars(pr.nn.SyncBatchNorm(2)).keys() == vars(nn.SyncBatchNorm(2)).keys()
     assert [type(m) for m in pr.nn.revert(model)[:3]] == [nn.SyncBatchNorm] * 3
     assert type(pr.nn.convert(nn.SyncBatchNorm(2))) is pr.nn.SyncBatchNorm
     with pytest.raises(TypeError, match="convert_sync_batchnorm"):
