@@ -51,6 +51,7 @@ __all__ = [
     "audit",
     "autograd",
     "current_backend",
+    "custom",
     "custom_op",
     "decompositions",
     "func",

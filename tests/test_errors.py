@@ -269,6 +269,27 @@ def test_what_is_public_goes_by_its_public_name(module):
     }
 
 
+# Arguments that torch deprecates, and how its own loss is to be cut.
+NOT_TAKEN = {"only_inputs", "grad_variables", "options"}
+
+
+@pytest.mark.parametrize("ours, theirs", [(pr.func, torch.func), (pr.autograd, torch.autograd), (pr.functional, F)])
+def test_what_has_a_name_of_torchs_takes_its_arguments(ours, theirs):
+    for name in {*ours.__all__}.intersection(dir(theirs)):
+        try:
+            wanted = inspect.signature(getattr(theirs, name)).parameters
+        except ValueError:
+            # Of a builtin, Python knows none.
+            continue
+        found = inspect.signature(getattr(ours, name)).parameters
+        for place, (argument, parameter) in enumerate(wanted.items()):
+            if argument in NOT_TAKEN or argument.startswith("_"):
+                continue
+            assert found[argument].default == parameter.default, (name, argument)
+            # Nothing else at its place: an argument of torch's call lands where it did, or is refused.
+            assert found[argument].kind is inspect.Parameter.KEYWORD_ONLY or [*found][place] == argument, name
+
+
 def test_every_error_is_public_under_one_base():
     found = [pr.PrimitivesError]
     for cls in found:
