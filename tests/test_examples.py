@@ -18,6 +18,7 @@ RIGHT, WRONG = (0, 1e-5), (1e-2, math.inf)
 # Figures by their names. A torch that is mended fails these: the words of the example are then wrong.
 CLAIMS = {
     "critic": {"primitives, .*|torch.nn, by reverse mode": RIGHT, "torch.nn, by forward mode": WRONG},
+    "ensemble": {"primitives, .*|torch.nn, loop": RIGHT, "torch.nn, curvature": WRONG},
     "hessian_spectrum": {
         "primitives, .*": RIGHT,
         "torch.nn, forward over reverse.*": RIGHT,
