@@ -10,6 +10,7 @@ Imported once `torch.distributed.tensor` is; nothing here imports it for a progr
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,10 +69,15 @@ def _is_cut(rules: RuleTable, args: Sequence[Any]) -> bool:
     for name, x in zip(rules.spec.arguments, args, strict=True):
         of_x = axes.inputs.get(name, ())
         if isinstance(x, DTensor) and len(of_x) == ndim:
-            cut = [placement.dim for placement in x.placements if isinstance(placement, Shard)]
-            if any(of_x[dim] not in axes.free for dim in cut):
-                return True
+            cut = [(i, p.dim) for i, p in enumerate(x.placements) if isinstance(p, Shard)]
+            if any(of_x[dim] not in axes.free for _, dim in cut):
+                # An empty part has no maximum, and would raise in its process alone.
+                return all(_has_no_empty_part(x.shape[dim], x.device_mesh.size(i)) for i, dim in cut)
     return False
+
+
+def _has_no_empty_part(size: int, parts: int) -> bool:
+    return -(-size // parts) * (parts - 1) < size
 
 
 class _Composition(TorchDispatchMode):
@@ -93,6 +99,10 @@ class _Composition(TorchDispatchMode):
                 return op.rule("reference")(*args)
         if any(isinstance(value, DTensor) for value in args):
             args = tuple([self._beside(value) if type(value) is torch.Tensor else value for value in args])
+        if func is torch.ops.aten.mean.dim and not kwargs:
+            # A mean over parts that differ in size DTensor takes of the whole.
+            total = self.__torch_dispatch__(torch.ops.aten.sum.dim_IntList, types, args)
+            return total / math.prod(args[0].shape[axis] for axis in args[1])
         return tree_map_only(DTensor, _settled, func(*args, **(kwargs or {})))
 
     def _beside(self, value: Tensor) -> DTensor:
