@@ -276,6 +276,17 @@ def test_rows_of_layer_norm(cols, bound, kind):
     check_lost(LAYER_NORM.jvp, (x, None, mean, rstd, v, None, None, 1, 0, EPS, True, False), (size / 2,), bound)
 
 
+@pytest.mark.parametrize("value", [1000.1, -3333.3])
+def test_values_that_are_all_one_become_zero(value):
+    functional = pr.functional
+    for shape in ((4, 15), (4, 768), (2, 8, 7, 7)):
+        x = torch.full(shape, value)
+        y = [functional.layer_norm(x, shape[1:]), functional.batch_norm(x, None, None, training=True)]
+        y += [functional.group_norm(x, 4), functional.instance_norm(x)] if len(shape) > 2 else []
+        compiled = torch.compile(functional.layer_norm, backend="aot_eager")(x, shape[1:])
+        assert [each.abs().max().item() for each in (*y, compiled)] == [0.0] * (len(y) + 1)
+
+
 @pytest.mark.parametrize(
     "length, dim, bound",
     [(2**16, 1, 1.25e-4 * OF_LANES), (2**16 + 1, 1, 1e-6), (2**11, 0, 3.1e-5), (2**11 + 1, 0, 1e-6)],

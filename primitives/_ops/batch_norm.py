@@ -77,6 +77,8 @@ def statistics(x: Tensor, batch_ndim: int, eps: float) -> tuple[Tensor, Tensor, 
     """Mean, biased variance and rstd of each channel, [*batch, C]."""
     axes = axes_of(x, batch_ndim)
     mean = x.mean(axes)
+    # Less the rounding error of the mean, channels of one value become 0. Its derivative in x is 0.
+    mean = mean + (x - per_channel(mean, x, batch_ndim)).detach().mean(axes)
     variance = (x - per_channel(mean, x, batch_ndim)).square().mean(axes)
     return mean, variance, (variance + eps).rsqrt()
 

@@ -85,6 +85,9 @@ def _statistics(x: Tensor, norm_ndim: int, eps: float, centered: bool) -> tuple[
     mean = x.mean(axes) if centered else unwanted(x)
     if centered:
         x = x - _per_feature(mean, norm_ndim)
+        # Less the rounding error of the mean, rows of one value become 0. Its derivative in x is 0.
+        rest = x.detach().mean(axes)
+        mean, x = mean + rest, x - _per_feature(rest, norm_ndim)
     return mean, (x.square().mean(axes) + eps).rsqrt(), x
 
 
