@@ -32,6 +32,9 @@ CLAIMS = {
     "pinn": {"primitives, .*": RIGHT, "torch.nn, .*": WRONG},
 }
 
+# Two run by night, below, and one needs transformers: tests/models/test_fine_tune_example.py.
+OTHERS = ("meanflow", "swiglu", "fine_tune")
+
 
 @pytest.fixture(autouse=True)
 def own_random_numbers():
@@ -39,7 +42,7 @@ def own_random_numbers():
         yield
 
 
-@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES if path.stem not in ("meanflow", "swiglu")])
+@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES if path.stem not in OTHERS])
 def test_the_example_shows_what_it_claims(name, tmp_path):
     for library in ("matplotlib", "sklearn"):
         pytest.importorskip(library, reason="examples draw, or train on digits")
