@@ -53,18 +53,12 @@ def _place(frame: Any) -> str:
     return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-# None where `apply` is written in C, as in torch 2.15: the line is then that of the operator inside.
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-
-
-def _applied(frame: Any) -> Any:
-    """The frame of the outermost call of an `autograd.Function` of the user; None outside of any."""
-    found = None
-    while frame is not None:
-        if frame.f_code is _APPLY and _is_users(frame.f_locals["cls"]):
-            found = frame
-        frame = frame.f_back
-    return found
+def _functions(base: type = torch.autograd.Function) -> Iterator[tuple[Any, type]]:
+    """The code of each user's `autograd.Function.forward`, and the class that has it."""
+    for function in base.__subclasses__():
+        if "forward" in vars(function) and _is_users(function):
+            yield getattr(inspect.unwrap(function.forward), "__code__", None), function  # type: ignore[attr-defined]
+        yield from _functions(function)
 
 
 def _is_users(function: Any) -> bool:
@@ -88,6 +82,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, Counter[str]] = defaultdict(Counter)
         self.applied: dict[type, Counter[str]] = defaultdict(Counter)
         self._call: Any = None
+        self._function_of: dict[Any, type | None] = {}
         self._modules = modules
         self._moving = {_storage(x) for x in moving}
 
@@ -103,14 +98,26 @@ class Recorder(TorchDispatchMode):
         self._moving.update(map(_storage, moves))
         if moves:
             frame = inspect.currentframe()
-            call = _applied(frame)
+            call, function = self._applied(frame)
             module = f"{self._modules[-1]}, " if self._modules else ""
-            if call is None:
+            if function is None:
                 self.calls[name_of(func, args)][module + _place(frame)] += 1
             elif call is not self._call:
-                self.applied[call.f_locals["cls"]][module + _place(call)] += 1
+                self.applied[function][module + _place(call.f_back)] += 1
             self._call = call
         return out
+
+    def _applied(self, frame: Any) -> tuple[Any, type | None]:
+        """The frame of the outermost `forward` of a user's `autograd.Function`, and which; None twice outside."""
+        call = function = None
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._function_of:
+                self._function_of[code] = dict(_functions()).get(code)
+            if self._function_of[code] is not None:
+                call, function = frame, self._function_of[code]
+            frame = frame.f_back
+        return call, function
 
 
 def _makes_constants(operator: Any) -> bool:
