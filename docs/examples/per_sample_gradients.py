@@ -24,7 +24,7 @@ variance of their products with a direction, one JVP, and torch.nn has its gradi
     noise, primitives             gradient off by 2e-10
     noise, torch.nn               gradient off by 7e-02
 
-(200 digits, on a CPU. `jacrev` pulls 200 cotangents back in one batch, which a loop does faster there, and torch.nn does
+(200 digits, a CPU. `jacrev` pulls 200 cotangents back in one batch, which a loop does faster there, and torch.nn does
 these first derivatives faster than this package.)
 Every tenth label is wrong, and makes a long gradient: "found" is the chance that one of a wrong label is longer than
 one of a right label.
