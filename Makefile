@@ -52,13 +52,14 @@ GPU_CHECK := import sys, torch; torch.cuda.is_available() or sys.exit(f"make gpu
 TYPES_CHECK := import json, sys; score = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
 score >= 0.95 or sys.exit(f"make check: {score:.1%} of what is public has a known type, and 95 % must.")
 
-.PHONY: help demo test test-front test-kernels test-models nightly gpu gpu-test check perf machine-code doctest docs clean
+.PHONY: help demo test test-front test-kernels test-models nightly fuzz gpu gpu-test check perf machine-code doctest docs clean
 
 help:
 	@echo 'make demo      train two small models on real digits with torch.nn and with this package'
 	@echo 'make test      every test that needs no GPU, the examples in the docs included'
 	@echo 'make test-models  models of transformers, diffusers and timm, unedited'
 	@echo 'make nightly   what takes long: full grids, all machine code, third orders compiled'
+	@echo 'make fuzz      thousands of drawn calls beside those of torch (FUZZ_EXAMPLES=5000)'
 	@echo 'make gpu       on a machine with a GPU (CUDA): gpu-test, then the measurements, then their page in docs/perf'
 	@echo 'make gpu-test  the records and the tests of kernels on the compiled kernels (CUDA)'
 	@echo 'make check     ruff, format, pyright, codespell'
@@ -95,6 +96,9 @@ test-models: $(call installed,models)
 nightly: $(call installed,models)
 	env -u TRITON_INTERPRET $(PYTEST) tests --ignore=tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PARALLEL) -m nightly $(PYTEST_ARGS)
+
+fuzz: $(call installed,test)
+	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),5000) $(PYTEST) tests/test_fuzz.py $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(call installed,test)
 	@$(RUN) -c '$(GPU_CHECK)'

@@ -112,14 +112,15 @@ def cross_entropy(
             ).reshape(())
         if not has_probabilities:
             losses = functools.partial(_losses_of, x, axis)
-            rows, total = _of_labels(losses, shape, _labels("cross_entropy", x, target, ignore_index), *options)
+            labels = _labels("cross_entropy", x, target, ignore_index)
+            rows, total = _of_labels(losses, shape, labels, *options) if shape[axis] else (x.sum(axis), 0)
             return _reduced(rows, total, reduction).to(_result_dtype(x, x.dtype))
         dtype = torch.promote_types(x.dtype, target.dtype)
         wide = x.double() if dtype == torch.float64 else x
         if shape[axis]:
             rows, total = _of_probabilities(functools.partial(_losses_of, wide, axis), shape, target, *options)
         else:
-            rows, total = wide.sum(axis), 0
+            rows, total = (wide * target).sum(axis), 0
         return _reduced(rows, total, reduction).to(_result_dtype(x, dtype))
 
     prefixes = {"target": target, "weight": weight}
@@ -173,9 +174,11 @@ def nll_loss(
 
     def compute(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         labels, axis = _labels("nll_loss", x, target, ignore_index), checks.class_axis(x)
-        picked = x.gather(axis, labels.clamp(min=0).unsqueeze(axis)).squeeze(axis).to(accumulation_dtype(x.dtype))
+        # Without a class every row is ignored.
+        of_label = x.gather(axis, labels.clamp(min=0).unsqueeze(axis)).squeeze(axis) if x.shape[axis] else x.sum(axis)
+        picked = of_label.to(accumulation_dtype(x.dtype))
         rows = (-picked).masked_fill(labels < 0, 0.0)
-        of_rows = _row_weights(labels, weight, picked.dtype)
+        of_rows = _row_weights(labels, weight if x.shape[axis] else None, picked.dtype)
         rows = rows if weight is None else rows * of_rows
         return _reduced(rows, of_rows.sum(), reduction).to(_result_dtype(x, x.dtype))
 

@@ -1,0 +1,253 @@
+"""Hard use: many threads, many steps, interrupts, files, other processes, deterministic algorithms."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import primitives as pr
+from perf.ops import CASES
+from tests.support import assert_close
+
+OPS = {op.name: op for op in CASES}
+
+
+class OwnNorm(nn.Module):
+    """Converted by its behavior."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = 1e-5
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Scaled(nn.Module):
+    """Converted by a function that is registered for it."""
+
+    def forward(self, x):
+        return 2.0 * torch.softmax(x, -1)
+
+
+def scaled(module, x):
+    return 2.0 * pr.functional.softmax(x, -1)
+
+
+def made():
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.LayerNorm(6), OwnNorm(6), Scaled()]
+    return nn.Sequential(*layers, nn.LogSoftmax(-1)).double()
+
+
+X = torch.linspace(-1.0, 1.0, 36, dtype=torch.float64).reshape(3, 2, 6).sin()
+
+
+@pytest.fixture
+def model():
+    pr.nn.register_converter(Scaled, scaled)
+    yield pr.nn.convert(made())
+    pr.nn.register_converter(Scaled, None)
+
+
+def doubled(module, args, output):
+    return 2.0 * output
+
+
+def stepped(model):
+    y = model(X)
+    return y, torch.autograd.grad(y.square().sum(), list(model.parameters()))
+
+
+ELSEWHERE = """
+import importlib, sys, torch
+own = importlib.import_module(sys.argv.pop())
+found = {}
+def work(index):
+    for op in own.OPS.values():
+        found[op.name, index] = own.gradient(op)
+own.hammer(work)
+for name, index in found:
+    torch.testing.assert_close(found[name, index], found[name, 0])
+model, program, data, out = sys.argv[1:]
+model = torch.load(model, weights_only=False)
+x, y = torch.load(data)
+torch.testing.assert_close(torch.export.load(program).module()(x), y)
+torch.save((own.stepped(model), list(own.pr.nn.converted(model)), model.state_dict()), out)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_process_makes_first_calls_in_many_threads_and_loads_models(model, tmp_path):
+    assert len(pr.nn.converted(model)) == 6
+    model[3].register_forward_hook(doubled)
+    torch.save(model, tmp_path / "model")
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    frozen = copy.deepcopy(model).eval()
+    torch.export.save(torch.export.export(frozen, (X,)), tmp_path / "program.pt2")
+    torch.save((X, frozen(X)), tmp_path / "data")
+    expected = stepped(model)
+    tangent = torch.func.jvp(frozen, (X,), (X,))[1]
+    for twin in twins:
+        assert_close(torch.func.jvp(copy.deepcopy(twin).eval(), (X,), (X,))[1], tangent)
+        torch.testing.assert_close(stepped(twin), expected)
+    paths = [str(tmp_path / name) for name in ("model", "program.pt2", "data", "out")]
+    # By the name that pytest gave this file, which the pickled classes have; its folder is on the path here.
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ELSEWHERE, *paths, __name__]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, **path})
+    found, converted, state = torch.load(paths[-1])
+    torch.testing.assert_close(found, expected)
+    assert converted == list(pr.nn.converted(model))
+    plain = made()
+    plain.load_state_dict(state)
+    torch.testing.assert_close(dict(plain.state_dict()), dict(model.state_dict()))
+
+
+def hammer(work, count=8):
+    """Run `work(index)` in many threads at once, and raise what any of them raised."""
+    barrier, failures = threading.Barrier(count), []
+
+    def run(index):
+        try:
+            barrier.wait()
+            work(index)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
+def derivatives(op, seed):
+    """Value, tangent and cotangent of the smallest sample of an op."""
+    inputs = op.inputs(op.tiny, torch.float64, torch.device("cpu"), seed)
+    first = next(iter(op.perturbable(op.tiny)))
+    function = op.of([first], inputs, op.tiny)
+    x = inputs[first]
+    y, tangent = torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    return y, tangent, torch.func.grad(lambda x: function(x).square().sum())(x)
+
+
+def gradient(op):
+    """The cotangent of the smallest sample; torch's forward mode has one level for all threads, and no lock."""
+    inputs = op.inputs(op.tiny, torch.float64, torch.device("cpu"))
+    first = next(iter(op.perturbable(op.tiny)))
+    x = inputs[first].requires_grad_()
+    y = op.of([first], inputs, op.tiny)(x)
+    return torch.autograd.grad(y.square().sum(), x)[0]
+
+
+def test_conversions_and_overrides_in_many_threads():
+    before = nn.functional.layer_norm
+    expected = made()(X)
+    models = [made() for _ in range(8)]
+
+    def work(index):
+        for _ in range(3):
+            assert_close(pr.nn.convert(models[index])(X), expected)
+            assert_close(pr.nn.revert(models[index])(X), expected)
+            with pr.override_torch():
+                assert_close(models[index](X), expected)
+
+    hammer(work)
+    assert nn.functional.layer_norm is before
+
+
+def num_objects():
+    gc.collect()
+    return len(gc.get_objects()), sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("steps", [50, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_steps_leave_nothing_behind(model, steps):
+    state = {name: value.detach() for name, value in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def step():
+        stepped(model)
+        torch.func.jvp(lambda x: torch.func.functional_call(model, (state, buffers), (x,)), (X,), (X,))
+
+    for _ in range(5):
+        step()
+    before = num_objects()
+    for _ in range(steps):
+        step()
+    objects, tensors = num_objects()
+    assert objects - before[0] < steps // 2
+    assert tensors <= before[1]
+
+
+@pytest.mark.parametrize("place", ["value", "compiled"])
+def test_an_interrupted_first_call_leaves_an_operator_that_works(place):
+    calls = []
+
+    @pr.custom_op(f"hard_use::interrupted_{place}", differentiate="reference")
+    def op(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return x.sin()
+
+    def gradient():
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(function(x).sum(), x)[0]
+
+    function = torch.compile(op, backend="aot_eager", fullgraph=True) if place == "compiled" else op
+    with pytest.raises(KeyboardInterrupt):
+        gradient()
+    torch.testing.assert_close(gradient(), X.cos())
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_deterministic_algorithms(name, deterministic):
+    op = OPS[name]
+    torch.manual_seed(0)
+    found = derivatives(op, 0)
+    torch.manual_seed(0)
+    for first, again in zip(found, derivatives(op, 0), strict=True):
+        assert torch.equal(first, again)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_aot_inductor_goes_to_another_process(model, tmp_path):
+    model.eval()
+    path = torch._inductor.aoti_compile_and_package(
+        torch.export.export(model, (X,)), package_path=str(tmp_path / "model.pt2")
+    )
+    torch.save((X, model(X)), tmp_path / "data")
+    script = """
+import sys, torch, primitives
+model, (x, y) = torch._inductor.aoti_load_package(sys.argv[1]), torch.load(sys.argv[2])
+torch.testing.assert_close(model(x), y)
+"""
+    subprocess.run([sys.executable, "-c", script, path, str(tmp_path / "data")], check=True, timeout=120)
