@@ -133,3 +133,20 @@ def test_a_norm_whose_results_change_after_the_check_is_what_it_was_written_to_b
         each[0].factor = 2.0
         each[0].weight.data *= 100
     assert_close(ours(x), theirs(x))
+
+
+def test_weight_norm_is_converted():
+    torch.manual_seed(0)
+    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 3, dtype=torch.float64))
+    keys, x = list(model.state_dict()), torch.randn(5, 4, dtype=torch.float64)
+    g, v = model.parametrizations.weight.original0, model.parametrizations.weight.original1
+    pr.nn.convert(model)
+    assert list(model.state_dict()) == keys
+    assert "primitives._WeightNorm" in repr(model)
+
+    def loss(g, v):
+        names = {"parametrizations.weight.original0": g, "parametrizations.weight.original1": v}
+        return torch.func.functional_call(model, names, (x,)).pow(3).sum()
+
+    assert torch.autograd.gradgradcheck(loss, (g, v))
+    assert "primitives" not in repr(pr.nn.revert(model))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 from primitives.nn import _modules
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
-from primitives.nn._norms import ByForm, ByFunction, Form, ReluNorm, ServedNorm
+from primitives.nn._norms import ByForm, ByFunction, Form, ReluNorm, ServedNorm, weight_normed
 from primitives.nn._proof import SERVED, Verdict, configuration, examined, looks_like_a_norm
 from primitives.nn._sync_batch_norm import SyncBatchNorm
 
@@ -119,8 +119,8 @@ class _Counterparts:
         return self._verdicts[key]
 
 
-# By the classes of users.
-_FUNCTIONS: dict[type[torch.nn.Module], Callable[..., Any]] = {}
+# By the classes of users, and torch's weight norm.
+_FUNCTIONS: dict[type[torch.nn.Module], Callable[..., Any]] = {parametrizations._WeightNorm: weight_normed}
 
 
 def register_converter(cls: type[torch.nn.Module], function: Callable[..., Any] | None) -> None:
@@ -234,9 +234,9 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
     The modules of `torch.nn` that have a counterpart here turn into it: `LayerNorm`, `RMSNorm`, `GroupNorm`,
     `BatchNorm1d`, `2d` and `3d`, `InstanceNorm1d`, `2d` and `3d`, the lazy forms of both, `SyncBatchNorm`,
     `LogSoftmax`, `CrossEntropyLoss`, `NLLLoss`, `MultiheadAttention`, `TransformerEncoderLayer` and
-    `TransformerEncoder`, and their subclasses that inherit `forward`. Parameters, parametrizations, buffers, hooks,
-    training mode and `state_dict` stay the same objects under the same names. `repr` shows a changed module with
-    `primitives.` before its name, and `converted` lists them.
+    `TransformerEncoder`, weight norm by parametrization, and their subclasses that inherit `forward`. Parameters,
+    parametrizations, buffers, hooks, training mode and `state_dict` stay the same objects under the same names. `repr`
+    shows a changed module with `primitives.` before its name, and `converted` lists them.
 
     Norms with a `forward` of their own, of whatever library, are checked: run, on a twin, on inputs that tell apart
     what a norm may be. Those that compute one of this package's do so by it, and are shown and listed as the others.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from primitives import functional
+from primitives._core.decomposition import decomposition_table
 from primitives._core.overrides import cumulative_weight
 from primitives._core.write_back import count_up
 from primitives._override import override_except_dropout
@@ -31,6 +32,7 @@ __all__ = [
     "batch_normed",
     "computed",
     "is_relu_alone",
+    "weight_normed",
 ]
 
 
@@ -209,3 +211,8 @@ class ByFunction(_OfOthers):
         """What the function returns, or the class's own `forward` if that is `NotImplemented`."""
         result = type(self).form(self, *args, **kwargs)
         return self._run_as_written(*args, **kwargs) if result is NotImplemented else result
+
+
+def weight_normed(module: Any, g: Tensor, v: Tensor) -> Tensor:
+    """The weight of torch's `parametrizations.weight_norm`, whose own second derivatives are silently wrong."""
+    return decomposition_table[torch.ops.aten._weight_norm.default](v, g, module.dim)
