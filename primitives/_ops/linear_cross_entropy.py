@@ -110,9 +110,15 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, orde
 
 
 def _chunks(x: Tensor, chunk_rows: int, *tensors: Tensor | None) -> Iterator[list[Any]]:
-    """The rows of each chunk, of x and of other tensors; without rows there is one chunk."""
-    for start in range(0, max(x.shape[0], 1), chunk_rows):
-        yield [None if t is None else t[start : start + chunk_rows] for t in (x, *tensors)]
+    """The rows of each chunk, of x and of other tensors; without rows there is one chunk.
+
+    A last row that would be alone joins the chunk before it: a BLAS adds up a product of one row term by term, and
+    loses three digits over 262,144 classes.
+    """
+    num_rows = x.shape[0]
+    starts = [start for start in range(0, max(num_rows, 1), chunk_rows) if start == 0 or start != num_rows - 1]
+    for start, stop in zip(starts, [*starts[1:], num_rows], strict=True):
+        yield [None if t is None else t[start:stop] for t in (x, *tensors)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
