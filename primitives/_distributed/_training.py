@@ -46,7 +46,7 @@ def sync_batch_norm(
         running_var: Running variance.
         weight: Scale, `[C]`, or `None`.
         bias: Shift, `[C]`, or `None`.
-        training: True: there is no other mode.
+        training: True, the only mode.
         momentum: Weight of this batch in the running statistics, a number or a tensor of one.
         eps: Added to the variance.
         module: The module that this is a call of; at its first call the processes compare what they pass.

@@ -249,7 +249,7 @@ class Rules(RuleTable):
         self.require_both()
         mode, rules = ("reverse", "def_save_for_backward and def_backward") if kind == "vjp" else ("forward", "def_jvp")
         raise MissingRuleError(
-            f"{self._name}: {mode}-mode differentiation was asked for, but there is no rule for it. "
+            f"{self._name}: {mode}-mode differentiation was asked for, but it has no rule. "
             f'Register {rules}, or create the operator with differentiate="reference" to differentiate its reference.'
         )
 
