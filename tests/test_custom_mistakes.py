@@ -48,6 +48,7 @@ MISTAKES = [
     ("def_backward", good(params={"w": X, "n": None}), pr.ShapeError, r"\['w'\] must have shape \[3\] .*\[2, 3\]"),
     ("def_backward", good(x=X.double()), pr.DtypeError, r"x must have dtype torch\.float32 .*torch\.float64"),
     ("def_backward", good(x=X.to("meta")), pr.DeviceError, "x must be on cpu .*meta"),
+    ("def_jvp", None, pr.TreeError, "None for each tangent of zeros, got None alone for 2 tensors"),
     ("def_jvp", {"y": X}, pr.TreeError, "the tangent of output must have the structure of output"),
     ("def_jvp", {"y": Y, "z": (None,)}, pr.ShapeError, r"output\['y'\] must have shape \[2, 3\] .*\[3\]"),
     ("def_jvp", {"y": X.double(), "z": None}, pr.DtypeError, r"output\['y'\] must have dtype"),

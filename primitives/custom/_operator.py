@@ -171,7 +171,7 @@ class CustomOp(Generic[_P, _R]):
         return self._add("def_backward", rule)
 
     def def_jvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator for `(inputs, output, tangents) -> tree`: the tangent of the output."""
+        """Decorator for `(inputs, output, tangents) -> tree`: the tangent of the output, `None` for each of zeros."""
         return self._add("def_jvp", rule)
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:

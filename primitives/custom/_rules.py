@@ -304,6 +304,12 @@ class Rules(RuleTable):
         if self._materialize:
             dots = [_zeros(_meta(x)) if dot is None else dot for x, dot in zip(leaves, dots, strict=True)]
         result = rule.function(structure.inputs(leaves), results.tree(outputs), structure.masks(dots))
+        if result is None and results.num_tensors > 1:
+            # A rule that forgets its return would make zeros of all of them.
+            raise TreeError(
+                f"{rule.where} must return a tree like the output, with None for each tangent of zeros, got None alone "
+                f"for {results.num_tensors} tensors."
+            )
         metas = list(map(_meta, outputs[: results.num_tensors]))
         dots = rule.flat_like("the tangent of", result, results.treespec, "output", metas)
         for i, value in zip(structure.mutated, outputs[results.num_tensors :], strict=True):

@@ -6,10 +6,10 @@ The transforms are torch's own, run on flat tensors: they nest with each other, 
 
 from primitives.func._checkpoint import checkpoint
 from primitives.func._forward import hvp, jvp
-from primitives.func._functionalize import debug_unwrap, functionalize
+from primitives.func._functionalize import debug_unwrap, functionalize, rearrange
 from primitives.func._jacobian import hessian, jacfwd, jacrev
 from primitives.func._linearize import linearize
-from primitives.func._modules import functional_call, stack_module_state
+from primitives.func._modules import functional_call, replace_all_batch_norm_modules_, stack_module_state
 from primitives.func._reverse import grad, grad_and_value, vjp
 from primitives.func._vmap import chunk_vmap, vmap
 
@@ -27,6 +27,8 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "rearrange",
+    "replace_all_batch_norm_modules_",
     "stack_module_state",
     "vjp",
     "vmap",

@@ -1,4 +1,4 @@
-"""What `torch.func` has beside derivatives and batches: `functionalize`, `debug_unwrap`."""
+"""The tools of `torch.func` beside derivatives and batches: `functionalize`, `debug_unwrap`, `rearrange`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from primitives.func._calls import FlatCall, eager_after_break, named_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from primitives._core.typing import PyTree
 
-__all__ = ["debug_unwrap", "functionalize"]
+__all__ = ["debug_unwrap", "functionalize", "rearrange"]
 
 
 def functionalize(
@@ -102,3 +104,27 @@ def debug_unwrap(
 
     unwrapped: Any = optree.tree_map(unwrap, cast("Any", tensor), is_leaf=is_leaf, namespace=namespace)
     return unwrapped
+
+
+def rearrange(tensor: Tensor | Sequence[Tensor], pattern: str, **axes_lengths: int) -> Tensor:
+    """`torch.func.rearrange`: axes of a tensor permuted, split and merged by a pattern, as by `einops.rearrange`.
+
+    `torch.compile` breaks the graph at it, as at torch's.
+
+    Args:
+        tensor: Tensor of any dtype, or a list or tuple of tensors of one shape, which are stacked along a first axis.
+        pattern: Axes before and after, as in `"b (h w) c -> b c h w"`.
+        axes_lengths: Lengths of axes that the shape leaves open.
+
+    Returns:
+        Tensor of the same dtype. Like other changes of shape it is differentiable to any order, in both modes.
+
+    Raises:
+        ValueError: If the pattern is wrong, or does not fit the number of axes.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> pr.func.rearrange(torch.ones(2, 12, 3), "b (h w) c -> b c h w", h=4).shape
+        torch.Size([2, 3, 4, 3])
+    """
+    return torch.func.rearrange(cast("Any", tensor), pattern, **axes_lengths)

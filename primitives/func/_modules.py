@@ -1,4 +1,4 @@
-"""Modules with other parameters and buffers, as in `torch.func`: `functional_call`, `stack_module_state`."""
+"""Modules with other parameters and buffers, or without running statistics, as in `torch.func`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["functional_call", "stack_module_state"]
+__all__ = ["functional_call", "replace_all_batch_norm_modules_", "stack_module_state"]
 
 
 def functional_call(
@@ -46,7 +46,7 @@ def functional_call(
         is_leaf: Where it returns true, a subtree is a leaf.
 
     Returns:
-        What the module returns.
+        The output of the module.
 
     Raises:
         TreeError: If a name is given twice.
@@ -93,7 +93,7 @@ def stack_module_state(
         model in the order of the leaves; parameters are leaves that require grad as those of the models do.
 
     Raises:
-        TreeError: If there is no model.
+        TreeError: If `models` holds none.
         LeafError: If a leaf is not a module.
         RuntimeError: If the models differ in class or mode, or some of a parameter require grad.
 
@@ -113,3 +113,24 @@ def stack_module_state(
     if not leaves:
         raise TreeError("stack_module_state: models must hold a module, got none.")
     return torch.func.stack_module_state(leaves)
+
+
+def replace_all_batch_norm_modules_(root: nn.Module) -> nn.Module:
+    """`torch.func.replace_all_batch_norm_modules_`: batch norms that keep no running statistics, in place.
+
+    They normalize by the batch then, in evaluation too, and write nothing, so that they work under every transform.
+    `primitives.tracing.pure_module` keeps the statistics and works there as well.
+
+    Args:
+        root: Module. Its batch norms, torch's and this package's, lose their statistics; others stay as they are.
+
+    Returns:
+        `root`.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> norm = pr.func.replace_all_batch_norm_modules_(pr.nn.BatchNorm1d(2))
+        >>> pr.func.vmap(norm, randomness="same")(torch.ones(3, 4, 2)).shape
+        torch.Size([3, 4, 2])
+    """
+    return torch.func.replace_all_batch_norm_modules_(root)

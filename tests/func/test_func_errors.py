@@ -11,6 +11,7 @@ from tests.support import assert_raises
 
 ONE, TWO, INTS = torch.ones(()), torch.ones(2), torch.arange(2)
 X, XY = {"x": TWO}, {"x": 0, "y": 0}
+LINEAR = torch.nn.Linear(2, 1)
 NESTED = nested_tensors(TWO, TWO)
 
 
@@ -75,6 +76,8 @@ CASES = [
     (pr.TreeError, "got none", lambda: func.hvp(total, (X,), ({"x": None},))),
     (pr.ShapeError, "tangents[0]<child 1 of Unnamed>[0]",
      lambda: func.jvp(same, (Unnamed(TWO, [ONE]),), (Unnamed(TWO, [TWO]),), **N)),
+    (pr.TreeError, "given once, got weight", lambda: func.functional_call(LINEAR, ({"weight": TWO}, {"weight": TWO}), TWO),
+     lambda: torch.func.functional_call(LINEAR, ({"weight": TWO}, {"weight": TWO}), TWO)),
     # vmap.
     (pr.TreeError, "in_dims[0] of args[0]['x']", lambda: func.vmap(same, in_dims=({"x": "0"},))(X)),
     (pr.TreeError, "out_dims of output['x']", lambda: func.vmap(same, out_dims=False)(X)),
