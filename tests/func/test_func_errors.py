@@ -76,7 +76,8 @@ CASES = [
     (pr.TreeError, "got none", lambda: func.hvp(total, (X,), ({"x": None},))),
     (pr.ShapeError, "tangents[0]<child 1 of Unnamed>[0]",
      lambda: func.jvp(same, (Unnamed(TWO, [ONE]),), (Unnamed(TWO, [TWO]),), **N)),
-    (pr.TreeError, "given once, got weight", lambda: func.functional_call(LINEAR, ({"weight": TWO}, {"weight": TWO}), TWO),
+    (pr.TreeError, "given once, got weight",
+     lambda: func.functional_call(LINEAR, ({"weight": TWO}, {"weight": TWO}), TWO),
      lambda: torch.func.functional_call(LINEAR, ({"weight": TWO}, {"weight": TWO}), TWO)),
     # vmap.
     (pr.TreeError, "in_dims[0] of args[0]['x']", lambda: func.vmap(same, in_dims=({"x": "0"},))(X)),
