@@ -179,7 +179,9 @@ def num_row_parts(operands: Operands, plan: RowPlan, sums: RowSums) -> int:
 def _group(operands: Operands, plan: RowPlan) -> int:
     """Columns of a tile that a thread has beside each other, or minus as many that lie far apart."""
     view, chip = operands.view, chip_of(operands.device)
-    itemsize = next((tensor.element_size() for tensor in view.tensors if tensor is not None), operands.dtype.itemsize)
+    sizes = [tensor.element_size() for tensor in view.tensors if tensor is not None] or [operands.dtype.itemsize]
+    # Where rows lie beside each other, the narrowest operand has the most of them in one load of a thread.
+    itemsize = min(sizes) if view.along_rows else sizes[0]
     at_once = ACCESS_BYTES // itemsize
     if not view.along_rows and view.is_aligned(itemsize) and view.num_cols % at_once == 0 and at_once > 1:
         return min(at_once, plan.block_cols)

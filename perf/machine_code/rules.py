@@ -121,13 +121,6 @@ KNOWN_UNSTAGED_AMD = (
 # it, or all sums of a derivative at once. A row that is swept takes one more for what its sums are about, or for the
 # third sum of a parameter, and none in a step: its lanes keep sums of their own.
 MAX_REDUCTIONS = 2
-KNOWN_REDUCTIONS = (
-    (
-        r"log_softmax_fwd_kernel softmax 16x5000x96 float32 masked ",
-        4,
-        "not known: the mask of one byte beside four may have a layout whose sums cross warps",
-    ),
-)
 
 
 def staged(rows: Iterable[Row]) -> set[tuple[str, str]]:
@@ -151,8 +144,7 @@ def broken_rules(chip_name: str, row: Row, unstaged: Collection[tuple[str, str]]
         spills, narrow = _attention_bounds(chip_name, row)
     regions, shared_bytes = row.parsed_regions(), CHIPS[chip_name].shared_bytes
     name = f"{row.kernel} {row.case}"
-    known = next((bound for pattern, bound, _ in KNOWN_REDUCTIONS if re.match(pattern, name)), 0)
-    reductions = next((number for number, most in _reductions(row, regions) if number > max(most, known)), 0)
+    reductions = next((number for number, most in _reductions(row, regions) if number > most), 0)
     problems = {
         f"spills {row.spills}, allowed are {spills}": row.spills > spills,
         f"{row.local_bytes} bytes of local memory": row.local_bytes > 0,
