@@ -1,4 +1,10 @@
-"""The result file, of which `docs/developers/measuring.md` has every field, and what it says of the machine."""
+"""The result file: one JSON object, whose meaning the number `schema` stands for.
+
+`created` (end of the run, ISO 8601, UTC), `options`, `seconds` and `complete` (false after Ctrl-C) are of the run,
+`package`, `device`, `environment` and `clocks` (of each GPU after every unit) of the functions below. `providers`
+maps each name to null, or to why it could not be used; `overhead` is the result of `perf.custom_ops.measure_overhead`
+on a CPU, or null; `rows` has one for each provider of each unit that was measured.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
     from perf.suite.plan import Unit
 
 ROOT = Path(__file__).resolve().parents[2]
-# What changes what is measured.
+# Their versions change what is measured.
 PACKAGES = ("torch", "triton", "optree", "numpy", "liger-kernel", "quack-kernels", "flash-attn", "apex")
 
 SCHEMA = 3
@@ -35,7 +41,13 @@ Row = dict[str, Any]
 
 
 def row_for(unit: Unit, provider: str, status: str = OK, **values: Any) -> Row:
-    """A row with every field; those not given are null."""
+    """A row with every field; those not given are null.
+
+    `error` is the largest over the largest value of a result, against float64. `device_us` (by CUDA graph) and
+    `call_us` have median, p20, p80 and samples, and so have `vs_torch_device` and `vs_torch_call`, these times over
+    torch's. `gbps` and `gflops` are `minimum_bytes` and the operations of attention's products over the device time,
+    or the call time on a CPU; `copy_gbps` is of a copy of as many bytes on the same device, which `gpu` names.
+    """
     workload, mode = unit
     op, columns = (workload.op, workload.num_cols) if isinstance(workload, Workload) else (workload.model, None)
     row: Row = {"workload": workload.key, "op": op, "columns": columns, "mode": mode}
