@@ -4,7 +4,8 @@ Every cell is executed: values are compared with those of plain torch in float64
 has to name the operator, the argument and the file of the rule. `--overhead` measures the cost of a call instead, on
 tensors so small that the time is the front end's: the sides take turns, and the median of the ratios is reported.
 
-Run: `python -m perf.custom_ops [--overhead]`. The exit status is 1 if this package fails a row or misses a limit.
+Run: `python -m perf.custom_ops > docs/reference/beside_torch_library.md`, or with `--overhead`. The exit status is 1 if
+this package fails a row or misses a limit.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMESPACE = "perf_custom_ops"
+PAGE = """# Beside `torch.library.custom_op`
+
+Both side by side: values are compared with plain torch in float64, and an error about a mistake in a rule is right if
+it names operator, argument and file. torch {version}, CPU. Written by
+`python -m perf.custom_ops > docs/reference/beside_torch_library.md`.
+
+| | `torch.library.custom_op` | `primitives.custom_op` |
+|---|---|---|"""
 RIGHT, WRONG, RAISES = "right", "wrong", "raises"
 # Float64 rounding stays far below, and no wrong value comes near.
 TOLERANCE = 1e-8
@@ -316,7 +325,7 @@ def measure_overhead(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the table in Markdown, or the overhead, and return the exit status."""
+    """Print the page of the table, or the overhead, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overhead", action="store_true", help="measure the cost of a call")
     if parser.parse_args().overhead:
@@ -326,15 +335,13 @@ def main() -> int:
             print(f"{name:<45} {r['ratio']:.2f} ({spread_of_ratio})  {r['ours_us']:.1f} us / {r['theirs_us']:.1f} us")
         return int(any(r["ratio"] > r["limit"] for r in modes.values()))
     rows = measure()
-    print(f"torch {torch.__version__.split('+')[0]}, CPU\n")
-    print("| | `torch.library.custom_op` |\n|---|---|")
-    for name, library, here in rows:
-        wrong = [outcome for outcome in (library, here) if outcome[0] != RIGHT]
-        if wrong:
-            print(f"| {name} | {' | here '.join(': '.join(filter(None, outcome)) for outcome in wrong)} |")
-    for i, side in enumerate(("\ntorch.library.custom_op", "primitives.custom_op"), start=1):
+    print(PAGE.format(version=torch.__version__.split("+")[0]))
+    for name, *outcomes in rows:
+        print(f"| {name} | {' | '.join(': '.join(filter(None, outcome)) for outcome in outcomes)} |")
+    for i, side in enumerate(("\n`torch.library.custom_op`", "`primitives.custom_op`"), start=1):
         n = Counter(row[i][0] for row in rows)
-        print(f"{side}: {n[RIGHT]} right, {n[WRONG]} wrong without an error, {n[RAISES]} raise, of {len(rows)}")
+        end = ";" if i == 1 else "."
+        print(f"{side}: {n[RIGHT]} right, {n[WRONG]} wrong without an error, {n[RAISES]} raise, of {len(rows)}{end}")
     return int(any(here[0] != RIGHT for _, _, here in rows))
 
 
