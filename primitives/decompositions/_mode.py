@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from primitives._core.contexts import Decorates
 from primitives._core.decomposition import (
@@ -38,8 +39,6 @@ _COMPONENTS: dict[OpOverload, tuple[OpOverload, ...]] = {
     aten._batch_norm_impl_index.default: _BATCH_NORMS,
     aten._weight_norm.default: (aten._weight_norm_interface.default,),
 }
-
-_REDUCTIONS = ("none", "mean", "sum")  # in the order of ATen's enumeration
 
 
 def _bodies(scope: Mapping[str, Any], functions: Iterable[Any]) -> dict[Callable, Callable[..., Any]]:
@@ -85,8 +84,21 @@ def _jvp_level_exists() -> bool:
     return any(interpreter.key() == _functorch.TransformType.Jvp for interpreter in stack)
 
 
+def _show_to_dynamo() -> None:
+    """Have Dynamo ask modes about each function that is replaced here, as torch does when it runs without Dynamo.
+
+    It asks about those alone that torch's list has, which lacks what is private and some losses.
+    """
+    replaced = {*patterns_by_callable, *torch_bodies}
+    get_overridable_functions()["primitives"] = [*replaced]
+    dynamo = sys.modules.get("torch._dynamo.variables.torch")
+    if dynamo is not None:
+        dynamo.get_overridable_functions().update(replaced)  # it has read the list perhaps
+
+
 # What torch.compiler.assume_constant_result does; calling it would import the compiler together with this package.
-_jvp_level_exists._dynamo_marked_constant = True  # type: ignore[attr-defined] - a mark for Dynamo
+for _function in (_jvp_level_exists, _show_to_dynamo):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined] - a mark for Dynamo
 
 
 def _has_tangent(value: Any, levels: Sequence[Any]) -> bool:
@@ -147,6 +159,7 @@ class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used 
 
     def __init__(self, *ops: Any) -> None:
         super().__init__()
+        _show_to_dynamo()
         self._only: set[OpOverload] | None = None
         if ops:
             self._only = set(registered_overloads(ops, "differentiate_through"))
@@ -159,11 +172,6 @@ class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used 
     ) -> Any:
         """Replace `func` by its decomposition, if it has one here."""
         kwargs = kwargs or {}
-        if func is functional.mse_loss and torch.compiler.is_compiling():
-            # Dynamo shows modes no function of torch._C._nn, and torch's own derivative ends the process.
-            decomposition = self._decomposition(aten.mse_loss.default, args, kwargs)
-            if decomposition is not None and len(args) == 2 and kwargs.keys() <= {"reduction"}:
-                return decomposition(*args, _REDUCTIONS.index(kwargs.get("reduction", "mean")))
         if func is torch.Tensor.unflatten:
             # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
             return torch.unflatten(*args, **kwargs)

@@ -18,15 +18,27 @@ aten = torch.ops.aten
 for _operator in (
     aten._safe_softmax.default,
     aten.binary_cross_entropy_with_logits.default,
-    aten.glu.default,
     aten.grid_sampler_2d.default,
-    aten.hardsigmoid.default,
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
     aten.native_dropout_backward.default,
     aten.soft_margin_loss.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
+
+
+@register_decomposition(aten.glu)
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    """The first half times the sigmoid of the second; Dynamo does not trace torch's own decomposition."""
+    a, b = x.chunk(2, dim)
+    return a * b.sigmoid()
+
+
+@register_decomposition(aten.hardsigmoid)
+def hardsigmoid(x: Tensor) -> Tensor:
+    """A sixth of x + 3, within 0 and 1; likewise."""
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 6 + 0.5))
+
 
 _composed_norm = _decomp.decomposition_table[aten.linalg_vector_norm.default]
 
