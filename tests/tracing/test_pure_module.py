@@ -1,4 +1,4 @@
-"""pure_module: truth is the module itself, in loops, and a net written by hand; what it refuses."""
+"""pure_module: truth is the module itself, in loops, and a net written by hand; its errors."""
 
 import copy
 import re
@@ -291,9 +291,6 @@ def test_errors(case):
     with pytest.raises(error, match=re.escape(message)) as info:
         action()
     assert str(info.value).startswith("pure_module: ")
-
-
-# Under transforms.
 
 
 def net(kind="torch", momentum=0.1):
