@@ -147,9 +147,13 @@ def _write_back(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, 
 @functools.cache
 def register() -> None:
     """Tell DTensor of all primitives of this package, once."""
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for op in registered_primitives().values():
         if op.spec.namespace in _NAMESPACES:
             register_sharding(op.overload)(functools.partial(_acceptable, op.spec))
+            # DTensor remembers a call by its tensors, and by its other arguments from this one on: by default the first
+            # integer, before which are flags, such as whether attention is causal, and tensors that may be None.
+            known[op.overload].static_argnum = 0
     torch.library.register_torch_dispatch(f"{NAMESPACE}::write_back", DTensor, _write_back)
     # What torch asks of a tensor and its tangent, and DTensor does not answer.
     torch.library.register_torch_dispatch("aten::_has_same_storage_numel", DTensor, _have_same_storage)
