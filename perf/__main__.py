@@ -103,7 +103,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _predict(options: argparse.Namespace) -> int:
-    """What the time model expects."""
+    """The times that the model expects."""
     from perf import model
 
     page = model.page(model.read_device(options.device))

@@ -1,6 +1,6 @@
 """Calls of launchers: what the operands of all ops have in common, and the modes that can be called on them.
 
-The tests call launchers on random numbers; the table of machine code on tensors that nobody touches. Triton is imported
+The tests call launchers on random numbers; the table of machine code on tensors never touched. Triton is imported
 with the first launcher that is asked for, so that records of ops (`perf.ops`) can be read without it.
 """
 

@@ -279,7 +279,7 @@ def measure() -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
         logging.disable(logging.NOTSET)
 
 
-# What a call costs.
+# The cost of a call.
 
 scale_p = Primitive("scale_p", "(Tensor x, Tensor weight) -> Tensor y", residuals=("x", "weight"), namespace=NAMESPACE)
 scale_p.def_reference(_scale)
@@ -291,7 +291,7 @@ def _scale_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str, Tensor
 
 
 def comparisons() -> Iterator[tuple[str, Callable[[], object], Callable[[], object], float]]:
-    """What is compared, the side in question, that of `torch.library`, and the most that the ratio may be."""
+    """The name of the comparison, the side in question, that of `torch.library`, and the most that the ratio may be."""
     plain, tracked = ([torch.ones(8, requires_grad=grads) for _ in range(2)] for grads in (False, True))
 
     def backward(op: Callable) -> None:

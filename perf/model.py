@@ -71,7 +71,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What the model knows of a device: its name, a key of `launch.CHIPS` whose plans it gets, and values.
+    """The model's view of a device: its name, a key of `launch.CHIPS` whose plans it gets, and values.
 
     Attributes:
         copy_bytes_per_second: Bytes read plus bytes written per second by a large copy.
@@ -124,7 +124,7 @@ class Prediction(NamedTuple):
 
 
 def predict(workload: Workload, mode: str, device: Device) -> Prediction:
-    """What one step of a mode of the suite should take on the device, apart from what the host does."""
+    """The time that one step of a mode of the suite should take on the device, apart from what the host does."""
     chip = dataclasses.replace(launch.CHIPS[device.chip], num_processors=int(device.num_processors.value))
     times, bound = defaultdict[str, float](float), defaultdict[str, float](float)
     known, steps = True, steps_of(workload, mode, chip)
@@ -205,7 +205,7 @@ def _machine_code(chip_name: str) -> dict[str, Any]:
 
 
 def _reused(call: Cost, device: Device) -> float:
-    """What of the further reads of a call the last cache can serve."""
+    """The part of the further reads of a call that the last cache can serve."""
     cache = device.l2_bytes.value
     at_once = SWEEPING_PROGRAMS * device.num_processors.value
     swept = sum(sweep.num_bytes for sweep in call.sweeps)

@@ -106,7 +106,7 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[Launches]:
-    """What is launched within."""
+    """The launches within."""
     launches: Launches = []
 
     def of_inductor(tuner: Any, *args: Any, stream: Any = None, **options: Any) -> None:

@@ -67,7 +67,7 @@ class Probe(NamedTuple):
     """A launch as the compiler makes it, in that configuration which issues and waits least.
 
     Attributes:
-        work: What it issues and waits for.
+        work: Its issues and waits.
         share: The same in microseconds, and what it has under way.
         step: Its last loop, or all of it if it has none.
         uses: Registers and spills.
@@ -181,8 +181,8 @@ def microseconds(row: Figures) -> float:
     return max(row["bytes us"], row["issue us"], row["waits us"]) + gaps
 
 
-# What may make up for a figure that is worse, tried in this order: words, and whether it is true of our row and that of
-# the peer. All of it can be read off the page.
+# The figures that may make up for a worse one, tried in this order: words, and whether it is true of our row and of the
+# peer's. All of it can be read off the page.
 REASONS: dict[str, tuple[str, Callable[[str, Figures, Figures], bool]]] = {
     "loads": (
         "the registers hold what is loaded: ours has at least as many bytes under way",

@@ -1,4 +1,4 @@
-"""What runs where, of every operation: writes docs/reference/support.md.
+"""The support of every operation: writes docs/reference/support.md.
 
 Run: `python -m perf.support`. Each function is called under each pair of transforms, and the primitives that these call
 say what they have; arguments and layouts are those of the records (`perf.ops`).
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"
 
-TEXT = """# What is supported
+TEXT = """# Supported calls
 
 Written by `python -m perf.support`, which runs every function under each pair of transforms and looks at what it calls.
 
@@ -98,7 +98,7 @@ RULES, DERIVED = {"grad": "vjp", "jvp": "jvp"}, {"grad": "_bwd", "jvp": "_jvp"}
 
 
 def cells(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[dict[str, str], set[Primitive]]:
-    """What serves each mode beside the value, as the page has it, and all primitives that are called."""
+    """The operators that serve each mode beside the value, as the page has it, and all primitives that are called."""
     found, everything, primitives = {}, set(), registered_primitives()
     values: list[Primitive] = []
     for mode, run in _modes(function, x).items():
@@ -131,7 +131,7 @@ def _kernels(ops: Sequence[Primitive]) -> str:
 
 
 def operations() -> Iterator[tuple[str, Callable[[Tensor], Tensor], Tensor, Op | None]]:
-    """What the rows are called, a function of one tensor, the tensor, and the record where there is one."""
+    """The names of the rows, a function of one tensor, the tensor, and the record where there is one."""
     cpu = torch.device("cpu")
     for case in CASES:
         inputs = case.inputs(case.small, torch.float64, cpu)
@@ -151,7 +151,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _same_or_each(what: str, of: dict[str, str]) -> str:
-    """What all have, said once; of those that differ, each."""
+    """The common values, said once; of those that differ, each."""
     first = max(of.values(), key=list(of.values()).count)
     others = "; ".join(f"{name} {value}" for name, value in of.items() if value != first)
     return f"{what} {first}{' but ' + others if others else ''}"

@@ -50,7 +50,7 @@ class Call(NamedTuple):
         for position, x in zip(self.positions, xs, strict=True):
             values[position] = x
         args, kwargs = tree_unflatten(values, self.spec)
-        # What draws numbers draws the same ones each time.
+        # Code that draws numbers draws the same ones each time.
         torch.manual_seed(0)
         out = self.operator(*args, **kwargs)
         return list(out) if isinstance(out, (tuple, list)) else [out]
@@ -186,7 +186,7 @@ def judged(call: Call, moving: Sequence[int], *, is_part: bool = False) -> dict[
 
 
 def verdicts_of(calls: Sequence[Call]) -> dict[str, str] | None:
-    """What holds of each nesting for all calls; None if none could be judged.
+    """The verdict on each nesting for all calls; None if none could be judged.
 
     One call that is silently wrong makes a nesting wrong. A call that raises tells by itself: the first of them, which
     is the plainest, has to, or half of all.

@@ -1,4 +1,4 @@
-"""What the suite measures, and who: named workloads, the shapes at which models call the operations, from the records.
+"""The workloads and providers of the suite: named workloads, shapes at which models call operations, by the records.
 
 The table of machine code has their kernels. A shape is added to the record of its op (`perf.ops`).
 """

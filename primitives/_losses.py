@@ -71,7 +71,7 @@ def cross_entropy(
         ShapeError: If shapes do not go together.
         DtypeError: If a dtype is not one of the above.
         DeviceError: If the tensors are on different devices.
-        LabelError: If a class index is out of range, on the CPU; on a GPU, where nobody waits for it, a device
+        LabelError: If a class index is out of range, on the CPU; on a GPU, which runs behind, a device
             assertion fails.
         ValueError: If `reduction` or `label_smoothing` is not one of the above.
         TreeError: If `target` or `weight` is not a prefix of the tree `input`.

@@ -48,8 +48,8 @@ class override_torch(Decorates, OverrideMode):  # noqa: N801 - used like a funct
     pass it `context_fn=lambda: (contextlib.nullcontext(), override_torch())`, or use `primitives.nn.convert`, whose
     modules enter it by themselves.
 
-    The context holds for the calling thread, nests, and ends with the block, whatever is raised inside. What is
-    computed inside may be differentiated after it has ended.
+    The context holds for the calling thread, nests, and ends with the block, whatever is raised inside. Results
+    from inside may be differentiated after it has ended.
 
     Example:
         >>> import torch, primitives as pr

@@ -1,4 +1,4 @@
-"""What stands for the losses of torch inside `override_torch`."""
+"""The functions that stand for the losses of torch inside `override_torch`."""
 
 from __future__ import annotations
 

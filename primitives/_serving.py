@@ -1,4 +1,4 @@
-"""What a stand-in for a function of torch asks of its arguments, and how it calls the function of this package."""
+"""The conditions of a stand-in for a function of torch on its arguments, and its calls of this package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_plain(*values: Any) -> bool:
 
 
 def served(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns, or `NotImplemented` if it refuses the arguments."""
+    """The result of `function`, or `NotImplemented` if it refuses the arguments."""
     try:
         return function(*args)
     except _REFUSALS:

@@ -58,7 +58,7 @@ def warm_up(
     Raises:
         TypeError: If `model` is not a module, or `args` not a tuple.
         BackendError: If a CUDA graph is being captured.
-        LeafError: If a parameter is lazy, or there is no `step` and nothing that the model returns requires grad.
+        LeafError: If a parameter is lazy, or `step` is missing and no result of the model requires grad.
 
     Example:
         >>> import torch, primitives as pr

@@ -106,7 +106,7 @@ def grad(
         RuntimeError: If an input is unused and that is not allowed, or `materialize_grads` meets an unused
             `GradientEdge`.
         ShapeError: If batch axes differ in size.
-        Exception: What `backward` raises.
+        Exception: As `backward` raises it.
 
     Example:
         >>> import torch, primitives as pr
@@ -220,7 +220,7 @@ def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
 
 
 def _meta(leaf: Any) -> Meta:
-    """What a cotangent must look like; a nested tensor has no shape of its own."""
+    """The form that a cotangent must have; a nested tensor has no shape of its own."""
     source = leaf.node._input_metadata[leaf.output_nr] if _is_edge(leaf) else leaf
     is_nested = source.is_nested_tensor if _is_edge(leaf) else source.is_nested
     return Meta(None if is_nested else torch.Size(source.shape), source.dtype, source.device)  # type: ignore[arg-type] - checked by name

@@ -125,7 +125,7 @@ def layer_norm(
 
 
 class BatchNormOutput(NamedTuple):
-    """What `pure_batch_norm` returns.
+    """The result of `pure_batch_norm`.
 
     Attributes:
         output: The normalized input.
@@ -359,7 +359,7 @@ def dropout(
 
     Numerics:
         One seed is drawn from torch's generator of the device, so that `torch.manual_seed`, activation checkpointing
-        and vmap's `randomness` mean what they mean for any random operation. What the seed becomes is the same on
+        and vmap's `randomness` mean what they mean for any random operation. The noise of a seed is the same on
         every device, and does not depend on strides.
 
     Example:

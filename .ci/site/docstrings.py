@@ -1,4 +1,4 @@
-"""What griffe does with docstrings on their way to the API pages."""
+"""Griffe's changes to docstrings on their way to the API pages."""
 
 from __future__ import annotations
 

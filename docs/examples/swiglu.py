@@ -28,7 +28,7 @@ torch.export.register_dataclass(Weights)
 
 @triton.jit
 def gated_kernel(numel, a_ptr, b_ptr, c_ptr, d_ptr, y_ptr, z_ptr, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of elements of what `gated` returns: y, or y and z. What it takes as `others` is c, or c and d."""
+    """One block of elements of what `gated` returns: y, or y and z; `others` is c, or c and d."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     DTYPE: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32

@@ -1,4 +1,4 @@
-"""What the demo shows: the two tables, and the two pictures."""
+"""The results of the demo: the two tables, and the two pictures."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Contest(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one training run leaves: the model, its loss at each step, and how long a step took (median, seconds)."""
+    """The result of one training run: the model, its loss at each step, and how long a step took (median, seconds)."""
 
     model: Model
     losses: list[float]

@@ -1,4 +1,4 @@
-"""What a compiled kernel uses: registers, spills, shared memory, and how wide it reads and writes which tensor."""
+"""The resources of a compiled kernel: registers, spills, shared memory, and widths of its accesses to each tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_amd(chip_name: str) -> bool:
 
 
 def usage(chip_name: str, compiled: Any) -> Usage:
-    """What the assembler reports of a compiled kernel."""
+    """The assembler's report on a compiled kernel."""
     if is_amd(chip_name):
         names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         found = [int(re.findall(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[0]) for name in names]

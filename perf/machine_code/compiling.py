@@ -78,7 +78,7 @@ class Launch(NamedTuple):
         return sum(part.nbytes for part in parts if part is not None)
 
     def described_arguments(self) -> dict[str, str]:
-        """What the compiler knows of each argument and option, by name."""
+        """The compiler's knowledge of each argument and option, by name."""
         options = {name: value for name, value in self.constants.items() if name not in self.kernel.argument_names}
         named = (*zip(self.kernel.argument_names, self.known, strict=True), *options.items())
         return {name: repr(value) for name, value in named}

@@ -1,4 +1,4 @@
-"""Lists of exceptions, `KNOWN_...` of a module: which of their entries nobody needs, or not so much of.
+"""Lists of exceptions, `KNOWN_...` of a module: which of their entries are needed no more, or not so much of.
 
 A list is a dict of bounds, or a tuple of entries: the pattern of a name, a bound or none, and the reason.
 """

@@ -1,4 +1,4 @@
-"""What every row of the table must satisfy."""
+"""The rules that every row of the table must satisfy."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def staged(rows: Iterable[Row]) -> set[tuple[str, str]]:
 
 
 def broken_rules(chip_name: str, row: Row, unstaged: Collection[tuple[str, str]] = ()) -> list[str]:
-    """What is wrong with a row of a chip of `CHIPS`, in words; empty if nothing is.
+    """The faults of a row of a chip of `CHIPS`, in words; empty if nothing is.
 
     Args:
         chip_name: The chip.

@@ -30,8 +30,8 @@ BYTES_PER_US = 3e6
 # Issue slots that a call may take, as a share of those in the time of its bytes: in many of the others, a scheduler
 # finds no instruction that can go.
 MAX_ISSUE_SHARE = 0.6
-# What the longest program of a launch may take, where the time of the bytes of its call is shorter than the first; and
-# of one that leaves processors idle, beside a tenth of that time.
+# The time of the longest program of a launch, where the time of the bytes of its call is shorter than the first; and of
+# one that leaves processors idle, beside a tenth of that time.
 MAX_CHAIN_US = 12.0
 MAX_SMALL_CHAIN_US = 10.0
 # Launches that load more are to fill the processors: with this share of the programs that fit and so many warps, or so

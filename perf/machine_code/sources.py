@@ -21,7 +21,7 @@ _PLAIN_DECORATORS = {"triton.jit", "batch_independent_jit", "stride_independent_
 
 
 class UnknownGlobalError(TypeError):
-    """A kernel names something of which nobody knows how it changes the machine code."""
+    """A kernel names something whose effect on the machine code is unknown."""
 
 
 @functools.cache

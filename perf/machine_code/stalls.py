@@ -81,7 +81,7 @@ def is_in(span: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 class _Warp:
-    """One warp that nobody disturbs."""
+    """One undisturbed warp."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -24,7 +24,7 @@ VERSION_FILE = "triton_version.txt"
 
 @dataclass(frozen=True, order=True)
 class Row:
-    """What the compiler made of one kernel.
+    """The compiler's result for one kernel.
 
     Attributes:
         kernel: Name of the kernel.
@@ -39,7 +39,7 @@ class Row:
         stores: Likewise.
         narrow: How many of these are narrower than size and alignment of their tensor allow, and how many large tensors
             are used in a way that is neither.
-        regions: What is in no loop, then the loops, as `listing.Region` writes them.
+        regions: The code outside of loops, then the loops, as `listing.Region` writes them.
         key: Hash of all that the code depends on.
     """
 
@@ -58,7 +58,7 @@ class Row:
     key: str
 
     def summary(self) -> str:
-        """What a reader asks of it first, in a line."""
+        """Its first figures for a reader, in a line."""
         used = f"{self.registers} of {self.register_budget} registers, {self.spills} spilled, {self.num_warps} warps"
         return f"{self.kernel} ({self.case}): {used}, loads {self.loads or 'none'}, stores {self.stores or 'none'}"
 
@@ -98,6 +98,6 @@ def write_table(chip_name: str, rows: Iterable[Row], folder: pathlib.Path = TABL
 
 
 def read_version(folder: pathlib.Path = TABLE) -> str:
-    """Release of Triton that the table is of; empty where there is no table."""
+    """Release of Triton that the table is of; empty without a table."""
     path = folder / VERSION_FILE
     return path.read_text().strip() if path.exists() else ""

@@ -59,7 +59,7 @@ def compile_keys(chip: str, wanted: Keys) -> dict[str, Row | str]:
 def _own_cache() -> Iterator[None]:
     # A kernel from an earlier compiler or an earlier edit must not stand in for this one.
     with tempfile.TemporaryDirectory() as cache_dir, warnings.catch_warnings():
-        # Torch and Triton warn that there is no GPU, and of defaults to come: once per process, over the progress.
+        # Torch and Triton warn of the missing GPU, and of defaults to come: once per process, over the progress.
         warnings.simplefilter("ignore")
         os.environ["TRITON_CACHE_DIR"] = cache_dir
         # Line tables take a tenth of the time and change no instruction.

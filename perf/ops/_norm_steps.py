@@ -1,4 +1,4 @@
-"""What layer norm and batch norm in training launch in each mode."""
+"""The launches of layer norm and batch norm in training in each mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # third order do.
 NORM_MODES = (*KERNEL_MODES, "backward_of_jvp", "x_only", "gradient_backward", "all_results")
 
-# What the pairing is asked for in each mode, each as `(absent tangents, wanted)`. Where the loss follows at once, y_bar
+# The requests to the pairing in each mode, each as `(absent tangents, wanted)`. Where the loss follows at once, y_bar
 # depends on nothing.
 _PARAM_DOTS = ("weight_dot", "bias_dot")
 _ALL = (True,) * 6
@@ -33,14 +33,14 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def norm_calls(operands: Any, mode: str, statistics: Sequence[int] | None, *, is_rows: bool) -> list[Call]:
-    """The calls of a mode on operands that nobody touches, with statistics of this shape, or on random numbers."""
+    """The calls of a mode on operands that are never touched, with statistics of this shape, or on random numbers."""
     x, has_weight, has_bias = operands.x, operands.weight is not None, operands.bias is not None
     prefix, first = "" if is_rows else "train_", (True, has_weight, has_bias)
     fwd, fwd_jvp = (
         [(f"{prefix}{name}", absent, None) for absent in ([()] if is_rows else [_RUNNING, ()])]
         for name in ("fwd", "fwd_jvp")
     )
-    # Without parameters nobody asks for their cotangents.
+    # Without parameters their cotangents are not wanted.
     results = (True, True, has_weight, True, has_weight, has_bias)
     steps: dict[str, Sequence[Step]] = {
         "forward": fwd,

@@ -63,7 +63,7 @@ class RowMapOperands(Operands):
 
     @classmethod
     def of(cls, workload: Workload, is_drawn: bool) -> Any:
-        """Operands of a workload, on random numbers or on tensors that nobody touches."""
+        """Operands of a workload, on random numbers or on tensors that are never touched."""
         x, dim = workload.empty(), workload.dim % len(workload.shape)
         return cls.draw(x.shape, dim, x.dtype) if is_drawn else cls(*(x,) * 6, dim=dim)
 
@@ -87,7 +87,7 @@ def row_map(
         name: As of `Op`.
         operands: Of the launchers.
         shapes: Of more samples, and their options.
-        statistics: What the launchers of derivatives take of each row.
+        statistics: The numbers that the launchers of derivatives take of each row.
         **parts: As of `Op`.
     """
 

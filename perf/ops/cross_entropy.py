@@ -1,4 +1,4 @@
-"""Cross-entropy with labels, and with probabilities. What is repeated along the classes has the shape of x."""
+"""Cross-entropy with labels, and with probabilities. A tensor repeated along the classes has the shape of x."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _kept(count: int, seed: int, offset: int, p: float) -> list[bool]:
 
 
 def true_noise(shape: tuple[int, ...], seed: int, offset: int, p: float) -> torch.Tensor:
-    """What dropout multiplies a tensor of this shape by, in float64."""
+    """The factors of dropout for a tensor of this shape, in float64."""
     size = torch.Size(shape)
     kept = _kept(size.numel(), seed, offset, p)
     return torch.tensor(kept, dtype=torch.float64).reshape(size) * (1 / (1 - p) if p < 1 else 0.0)

@@ -1,4 +1,4 @@
-"""What a record of an op is: `perf.ops` has one for each, and all that asks for an op asks its record.
+"""Records of ops: `perf.ops` has one for each, and all that asks for an op asks its record.
 
 Tests, the suite, the table of machine code and the time model take from it whatever they need to know of an op.
 """
@@ -78,7 +78,7 @@ class Op:
         truth: `y`, or a tuple that begins with it, by the definition, in plain torch operations, of float64 arguments.
         arguments: Names of the tensor arguments, `x` first; those that are `differentiable` have derivatives.
         parameter_shape: Shape of every argument but `x`, given a sample and the argument's name.
-        samples: What reference and kernels are tested on.
+        samples: The inputs that reference and kernels are tested on.
         small: A few elements, for derivatives by differences, compilers and vmap.
         tiny: Fewer still, for derivatives of order four.
         large: Past the sizes up to which kernels hold rows, tiles and sums at once, in float64 on every chip.
@@ -87,7 +87,7 @@ class Op:
         torch_function: `y` of torch's own; by default `call` with `torch.nn.functional`.
         positive: Arguments that must be positive.
         is_linear: Whether the op is its own derivative: primitives of the vjp and jvp are that of the op.
-        first: What the primitives call `x`.
+        first: The argument that the primitives call `x`.
         like_first: Arguments that have the dtype of `x` in a mixed sample too.
         num_kept: Tensors of the size of `y` that the forward pass keeps for the backward pass.
         rounds_once: Whether what its derivatives are given has been rounded in no way that sums of theirs show.
@@ -97,11 +97,11 @@ class Op:
             have more than 16 columns.
         gpu_workloads: Shapes of models, which the suite measures on a GPU and for which the kernels are compiled.
         cpu_workloads: Training sizes at which a CPU is still used.
-        other_workloads: What the kernels are compiled for beside the suite's.
+        other_workloads: The workloads that the kernels are compiled for beside the suite's.
         resized: Workloads that reach every kernel, each with other sizes of its first dim that leave its plans as they
             are: an odd one, and one that is a multiple of 16, which the compiler could know.
-        calls: The calls of launchers that a mode of a workload makes, on random numbers or on tensors that nobody
-            touches.
+        calls: The calls of launchers that a mode of a workload makes, on random numbers or on tensors never
+            touched.
         modes: All modes that `calls` knows.
         steps: The modes whose first calls a step of the suite makes, by the suite's mode.
         passes: By the suite's mode, how often tensors of the size of x, of parameters and of statistics are touched;
@@ -115,8 +115,8 @@ class Op:
             a shape and a dtype.
         result_shapes: Of the results of `call`, of which the suite takes derivatives.
         formula: `truth` of the suite's arguments, where that is another function.
-        kink: What a ReLU takes, of the same arguments: near 0 a rounding decides whether a derivative is 0.
-        family: Name of the op whose primitives it calls, where that is not its own. What torch and compilers do with a
+        kink: The input of a ReLU, of the same arguments: near 0 a rounding decides whether a derivative is 0.
+        family: Name of the op whose primitives it calls, where not its own. The work of torch and compilers on a
             primitive is tested with the op of that name alone.
         function_name: Of the public function, where that is not the name of the op.
         has_statistics: Whether statistics of rows or channels go from the forward to the backward.

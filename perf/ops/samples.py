@@ -79,7 +79,7 @@ def arranged(values: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return values.permute(axes[::-1]).contiguous().permute(axes[::-1])
     if layout == "sliced" and axes:
-        # Nobody may read what lies between the elements.
+        # The memory between the elements must not be read.
         wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), float("nan"))
         wide[..., ::2] = values
         return wide[..., ::2]

@@ -20,9 +20,9 @@ def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -
     """Compare the rows of this package in two results, of which each may lose the part `fall` of its speed.
 
     Returns:
-        What came out, in words, and whether the second run is not acceptable.
+        The outcome, in words, and whether the second run is not acceptable.
     """
-    # What besides this package's sources can have changed a time.
+    # The parts besides this package's sources that can have changed a time.
     first, second = _facts(before), _facts(after)
     lines = [
         f"WARNING: {name} differs: {first.get(name)} and then {second.get(name)}."
@@ -54,7 +54,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], fall: float = 0.05) -
 
 
 def _fate(old: Row | None, new: Row | None) -> tuple[str, bool]:
-    """What became of a row that is not right in both runs, and whether it fails the comparison."""
+    """The fate of a row that is not right in both runs, and whether it fails the comparison."""
     was_right = old is not None and old["status"] == OK
     if new is None:
         return "GONE", was_right
@@ -76,7 +76,7 @@ def _facts(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _change(old: Row, new: Row) -> tuple[str, float]:
-    """What is compared, and speed of the second run over the first minus one."""
+    """The quantity that is compared, and speed of the second run over the first minus one."""
     after = _costs(new)
     # The first that both rows have decides.
     by, cost = next((by, cost) for by, cost in _costs(old).items() if by in after)

@@ -1,4 +1,4 @@
-"""What each mode computes, as a step without arguments over one set of tensors, and the bytes that it must move.
+"""The work of each mode, as a step without arguments over one set of tensors, and the bytes that it must move.
 
 A provider brings a function `f(x, weight, bias)` (without parameters `f(x)`; a residual comes before them, and what no
 derivative is taken of, as running statistics and labels, last; for attention `f(q, k, v)`) and may bring a compiler,

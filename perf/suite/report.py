@@ -181,7 +181,7 @@ def _other(case: Case, name: str) -> str:
 
 
 def _failures(result: dict[str, Any]) -> Iterator[str]:
-    """What is wrong or cannot be done, grouped by what was said about it."""
+    """The rows that are wrong or cannot be done, grouped by their messages."""
     said: dict[tuple[str, str, str], list[Row]] = {}
     for row in result["rows"]:
         if row["status"] != OK:
@@ -193,7 +193,7 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
         text = " ".join((_wrong(found) if status == WRONG else message).split()).replace("|", "\\|")
         rows.append([name, status, str(len(found)), f"{found[0]['workload']}: {found[0]['mode']}", text[:200]])
     if rows:
-        yield "\n## What others cannot do, what is wrong, and what was left out\n"
+        yield "\n## Left out, wrong, or beyond others\n"
         yield from _table("provider | | cases | first of them | message", rows)
 
 

@@ -93,7 +93,7 @@ def verdicts(result: dict[str, Any]) -> Iterator[Verdict]:
     device, cases = result["device"]["type"], by_case(result["rows"])
     workloads = {workload.key: workload for workload in all_workloads(device)}
     suite = [(workload.key, mode) for workload, mode in make_plan(Options(device))]
-    # A workload that the suite has no more is nobody's.
+    # A workload that the suite has no more counts nowhere.
     keys = [key for key in dict.fromkeys([*suite, *cases]) if key[0] in workloads]
     # Who makes logits anew, and never keeps them, is held to no time.
     keys = [key for key in keys if getattr(workloads[key[0]], "op", None) not in COMPOSED_OPS]

@@ -27,7 +27,7 @@ SAMPLING_SECONDS = 1.0
 def test_unit(unit: Unit, options: Options, timer: CpuTimer, record_property: Callable[[str, Any], None]) -> None:
     """The rows of a unit; fails if this package is wrong or raises in it."""
     if timer.unfit:
-        # Nobody can trust what is left of the process; the next one measures this unit.
+        # The rest of the process cannot be trusted; the next one measures this unit.
         os._exit(UNFIT)
     gpu = os.environ["CUDA_VISIBLE_DEVICES"] if options.device == "cuda" else None
     rows = measure(unit, options.providers, timer, SAMPLING_SECONDS)

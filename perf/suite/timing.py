@@ -63,7 +63,7 @@ class CpuTimer:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        # What takes a sample of a step over so many calls, by the kind of time; the last shows memory traffic best.
+        # The timer of a sample of a step over so many calls, by the kind of time; the last shows memory traffic best.
         self.kinds: dict[str, Callable[[Prepared, int], float]] = {"call": self.call_seconds}
 
     def num_sets(self, set_bytes: int) -> int:
@@ -189,7 +189,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Samples of all providers in rounds, until so many seconds have passed or `max_rounds` are over.
 
-    Each round begins with another provider. A clock that drifts, or a neighbor that comes and goes, then favors nobody,
+    Each round begins with another provider. A clock that drifts, or a neighbor that comes and goes, then favors none,
     and the samples of one round can be compared with each other.
     """
     names = list(samplers)

@@ -55,7 +55,7 @@ class Operation:
         self.samples = [make_sample(workload, mode, device)]
 
     def enter(self, name: str) -> tuple[StepMaker, Any]:
-        """What makes a provider's steps for so many sets of tensors, and its first result."""
+        """The maker of a provider's steps for so many sets of tensors, and its first result."""
         side = provider(name)
         with self.samples[0].x.device:
             function = side.function(self.workload)
@@ -173,7 +173,7 @@ def measure(unit: Unit, names: Sequence[str], timer: CpuTimer, seconds: float) -
 
 
 def _right(task: Operation | TrainingStep, rows: Mapping[str, Row], timer: CpuTimer) -> dict[str, StepMaker]:
-    """What makes the steps of each provider whose result is right."""
+    """The maker of the steps of each provider whose result is right."""
     makers, results = {}, {}
     for name, row in rows.items():
         row["tolerance"] = task.tolerance

@@ -55,8 +55,8 @@ def audit(
 
     The function runs once, as it is; every operation that depends on an input or a parameter is looked up in a table of
     torch's operators, measured against central differences (`python -m perf.torch_derivatives`). An operation of
-    this package is right at every order. What comes back as it was: parameters, buffers, gradients, attributes of the
-    modules, random states.
+    this package is right at every order. These come back as they were: parameters, buffers, gradients, attributes of
+    the modules, random states.
 
     The table was measured in float64 on a CPU, over the samples of torch's own tests, along random directions: where it
     says right, none of those was wrong. A derivative that `function` takes itself counts: of a loss with a JVP in it,
@@ -82,7 +82,7 @@ def audit(
         TypeError: If `args` is not a tuple.
         ValueError: If `order` is not 1, 2 or 3.
         LeafError: If there is nothing to differentiate.
-        Exception: What the function raises, with a note of the remedy where torch lacks a derivative.
+        Exception: As the function raises it, with a note of the remedy where torch lacks a derivative.
 
     Example:
         >>> import torch, primitives as pr
@@ -147,7 +147,7 @@ def _leaf(x: Any) -> Any:
 
 
 def _finding(name: str, places: dict[str, int], order: int) -> Finding | None:
-    """What is to be said of an operator; None if it is right."""
+    """The finding for an operator; None if it is right."""
     namespace = name.partition(".")[0]
     if namespace == "primitives":
         return None
@@ -166,7 +166,7 @@ def _is_old(cls: Any) -> bool:
 
 
 def _finding_of_function(cls: Any, places: dict[str, int], order: int) -> Finding:
-    """What is to be said of an `autograd.Function`, by what it defines."""
+    """The finding for an `autograd.Function`, by the methods that it defines."""
     # The decorator puts a function of its own in the place of the backward.
     is_once = cls.backward.__code__.co_filename == torch.autograd.function.__file__
     has_jvp = cls.jvp is not torch.autograd.Function.jvp
@@ -214,7 +214,7 @@ def _errors(
             values[position] = x
         remaining = iter(values)
         moved_args, keywords = mapped_nodes(lambda _: next(remaining), (args, kwargs), namespace)
-        # What draws numbers draws the same ones each time.
+        # Code that draws numbers draws the same ones each time.
         torch.manual_seed(0)
         with InFloat64(half=True):
             if names:

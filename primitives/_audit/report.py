@@ -1,4 +1,4 @@
-"""What an audit found."""
+"""The findings of an audit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Finding:
         wrong: Nestings in which torch gives another number without a word: `"jvp(vjp)"`.
         raises: Nestings in which torch raises.
         places: Where it is called: module, file and line, with how many calls of each.
-        remedy: What to do about it.
+        remedy: The way to make it right.
     """
 
     operation: str
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """What `audit` found; printed as a table.
+    """The findings of `audit`; printed as a table.
 
     Attributes:
         findings: Operations that are not known to be right in every nesting up to `order`.

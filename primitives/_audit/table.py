@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_ORDER", "Verdict", "name_of", "remedy_for", "table_path", "tabled_version", "verdict_of"]
 
 MAX_ORDER = 3
-# What a name ends with where an operator has another derivative for such an input.
+# The end of a name where an operator has another derivative for such an input.
 CHANNELS_LAST, MASKED_ROWS = " channels_last", " masked_rows"
 
 # Operators of CUDA, which the table's machine has not, by those of the CPU that stand in the same place and have their
@@ -87,7 +87,7 @@ def _table() -> dict[str, Verdict]:
 
 
 def verdict_of(name: str) -> Verdict | None:
-    """What the table says of an operator by `name_of`; None if it does not stand there."""
+    """The table's entry for an operator by `name_of`; None if it does not stand there."""
     table = _table()
     plain, _, _ = name.partition(" ")
     for known in (name, plain, _ALIKE.get(plain, "")):
@@ -97,7 +97,7 @@ def verdict_of(name: str) -> Verdict | None:
 
 
 def remedy_for(name: str) -> str:
-    """What makes an operator right at every order, in words."""
+    """The way to make an operator right at every order, in words."""
     plain, _, special = name.partition(" ")
     _, base, overload = plain.split(".")
     operator = getattr(getattr(torch.ops.aten, base, None), overload, None)

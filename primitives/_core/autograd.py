@@ -200,11 +200,11 @@ def _linear_backward(ctx: Any, *cotangents: Any) -> tuple:
 _Linear = function_class("LinearMap", forward=_linear_forward, backward=_linear_backward)
 
 
-# What an autograd function is told about a call before the tensors: the keys that it was dispatched with, whether
+# The arguments of an autograd function before the tensors: the keys that it was dispatched with, whether
 # reverse mode records it, whether a tensor could carry a tangent, the lists among its tensors, its arguments, and what
 # has been computed already.
 _Call = tuple[Any, bool, bool, Lengths | None, tuple, "_Ready"]
-# What a call returns and the tangents of that, or `None`s.
+# The results of a call and their tangents, or `None`s.
 _Ready = tuple[Any, "tuple | None"]
 _NOTHING: _Ready = (None, None)
 
@@ -320,7 +320,7 @@ def autograd_kernel(rules: RuleTable) -> Callable:
     spec, (residuals, _, every_argument) = rules.spec, rules.layouts
     apply_rules = _rules_class(rules, residuals, rules.flat_vjp).apply
     # Without a vjp rule the value still comes from the kernel, and the decomposition runs when its derivative is asked
-    # for. torch.func.grad always prepares for that, and mostly nobody asks.
+    # for. torch.func.grad always prepares for that, mostly in vain.
     late_vjp = functools.partial(rules.apply_flat, rules.decomposed_vjp)
     apply_late_rules = _rules_class(rules, every_argument, late_vjp).apply
     redispatch, below_autograd = _redispatch(rules), _C._AutoDispatchBelowAutograd

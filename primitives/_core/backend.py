@@ -57,7 +57,7 @@ def guard_on_backend() -> str:
     Dynamo then compiles anew when the answer is another one: Inductor takes kernels into the graph (see
     `primitives._core.inductor`), which fixes the choice.
     """
-    # Dynamo guards on what decides a branch, and not on a comparison whose outcome nobody looks at.
+    # Dynamo guards on what decides a branch, and not on a comparison whose outcome goes unused.
     return "operator" if selected == "reference" else "kernels"
 
 

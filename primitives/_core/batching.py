@@ -21,13 +21,13 @@ __all__ = ["BatchInfo", "legacy_vmap_kernel", "to_front", "vmap_by_loop"]
 
 
 class BatchInfo(NamedTuple):
-    """What a vmap rule is told beside its arguments.
+    """The batch that a vmap rule gets beside its arguments.
 
     Attributes:
         size: Length of the batch axis.
         axes: One entry per argument, by name: position of its batch axis, or `None` where it has none; a list of
             these for a list of tensors.
-        randomness: What random operations do: `"error"`, `"same"` or `"different"`.
+        randomness: The mode of random operations: `"error"`, `"same"` or `"different"`.
     """
 
     size: int

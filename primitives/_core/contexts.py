@@ -28,5 +28,5 @@ class Decorates:
         return cast("_Function", context_decorator(self._again, function))
 
     def _again(self) -> Any:
-        """What one call of the function enters."""
+        """The contexts that one call of the function enters."""
         return self

@@ -43,7 +43,7 @@ _ATEN_HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, to
 
 
 class OverloadPattern(NamedTuple):
-    """What a call has to look like to mean one overload. Schemas are read once: a compiler traces no schema."""
+    """The form of calls that mean one overload. Schemas are read once: a compiler traces no schema."""
 
     overload: OpOverload
     positional: tuple[str, ...]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAST_PATH_CPU", "FastPathTensors", "are_unwatched", "fast_path_keys", "state_of_new_threads"]
 
-# What a plain eager call finds: nothing that changes where calls go, and these keys on its tensors.
+# The state of a plain eager call: nothing that changes where calls go, and these keys on its tensors.
 _INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
 _num_function_modes, _num_dispatch_modes = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
 _is_profiling = torch.autograd._profiler_enabled
@@ -31,7 +31,7 @@ def _state() -> tuple[int, int]:
 
 
 def state_of_new_threads() -> tuple[int, int]:
-    """What a thread begins with: this one may be inside autocast, or another mode, when this module is imported."""
+    """The first state of a thread: this one may be inside autocast, or another mode, when this module is imported."""
     found: list[tuple[int, int]] = []
     thread = threading.Thread(target=lambda: found.append(_state()))
     thread.start()
@@ -47,7 +47,7 @@ _TYPES_BY_KIND = {
     "float": frozenset([float]),
     "bool": frozenset([bool]),
     "ScalarType": frozenset([torch.dtype]),
-    # Rules make tuples of flags. What is in lists is the dispatcher's to look at, and lists of tensors are its to copy.
+    # Rules make tuples of flags. Entries of lists are for the dispatcher to look at, lists of tensors to copy.
     "List[bool]": frozenset([tuple]),
 }
 
@@ -63,7 +63,7 @@ def _plain_keys() -> dict[int, Any]:
 
 
 _PLAIN_KEYS = _plain_keys()
-# What `fast_path_keys` returns: the kernel of an operator knows a plain call by the identity of its keys.
+# The result of `fast_path_keys`: the kernel of an operator knows a plain call by the identity of its keys.
 FAST_PATH_CPU, _ = _PLAIN_KEYS.values()
 
 

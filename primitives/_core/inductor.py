@@ -103,7 +103,7 @@ def _is_graph_for_inductor() -> bool:
 
 
 def _inductor_is_tracing() -> bool:
-    # A module that nobody has imported is not tracing; importing it takes a second.
+    # A module that was not imported is not tracing; importing it takes a second.
     virtualized = sys.modules.get("torch._inductor.virtualized")
     return virtualized is not None and isinstance(virtualized.V.fake_mode, torch._subclasses.FakeTensorMode)
 
@@ -125,7 +125,7 @@ def _enter_cache_key(qualified_name: str) -> None:
 class _KernelsInForce:
     """Iterable of the one stand-in for all kernels and rules, made anew for every key.
 
-    What a graph is lowered to depends on the backend, on the kernels and on their plans.
+    The lowering of a graph depends on the backend, on the kernels and on their plans.
     """
 
     def __iter__(self) -> Iterator[_SourceStandIn]:
@@ -133,7 +133,7 @@ class _KernelsInForce:
 
 
 class _SourceStandIn:
-    """What torch reads of a Triton kernel for the key: its source, and a function whose globals it goes through."""
+    """Torch's parts of a Triton kernel for the key: its source, and a function whose globals it goes through."""
 
     def __init__(self, source: str) -> None:
         self.src = source

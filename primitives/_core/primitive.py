@@ -44,7 +44,7 @@ class Primitive:
     """One `torch.library` operator and its rules, registered with torch from this one object.
 
     The reference is the definition: a plain-torch, differentiable function of the schema's arguments. It runs
-    wherever there is no kernel, gives shapes, dtypes and strides to tracers, and is the decomposition that is
+    wherever a kernel is missing, gives shapes, dtypes and strides to tracers, and is the decomposition that is
     differentiated where a derivative rule is missing and `decomposable` allows it. It must not return its inputs or
     views of them.
 
@@ -69,7 +69,7 @@ class Primitive:
         name: Operator name; the operator is `torch.ops.<namespace>.<name>`.
         schema: Arguments and named outputs as in `torch.library`, `"(Tensor x, float eps) -> (Tensor y, Tensor
             rstd)"`.
-        residuals: What the forward pass keeps: names of arguments or outputs, or `"x.dtype"` for a dtype alone.
+        residuals: Values that the forward pass keeps: names of arguments or outputs, or `"x.dtype"` for a dtype alone.
             Arguments that are not tensors, and statistics, are kept always.
         statistics: Outputs that are cached values of the inputs: differentiating one raises.
         state: Outputs that are carried from step to step and are constants to every derivative, as torch's buffers
@@ -229,7 +229,7 @@ class Primitive:
 
         return decorator
 
-    # What torch calls.
+    # Entries for torch.
 
     def _autocast_kernel(self, key: str) -> Callable[..., Any]:
         excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))

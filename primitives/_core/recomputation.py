@@ -255,7 +255,7 @@ class _Pullback(_Derived):
 
         if torch.is_grad_enabled() or _functorch.peek_interpreter_stack() is not None:
             return torch.func.vjp(results, *inputs)[1](cotangents)
-        # Nobody differentiates this once more: autograd itself also takes what no transform does.
+        # This is not differentiated once more: autograd itself also takes what no transform does.
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in inputs]
             pairs = [(y, y_bar) for y, y_bar in zip(results(*inputs), cotangents, strict=True) if y.requires_grad]

@@ -27,7 +27,7 @@ _are_tensors = frozenset([torch.Tensor]).issuperset
 def _runner(spec: Spec, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """`(*args) -> outputs`, by the implementation for the backend in force.
 
-    What it returns is held to the schema here, since the fast path has no dispatcher that would. A kernel that returns
+    Its results are held to the schema here, since the fast path has no dispatcher that would. A kernel that returns
     `None` leaves the call to the reference.
     """
     count, returns_list = len(spec.outputs), spec.returns_list
@@ -82,7 +82,7 @@ class RuleTable:
             Inductor sees of the operator.
         kernels: Implementations by device, beside the reference.
         decomposable: As above.
-        layouts: What is kept for the vjp rule, for the jvp rule, and for the decomposition where there is no vjp rule.
+        layouts: The values kept for the vjp rule, for the jvp rule, and for the decomposition in place of a vjp rule.
         cpu: `(*args) -> outputs` on CPU tensors, by the implementation for the backend in force.
         cuda: The same on CUDA tensors.
         implementations: The implementations themselves, by device and backend.

@@ -23,7 +23,7 @@ def tuple_getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple]:
 
 
 def tuple_maker(kind: type) -> Callable[[Iterable[Any]], Any]:
-    """`values -> kind(*values)` for a namedtuple `kind` and as many values as it has fields, which nobody counts."""
+    """`values -> kind(*values)` for a namedtuple `kind` and as many values as it has fields, uncounted."""
     return functools.partial(tuple.__new__, kind)
 
 

@@ -1,4 +1,4 @@
-"""What an operator is: the arguments and outputs of its schema, what its definition says of them, and what it keeps."""
+"""The description of an operator: arguments and outputs of its schema, properties from its definition, residuals."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def _lists(types: dict[str, str]) -> list[str]:
 
 
 class Residuals(Protocol):
-    """What decides what the forward pass keeps for a rule, and how the rule gets it."""
+    """The choice of the values that the forward pass keeps for a rule, and how the rule gets it."""
 
     def pack(self, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[Sequence, tuple]:
         """Split one call into the tensors to save (or `None`s) and the values that are not tensors."""
         ...
 
     def unpack(self, tensors: Sequence[Any], static: tuple) -> Any:
-        """What the rule gets."""
+        """The arguments of the rule."""
         ...
 
 

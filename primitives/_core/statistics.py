@@ -52,7 +52,7 @@ class _RefusedTangent(torch.Tensor):
         return tangent
 
     def __repr__(self) -> str:  # type: ignore[override] - without the option that torch has
-        """Shape only: there are no values."""
+        """Shape only, without values."""
         return f"{type(self).__name__}({tuple(self.shape)})"
 
     @classmethod

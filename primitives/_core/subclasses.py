@@ -1,4 +1,4 @@
-"""What happens to calls whose tensors are of a class of torch that is not always imported."""
+"""The way of calls whose tensors are of a class of torch that is not always imported."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def write_back(targets: list[Tensor], values: list[Tensor]) -> None:
     it.
     """
     if not _is_tracing() and are_unwatched((*targets, *values)):
-        # What the dispatcher would do, in less than half of the time.
+        # As the dispatcher would do, in less than half of the time.
         _refuse_differentiated(targets)
         _write_back(targets, [value.detach() if value.requires_grad else value for value in values])
     else:

@@ -1,4 +1,4 @@
-"""What runs in several processes: batch norm with the statistics of all of them."""
+"""Code of several processes: batch norm with the statistics of all of them."""
 
 from collections.abc import Callable
 from typing import Any

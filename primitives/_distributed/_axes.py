@@ -27,7 +27,7 @@ class Axes(NamedTuple):
 
     Attributes:
         inputs: By argument that is a tensor, its axes; an axis is None where the tensor is broadcast along it.
-        outputs: For each output, its axes; None for one that nobody asked for.
+        outputs: For each output, its axes; None for one that was not asked for.
         free: The axes along which the call may be cut.
         can_compose: Whether the reference sends less than the whole of what is cut along another axis.
     """
@@ -127,7 +127,7 @@ _FAMILIES: dict[str, Callable[[dict[str, Any]], _Family]] = {
 
 
 def axes_of_call(spec: Spec, args: Sequence[Any]) -> Axes | None:
-    """The axes of a call of an operator; None for an operator that nobody may cut (dropout, random bits)."""
+    """The axes of a call of an operator; None for an operator that must stay whole (dropout, random bits)."""
     family = _FAMILIES.get(re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", spec.name))
     given = dict(zip(spec.arguments, args, strict=True))
     if family is None:

@@ -135,7 +135,7 @@ def composed(rules: RuleTable, args: tuple) -> Any:
 
 
 def _have_same_storage(cls: Any, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> bool:
-    # What `to_local` gives has a tangent too, of which it knows nothing.
+    # The result of `to_local` has a tangent too, of which it knows nothing.
     return func(*[x._local_tensor if isinstance(x, DTensor) else x for x in args])
 
 
@@ -155,5 +155,5 @@ def register() -> None:
             # integer, before which are flags, such as whether attention is causal, and tensors that may be None.
             known[op.overload].static_argnum = 0
     torch.library.register_torch_dispatch(f"{NAMESPACE}::write_back", DTensor, _write_back)
-    # What torch asks of a tensor and its tangent, and DTensor does not answer.
+    # Questions of torch to a tensor and its tangent that DTensor does not answer.
     torch.library.register_torch_dispatch("aten::_has_same_storage_numel", DTensor, _have_same_storage)

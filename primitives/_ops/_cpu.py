@@ -1,4 +1,4 @@
-"""What the kernels for CPU tensors share: when they may run, and blocks that stay in the cache.
+"""Common parts of the kernels for CPU tensors: when they may run, and blocks that stay in the cache.
 
 A kernel here gives values alone: it runs below autograd, so it may write in place. It returns `None` for a call that
 it does not serve, and the reference serves that call.
@@ -60,7 +60,7 @@ def in_accumulation_dtype(*params: Tensor | None) -> Sequence[Any]:
 
 
 def ready(x: Tensor, *params: Tensor | None) -> Sequence[Any] | None:
-    """What `in_accumulation_dtype` returns, or `None` if the call is not `served`; float32 parameters cost least."""
+    """The result of `in_accumulation_dtype`, or `None` if the call is not `served`; float32 parameters cost least."""
     if x.dtype in _SUMMED_IN_FLOAT32 and x.numel():
         for p in params:
             if p is not None and not (p.dtype == torch.float32 and p.is_contiguous()):

@@ -48,7 +48,7 @@ def _folded(x: Any) -> Tensor:
 
 
 def _unfolded(x: Tensor, like: Tensor) -> Tensor:
-    """A result of ATen's with the axes of `like`, and our layout; not a view, which nobody could write in place."""
+    """A result of ATen's with the axes of `like`, and our layout; not a view, which could not be written in place."""
     return as_row_major(torch.ops.aten._unsafe_view(x, (*like.shape[:-1], x.shape[-1])))
 
 

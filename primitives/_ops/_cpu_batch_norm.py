@@ -91,7 +91,7 @@ def _at_once(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...] | None:
-    """What `forward` returns, by one call of ATen; `None` where that would not do."""
+    """The result of `forward`, by one call of ATen; `None` where that would not do."""
     num_values = x.numel() // x.shape[1]
     if not 1 < num_values <= LONGEST_AT_ONCE or (running_mean is None) != (running_var is None):
         return None
@@ -212,7 +212,7 @@ def bwd(
 def _bwd_in_general(
     batch: _Batch, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `bwd` returns for any call that it serves."""
+    """The result of `bwd` for any call that it serves."""
     x, layout = batch.x, batch.layout
     dtype = layout.acc if weight is None else weight.dtype
     if layout.sums_within(LONGEST_BACKWARD, LONGEST_IMAGE):
@@ -306,7 +306,7 @@ def _along(
 def _finished(
     out: Sequence[Tensor | None], wanted: Sequence[bool], x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Outputs, those per channel in the dtype of parameters, with stand-ins for what nobody wants."""
+    """Outputs, those per channel in the dtype of parameters, with stand-ins for the unwanted."""
     dtype = x.dtype if weight is None else weight.dtype
     return tuple(
         unwanted(x) if value is None or not want else value.to(dtype) if value.dim() == 1 else value

@@ -7,7 +7,7 @@ gives a jvp as well as a vjp:
 
 ATen has no kernel of a norm that is not centered; its backward gives the sums over rows, with a mean of 0. Group norm
 has its own value and vjp in ATen; its jvp is that of layer norm's rows without parameters, and a product per channel.
-What is in channels_last is copied: ATen's kernels of that take the variance from a sum of squares, which loses more.
+Tensors in channels_last are copied: ATen's kernels of that take the variance from a sum of squares, which loses more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         return None if p is None else p.to(self.acc).reshape(-1)
 
     def zeros(self) -> Tensor:
-        """What a sum over blocks of rows begins with: there are many blocks, of which a running sum would lose too."""
+        """The start of a sum over blocks of rows: there are many blocks, of which a running sum would lose too."""
         return self.x.new_zeros(self.x.shape[1], dtype=torch.float64)
 
     def project(
@@ -193,7 +193,7 @@ def _forward_in_blocks(
     rows = _rows(x, unwanted(x), rstd, x.shape[len(rest) :], centered=False)
     weight, bias = rows.param(weight), rows.param(bias)
     out = torch.empty_like(rows.x)
-    # What is in the dtype of sums is written where it belongs.
+    # Results in the dtype of sums are written where it belongs.
     is_direct = out.dtype == acc and not rounded
     for block in row_blocks(*rows.x.shape):
         x_block, y = rows.x[block].to(acc), out[block] if is_direct else None

@@ -7,7 +7,7 @@ mixes high and low halves of the products with the other two words and with the 
     c1, c3 = low(B * c2), low(A * c0)
     k0, k1 = k0 + KEY_A, k1 + KEY_B
 
-It gives four random 32-bit words. There is no state beside counter and key: the numbers of any element can
+It gives four random 32-bit words. The state is counter and key alone: the numbers of any element can
 be had at any time, in any order, by anybody who knows both. Here the key is a 64-bit seed, the two low words of the
 counter are a 64-bit block number, and its two high words are zero. Block `b` holds the words `4 * b` to `4 * b + 3` of
 the stream that belongs to the seed.

@@ -29,7 +29,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def unwanted(x: Tensor) -> Tensor:
-    """Stands for an output that nobody asked for: no elements, the dtype and device of `x`."""
+    """Stands for an output that was not asked for: no elements, the dtype and device of `x`."""
     return x.new_empty(0)
 
 
@@ -115,7 +115,7 @@ def output_in_float32(primals: Any) -> Any:
 def first_order(value: Primitive, bwd: Primitive, jvp: Primitive) -> None:
     """Give `value` the rules that `bwd` and `jvp` compute.
 
-    What these call `y_bar` is the cotangent of y, `x_dot` the tangent of x, and all else a residual; `bwd` returns
+    Their `y_bar` is the cotangent of y, `x_dot` the tangent of x, and all else a residual; `bwd` returns
     `x_bar` for x.
     """
     bars = [name.removesuffix("_bar") for name in bwd.spec.arguments if name.endswith("_bar")]

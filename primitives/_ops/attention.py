@@ -203,7 +203,7 @@ def _attention_jvp_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
     return empty_rows(q, v.shape[-1]), empty_statistic(q)
 
 
-# Kernels. Nobody else sees the temporaries of those for the CPU.
+# Kernels. The temporaries of those for the CPU stay inside.
 
 
 def _attention_cpu(*args: Any) -> tuple[Tensor, ...]:

@@ -171,7 +171,7 @@ def _attention_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dict[str
 def _attention_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor, ...]:
     r, t = residuals, tangents
     dots = {f"{name}_dot": getattr(t, name) for name in (*BARS, *NAMES)}
-    # o and lse move as the other arguments say: where their tangents are at hand, nobody computes them again.
+    # o and lse move as the other arguments say: where their tangents are at hand, they are not computed again.
     if t.o is not None and t.lse is not None:
         dots |= {"o_dot": t.o, "lse_dot": t.lse}
     return tuple(_pairing(r, (False, False, *r.wanted, False, False, False, False), **dots)[2:6])

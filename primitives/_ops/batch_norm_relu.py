@@ -69,7 +69,7 @@ batch_norm_relu_fwd_jvp_p = value_and_jvp(batch_norm_relu_p, batch_norm_relu_jvp
 
 
 def through(y: Tensor, v: Tensor) -> Tensor:
-    """What passes the ReLU: m * v."""
+    """The part of v that passes the ReLU: m * v."""
     return torch.ops.aten.threshold_backward(v, y, 0)
 
 

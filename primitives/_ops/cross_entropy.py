@@ -59,7 +59,7 @@ cross_entropy_fwd_jvp_p = value_and_jvp(cross_entropy_p, cross_entropy_jvp_p)
 
 
 class Terms(NamedTuple):
-    """What the formulas have in common, in the dtype of sums; of one number a row, the axis of the classes stays.
+    """Common parts of the formulas, in the dtype of sums; of one number a row, the axis of the classes stays.
 
     `shifted` is x minus the maximum of its row, `log_sum` the logarithm of the sum of its exponentials. The target is
     true in the places of labels, or probabilities. Without labels, nothing says which rows are `kept`: all are.

@@ -82,7 +82,7 @@ def _along_y(y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float) ->
 
 
 def _of_y_dot(y_bar: Tensor, y: Tensor, y_dot: Tensor, dim: int, scale: float) -> Tensor:
-    """What the tangent of y adds to that of x_bar."""
+    """The part that the tangent of y adds to that of x_bar."""
     along = y_dot * (y_bar - (y * y_bar).sum(dim, keepdim=True))
     return scale * (along - y * (y_dot * y_bar).sum(dim, keepdim=True))
 

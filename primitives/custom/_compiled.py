@@ -53,7 +53,7 @@ def _hidden(tree: Any) -> Any:
 
 
 def _shown(tree: Any) -> Any:
-    """What `_hidden` hid; Dynamo traces this."""
+    """The function that `_hidden` hid; Dynamo traces this."""
     if type(tree) is int and tree == ABSENT_RESULT:
         return None
     if type(tree) is dict:

@@ -33,7 +33,7 @@ def with_copies(structure: Structure, leaves: list[Tensor]) -> tuple[list[Tensor
 
 def without_written(structure: Structure, leaves: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """`tensors` to be saved, with copies of what the call will write: the backward pass must find it unchanged."""
-    # Nobody writes to a tensor that requires grad: this is the pure form.
+    # A tensor that requires grad is never written to: this is the pure form.
     written = [leaves[i] for i in structure.mutated if not leaves[i].requires_grad]
     return [x.clone() if any(shares_memory(x, y) for y in written) else x for x in tensors]
 

@@ -103,7 +103,7 @@ class CustomOp(Generic[_P, _R]):
         return results.tree(values)
 
     def _call(self, leaves: list[Tensor], number: int) -> list[Tensor]:
-        """What `Primitive.__call__` does, for arguments whose types are known."""
+        """As `Primitive.__call__`, for arguments whose types are known."""
         keyset, primitive = fast_path_keys(leaves), self.primitive
         if keyset is None:
             return primitive.overload(leaves, number)

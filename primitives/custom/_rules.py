@@ -55,7 +55,7 @@ def _zeros(meta: tuple) -> Tensor | None:
 
 
 class SavedTree:
-    """What def_save_for_backward returns: its tensors in autograd's care, the rest beside them."""
+    """The result of def_save_for_backward: its tensors in autograd's care, the rest beside them."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -78,7 +78,7 @@ class SavedTree:
             partition = Partition(self._rules.table.namespace)
             tensors = partition.split(tree)
         num_saved, given = len(tensors), {*map(id, leaves), *map(id, flat_outputs)}
-        # What the rule computed is a function of the inputs that autograd has not seen: a derivative of higher order
+        # The rule's results are a function of the inputs that autograd has not seen: a derivative of higher order
         # computes it again, from inputs that it has seen.
         computed = [x for x in tensors if id(x) not in given]
         if computed and any(has_derivatives(x.dtype) for x in computed):
@@ -107,7 +107,7 @@ class SavedTree:
 
 
 class Inputs(ResidualLayout):
-    """What the reference takes that is differentiated in the place of a missing vjp rule."""
+    """The arguments of the reference that is differentiated in the place of a missing vjp rule."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules.spec, ("leaves",))
@@ -123,13 +123,13 @@ class Rules(RuleTable):
     """The rules that users gave to one operator over trees, where core asks for rules over lists of tensors.
 
     Attributes:
-        users: What the users gave, by decorator.
+        users: The users' rules, by decorator.
         table: The structures that the operator was called with.
         structures: The same by number.
         complete: Whether reverse mode has both rules that it takes.
     """
 
-    # A user's kernel may do anything: nobody but torch's own `triton_op` could trace it.
+    # A user's kernel may do anything: only torch's own `triton_op` could trace it.
     kernels_are_traceable = False
 
     def __init__(self, namespace: str, name: str) -> None:
@@ -274,7 +274,7 @@ class Rules(RuleTable):
         if structure.is_flat and type(result) is dict and len(result) == len(metas):
             flat = list(map(result.get, structure.spans))
             for value, meta in zip(flat, metas, strict=True):
-                # What `flat_like` asks, without a call for each.
+                # The checks of `flat_like`, without a call for each.
                 if (
                     type(value) is not torch.Tensor
                     or (value.shape, value.dtype, value.device) != meta
@@ -323,7 +323,7 @@ class Rules(RuleTable):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._name}: vmap runs a loop over the batch, because there is no batching rule; "
+                f"{self._name}: vmap runs a loop over the batch, because the batching rule is missing; "
                 "register one with def_vmap.",
                 stacklevel=3,
             )

@@ -25,7 +25,7 @@ _LEAF = object()
 
 
 class BackwardContext:
-    """What a backward rule is told beside what was saved."""
+    """The context of a backward rule, beside the saved tree."""
 
     __slots__ = ("_structure", "_wanted")
 
@@ -37,7 +37,7 @@ class BackwardContext:
     def needs_input_grad(self) -> Any:
         """By argument name, a tree like the argument with a bool in the place of every tensor.
 
-        What is not needed may be `None`.
+        The others' cotangents may be `None`.
         """
         return self._structure.masks(self._wanted)
 
@@ -48,7 +48,7 @@ class BackwardContext:
 
 
 class VmapInfo(NamedTuple):
-    """What a vmap rule is told beside its arguments.
+    """The batch that a vmap rule gets beside its arguments.
 
     Attributes:
         batch_size: Length of the batch axis.
@@ -65,7 +65,7 @@ class UserRule:
     Attributes:
         function: The rule.
         place: Its file and line.
-        where: What errors begin with.
+        where: The beginning of errors.
     """
 
     def __init__(self, op_name: str, kind: str, function: Callable[..., Any], namespace: str) -> None:
@@ -140,7 +140,7 @@ class UserRule:
 
 
 def _up_to(treespec: Any, tree: Any) -> list[Any]:
-    """What stands in `tree` at the leaves of `treespec`; `None` in the place of a subtree stands for all its leaves."""
+    """The entries of `tree` at the leaves of `treespec`; `None` in the place of a subtree stands for all its leaves."""
     if tree is None or treespec.is_leaf():
         return [tree] * treespec.num_leaves
     pairs = zip(treespec.children(), treespec.one_level().flatten_up_to(tree), strict=True)

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class _Normalized(NamedTuple):
-    """What a batch norm computes; the running statistics are `None` where there are none."""
+    """The results of a batch norm; the running statistics are `None` where there are none."""
 
     y: Tensor
     mean: Tensor
@@ -83,7 +83,7 @@ def _functional(*args: Any) -> tuple:
 
 
 def _reserve(x: Tensor) -> Tensor:
-    """What a batch norm reserves for its backward here: nothing."""
+    """The reserve of a batch norm for its backward: nothing here."""
     return x.new_zeros(0, dtype=torch.uint8)
 
 

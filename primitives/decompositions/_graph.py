@@ -34,7 +34,7 @@ def decomposition_graph(
     no part in it.
 
     Args:
-        op: What `get_decomposition` takes.
+        op: As for `get_decomposition`.
         *example_args: Arguments of the operator, in the order of its schema.
         for_jvp: Whether to look in the table for forward mode first.
         **example_kwargs: Arguments of the operator by name. The graph takes them by position, after the others.
@@ -43,7 +43,7 @@ def decomposition_graph(
         The graph; call it with arguments like the examples, read it as `.code` or `.graph`.
 
     Raises:
-        MissingRuleError: If there is no decomposition.
+        MissingRuleError: If the operator has none.
 
     Example:
         >>> import torch, primitives as pr

@@ -96,7 +96,7 @@ def _show_to_dynamo() -> None:
         dynamo.get_overridable_functions().update(replaced)  # it has read the list perhaps
 
 
-# What torch.compiler.assume_constant_result does; calling it would import the compiler together with this package.
+# As torch.compiler.assume_constant_result does; calling it would import the compiler together with this package.
 for _function in (_jvp_level_exists, _show_to_dynamo):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined] - a mark for Dynamo
 
@@ -128,7 +128,7 @@ class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used 
 
     Every operator of the tables is replaced by its decomposition, by whatever name Python calls it: functions of
     `torch.nn.functional` and the modules that call them, functions of `torch`, methods of tensors, and
-    `torch.ops.<namespace>.<op>` with its overloads. What was computed inside is right at every order, in both modes,
+    `torch.ops.<namespace>.<op>` with its overloads. Results from inside are right at every order, in both modes,
     also when it is differentiated after the context has ended. Where an argument carries a tangent,
     `decomposition_table_for_jvp` comes first.
 

@@ -75,7 +75,7 @@ def native_batch_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Cotangents of input, weight and bias of a batch norm; what the mask leaves out is `None`.
 
-    Weight and bias have the shape `[C]`; ATen gives bias its cotangent even where there is no weight.
+    Weight and bias have the shape `[C]`; ATen gives bias its cotangent even without a weight.
     """
     x, y_bar = accumulated(input), accumulated(grad_out)
     axes, shape = [0, *range(2, x.dim())], channel_shape(x)

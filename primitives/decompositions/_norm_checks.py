@@ -1,4 +1,4 @@
-"""What torch requires of the arguments of its normalizations: errors of the type that torch raises, before any work."""
+"""Torch's requirements on the arguments of its normalizations: errors of the type that it raises, before any work."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class FlatCall:
         return tensor.is_floating_point() or (tensor.is_complex() and self._allowed != "real")
 
     def with_aux(self, result: tuple[Any, ...], aux: Sequence[Any]) -> Any:
-        """What a transform returns: `result`, with the tree of aux as one entry more if there is one."""
+        """The result of a transform: `result`, with the tree of aux as one entry more if there is one."""
         result = (*result, self.aux.join(aux)) if self._has_aux else result
         return result[0] if len(result) == 1 else result
 

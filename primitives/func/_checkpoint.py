@@ -32,7 +32,7 @@ def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         **kwargs: Its keyword arguments.
 
     Returns:
-        What `fn` returns.
+        The result of `fn`.
 
     Raises:
         LeafError: If `fn` uses a tensor that requires grad, or belongs to a transform, and reaches it otherwise.

@@ -41,7 +41,7 @@ def jvp(
         `(output, tangent of the output)`, two trees of one structure; with `has_aux`, `(output, tangent, aux)`.
 
     Raises:
-        TreeError: If `primals` is not a tuple or empty, `tangents` has another structure, there is no output, or
+        TreeError: If `primals` is not a tuple or empty, `tangents` has another structure, the output is empty, or
             `has_aux` and the output is not a pair.
         LeafError: If a leaf of `primals` is not a floating-point or complex tensor, or another one not a tensor.
         ShapeError: If a tangent has another shape than its primal.
@@ -107,7 +107,7 @@ def hvp(
         TreeError: If `tangents` has no tensor.
         ShapeError: If the output has axes.
         DtypeError: If the output is integral or complex.
-        Exception: What `jvp` raises.
+        Exception: As `jvp` raises it.
 
     Example:
         >>> import torch, primitives as pr

@@ -87,7 +87,7 @@ def debug_unwrap(
         is_leaf: Where it returns true, a subtree is a leaf.
 
     Returns:
-        The tree, with the tensors inside. What is computed of them is not transformed.
+        The tree, with the tensors inside. Results computed from them are not transformed.
 
     Example:
         >>> import torch, primitives as pr

@@ -43,7 +43,7 @@ def jacrev(
         argnums: Position of the differentiated argument, or a tuple of positions. Every leaf there must be a real
             floating-point tensor.
         has_aux: Whether `func` returns `(output, aux)`.
-        randomness: What random operations in the backward pass do under the vmap that runs the products: `"error"`,
+        randomness: The mode of random operations in the backward pass under the vmap that runs the products: `"error"`,
             the `"same"` numbers in each, as one Jacobian has them, or `"different"` ones. `func` runs once, outside of
             it, whatever it draws.
         chunk_size: Number of products computed at a time, which bounds the memory that they take. `None` computes
@@ -62,7 +62,7 @@ def jacrev(
         AxisError: By the returned function, if `argnums` is out of range, empty or names an argument twice.
         LeafError: If a differentiated leaf is not a real floating-point tensor, or an output is not a tensor.
         DtypeError: If an output is not real floating point, or `argnums` or `chunk_size` are not ints.
-        TreeError: If there is no output, nothing to differentiate, or `has_aux` and the output is not a pair.
+        TreeError: If the output is empty, nothing to differentiate, or `has_aux` and the output is not a pair.
 
     Example:
         >>> import torch, primitives as pr
@@ -111,7 +111,7 @@ def hessian(
     """Hessian by forward-over-reverse mode: `jacfwd(jacrev(func))`, with their arguments and errors.
 
     A network with dropout, in training, takes `randomness="same"`: every column is then of the function that one mask
-    makes. What draws from an explicit state (`functionalize_rng`) needs none of the three. `chunk_size` counts columns.
+    makes. A draw from an explicit state (`functionalize_rng`) needs none of the three. `chunk_size` counts columns.
 
     Returns:
         Function of the arguments of `func`. It returns the structure of the output, with the structure of the
@@ -204,7 +204,7 @@ def _columns(
 def _of_basis(
     run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], randomness: str, chunk_size: int | None
 ) -> list[Tensor]:
-    """What `run` makes of the standard basis of `tensors` taken as one vector, in chunks, along a new first axis."""
+    """`run` of the standard basis of `tensors`, taken as one vector, in chunks, along a new first axis."""
     total = sum([tensor.numel() for tensor in tensors])
     if total == 0:
         # The function is still to be called, for the shapes of its results.

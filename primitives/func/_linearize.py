@@ -51,7 +51,7 @@ def linearize(
         respect to whatever `primals` and the variables of `func` were computed from.
 
     Raises:
-        Exception: What `jvp` raises, by `jvp_fn` for its tangents.
+        Exception: As `jvp` raises it, by `jvp_fn` for its tangents.
         RuntimeError: By `jvp_fn`, if a tensor that it needs was changed in place.
 
     Example:

@@ -128,7 +128,7 @@ def vjp(
     Raises:
         LeafError: If a leaf of `primals`, of the output or of the cotangents is not a tensor to differentiate.
         DtypeError: If an output is integral, or a cotangent has another dtype than its output.
-        TreeError: If the cotangents have another structure than the output, there is no output, or `has_aux` and the
+        TreeError: If the cotangents have another structure than the output, the output is empty, or `has_aux` and the
             output is not a pair.
         ShapeError: If a cotangent has another shape than its output.
         DeviceError: If a cotangent is on another device than its output.

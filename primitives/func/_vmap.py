@@ -40,7 +40,7 @@ def vmap(
             arguments are never mapped.
         out_dims: Where the mapped axis goes in each leaf of the output: an int, or a tree prefix of the output. `None`
             is for leaves that are the same in every call, and for what is not a tensor.
-        randomness: What random operations in `func` do: `"error"`, the `"same"` numbers in each call, or
+        randomness: The mode of random operations in `func`: `"error"`, the `"same"` numbers in each call, or
             `"different"` ones.
         chunk_size: Number of calls run at a time, which bounds the memory that they take. `None` runs all at once.
         namespace: optree namespace of custom pytree nodes.
@@ -168,7 +168,7 @@ class _MappedCall:
         return self._call.output.join(leaves)
 
     def _flat(self, *tensors: Tensor) -> list[Tensor]:
-        """The function on one entry. What it returns unmapped is set aside: it needs no unwrapping."""
+        """The function on one entry. Its unmapped results are set aside: they need no unwrapping."""
         output, partition = self._call(*tensors), self._call.output
         leaves = partition.split(output)
         # torch takes a 1-tuple for the axis of a single tensor too.

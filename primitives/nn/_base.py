@@ -1,4 +1,4 @@
-"""What modules of this package, and those that `convert` changes, are besides the class of torch or of others."""
+"""Parts of this package's modules, and of those that `convert` changes, beside the class of torch or of others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ class ConversionWarning(UserWarning):
     """Modules are torch's that one might take for this package's: `convert` left them, or something replaced them.
 
     Attributes:
-        left: What `convert` left, one entry per module, with `path`, `type`, `reason` and `remedy`.
+        left: The modules that `convert` left, one entry per module, with `path`, `type`, `reason` and `remedy`.
     """
 
     def __init__(self, message: str, left: Sequence[Any] = ()) -> None:
@@ -24,7 +24,7 @@ class ConversionWarning(UserWarning):
 
 
 class OfThisPackage(torch.nn.Module):
-    """What every module here is: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""
+    """The base of every module here: it says so in its `repr`, and is a leaf to `torch.fx`, as those of torch are."""
 
     # Of optree, in modules over pytrees; kept by those alone that are given one, so that state and pickles are torch's.
     namespace: str = ""

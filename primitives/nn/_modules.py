@@ -219,19 +219,19 @@ class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
 
 
 class LazyBatchNorm1d(_BatchNorm, torch.nn.LazyBatchNorm1d):
-    """What `convert` makes of `torch.nn.LazyBatchNorm1d`; its first call turns it into `BatchNorm1d`."""
+    """The form that `convert` gives `torch.nn.LazyBatchNorm1d`; its first call turns it into `BatchNorm1d`."""
 
     cls_to_become = BatchNorm1d  # type: ignore[assignment] - torch declares its own class as the type
 
 
 class LazyBatchNorm2d(_BatchNorm, torch.nn.LazyBatchNorm2d):
-    """What `convert` makes of `torch.nn.LazyBatchNorm2d`; its first call turns it into `BatchNorm2d`."""
+    """The form that `convert` gives `torch.nn.LazyBatchNorm2d`; its first call turns it into `BatchNorm2d`."""
 
     cls_to_become = BatchNorm2d  # type: ignore[assignment] - as above
 
 
 class LazyBatchNorm3d(_BatchNorm, torch.nn.LazyBatchNorm3d):
-    """What `convert` makes of `torch.nn.LazyBatchNorm3d`; its first call turns it into `BatchNorm3d`."""
+    """The form that `convert` gives `torch.nn.LazyBatchNorm3d`; its first call turns it into `BatchNorm3d`."""
 
     cls_to_become = BatchNorm3d  # type: ignore[assignment] - as above
 
@@ -289,19 +289,19 @@ class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d):
 
 
 class LazyInstanceNorm1d(_InstanceNorm, torch.nn.LazyInstanceNorm1d):
-    """What `convert` makes of `torch.nn.LazyInstanceNorm1d`; its first call turns it into `InstanceNorm1d`."""
+    """The form that `convert` gives `torch.nn.LazyInstanceNorm1d`; its first call turns it into `InstanceNorm1d`."""
 
     cls_to_become = InstanceNorm1d  # type: ignore[assignment] - as above
 
 
 class LazyInstanceNorm2d(_InstanceNorm, torch.nn.LazyInstanceNorm2d):
-    """What `convert` makes of `torch.nn.LazyInstanceNorm2d`; its first call turns it into `InstanceNorm2d`."""
+    """The form that `convert` gives `torch.nn.LazyInstanceNorm2d`; its first call turns it into `InstanceNorm2d`."""
 
     cls_to_become = InstanceNorm2d  # type: ignore[assignment] - as above
 
 
 class LazyInstanceNorm3d(_InstanceNorm, torch.nn.LazyInstanceNorm3d):
-    """What `convert` makes of `torch.nn.LazyInstanceNorm3d`; its first call turns it into `InstanceNorm3d`."""
+    """The form that `convert` gives `torch.nn.LazyInstanceNorm3d`; its first call turns it into `InstanceNorm3d`."""
 
     cls_to_become = InstanceNorm3d  # type: ignore[assignment] - as above
 
@@ -379,7 +379,7 @@ class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder)
     """
 
 
-# What `torch.load` may build of a file that holds a module.
+# The classes that `torch.load` may build of a file that holds a module.
 torch.serialization.add_safe_globals(
     [
         *(BatchNorm1d, BatchNorm2d, BatchNorm3d, CrossEntropyLoss, Dropout, GroupNorm),

@@ -1,4 +1,4 @@
-"""What `convert` makes of norms that others wrote: they keep their class and state, and compute by this package.
+"""Norms that others wrote, after `convert`: they keep their class and state, and compute by this package.
 
 A `Form` says what the `forward` of a class was seen to do; `_proof` finds it.
 """
@@ -67,7 +67,7 @@ class Form(NamedTuple):
 
 
 def computed(form: Form, module: torch.nn.Module, x: Tensor, rounding: Rounding) -> Tensor:
-    """What a module of a form makes of `x`, by the functions of this package."""
+    """The result of a module of a form for `x`, by the functions of this package."""
     scale, shift = (None if name is None else getattr(module, name) for name in (form.scale, form.shift))
     given = form, x, scale, shift, getattr(module, form.eps), rounding
     if torch.is_autocast_enabled(x.device.type):
@@ -158,7 +158,7 @@ class ServedNorm(Overridden, OfThisPackage):
 
 
 def batch_normed(function: Callable[..., Tensor], module: Any, input: Tensor) -> Tensor:
-    """What a batch norm makes of `input` by `function`; in training, its running statistics move on."""
+    """The result of a batch norm for `input` by `function`; in training, its running statistics move on."""
     check = getattr(module, "_check_input_dim", None)  # TorchScript passes an object without the other methods.
     if check is not None:
         check(input)
@@ -180,7 +180,7 @@ def batch_normed(function: Callable[..., Tensor], module: Any, input: Tensor) ->
 
 
 def is_relu_alone(module: torch.nn.Module) -> bool:
-    """Whether the one part of a module that computes is a ReLU, and nobody watches its parts."""
+    """Whether the one part of a module that computes is a ReLU, and its parts are unwatched."""
     parts = list(module.children())
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any("forward" in vars(part) or any(getattr(part, name) for name in hooks) for part in parts):
@@ -208,7 +208,7 @@ class ByFunction(_OfOthers):
     form: Callable[..., Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, or the class's own `forward` if that is `NotImplemented`."""
+        """The result of the function, or of the class's own `forward` if that is `NotImplemented`."""
         result = type(self).form(self, *args, **kwargs)
         return self._run_as_written(*args, **kwargs) if result is NotImplemented else result
 

@@ -37,7 +37,7 @@ _SCALE_AND_SHIFT = 2
 _LOW = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float64, torch.float32, *_LOW)
 _SIMPLE = (bool, int, float, str, tuple, torch.Size, type(None))
-# What norms are composed of. Of another operation, as a clamp or a comparison, a few inputs do not show all.
+# The parts of norms. Of another operation, as a clamp or a comparison, a few inputs do not show all.
 _PLAIN = re.compile(
     "add_?|r?sub|mul|div|reciprocal|neg|(float_)?pow(er)?|square|r?sqrt|mean|sum|var(_mean)?|std|(linalg_vector_)?norm|"
     "native_(layer|batch)_norm|_fused_rms_norm|_to_copy|detach|alias|clone|copy_|lift_fresh|(_unsafe_)?view|expand|(un)?squeeze|"
@@ -95,7 +95,7 @@ def _obstacle(module: torch.nn.Module) -> str:
 
 
 def configuration(module: torch.nn.Module, cls: type) -> tuple:
-    """What the result of a check depends on: two modules that agree in it compute alike."""
+    """The key of the result of a check: two modules that agree in it compute alike."""
     attributes = [
         (name, repr(value) if isinstance(value, _SIMPLE) else id(value))
         for name, value in vars(module).items()
@@ -160,7 +160,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _tried(call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a call returns, or what it raises."""
+    """The result of a call, or its error."""
     try:
         return call(*args, **kwargs)
     except Exception as error:  # anything may come of what somebody wrote
@@ -198,7 +198,7 @@ def _relu_ranks(module: torch.nn.Module, cls: type) -> tuple[int, ...]:
     ranks: list[int] = []
     if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or not is_relu_alone(module):
         return ()
-    # Of an attribute of its own nobody looks whether it has changed.
+    # Changes of an attribute of its own go unseen.
     if vars(module).keys() - vars(torch.nn.BatchNorm1d(1)).keys() or _hidden(module, cls):
         return ()
     for shape in _shapes(_channels(module)):
@@ -232,7 +232,7 @@ def _forms(module: torch.nn.Module, argument: str) -> Iterator[Form]:
 
 
 def _with_gradients(call: Any, variables: list[Tensor]) -> list[Tensor]:
-    """What a norm makes of the first of `variables`, and its gradients in all; nothing if it takes no such input."""
+    """A norm's result for the first of `variables`, and its gradients in all; nothing if it refuses such input."""
     y = _tried(call, variables[0])
     if isinstance(y, Exception) or y.shape != variables[0].shape:
         return []
@@ -240,7 +240,7 @@ def _with_gradients(call: Any, variables: list[Tensor]) -> list[Tensor]:
 
 
 def _hidden(module: torch.nn.Module, cls: type) -> str:
-    """What a module does that its results do not show, for the inputs of the check; empty if nothing."""
+    """The acts of a module that its results do not show, for the inputs of the check; empty if nothing."""
     for shape, training in itertools.product(_shapes(_channels(module)), (False, True)):
         twin, operators = Twin(module, cls, torch.float64), _Operators()
         state = vars(twin.module)
@@ -322,7 +322,7 @@ def _form(module: torch.nn.Module, cls: type, argument: str) -> Form | None:
 
 
 def examined(module: torch.nn.Module, cls: type) -> Verdict:
-    """What a module that looks like a norm computes, as far as this package can compute it.
+    """The function that a module which looks like a norm computes, as far as this package can compute it.
 
     Args:
         module: A module, with a `forward` that somebody wrote.

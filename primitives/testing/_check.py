@@ -50,7 +50,7 @@ PROPERTIES: tuple[str, ...] = tuple(_PROPERTIES)
 _CAUSES = ("aliasing and mutation", "uninitialized outputs", "determinism", "non-contiguous inputs")
 # In Triton's interpreter, which is slow: what depends on the kernel and not on the rules.
 _OF_KERNELS = ("reference against kernel", "derivatives by dtype", "cotangent layouts", "fake against real", *_CAUSES)
-# What changes arguments whose statistics are arguments too: only the reference computes those again.
+# The properties that change arguments whose statistics are arguments too: only the reference computes those again.
 _OF_STALE_STATISTICS = ("vmap against loop", "derivatives under vmap", "static arguments")
 
 
@@ -69,7 +69,7 @@ def check_rules(
     """Prove the rules of an operator: hold it to its reference, to differences, and its transforms to one another.
 
     Derivatives are checked in double precision, first ones at the dtypes of the arguments too, and everything else at
-    those. What is checked, and how, is described in `docs/how-to/test_operator.md`.
+    those. `docs/how-to/test_operator.md` describes each check.
 
     Args:
         op: A `custom_op`, a `Primitive` (arguments in the order of its schema), or a function of pytrees of tensors. A
@@ -142,7 +142,7 @@ def check_rule(
         RuleError: If the property does not hold.
         unittest.SkipTest: If it does not apply to this operator; pytest and unittest report the test as skipped.
         TypeError: If `op` is not callable, `args` not a tuple, or no argument holds a tensor.
-        ValueError: If there is no such property, or `order` is less than 1.
+        ValueError: If the property is unknown, or `order` is less than 1.
 
     Example:
         >>> import torch, primitives as pr
@@ -200,7 +200,7 @@ class _Check:
         places, rows = self._places(name), []
         for device, backend in places:
             with use_backend(backend), warnings.catch_warnings():
-                # What torch and operators warn of is their users' affair; here every corner is visited on purpose.
+                # Warnings of torch and operators are for their users; here every corner is visited on purpose.
                 warnings.simplefilter("ignore")
                 row = self._row_at(name, device, backend)
             if row.status == FAILED:

@@ -84,7 +84,7 @@ def arranged(x: Tensor, layout: str) -> Tensor:
         return contiguous(x.permute(axes)).permute(axes)
     if layout == "sliced" and x.dim() > 0:
         wide = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
-        # Nobody may read what lies between the elements.
+        # The memory between the elements must not be read.
         if has_derivatives(x.dtype):
             wide.fill_(float("nan"))
         wide[..., ::2] = x
@@ -103,7 +103,7 @@ def largest(x: Tensor) -> float:
 
 @dataclasses.dataclass
 class Record:
-    """What a property is to check, and what it keeps of its comparisons for the table."""
+    """The subject of a property, and its comparisons for the table."""
 
     order: int
     tolerances: Mapping[torch.dtype, float]

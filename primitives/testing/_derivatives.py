@@ -172,7 +172,7 @@ def _size(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> float:
 
 
 def _allowed(derivative: float, value: float) -> float:
-    """What may lie between a derivative and a difference quotient of numbers as large as `value`."""
+    """The distance allowed between a derivative and a difference quotient of numbers as large as `value`."""
     return DIFFERENCE_TOLERANCE * derivative + ROUNDING_OF_DIFFERENCES * max(value, 1.0)
 
 
@@ -264,6 +264,6 @@ def derivatives_at_given_dtypes(subject: Subject, record: Record) -> None:
         dtypes = [x.dtype for x in subject.tensors]
         for label, got, want, other in zip(mode.labels(subject), mode.of(narrow, along), wants, others, strict=True):
             usual = DERIVATIVE_FACTOR * record.tolerance(got.dtype, *dtypes) * max(largest(want), 1.0)
-            # What the problem itself makes inexact.
+            # The inexactness of the problem itself.
             slack = REFERENCE_FACTOR * largest(widened(other) - want)
             record.within(f"{label} in {got.dtype}", got, want, usual + slack)

@@ -1,4 +1,4 @@
-"""What `check_rules` found: one row per property, as a table, and the error for the first one that fails."""
+"""The findings of `check_rules`: one row per property, as a table, and the error for the first one that fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Row:
         status: `"ok"`, `"failed"` or `"not applicable"`.
         error: Largest error of a number, where numbers were compared; of a failed property, that of the comparison
             that failed.
-        allowed: What was allowed in that comparison.
+        allowed: The bound of that comparison.
         note: For `"ok"` what limits the check, for `"failed"` what is wrong, for `"not applicable"` why.
         raised: For `"failed"`, the name of the exception that was raised, if one was.
         reproducer: For `"failed"`, a program that shows the fault.
@@ -84,7 +84,7 @@ class RuleError(PrimitivesError, AssertionError):
     Attributes:
         property: Name of the property.
         op: Name of the operator.
-        note: What is wrong: the tensor, what came and what was expected.
+        note: The fault: the tensor, its value and the expected one.
         reproducer: Python program that shows the fault.
         report: Outcome of all properties that were checked.
     """

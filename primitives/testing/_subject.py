@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# What a number that is an argument is changed to: the first is used that is accepted and makes a difference.
+# Other values for an argument that is a number: the first is used that is accepted and makes a difference.
 CHANGES: dict[type, tuple[Callable, ...]] = {
     float: (lambda v: 1.5 * v + 0.25, lambda v: 0.5 * v + 0.125, lambda v: 0.5 * v, lambda v: 2.0 * v),
     int: (lambda v: v + 1, lambda v: v - 1, lambda v: 2 * v),

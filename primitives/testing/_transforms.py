@@ -84,7 +84,7 @@ def _stacked(
 
 
 def _loop(function: Callable[..., Sequence[Tensor]], axes: Sequence[int | None]) -> Function:
-    """What `vmap` of `function` stands for: one call per sample."""
+    """The meaning of `vmap` of `function`: one call per sample."""
 
     def loop(*values: Tensor) -> tuple[Tensor, ...]:
         rows = [
@@ -186,7 +186,7 @@ def fake_against_real(subject: Subject, record: Record) -> None:
 
 
 def _layout(x: Tensor) -> dict[str, Any]:
-    """What a compiler is told. Axes of one element, and empty tensors, have any strides."""
+    """The strides that a compiler is told. Axes of one element, and empty tensors, have any strides."""
     strides = [s for size, s in zip(x.shape, x.stride(), strict=True) if size != 1] if x.numel() else []
     return {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type, "strides": strides}
 

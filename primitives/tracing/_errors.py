@@ -1,4 +1,4 @@
-"""What no graph can hold, as errors with the user's line; the user's own lines in stack traces of graph nodes."""
+"""Errors for code that no graph can hold, with the user's line; the user's own lines in stack traces of graph nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["current_line", "current_stack", "errors_in_trace", "typed_errors", "values_needed"]
 
-# What torch says where a graph is recorded, or tensors have no memory, and a value is asked for.
+# Words of torch where a graph is recorded, or tensors have no memory, and a value is asked for.
 _NO_VALUES = (
     "get value out of a tracing tensor",
     "numpy() is not supported for tensor subclasses",
@@ -33,7 +33,7 @@ _NO_VALUES = (
 )
 
 
-# What functionalization and autograd say of writes that they cannot record, and how to write them.
+# Words of functionalization and autograd for writes that they cannot record, and how to write them.
 _NO_WRITES = {
     "mutating a non-functional tensor": "a tensor that is not an input is written to. Make it an input; for a module, "
     "use pure_module",

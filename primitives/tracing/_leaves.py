@@ -68,11 +68,11 @@ class Leaves(NamedTuple):
         return self.labels([place])[0]
 
     def aligned(self, function: str, name: str, tree: Any, like_name: str) -> list[Any]:
-        """What stands in `tree` in the place of each leaf; `TreeError` if the structure differs."""
+        """The entry of `tree` in the place of each leaf; `TreeError` if the structure differs."""
         return align(function, name, tree, like_name, self.skeleton, {"namespace": self.namespace, "is_leaf": None})
 
     def cotangents(self, function: str, cotangents: Any, taken: Container[int]) -> list[Any]:
-        """What stands in `cotangents` in the place of each leaf of an output; `LeafError` where one is not `taken`."""
+        """The entry of `cotangents` in the place of each leaf of an output; `LeafError` where one is not `taken`."""
         pieces = self.aligned(function, "cotangents", cotangents, "outs")
         for i, piece in enumerate(pieces):
             if piece is not None and i not in taken:

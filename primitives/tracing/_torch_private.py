@@ -1,4 +1,4 @@
-"""What this package takes from torch that torch does not promise, where releases differ: the only module that does."""
+"""The parts of torch used here that torch does not promise, where releases differ: the only module that does."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def wrapped(x: Any) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """What functionalization has wrapped, with all writes to it done; of a wrapper subclass, what is inside."""
+    """The tensor that functionalization has wrapped, with all writes done; of a wrapper subclass, that inside."""
     return _of_tracers()[1].from_fun(x)
 
 
@@ -213,12 +213,12 @@ def is_computed(x: Tensor) -> bool:
 
 
 def bottom(x: Tensor) -> Tensor:
-    """What the transforms of `torch.func` have wrapped."""
+    """The tensor that the transforms of `torch.func` have wrapped."""
     return unbatched(x)[0]
 
 
 def unbatched(x: Tensor) -> tuple[Tensor, list[int]]:
-    """What the transforms of `torch.func` have wrapped, and the levels of its batch axes, the outermost first."""
+    """The tensor that transforms of `torch.func` have wrapped, and the levels of its batch axes, outermost first."""
     levels = []
     while is_in_a_transform(x):
         if _functorch.is_batchedtensor(x):
@@ -263,7 +263,7 @@ def trace(
 ) -> fx.GraphModule:
     """Graph of a function of flat tensors, which are fake."""
     make = proxy_tensor.make_fx(function, decomposition_table=table, tracing_mode="real")
-    # Nobody runs the code of this module.
+    # The code of this module never runs.
     without_code = _lazy_graph_module._use_lazy_graph_module(True)
     excluded = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.Functionalize))
     # As ahead-of-time autograd does: threads of the engine know nothing of modes.
@@ -272,7 +272,7 @@ def trace(
 
 
 def definition_of(func: Any) -> Callable[..., Any] | None:
-    """What torch composes an operator of, or `None`."""
+    """The function that torch composes an operator of, or `None`."""
     from torch import _refs  # noqa: F401 - it fills the table
 
     return func.decompose if func._can_decompose() else _decomp.decomposition_table.get(func)
@@ -339,7 +339,7 @@ def loaded(data: bytes, constants: dict[str, Any], mode: fake_tensor.FakeTensorM
 
 
 def bindings(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
-    """What the symbols in sizes stand for where `values` are passed for tensors without memory and symbolic sizes."""
+    """The values of the symbols in sizes where `values` are passed for tensors without memory and symbolic sizes."""
     found: dict[Any, int] = {}
     for fake, value in zip(fakes, values, strict=True):
         tensors = isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor)

@@ -1,4 +1,4 @@
-"""What a call of a custom operator is beside its tensors: trees and static arguments, interned under a number.
+"""A call of a custom operator without its tensors: trees and static arguments, interned under a number.
 
 The operator that torch sees takes a list of tensors and that number, whatever the trees look like.
 """
@@ -96,11 +96,11 @@ class Structure:
     """Trees of the positional arguments, their leaves that are not tensors, and the static arguments.
 
     Attributes:
-        number: What stands for it in a graph.
+        number: Its number in a graph.
         static: Keyword-only arguments by name.
         static_values: The same as a namedtuple.
         results: `Results`; `None` before the first call.
-        cast: What autocast made of it: the results have its tree.
+        cast: The structure that autocast made of it: the results have its tree.
         spans: The tensors that belong to each positional argument, by name.
         mutated: Positions of the tensors that are updated; their new values follow the results.
         is_flat: Whether every positional argument is a tensor.

@@ -83,7 +83,7 @@ class Partition:
     def match(
         self, function: str, name: str, tree: Any, like_name: str, like: Sequence[Tensor], *, some: bool = False
     ) -> list[Any]:
-        """What stands in `tree` for each tensor, checked to be like that of the tree that was split.
+        """The entry of `tree` for each tensor, checked to be like that of the tree that was split.
 
         With `some`, `None` may stand for a tensor, and must for a leaf that cannot be differentiated.
         """
@@ -107,7 +107,7 @@ class Partition:
 
 
 class Meta(NamedTuple):
-    """What a derivative must share with the tensor that it belongs to."""
+    """The properties that a derivative must share with the tensor that it belongs to."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -17,7 +17,7 @@ __all__ = ["align", "is_leafless", "key_path", "spread", "tracing_predicate"]
 
 
 def align(function: str, name: str, tree: Any, like_name: str, like: Any, options: dict[str, Any]) -> list[Any]:
-    """What stands in `tree` at each leaf of `like`; `options` are the namespace and `is_leaf` of both.
+    """The entry of `tree` at each leaf of `like`; `options` are the namespace and `is_leaf` of both.
 
     Raises `TreeError`, with the names of the function and the trees, if `tree` has another structure.
     """

@@ -94,7 +94,7 @@ class StructureTable:
     def _of_plain_call(
         self, args: tuple[Any, ...], static_key: tuple[Any, ...]
     ) -> tuple[list[Tensor], Structure] | None:
-        """What `flatten` returns for a known call with tensors and dicts of tensors: a treespec takes longer."""
+        """The result of `flatten` for a known call with tensors and dicts of tensors: a treespec takes longer."""
         # The keys of a dict, `None` for a tensor, and for anything else what no known call has.
         keys = [None if isinstance(arg, torch.Tensor) else tuple(arg) if type(arg) is dict else ... for arg in args]
         known = self._plain.get((*keys, static_key))

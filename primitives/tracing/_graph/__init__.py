@@ -1,1 +1,1 @@
-"""What `trace_joint` returns: joint graphs, their partition into forward and backward, their text."""
+"""The results of `trace_joint`: joint graphs, their partition into forward and backward, their text."""

@@ -28,7 +28,7 @@ class JointGraph(Graph):
             of the forward and of the backward state. It returns outputs, then gradients, each with a state behind
             them.
         graph: The nodes.
-        signature: What its inputs and outputs mean.
+        signature: The meaning of its inputs and outputs.
         primal_names: Key path of each tensor among the primals, as code; placeholders are named after them.
         cotangent_names: Key path of each cotangent.
         output_names: Key path of each output that the graph computes.
@@ -65,7 +65,7 @@ class JointGraph(Graph):
         self._parts: dict[bool, tuple[ForwardGraph, BackwardGraph]] = {}
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """What is pickled, and copied by `copy.deepcopy`: nodes with their values, lines and constants."""
+        """The state that is pickled, and copied by `copy.deepcopy`: nodes with their values, lines and constants."""
         return *torch_private.dumped(self.module), self.signature, self._mode.shape_env is not None
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:

@@ -58,8 +58,8 @@ class Graph:
     Attributes:
         module: The graph, as a function of flat tensors.
         graph: The nodes.
-        input_labels: What its inputs are called, in order.
-        output_labels: What its outputs are called, in order.
+        input_labels: Names of its inputs, in order.
+        output_labels: Names of its outputs, in order.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Graph:
         return _table(self.graph, self.input_labels, self.output_labels)
 
     def _flat(self, values: Sequence[Any]) -> list[Any]:
-        """What the graph computes of values like those that were traced; a number stands for a cotangent full of it."""
+        """The graph's results for values like those that were traced; a number stands for a cotangent full of it."""
         fakes = [node.meta["val"] for node in self._placeholders]
         # A cotangent may be viewed, and tells no size.
         sized = [None if kind == COTANGENT else fake for (_, kind), fake in zip(self._inputs, fakes, strict=True)]
@@ -120,7 +120,7 @@ class Graph:
 
 
 class _Part(Graph):
-    """What the two parts have in common: the names of inputs and outputs, and what is `saved` between the two."""
+    """The common parts of the two: the names of inputs and outputs, and what is `saved` between the two."""
 
     _method: str
 
@@ -186,8 +186,8 @@ class BackwardGraph(_Part):
         """Run the backward pass.
 
         Args:
-            saved: What the forward graph of the same trace and `min_cut` saved, or copies, on another device too, of
-                which nothing was written to since.
+            saved: Tensors that the forward graph of the same trace and `min_cut` saved, or copies, on another device
+                too, of which nothing was written to since.
             cotangents: Cotangents, in the structure of the output.
             rng: With `functionalize_rng`, the state of the backward pass.
 

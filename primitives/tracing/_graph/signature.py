@@ -22,7 +22,7 @@ _FUNCTION = "JointGraph"
 
 @dataclasses.dataclass
 class Signature:
-    """What the flat inputs and outputs of a joint graph mean; filled while it is traced.
+    """The meaning of the flat inputs and outputs of a joint graph; filled while it is traced.
 
     Attributes:
         primals: Leaves of the primals, with `None` in the places of tensors.
@@ -111,5 +111,5 @@ def _same(x: Any, y: Any) -> bool:
         same = (x == y) | ((x != x) & (y != y))
         return bool(same.all() and (x.dtype, x.shape) == (y.dtype, y.shape) if hasattr(same, "all") else same)
     except (RuntimeError, TypeError, ValueError):
-        # Of some types there is no telling.
+        # Some types do not tell.
         return False

@@ -57,7 +57,7 @@ def create_joint(
     Raises:
         TypeError: If `primals` is not a tuple.
         LeafError: If no primal requires grad; if a cotangent is not a tensor, or is for an output that takes none; with
-            `no_cotangents`, if there is no scalar loss; if an object with a tensor in an attribute, that optree does
+            `no_cotangents`, if a scalar loss is missing; if an object with a tensor in an attribute, that optree does
             not take apart, is among the primals or the outputs.
         TreeError: If `cotangents` has another structure than the output.
         ShapeError: If a cotangent cannot be viewed in the shape of its output.
@@ -167,15 +167,15 @@ def checked_primals(
 
 
 def _of_its_own(x: Any, *, passes_on: bool) -> tuple[Any, Any]:
-    """What a gradient is taken in, and what `fn` gets, whose history a joint function inside passes on."""
+    """The tensor to differentiate in, and the one that `fn` gets, whose history a joint function inside passes on."""
     # `fn` gets tensors that require no grad as they are: it may transpose them in place.
     if not (isinstance(x, torch.Tensor) and x.requires_grad):
         return x, x
     leaf = torch.ops.aten.alias.default(x) if passes_on else x.detach().requires_grad_()
     if x.layout != torch.strided:
         return leaf, leaf
-    # Autograd refuses writes to views of leaves. What has a history may be written to, which is seen as long as it is
-    # not a view, whose history is made anew in any case.
+    # Autograd refuses writes to views of leaves. A tensor with a history may be written to, which is seen as long as it
+    # is not a view, whose history is made anew in any case.
     return leaf, torch.ops.aten._unsafe_view.default(leaf, x.shape) if passes_on else torch.ops.aten.alias.default(leaf)
 
 

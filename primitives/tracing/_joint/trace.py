@@ -203,7 +203,7 @@ def _stand_in(y: Tensor, *, is_loss: bool) -> Tensor:
 
 
 def _copy(x: Any) -> Any:
-    """What `fn` may write to: the gradient is that before any write, and autograd lets none be made to a leaf."""
+    """The tensor for `fn` to write to: the gradient is that before any write, and autograd lets no leaf be written."""
     if not (isinstance(x, torch.Tensor) and x.requires_grad):
         return x
     # A copy has other strides where elements overlap or lie apart; the graph must not come to rely on these.

@@ -107,7 +107,7 @@ class _PureMode(OverrideMode):
         return self.write(*args) if func is _write_back else super().__torch_function__(func, types, args, kwargs)
 
     def moment(self, is_reentrant: bool) -> Callable[[], contextlib.AbstractContextManager] | None:
-        """What a checkpointed region that begins here is to be computed again in; `None` on another thread."""
+        """The context in which a checkpointed region that begins here is computed again; `None` on another thread."""
         if self not in function_modes():
             return None
         if is_reentrant and torch.is_grad_enabled():

@@ -21,7 +21,7 @@ __all__ = ["PureModule", "pure_module"]
 
 
 class _Names:
-    """What a module has under the names of its parameters, or of its buffers, and what a call gives it."""
+    """The values of a module under the names of its parameters, or of its buffers, and those of a call."""
 
     def __init__(self, what: str, module: nn.Module, tree: Any, *, strict: bool) -> None:
         self._what, self._tree = what, tree
@@ -57,7 +57,7 @@ class _Names:
         values = {tie: by_tie.get(tie, x) for tie, (_, x) in own.items()}
         if what == "buffers":
             values = {tie: None if x is None else x.clone() for tie, x in values.items()}
-        # What the call puts into each place.
+        # The value of the call for each place.
         self.values = {place: values[self._tie(name)] for name, (place, _) in self.of.items()}
 
     def _tie(self, name: str) -> Any:
@@ -81,7 +81,7 @@ class _Names:
         return value
 
     def current(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """What is in the places now, by the names that were given."""
+        """The values of the places now, by the names that were given."""
         shown = {self._tie(name): tensors[place] for name, (place, _) in self.of.items() if name in self._tree}
         result: dict[str, Any] = {}
         for name, (place, _) in self.of.items():

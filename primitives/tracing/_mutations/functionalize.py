@@ -180,7 +180,7 @@ class _Call:
             refuse_opaque(_FUNCTION, self._outs.values, self._outs.label)
         written = [i for i, each in enumerate(self.inputs) if each.is_data or watch.copied & {*memories(each.used)}]
         refuse_sharing(_FUNCTION, [*first.values()], [*first], written)
-        # What this is inside of has copies that overlap no more, and must look at its own inputs.
+        # A function around this one has copies that overlap no more, and must look at its own inputs.
         for mode in torch_private.dispatch_modes():
             getattr(mode, "copied", set()).update(*(memories(self.inputs[i].x) for i in written))
 
@@ -225,7 +225,7 @@ class _Call:
         return self._outs.join([found.get(id(y), y) for y in self._outs.values])
 
     def new_value(self, each: _Input) -> Tensor:
-        """What an input is afterwards, if it is left alone."""
+        """The value of an input afterwards, if it is left alone."""
         view = None if each.is_data else each.outside(each.used)
         value = self.plain(each.used) if view is None else view
         return value.detach() if value.requires_grad and each.is_data and each.is_hidden else value
@@ -273,7 +273,7 @@ class PureFunction:
             **kwargs: Pytrees.
 
         Returns:
-            What the function returns. What aliases an input in it is an alias of that input.
+            The result of the function. An alias of an input in it is an alias of that input.
 
         Raises:
             MutationError: As in a call.

@@ -1,4 +1,4 @@
-"""What torch's random operations draw, made of Philox words: one function for each operation.
+"""The numbers of torch's random operations, made of Philox words: one function for each operation.
 
 A source is a function `(size) -> words`: random integers in `[0, 2**32)`, int64, of the size asked for. Every operation
 takes a fixed number of words per element of its result: docs/reference/tracing/functionalize_rng.md has the table.
@@ -62,7 +62,7 @@ def draws_nothing(a: dict[str, Any]) -> bool:
 
 
 def draw(name: str, source: Source, a: dict[str, Any]) -> Any:
-    """What the operation `name` of these arguments returns; one in place is named with its underscore."""
+    """The result of the operation `name` of these arguments; one in place is named with its underscore."""
     stem, x, dtype = name.removesuffix("_"), a.get("self"), a.get("dtype")
     # A default in a schema is a number, and that of the default dtype is None.
     if not isinstance(dtype, torch.dtype):
@@ -173,7 +173,7 @@ def _randint(source: Source, size: Sequence[Any], dtype: torch.dtype, a: dict[st
 
 
 def _random(source: Source, size: Sequence[Any], dtype: torch.dtype, a: dict[str, Any]) -> Tensor:
-    """Integers up to the largest that the dtype counts to exactly, if there is no limit."""
+    """Integers up to the largest that the dtype counts to exactly, without a limit."""
     high = a.get("to")
     if high is None and dtype.is_floating_point:
         high = 2 ** _MANTISSA_BITS[dtype] + 1

@@ -63,7 +63,7 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
     is what `functionalize_rng` puts around a function; put it around the forward part and around the backward part of a
     training function, with a state for each, to have their numbers apart.
 
-    What `torch.utils.checkpoint` recomputes draws the numbers of the first time again, also when the backward pass
+    A region of `torch.utils.checkpoint` draws the numbers of the first time again, also when the backward pass
     runs after the context has ended.
 
     Args:
@@ -157,7 +157,7 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
         return composed
 
     def _source(self, a: dict[str, Any]) -> Callable[[Sequence[Any]], Tensor]:
-        """What makes words where a call of these arguments has its result."""
+        """The maker of words where a call of these arguments has its result."""
         tensors = [x for x in a.values() if isinstance(x, torch.Tensor)]
         device = a.get("device")
         if device is None:
@@ -187,7 +187,7 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
 
     @staticmethod
     def _replay(_: bool) -> Callable[[], rng_mode] | None:
-        """What makes the context in which the draws from here on come again; `None` outside of any mode."""
+        """The maker of the context in which the draws from here on come again; `None` outside of any mode."""
         mode = next((mode for mode in reversed(torch_private.dispatch_modes()) if isinstance(mode, rng_mode)), None)
         if mode is None:
             return None
@@ -196,7 +196,7 @@ class rng_mode(Decorates, torch_private.TorchDispatchMode):  # noqa: N801 - used
 
 
 def _distributed_kinds() -> tuple[type, ...]:
-    # Nobody has such a tensor who has not imported it.
+    # Without its import such a tensor cannot exist.
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else (module.DTensor,)
 

@@ -34,19 +34,19 @@ _HINT = "For such gradients, unwrap the joint function: unwrap_subclasses(create
 
 @dataclasses.dataclass(frozen=True)
 class SubclassSpec:
-    """What makes a wrapper subclass out of plain tensors.
+    """The recipe for a wrapper subclass out of plain tensors.
 
     Attributes:
         type: The subclass.
-        inner: What is inside, by the name of its attribute: the spec of a subclass, or `None` for a plain tensor.
-        constants: What else is inside and is not a tensor, such as the mesh of a `DTensor` in some releases of torch.
+        inner: The tensors inside, by the name of its attribute: the spec of a subclass, or `None` for a plain tensor.
+        constants: All else inside that is not a tensor, such as the mesh of a `DTensor` in some releases of torch.
         context: Metadata, as `__tensor_flatten__` gives it.
         size: Outer size when it was recorded.
         stride: Outer stride.
         inner_sizes: Sizes of what is inside.
         inner_strides: Strides of what is inside.
         requires_grad: Whether the subclass requires grad.
-        kind: What two specs have in common if one can go for the other: all but sizes, and whether they require grad.
+        kind: Equal in two specs of which one can go for the other: all but sizes, and whether they require grad.
     """
 
     type: type
@@ -271,7 +271,7 @@ class Unwrapped:
         return self._outs._replace(roots=name)
 
     def wrap(self, output: Any) -> Any:
-        """What the original function returns, out of what `fn`, or a graph of it, returns.
+        """The result of the original function, out of that of `fn`, or of a graph of it.
 
         Raises:
             RuntimeError: If `fn` has not been called: the subclasses of the output are not known yet.
@@ -322,7 +322,7 @@ class Unwrapped:
         return self._args.join(values)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original function returns for these arguments, by way of the plain tensors inside."""
+        """The result of the original function for these arguments, by way of the plain tensors inside."""
         plain, plain_kwargs = _taken_out(self._args, args, _unwrapped), _taken_out(self._kwargs, kwargs, _unwrapped)
         return self.wrap(self.fn(*plain, **plain_kwargs))
 
@@ -334,7 +334,7 @@ def _leaves_inside(spec: SubclassSpec, x: Any) -> dict[str, Any]:
 
 
 def _specs(leaves: Leaves) -> Leaves:
-    """What is recorded of leaves, which are not held: the spec of each in its place."""
+    """The record of leaves, which are not held: the spec of each in its place."""
     return leaves._replace(values=list(map(SubclassSpec.of, leaves.values)))
 
 
