@@ -125,7 +125,7 @@ class Net(torch.nn.Module):
         return cube(affine({"weight": x[0], "bias": None}, x)[0])
 
 
-# What torch 2.11 says of the programs that it reads back itself.
+# Torch 2.11's words for the programs that it reads back itself.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_export(tmp_path):
     """Without strict=True, which fails inside torch for every function that Dynamo may not trace (2.11 to 2.15)."""

@@ -37,7 +37,7 @@ CALLS = {
     r"def_kernel\('cpu'\)": lambda op: op(PARAMS, X),
 }
 OTHER_TREE = "must return a result with the tree that it had before"
-# What a rule returns, the error, and a part of its text.
+# The result of a rule, the error, and a part of its text.
 MISTAKES = [
     ("def_backward", [None, None], pr.TreeError, "must return a dict .*, got list"),
     ("def_backward", {"x": None}, pr.TreeError, r"keys \['params', 'x'\], got keys \['x'\]"),

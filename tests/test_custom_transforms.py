@@ -52,7 +52,7 @@ def test_eager_autograd():
 
 
 def test_forward_mode_over_a_backward_pass_without_create_graph():
-    """What def_save_for_backward computed depends on the dual numbers too."""
+    """Results of def_save_for_backward depend on the dual numbers too."""
     weight, bias, x = arguments()
     x_dot = like(x, seed=5)
 
@@ -81,7 +81,7 @@ def test_batches_of_cotangents_reach_operators_that_a_rule_calls():
 
 
 def test_a_pullback_is_used_after_its_level_has_ended():
-    """What a decomposition is differentiated with is wrapped for a level that the next transform takes."""
+    """The tensors of a differentiated decomposition are wrapped for a level that the next transform takes."""
     x, y_bar, dot = (normal((2, 3), seed) for seed in range(3))
 
     def pulled(function):

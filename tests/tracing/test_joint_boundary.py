@@ -1,4 +1,4 @@
-"""What goes in and out of joint functions and graphs: trees, memory that is shared, histories, copies."""
+"""The inputs and outputs of joint functions and graphs: trees, memory that is shared, histories, copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tracing.test_joint_graph import same
 
 @dataclasses.dataclass
 class Result:
-    """A node to nobody."""
+    """A class that neither optree nor torch takes apart."""
 
     value: object
 

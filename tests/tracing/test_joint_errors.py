@@ -1,4 +1,4 @@
-"""What no graph can hold is refused with the user's line; all else gives what eager autograd gives."""
+"""Code that no graph can hold is refused with the user's line; all else gives the results of eager autograd."""
 
 from __future__ import annotations
 

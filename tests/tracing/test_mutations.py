@@ -37,7 +37,7 @@ def made_inside(x, y):
     x.add_(made)
 
 
-# What writes to two matrices, and the labels of what is written to.
+# Writes to two matrices, and the labels of the written ones.
 PROGRAMS = {
     "data": (lambda x, y: x.add_(y), "x"),
     "view": (lambda x, y: x[1:].t()[0].mul_(2), "x"),

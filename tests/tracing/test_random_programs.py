@@ -131,7 +131,7 @@ def compared(kind, overlap, instructions):
     before = [(x.clone(), geometry(x), x._version) for x in (a, b)]
     pure = functionalize_mutations(lambda a, b, w: run(instructions, a, b, w))
     if kind == "in_place":
-        # What is written through a detached alias has a history that the input lacks: no tensor is an alias and has it.
+        # A write through a detached alias has a history that the input lacks: no tensor is an alias and has it.
         if overlap == "disjoint" or any(name == "detach" for name, _, _ in instructions):
             return False
         results = pure.in_place(a, b, w)

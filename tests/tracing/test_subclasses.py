@@ -221,7 +221,7 @@ def test_distributed_tensors(mesh):
 
 
 def test_metadata_of_a_gradient_is_recorded_where_it_differs(mesh):
-    """What is partial in the forward pass comes back replicated."""
+    """A gradient of values that are partial in the forward pass comes back replicated."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     w = DTensor.from_local(data(2, 3), mesh, [Shard(0)]).requires_grad_()
@@ -268,7 +268,7 @@ def test_random_numbers_of_distributed_tensors(mesh, case):
 
 
 def test_random_numbers_of_other_subclasses():
-    """What is inside draws for itself, as without an explicit state."""
+    """The tensors inside draw for themselves, as without an explicit state."""
     x = TwoTensor(torch.ones(32), torch.ones(32))
     y, state = functionalize_rng(RANDOM["dropout"])(PhiloxState.from_seed(5), x)
     first, after = functionalize_rng(RANDOM["dropout"])(PhiloxState.from_seed(5), x.a)
