@@ -12,6 +12,7 @@ from primitives._audit import AuditReport, audit
 from primitives._core import (
     AxisError,
     BackendError,
+    CommunicationError,
     DeviceError,
     DtypeError,
     LabelError,
@@ -36,6 +37,7 @@ __all__ = [
     "AuditReport",
     "AxisError",
     "BackendError",
+    "CommunicationError",
     "DeviceError",
     "DtypeError",
     "LabelError",

@@ -5,6 +5,7 @@ from primitives._core.batching import BatchInfo, to_front, vmap_by_loop
 from primitives._core.errors import (
     AxisError,
     BackendError,
+    CommunicationError,
     DeviceError,
     DtypeError,
     LabelError,
@@ -22,6 +23,7 @@ from primitives._core.value_and_jvp import value_and_jvp
 __all__ = [
     "AxisError",
     "BackendError",
+    "CommunicationError",
     "BatchInfo",
     "DeviceError",
     "DtypeError",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AxisError",
     "BackendError",
+    "CommunicationError",
     "DeviceError",
     "DtypeError",
     "LabelError",
@@ -67,6 +68,10 @@ class TreeError(PrimitivesError, ValueError, TypeError, RuntimeError):
 
 class BackendError(PrimitivesError, RuntimeError):
     """The chosen backend cannot run here: Triton is missing, is not ours, or has no device to run on."""
+
+
+class CommunicationError(PrimitivesError, RuntimeError):
+    """Another process of a group ended, or did not come within the time-out of the group."""
 
 
 class TraceError(PrimitivesError, RuntimeError):

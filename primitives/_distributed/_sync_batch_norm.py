@@ -24,13 +24,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from primitives._core import Primitive
+from primitives._core.errors import CommunicationError
 from primitives._ops._channels import axes_of, dense, per_channel
 from primitives._ops._shared import batch_all, fold_batch
 from primitives._ops.batch_norm_eval import batch_norm_eval_bwd_p, batch_norm_eval_jvp_p, batch_norm_eval_p
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 # Apart from operators that launch kernels of their own.
@@ -50,10 +54,21 @@ sync_batch_norm_p = Primitive(
 # The sum over the processes.
 
 
+def received(send: Callable[..., Tensor], *message: Any) -> Tensor:
+    """The answer to a message that every process of a group sends by a functional collective."""
+    try:
+        return torch.ops._c10d_functional.wait_tensor(send(*message))
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"SyncBatchNorm: every process of the group must send its statistics within the time-out; rank "
+            f"{dist.get_rank()} of {dist.get_world_size()} waited for one that has ended, or has not come. The first "
+            f"process that failed says why; init_process_group(timeout=...) sets the time-out. The backend: {error}"
+        ) from error
+
+
 @all_reduce_p.def_reference
 def _all_reduce_reference(x: Tensor, group: str) -> Tensor:
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
+    return received(torch.ops._c10d_functional.all_reduce, x.contiguous(), "sum", group)
 
 
 @all_reduce_p.def_vjp
@@ -83,11 +98,9 @@ def _merged(x: Tensor, batch_ndim: int, group: str, world: int) -> tuple[Tensor,
     # An empty batch has sums, and no mean.
     mean = x.sum(axes) / count.clamp(min=1)
     squares = (x - per_channel(mean, x, batch_ndim)).square().sum(axes)
-    ops = torch.ops._c10d_functional
     own = torch.cat([count, mean.flatten(), squares.flatten()])
-    counts, moments = (
-        ops.wait_tensor(ops.all_gather_into_tensor(own, world, group)).view(world, -1).tensor_split([1], 1)
-    )
+    every = received(torch.ops._c10d_functional.all_gather_into_tensor, own, world, group).view(world, -1)
+    counts, moments = every.tensor_split([1], 1)
     means, squares = moments.view(world, 2, *mean.shape).unbind(1)
     counts, total = counts.view(world, *[1] * mean.dim()), counts.sum()
     shares = counts / total.clamp(min=1)

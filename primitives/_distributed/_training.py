@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from primitives._checks import arguments
 from primitives._core.errors import DtypeError, ShapeError
 from primitives._core.write_back import write_back
-from primitives._distributed._sync_batch_norm import sync_batch_norm_p
+from primitives._distributed._sync_batch_norm import received, sync_batch_norm_p
 from primitives._ops._shared import accumulation_dtype, weight_beside
 
 if TYPE_CHECKING:
@@ -86,9 +86,8 @@ def _agree(module: torch.nn.Module, group: str, world: int, x: Tensor) -> None:
     given = (x.shape[1], dtypes.index(accumulation_dtype(x.dtype)))
     if _agreements.get(module) == (group, *given) or detect_fake_mode(x) is not None or get_proxy_mode() is not None:
         return
-    ops = torch.ops._c10d_functional
     own = torch.tensor(given, device=x.device)
-    found = ops.wait_tensor(ops.all_gather_into_tensor(own, world, group)).view(world, -1).tolist()
+    found = received(torch.ops._c10d_functional.all_gather_into_tensor, own, world, group).view(world, -1).tolist()
     for column, error, what in ((0, ShapeError, "number of channels"), (1, DtypeError, "dtype")):
         values = [row[column] if column == 0 else dtypes[row[column]] for row in found]
         if len(set(values)) > 1:
