@@ -23,8 +23,8 @@ from primitives._core.value_and_jvp import value_and_jvp
 __all__ = [
     "AxisError",
     "BackendError",
-    "CommunicationError",
     "BatchInfo",
+    "CommunicationError",
     "DeviceError",
     "DtypeError",
     "LabelError",
