@@ -4,7 +4,7 @@
     jvp             s_dot = residual_dot + x_dot * noise,  y_dot of it
     vjp             residual_bar = x_bar of layer norm + s_bar,  x_bar = residual_bar * noise
 
-What `mix` makes of the tiles that were loaded is what layer norm's functions expect: s and its tangent, or y_bar and s.
+`mix` turns the loaded tiles into the operands of layer norm's functions: s and its tangent, or y_bar and s.
 """
 
 # Pyright takes device functions for Python: it knows neither tuples of tiles nor what is settled at compile time.

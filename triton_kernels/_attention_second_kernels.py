@@ -6,7 +6,7 @@ Both compute tiles of R = P.(G - g) and T = P.((S_dot - lse_dot).(G - g) + H - w
     g = <o_bar, o> - lse_bar,   w = <o_bar, o_dot> + <o_bar_dot, o> - lse_bar_dot
 
 Absent operands take no part: R alone gives the backward. `attention_rows_kernel` also writes g, and w where there is a
-T, which `attention_keys_kernel` reads, so it runs first. There are no atomic additions: a program of the second kernel
+T, which `attention_keys_kernel` reads, so it runs first. Nothing is added atomically: a program of the second kernel
 owns keys, and sweeps the rows of every head that shares them. `_attention_tiles` says what the arguments are; tangents
 have the strides of what they are tangents of, and o_bar, o_bar_dot, o, o_dot lie like o.
 """

@@ -1,4 +1,4 @@
-"""What the steps of batch norm take and give: tensors of full size, numbers per channel, results."""
+"""Operands and results of the steps of batch norm: tensors of full size, numbers per channel, results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Results(NamedTuple):
 
 
 class Relu(NamedTuple):
-    """What the end of a residual block adds to a norm, None where it is absent: in memory as the results.
+    """Operands that the end of a residual block adds to a norm, None where it is absent: in memory as the results.
 
     `y` is the output of a ReLU behind the norm, for its derivatives; `follows` says that there is one behind the value.
     """

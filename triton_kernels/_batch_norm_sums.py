@@ -76,7 +76,7 @@ def add_operands(sums, tiles, center, row_mask, SUMS: tl.constexpr, FOLD: tl.con
     y_bar, x, x_dot, y_bar_dot = tiles
     c = x
     if x.type.is_block():
-        # What is not there is loaded as 0, and stays 0. Each thread has few rows, and an element takes one operation.
+        # Absent values are loaded as 0, and stay 0. Each thread has few rows, and an element takes one operation.
         c = x - row_mask[:, None].to(x.dtype) * center[None, :]
     products = (y_bar, y_bar * c, x_dot, x_dot * c, y_bar * x_dot, y_bar_dot, y_bar_dot * c, c, c * c)
     wanted = wanted_of(products, SUMS)
@@ -109,7 +109,7 @@ def batch_norm_sums_kernel(
 
     Shapes:
         y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None.
-        relu_ptr: What a ReLU behind the norm returned, in memory as `y_bar`, which is 0 where this is; or None.
+        relu_ptr: Result of a ReLU behind the norm, in memory as `y_bar`, which is 0 where this is; or None.
         masked_ptr: Memory for `y_bar` with these zeros, in its layout too, or None.
         mean_ptr: `[groups, channels]`, or None.
         partials_ptr: `[num_rows, num_sums, num_splits]`, accumulation dtype; `num_rows = groups * channels`.
@@ -163,7 +163,7 @@ def batch_norm_sums_kernel(
         center = load_channels(mean_ptr, group * mean_group_stride + channels, channel_mask, 0.0, acc_dtype)
 
     for number in tl.range(first + STATISTICS, stop, num_stages=NUM_STAGES):
-        # What took the place of the first one has been summed.
+        # The tile in the place of the first one has been summed.
         other = tl.where(number == anchor, first, number) if STATISTICS else number
         tiles, row_mask = load_operands(
             ptrs, strides, place, other, num_samples, num_spatial, TILE, POLICIES, acc_dtype

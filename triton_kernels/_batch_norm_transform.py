@@ -87,7 +87,7 @@ def batch_norm_transform_kernel(  # noqa: C901 - its branches are settled when i
     Shapes:
         y_ptr, y_dot_ptr, x_bar_ptr, x_bar_dot_ptr: `[groups, samples, channels, spatial]`, or None; one layout.
         y_bar_ptr, x_ptr, x_dot_ptr, y_bar_dot_ptr: As the outputs, or None for 0 and where no output has a factor.
-        relu_ptr: What a ReLU behind the norm returned, in memory as the outputs, or None: `y_bar` and `y_dot` are 0
+        relu_ptr: Result of a ReLU behind the norm, in memory as the outputs, or None: `y_bar` and `y_dot` are 0
             where it is.
         residual_ptr, residual_dot_ptr: Added to `y` and `y_dot`, in memory as these, or None.
         mean_ptr: `[groups, channels]`.

@@ -232,7 +232,7 @@ def store_tile(ptr, values, strides, tile, mask, TILE: tl.constexpr):
 
 @triton.jit
 def through_relu(values, y):
-    """What of a cotangent or tangent passes a ReLU that returned `y`: all where that is NaN, as in torch."""
+    """The part of a cotangent or tangent that passes a ReLU which returned `y`: all where that is NaN, as in torch."""
     return tl.where(y <= 0.0, 0.0, values)
 
 

@@ -19,7 +19,7 @@ class Sweep(NamedTuple):
     """Second reads of rows that programs sweep twice.
 
     Attributes:
-        num_bytes: What is read again.
+        num_bytes: Bytes that are read again.
         num_programs: Programs that sweep their share twice, each for itself; 1 where the second sweep is a launch of
             its own, which begins when the first one has ended.
     """
@@ -35,13 +35,13 @@ class Cost:
     Attributes:
         bytes_read: Operands that the wanted results take, each counted once.
         bytes_written: Results, each counted once.
-        bytes_moved: What the plan in force moves to and from memory: every pass over an operand, the elements of an
-            expanded one as often as they stand for another, and partial results written and read. What is read again
-            may come from a cache; this counts it as if none did.
+        bytes_moved: Bytes that the plan moves to and from memory: every pass over an operand, the elements of an
+            expanded one as often as they stand for another, and partial results written and read. Bytes read again
+            may come from a cache; this counts them as if none did.
         bytes_reread: Parameters, statistics and coefficients that further programs read again, beside `bytes_moved`,
             and what of attention they sweep again: few bytes many times over, which the caches of a GPU serve.
         launches: Kernels launched.
-        sweeps: What of `bytes_moved` programs read a second time: a cache serves it if it holds the rows under way.
+        sweeps: The part of `bytes_moved` that programs read a second time: a cache that holds their rows serves it.
         loads: Name of each full-size operand and all bytes that are loaded from it, those that are read again too.
         matmuls: Products of matrices of a tile, in all kernels together.
         tile_matmuls: The same in all tiles.
@@ -169,7 +169,7 @@ def counting() -> Iterator[Account]:
 
 
 def current_account() -> Account | None:
-    """The account of this thread's launches; None where nobody counts."""
+    """The account of this thread's launches; None where launches are not counted."""
     return getattr(_thread, "account", None)
 
 

@@ -51,7 +51,7 @@ def dropout_kernel(
     inner = (segment % num_inner).to(tl.int64)
     col = start_col + tl.arange(0, BLOCK_COLS)
 
-    # Rows past the end get numbers of other rows, which nobody stores.
+    # Rows past the end get numbers of other rows, which are not stored.
     segment = segment.to(tl.int64)
     if SAMPLE_AXES == 4:
         sample, row_number = 0, segment * num_rows + row

@@ -41,7 +41,7 @@ GRAPH_OPTIONS = frozenset({"num_warps", "num_stages"})
 # no place for this option: there the default holds.
 PINNED_OPTIONS = {"enable_fp_fusion": True}
 
-# What a kernel in a graph does without: a bound on registers changes no result.
+# A kernel in a graph goes without a bound on registers, which changes no result.
 _DISPENSABLE_OPTIONS = frozenset({"maxnreg"})
 
 # Integers of at most this size are 32 bits wide to Triton, and AMD's backend addresses storages of at most this many
@@ -51,7 +51,7 @@ MAX_INT32 = 2**31 - 1
 _driver: Any = driver
 _runtime = knobs.runtime
 
-# What wants to see launches, outermost first, None for a graph: whether it takes the launch's place, and the thread
+# The watchers of launches, outermost first, None for a graph: whether it takes the launch's place, and the thread
 # whose launches it sees, None for all.
 _watchers: tuple[tuple[Callable | None, bool, int | None], ...] = ()
 _num_recording = 0
@@ -94,7 +94,7 @@ def observe(callback: Callable[[Kernel, Any, tuple, dict[str, Any]], Any]) -> co
 def tracing() -> contextlib.AbstractContextManager[None]:
     """Context in which launches of this thread become nodes of the graph that torch is tracing.
 
-    Nothing is launched then, and nobody who watches launches is called.
+    Nothing is launched then, and no watcher of launches is called.
     """
     return _watching(None, replaces=True, thread=threading.get_ident())
 
@@ -160,7 +160,7 @@ class Kernel:
             compiles nothing.
 
     Attributes:
-        function: What `triton.jit` made of it.
+        function: The result of `triton.jit` for it.
         argument_names: Of all parameters, in their order.
         run_time_names: Of those that are not constants.
     """
@@ -199,7 +199,7 @@ class Kernel:
             note(launch)
 
     def _launch_directly(self, grid: Any, args: tuple, constants: dict[str, Any]) -> DirectLaunch | None:
-        """Launch what was compiled before; where there is no such thing, Triton launches and None is returned."""
+        """Launch what was compiled before; otherwise Triton launches and None is returned."""
         if self._key is None or callable(grid) or self.function.pre_run_hooks or _runtime.add_stages_inspection_hook:
             self._launch_by_triton(grid, args, constants)
             return None

@@ -158,7 +158,7 @@ def _emit(x, p, r, s, mask, num_cols: tl.constexpr):
     if s[3].type.is_block():
         x_dot_bar = project(g, x_hat, r[1], s[2] * SHARE, s[3] * SHARE)
     if s[6].type.is_block():
-        # What the dependence of P on x adds; its part along x_hat shares a factor with that of P(k).
+        # The term from the dependence of P on x; its part along x_hat shares a factor with that of P(k).
         a, b = s[1] * SHARE, s[3] * SHARE
         along = r[1] * (s[6] * SHARE - a * b)
         if s[5].type.is_block():

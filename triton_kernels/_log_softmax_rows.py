@@ -45,7 +45,7 @@ def launch_log_softmax(
         inputs: Operands by name; None for one that is absent.
         outputs: Results by name; None for one that is not wanted.
         dim: Reduced dim.
-        sums: What is summed over a row.
+        sums: The terms that are summed over a row.
         writes: Inputs that are read again to write a row that is swept; None for all.
         dtypes: Dtypes whose numbers the arithmetic has to hold; those of the inputs if empty.
         statistics: Numbers of the rows that are read, by name.

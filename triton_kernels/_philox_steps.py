@@ -35,7 +35,7 @@ def single_words(seed, offset, index):
 
 @triton.jit
 def begin_stream(noise, segment):
-    """What `noise_of` takes for the rows of a segment; nothing if there is no noise."""
+    """The arguments of `noise_of` for the rows of a segment; nothing without noise."""
     stream = ()
     if noise[0] is not None:
         seed = tl.load(noise[0] + segment * noise[1])
@@ -45,7 +45,7 @@ def begin_stream(noise, segment):
 
 @triton.jit
 def noise_of(stream, row, start, num_cols: tl.constexpr, BLOCK_COLS: tl.constexpr, DTYPE: tl.constexpr):
-    """What dropout multiplies a tile by, whose rows have the numbers `row` among all, from column `start` on."""
+    """The factors of dropout for a tile, whose rows have the numbers `row` among all, from column `start` on."""
     row = row - stream[1]
     if num_cols % 4 == 0:
         block = start // 4 + tl.arange(0, BLOCK_COLS // 4)

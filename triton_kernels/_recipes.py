@@ -214,7 +214,7 @@ class _Recorder(TorchDispatchMode):
         return is_whole and all(root != storage.data_ptr() for root, _ in used)
 
     def note(self, launch: DirectLaunch | None) -> None:
-        """Note a launch; None for one that Triton made, or nobody."""
+        """Note a launch; None for one that Triton made, or for none."""
         if self._refusal is not None:
             return
         if launch is None:

@@ -276,7 +276,7 @@ def sums_scratch(
     """`num_parts` partial rows of each of the totals, and flat tensors of `sizes`, out of one allocation.
 
     None stands for what is empty. A group of a single part needs no second sum: its partial row is the result, and
-    there are no partial rows at all.
+    partial rows do not occur.
     """
     is_partial = num_parts > num_groups
     sizes = (*(num_parts * num_cols * (is_partial and total is not None) for total in totals), *sizes)

@@ -186,7 +186,7 @@ def _shared_strides(tensor: Tensor, others: Sequence[Tensor], cols: range) -> _S
 def _fewest_segments(
     tensors: Sequence[Tensor], cols: range, cuts: range, usual: int, max_segments: int | None = None
 ) -> int:
-    """Fewest leading dims to take as segments so that no tensor needs a copy; the usual if there is no such number."""
+    """Fewest leading dims to take as segments so that no tensor needs a copy; the usual if none does."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return usual
     sizes = _without(tensors[0].shape, cols)

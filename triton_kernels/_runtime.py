@@ -1,4 +1,4 @@
-"""What every launcher shares: dtype rules, row and group views, and the guard around a launch."""
+"""Common parts of launchers: dtype rules, row and group views, and the guard around a launch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# Integers that follow the batch size: specializing on them would compile anew for another one. What the kernels need to
-# know of the strides' alignment reaches them as a compile-time constant.
+# Integers that follow the batch size: specializing on them would compile anew for another one. The alignment
+# of strides reaches the kernels as a compile-time constant.
 BATCH_DEPENDENT = {
     "num_rows",
     "segment_rows",
@@ -66,7 +66,7 @@ def batch_independent_jit(function: Callable) -> Kernel:
 def stride_independent_jit(function: Callable) -> Kernel:
     """`batch_independent_jit` that never specializes any stride either.
 
-    What the compiler has to know of the strides for wide loads reaches such a kernel as compile-time constants.
+    The compiler's facts on strides, for wide loads, reach such a kernel as compile-time constants.
     """
     return _free_of(function, lambda name: name in BATCH_DEPENDENT or name.endswith("_stride"))
 
@@ -137,7 +137,7 @@ def split_scratch(like: Tensor, *shapes: int | Sequence[int], dtype: torch.dtype
 
 
 def collapsed_stride(sizes: Sequence[int], strides: Sequence[int], single: int = 0) -> int | None:
-    """The one stride that walks these adjacent dims in row-major order, or None where there is no such stride.
+    """The one stride that walks these adjacent dims in row-major order, or None where none does.
 
     Expanded dims (stride 0) collapse with each other; `single` is the answer where the dims hold at most one element.
     """

@@ -14,7 +14,7 @@ All launchers take what those of `layer_norm` take, and
     s, s_bar                      of the forward, and its cotangent; None for zero
     seed, p                       `[*batch]`, int64, and the probability of zero; None for no noise
 
-y and x_bar have the dtype of x, s and residual_bar that of the residual. Of s and of x nobody keeps more.
+y and x_bar have the dtype of x, s and residual_bar that of the residual. Nothing more is kept of s and x.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ MAX_WIDTH, MAX_WIDTH_BYTES = 256, 1024
 
 
 class _Problem:
-    """What every kernel is told of q, k, v, bias, mask and noise.
+    """The description for every kernel of q, k, v, bias, mask and noise.
 
     Attributes:
         tensors: q, k, v, bias, mask, seed and offset, as kernels take them.
@@ -112,7 +112,7 @@ class _Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no pairs."""
+        """Whether pairs are missing."""
         return self.batch * self.heads * self.rows * self.keys == 0
 
     def rows_like(self, width: int) -> Tensor:
@@ -270,7 +270,7 @@ def _sweeps(
     def new(x: Any) -> Tensor:
         if x is not bias:
             return _row_major(x, x.shape)
-        # Tiles that a causal problem passes over are written by nobody.
+        # Tiles that a causal problem passes over stay unwritten.
         return (x.new_zeros if problem.constants["CAUSAL"] else x.new_empty)(x.shape)
 
     made: list[Any] = [new(x) if want else None for x, want in zip([q, k, v, bias] * 2, wanted, strict=True)]

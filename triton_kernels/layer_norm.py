@@ -26,7 +26,7 @@ All launchers, those of second order too, take
     silu                          whether SiLU follows, of which the derivatives take the bias too
     wanted                        which results to compute; only what these take is read
 
-and return dense tensors: of full size in the dtype of x, statistics in that of sums. What is not wanted is empty.
+and return dense tensors: of full size in the dtype of x, statistics in that of sums. An unwanted one is empty.
 Each launcher views its tensors as `[segments, rows, columns]`, allocates, plans, and launches. The batch dims number
 the segments; where the parameters are shared, the segments are whatever lets the strides be used as they are. Of a
 group norm the cotangents of parameters are sums of planes, one of each channel of each sample, and sums of these few.

@@ -167,7 +167,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         MERGE: Ends a sweep, or None.
         WANTED: Bits of the sums that are taken, of `TERMS`.
         EPS: Handed to `STATS` and `MERGE`.
-        OTHER: What the first operand is past the end of a row; the others are zero.
+        OTHER: Value of the first operand past the end of a row; the others are zero.
         ROUNDED: Dtype to which the first operand is rounded before anything else, if any.
         GROUP: If not 1, columns of each lane of a state (see `tiles.grouped`): `FOLD` takes tiles
             `[BLOCK_ROWS, group, lanes]`, and a mask `[1, 1, lanes]` of whole groups or `[1, group, lanes]`.
@@ -180,7 +180,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
         scale_high: Likewise.
         ANCHOR_READS: Bits of the operands that `ANCHOR` takes.
         MIX: Makes other tiles of those that are loaded, or None.
-        noise: What `begin_stream` takes.
+        noise: The arguments of `begin_stream`.
         GROUPS: Rows, one after another, with parameters of their own, where columns share them.
         RUN: Columns that share a number of a parameter; 0 if each has its own, which all rows share. Negative if so
             many columns are adjacent in memory, and have parameters that are those of the next ones too.
@@ -283,7 +283,7 @@ def row_op(  # noqa: C901 - its branches are settled when it is compiled
                 )
                 c = () if NUMBERS is None else (cols[None, :],)
                 if GROUP != 1:
-                    # Of columns alone: rows past the end are zero, and nobody stores them.
+                    # Of columns alone: rows past the end are zero, and are not stored.
                     if GROUP > 1:
                         mask = (start + tl.arange(0, LANES) * GROUP < num_cols)[None, None, :]
                     else:

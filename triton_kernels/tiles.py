@@ -97,7 +97,7 @@ def load_tiles(
 
     Bytes are a boolean mask: 0 where they are true, else -inf.
 
-    Columns past the end are zero, of the first operand `OTHER`. Rows past the end are zero: nobody stores them.
+    Columns past the end are zero, of the first operand `OTHER`. Rows past the end are zero, and are not stored.
     """
     mask = row_mask & col_mask
     tiles = ()

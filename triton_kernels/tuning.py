@@ -42,7 +42,7 @@ MIN_GAIN = 0.03
 # roundings of the narrow dtypes, and of the wider ones what adding thousands of values up in another order does.
 TOLERANCES = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 2**-16, torch.float64: 2**-45}
 
-# What errors of a device say that leaves it usable: a plan took more than there is. Any other is the end of its
+# Words of errors that leave a device usable: a plan took more than there is. Any other is the end of its
 # context, and every later call of the process would fail too.
 REFUSALS = (
     "too many resources",

@@ -32,7 +32,7 @@ _COUNTS: Mapping[str, Callable[..., None]] = {**_batch_norm.COUNTS, **_attention
 
 
 def cost_of(launcher: Callable[..., Any], *args: Any) -> Cost:
-    """What a call of a launcher costs."""
+    """The cost of a call of a launcher."""
     launches: list[tuple[Kernel, tuple[int, ...], tuple, dict[str, Any]]] = []
     with counting() as account, intercept(lambda *each: launches.append(each), every_thread=False):
         results = launcher(*args)

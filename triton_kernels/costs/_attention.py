@@ -1,7 +1,7 @@
 """Bytes that the kernels of attention move, and the products of matrices that they take of each tile of pairs.
 
 A program owns a block of rows, or of keys, which it reads once, and sweeps the other side of its pairs tile by tile.
-What further programs sweep again counts as `bytes_reread`: it comes from the caches of a GPU. Of bias and mask each
+Bytes that further programs sweep again are `bytes_reread`: they come from the caches of a GPU. Of bias and mask each
 sweep reads every pair that it visits, those of a causal problem that no row of a tile sees left out.
 """
 
@@ -42,7 +42,7 @@ _OF_SWEEP = ("q", "q_dot", "lse", "lse_dot")
 _ROWS = (*_OF_SWEEP, "o", "o_dot", "o_bar", "lse_bar", "o_bar_dot", "lse_bar_dot", "g", "w")
 _KEYS, _PAIRS = ("k", "k_dot", "v", "v_dot"), ("bias", "bias_dot", "mask")
 _OF_ROWS = ("q_bar", "bias_bar", "q_dot_bar", "bias_dot_bar")
-# What each kernel writes.
+# The results of each kernel.
 _MADE: Mapping[str, Sequence[str]] = {
     "fwd": ("o", "lse"),
     "jvp": ("o_dot", "lse_dot"),
@@ -52,7 +52,7 @@ _MADE: Mapping[str, Sequence[str]] = {
 
 
 class Tiles(NamedTuple):
-    """What the programs of one head visit.
+    """The tiles that the programs of one head visit.
 
     Attributes:
         programs: Programs.

@@ -51,7 +51,7 @@ def _count_transform(account: Account, named: Mapping[str, Any], grid: tuple[int
     there = {name: named[name] for name in (*_OPERANDS, *_RELU) if named[name] is not None}
     for name, tensor in there.items():
         if name == "y_bar" and id(tensor) in tensors.returned:
-            # What the sums made of it.
+            # The result of the sums for it.
             account.write(tensor.nbytes)
         else:
             account.load(**{_RELU.get(name, name): tensor})

@@ -1,4 +1,4 @@
-"""What all plans share: arithmetic of blocks, threads for a tile, and how many values fit in registers."""
+"""Common parts of all plans: arithmetic of blocks, threads for a tile, and how many values fit in registers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def row_warps(num_values: int, max_threads: int, chip: Chip) -> int:
 
 
 def register_values(limit: int, itemsize: int, chip: Chip) -> int:
-    """What of `limit` float32 values fits in registers where arithmetic is in a dtype of `itemsize` bytes."""
+    """The part of `limit` float32 values that fits in registers where arithmetic is in a dtype of `itemsize` bytes."""
     return max(limit // limits_of(chip).double_divisor, 1) if itemsize == 8 else limit
 
 

@@ -15,7 +15,7 @@ Plan = TypeVar("Plan")
 
 
 class PlanKey(NamedTuple):
-    """What a plan was asked for: the function and its arguments, apart from the device."""
+    """The request for a plan: the function and its arguments, apart from the device."""
 
     function: str
     arguments: tuple[Hashable, ...]

@@ -1,4 +1,4 @@
-"""What plans of kernels over rows have in common.
+"""Common parts of plans of kernels over rows.
 
 All plan functions of rows take
 

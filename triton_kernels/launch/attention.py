@@ -27,7 +27,7 @@ class AttentionPlan:
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """What a launch says of the plan."""
+        """The arguments of a launch by the plan."""
         blocks = {"BLOCK_ROWS": self.block_rows, "BLOCK_KEYS": self.block_keys}
         return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
 

@@ -1,4 +1,4 @@
-"""What the planner knows of a chip: the limits that its numbers are chosen by."""
+"""The planner's view of a chip: the limits that its numbers are chosen by."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def chip_from_properties(properties: Any, is_amd: bool) -> Chip:
     the table, or warps of another size, the plans keep to what the device has (see `tables.limits_of`).
 
     Args:
-        properties: Those of `torch.cuda.get_device_properties`. What a release of torch does not tell is taken to be as
-            on the chip of the table; but of shared memory a block then has only what it can have unasked, and an AMD
+        properties: Those of `torch.cuda.get_device_properties`. A value that torch does not tell is taken as on
+            the chip of the table; but of shared memory a block then has only what it can have unasked, and an AMD
             chip with warps of 32 threads only as many registers as one of NVIDIA.
         is_amd: Whether the chip is AMD's.
     """
@@ -116,7 +116,7 @@ def chip_of(device: torch.device | Chip) -> Chip:
 
 
 def device_name(device: torch.device | Chip) -> str:
-    """What tells devices with different speeds apart that share a chip's plans."""
+    """The key that tells devices with different speeds apart that share a chip's plans."""
     if _chosen is None and not isinstance(device, Chip) and device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"stand-in of {chip_of(device).num_processors} processors"

@@ -1,4 +1,4 @@
-"""What fits on each architecture: the numbers of the plans that depend on the chip, each with its reason.
+"""Plans that fit each architecture: the numbers of the plans that depend on the chip, each with its reason.
 
 There is one table per architecture. They are alike where the compiler reports the same for all, because the register
 file of every supported NVIDIA chip is 256 KiB per processor; a number that differs says why.
