@@ -101,6 +101,20 @@ def test_derivatives_of_zero_rows_are_those_of_torch(name):
     torch.testing.assert_close(found, derivatives(contextlib.nullcontext), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_determinant_of_a_singular_matrix_has_derivatives(rank):
+    a, direction = randn(3, rank) @ randn(rank, 3), randn(3, 3)
+
+    def det(a):
+        with pr.decompositions.differentiate_through():
+            return torch.linalg.det(a)
+
+    for nesting in (nesting for order in (1, 2, 3) for nesting in nestings(order)):
+        found = nested(det, [direction], nesting)(a)
+        truth = nested(lambda a: a[0].dot(torch.linalg.cross(a[1], a[2])), [direction], nesting)(a)
+        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+
+
 def test_a_singular_system_is_refused_as_in_torch():
     with pr.decompositions.differentiate_through(), pytest.raises(torch.linalg.LinAlgError, match="singular"):
         torch.linalg.solve(torch.zeros(2, 2), torch.ones(2))

@@ -6,6 +6,7 @@ mode is silently wrong. Here they are functions of the matrix, whose derivatives
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+_MOST_ORDERS = 4
+
 
 def _parity(pivots: Tensor) -> Tensor:
     """1 for an even number of swapped rows, -1 for an odd one."""
@@ -24,11 +27,35 @@ def _parity(pivots: Tensor) -> Tensor:
     return 1 - 2 * (swapped.sum(-1) % 2)
 
 
+def _det(factors: Tensor, pivots: Tensor) -> Tensor:
+    return factors.diagonal(dim1=-2, dim2=-1).prod(-1) * _parity(pivots)
+
+
 @register_decomposition(aten._linalg_det)
 def linalg_det_factored(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: N803 - ATen's name
-    """Determinant of matrices `[*, n, n]`, and their factors; derivatives are those of regular matrices."""
+    """Determinant of matrices `[*, n, n]`, and their factors.
+
+    The factors of a singular matrix have no derivative, its determinant has: with `s = P L D`, where D selects the k
+    numbers of U's diagonal that are zero, `det(A + t s)` is a polynomial of degree k in t, and so is each derivative.
+    Regular matrices at t = 1, 2, ... say what it is at 0. Where k is larger than the number of points allows, all
+    derivatives to order 4 are zero.
+    """
     factors, pivots, _ = torch.linalg.lu_factor_ex(A)
-    return factors.diagonal(dim1=-2, dim2=-1).prod(-1) * _parity(pivots), factors, pivots
+    value = _det(factors, pivots)
+    if A.shape[-1] == 0:
+        return value, factors, pivots
+    permutation, lower, upper = torch.lu_unpack(factors.detach(), pivots)
+    largest = upper.abs().amax((-2, -1)).unsqueeze(-1)
+    is_zero = upper.diagonal(dim1=-2, dim2=-1).abs() <= A.shape[-1] * torch.finfo(A.dtype).eps * largest
+    shift = (permutation @ lower) * (is_zero * torch.where(largest == 0, 1, largest)).unsqueeze(-2)
+    degree = min(A.shape[-1], _MOST_ORDERS)
+    weights = [(-1) ** point * math.comb(degree + 1, point + 1) for point in range(degree + 1)]
+    at_points = torch.stack([A + (point + 1) * shift for point in range(degree + 1)])
+    dets = _det(*torch.linalg.lu_factor_ex(at_points)[:2])
+    smooth = sum(weight * det for weight, det in zip(weights, dets, strict=True))
+    smooth = torch.where(is_zero.sum(-1) <= degree, smooth, 0)
+    # The value of the first factors has no rounding of the points.
+    return value.detach() + (smooth - smooth.detach()), factors, pivots
 
 
 @register_decomposition([aten.linalg_det, aten.det])
