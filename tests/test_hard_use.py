@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
+import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -175,28 +178,90 @@ def test_conversions_and_overrides_in_many_threads():
     assert nn.functional.layer_norm is before
 
 
-def num_objects():
+def held():
+    """Number of objects, and of tensors among them, and of pages of memory where the system says that."""
     gc.collect()
-    return len(gc.get_objects()), sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    objects, memory = gc.get_objects(), pathlib.Path("/proc/self/statm")
+    pages = int(memory.read_text().split()[1]) if memory.exists() else 0
+    return len(objects), sum(issubclass(type(x), torch.Tensor) for x in objects), pages
 
 
-@pytest.mark.parametrize("steps", [50, pytest.param(10_000, marks=pytest.mark.nightly)])
-def test_steps_leave_nothing_behind(model, steps):
-    state = {name: value.detach() for name, value in model.named_parameters()}
-    buffers = dict(model.named_buffers())
+def trained(model, compiler=None):
+    """A step of training with a tangent in the loss and a penalty on the gradient."""
+    optimizer, buffers = torch.optim.Adam(model.parameters(), 1e-3), dict(model.named_buffers())
+
+    def loss(x):
+        y, slope = torch.func.jvp(
+            lambda x: torch.func.functional_call(model, (dict(model.named_parameters()), buffers), (x,)), (x,), (X,)
+        )
+        return (slope - y).square().mean() + model(x).square().mean()
+
+    first = loss if compiler is None else torch.compile(loss, backend=compiler)
 
     def step():
-        stepped(model)
-        torch.func.jvp(lambda x: torch.func.functional_call(model, (state, buffers), (x,)), (X,), (X,))
+        optimizer.zero_grad()
+        first(X).backward()
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().sum().backward()
+        optimizer.step()
 
-    for _ in range(5):
+    return step
+
+
+@pytest.mark.parametrize(
+    "compiler, steps", [(None, 50), *(pytest.param(b, 10_000, marks=pytest.mark.nightly) for b in (None, "inductor"))]
+)
+def test_steps_leave_nothing_behind(model, compiler, steps):
+    step = trained(model, compiler)
+    for _ in range(20):
         step()
-    before = num_objects()
+    objects, tensors, pages = held()
     for _ in range(steps):
         step()
-    objects, tensors = num_objects()
-    assert objects - before[0] < steps // 2
-    assert tensors <= before[1]
+    now = held()
+    assert now[0] - objects < steps // 2
+    assert now[1] <= tensors
+    assert now[2] <= 1.02 * pages
+
+
+@pytest.mark.nightly
+def test_compiled_training_is_deterministic(model, deterministic):
+    states = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        twin = copy.deepcopy(model)
+        step = trained(twin, "inductor")
+        for _ in range(5):
+            step()
+        states.append([p.detach() for p in twin.parameters()])
+    assert all(torch.equal(first, again) for first, again in zip(*states, strict=True))
+    assert not torch.equal(states[0][0], model[0].weight)
+
+
+# Keeps a file of tuned plans, and is interrupted and then killed as it writes the next.
+WRITER = """
+import contextlib, json, os, pathlib, signal, sys
+from triton_kernels._tuning_store import Store
+signals = [signal.SIGKILL, signal.SIGINT]
+def dump(content, file, **_):
+    file.write('{"format": 1, "choices"')
+    file.flush()
+    os.kill(os.getpid(), signals.pop())
+store = Store(pathlib.Path(sys.argv[1]))
+store.save()
+json.dump = dump
+with contextlib.suppress(KeyboardInterrupt):
+    store.save()
+store.save()
+"""
+
+
+def test_a_process_that_ends_while_it_writes_tuned_plans_leaves_those_of_before(tmp_path):
+    path = tmp_path / "plans.json"
+    assert subprocess.run([sys.executable, "-c", WRITER, str(path)], timeout=60).returncode == -signal.SIGKILL
+    assert json.loads(path.read_text()) == {"format": 1, "choices": {}}
+    # The one that was interrupted took its part of a file away.
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("place", ["value", "compiled"])
