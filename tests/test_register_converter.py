@@ -150,3 +150,10 @@ def test_weight_norm_is_converted():
 
     assert torch.autograd.gradgradcheck(loss, (g, v))
     assert "primitives" not in repr(pr.nn.revert(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weight_norm_by_a_hook_is_named():
+    model = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(4, 3)))
+    with pytest.warns(pr.nn.ConversionWarning, match="(?s)Linear.*parametrizations"):
+        pr.nn.convert(model)

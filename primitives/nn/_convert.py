@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.weight_norm import WeightNorm
 
 from primitives.nn import _modules
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden
@@ -170,7 +171,6 @@ def register_converter(cls: type[torch.nn.Module], function: Callable[..., Any] 
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether a class or function was written in torch."""
     return (getattr(value, "__module__", None) or "").split(".")[0] == "torch"
 
 
@@ -202,6 +202,8 @@ def _why_left(module: torch.nn.Module) -> tuple[str, str] | None:
     if isinstance(module, torch.jit.ScriptModule):
         known = getattr(torch.nn, module.original_name, None) in _COUNTERPARTS
         return ("it is TorchScript", "convert the model before torch.jit.script") if known else None
+    if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
+        return "torch's hook makes its weight", "replace weight_norm by that of torch.nn.utils.parametrizations"
     if isinstance(module, tuple(_COUNTERPARTS)):
         return "it is lazy, and of a class of its own", "convert the model after its first call"
     return None
@@ -259,9 +261,9 @@ def convert(model: _Model, *, classes: _Classes | None = None) -> _Model:
         TypeError: If `model` is not a module, or one of `classes` is torch's and has no counterpart.
 
     Warns:
-        ConversionWarning: If norms or attention stay torch's: TorchScript, lazy norms of a class of their own; and of
-            modules that look like a norm of this package, and are not or cannot be checked. It has a table of paths,
-            classes, reasons and remedies, and `left`, the same as a tuple.
+        ConversionWarning: If norms or attention stay torch's: TorchScript, lazy norms of a class of their own, the old
+            `torch.nn.utils.weight_norm`; and of modules that look like a norm of this package, and are not or cannot be
+            checked. It has a table of paths, classes, reasons and remedies, and `left`, the same as a tuple.
 
     Example:
         >>> import torch, primitives as pr
