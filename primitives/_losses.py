@@ -65,7 +65,8 @@ def cross_entropy(
 
     Returns:
         The loss, of shape `[]`, or that of the class indices with `reduction="none"`; in the dtype of `input` (of the
-        wider of `input` and probabilities), in float32 under autocast. NaN for `"mean"` where all rows are ignored.
+        widest of `input`, probabilities and their weight), in float32 under autocast. NaN for `"mean"` where all rows
+        are ignored.
 
     Raises:
         ShapeError: If shapes do not go together.
@@ -115,12 +116,13 @@ def cross_entropy(
             labels = _labels("cross_entropy", x, target, ignore_index)
             rows, total = _of_labels(losses, shape, labels, *options) if shape[axis] else (x.sum(axis), 0)
             return _reduced(rows, total, reduction).to(_result_dtype(x, x.dtype))
-        dtype = torch.promote_types(x.dtype, target.dtype)
+        dtype = _promoted(x, target, weight)
         wide = x.double() if dtype == torch.float64 else x
         if shape[axis]:
             rows, total = _of_probabilities(functools.partial(_losses_of, wide, axis), shape, target, *options)
         else:
-            rows, total = (wide * target).sum(axis), 0
+            each = target if weight is None else target * _per_class(weight, shape)
+            rows, total = (wide * each).sum(axis), 0
         return _reduced(rows, total, reduction).to(_result_dtype(x, dtype))
 
     prefixes = {"target": target, "weight": weight}
@@ -198,6 +200,12 @@ def _result_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     if dtype in LOW_PRECISION and torch.is_autocast_enabled(x.device.type):
         return torch.float32
     return dtype
+
+
+def _promoted(x: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype of a loss of probabilities."""
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    return dtype if weight is None else torch.promote_types(dtype, weight.dtype)
 
 
 def _labels(function: str, x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -339,7 +347,7 @@ def linear_cross_entropy(
     options = (weight, label_smoothing, z_loss)
     if checks.has_probabilities(shape, target):
         rows, total = _of_probabilities(losses, of_rows, target.reshape(of_rows), *options)
-        dtype = torch.promote_types(input.dtype, target.dtype)
+        dtype = _promoted(input, target, weight)
     else:
         if shift:
             target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)

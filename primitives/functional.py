@@ -229,8 +229,8 @@ def batch_norm(
     `running = (1 - momentum) * running + momentum * batch`. In evaluation `μ` and `σ²` are the running statistics.
 
     Args:
-        input: Tensor of shape `[N, C, *]` with 2 to 5 axes, or `[0]`, float16, bfloat16, float32 or float64, any
-            strides; or a pytree of such tensors, which is mapped leaf by leaf.
+        input: Tensor of shape `[N, C, *]`, or `[0]`, float16, bfloat16, float32 or float64, any strides; or a
+            pytree of such tensors, which is mapped leaf by leaf.
         running_mean: Shape `[C]`, dtype of `input`, or float32 for float16 and bfloat16 `input`; written in
             training. `None`, together with `running_var`, for none: then only training is possible.
         running_var: Like `running_mean`.

@@ -291,6 +291,14 @@ def backward_of_two_jvps(primals, tangents, cotangents):
     jvp(once, tuple(x), tangents)[1].backward(cotangents[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_infinite_score_is_nan_wherever_it_lies(dtype):
+    q, k, v = normal((1, 2, 1), 0).abs().to(dtype), normal((1, 40, 1), 1).to(dtype), normal((1, 40, 1), 2).to(dtype)
+    k[0, 3], q[0, 1] = math.inf, -1.0
+    o = pr.functional.scaled_dot_product_attention(q, k, v)
+    assert o.isnan().flatten().tolist() == [True, False]
+
+
 WORDS = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("fr", repeat=n)]
 MODES = {**{letters: word(letters) for letters in WORDS}, "backward of two jvps": backward_of_two_jvps}
 

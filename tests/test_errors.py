@@ -94,7 +94,7 @@ CASES = {
         "integer": (softmax(X.int()), pr.DtypeError, ["input", "torch.int32", "dtype="]),
     },
     "batch_norm": {
-        "no channel axis": (batch_norm(ones(4)), pr.ShapeError, ["input", "2 to 5 axes", "got [4]"]),
+        "no channel axis": (batch_norm(ones(4)), pr.ShapeError, ["input", "at least 2 axes", "got [4]"]),
         "integer": (batch_norm(X.int()), pr.DtypeError, ["input", "torch.int32"]),
         "no statistics": (
             batch_norm(training=False, running_mean=None, running_var=None), pr.ShapeError, ["training=True"],
@@ -170,7 +170,6 @@ def test_errors_are_typed_and_name_what_is_wrong(op, case):
 STRICTER = {
     "an imaginary part is dropped": (log_softmax(X.cfloat(), dtype=torch.float32), pr.DtypeError, ["real"]),
     "nested": (layer_norm(torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)), pr.DtypeError, ["unbind"]),
-    "six axes": (batch_norm(ones(2, 4, 1, 1, 1, 1)), pr.ShapeError, ["2 to 5 axes"]),
     "bool for a number": (batch_norm(momentum=True), pr.DtypeError, ["momentum", "bool"]),
     "dropout": (sdpa(dropout_p=1.5), ValueError, ["dropout_p", "[0, 1]", "got 1.5"]),
     "a negative probability": (sdpa(dropout_p=-0.1), ValueError, ["dropout_p", "got -0.1"]),

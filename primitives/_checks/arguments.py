@@ -22,7 +22,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Autocast leaves these alone, as it does torch's.
 _NOT_CAST = ("batch_norm", "batch_norm_relu", "pure_batch_norm", "instance_norm")
-BATCH_NORM_MIN_DIM, BATCH_NORM_MAX_DIM = 2, 5
+BATCH_NORM_MIN_DIM = 2
 
 
 def _list(shape: Sequence[int]) -> list[int]:
@@ -260,8 +260,8 @@ def batch_norm(
 ) -> None:
     """Raise unless the arguments of a batch norm fit one another; `is_whole`: no other process has a part of `x`."""
     is_empty_row = x.dim() == 1 and x.numel() == 0
-    if not (is_empty_row or BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM):
-        raise ShapeError(f"{op_name}: {label} must have 2 to 5 axes, [N, C, *spatial], got {_list(x.shape)}.")
+    if not is_empty_row and x.dim() < BATCH_NORM_MIN_DIM:
+        raise ShapeError(f"{op_name}: {label} must have at least 2 axes, [N, C, *spatial], got {_list(x.shape)}.")
     floating(op_name, label, x.dtype)
     if (running_mean is None) != (running_var is None):
         missing, given = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
@@ -307,7 +307,7 @@ def is_plain_batch_norm(
         and type(momentum) is float
         and isinstance(x, torch.Tensor)
         and _is_dense(x)
-        and BATCH_NORM_MIN_DIM <= x.dim() <= BATCH_NORM_MAX_DIM
+        and x.dim() >= BATCH_NORM_MIN_DIM
         and (running_mean is None) == (running_var is None)
         and (eps > 0.0 and x.shape[0] > 1 if training else running_mean is not None)
         and _go_with(x, x.shape[1:2], running_mean, running_var, weight, bias)

@@ -58,7 +58,7 @@ def sync_batch_norm(
     arguments.positive_eps(name, eps)
     arguments.batch_norm(name, "input", x, *state, weight, bias, training=training, is_whole=False)
     if x.dim() == 1:
-        raise ShapeError(f"SyncBatchNorm: input must have 2 to 5 axes, [N, C, *spatial], got {list(x.shape)}.")
+        raise ShapeError(f"SyncBatchNorm: input must have at least 2 axes, [N, C, *spatial], got {list(x.shape)}.")
     arguments.written(name, *state)
     group_name, world = group.group_name, group.size()
     if not torch.compiler.is_compiling():

@@ -43,7 +43,7 @@ class SyncBatchNorm(OfThisPackage, torch.nn.modules.batchnorm._BatchNorm):
         bias: Whether an affine one has a bias.
 
     Shape:
-        Input and output `[N, C, *]`, with 2 to 5 axes.
+        Input and output `[N, C, *]`.
 
     Raises:
         ShapeError, DtypeError, DeviceError: As `functional.batch_norm` does, if the input does not have `num_features`
