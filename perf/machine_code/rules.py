@@ -104,6 +104,18 @@ KNOWN_UNSTAGED = (
         r"layer_norm_second_sums_kernel layer_norm \S*x((4097|5124) |(4096 float32|5120 bfloat16|8192 \w+) hvp)",
         "a step is larger than `sweep_staged_bytes`, or its rows begin anywhere",
     ),
+    (
+        r"log_softmax_\w+ (softmax 16x5000x96 float32 masked hvp|log_softmax 16x5000x96 float32 double_backward)",
+        "a step of rows that are adjacent, of three tensors or with a mask, is larger than `staged_bytes`",
+    ),
+    (
+        r"layer_norm_x_bar_kernel group_norm 2x320x64x64 bfloat16 channels_last ",
+        "a step of loads of four bytes is larger than `unaligned_staged_bytes`",
+    ),
+    (
+        r"add_partial_rows_kernel (?!layer_norm 256x262144 )",
+        "its loads of a step go together, out of the cache where the last kernel left them",
+    ),
 )
 
 # Kernels that copy ahead on NVIDIA in a case, and load nothing ahead on AMD in any variant, and why.
@@ -172,15 +184,15 @@ def _reductions(row: Row, regions: Sequence[Region]) -> Iterator[tuple[int, int]
 
 
 def _copies_nothing(row: Row) -> bool:
-    """Whether a loop over rows with sums, or each of two sweeps, of which the first one sums, copies nothing ahead."""
+    """Whether a loop that sums copies nothing ahead: over rows, the first sweep of two, or one that writes no rows."""
     if row.kernel.startswith("attention_") or any(
         re.match(pattern, f"{row.kernel} {row.case}") for pattern, _ in KNOWN_UNSTAGED
     ):
         return False
     loops = [region for region in row.parsed_regions()[1:] if region.loaded]
     sums = [loop for loop in loops if loop.trips.endswith(":num_splits") or row.kernel == "batch_norm_sums_kernel"]
-    sweeps_twice = len(loops) > 1 and all(loop.ahead is None for loop in loops)
-    return sweeps_twice or any(loop.ahead is None for loop in sums)
+    sums += loops[:1] if len(loops) > 1 or not row.stores else []
+    return any(loop.ahead is None for loop in sums)
 
 
 def _attention_bounds(chip_name: str, row: Row) -> tuple[int, int]:
