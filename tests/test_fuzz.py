@@ -195,9 +195,9 @@ def difference(name: str, args: list, kwargs: dict) -> str:
 def _difference_of_values(name: str, call: dict, theirs: tuple, mine: list, others: list) -> str:
     if len(mine) != len(others):
         return f"{len(mine)} results and gradients, not {len(others)}"
-    # The backward of attention takes products with rounded results, a linear loss rounds its logits.
+    # The backward of attention takes products with rounded results; a loss rounds weighted targets and linear logits.
     dtypes = [call.get("dtype"), *[x.dtype for x in (*mine, *_tensors(call).values())]]
-    bound = (10 if "attention" in name or "linear" in name else 1) * max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+    bound = (10 if name.endswith(("attention", "entropy")) else 1) * max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
     true = None
     for at, (x, other) in enumerate(zip(mine, others, strict=True)):
         # All results of an operator require grad, or none.
