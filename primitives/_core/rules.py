@@ -177,7 +177,7 @@ class RuleTable:
         except MissingRuleError as error:
             mode = "reverse-mode" if kind == "vjp" else "forward-mode"
             raise MissingRuleError(
-                f"{self.spec.name}: {mode} differentiation was asked for, but there is no {kind} rule and no "
+                f"{self.spec.name}: {mode} differentiation was asked for, but the operator has no {kind} rule and no "
                 f"decomposition. Register a rule with def_{kind}, declare the primitive decomposable, or use "
                 "register_decomposition."
             ) from error
