@@ -14,6 +14,7 @@ from perf.ops import CASES, record
 from perf.ops.layer_norm import LAYER_NORM
 from primitives.__main__ import TOLERANCE, self_check
 from primitives._core import Primitive, registered_primitives
+from primitives._distributed._axes import FAMILIES
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 OPERATIONS = (ROOT / "docs/reference/operations.md").read_text(encoding="utf-8")
@@ -35,6 +36,8 @@ def lacking(case):
         f"bind_kernels of {', '.join(without_kernel)}, in primitives/_ops/{family}.py": not without_kernel,
         f"{family}_pairing and _bwd_jvp, in primitives/_ops/{family}_second_order.py, or decomposable=True of the "
         "derivatives": has_second_order,
+        f"a line on how DTensors may be cut, in FAMILIES of primitives/_distributed/_axes.py: {family}": family
+        in FAMILIES,
         f"a section on its formulas and edge cases, in docs/reference/operations.md: {public}": re.search(
             rf"^## {words}", OPERATIONS, re.MULTILINE | re.IGNORECASE
         ),
@@ -72,6 +75,7 @@ FAULTS = {
     "the function layer_norm": lambda patch, case: patch.delattr(pr.functional, "layer_norm"),
     "def_vmap of layer_norm_bwd": lambda patch, case: patch.delitem(case.bwd.rules.given, "vmap"),
     "bind_kernels of layer_norm_jvp": lambda patch, case: patch.delitem(case.jvp.rules.kernels, "cuda"),
+    "a line on how DTensors": lambda patch, case: patch.delitem(FAMILIES, "layer_norm"),
     "a section": lambda patch, case: patch.setitem(globals(), "OPERATIONS", OPERATIONS.replace("## Layer norm", "")),
     "gpu_workloads": lambda patch, case: dataclasses.replace(case, gpu_workloads=()),
     "small_workloads": lambda patch, case: dataclasses.replace(case, small_workloads=()),

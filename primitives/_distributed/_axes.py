@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from primitives._core.spec import Spec
 
-__all__ = ["Axes", "axes_of_call"]
+__all__ = ["FAMILIES", "Axes", "axes_of_call"]
 
 _FULL = ("x", "y", "s", "residual", "output")
 _CHANNELS = ("weight", "bias", "mean", "rstd", "running_mean", "running_var")
@@ -109,7 +109,8 @@ def _elementwise(a: dict[str, Any]) -> _Family:
     return _Family({"target": axes, "labels": axes}, axes)
 
 
-_FAMILIES: dict[str, Callable[[dict[str, Any]], _Family]] = {
+# By what the names of primitives begin with; None where calls must stay whole.
+FAMILIES: dict[str, Callable[[dict[str, Any]], _Family] | None] = {
     "layer_norm": _rows,
     "group_norm_silu": _rows,
     "add_layer_norm": _rows,
@@ -123,12 +124,13 @@ _FAMILIES: dict[str, Callable[[dict[str, Any]], _Family]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "attention": _attention,
     "class_labels": _elementwise,
+    "dropout": None,
 }
 
 
 def axes_of_call(spec: Spec, args: Sequence[Any]) -> Axes | None:
     """The axes of a call of an operator; None for an operator that must stay whole (dropout, random bits)."""
-    family = _FAMILIES.get(re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", spec.name))
+    family = FAMILIES.get(re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", spec.name))
     given = dict(zip(spec.arguments, args, strict=True))
     if family is None:
         return None
