@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives._ops._cpu import is_well_conditioned, ready, row_blocks, served
+from primitives._ops._cpu import cast, is_well_conditioned, ready, row_blocks, served
 from primitives._ops._shared import LOW_PRECISION, accumulation_dtype, laid_out, unwanted
 
 if TYPE_CHECKING:
@@ -176,11 +176,14 @@ def _forward_of_groups(
     flat, sizes = _by_channel(x)
     if weight is None and x.dtype in LOW_PRECISION:
         weight = torch.ones(sizes[1], dtype=torch.float32)
-    weight, bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
+    weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
     y, mean, rstd = torch.native_group_norm(flat, weight, bias, *sizes, eps)
     if not is_well_conditioned(mean, rstd):
         return None
-    return laid_out(y.view(x.shape), grouped), mean.view(x.shape[:-2]), rstd.view(x.shape[:-2])
+    rest = x.shape[:-2]
+    if mean.shape != rest:
+        mean, rstd = mean.view(rest), rstd.view(rest)
+    return laid_out(y.view_as(x), grouped), mean, rstd
 
 
 def _forward_in_blocks(
@@ -263,18 +266,18 @@ def _bwd_of_groups(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The cotangents of group norm, by one call of ATen where its sums are short enough."""
     acc = accumulation_dtype(x.dtype)
-    flat, sizes = _by_channel(x.to(acc))
+    flat, sizes = _by_channel(cast(x, acc))
     if not centered or sizes[2] > LONGEST_ROW or sizes[0] > LONGEST_SUM:
         return None
-    scale = x.new_ones(sizes[1], dtype=acc) if weight is None else weight.to(acc).flatten().contiguous()
-    given = (_by_channel(y_bar.to(acc))[0], flat, *(each.contiguous().view(-1, sizes[3]) for each in (mean, rstd)))
-    bars = torch.ops.aten.native_group_norm_backward.default(*given, scale, *sizes, wanted)
-    like = (x.dtype, x.shape), *[(acc if weight is None else weight.dtype, x.shape[-3:-1])] * 2
-    x_bar, weight_bar, bias_bar = [
-        bar.view(shape).to(dtype) if want else unwanted(x)
-        for bar, (dtype, shape), want in zip(bars, like, wanted, strict=True)
+    scale = x.new_ones(sizes[1], dtype=acc) if weight is None else cast(weight, acc).flatten().contiguous()
+    given = (_by_channel(cast(y_bar, acc))[0], flat, mean.contiguous(), rstd.contiguous())
+    x_bar, *sums = torch.ops.aten.native_group_norm_backward.default(*given, scale, *sizes, wanted)
+    dtype, shape = acc if weight is None else weight.dtype, (sizes[3], sizes[1] // sizes[3])
+    weight_bar, bias_bar = [
+        cast(bar.view(shape), dtype) if want else unwanted(x) for bar, want in zip(sums, wanted[1:], strict=True)
     ]
-    return laid_out(x_bar, grouped) if wanted[0] else x_bar, weight_bar, bias_bar
+    x_bar = laid_out(cast(x_bar, x.dtype).view_as(x), grouped) if wanted[0] else unwanted(x)
+    return x_bar, weight_bar, bias_bar
 
 
 def _bwd_of_rows(rows: Rows, y_bar: Tensor, weight: Tensor | None, wanted: Sequence[bool]) -> tuple:
