@@ -65,8 +65,8 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
     if bias is not None and not lse.all():
         lse.masked_fill_((bias == -math.inf).all(-1).expand(lse.shape), -math.inf)
     # For a row with an infinite score it says 0 or NaN, by where the score lies.
-    if (is_infinite := lse == math.inf).any():
-        o = o.masked_fill(is_infinite.unsqueeze(-1), math.nan)
+    if not lse.amax().item() < math.inf:
+        o = o.masked_fill((lse == math.inf).unsqueeze(-1), math.nan)
     return _unfolded(o, problem.q), torch.ops.aten._unsafe_view(lse, problem.q.shape[:-1])
 
 
