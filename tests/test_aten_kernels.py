@@ -73,9 +73,7 @@ def test_kernels_serve_every_layout(case):
         for absent in ((), tuple(name for name in ("weight", "bias") if name in case.arguments)):
             sample = dataclasses.replace(case.small, shape=shape, layout=layout, absent=absent)
             for primitive, call in calls(case, sample, next(dtypes)):
-                # Groups are served to first order.
-                if "group_norm" not in case.name or primitive in case.first_order:
-                    assert is_served(primitive, call.args), f"{call}, {layout}"
+                assert is_served(primitive, call.args), f"{call}, {layout}"
 
 
 @pytest.mark.parametrize("case", [LAYER_NORM, BATCH_NORM], ids=lambda case: case.name)

@@ -20,7 +20,7 @@ from primitives._ops._cpu import cast, is_well_conditioned, ready, row_blocks, s
 from primitives._ops._shared import LOW_PRECISION, accumulation_dtype, laid_out, unwanted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -39,7 +39,8 @@ ALL = slice(None)
 class Rows(NamedTuple):
     """Contiguous x [rows, cols] with its statistics [rows, 1] and the dtype of sums, ready for ATen.
 
-    A norm that is not centered has a mean of 0.
+    A norm that is not centered has a mean of 0. Group norm's rows are the groups of a sample after each other, of which
+    `channels` is the shape, [groups, channels, positions], and parameters are those of a channel.
     """
 
     x: Tensor
@@ -47,18 +48,47 @@ class Rows(NamedTuple):
     rstd: Tensor
     acc: torch.dtype
     centered: bool
+    channels: torch.Size | None = None
 
     def like_x(self, t: Tensor | None) -> Any:
         """`t`, shaped as x was, as [rows, cols]."""
         return None if t is None else t.contiguous().view(self.x.shape)
 
     def param(self, p: Tensor | None) -> Any:
-        """A parameter as [cols], in the dtype of sums."""
-        return None if p is None else p.to(self.acc).reshape(-1)
+        """A parameter in the dtype of sums, as [cols], or [groups, channels, 1]."""
+        if p is None:
+            return None
+        return p.to(self.acc).reshape(-1) if self.channels is None else p.to(self.acc).unsqueeze(-1)
+
+    def beside_param(self, v: Tensor) -> Tensor:
+        """Whole rows (samples), as a view against which a `param` broadcasts."""
+        return v if self.channels is None else v.view(-1, *self.channels)
+
+    def scaled(self, v: Tensor, param: Tensor | None) -> Tensor:
+        """The product of rows and a `param`."""
+        return v if param is None else (self.beside_param(v) * param).view(v.shape)
+
+    def sums(self, v: Tensor) -> Tensor:
+        """For each value of a parameter, what belongs to it in all rows, as one axis."""
+        return v.sum(0) if self.channels is None else self.beside_param(v).sum((0, 3)).flatten()
+
+    def sums_with_x_hat(self, v: Tensor, x: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """`sums` of v * x_hat and of v."""
+        if self.channels is None:
+            return self.project(v, x, rows, None, (False, True, True))[1:]
+        return self.sums(self.x_hat(x, rows).mul_(v)), self.sums(v)
 
     def zeros(self) -> Tensor:
         """The start of a sum over blocks of rows: there are many blocks, of which a running sum would lose too."""
-        return self.x.new_zeros(self.x.shape[1], dtype=torch.float64)
+        count = self.x.shape[1] if self.channels is None else self.channels[:2].numel()
+        return self.x.new_zeros(count, dtype=torch.float64)
+
+    def blocks(self, most: int | None = None) -> Iterator[slice]:
+        """Blocks of at most `most` rows, or of whole samples."""
+        rows, cols = self.x.shape
+        count = 1 if self.channels is None else self.channels[0]
+        for block in row_blocks(rows // count, count * cols, most):
+            yield slice(block.start * count, block.stop * count)
 
     def project(
         self, v: Tensor, x: Tensor, rows: slice, weight: Tensor | None, mask: Sequence[bool] = (True, False, False)
@@ -103,6 +133,7 @@ def rows_of(
     norm_ndim: int,
     batch_ndim: int,
     centered: bool,
+    grouped: int,
     *,
     has_sums: bool,
 ) -> Rows | None:
@@ -111,7 +142,8 @@ def rows_of(
         return None
     if not served(x, *params) or (centered and not is_well_conditioned(mean, rstd)):
         return None
-    return _rows(x, mean, rstd, x.shape[x.dim() - norm_ndim :], centered)
+    rows = _rows(x, mean, rstd, x.shape[x.dim() - norm_ndim :], centered)
+    return rows._replace(channels=x.shape[-3:]) if grouped else rows
 
 
 def _rows(x: Tensor, mean: Tensor, rstd: Tensor, shape: torch.Size, centered: bool) -> Rows:
@@ -301,49 +333,27 @@ def jvp(x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, *args: Any
     """y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot."""
     x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, eps, centered, grouped = args
     params = (weight, weight_dot, bias_dot)
-    rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=False)
+    rows = rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, grouped, has_sums=False)
     if rows is None:
         return None
-    if grouped:
-        return laid_out(_jvp_of_groups(rows, params, rows.like_x(x_dot), x.shape), grouped)
     weight, weight_dot, bias_dot = map(rows.param, params)
     x_dot = rows.like_x(x_dot)
     if x_dot is None and not _present(weight_dot, bias_dot):
-        return torch.zeros(x.shape, dtype=x.dtype)
+        return laid_out(x.new_zeros(x.shape), grouped)
     out = torch.empty_like(rows.x)
-    for block in row_blocks(*out.shape):
+    for block in rows.blocks():
         x_block = rows.x[block].to(rows.acc)
         y_dot: Any = bias_dot
-        if weight_dot is not None and not centered:
-            y_dot = rows.x_hat(x_block, block).mul_(weight_dot)
+        if weight_dot is not None and (grouped or not centered):
+            y_dot = rows.beside_param(rows.x_hat(x_block, block)).mul_(weight_dot)
             y_dot = y_dot if bias_dot is None else y_dot.add_(bias_dot)
         elif weight_dot is not None:
             y_dot = torch.native_layer_norm(x_block, weight_dot.shape, weight_dot, bias_dot, eps)[0]
         if x_dot is not None:
-            projected = rows.project(x_dot[block].to(rows.acc), x_block, block, None)[0]
+            projected = rows.beside_param(rows.project(x_dot[block].to(rows.acc), x_block, block, None)[0])
             if weight is not None:
                 y_dot = projected.mul_(weight) if y_dot is None else torch.addcmul(y_dot, projected, weight)
             else:
                 y_dot = projected if y_dot is None else projected.add_(y_dot)
-        out[block] = y_dot
-    return out.view(x.shape)
-
-
-def _jvp_of_groups(rows: Rows, params: Sequence[Tensor | None], x_dot: Tensor | None, shape: torch.Size) -> Tensor:
-    """`jvp` of group norm, in blocks of samples."""
-    groups = shape[-3]
-    weight, weight_dot, bias_dot = (None if p is None else p.to(rows.acc).unsqueeze(-1) for p in params)
-    out = torch.empty_like(rows.x)
-    for samples in row_blocks(len(out) // groups, groups * out.shape[1]):
-        block = slice(samples.start * groups, samples.stop * groups)
-        x = rows.x[block].to(rows.acc)
-        y_dot = torch.zeros_like(x) if x_dot is None else rows.project(x_dot[block].to(rows.acc), x, block, None)[0]
-        y_dot = y_dot.view(-1, *shape[-3:])
-        if weight is not None:
-            y_dot *= weight
-        if weight_dot is not None:
-            y_dot.addcmul_(rows.x_hat(x, block).view(y_dot.shape), weight_dot)
-        if bias_dot is not None:
-            y_dot += bias_dot
-        out[block] = y_dot.view(x.shape)
-    return out.view(shape)
+        rows.beside_param(out[block]).copy_(y_dot)
+    return laid_out(out.view(x.shape), grouped)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._ops import _cpu_layer_norm as first_order
-from primitives._ops._cpu import row_blocks
-from primitives._ops._shared import unwanted
+from primitives._ops._shared import laid_out, unwanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,10 +29,8 @@ def pairing(
 ) -> tuple[Tensor, ...] | None:
     """The derivatives of L: y_bar' is a jvp, x_dot', weight_dot' and bias_dot' are what the backward returns."""
     x_dot, weight_dot, bias_dot, norm_ndim, batch_ndim, eps, centered, grouped, wanted = args
-    if grouped:
-        return None
     params, sums = (weight, weight_dot, bias_dot), (wanted[2], wanted[4], wanted[5])
-    rows = first_order.rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, has_sums=any(sums))
+    rows = first_order.rows_of(x, params, mean, rstd, norm_ndim, batch_ndim, centered, grouped, has_sums=any(sums))
     if rows is None:
         return None
     options = (norm_ndim, batch_ndim, eps, centered, grouped)
@@ -47,7 +44,7 @@ def pairing(
     if y_bar_bar is None or rest is None:
         return None
     out = [y_bar_bar, x_bar, weight_bar, *rest]
-    return _finished(out, wanted, (0, 1, 3), x, weight, norm_ndim)
+    return _finished(out, wanted, (0, 1, 3), x, weight, norm_ndim, grouped)
 
 
 def bwd_jvp(
@@ -55,25 +52,34 @@ def bwd_jvp(
 ) -> tuple[Tensor, ...] | None:
     """x_bar_dot, weight_bar_dot and bias_bar_dot."""
     y_bar_dot, x_dot, weight_dot, norm_ndim, batch_ndim, _eps, centered, grouped, wanted = args
-    if grouped:
-        return None
     has_sums = wanted[1] or wanted[2]
-    rows = first_order.rows_of(x, (weight, weight_dot), mean, rstd, norm_ndim, batch_ndim, centered, has_sums=has_sums)
+    options = (norm_ndim, batch_ndim, centered, grouped)
+    rows = first_order.rows_of(x, (weight, weight_dot), mean, rstd, *options, has_sums=has_sums)
     if rows is None:
         return None
     out = _along(rows, y_bar, weight, y_bar_dot, x_dot, weight_dot, wanted)
-    return _finished(out, wanted, (0,), x, weight, norm_ndim)
+    return _finished(out, wanted, (0,), x, weight, norm_ndim, grouped)
 
 
 def _finished(
-    out: Sequence[Tensor], wanted: Sequence[bool], like_x: Sequence[int], x: Tensor, weight: Tensor | None, ndim: int
+    out: Sequence[Tensor],
+    wanted: Sequence[bool],
+    like_x: Sequence[int],
+    x: Tensor,
+    weight: Tensor | None,
+    norm_ndim: int,
+    grouped: int,
 ) -> tuple[Tensor, ...]:
     """Outputs in their shapes and dtypes, those in `like_x` as x and the others as a parameter."""
-    norm_shape, dtype = x.shape[x.dim() - ndim :], x.dtype if weight is None else weight.dtype
-    shapes = [(x.shape, x.dtype) if i in like_x else (norm_shape, dtype) for i in range(len(out))]
+    shape = x.shape[-3:-1] if grouped else x.shape[x.dim() - norm_ndim :]
+    dtype = x.dtype if weight is None else weight.dtype
     return tuple(
-        value.view(shape).to(dtype) if want else unwanted(x)
-        for value, want, (shape, dtype) in zip(out, wanted, shapes, strict=True)
+        unwanted(x)
+        if not want
+        else laid_out(value.view(x.shape), grouped)
+        if i in like_x
+        else value.view(shape).to(dtype)
+        for i, (value, want) in enumerate(zip(out, wanted, strict=True))
     )
 
 
@@ -93,11 +99,11 @@ def _along(
     out = torch.empty_like(rows.x) if want_x else rows.x
     weight_sum, bias_sum = rows.zeros(), rows.zeros()
     most = first_order.LONGEST_BLOCK if want_weight or want_bias else None
-    for block in row_blocks(*rows.x.shape, most=most):
+    for block in rows.blocks(most):
         x, v = rows.x[block].to(rows.acc), y_bar[block].to(rows.acc)
         v_dot, u = (None if t is None else t[block].to(rows.acc) for t in (y_bar_dot, x_dot))
         if v_dot is not None and (want_weight or want_bias):
-            _, part, bias_part = rows.project(v_dot, x, block, None, (False, True, True))
+            part, bias_part = rows.sums_with_x_hat(v_dot, x, block)
             weight_sum += part
             bias_sum += bias_part
         paired = None
@@ -105,7 +111,7 @@ def _along(
             # Its sums over rows are weight', those over columns D.
             paired = rows.project(u, x, block, None)[0].mul_(v)
             if want_weight:
-                weight_sum += paired.sum(0)
+                weight_sum += rows.sums(paired)
         if want_x:
             out[block] = _x_along(rows, block, (x, v, v_dot, u, paired), weight, weight_dot)
     return out, weight_sum, bias_sum
@@ -116,19 +122,18 @@ def _x_along(
 ) -> Tensor:
     """The derivative x' of some rows; `tensors` are x, y_bar, y_bar_dot, x_dot and y_bar * P(x_dot) there."""
     x, y_bar, y_bar_dot, x_dot, paired = tensors
-    r = None
-    if y_bar_dot is not None:
-        r = y_bar_dot if weight is None else y_bar_dot * weight
+    r = None if y_bar_dot is None else rows.scaled(y_bar_dot, weight)
     if weight_dot is not None:
-        r = y_bar * weight_dot if r is None else torch.addcmul(r, y_bar, weight_dot)
+        moved = rows.scaled(y_bar, weight_dot)
+        r = moved if r is None else moved.add_(r)
     if x_dot is None:
         return torch.zeros_like(x) if r is None else rows.project(r, x, block, None)[0]
     rstd = rows.rstd[block]
     scale = rstd / -x.shape[1]
     x_hat = rows.x_hat(x, block)
-    g = y_bar if weight is None else y_bar * weight
+    g = rows.scaled(y_bar, weight)
     a = (x_dot * x_hat).sum(1, keepdim=True).mul_(scale)
     b = (g * x_hat).sum(1, keepdim=True).mul_(scale)
-    d = (paired if weight is None else paired.mul_(weight)).sum(1, keepdim=True).mul_(scale)
+    d = rows.scaled(paired, weight).sum(1, keepdim=True).mul_(scale)
     r = x_dot * b if r is None else torch.addcmul(r, x_dot, b)
     return rows.project(r.addcmul_(g, a), x, block, None)[0].addcmul_(x_hat, d)

@@ -160,16 +160,17 @@ def _moved(r: Any, y_bar: Tensor, y_bar_dot: Tensor | None, dots: Sequence[Tenso
 
     In the dtype of sums: rounded in between, sums of many would be off by more than a rounding.
     """
-    x, options = r.x.to(r.rstd.dtype), (_NORM_NDIM, r.batch_ndim, r.eps)
-    a, b = _slopes(layer_norm_p(x, r.weight, r.bias, *options, True, False, r.grouped)[0])
+    (x, weight, bias, *param_dots), options = _wide(r.x, r.weight, r.bias, *dots[1:]), (_NORM_NDIM, r.batch_ndim, r.eps)
+    a, b = _slopes(layer_norm_p(x, weight, bias, *options, True, False, r.grouped)[0])
     terms = [] if y_bar_dot is None else [a * y_bar_dot]
     if any(dot is not None for dot in dots):
-        z_dot = layer_norm_jvp_p(x, r.weight, r.mean, r.rstd, *dots, *options, True, r.grouped)
+        z_dot = layer_norm_jvp_p(x, weight, r.mean, r.rstd, dots[0], *param_dots, *options, True, r.grouped)
         terms.append(b * y_bar * z_dot)
     z_bar_dot = sum(terms[1:], terms[0]) if terms else None
-    given = (a * y_bar, x, r.weight, r.mean, r.rstd, z_bar_dot, *dots[:2])
+    given = (a * y_bar, x, weight, r.mean, r.rstd, z_bar_dot, dots[0], param_dots[0])
     x_bar_dot, *param_bars_dot = layer_norm_bwd_jvp_p(*given, *options, True, r.grouped, wanted)
-    return x_bar_dot.to(r.x.dtype), *param_bars_dot
+    dtype = x.dtype if r.weight is None else r.weight.dtype
+    return x_bar_dot.to(r.x.dtype), *[bar.to(dtype) for bar in param_bars_dot]
 
 
 @group_norm_silu_bwd_p.def_vjp
