@@ -30,6 +30,9 @@ def _main(rank, world, store, outcome, check, args, wait):
     torch.manual_seed(0)
     store = dist.FileStore(store, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=wait))
+    # A process that fails at once would fail the others while they connect.
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {other}" for other in range(world)])
     try:
         check(rank, world, *args)
         outcome.send(None)
@@ -51,12 +54,13 @@ def outcomes(check, *args, world=2, wait=TIME_OUT, time_out=TIME_OUT):
             there.close()
             ends.append(here)
         deadline, found = time.monotonic() + time_out, []
-        for end in ends:
+        for end, process in zip(ends, processes, strict=True):
             try:
                 ended = end.poll(max(0.0, deadline - time.monotonic()))
                 found.append(end.recv() if ended else ("TimeOut", "it did not end", ""))
             except EOFError:
-                found.append(("Died", "it ended without a word", ""))
+                process.join(1)
+                found.append(("Died", f"it ended without a word, exit code {process.exitcode}", ""))
         for process in processes:
             process.join(max(0.1, deadline - time.monotonic()))
             process.kill()
