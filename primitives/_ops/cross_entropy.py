@@ -189,7 +189,9 @@ bind_kernels(cross_entropy_p, "cross_entropy", "cross_entropy_fwd", cpu.in_block
 bind_kernels(
     cross_entropy_bwd_p, "cross_entropy", "cross_entropy_bwd", cpu.in_blocks(_cross_entropy_bwd_reference, cpu.vjp)
 )
-bind_kernels(cross_entropy_jvp_p, "cross_entropy", "cross_entropy_jvp", cpu.in_blocks(_cross_entropy_jvp_reference))
+bind_kernels(
+    cross_entropy_jvp_p, "cross_entropy", "cross_entropy_jvp", cpu.in_blocks(_cross_entropy_jvp_reference, cpu.jvp)
+)
 bind_kernels(cross_entropy_fwd_jvp_p, "cross_entropy", "cross_entropy_fwd_jvp")
 
 

@@ -92,7 +92,7 @@ bind_kernels(
     cross_entropy_bwd_jvp_p,
     "cross_entropy",
     "cross_entropy_bwd_jvp",
-    cpu.in_blocks(_cross_entropy_bwd_jvp_reference),
+    cpu.in_blocks(_cross_entropy_bwd_jvp_reference, cpu.vjp_jvp),
 )
 
 
