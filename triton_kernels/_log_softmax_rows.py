@@ -53,7 +53,8 @@ def launch_log_softmax(
         num_results: For how many outputs to plan, if it takes the registers of more than there are.
         **constants: Further constants of the kernel.
     """
-    statistics, row_outputs = statistics or {}, row_outputs or {}
+    numbers = {name: None if one is None else one.contiguous() for name, one in (statistics or {}).items()}
+    row_outputs = row_outputs or {}
     wanted = [tensor for tensor in outputs.values() if tensor is not None]
     first = next(tensor for tensor in (*wanted, *inputs.values()) if tensor is not None)
     if not (wanted or row_outputs) or not first.numel():
@@ -61,7 +62,7 @@ def launch_log_softmax(
     view = reduction_view([*inputs.values()], first, dim, may_repeat="mask" in inputs)
     dtypes = dtypes or [tensor.dtype for tensor in inputs.values() if tensor is not None]
     dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
-    operands = Operands(view, tuple(inputs), {}, statistics, outputs, row_outputs, dtype, first.device)
+    operands = Operands(view, tuple(inputs), {}, numbers, outputs, row_outputs, dtype, first.device)
     itemsizes = [tensor.element_size() for tensor in view.tensors if tensor is not None]
     plan = launch.plan_log_softmax(
         (view.num_segments, view.num_rows, view.num_cols),

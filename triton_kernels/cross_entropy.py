@@ -47,7 +47,7 @@ def _operands(
     """Operands of full size, and labels."""
     if target.is_floating_point():
         return {"x": x, "target": target, "x_dot": x_dot, "target_dot": target_dot}, None
-    return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target.contiguous()
+    return {"x": x, "target": None, "x_dot": x_dot, "target_dot": None}, target
 
 
 def _launch_sums(
@@ -146,11 +146,7 @@ def _launch_gradient(
         {"x_bar": x_bar, "target_bar": target_bar},
         dim,
         RowSums(3, ["x", *summed], len(summed)) if summed else RowSums(),
-        statistics={
-            "label": label,
-            "lse": lse.contiguous(),
-            **{name: None if bar is None else bar.contiguous() for name, bar in bars.items()},
-        },
+        statistics={"label": label, "lse": lse, **bars},
         num_results=3 if len(summed) == 3 else 1 + (x_dot is not None),
         SMOOTHING=smoothing,
     )

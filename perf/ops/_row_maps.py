@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.calls import Operands, random
+from perf.calls import EPS, Operands, random
 from perf.ops.record import STEPS, Op
 from perf.ops.samples import Sample, make_options, make_samples
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
@@ -35,10 +35,7 @@ _SIZES = ((8192, 1000), (8192, 4096), (8192, 4097), (2048, 128256), (64, 128256)
 
 @dataclasses.dataclass(frozen=True)
 class RowMapOperands(Operands):
-    """Operands of a map along `dim`; its derivatives take its output `y`, or x and what `derived` adds."""
-
-    # y of x and dim, in plain torch.
-    OUTPUT: ClassVar[Callable[..., Tensor]]
+    """Operands of a map along `dim`; its derivatives take its output `y`, or x and the statistics of x."""
 
     x: Tensor
     y: Tensor
@@ -58,7 +55,7 @@ class RowMapOperands(Operands):
     ) -> Any:
         """Random operands in some layout."""
         x, *others = (random(*shape, dtype=torch.float64, seed=seed) for seed in (0, *range(2, 6)))
-        y = cls.OUTPUT(random(*shape, dtype=torch.float64, seed=1), dim)
+        y = cls.value(x=random(*shape, dtype=torch.float64, seed=1), dim=dim)["y"]
         return cls(*(arrange(tensor.to(dtype)) for tensor in (x, y, *others)), dim=dim)
 
     @classmethod
@@ -67,16 +64,23 @@ class RowMapOperands(Operands):
         x, dim = workload.empty(), workload.dim % len(workload.shape)
         return cls.draw(x.shape, dim, x.dtype) if is_drawn else cls(*(x,) * 6, dim=dim)
 
+    @classmethod
+    def value(cls, **given: Any) -> dict[str, Tensor]:
+        """What the reference returns, by name, of these arguments and the defaults of others."""
+        op = registered_primitives()[f"primitives::{cls.MODULES[0]}"]
+        known = {"eps": EPS, **{field.name: field.default for field in dataclasses.fields(cls)}, **given}
+        found = op.rule("reference")(*(known[name] for name in op.spec.arguments))
+        return dict(zip(op.spec.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+
     def derived(self) -> dict[str, Any]:
-        """The dtype of x."""
-        return {"x_dtype": self.x.dtype}
+        """The dtype of x, and its statistics."""
+        return {"x_dtype": self.x.dtype, **self.value(**vars(self)), "y": self.y}
 
 
 def row_map(
     name: str,
     operands: type[RowMapOperands],
     shapes: Sequence[tuple] = (),
-    statistics: Sequence[str] = (),
     **parts: Any,
 ) -> Op:
     """The record of a map along the option `dim`, whose `call` and `truth` are given, with what else it has of its own.
@@ -87,7 +91,6 @@ def row_map(
         name: As of `Op`.
         operands: Of the launchers.
         shapes: Of more samples, and their options.
-        statistics: The numbers that the launchers of derivatives take of each row.
         **parts: As of `Op`.
     """
 
@@ -103,8 +106,10 @@ def row_map(
         if is_drawn:
             return of_call.steps(steps[mode])
         number = torch.empty_like(of_call.x.select(of_call.dim, 0), dtype=workload.statistic_dtype)
-        return of_call.steps(steps[mode], {"x_dtype": of_call.x.dtype, **dict.fromkeys(statistics, number)})
+        return of_call.steps(steps[mode], {"x_dtype": of_call.x.dtype, **dict.fromkeys(value.spec.statistics, number)})
 
+    value = registered_primitives()[f"primitives::{name}"]
+    keeps_x = "x" in registered_primitives()[f"primitives::{name}_bwd"].spec.arguments
     has_second = f"primitives::{name}_pairing" in registered_primitives()
     modes = KERNEL_MODES if has_second else FIRST_ORDER
     all_shapes = [
@@ -127,7 +132,7 @@ def row_map(
             Sample((3, 66_000), make_options(dim=1)),
             Sample((8200, 17), make_options(dim=0)),
         ),
-        "not_kept": ("x",),
+        "not_kept": ("y" if keeps_x else "x",),
         "small_workloads": (
             Workload("rows", name, (6, 20), dtype="float32", modes=modes),
             Workload("inner", name, (4, 20, 5), dtype="float32", dim=1, modes=modes),
@@ -146,7 +151,7 @@ def row_map(
         "calls": calls,
         "modes": (*modes, *(mode for mode in _WANTED if has_second and mode not in KERNEL_MODES)),
         "options": lambda workload: {"dim": workload.dim},
-        # It keeps y and not x: the cotangent of y goes on to x.
-        "steps": {**STEPS, "double_backward": ("double_backward", "backward")},
+        # Of one that keeps y and not x, the cotangent of y goes on to x.
+        "steps": STEPS if keeps_x else {**STEPS, "double_backward": ("double_backward", "backward")},
     }
     return Op(name, **{**given, **parts})

@@ -30,7 +30,6 @@ class LogSoftmax(RowMapOperands):
     """Operands of log-softmax."""
 
     MODULES: ClassVar = ("log_softmax",)
-    OUTPUT: ClassVar = staticmethod(torch.log_softmax)
 
     output_dtype: torch.dtype | None = None
 

@@ -43,7 +43,6 @@ class Softmax(RowMapOperands):
     """Operands of softmax."""
 
     MODULES: ClassVar = ("softmax",)
-    OUTPUT: ClassVar = staticmethod(torch.softmax)
 
     output_dtype: torch.dtype | None = None
     mask: Tensor | None = None

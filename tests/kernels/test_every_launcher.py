@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from perf.calls import EPS, Call, pairwise, random
+from perf.ops._row_maps import RowMapOperands
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
-from perf.ops.log_softmax import LogSoftmax
 from perf.ops.softmax import Softmax
 from tests.kernels.calls import DTYPES, channels_last, copying_calls, dropout_calls, launched_by, short_rows
 from tests.kernels.checking import check
@@ -278,27 +278,36 @@ def with_wide_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x[..., :1]], -1)[..., :-1]
 
 
-def log_softmax(layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> LogSoftmax:
+# Softmax has a test of its own, with masks.
+ROW_MAPS = [kind for kind in RowMapOperands.__subclasses__() if kind is not Softmax]
+
+
+def of_row_map(
+    kind: type[RowMapOperands], layout: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> RowMapOperands:
     if layout == "expanded":
         row = tuple(size if axis == dim else 1 for axis, size in enumerate(shape))
         column = tuple(1 if axis == dim else size for axis, size in enumerate(shape))
         parts = {"x": row, "y_bar": column, "x_dot": (1,) * len(shape), "y_dot": row}
         full_size = {name: random(*part, dtype=dtype, seed=9).expand(shape) for name, part in parts.items()}
-        return LogSoftmax.draw(shape, dim, dtype).change(**full_size)
+        return kind.draw(shape, dim, dtype).change(**full_size)
 
-    return LogSoftmax.draw(shape, dim, dtype, with_wide_rows)
+    return kind.draw(shape, dim, dtype, with_wide_rows)
 
 
 @pytest.mark.parametrize("layout", REDUCED_LAYOUTS)
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
-def test_log_softmax(splits: int, adjacent: str, layout: str, use_limits: Callable[..., None]) -> None:
+@pytest.mark.parametrize("kind", ROW_MAPS, ids=lambda kind: kind.MODULES[0])
+def test_row_maps(
+    kind: type[RowMapOperands], splits: int, adjacent: str, layout: str, use_limits: Callable[..., None]
+) -> None:
     (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
     if splits:
         use_limits(**short_rows(TILE, splits))
         num_segments, shape[dim - 1] = 2, LONG_ROW
     turn = REDUCED_LAYOUTS.index(layout) + list(REDUCED_SHAPES).index(adjacent) + splits
-    rows = log_softmax(layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
+    rows = of_row_map(kind, layout, (num_segments, *shape), dim, DTYPES[turn % len(DTYPES)])
     for call in rows.calls():
         check(call, in_any_order=layout == "strided")
     modes = [one.named["MODE"] for call in rows.calls() for one in launched_by(call.results)]

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 import triton_kernels
+from perf.ops._row_maps import RowMapOperands
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.attention import Attention
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
-from perf.ops.log_softmax import LogSoftmax
-from perf.ops.softmax import Softmax
 from tests.kernels.calls import dropout_calls, launched_by, short_rows
 from triton_kernels._kernel import Kernel
 
@@ -44,7 +43,7 @@ def some_calls() -> list[Call]:
             LayerNorm.draw(groups, norm_ndim=2, grouped=1, silu=True),
             added,
         ),
-        *(LogSoftmax.draw((2, 40), 1), Softmax.draw((2, 40), 1), CrossEntropy.draw((2, 40), 1)),
+        *(kind.draw((2, 40), 1) for kind in (*RowMapOperands.__subclasses__(), CrossEntropy)),
         *(BatchNorm.draw((2, 3, 5, 5)), BatchNormRelu.draw((2, 3, 5, 5)), Attention.draw((1, 1, 3, 4), 3)),
     )
     some_wanted = rows.call("bwd", (False, True, False)), added.call("bwd", (True, True, False, False))
