@@ -190,19 +190,21 @@ def _bwd(
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums = _Sums(weight, bias, wanted, in_place=in_place)
-    x_parts, target_parts = [], []
     mask = (any(wanted[:3]), wanted[3])
-    for rows, labels, u, v, row_lse in _chunks(x, chunk_rows, target, loss_bar, lse_bar, lse):
+
+    def of_chunk(rows: Tensor, labels: Tensor, u: Any, v: Any, row_lse: Tensor) -> tuple[Tensor, Tensor]:
         logits = _logits(rows, weight, bias, softcap, 1)
         z_bar, target_bar = cross_entropy_bwd_p(u, v, logits.z, labels, row_lse, 1, smoothing, mask)
-        target_parts.append(target_bar)
-        if mask[0]:
-            h_bar = logits.scaled(z_bar)
-            sums.add(h_bar, rows)
-            if wanted[0]:
-                x_parts.append(h_bar.flatten(1) @ weight.flatten(0, -2))
-    x_bar = _joined(x_parts) if wanted[0] else unwanted(x)
-    return x_bar, *sums.results(weight, bias, x), _joined(target_parts)
+        if not mask[0]:
+            return unwanted(x), target_bar
+        h_bar = logits.scaled(z_bar)
+        sums.add(h_bar, rows)
+        return h_bar.flatten(1) @ weight.flatten(0, -2) if wanted[0] else unwanted(x), target_bar
+
+    # The tensors of a chunk end with its call, before the next one makes its own.
+    parts = [of_chunk(*chunk) for chunk in _chunks(x, chunk_rows, target, loss_bar, lse_bar, lse)]
+    x_bar, target_bar = (_joined(column) for column in zip(*parts, strict=True))
+    return x_bar, *sums.results(weight, bias, x), target_bar
 
 
 def _jvp(
@@ -219,12 +221,13 @@ def _jvp(
     smoothing: float,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    parts = []
-    for rows, labels, row_lse, rows_dot, labels_dot in _chunks(x, chunk_rows, target, lse, x_dot, target_dot):
+    def of_chunk(rows: Tensor, labels: Tensor, row_lse: Tensor, rows_dot: Any, labels_dot: Any) -> Any:
         logits = _logits(rows, weight, bias, softcap, 1)
         h_dot = _h_dot(rows, weight, rows_dot, weight_dot, bias_dot, logits.z)
         z_dot = None if h_dot is None else logits.scaled(h_dot)
-        parts.append(cross_entropy_jvp_p(logits.z, labels, row_lse, z_dot, labels_dot, 1, smoothing))
+        return cross_entropy_jvp_p(logits.z, labels, row_lse, z_dot, labels_dot, 1, smoothing)
+
+    parts = [of_chunk(*chunk) for chunk in _chunks(x, chunk_rows, target, lse, x_dot, target_dot)]
     loss_dot, lse_dot = (_joined(column) for column in zip(*parts, strict=True))
     return loss_dot, lse_dot
 
@@ -233,10 +236,14 @@ def _h_dot(
     x: Tensor, weight: Tensor, x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None, z: Tensor
 ) -> Tensor | None:
     """The tangent of h for those of the arguments."""
-    terms = [_product(a, b) for a, b in ((x_dot, weight), (x, weight_dot)) if a is not None and b is not None]
-    if bias_dot is not None:
-        terms.append(bias_dot.expand(z.shape))
-    return sum(terms[1:], terms[0]) if terms else None
+    h_dot = None if x_dot is None else _product(x_dot, weight)
+    if weight_dot is not None and h_dot is not None:
+        h_dot = torch.addmm(h_dot.flatten(1), x, weight_dot.flatten(0, -2).mT).view(h_dot.shape)
+    elif weight_dot is not None:
+        h_dot = _product(x, weight_dot)
+    if bias_dot is None:
+        return h_dot
+    return bias_dot.expand(z.shape) if h_dot is None else h_dot + bias_dot
 
 
 def _bwd_jvp(
@@ -261,18 +268,17 @@ def _bwd_jvp(
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums = _Sums(weight, bias, wanted, in_place=in_place)
-    x_parts, target_parts = [], []
     mask = (any(wanted[:3]), wanted[3])
-    tensors = (target, lse, loss_bar, lse_bar, loss_bar_dot, lse_bar_dot, x_dot, target_dot)
-    for rows, labels, row_lse, u, v, u_dot, v_dot, rows_dot, labels_dot in _chunks(x, chunk_rows, *tensors):
+
+    def of_chunk(rows: Tensor, labels: Tensor, row_lse: Tensor, *chunk: Any) -> tuple[Tensor, Tensor]:
+        u, v, u_dot, v_dot, rows_dot, labels_dot = chunk
         logits = _logits(rows, weight, bias, softcap, 2)
         h_dot = _h_dot(rows, weight, rows_dot, weight_dot, bias_dot, logits.z)
         z_dot = None if h_dot is None else logits.scaled(h_dot)
         dots = (u_dot, v_dot, z_dot, labels_dot)
         z_bar_dot, target_bar_dot = cross_entropy_bwd_jvp_p(u, v, logits.z, labels, row_lse, *dots, 1, smoothing, mask)
-        target_parts.append(target_bar_dot)
         if not mask[0]:
-            continue
+            return unwanted(x), target_bar_dot
         h_bar_dot, h_bar = logits.scaled(z_bar_dot), None
         if h_dot is not None and not (u is None and v is None):
             z_bar = cross_entropy_bwd_p(u, v, logits.z, labels, row_lse, 1, smoothing, (True, False))[0]
@@ -282,13 +288,17 @@ def _bwd_jvp(
         sums.add(h_bar_dot, rows)
         if h_bar is not None and rows_dot is not None:
             sums.add(h_bar, rows_dot, to_bias=False)
-        if wanted[0]:
-            x_bar_dot = h_bar_dot.flatten(1) @ weight.flatten(0, -2)
-            if h_bar is not None and weight_dot is not None:
-                x_bar_dot = x_bar_dot + h_bar.flatten(1) @ weight_dot.flatten(0, -2)
-            x_parts.append(x_bar_dot)
-    x_bar_dot = _joined(x_parts) if wanted[0] else unwanted(x)
-    return x_bar_dot, *sums.results(weight, bias, x), _joined(target_parts)
+        if not wanted[0]:
+            return unwanted(x), target_bar_dot
+        x_bar_dot = h_bar_dot.flatten(1) @ weight.flatten(0, -2)
+        if h_bar is not None and weight_dot is not None:
+            x_bar_dot = x_bar_dot + h_bar.flatten(1) @ weight_dot.flatten(0, -2)
+        return x_bar_dot, target_bar_dot
+
+    tensors = (target, lse, loss_bar, lse_bar, loss_bar_dot, lse_bar_dot, x_dot, target_dot)
+    parts = [of_chunk(*chunk) for chunk in _chunks(x, chunk_rows, *tensors)]
+    x_bar_dot, target_bar_dot = (_joined(column) for column in zip(*parts, strict=True))
+    return x_bar_dot, *sums.results(weight, bias, x), target_bar_dot
 
 
 @linear_cross_entropy_bwd_p.def_reference
