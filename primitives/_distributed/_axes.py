@@ -47,7 +47,7 @@ def _numbered(letter: str, count: int) -> tuple[str, ...]:
 
 
 class _Family(NamedTuple):
-    """Axes by the stem of a tensor's name, those that are free, and whether the reference may run on parts."""
+    """Axes by the stem of a tensor's name, else those that are free, and whether the reference may run on parts."""
 
     of: dict[str, tuple[str, ...]]
     free: tuple[str, ...]
@@ -83,7 +83,7 @@ def _cross_entropy(a: dict[str, Any]) -> _Family:
     axes, dim = _numbered("r", len(a["x"].shape)), a["dim"] % len(a["x"].shape)
     rows = axes[:dim] + axes[dim + 1 :]
     target = axes if len(a["target"].shape) == len(axes) else rows
-    return _Family({"x": axes, "target": target, "loss": rows, "lse": rows}, rows, can_compose=True)
+    return _Family({"x": axes, "target": target}, rows, can_compose=True)
 
 
 def _linear_cross_entropy(a: dict[str, Any]) -> _Family:
@@ -139,7 +139,7 @@ def axes_of_call(spec: Spec, args: Sequence[Any]) -> Axes | None:
     sizes: dict[str, int] = {}
     inputs = {}
     for name, x in sorted(tensors.items(), key=lambda item: _stem(item[0]) in ("bias", "mask", "mean")):
-        axes = found.of.get(_stem(name), ())
+        axes = found.of.get(_stem(name), found.free)
         # A mean of a norm that is not centered has no elements, and a mask may have fewer axes.
         axes = axes[len(axes) - len(x.shape) :] if len(x.shape) <= len(axes) else ()
         if len(axes) != len(x.shape):
@@ -160,4 +160,4 @@ def _of_output(
         return None
     # A cotangent of what is broadcast has its axes.
     own = inputs.get(_stem(name)) if name.endswith("_bar") else None
-    return family.of[_stem(name)] if own is None else own
+    return family.of.get(_stem(name), family.free) if own is None else own
