@@ -52,6 +52,15 @@ def _unfolded(x: Tensor, like: Tensor) -> Tensor:
     return as_row_major(torch.ops.aten._unsafe_view(x, (*like.shape[:-1], x.shape[-1])))
 
 
+def _has_finite_scores(problem: Problem, bias: Tensor | None) -> bool:
+    """Whether the sizes of q, k and bias leave no score that is NaN or infinite."""
+    largest = problem.q.shape[-1] * abs(problem.scale)
+    for x in (problem.q, problem.k):
+        largest *= x.abs().amax().item()
+    most = torch.finfo(problem.dtype).max
+    return largest < most and (bias is None or bias.amax().item() < most - largest)
+
+
 def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """O and lse."""
     if not _serves(problem):
@@ -61,10 +70,14 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
         *map(_folded, problem[:3]), 0.0, problem.causal, attn_mask=bias, scale=problem.scale
     )
     lse = lse.contiguous()
-    # ATen says 0 for a row that sees no key, which others have by chance alone.
-    if bias is not None and not lse.all():
-        lse.masked_fill_((bias == -math.inf).all(-1).expand(lse.shape), -math.inf)
-    # For a row with an infinite score it says 0 or NaN, by where the score lies.
+    # ATen says 0 for a row that sees no key, and for one in which it finds no largest score, as among NaN; others have
+    # it by chance.
+    if not lse.all():
+        if bias is not None:
+            lse.masked_fill_((bias == -math.inf).all(-1).expand(lse.shape), -math.inf)
+        if not lse.all() and not _has_finite_scores(problem, bias):
+            return None
+    # For other rows with an infinite score it says 0 or NaN, by where the score lies.
     if not lse.amax().item() < math.inf:
         o = o.masked_fill((lse == math.inf).unsqueeze(-1), math.nan)
     return _unfolded(o, problem.q), torch.ops.aten._unsafe_view(lse, problem.q.shape[:-1])
