@@ -333,8 +333,10 @@ def linear_cross_entropy(
     checks.options("linear_cross_entropy", reduction, ignore_index, label_smoothing, z_loss)
     shape = checks.linear_loss(input, linear_weight, target, linear_bias, weight, shift=shift)
     checks.linear_options(softcap, chunk_rows)
+    # Labels of one token each have the shape of probabilities of one class.
+    flat = target.flatten() if input.dim() > 2 else target
     if not is_default:
-        checks.class_indices("linear_cross_entropy", shape, target)
+        checks.class_indices("linear_cross_entropy", shape, flat)
     x, rest = (input if input.dim() > 1 else input.unsqueeze(0)).flatten(0, -2), tuple(linear_weight.shape[1:-1])
     of_rows = (x.shape[0], linear_weight.shape[0], *rest)
     most = max(_CHUNK_ELEMENTS // max(linear_weight.shape[:-1].numel(), 1), 1)
@@ -345,7 +347,7 @@ def linear_cross_entropy(
         return linear_cross_entropy_p(x, linear_weight, linear_bias, target, softcap or 0.0, smoothing, rows_at_once)
 
     options = (weight, label_smoothing, z_loss)
-    if checks.has_probabilities(shape, target):
+    if checks.has_probabilities(shape, flat):
         rows, total = _of_probabilities(losses, of_rows, target.reshape(of_rows), *options)
         dtype = _promoted(input, target, weight)
     else:

@@ -74,6 +74,12 @@ def test_every_nesting_to_order_two_is_that_of_the_formula(name):
     assert_close(*[derivatives(function) for function in functions])
 
 
+def test_labels_of_one_token_each_are_not_probabilities_of_one_class():
+    x, weight, labels = normal((2, 1, D), 0), normal((1, D), 1), torch.tensor([[-100], [0]])
+    loss = pr.functional.linear_cross_entropy(x, weight, labels, z_loss=1.0, reduction="sum", ignore_index=-100)
+    assert_close(loss, (x[1] @ weight.mT).square().squeeze())
+
+
 def test_third_order():
     v = torch.linspace(-1, 1, arguments().numel(), dtype=torch.float64)
 
