@@ -1,17 +1,14 @@
-"""Drawn arguments of the public functions, and definitions in float64 of those that torch lacks."""
+"""Drawn arguments of the public functions, each by the name of its function."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import hypothesis.strategies as st
 import torch
-import torch.nn.functional as F
 
-from perf.ops.philox_truth import true_noise
 from perf.ops.samples import DTYPES, LAYOUTS, LOW_PRECISION, arranged, normal
 
 MOST = 2000
@@ -55,7 +52,11 @@ class Given:
 
 
 class Draw:
-    """What the calls below are made of; unless it is strict, one choice in ten is not what the function asks for."""
+    """What the calls below are made of.
+
+    A strict one is held to the definition, and has options of which torch knows nothing. Of others one choice in thirty
+    is not what the function asks for.
+    """
 
     def __init__(self, draw: Any, *, is_strict: bool) -> None:
         self.draw, self.is_strict = draw, is_strict
@@ -92,8 +93,8 @@ class Draw:
     def maybe(self, shape: tuple[int, ...], dtype: Any = None, **options: Any) -> Given | None:
         return self.tensor(shape, dtype, **options) if self.draw(st.booleans()) else None
 
-    def special(self, shape: tuple[int, ...], count: int = len(SPECIAL)) -> Any:
-        return self.tensor(shape, special=self.one(*SPECIAL[:count], *[None] * 45))
+    def special(self, shape: tuple[int, ...], count: int = len(SPECIAL), dtype: Any = None) -> Any:
+        return self.tensor(shape, dtype, special=self.one(*SPECIAL[:count], *[None] * 45))
 
     def input(self, least: int, most: int) -> tuple[tuple[int, ...], Any]:
         shape = self.shape(least, most)
@@ -111,13 +112,14 @@ def layer_norm(d: Draw) -> dict:
 def rms_norm(d: Draw) -> dict:
     call = layer_norm(d)
     del call["bias"]
-    return {**call, "eps": d.one(*EPS, None)}
+    own = {"add_one": d.one(False, True), "cast_first": d.one(False, True)} if d.is_strict else {}
+    return {**call, "eps": d.one(*EPS, None), **own}
 
 
 def _residual(d: Draw, call: dict) -> dict:
-    (_, x), *others = call.items()
-    noise = {"dropout_p": d.one(0.0, 1.0), "training": d.one(True, False)}
-    return {"input": x, "residual": d.tensor(x.shape, d.wide), **dict(others), **noise}
+    x = call.pop("input")
+    noise = {"dropout_p": d.one(0.0, 0.3, 1.0), "training": d.one(True, True, False)}
+    return {"input": x, "residual": d.tensor(x.shape, d.wide), **call, **noise}
 
 
 def add_layer_norm(d: Draw) -> dict:
@@ -125,17 +127,17 @@ def add_layer_norm(d: Draw) -> dict:
 
 
 def add_rms_norm(d: Draw) -> dict:
-    return {**_residual(d, rms_norm(d)), "add_one": d.one(False, True), "cast_first": d.one(False, True)}
+    return _residual(d, rms_norm(d))
 
 
 def ada_layer_norm(d: Draw) -> dict:
-    (shape, x), norm_ndim = d.input(1, 4), 1
+    shape, x = d.input(1, 4)
     norm_ndim = d.draw(st.integers(1, len(shape)))
     lead = d.draw(st.integers(0, len(shape) - norm_ndim))
     ones = [1] * d.draw(st.integers(0, len(shape) - norm_ndim - lead))
-    of_samples = (*shape[:lead], *ones, *shape[len(shape) - norm_ndim :])
-    each = {name: d.tensor(of_samples, d.wide) for name in ("scale", "shift")}
-    return {"input": x, **each, "normalized_shape": list(shape[len(shape) - norm_ndim :]), "eps": d.one(*EPS)}
+    last = shape[len(shape) - norm_ndim :]
+    each = {name: d.tensor((*shape[:lead], *ones, *last), d.wide) for name in ("scale", "shift")}
+    return {"input": x, **each, "normalized_shape": list(last), "eps": d.one(*EPS)}
 
 
 def group_norm(d: Draw) -> dict:
@@ -143,7 +145,8 @@ def group_norm(d: Draw) -> dict:
     channels = shape[1:2]
     groups = d.one(1, 2, 3, channels[0] if channels else 1, 0)
     params = {"weight": d.maybe(channels), "bias": d.maybe(channels)}
-    return {"input": x, "num_groups": groups, **params, "eps": d.one(*EPS)}
+    own = {"activation": "silu"} if d.is_strict else {}
+    return {"input": x, "num_groups": groups, **params, "eps": d.one(*EPS), **own}
 
 
 def batch_norm(d: Draw) -> dict:
@@ -168,10 +171,20 @@ def instance_norm(d: Draw) -> dict:
     return {"use_input_stats" if name == "training" else name: value for name, value in batch_norm(d).items()}
 
 
+def softmin(d: Draw) -> dict:
+    shape, x = d.input(1, 4)
+    dim = d.draw(st.integers(-4, 4)) if d.is_odd() else d.one(-1, 0, min(1, len(shape) - d.is_strict))
+    dtype = d.one(*(DTYPES if d.is_strict else ODD_DTYPES)) if d.draw(st.integers(0, 4)) == 4 else None
+    kind, rows = d.one(torch.bool, d.dtype, d.wide), shape[d.draw(st.integers(0, len(shape))) :]
+    return {"input": x, "dim": dim, "dtype": dtype, **({"mask": d.special(rows, 3, kind)} if d.is_strict else {})}
+
+
 def softmax(d: Draw) -> dict:
-    dim = d.draw(st.integers(-4, 4)) if d.is_odd() else d.one(-1, 0, 1)
-    dtype = d.one(*ODD_DTYPES) if d.draw(st.integers(0, 4)) == 4 else None
-    return {"input": d.input(1, 4)[1], "dim": dim, "dtype": dtype}
+    call = softmin(d)
+    return {**call, "scale": d.one(0.7, -1.5, 0, 1.0)} if d.is_strict else call
+
+
+log_softmax = softmin
 
 
 def _loss(d: Draw, shape: tuple[int, ...], has_probabilities: bool) -> dict:
@@ -195,23 +208,28 @@ def nll_loss(d: Draw) -> dict:
 
 
 def cross_entropy(d: Draw) -> dict:
-    shape, x = d.input(1, 4)
-    return {
-        "input": x,
-        **_loss(d, shape, d.one(False, True)),
-        "label_smoothing": 1.5 if d.is_odd() else d.one(0.0, 0.1, 1.0),
-    }
+    shape = d.shape(1, 4)
+    # Where there are no classes the definition divides by their number.
+    shape = tuple(max(n, int(d.is_strict)) for n in shape)
+    loss = _loss(d, shape, d.one(False, True))
+    smoothing = 1.5 if d.is_odd() else d.one(0.0, 0.1, 1.0)
+    own = {"z_loss": d.one(0.3, 0.0)} if d.is_strict else {}
+    return {"input": d.special(shape), **loss, "label_smoothing": smoothing, **own}
 
 
 def linear_cross_entropy(d: Draw) -> dict:
-    rows, width, classes = d.shape(0, 1), d.draw(SIZES), d.one(1, 2, 5, 17)
+    is_soft, width, classes = d.one(False, True), d.draw(SIZES), d.one(1, 2, 5, 17)
+    rows = d.shape(0, 2 - is_soft)
     x, matrix, bias = d.tensor((*rows, width)), d.tensor((classes, width)), d.maybe((classes,))
-    loss = _loss(d, (*rows, classes), d.one(False, True))
-    target, weight, ignored, reduction = loss.values()
+    # The classes of the logits of a loss are in dim 1.
+    loss = _loss(d, (math.prod(rows), classes) if len(rows) > 1 else (*rows, classes), is_soft)
+    if len(rows) > 1:
+        loss["target"].shape = rows
     options = {"label_smoothing": d.one(0.0, 0.1), "z_loss": d.one(0.0, 0.3), "softcap": d.one(None, 0.7)}
-    options = {"ignore_index": ignored if target.kind == "labels" else None, **options, "chunk_rows": d.one(None, 1, 2)}
-    linear = {"linear_weight": matrix, "target": target, "linear_bias": bias}
-    return {"input": x, **linear, "weight": weight, "reduction": reduction, **options}
+    options |= {"shift": bool(rows) and not is_soft and d.one(False, True), "chunk_rows": d.one(None, 1, 2)}
+    options |= {"ignore_index": None} if is_soft else {}
+    linear = {"linear_weight": matrix, "target": loss.pop("target"), "linear_bias": bias}
+    return {"input": x, **linear, **loss, **options}
 
 
 def dropout(d: Draw) -> dict:
@@ -254,93 +272,3 @@ def attention(d: Draw) -> dict:
         **{"scale": d.one(None, -0.5, 2), "dropout_p": p, "return_lse": d.one(False, True)},
         **({"seed": d.one(0, 5), "offset": d.one(None, 3)} if p else {}),
     }
-
-
-def _doubles(*tensors: Any) -> list:
-    return [None if x is None else x.double() for x in tensors]
-
-
-def _true_added(input: Any, residual: Any, normalized_shape: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
-    dropped = options["training"] and options["dropout_p"] == 1.0
-    s = (residual.double() + input.double() * (not dropped)).to(residual.dtype)
-    wide, (w, b) = s.double(), _doubles(weight, bias)
-    if "add_one" not in options:
-        return F.layer_norm(wide, normalized_shape, w, b, options["eps"]).to(input.dtype), s
-    eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps if options["eps"] is None else options["eps"]
-    y = F.rms_norm(wide, normalized_shape, None, eps)
-    if w is not None:
-        y = (y.to(input.dtype).double() if options["cast_first"] else y) * (w + options["add_one"])
-    return y.to(input.dtype), s
-
-
-def _true_ada(input: Any, scale: Any, shift: Any, normalized_shape: Any, eps: float) -> Any:
-    lead, last = scale.shape[: scale.dim() - len(normalized_shape)], list(normalized_shape)
-    ones = [1] * (input.dim() - len(lead) - len(last))
-    w, b = (x.reshape(*lead, *ones, *last) for x in _doubles(scale, shift))
-    return (F.layer_norm(input.double(), last, eps=eps) * (1 + w) + b).to(input.dtype)
-
-
-def _true_batch_norm_relu(input: Any, residual: Any, **options: Any) -> Any:
-    wide: dict[str, Any] = {
-        name: x.double().clone() if isinstance(x, torch.Tensor) else x for name, x in options.items()
-    }
-    y = F.batch_norm(input.double(), **wide)
-    for name in ("running_mean", "running_var"):
-        if options[name] is not None:
-            options[name].copy_(wide[name])
-    return F.relu(y if residual is None else y + residual.double()).to(input.dtype)
-
-
-def _true_linear(input: Any, linear_weight: Any, target: Any, linear_bias: Any, weight: Any, **options: Any) -> Any:
-    x, matrix, bias, w = _doubles(input, linear_weight, linear_bias, weight)
-    logits = F.linear(x, matrix, bias).to(input.dtype).double()
-    cap, smoothing, ignored = options["softcap"], options["label_smoothing"], options["ignore_index"]
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    classes, lse, is_soft = logits.shape[-1], logits.logsumexp(-1), target.is_floating_point()
-    kept = (
-        torch.full_like(lse, fill_value=True, dtype=torch.bool)
-        if is_soft
-        else target != (-100 if ignored is None else ignored)
-    )
-    hit = target.double() if is_soft else F.one_hot(target.clamp(min=0), classes).double()
-    w = logits.new_ones(classes) if w is None else w
-    rows = (((1 - smoothing) * hit + smoothing / classes) * w * (lse.unsqueeze(-1) - logits)).sum(-1)
-    rows = (rows + options["z_loss"] * lse.square() if options["z_loss"] else rows).where(kept, 0.0)
-    total = rows.numel() if is_soft else (hit * w).sum(-1).where(kept, 0.0).sum()
-    dtypes = [x.dtype for x in (input, target, weight) if is_soft and x is not None]
-    dtype = functools.reduce(torch.promote_types, dtypes, input.dtype)
-    return (
-        rows if options["reduction"] == "none" else rows.sum() / (total if options["reduction"] == "mean" else 1)
-    ).to(dtype)
-
-
-def _true_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any, **options: Any) -> Any:
-    wide, *others = _doubles(q, k, v)
-    wide_k, wide_v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in others)
-    scale = (q.shape[-1] or 1) ** -0.5 if options["scale"] is None else options["scale"]
-    scores = scale * wide @ wide_k.mT + (0.0 if bias is None else bias.double())
-    seen = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask.expand(scores.shape)
-    seen = seen.tril() if options["causal"] else seen
-    # A row that sees nothing is cut out before the softmax, whose derivative there is NaN.
-    sees_some = seen.any(-1, keepdim=True)
-    scores = scores.masked_fill(~seen & sees_some, -math.inf)
-    weights, lse = scores.softmax(-1) * sees_some, scores.logsumexp(-1).where(sees_some.squeeze(-1), -math.inf)
-    if options["dropout_p"]:
-        columns = -(-k.shape[-2] // 4) * 4
-        noise = true_noise((*q.shape[:-1], columns), options["seed"], options["offset"] or 0, options["dropout_p"])
-        weights = weights * noise[..., : k.shape[-2]]
-    o = (weights @ wide_v).to(q.dtype)
-    return (o, lse.to(torch.promote_types(q.dtype, torch.float32))) if options["return_lse"] else o
-
-
-# What torch has no function for, or another one, in float64, with results in the dtypes that are documented.
-DEFINITIONS = {
-    **{"add_layer_norm": _true_added, "add_rms_norm": _true_added, "ada_layer_norm": _true_ada},
-    **{"batch_norm_relu": _true_batch_norm_relu, "linear_cross_entropy": _true_linear, "attention": _true_attention},
-}
-CALLS = {
-    **{f.__name__: f for f in (layer_norm, rms_norm, group_norm, batch_norm, instance_norm, nll_loss, cross_entropy)},
-    **{f.__name__: f for f in (dropout, scaled_dot_product_attention, add_layer_norm, add_rms_norm, ada_layer_norm)},
-    **{f.__name__: f for f in (batch_norm_relu, linear_cross_entropy, attention)},
-    **dict.fromkeys(("softmax", "log_softmax", "softmin"), softmax),
-}
