@@ -213,7 +213,7 @@ def cross_entropy(d: Draw) -> dict:
     shape = tuple(max(n, int(d.is_strict)) for n in shape)
     loss = _loss(d, shape, d.one(False, True))
     smoothing = 1.5 if d.is_odd() else d.one(0.0, 0.1, 1.0)
-    own = {"z_loss": d.one(0.3, 0.0)} if d.is_strict else {}
+    own = {"z_loss": d.one(2.0, 0.3)} if d.is_strict else {}
     return {"input": d.special(shape), **loss, "label_smoothing": smoothing, **own}
 
 
