@@ -161,12 +161,9 @@ def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -
         use_limits(**short_rows(32, splits))
     lead = {"one": (1,), "of their own": (2, 2)}.get(layout, (2,))
     kinds = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": 1 + (layout == "channels last")}
-    sizes, dtype = (
-        (*lead, 2, 2, 33 if layout in ("one", "strided") else 36),
-        DTYPES[(splits + len(layout)) % len(DTYPES)],
-    )
+    width, dtype = 33 if layout in ("one", "strided") else 36, DTYPES[(splits + len(layout)) % len(DTYPES)]
     for silu in (False, True) if layout in ("one", "several") else (False,):
-        samples = LayerNorm.draw(sizes, dtype, silu=silu, **kinds)
+        samples = LayerNorm.draw((*lead, 2, 2, width), dtype, silu=silu, **kinds)
         if layout == "strided":
             gaps = {name: torch.cat([getattr(samples, name)] * 2)[::2] for name in ("x", "x_dot", "y_bar_dot")}
             samples = samples.change(**gaps)
