@@ -7,7 +7,7 @@ device, which has no meters, its results are the truth and the same in every run
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -
     if splits:
         use_limits(**short_rows(32, splits))
     lead = {"one": (1,), "of their own": (2, 2)}.get(layout, (2,))
-    kinds = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": 1 + (layout == "channels last")}
+    kinds: Any = {"norm_ndim": 2, "batch_ndim": len(lead) - 1, "grouped": 1 + (layout == "channels last")}
     width, dtype = 33 if layout in ("one", "strided") else 36, DTYPES[(splits + len(layout)) % len(DTYPES)]
     for silu in (False, True) if layout in ("one", "several") else (False,):
         samples = LayerNorm.draw((*lead, 2, 2, width), dtype, silu=silu, **kinds)
