@@ -190,8 +190,8 @@ def _difference_of_values(name: str, call: dict, theirs: tuple, mine: list, othe
     if end and len(mine) != len(others):
         return f"{len(mine)} results and gradients, not {len(others)}"
     dtypes = {call.get("dtype"), *[x.dtype for x in (*mine, *_tensors(call).values())]}
-    # The backward of attention takes products with rounded results, which it sums over rows; a loss rounds weighted targets and linear logits,
-    # and the gradient of a mask adds up rounded terms.
+    # The backward of attention takes products with rounded results, which it sums over rows; a loss rounds weighted
+    # targets and linear logits, and the gradient of a mask adds up rounded terms.
     is_loose = (name.endswith(("attention", "entropy")) or "mask" in call) and not dtypes.isdisjoint(LOW_PRECISION)
     bound = (20 if is_loose else 1) * max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
     true = None
