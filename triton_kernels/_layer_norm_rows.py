@@ -42,22 +42,21 @@ def layer_norm_operands(
     their own are segments, of which there are few otherwise; and with `has_streams` those with random numbers of their
     own.
     """
-    viewed = {name: param_view(param, batch_ndim) for name, param in params.items()}
     x = next(tensor for tensor in full_size.values() if tensor is not None)
     if grouped == CHANNELS_LAST:
-        view, _ = channels_last_views([*full_size.values()])
         viewed = {name: _of_samples(param, x.shape[:-3], batch_ndim) for name, param in params.items()}
-        flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in statistics.items()}
-        operands = Operands(view, tuple(full_size), viewed, flat, {}, {}, accumulation_dtype(x.dtype), x.device)
-        return operands._replace(groups=x.shape[-3], run=-x.shape[-2])
-    differ = any(stride for _, stride in viewed.values()) or (
-        has_streams or (has_sums and math.prod(x.shape[:batch_ndim]) > 1)
-    )
-    most = launch.LAYER_NORM_MAX_SEGMENTS if has_sums else None
-    view = row_view([*full_size.values()], norm_ndim, batch_ndim if differ else None, most)
+        view, _ = channels_last_views([*full_size.values()])
+    else:
+        viewed = {name: param_view(param, batch_ndim) for name, param in params.items()}
+        has_own_sums = has_sums and math.prod(x.shape[:batch_ndim]) > 1
+        differ = has_streams or has_own_sums or any(stride for _, stride in viewed.values())
+        most = launch.LAYER_NORM_MAX_SEGMENTS if has_sums else None
+        view = row_view([*full_size.values()], norm_ndim, batch_ndim if differ else None, most)
     flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in statistics.items()}
     operands = Operands(view, tuple(full_size), viewed, flat, {}, {}, accumulation_dtype(x.dtype), x.device)
-    return operands._replace(groups=x.shape[-3], run=x.shape[-1]) if grouped else operands
+    if not grouped:
+        return operands
+    return operands._replace(groups=x.shape[-3], run=-x.shape[-2] if grouped == CHANNELS_LAST else x.shape[-1])
 
 
 def _of_samples(param: Tensor | None, samples: torch.Size, batch_ndim: int) -> Param:

@@ -1,6 +1,7 @@
 """Steps of layer norm and RMS norm and of their derivatives of first order, for the scaffold of `rows` and `sums`.
 
-With `x_hat = (x - mean) * rstd` and `P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))`, means over a row:
+With `x_hat = (x - mean) * rstd` and its derivative `P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))`, which is
+symmetric and so serves both modes, means over a row:
 
     forward         y = x_hat * weight + bias
     jvp             y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot

@@ -88,24 +88,27 @@ def scale_bits(scale: float | None) -> dict[str, int | None]:
     return {"scale_low": low, "scale_high": high}
 
 
-def launch_forward(
+def forward_of(
     x: Tensor,
     mask: Tensor | None,
     x_dot: Tensor | None,
-    y: Tensor,
-    y_dot: Tensor | None,
     dim: int,
+    output_dtype: torch.dtype | None,
     scale: float | None = None,
-) -> None:
-    """Launch what writes y, and its tangent if there is one of x: of softmax with a scale, else of log-softmax."""
+) -> list[Tensor]:
+    """Y, and its tangent if there is one of x: of softmax with a scale, else of log-softmax."""
     if mask is not None and mask.dtype == torch.bool:
         # Bytes, because Triton has no pointers to bool of its own.
         mask = mask.view(torch.uint8)
-    inputs, outputs = {"x": x, "x_dot": x_dot, "mask": mask}, {"y": y, "y_dot": y_dot}
-    sums = RowSums(2 if x_dot is None else 3, [name for name, tensor in inputs.items() if tensor is not None])
-    dtypes = [y.dtype] if x_dot is None else [y.dtype, x_dot.dtype]
+    inputs, names = {"x": x, "x_dot": x_dot, "mask": mask}, ("y",) if x_dot is None else ("y", "y_dot")
+    results = {name: torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for name in names}
+    sums = RowSums(1 + len(names), [name for name, tensor in inputs.items() if tensor is not None])
+    dtypes = [results["y"].dtype] if x_dot is None else [results["y"].dtype, x_dot.dtype]
     constants = {"LOG": scale is None, **scale_bits(scale)}
-    launch_log_softmax(log_softmax_fwd_kernel, inputs, outputs, dim, sums, dtypes=dtypes, **constants)
+    launch_log_softmax(
+        log_softmax_fwd_kernel, inputs, {"y_dot": None, **results}, dim, sums, dtypes=dtypes, **constants
+    )
+    return [*results.values()]
 
 
 def launch_pairing(
@@ -113,13 +116,21 @@ def launch_pairing(
     y: Tensor,
     x_dot: Tensor | None,
     dim: int,
-    outputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
     scale: float | None = None,
-) -> None:
-    """Launch what writes the wanted ones of y_bar_bar, output_bar and x_dot_bar; only what they take is read.
+    x_dtype: torch.dtype | None = None,
+) -> list[Any]:
+    """The wanted ones of y_bar_bar, output_bar and x_dot_bar, None for the others; only what they take is read.
 
-    With a scale they are those of softmax, else of log-softmax.
+    With a scale they are those of softmax, else of log-softmax. The last one has `x_dtype`, if it is given, else each
+    the dtype of y_bar, y and x_dot, or of y where one of these is absent.
     """
+    dtypes = [(y if like is None else like).dtype for like in (y_bar, y, x_dot)]
+    dtypes[2] = x_dtype or dtypes[2]
+    outputs = [
+        torch.empty(y.shape, dtype=dtype, device=y.device) if want else None
+        for dtype, want in zip(dtypes, wanted, strict=True)
+    ]
     y_bar_bar, output_bar, x_dot_bar = outputs
     is_log = scale is None
     takes_y_bar, takes_x_dot = (output_bar is not None or out is not None for out in (x_dot_bar, y_bar_bar))
@@ -134,19 +145,15 @@ def launch_pairing(
     named = {"y_bar_bar": y_bar_bar, "output_bar": output_bar, "x_dot_bar": x_dot_bar}
     constants = {"LOG": is_log, **scale_bits(scale)}
     launch_log_softmax(log_softmax_pairing_kernel, inputs, named, dim, sums, writes, **constants)
+    return outputs
 
 
 def pairing_of(
     y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool], scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The wanted results of `launch_pairing`; the others have no elements."""
-    outputs = [
-        torch.empty(y.shape, dtype=like.dtype, device=y.device) if want else None
-        for like, want in zip((y_bar, y, x_dot), wanted, strict=True)
-    ]
-    launch_pairing(y_bar, y, x_dot, dim, outputs, scale)
-    y_bar_bar, output_bar, x_dot_bar = (y.new_empty(0) if out is None else out for out in outputs)
-    return y_bar_bar, output_bar, x_dot_bar
+    outputs = launch_pairing(y_bar, y, x_dot, dim, wanted, scale)
+    return tuple([y.new_empty(0) if out is None else out for out in outputs])
 
 
 def bwd_jvp_of(

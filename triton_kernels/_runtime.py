@@ -89,6 +89,12 @@ def float64_bits(value: float) -> tuple[int, int]:
     return low, high
 
 
+def noise_numbers(p: float) -> tuple[int, int, int]:
+    """Numbers of a dropout with probability `p` above 0: its last word, as a signed number, and the factor's bits."""
+    last_dropped = math.ceil(p * 2**32) - 1
+    return last_dropped - (last_dropped >> 31 << 32), *float64_bits(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
 @triton.jit
 def float64_of_bits(low, high):
     """The float64 whose bits are those of two integers (see `float64_bits`)."""
@@ -179,3 +185,11 @@ def param_view(param: Tensor | None, batch_ndim: int) -> tuple[Tensor | None, in
         return param, merged[0]
     num_segments = math.prod(param.shape[:batch_ndim])
     return param.contiguous(), num_cols if num_segments > 1 else 0
+
+
+def per_stream(values: Tensor | None) -> tuple[Tensor | None, int]:
+    """Seeds or offsets `[*batch]` as one axis, and its stride."""
+    if values is None:
+        return None, 0
+    stride = collapsed_stride(values.shape, values.stride())
+    return (values.contiguous(), 1) if stride is None else (values, stride)

@@ -3,12 +3,8 @@
     s = residual + x * noise,      y = norm(s)
 
 with the norm of `layer_norm`, of s as it was rounded; s is the residual of the next layer. The noise is drawn inside
-the kernels, as by `dropout`, and never stored. The sum is linear:
-
-    jvp   s_dot = residual_dot + x_dot * noise, of which y_dot is layer norm's
-    vjp   residual_bar = layer norm's cotangent + s_bar,      x_bar = residual_bar * noise
-
-All launchers take what those of `layer_norm` take, and
+the kernels, as by `dropout`, and never stored; `_add_layer_norm_kernels` has the derivatives. All launchers take what
+those of `layer_norm` take, and
 
     residual, residual_dot        as x; they may be float32 where x is float16 or bfloat16, and s is then
     s, s_bar                      of the forward, and its cotangent; None for zero
@@ -31,8 +27,7 @@ from triton_kernels._add_layer_norm_kernels import (
 )
 from triton_kernels._layer_norm_rows import layer_norm_operands, plan_rows
 from triton_kernels._row_launch import NO_SUMS, RowSums, launch_row_sums, launch_rows, num_row_parts, sums_scratch
-from triton_kernels._runtime import accumulation_dtype, device_guard, float64_bits
-from triton_kernels.philox import per_stream
+from triton_kernels._runtime import accumulation_dtype, device_guard, noise_numbers, per_stream
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -236,19 +231,16 @@ def _operands(
     has_sums: bool = False,
 ) -> Operands:
     """Those of layer norm, and a seed for each sample, which is a segment."""
-    num_dropped = math.ceil(p * 2**32)
-    seed = seed if num_dropped else None
+    seed = seed if p else None
     has_streams = seed is not None and seed.numel() > 1
     given = (full_size, params, statistics, norm_ndim, batch_ndim)
     operands = layer_norm_operands(*given, has_sums=has_sums, has_streams=has_streams)
-    seeds, stride = (None, 0) if seed is None else per_stream(seed)
-    scale_low, scale_high = float64_bits(1.0 / (1.0 - p) if p < 1.0 else 0.0)
-    last_dropped = max(num_dropped - 1, 0)
+    seeds, stride = per_stream(seed)
+    last_dropped, scale_low, scale_high = (0, 0, 0) if seed is None else noise_numbers(p)
     noise = {
         "seed_segment_stride": stride if has_streams else 0,
         "num_stream_rows": operands.view.num_rows if has_streams else 0,
-        # As the signed number of these bits.
-        "last_dropped": last_dropped - (last_dropped >> 31 << 32),
+        "last_dropped": last_dropped,
         "scale_low": scale_low,
         "scale_high": scale_high,
     }

@@ -34,11 +34,7 @@ __all__ = [
     "cross_entropy_jvp",
 ]
 
-
-def _row_numbers(x: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Memory for `count` numbers of each row."""
-    shape, dtype = (*x.shape[:dim], *x.shape[dim + 1 :]), accumulation_dtype(x.dtype)
-    return [torch.empty(shape, dtype=dtype, device=x.device) for _ in range(count)]
+_ROW_RESULTS = ("loss", "lse", "loss_dot", "lse_dot")
 
 
 def _operands(
@@ -57,8 +53,11 @@ def _launch_sums(
     target_dot: Tensor | None,
     dim: int,
     smoothing: float,
-    results: Mapping[str, Tensor | None],
-) -> None:
+    names: Sequence[str],
+) -> list[Tensor]:
+    """The named numbers of each row."""
+    shape, dtype = (*x.shape[:dim], *x.shape[dim + 1 :]), accumulation_dtype(x.dtype)
+    results = {name: torch.empty(shape, dtype=dtype, device=x.device) for name in names}
     inputs, label = _operands(x, target, x_dot, target_dot)
     present = [name for name, tensor in inputs.items() if tensor is not None]
     # The maximum and the sum of exponentials, with x_dot one weighted with them; the sum of t * x, of labels for their
@@ -74,10 +73,11 @@ def _launch_sums(
         RowSums(7, present, wanted),
         writes=(),
         statistics={"label": label},
-        row_outputs={"loss": None, "lse": None, "loss_dot": None, "lse_dot": None, **results},
+        row_outputs={name: results.get(name) for name in _ROW_RESULTS},
         picks=() if label is None else present,
         SMOOTHING=smoothing,
     )
+    return [*results.values()]
 
 
 @tunable
@@ -93,8 +93,7 @@ def cross_entropy_fwd(x: Tensor, target: Tensor, dim: int, smoothing: float) -> 
     Returns:
         `(loss, lse)`, without axis `dim`, in the dtype of sums.
     """
-    loss, lse = _row_numbers(x, dim, 2)
-    _launch_sums(x, target, None, None, dim, smoothing, {"loss": loss, "lse": lse})
+    loss, lse = _launch_sums(x, target, None, None, dim, smoothing, _ROW_RESULTS[:2])
     return loss, lse
 
 
@@ -107,9 +106,7 @@ def cross_entropy_fwd_jvp(
     Returns:
         `(loss, lse, loss_dot, lse_dot)`.
     """
-    loss, lse, loss_dot, lse_dot = _row_numbers(x, dim, 4)
-    results = {"loss": loss, "lse": lse, "loss_dot": loss_dot, "lse_dot": lse_dot}
-    _launch_sums(x, target, x_dot, target_dot, dim, smoothing, results)
+    loss, lse, loss_dot, lse_dot = _launch_sums(x, target, x_dot, target_dot, dim, smoothing, _ROW_RESULTS)
     return loss, lse, loss_dot, lse_dot
 
 
@@ -118,8 +115,7 @@ def cross_entropy_jvp(
     x: Tensor, target: Tensor, x_dot: Tensor | None, target_dot: Tensor | None, dim: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """The tangents `(loss_dot, lse_dot)` of `cross_entropy_fwd`, without its results."""
-    loss_dot, lse_dot = _row_numbers(x, dim, 2)
-    _launch_sums(x, target, x_dot, target_dot, dim, smoothing, {"loss_dot": loss_dot, "lse_dot": lse_dot})
+    loss_dot, lse_dot = _launch_sums(x, target, x_dot, target_dot, dim, smoothing, _ROW_RESULTS[2:])
     return loss_dot, lse_dot
 
 

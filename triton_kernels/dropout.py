@@ -15,8 +15,7 @@ import torch
 
 from triton_kernels import launch
 from triton_kernels._dropout_kernels import dropout_kernel
-from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits
-from triton_kernels.philox import per_stream
+from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, noise_numbers, per_stream
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -73,11 +72,6 @@ def _adjacent_axis(rows: _Axis, cols: _Axis, strides: Sequence[int]) -> int:
     return 2 if row_stride == 1 and rows.size > 1 else 0
 
 
-def _signed(bits: int) -> int:
-    """The integer whose 32 bits are those of `bits`, in [-2**31, 2**31)."""
-    return bits - (1 << 32) if bits >> 31 else bits
-
-
 @tunable
 def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_ndim: int) -> Tensor:
     """Drop elements of `x` at random, and scale the others.
@@ -93,18 +87,14 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
         `y`, with the shape, dtype and strides of `x`, or dense ones where `x` has gaps or repeats.
     """
     y = torch.empty_like(x)
-    num_dropped = math.ceil(p * 2**32)
     if not x.numel():
         return y
-    if num_dropped == 0:
+    if p == 0.0:
         return y.copy_(x)
     axes, sample_axes = _merged_axes(x, y, batch_ndim)
     if len(axes) > _NUM_AXES:
         return y.copy_(dropout_fwd(x.contiguous(), seed, offset, p, batch_ndim))
-    (seeds, seed_stride), (offsets, offset_stride) = (
-        per_stream(seed),
-        (None, 0) if offset is None else per_stream(offset),
-    )
+    (seeds, seed_stride), (offsets, offset_stride) = per_stream(seed), per_stream(offset)
     outer, inner, rows, cols = axes
     x_adjacent = _adjacent_axis(rows, cols, (rows.x_stride, cols.x_stride))
     y_adjacent = _adjacent_axis(rows, cols, (rows.y_stride, cols.y_stride))
@@ -128,8 +118,7 @@ def dropout_fwd(x: Tensor, seed: Tensor, offset: Tensor | None, p: float, batch_
             *(axis.y_stride for axis in axes),
             seed_stride,
             offset_stride,
-            _signed(num_dropped - 1),
-            *float64_bits(1.0 / (1.0 - p) if p < 1.0 else 0.0),
+            *noise_numbers(p),
             DTYPE=TL_DTYPES[accumulation_dtype(x.dtype)],
             SAMPLE_AXES=sample_axes,
             # A sample of a single row begins at its first word.

@@ -2,17 +2,8 @@
 
     x_hat = (x - mean) * rstd,      y = x_hat * weight + bias
 
-with mean and rstd = 1 / sqrt(variance + eps) over the last dims of x. The derivative of x_hat with respect to x is
-
-    P(v) = rstd * (v - mean(v) - x_hat * mean(v * x_hat))
-
-which is symmetric, so one device function serves both modes:
-
-    jvp   y_dot = P(x_dot) * weight + x_hat * weight_dot + bias_dot
-    vjp   x_bar = P(y_bar * weight),   weight_bar = sum(y_bar * x_hat),   bias_bar = sum(y_bar)
-
-Without `centered`, which makes RMS norm of it, x_hat = x * rstd, and P(v) = rstd * (v - x_hat * mean(v * x_hat)). With
-`silu`, of groups and in first order, the y above is z of y = z * sigmoid(z), and the derivatives compute z anew.
+with mean and rstd = 1 / sqrt(variance + eps) over the last dims of x; `_layer_norm_steps` has the derivatives. Without
+`centered`, which makes RMS norm of it, x_hat = x * rstd.
 
 All launchers, those of second order too, take
 
@@ -23,7 +14,7 @@ All launchers, those of second order too, take
     grouped                       whether x is `[*batch, *rest, groups, channels, positions]`, of which the last two are
                                   normalized, and parameters are `[*batch, groups, channels]`, as of a group norm; 2
                                   where channels are adjacent in memory, as they then are in results of that shape
-    silu                          whether SiLU follows, of which the derivatives take the bias too
+    silu                          whether SiLU follows, of groups and in first order; its derivatives take the bias too
     wanted                        which results to compute; only what these take is read
 
 and return dense tensors: of full size in the dtype of x, statistics in that of sums. An unwanted one is empty.

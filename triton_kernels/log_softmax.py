@@ -2,14 +2,10 @@
 
     y = x - log(sum(exp(x)))
 
-with the sum over one dim. With p = exp(y), the derivative of y with respect to x and its transpose are
+with the sum over one dim; `_log_softmax_kernels` has the derivatives, which need only y. The jvp and the vjp are the
+partial derivatives, with respect to the tangent and the cotangent, of their pairing
 
-    jvp   y_dot = x_dot - sum(p * x_dot)
-    vjp   x_bar = y_bar - p * sum(y_bar)
-
-so both need only y. They are the partial derivatives, with respect to the tangent and the cotangent, of their pairing
-
-    L = sum(y_bar * x_dot) - sum(y_bar) * sum(p * x_dot)
+    L = sum(y_bar * y_dot)
 
 whose gradient `log_softmax_pairing` is: the vjp of either, of which the part for y reaches the input through the
 backward. All tensors have one shape, and `dim` is not negative; tangents are None for zero. Results are contiguous.
@@ -22,14 +18,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from triton_kernels._log_softmax_rows import bwd_jvp_of, launch_forward, launch_pairing, pairing_of
+from triton_kernels._log_softmax_rows import bwd_jvp_of, forward_of, launch_pairing, pairing_of
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -48,39 +43,33 @@ def log_softmax_fwd(x: Tensor, dim: int, output_dtype: torch.dtype | None) -> Te
 
     A row of which all elements are -inf, or one is +inf or NaN, is NaN.
     """
-    y = torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
-    launch_forward(x, None, None, y, None, dim)
+    (y,) = forward_of(x, None, None, dim, output_dtype)
     return y
 
 
 @tunable
 def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """`log_softmax_fwd` and its tangent at once: the probabilities are those of x, and not of a rounded y."""
-    y, y_dot = (torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for _ in range(2))
-    launch_forward(x, None, x_dot, y, y_dot, dim)
+    y, y_dot = forward_of(x, None, x_dot, dim, output_dtype)
     return y, y_dot
 
 
 @tunable
 def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
     """Tangent of `log_softmax_fwd`, in the dtype of `y`."""
-    y_dot = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    launch_pairing(None, y, x_dot, dim, (y_dot, None, None))
-    return y_dot
+    return launch_pairing(None, y, x_dot, dim, (True, False, False))[0]
 
 
 @tunable
 def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
     """Cotangent of the input of `log_softmax_fwd`, in the dtype `x_dtype`."""
-    x_bar = torch.empty(y.shape, dtype=x_dtype, device=y.device)
-    launch_pairing(y_bar, y, None, dim, (None, None, x_bar))
-    return x_bar
+    return launch_pairing(y_bar, y, None, dim, (False, False, True), x_dtype=x_dtype)[2]
 
 
 @tunable
 def log_softmax_pairing(
     y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of L that are wanted, in the dtypes of `y_bar`, `y` and `x_dot`; the others are empty.
 
     `y_bar_bar = x_dot - sum(p * x_dot)`, `output_bar = -p * x_dot * sum(y_bar)`, `x_dot_bar = y_bar - p * sum(y_bar)`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from triton_kernels import launch
 from triton_kernels._philox_steps import philox_kernel
-from triton_kernels._runtime import collapsed_stride, device_guard
+from triton_kernels._runtime import device_guard, per_stream
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["philox_words"]
-
-
-def per_stream(values: Tensor) -> tuple[Tensor, int]:
-    """Seeds or offsets `[*batch]` as one axis, and its stride."""
-    stride = collapsed_stride(values.shape, values.stride())
-    return (values.contiguous(), 1) if stride is None else (values, stride)
 
 
 @tunable

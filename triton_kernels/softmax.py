@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from triton_kernels._log_softmax_rows import bwd_jvp_of, launch_forward, launch_pairing, pairing_of
+from triton_kernels._log_softmax_rows import bwd_jvp_of, forward_of, launch_pairing, pairing_of
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
 __all__ = ["softmax_bwd", "softmax_bwd_jvp", "softmax_fwd", "softmax_fwd_jvp", "softmax_jvp", "softmax_pairing"]
@@ -38,8 +37,7 @@ def softmax_fwd(x: Tensor, mask: Tensor | None, dim: int, scale: float, output_d
         `y`, contiguous, with the shape of `x`. With a mask, a row in which no position takes part is 0; without one, a
         row of which all elements are -inf is NaN.
     """
-    y = torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device)
-    launch_forward(x, mask, None, y, None, dim, scale)
+    (y,) = forward_of(x, mask, None, dim, output_dtype, scale)
     return y
 
 
@@ -48,31 +46,26 @@ def softmax_fwd_jvp(
     x: Tensor, mask: Tensor | None, x_dot: Tensor, dim: int, scale: float, output_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """`softmax_fwd` and its tangent `scale * P(x_dot)` at once: the probabilities are not those of a rounded y."""
-    y, y_dot = (torch.empty(x.shape, dtype=output_dtype or x.dtype, device=x.device) for _ in range(2))
-    launch_forward(x, mask, x_dot, y, y_dot, dim, scale)
+    y, y_dot = forward_of(x, mask, x_dot, dim, output_dtype, scale)
     return y, y_dot
 
 
 @tunable
 def softmax_jvp(x_dot: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
     """Tangent of `softmax_fwd` by its output: `scale * P(x_dot)`, in the dtype of `y`."""
-    y_dot = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    launch_pairing(None, y, x_dot, dim, (y_dot, None, None), scale)
-    return y_dot
+    return launch_pairing(None, y, x_dot, dim, (True, False, False), scale)[0]
 
 
 @tunable
 def softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch.dtype) -> Tensor:
     """Cotangent of the input of `softmax_fwd` by its output: `scale * P(y_bar)`, in the dtype `x_dtype`."""
-    x_bar = torch.empty(y.shape, dtype=x_dtype, device=y.device)
-    launch_pairing(y_bar, y, None, dim, (None, None, x_bar), scale)
-    return x_bar
+    return launch_pairing(y_bar, y, None, dim, (False, False, True), scale, x_dtype=x_dtype)[2]
 
 
 @tunable
 def softmax_pairing(
     y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradient of the pairing `sum(y_bar * y_dot)`: those of `y_bar`, `y` and `x_dot`, each like it.
 
     Args:

@@ -13,7 +13,7 @@ from perf.calls import EPS, Operands, random, statistics
 from perf.ops.dropout import SEED
 from perf.ops.philox_truth import true_noise
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import DROPOUT_P, FIRST_ORDER, Workload, unnamed
 from primitives._ops.add_layer_norm import add_layer_norm_p
 
@@ -78,11 +78,7 @@ def _formula(
     centered: bool,
 ) -> tuple[Tensor, Tensor]:
     s = residual + (x * true_noise(tuple(x.shape), SEED, 0, p).to(x.device, x.dtype) if p else x)
-    axes = tuple(range(-norm_ndim, 0))
-    y = s - s.mean(axes, keepdim=True) if centered else s
-    y = y / (y.square().mean(axes, keepdim=True) + EPS).sqrt()
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias, s
+    return true_norm(s, tuple(range(-norm_ndim, 0)), weight, bias, EPS, centered=centered), s
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import primitives as pr
 from perf.calls import EPS, Operands, random, statistics
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_samples
+from perf.ops.samples import Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, KERNEL_MODES, Workload, unnamed
 
 if TYPE_CHECKING:
@@ -36,18 +36,14 @@ def _true_batch_norm(
     x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
 ) -> tuple:
     axes = (0, *range(2, x.dim()))
-    mean = x.mean(axes)
-    centered = x - _per_channel(mean, x)
-    variance = centered.square().mean(axes)
-    y = centered / _per_channel((variance + EPS).sqrt(), x)
-    y = y if weight is None else y * _per_channel(weight, x)
-    y = y if bias is None else y + _per_channel(bias, x)
+    weight, bias = (None if p is None else _per_channel(p, x) for p in (weight, bias))
+    y = true_norm(x, axes, weight, bias, EPS)
     if running_mean is None:
         return (y,)
-    count = x.numel() // max(x.shape[1], 1)
-    if count == 0:
+    if x.numel() == 0:
         return y, running_mean, running_var
-    unbiased = variance * count / (count - 1)
+    mean = x.mean(axes)
+    unbiased = (x - _per_channel(mean, x)).square().sum(axes) / (x.numel() // x.shape[1] - 1)
     mixed = ((1 - MOMENTUM) * old + MOMENTUM * new for old, new in ((running_mean, mean), (running_var, unbiased)))
     return y, *mixed
 

@@ -11,7 +11,7 @@ import torch
 from perf.calls import EPS
 from perf.ops._norm_steps import norm_calls
 from perf.ops.layer_norm import CHANNELS_LAST, LAYER_NORM, LayerNorm, in_channels_last
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
@@ -31,12 +31,9 @@ def _group_norm_silu(functional: Any, x: Tensor, weight: Any = None, bias: Any =
 
 
 def _true_group_norm(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:
-    groups = x.reshape(*x.shape[:1], num_groups, x[:1].numel() // num_groups)
-    centered = groups - groups.mean(2, keepdim=True)
-    y = (centered / (centered.square().mean(2, keepdim=True) + EPS).sqrt()).reshape(x.shape)
-    per_channel = (1, -1, *[1] * (x.dim() - 2))
-    y = y if weight is None else y * weight.reshape(per_channel)
-    return y if bias is None else y + bias.reshape(per_channel)
+    groups = x.reshape(*x.shape[:1], num_groups, x.shape[1] // num_groups, x[:1, :1].numel())
+    weight, bias = (None if p is None else p.reshape(num_groups, -1, 1) for p in (weight, bias))
+    return true_norm(groups, (2, 3), weight, bias, EPS).reshape(x.shape)
 
 
 def _true_group_norm_silu(x: Tensor, weight: Any = None, bias: Any = None, num_groups: int = 2) -> Tensor:

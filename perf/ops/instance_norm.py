@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perf.calls import EPS
 from perf.ops.batch_norm import BATCH_NORM
-from perf.ops.samples import Sample, make_samples
+from perf.ops.samples import Sample, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload
 from primitives._group_norms import pure_instance_norm
 
@@ -36,16 +36,12 @@ def _true_instance_norm(
     x: Tensor, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None
 ) -> tuple:
     axes = tuple(range(2, x.dim()))
-    centered = x - x.mean(axes, keepdim=True)
-    variance = centered.square().mean(axes, keepdim=True)
-    per_channel = (1, -1, *[1] * len(axes))
-    y = centered / (variance + EPS).sqrt()
-    y = y if weight is None else y * weight.reshape(per_channel)
-    y = y if bias is None else y + bias.reshape(per_channel)
+    weight, bias = (None if p is None else p.reshape(-1, *[1] * len(axes)) for p in (weight, bias))
+    y = true_norm(x, axes, weight, bias, EPS)
     if running_mean is None or x.numel() == 0:
         return y, running_mean, running_var
-    count = math.prod(x.shape[2:])
-    moments = x.mean((0, *axes)), variance.flatten(1).mean(0) * count / (count - 1)
+    unbiased = (x - x.mean(axes, keepdim=True)).square().sum(axes) / (math.prod(x.shape[2:]) - 1)
+    moments = x.mean((0, *axes)), unbiased.mean(0)
     running = running_mean, running_var
     return y, *((1 - MOMENTUM) * old + MOMENTUM * new for old, new in zip(running, moments, strict=True))
 

@@ -10,7 +10,7 @@ import torch
 from perf.calls import EPS, Operands, random, statistics
 from perf.ops._norm_steps import NORM_MODES, norm_calls
 from perf.ops.record import Op
-from perf.ops.samples import Sample, make_options, make_samples
+from perf.ops.samples import Sample, make_options, make_samples, true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ def _layer_norm(functional: Any, x: Tensor, weight: Any = None, bias: Any = None
 
 
 def _true_layer_norm(x: Tensor, weight: Any = None, bias: Any = None, norm_ndim: int = 1) -> Tensor:
-    axes = tuple(range(-norm_ndim, 0))
-    centered = x - x.mean(axes, keepdim=True)
-    y = centered / (centered.square().mean(axes, keepdim=True) + EPS).sqrt()
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, bias, EPS)
 
 
 @dataclasses.dataclass(frozen=True)

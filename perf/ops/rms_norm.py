@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perf.calls import EPS
 from perf.ops.layer_norm import LAYER_NORM, row_norm_calls
 from perf.ops.record import passes_of
+from perf.ops.samples import true_norm
 from perf.ops.workload import FIRST_ORDER, Workload, unnamed
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ def _rms_norm(functional: Any, x: Tensor, weight: Any = None, norm_ndim: int = 1
 
 
 def _true_rms_norm(x: Tensor, weight: Any = None, norm_ndim: int = 1) -> Tensor:
-    y = x / (x.square().mean(tuple(range(-norm_ndim, 0)), keepdim=True) + EPS).sqrt()
-    return y if weight is None else y * weight
+    return true_norm(x, tuple(range(-norm_ndim, 0)), weight, None, EPS, centered=False)
 
 
 RMS_NORM = LAYER_NORM.sibling(

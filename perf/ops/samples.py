@@ -73,6 +73,14 @@ def normal(shape: Sequence[int], seed: int, mean: float = 0.0) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu") + mean
 
 
+def true_norm(x: Tensor, axes: tuple[int, ...], weight: Any, bias: Any, eps: float, *, centered: bool = True) -> Tensor:
+    """`x` normalized over `axes` in plain operations, times `weight` and plus `bias` where there is one."""
+    y = x - x.mean(axes, keepdim=True) if centered else x
+    y = y / (y.square().mean(axes, keepdim=True) + eps).sqrt()
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 def arranged(values: Tensor, layout: str) -> Tensor:
     """`values` in a layout of `LAYOUTS`; `"expanded"` repeats the first entry of the first axis with stride 0."""
     axes = list(range(values.dim()))

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
-# Public functions of the modules of launchers that launch nothing, and a public module without launchers.
-NOT_LAUNCHERS = {"per_stream", "tuning"}
-
 
 def some_calls() -> list[Call]:
     """Every launcher, in every mode that its operands have."""
@@ -52,7 +49,8 @@ def some_calls() -> list[Call]:
 
 def modules() -> list[ModuleType]:
     names = [module.name for module in pkgutil.iter_modules(triton_kernels.__path__) if not module.ispkg]
-    return [importlib.import_module(f"triton_kernels.{name}") for name in names if name not in NOT_LAUNCHERS]
+    # The one public module without launchers.
+    return [importlib.import_module(f"triton_kernels.{name}") for name in names if name != "tuning"]
 
 
 def test_every_launcher_is_tuned_and_has_calls() -> None:
@@ -61,7 +59,7 @@ def test_every_launcher_is_tuned_and_has_calls() -> None:
         for module in modules()
         if "._" not in module.__name__
         for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_") and name not in NOT_LAUNCHERS
+        if function.__module__ == module.__name__ and not name.startswith("_")
     }
     assert launchers.keys() == {call.launcher.__name__ for call in some_calls()}
     assert all(hasattr(function, "__wrapped__") for function in launchers.values())

@@ -31,7 +31,9 @@ def _near(value: int, largest: int) -> list[int]:
     return [v for v in (value // 2, value * 2) if 1 <= v <= largest]
 
 
-def _varied(plan: Any, **choices: Iterable[int]) -> list[Any]:
+def _varied(plan: Any, chip: Chip, **choices: Iterable[int]) -> list[Any]:
+    """Plans with half and twice as many warps, and with each of these choices."""
+    choices = {"num_warps": _near(plan.num_warps, chip.max_warps), **choices}
     return [replace(plan, **{name: value}) for name, values in choices.items() for value in values]
 
 
@@ -48,15 +50,15 @@ def row_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
     """Other plans of a kernel whose programs own rows: warps, rows or columns of a tile, splits."""
     chip = chip_of(device)
     num_cols = arguments["sizes"][2] if "sizes" in arguments else arguments["num_cols"]
-    found = _varied(plan, num_warps=_near(plan.num_warps, chip.max_warps))
     if not plan.looped:
-        return found + _varied(plan, block_rows=_rows_of_tile(plan))
-    if plan.block_rows == 1:
-        most = min(cdiv(num_cols, plan.block_cols), limits_of(chip).max_row_splits)
-        found += _varied(plan, col_splits={1, *_near(plan.col_splits, most)} - {plan.col_splits})
-        if 2 * plan.num_warps <= chip.max_warps and 2 * plan.block_cols <= MAX_BLOCK_ELEMENTS:
-            # Half as many rows at once: more of each is in the cache when it is swept again.
-            found.append(replace(plan, block_cols=2 * plan.block_cols, num_warps=2 * plan.num_warps))
+        return _varied(plan, chip, block_rows=_rows_of_tile(plan))
+    if plan.block_rows > 1:
+        return _varied(plan, chip)
+    most = min(cdiv(num_cols, plan.block_cols), limits_of(chip).max_row_splits)
+    found = _varied(plan, chip, col_splits={1, *_near(plan.col_splits, most)} - {plan.col_splits})
+    if 2 * plan.num_warps <= chip.max_warps and 2 * plan.block_cols <= MAX_BLOCK_ELEMENTS:
+        # Half as many rows at once: more of each is in the cache when it is swept again.
+        found.append(replace(plan, block_cols=2 * plan.block_cols, num_warps=2 * plan.num_warps))
     return found
 
 
@@ -66,7 +68,7 @@ def sum_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
     most = cdiv(arguments["num_rows"], plan.block_rows)
     return _varied(
         plan,
-        num_warps=_near(plan.num_warps, chip.max_warps),
+        chip,
         block_rows=[n for n in _rows_of_tile(plan) if cdiv(arguments["num_rows"], n) >= plan.num_splits],
         num_splits=_near(plan.num_splits, most),
         loop_stages=_stages(plan.loop_stages, chip),
@@ -76,18 +78,14 @@ def sum_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
 def warp_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """The same plan with half and twice as many warps."""
     del arguments
-    return _varied(plan, num_warps=_near(plan.num_warps, chip_of(device).max_warps))
+    return _varied(plan, chip_of(device))
 
 
 def philox_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """Other plans of a kernel that draws random words: warps and columns of a tile."""
     del arguments
     cols = _near(plan.block_cols, MAX_BLOCK_ELEMENTS // plan.block_rows)
-    return _varied(
-        plan,
-        num_warps=_near(plan.num_warps, chip_of(device).max_warps),
-        block_cols=[n for n in cols if n >= PHILOX_WORDS],
-    )
+    return _varied(plan, chip_of(device), block_cols=[n for n in cols if n >= PHILOX_WORDS])
 
 
 def attention_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
@@ -97,13 +95,7 @@ def attention_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -
     rows, keys = (
         [n for n in _near(block, max(next_power_of_2(size), MIN_MATMUL)) if n >= MIN_MATMUL] for block, size in sizes
     )
-    return _varied(
-        plan,
-        num_warps=_near(plan.num_warps, chip.max_warps),
-        block_rows=rows,
-        block_keys=keys,
-        num_stages=_stages(plan.num_stages, chip),
-    )
+    return _varied(plan, chip, block_rows=rows, block_keys=keys, num_stages=_stages(plan.num_stages, chip))
 
 
 def channel_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list[Any]:
@@ -113,7 +105,7 @@ def channel_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> 
     num_tiles = cdiv(num_samples, plan.block_samples) * cdiv(num_spatial, plan.block_spatial)
     return _varied(
         plan,
-        num_warps=_near(plan.num_warps, chip.max_warps),
+        chip,
         num_splits=_near(plan.num_splits, min(num_tiles, plan.most_splits)),
         num_stages=_stages(plan.num_stages, chip),
     )
