@@ -160,21 +160,9 @@ def cross_entropy_bwd(
     smoothing: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of the arguments of `cross_entropy_fwd`.
+    """Cotangents of `x` and `target` by those of the results of `cross_entropy_fwd`, of which None is zero.
 
-    Args:
-        loss_bar: Cotangent of the loss; None for zero.
-        lse_bar: Cotangent of lse; None for zero.
-        x: As for the forward.
-        target: Likewise.
-        lse: Result of the forward.
-        dim: As for the forward.
-        smoothing: Likewise.
-        wanted: Which of the results to compute.
-
-    Returns:
-        `(x_bar, target_bar)`, in the shapes and dtypes of the arguments; empty, of the dtype of `x`, if not wanted, as
-        the cotangent of labels always is.
+    They have the shapes and dtypes of the arguments; one that is not wanted is empty, as that of labels always is.
     """
     bars = {"u": None, "v": None, "u_dot": loss_bar, "v_dot": lse_bar}
     return _launch_gradient(x, target, lse, None, None, dim, smoothing, bars, wanted)

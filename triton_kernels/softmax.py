@@ -66,18 +66,10 @@ def softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch
 def softmax_pairing(
     y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float, wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Gradient of the pairing `sum(y_bar * y_dot)`: those of `y_bar`, `y` and `x_dot`, each like it.
+    """Gradients of `sum(y_bar * y_dot)` that are wanted, in the dtypes of `y_bar`, `y` and `x_dot`; the others are empty.
 
-    Args:
-        y_bar: Cotangent of `y`, with its shape.
-        y: Output of the forward.
-        x_dot: Tangent of the input, with the shape of `y`.
-        dim: Reduced dim, not negative.
-        scale: As for the forward.
-        wanted: Which of the three results to compute; an unwanted one is empty, of the dtype of `y`.
-
-    Returns:
-        `scale` times `P(x_dot)`, `y_bar * (x_dot - sum(y * x_dot)) - x_dot * sum(y * y_bar)`, and `P(y_bar)`.
+    `y_bar_bar = scale * P(x_dot)`, `x_dot_bar = scale * P(y_bar)` and `output_bar = scale * (y_bar * (x_dot - sum(y *
+    x_dot)) - x_dot * sum(y * y_bar))`, which comes second.
     """
     return pairing_of(y_bar, y, x_dot, dim, wanted, scale)
 
