@@ -66,7 +66,7 @@ def softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch
 def softmax_pairing(
     y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float, wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients of `sum(y_bar * y_dot)` that are wanted, in the dtypes of `y_bar`, `y` and `x_dot`; the others are empty.
+    """Wanted gradients of `sum(y_bar * y_dot)`, in the dtypes of `y_bar`, `y` and `x_dot`; the others are empty.
 
     `y_bar_bar = scale * P(x_dot)`, `x_dot_bar = scale * P(y_bar)` and `output_bar = scale * (y_bar * (x_dot - sum(y *
     x_dot)) - x_dot * sum(y * y_bar))`, which comes second.
