@@ -13,22 +13,9 @@ from triton_kernels._batch_norm_merges import batch_norm_merge_kernel, batch_nor
 from triton_kernels._batch_norm_operands import Operands, Params, Relu, Results
 from triton_kernels._batch_norm_sums import batch_norm_sums_kernel
 from triton_kernels._batch_norm_transform import batch_norm_transform_kernel
-from triton_kernels._channels import (
-    ChannelView,
-    new_output,
-    output_format,
-    param_pair_view,
-    readable,
-    view_channels,
-)
+from triton_kernels._channels import ChannelView, new_output, output_format, param_pair_view, readable, view_channels
 from triton_kernels._runtime import TL_DTYPES, accumulation_dtype, device_guard, float64_bits, param_view, split_scratch
-from triton_kernels.launch import (
-    ChannelPlan,
-    cdiv,
-    plan_channel_merge,
-    plan_channel_sums,
-    plan_channel_transform,
-)
+from triton_kernels.launch import ChannelPlan, cdiv, plan_channel_merge, plan_channel_sums, plan_channel_transform
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

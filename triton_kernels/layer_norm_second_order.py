@@ -154,10 +154,8 @@ def _launch(
     of_sums = set(results).intersection(_SUMS)
     taken = _taken(results, given)
     full_size = {name: given[name] if name in taken or name == "x" else None for name in _FULL_SIZE}
-    params, statistics = (
-        {name: given[name] if name in taken else None for name in _PARAMS},
-        {"mean": mean, "rstd": rstd},
-    )
+    params = {name: given[name] if name in taken else None for name in _PARAMS}
+    statistics = {"mean": mean, "rstd": rstd}
     has_sums = bool(of_sums) and not grouped
     operands = layer_norm_operands(full_size, params, statistics, norm_ndim, batch_ndim, grouped, has_sums=has_sums)
     operands = operands._replace(scratch=_X_DOT_SUMS)

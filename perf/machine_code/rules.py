@@ -94,6 +94,8 @@ KNOWN_NARROW = {"cross_entropy_sums_kernel": 4}
 # Loads of a parameter of 2 bytes, a step ahead: of a group norm each row has its own, and AMD's loop hides whose it is.
 KNOWN_UNTRACED = {("gfx942", "group_norm"): 2, ("gfx942", "group_norm_silu"): 2}
 
+_BY_ADDRESS = "elements that are loaded by ones and twos take an address each: `unaligned_staged_bytes`"
+
 # Loops that sum and copy nothing ahead on NVIDIA, by kernel and case, and why.
 KNOWN_UNSTAGED = (
     (
@@ -108,18 +110,11 @@ KNOWN_UNSTAGED = (
         r"log_softmax_\w+ (softmax 16x5000x96 float32 masked hvp|log_softmax 16x5000x96 float32 double_backward)",
         "a step of rows that are adjacent, of three tensors or with a mask, is larger than `staged_bytes`",
     ),
-    (
-        r"layer_norm_x_bar_kernel group_norm 2x320x64x64 bfloat16 channels_last ",
-        "a step of loads of four bytes is larger than `unaligned_staged_bytes`",
-    ),
-    (
-        r"add_partial_rows_kernel (?!layer_norm 256x262144 )",
-        "its loads of a step go together, out of the cache where the last kernel left them",
-    ),
+    (r"layer_norm_x_bar_kernel group_norm 2x320x64x64 bfloat16 channels_last ", _BY_ADDRESS),
+    (r"add_partial_rows_kernel (?!layer_norm 256x262144 )", "loads of a step go together, from the cache"),
 )
 
 # Kernels that copy ahead on NVIDIA in a case, and load nothing ahead on AMD in any variant, and why.
-_BY_ADDRESS = "elements that are loaded by ones and twos take an address each: `unaligned_staged_bytes`"
 KNOWN_UNSTAGED_AMD = (
     (r"\S+ \S*(layer_norm \S*x(4097|5124)|softmax \S*x50257 float32) ", _BY_ADDRESS),
     (r"layer_norm_\w+ group_norm(_silu)? 2x320x64x64 bfloat16 channels_last ", _BY_ADDRESS),

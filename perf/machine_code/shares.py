@@ -69,18 +69,10 @@ KNOWN_SHARES = (
     (r"batch_norm 64x1001x14x14 ", 1.4, _ONE_BY_ONE),
     (r"batch_norm(_relu)? 64x2048x7x7 (bfloat16|float32) (?!channels_last)", 1.25, _ONE_BY_ONE),
     (r"batch_norm 64x1024x14x14 bfloat16 (?!channels_last)", 1.15, "planes of 196 elements are loaded by fours"),
-    (
-        r"cross_entropy 16x21x512x512 bfloat16 (forward|jvp)",
-        0.85,
-        "a tile has room for 32 classes, of which there are 21",
-    ),
+    (r"cross_entropy 16x21x512x512 bfloat16 (forward|jvp)", 0.85, "a tile for 32 classes has 21"),
     (r"cross_entropy 4096x50257 bfloat16 (forward|backward)", 0.95, _ONE_BY_ONE),
     (r"cross_entropy 64x128256 bfloat16 forward", 0.8, _FEW_STEPS),
-    (
-        r"cross_entropy 512x512 float64 forward",
-        0.85,
-        "nothing is written, and an exponential of float64 is a polynomial",
-    ),
+    (r"cross_entropy 512x512 float64 forward", 0.85, "it writes nothing, and float64's exponential is a polynomial"),
     (r"batch_norm 64x2048x7x7 bfloat16 channels_last (forward|jvp)", 0.9, _SETUP),
     (r"batch_norm 8192x1024 bfloat16 forward", 0.7, _SETUP),
     (r"batch_norm 64x64x56x56 bfloat16 forward", 0.7, _SETUP),
@@ -93,27 +85,15 @@ KNOWN_SHARES = (
     (r"group_norm 2x1280x16x16 ", 1.7, _FEW_ROWS),
     (r"group_norm 2x320x96x96 ", 0.8, _FEW_STEPS),
     # With two tiles each, half of the programs would wait longer, by estimate, than they issue less: 2.7 for 2.4 us.
-    (
-        r"batch_norm(_relu)? 32x64x16x16 float64 forward",
-        0.85,
-        "each of 256 programs has one tile, and divides by subroutine",
-    ),
-    (
-        r"instance_norm 8x128x64x64 bfloat16 forward",
-        0.8,
-        "a channel has two tiles, and sums across threads that take four",
-    ),
+    (r"batch_norm(_relu)? 32x64x16x16 float64 forward", 0.85, "256 programs of a tile each divide by subroutine"),
+    (r"instance_norm 8x128x64x64 bfloat16 forward", 0.8, "of two tiles, sums across threads that take as much as four"),
     (r"batch_norm(_eval)? 64x256x56x56 bfloat16 channels_last (evaluation|jvp)", 0.7, "eight channels to a thread"),
     (r"layer_norm \S*x(1152|5120) ", 1.0, _EMPTY_TILES),
     (r"(add_)?layer_norm 8192x(1600|5124) ", 1.0, _EMPTY_TILES),
     (r"layer_norm (8192|12608)x768 bfloat16 (backward|hvp|gradient)", 0.8, "a quarter of a tile is empty"),
     (r"layer_norm 32768x256 bfloat16 hvp", 0.75, "sums of rows that share a warp"),
     (r"layer_norm 262144x24 bfloat16 (forward|backward)", 0.7, "a quarter of a tile is empty"),
-    (
-        r"add_layer_norm 8192x768 bfloat16 masked (forward|backward)",
-        0.75,
-        "Philox, of tiles a quarter of which is empty",
-    ),
+    (r"add_layer_norm 8192x768 bfloat16 masked (forward|backward)", 0.75, "Philox, and a quarter of a tile is empty"),
     (r"dropout 8192x4096 bfloat16 ", 0.75, "ten rounds of Philox for every four elements: half of what it issues"),
 )
 
@@ -132,10 +112,7 @@ KNOWN_PARTS = (
 _LATE = "elements begin anywhere, and the compiler loads some of them behind others"
 KNOWN_FEW = (
     (r"batch_norm 64x1001x14x14 ", "channels that begin anywhere are loaded two bytes at a time"),
-    (
-        r"layer_norm 1024x4096 bfloat16 backward",
-        "twice as many would have four rows each, a quarter more bytes to move",
-    ),
+    (r"layer_norm 1024x4096 bfloat16 backward", "twice as many, of four rows each, would move a quarter more bytes"),
     (r"batch_norm_relu 64x2048x7x7 bfloat16 jvp: batch_norm_train_fwd_jvp", _LATE),
     (r"cross_entropy 4096x50257 bfloat16 backward", _LATE),
     (r"log_softmax 4096x50257 bfloat16 hvp", _LATE),

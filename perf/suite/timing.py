@@ -182,10 +182,7 @@ def spread(samples: Sequence[float], unit: float = 1.0) -> dict[str, float]:
 
 
 def interleave(
-    samplers: Mapping[str, Callable[[], float]],
-    seconds: float,
-    max_rounds: int,
-    min_rounds: int = MIN_ROUNDS,
+    samplers: Mapping[str, Callable[[], float]], seconds: float, max_rounds: int, min_rounds: int = MIN_ROUNDS
 ) -> dict[str, list[float]]:
     """Samples of all providers in rounds, until so many seconds have passed or `max_rounds` are over.
 

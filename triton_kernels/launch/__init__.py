@@ -15,14 +15,7 @@ from triton_kernels.launch.channels import (
     plan_channel_sums,
     plan_channel_transform,
 )
-from triton_kernels.launch.chips import (
-    CHIPS,
-    Chip,
-    chip_from_properties,
-    chip_of,
-    device_name,
-    use_chip,
-)
+from triton_kernels.launch.chips import CHIPS, Chip, chip_from_properties, chip_of, device_name, use_chip
 from triton_kernels.launch.dropout import DropoutPlan, plan_dropout, plan_philox
 from triton_kernels.launch.layer_norm import (
     LAYER_NORM_MAX_SEGMENTS,
@@ -31,9 +24,6 @@ from triton_kernels.launch.layer_norm import (
     plan_layer_norm_rows,
     plan_param_reduce,
 )
-from triton_kernels.launch.layer_norm_second_order import (
-    plan_layer_norm_second_rows,
-    plan_layer_norm_second_sums,
-)
+from triton_kernels.launch.layer_norm_second_order import plan_layer_norm_second_rows, plan_layer_norm_second_sums
 from triton_kernels.launch.log_softmax import plan_log_softmax
 from triton_kernels.launch.tables import LIMITS, Limits, limits_of, use_limits

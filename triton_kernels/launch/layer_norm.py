@@ -77,14 +77,7 @@ def plan_layer_norm_rows(
 
 
 def sweep_plan(
-    num_rows: int,
-    num_cols: int,
-    itemsize: int,
-    num_summed: int,
-    num_sums: int,
-    tile: int,
-    chip: Chip,
-    is_aligned: bool,
+    num_rows: int, num_cols: int, itemsize: int, num_summed: int, num_sums: int, tile: int, chip: Chip, is_aligned: bool
 ) -> RowPlan:
     """Plan of a kernel that sweeps rows by tiles of `tile` columns, half or twice as many, as memory allows."""
     limits = limits_of(chip)
