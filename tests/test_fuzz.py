@@ -61,6 +61,12 @@ def _has_wide_parameters(call: dict) -> bool:
     return dtypes[0] in LOW_PRECISION and torch.float32 in dtypes
 
 
+def _fits(call: dict) -> bool:
+    """Whether query is as wide as key, which has as many rows as value."""
+    query, key, value = (call[name].shape for name in ("query", "key", "value"))
+    return query[-1] == key[-1] and key[-2] == value[-2]
+
+
 def _hides_infinity(call: dict) -> bool:
     hides = any(call.get(name) is not None for name in ("attn_mask", "mask")) or call.get("is_causal")
     return bool(hides) and any(x.special is not None for x in _tensors(call).values())
@@ -73,8 +79,8 @@ NORMS, LOSSES, SDPA = "batch_norm instance_norm", "cross_entropy nll_loss", "sca
 REFUSED = (
     # Dtypes that the docs leave out.
     ("", pr.DtypeError, _mixes_dtypes),
-    # Torch looks at no mask, no value and no parameter where there are no elements.
-    (SDPA, pr.ShapeError, lambda c: _is_empty(c) and (c["attn_mask"] is not None or 0 in c["value"].shape)),
+    # Torch looks at no mask, no widths and no parameters where there are no elements.
+    (SDPA, pr.ShapeError, lambda c: _is_empty(c) and (c["attn_mask"] is not None or not _fits(c))),
     (f"nll_loss {NORMS}", pr.ShapeError, lambda c: 0 in c["input"].shape),
     # Torch counts elements, and takes one of the statistics for none.
     (NORMS, pr.ShapeError, lambda c: any(len(x.shape) != 1 for name, x in _tensors(c).items() if name != "input")),
