@@ -209,7 +209,7 @@ def nll_loss(d: Draw) -> dict:
 
 def cross_entropy(d: Draw) -> dict:
     shape = d.shape(1, 4)
-    # Where there are no classes the definition divides by their number.
+    # Without classes the definition divides by their number.
     shape = tuple(max(n, int(d.is_strict)) for n in shape)
     loss = _loss(d, shape, d.one(False, True))
     smoothing = 1.5 if d.is_odd() else d.one(0.0, 0.1, 1.0)

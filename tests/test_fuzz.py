@@ -79,7 +79,7 @@ NORMS, LOSSES, SDPA = "batch_norm instance_norm", "cross_entropy nll_loss", "sca
 REFUSED = (
     # Dtypes that the docs leave out.
     ("", pr.DtypeError, _mixes_dtypes),
-    # Torch looks at no mask, no widths and no parameters where there are no elements.
+    # Torch looks at no mask, no widths and no parameters of what has no elements.
     (SDPA, pr.ShapeError, lambda c: _is_empty(c) and (c["attn_mask"] is not None or not _fits(c))),
     (f"nll_loss {NORMS}", pr.ShapeError, lambda c: 0 in c["input"].shape),
     # Torch counts elements, and takes one of the statistics for none.
@@ -105,7 +105,7 @@ ACCEPTED = (
     (SDPA, (RuntimeError, IndexError), lambda c: isinstance(c["attn_mask"], Given) and len(c["attn_mask"].shape) < 2),
     (SDPA, IndexError, lambda c: c["enable_gqa"] and any(len(x.shape) < 3 for x in _tensors(c).values())),
 )
-# Both take, but what comes from this place on, of results, arguments and gradients, is no measure:
+# Both take, but what comes from this place on, of results, arguments and gradients, does not count:
 UNSETTLED = (
     # Torch's sums over nothing are whatever the memory held; it forgets a mask, or says 0 or NaN without keys.
     ("group_norm instance_norm", 0, _is_empty),
