@@ -24,6 +24,8 @@ CHANNELS = Workload("by hand", "batch_norm", (64, 256, 56, 56), affine=False)
 L2_BYTES = 62914560
 # 264 partial rows of two float32 sums, written and read: 17 MB, in passes.
 PARTIAL = 2 * 264 * 2 * 4096 * 4 / ROWS.pass_bytes
+# 132 of one sum over twice as many columns.
+LONG_PARTIAL = PARTIAL / 4
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,9 @@ def device():
         (LOGITS, "double_backward", 3 + 2 + 3, 3 + 2 + 3, 2),
         (CHANNELS, "forward", 2, 3, 3),
         (CHANNELS, "double_backward", 5, 8, 3),
+        # Rows of the longest that are held: of two tensors of log-softmax, and beside sums of second order.
+        (dataclasses.replace(LOGITS, shape=(4096, 32000)), "backward", 3, 3, 1),
+        (dataclasses.replace(ROWS, shape=(8192, 8192), affine=True), "double_backward", 5, 5 + LONG_PARTIAL, 2),
     ],
     ids=str,
 )

@@ -87,9 +87,10 @@ def sweep_plan(
         tile //= 2
     col_splits = row_splits(num_rows, num_cols, tile, chip)
     if col_splits == 1 and num_sums + num_summed < 4 and 2 * num_warps <= chip.max_warps and num_cols > tile:
-        # One program per processor: with two, twice as many rows are under way, and a long one has left the cache
-        # before it is read again. It has as many threads as both, and loads ahead. With more sums and tensors than this
-        # its lanes would spill; half the threads then have registers for most of a processor.
+        # One program per processor, but of kernels of 32 registers, of which two fit: with two, twice as many rows are
+        # under way, and a long one has left the cache before it is read again. It has as many threads as both, and
+        # loads ahead. With more sums and tensors than this its lanes would spill; half the threads then have registers
+        # for most of a processor.
         num_warps *= 2
         # Twice as many columns, unless another tenth of all tiles would be empty: a step issues as much for these.
         is_emptier = cdiv(num_cols, 2 * tile) * 2 * tile > 1.1 * cdiv(num_cols, tile) * tile
