@@ -66,7 +66,7 @@ class RowMapOperands(Operands):
 
     @classmethod
     def value(cls, **given: Any) -> dict[str, Tensor]:
-        """What the reference returns, by name, of these arguments and the defaults of others."""
+        """The results of the reference, by name, of these arguments and the defaults of others."""
         op = registered_primitives()[f"primitives::{cls.MODULES[0]}"]
         known = {"eps": EPS, **{field.name: field.default for field in dataclasses.fields(cls)}, **given}
         found = op.rule("reference")(*(known[name] for name in op.spec.arguments))
