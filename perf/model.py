@@ -48,17 +48,13 @@ from triton_kernels import launch
 if TYPE_CHECKING:
     from perf.calls import Call
     from perf.machine_code.compiling import Launch
+    from perf.machine_code.work import Work
     from perf.ops.workload import Workload
     from triton_kernels.costs import Cost
 
 DEVICES = Path(__file__).parent / "devices"
 
 MODES = tuple(STEPS)
-
-# Programs of a sweep over long rows that run at once on a processor: the compiler reports 37 to 64 registers for most
-# sweeps of 512 threads, and the register file has room for two or three times that (docs/perf/machine_code). Kernels
-# with more registers run one, and have twice as much cache for each row.
-SWEEPING_PROGRAMS = 2
 
 
 class Value(NamedTuple):
@@ -131,11 +127,12 @@ def predict(workload: Workload, mode: str, device: Device) -> Prediction:
     for cost, launches in steps:
         seen = cost.matmuls * workload.matmul_flops if cost.matmuls else 0
         gaps = cost.launches * device.launch_seconds.value
-        cached = _seconds(cost.bytes_moved - _reused(cost, device), cost.flops, device)
+        work = _work(launches, device)
+        cached = _seconds(cost.bytes_moved - _reused(cost, work or [], device), cost.flops, device)
         times["floor"] += _seconds(cost.minimum_bytes, seen, device) + device.launch_seconds.value
         times["cached"] += cached + gaps
         times["memory"] += _seconds(cost.bytes_moved, cost.flops, device) + gaps
-        busy = _busy(launches, device) if launches else None
+        busy = _busy(work, device) if work else None
         known = known and busy is not None
         terms = {"products" if cost.flops else "bytes": cached, **(busy or {})}
         for name, seconds in (busy or {}).items():
@@ -182,21 +179,26 @@ def _seconds(num_bytes: float, flops: float, device: Device) -> float:
     return max(num_bytes / device.copy_bytes_per_second.value, flops / device.matmul_flops_per_second.value)
 
 
-def _busy(launches: list[Launch], device: Device) -> dict[str, float] | None:
-    """Seconds that launches issue, and those that they wait; None where the machine code of one is not known."""
-    rows, processors = _machine_code(device.chip), int(device.num_processors.value)
-    cycles = {"issue": 0.0, "latency": 0.0}
+def _work(launches: list[Launch], device: Device) -> list[tuple[Work, bool]] | None:
+    """Of each launch its work, and whether it sweeps rows twice; None where the machine code of one is not known."""
+    rows, found = _machine_code(device.chip), []
     for one in launches:
         if one.key not in rows:
             return None
-        row = rows[one.key]
+        row, regions = rows[one.key], rows[one.key].parsed_regions()
         values = dict(zip(one.kernel.argument_names, one.args, strict=False))
         used = (row.num_warps, row.registers, row.shared_bytes)
-        work = work_of(row.parsed_regions(), values, one.grid, used, launch.CHIPS[device.chip])
-        cycles["issue"] += work.issue_cycles(processors)
-        cycles["latency"] += work.latency_cycles(processors)
-    clock = device.clock_hertz.value
-    return {"issue": cycles["issue"] / clock / device.sustained_share.value, "latency": cycles["latency"] / clock}
+        work = work_of(regions, values, one.grid, used, launch.CHIPS[device.chip])
+        found.append((work, sum(bool(region.loaded) for region in regions[1:]) > 1))
+    return found
+
+
+def _busy(work: list[tuple[Work, bool]], device: Device) -> dict[str, float]:
+    """Seconds that launches issue, and those that they wait."""
+    clock, processors = device.clock_hertz.value, int(device.num_processors.value)
+    issue = sum(one.issue_cycles(processors) for one, _ in work)
+    latency = sum(one.latency_cycles(processors) for one, _ in work)
+    return {"issue": issue / clock / device.sustained_share.value, "latency": latency / clock}
 
 
 @functools.cache
@@ -204,10 +206,10 @@ def _machine_code(chip_name: str) -> dict[str, Any]:
     return {row.key: row for row in read_table(chip_name)}
 
 
-def _reused(call: Cost, device: Device) -> float:
+def _reused(call: Cost, work: list[tuple[Work, bool]], device: Device) -> float:
     """The part of the further reads of a call that the last cache can serve."""
     cache = device.l2_bytes.value
-    at_once = SWEEPING_PROGRAMS * device.num_processors.value
+    at_once = device.num_processors.value * max((one.resident for one, sweeps in work if sweeps), default=1)
     swept = sum(sweep.num_bytes for sweep in call.sweeps)
     # Programs come in as many waves as it takes, and each wave finds a cache full of its own rows.
     served = sum(min(sweep.num_bytes, cache * max(sweep.num_programs / at_once, 1.0)) for sweep in call.sweeps)

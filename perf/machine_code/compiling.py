@@ -193,7 +193,9 @@ def described_calls(
                 name = f"{case_name}: {call.launcher.__name__}"
                 part_bytes = sum(launch.part_bytes() for launch in launches)
                 described = tuple(launch.described() for launch in launches)
-                called = Called(name, call.cost().bytes_moved, described, part_bytes)
+                cost = call.cost()
+                swept = max((sweep.num_bytes // sweep.num_programs for sweep in cost.sweeps), default=0)
+                called = Called(name, cost.bytes_moved, described, part_bytes, swept)
                 yield case_name, called, list(launches)
 
 

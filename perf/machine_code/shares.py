@@ -129,12 +129,21 @@ class Launched(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A call of a case, named by both, the bytes that it moves, its launches, and the bytes of its partial rows."""
+    """A call of a case, named by both.
+
+    Attributes:
+        name: Names of the case and of the launcher.
+        bytes_moved: Bytes that it moves.
+        launches: Its launches.
+        part_bytes: Of its partial rows.
+        swept_bytes: That a program reads a second time, of rows that it sweeps twice.
+    """
 
     name: str
     bytes_moved: int
     launches: tuple[Launched, ...]
     part_bytes: int = 0
+    swept_bytes: int = 0
 
 
 class Share(NamedTuple):
@@ -150,6 +159,7 @@ class Share(NamedTuple):
         is_persistent: Whether rows go by turns to `num_splits` programs, each of which keeps sums over its own.
         loaded: Bytes that it loads from global memory in the loop that loads most, or outside of loops.
         under_way: Bytes that are being loaded on each processor while a step waits.
+        sweeps: Loops that load.
     """
 
     kernel: str
@@ -162,6 +172,7 @@ class Share(NamedTuple):
     is_persistent: bool
     loaded: float
     under_way: float
+    sweeps: int
 
 
 def share_of(launched: Launched, row: Row) -> Share:
@@ -188,6 +199,7 @@ def share_of(launched: Launched, row: Row) -> Share:
         any(region.trips.endswith(":num_splits") and numbers["num_splits"] > 1 for region in regions),
         work.programs * loaded,
         min(programs, work.resident) * step * _share_under_way(longest),
+        sum(bool(region.loaded) for region in regions[1:]),
     )
 
 
@@ -224,6 +236,8 @@ def _broken(called: Called, shares: Sequence[Share], issue: float) -> list[str]:
         waits += f"{share.programs:.2f} programs per processor, {most:.1f} allowed"
         under_way = f"{share.kernel} has {share.under_way / 1024:.0f} KiB under way on a processor"
         by_turns = f"{share.kernel} has {share.programs:.2f} programs per processor, of which {share.resident} fit"
+        together, row_bytes = min(share.programs, share.resident), CHIPS[CHIP].num_processors * called.swept_bytes
+        swept = f"{share.kernel} has {together * row_bytes / (1 << 20):.0f} MiB of rows under way, more than the cache"
         is_large = share.loaded > LARGE_BYTES and not any(re.match(pattern, called.name) for pattern, _ in KNOWN_FEW)
         fills = (used >= FILLING_SHARE and share.warps >= FILLING_WARPS) or share.under_way >= FILLING_BYTES
         broken = {
@@ -233,6 +247,7 @@ def _broken(called: Called, shares: Sequence[Share], issue: float) -> list[str]:
             and share.steps > 1
             and not fills,
             by_turns: share.is_persistent and share.steps > 1 and share.programs > share.resident,
+            swept: share.sweeps > 1 and together > 1 and together * row_bytes > CHIPS[CHIP].l2_bytes,
         }
         problems += [text for text, is_broken in broken.items() if is_broken]
     parts, part_share = _parts(called), 2 * called.part_bytes / called.bytes_moved

@@ -163,7 +163,8 @@ def test_candidates_are_within_the_chip_and_differ(chip, monkeypatch):
         assert request.default not in others
         for plan in others:
             check_within(plan, chip)
-            stages |= {number for name, number in numbers(plan) if name.endswith("stages")}
+            # A sweep may have more stages of its own (see `cached_stages`), which candidates keep.
+            stages |= {number for name, number in {*numbers(plan)} - {*numbers(request.default)} if "stages" in name}
         if others:
             names.add(request.key.function)
     assert names == {function.__name__ for function, _ in requests(chip)}

@@ -148,6 +148,15 @@ def test_half_of_the_threads_with_twice_the_registers_load_as_much(loaded: int, 
     assert [complaint in problem for problem in problems] == ([] if complaint is None else [True]), problems
 
 
+@pytest.mark.parametrize("shared, broken", [(65536, True), (131072, False)])
+def test_rows_that_overrun_the_cache_together_are_found(shared: int, broken: bool) -> None:
+    loop = "0:(num_splits*131072):8192 r0 i100 b0 l32 c900"
+    row = dataclasses.replace(ROW, num_warps=32, registers=32, shared_bytes=shared, regions="; ".join([loop] * 3))
+    launched = (Launched(KEY, (1024,), {"num_splits": 1}),)
+    problems = broken_shares([Called("softmax 1024x131072", 8 * 1024 * 131072, launched, swept_bytes=1 << 18)], [row])
+    assert ["66 MiB of rows under way" in problem for problem in problems] == [True] * broken, problems
+
+
 @pytest.mark.parametrize(
     "known, complaint",
     [

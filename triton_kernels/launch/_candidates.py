@@ -58,7 +58,8 @@ def row_candidates(plan: Any, device: Any, arguments: Mapping[str, Any]) -> list
     found = _varied(plan, chip, col_splits={1, *_near(plan.col_splits, most)} - {plan.col_splits})
     if 2 * plan.num_warps <= chip.max_warps and 2 * plan.block_cols <= MAX_BLOCK_ELEMENTS:
         # Half as many rows at once: more of each is in the cache when it is swept again.
-        found.append(replace(plan, block_cols=2 * plan.block_cols, num_warps=2 * plan.num_warps))
+        sizes = {"block_cols": 2 * plan.block_cols, "num_warps": 2 * plan.num_warps}
+        found.append(replace(plan, **sizes, loop_stages=min(plan.loop_stages, limits_of(chip).prefetch_stages)))
     return found
 
 

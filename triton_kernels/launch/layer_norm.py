@@ -87,10 +87,9 @@ def sweep_plan(
         tile //= 2
     col_splits = row_splits(num_rows, num_cols, tile, chip)
     if col_splits == 1 and num_sums + num_summed < 4 and 2 * num_warps <= chip.max_warps and num_cols > tile:
-        # One program per processor, but of kernels of 32 registers, of which two fit: with two, twice as many rows are
-        # under way, and a long one has left the cache before it is read again. It has as many threads as both, and
-        # loads ahead. With more sums and tensors than this its lanes would spill; half the threads then have registers
-        # for most of a processor.
+        # One program per processor, but of kernels of 32 registers, of which two fit unless their rows overrun the
+        # cache (see `cached_stages`). It has as many threads as two, and loads ahead. With more sums and tensors than
+        # this its lanes would spill; half the threads then have registers for most of a processor.
         num_warps *= 2
         # Twice as many columns, unless another tenth of all tiles would be empty: a step issues as much for these.
         is_emptier = cdiv(num_cols, 2 * tile) * 2 * tile > 1.1 * cdiv(num_cols, tile) * tile
@@ -100,6 +99,8 @@ def sweep_plan(
     stages = limits.prefetch_stages if step_bytes <= limits.sweep_staged_bytes and num_summed else 1
     if not is_aligned or num_cols * itemsize % ACCESS_BYTES:
         stages = min(stages, loop_stages(step_bytes, 1, False, chip))
+    if col_splits == 1:
+        stages = cached_stages(stages, step_bytes, num_summed * num_cols * itemsize, num_warps, chip)
     return RowPlan(1, tile, num_warps, True, col_splits, stages)
 
 
@@ -172,6 +173,21 @@ def loop_stages(step_bytes: int, row_bytes: int, is_aligned: bool, chip: Chip) -
     if step_bytes > (limits.staged_bytes if is_aligned else limits.unaligned_staged_bytes):
         return 1
     return limits.prefetch_stages
+
+
+def cached_stages(stages: int, step_bytes: int, row_bytes: int, num_warps: int, chip: Chip) -> int:
+    """Stages of the first of two sweeps: so many that only programs fit together whose rows the last cache holds.
+
+    The steps that wait in shared memory keep others out; with more rows under way, memory serves part of the second
+    sweep too. AMD's wait in registers.
+    """
+    if stages < 3:
+        return stages
+    most = max(chip.l2_bytes // (chip.num_processors * row_bytes), 1)
+    if most >= 2 * chip.max_warps // num_warps:
+        return stages
+    steps = cdiv(chip.processor_shared_bytes, (most + 1) * step_bytes)
+    return max(stages, steps + 1) if steps * step_bytes < chip.shared_bytes else stages
 
 
 def sum_splits(num_segments: int, num_rows: int, block_rows: int, programs: int, chip: Chip) -> int:

@@ -19,7 +19,7 @@ from triton_kernels.launch._candidates import row_candidates
 from triton_kernels.launch._planned import planned
 from triton_kernels.launch._row_plan import RowPlan
 from triton_kernels.launch.chips import Chip, chip_of
-from triton_kernels.launch.layer_norm import loop_stages, sweep_plan
+from triton_kernels.launch.layer_norm import cached_stages, loop_stages, sweep_plan
 from triton_kernels.launch.tables import limits_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ def plan_log_softmax(
         has_room = 2 * step_bytes <= limits.sweep_staged_bytes and 2 * num_warps <= chip.max_warps and num_sums < 5
         if is_wide and col_splits == 1 and has_room and num_cols > tile:
             # One program per processor, as in `sweep_plan`: with wide loads, 64 registers hold all of that.
-            tile, num_warps = 2 * tile, 2 * num_warps
+            tile, num_warps, step_bytes = 2 * tile, 2 * num_warps, 2 * step_bytes
+        if col_splits == 1:
+            stages = cached_stages(stages, step_bytes, num_summed * num_cols * itemsize, num_warps, chip)
         return RowPlan(1, tile, num_warps, True, col_splits, stages)
     # Short rows share a program, so that one warp has 1024 values (512 of each of two tensors, 256 of each of three or
     # four) and no barrier.
