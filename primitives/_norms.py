@@ -90,7 +90,7 @@ def rms_norm(
 
 def _rms_norm(x: Any, weight: Tensor | None, norm_ndim: int, eps: float | None, add_one: bool, cast_first: bool) -> Any:
     weight, number, rounded = rms_options(x, weight, eps, add_one, cast_first)
-    return layer_norm_p(x, weight, None, norm_ndim, 0, number, False, rounded, False)[0]
+    return layer_norm_p(x, weight, None, norm_ndim, 0, number, False, rounded, 0)[0]
 
 
 def rms_options(
@@ -167,7 +167,7 @@ def ada_layer_norm(
         lead = arguments.batch_axes(scale, norm_ndim)
         shape, dtype = (*lead, *x.shape[x.dim() - norm_ndim :]), accumulation_dtype(x.dtype)
         weight, bias = 1.0 + scale.to(dtype).reshape(shape), shift.to(dtype).reshape(shape)
-        return layer_norm_p(x, weight, bias, norm_ndim, len(lead), eps, True, False, False)[0]
+        return layer_norm_p(x, weight, bias, norm_ndim, len(lead), eps, True, False, 0)[0]
 
     prefixes = {"scale": scale, "shift": shift}
     return map_tensors("ada_layer_norm", check, compute, input, prefixes, namespace=namespace)

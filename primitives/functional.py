@@ -111,7 +111,7 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
-        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, False)[0]
+        return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, 0)[0]
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
 
@@ -119,7 +119,7 @@ def layer_norm(
         arguments.layer_norm("layer_norm", label, x, shape, weight=weight, bias=bias)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, False)[0]
+        return layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, 0)[0]
 
     return map_tensors("layer_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)
 

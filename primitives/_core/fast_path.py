@@ -46,6 +46,7 @@ _TYPES_BY_KIND = {
     "int": frozenset([int]),
     "float": frozenset([float]),
     "bool": frozenset([bool]),
+    "str": frozenset([str]),
     "ScalarType": frozenset([torch.dtype]),
     # Rules make tuples of flags. Entries of lists are for the dispatcher to look at, lists of tensors to copy.
     "List[bool]": frozenset([tuple]),

@@ -145,7 +145,7 @@ class RowMap:
 
         def gradient(y_bar: Tensor, x_dot: Tensor, residuals: Any, wanted: Any) -> dict[str, Tensor]:
             names = ("y_bar", k, "x_dot")
-            mask = [getattr(wanted, name, False) for name in names]
+            mask = tuple([getattr(wanted, name, False) for name in names])
             of_k, options = given(residuals, self._of_k), given(residuals, self._options)
             return dict(
                 compress(zip(names, self.ops["pairing"](y_bar, *of_k, x_dot, *options, mask), strict=True), mask)

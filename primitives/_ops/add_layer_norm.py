@@ -108,10 +108,10 @@ def _add_layer_norm_reference(
     s = _added(residual, x, seed, p, batch_ndim, residual)
     options = (norm_ndim, batch_ndim, eps, centered)
     if not rounded or s.dtype == y_dtype:
-        y, mean, rstd = layer_norm_p(s, weight, bias, *options, rounded, False)
+        y, mean, rstd = layer_norm_p(s, weight, bias, *options, rounded, 0)
         return y.to(y_dtype), s, mean, rstd
     # Layer norm rounds x_hat to the dtype of s.
-    y, mean, rstd = layer_norm_p(s, None, None, *options, False, False)
+    y, mean, rstd = layer_norm_p(s, None, None, *options, False, 0)
     y = y.to(y_dtype).to(y.dtype)
     y = y if weight is None else y * per_row(weight, s, norm_ndim, batch_ndim)
     y = y if bias is None else y + per_row(bias, s, norm_ndim, batch_ndim)
@@ -138,7 +138,7 @@ def _add_layer_norm_bwd_reference(
     # In the dtype of sums, since what layer norm gives is added to before it is rounded.
     acc, options = accumulation_dtype(s.dtype), (norm_ndim, batch_ndim, eps, centered)
     given = (y_bar.to(acc), s.to(acc), _in(acc, weight), mean, rstd)
-    bar, *param_bars = layer_norm_bwd_p(*given, *options, False, (want_x or want_residual, *want_params))
+    bar, *param_bars = layer_norm_bwd_p(*given, *options, 0, (want_x or want_residual, *want_params))
     x_bar = residual_bar = unwanted(s)
     if want_residual:
         residual_bar = _added(s_bar, bar, None, p, batch_ndim, s)
@@ -179,7 +179,7 @@ def _add_layer_norm_jvp_reference(
     if not (moves or params[1:] != [None, None]):
         return s.new_zeros(s.shape, dtype=y_dtype), s_dot
     options = (norm_ndim, batch_ndim, eps, centered)
-    y_dot = layer_norm_jvp_p(wide, params[0], mean, rstd, dot, *params[1:], *options, False)
+    y_dot = layer_norm_jvp_p(wide, params[0], mean, rstd, dot, *params[1:], *options, 0)
     return y_dot.to(y_dtype), s_dot
 
 
@@ -231,7 +231,7 @@ def _add_layer_norm_bwd_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dic
     found: dict[str, Tensor | None] = {"s_bar": s_dot}
     mask = (wanted.y_bar, wanted.s, wanted.weight)
     if any(mask):
-        options = (*_of_norm(r), False, (*mask, False, False, False))
+        options = (*_of_norm(r), 0, (*mask, False, False, False))
         y_bar = _in(r.s.dtype, r.y_bar)
         out = layer_norm_pairing_p(y_bar, r.s, r.weight, r.mean, r.rstd, s_dot, *param_dots, *options)
         found |= {"y_bar": out[0].to(r.y_bar.dtype), "s": out[1], "weight": out[2]}
@@ -247,7 +247,7 @@ def _add_layer_norm_jvp_vjp(residuals: Any, cotangents: Any, wanted: Any) -> dic
     mask = (wanted.s, wanted.weight, moves, wanted.weight_dot, wanted.bias_dot)
     if c.y_dot is not None and any(mask):
         given = (_in(r.s.dtype, c.y_dot), r.s, r.weight, r.mean, r.rstd, r.s_dot, r.weight_dot, r.bias_dot)
-        out = layer_norm_pairing_p(*given, *_of_norm(r), False, (False, *mask))
+        out = layer_norm_pairing_p(*given, *_of_norm(r), 0, (False, *mask))
         found = dict(zip(("s", "weight", "s_dot", "weight_dot", "bias_dot"), out[1:], strict=True))
         s_dot_bar = found.pop("s_dot") if s_dot_bar is None or not moves else s_dot_bar + found.pop("s_dot")
     if moves:
@@ -266,7 +266,7 @@ def _add_layer_norm_bwd_jvp(residuals: Any, tangents: Any) -> tuple[Tensor | Non
     mask = ((want_x or want_residual) and moves, *want_params)
     y_bar, y_bar_dot = (_in(r.s.dtype, bar) for bar in (r.y_bar, t.y_bar))
     given = (y_bar, r.s, r.weight, r.mean, r.rstd, y_bar_dot, t.s, t.weight)
-    bar_dot, *param_dots = layer_norm_bwd_jvp_p(*given, *_of_norm(r), False, mask)
+    bar_dot, *param_dots = layer_norm_bwd_jvp_p(*given, *_of_norm(r), 0, mask)
     if t.s_bar is not None:
         bar_dot = bar_dot + t.s_bar if mask[0] else t.s_bar
     x_bar_dot = residual_bar_dot = unwanted(r.s)
