@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train all four, print what they found, draw the picture; errors of the derivatives of the loss."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
     options = parser.parse_args(arguments)
     left, right = clouds()
     costs = torch.cdist(left, right)

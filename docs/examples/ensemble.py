@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train both ensembles, and one in a loop; print and draw; errors of curvatures and of the loop."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
     options = parser.parse_args(arguments)
     steps = 3 if options.quick else 60
     data = load_digits()

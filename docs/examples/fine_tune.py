@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train in all ways, print, draw; the errors of the products."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a step")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
     options = parser.parse_args(arguments)
     tokens, labels = sequences(1000, 3)
     figures: dict[str, float] = {}

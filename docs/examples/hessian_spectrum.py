@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Compute the spectra, print how far they are off, draw the picture; the figures that were printed."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer digits, steps and vectors")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
     options = parser.parse_args(arguments)
     number, steps, probes = (100, 25, 2) if options.quick else (200, 60, 8)
     data = load_digits()

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train both, print their errors, draw the picture; the errors of u''."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
     options = parser.parse_args(arguments)
     t = torch.linspace(0, END, 200, dtype=torch.float64)[:, None]
     figures: dict[str, float] = {}

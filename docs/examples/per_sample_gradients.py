@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Compute gradients in all ways, print their figures, draw the picture; the figures."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer digits")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
     options = parser.parse_args(arguments)
     number = 60 if options.quick else 200
     data = load_digits()

@@ -61,8 +61,9 @@ def received(send: Callable[..., Tensor], *message: Any) -> Tensor:
     except RuntimeError as error:
         raise CommunicationError(
             f"SyncBatchNorm: every process of the group must send its statistics within the time-out; rank "
-            f"{dist.get_rank()} of {dist.get_world_size()} waited for one that has ended, or has not come. The first "
-            f"process that failed says why; init_process_group(timeout=...) sets the time-out. The backend: {error}"
+            f"{dist.get_rank()} of {dist.get_world_size()} waited for one that has ended, has not come, or "
+            f"sends nothing because its module is in evaluation. The first process that failed says why; "
+            f"init_process_group(timeout=...) sets the time-out. The backend: {error}"
         ) from error
 
 

@@ -230,7 +230,7 @@ def test_a_wrong_input_in_one_process_ends_all():
 def test_a_process_that_is_gone_is_an_error_in_the_others(fault):
     name, text, _ = outcomes(fault, wait=1)[0]
     assert name == "CommunicationError"
-    assert "rank 0 of 2 waited for one that has ended, or has not come" in text
+    assert "rank 0 of 2 waited for one that has ended, has not come, or sends nothing" in text
 
 
 # Conversion, in one process.
