@@ -1,4 +1,4 @@
-"""What every call of a primitive has to satisfy, whoever serves it."""
+"""Properties of every call of a primitive, whoever serves it."""
 
 from __future__ import annotations
 

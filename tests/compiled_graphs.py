@@ -5,7 +5,7 @@ those of a GPU where gradients are taken, because a CPU build of torch has no au
 is executed. Launches in the graphs can be compared with those that the launchers make outside of any graph.
 """
 
-# What torch declares for these entry points is narrower than what they take.
+# Torch declares less for these entry points than they take.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def compiled_into(captured: list[dict], function, dynamic: bool = False):
 
 
 def graphs(function, *args, dynamic: bool = False, backward: bool = False) -> list[dict]:
-    """What the graphs contain that Inductor is given for `function`, forward first."""
+    """Contents of the graphs that Inductor is given for `function`, forward first."""
     captured: list[dict] = []
     out = compiled_into(captured, function, dynamic)(*args)
     if backward:
@@ -230,7 +230,7 @@ def cache_keys() -> list[bool]:
 
 
 def inductor_source(kernel: Kernel, args: tuple, constants: dict[str, Any]) -> ASTSource:
-    """What Inductor has Triton compile: a 1 is a constant whatever the kernel asks for, and a float is a float32."""
+    """The arguments of Triton's compiler under Inductor: a 1 is a constant, whatever the kernel asks, a float a float32."""
     given = dict(zip(kernel.argument_names, args, strict=False)) | kernel._all_constants(len(args), constants)
     signature, fixed = {}, {}
     for parameter in kernel.function.params:

@@ -1,4 +1,4 @@
-"""What every test shares: the device that the records run on, and the implementations that they run."""
+"""Shared by all tests: the device that the records run on, and the implementations that they run."""
 
 from __future__ import annotations
 

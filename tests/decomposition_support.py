@@ -1,4 +1,4 @@
-"""What the tests of the decompositions share."""
+"""Shared by the tests of the decompositions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every op has to satisfy, as functions of one record: every implementation is held to the same.
+"""Properties of every op, as functions of one record: every implementation is held to the same.
 
 Public functions are held to the definition in float64, to the second order. The calls of primitives that they make are
 each held to the reference in float64, which the former ties to the definition, and to what a compiler is told of them.

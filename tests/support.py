@@ -1,4 +1,4 @@
-"""What the generic tests share: tolerances, comparisons, nestings of transforms."""
+"""Shared by the generic tests: tolerances, comparisons, nestings of transforms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# What torch raises for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
+# Errors of torch for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
 TORCH_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 
 # Allowed error in units in the last place of the largest expected element (or of 1, the size of the inputs). Results in

@@ -65,7 +65,7 @@ def trees():
 
 
 def imports(source):
-    """What is imported anywhere in a module: inside functions and for types alone, too."""
+    """All imports of a module: inside functions and for types alone, too."""
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""What is particular to attention: rows that see nothing, empty axes, widths, numerics, dropout, blocks and memory."""
+"""Tests of attention alone: rows that see nothing, empty axes, widths, numerics, dropout, blocks and memory."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def under_cuda_autocast(op, *args):
 
 
 def both(case, inputs):
-    """What the op returns, and what torch's does."""
+    """The result of the op, and that of torch's."""
     return case.outputs(inputs, case.small)[0], case.torch_function(*inputs.values(), **dict(case.small.options))
 
 

@@ -73,7 +73,7 @@ STATE = {"mean": torch.zeros(()), "steps": torch.zeros((), dtype=torch.int64)}
 MEAN, RSTD = layer_norm_p(X, THREE, None, 1, 0, 1e-3, True, False, False)[1:]
 NO_KERNEL, NO_NUMBER, NO_OP = "reference against kernel", "static arguments", "opcheck"
 OF_DERIVATIVES = {name for name in PROPERTIES if re.search("grad|jvp|transpose|nest|deriv|cotangent", name)}
-# What does not apply beside the compiler, which is off.
+# Not for the compiler, which is off.
 RIGHT = {
     "trees": (scaled, (PARAMS, X), {}, {NO_KERNEL}),
     "layer_norm_p": (layer_norm_p, (X, THREE, torch.zeros(3), 1, 0, 1e-3, True, False, False), {}, set()),

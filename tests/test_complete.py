@@ -70,7 +70,7 @@ def test_primitives_have_a_record():
     assert not (found := [*unrecorded(registered_primitives())]), "\n".join(found)
 
 
-# What is taken away from layer norm, one at a time, and words of the sentence that says so.
+# Parts that are taken away from layer norm, one at a time, and words of the sentence that says so.
 FAULTS = {
     "the function layer_norm": lambda patch, case: patch.delattr(pr.functional, "layer_norm"),
     "def_vmap of layer_norm_bwd": lambda patch, case: patch.delitem(case.bwd.rules.given, "vmap"),

@@ -145,7 +145,7 @@ def test_state_outputs_are_constants():
     assert_close(grad(lambda x: power(x).sum() * power_p(x, None, 3.0)[2])(data(3)), 9 * data(3).square())
 
 
-# What rules are told, and what they return.
+# Arguments and results of rules.
 
 
 def test_lists_of_tensors_are_differentiated():

@@ -23,7 +23,7 @@ RETURNED = (
 
 
 def documented():
-    """What is public, with its docstring, methods included."""
+    """All public names with their docstrings, methods included."""
     for module in MODULES:
         for name in module.__all__:
             value = getattr(module, name)

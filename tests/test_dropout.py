@@ -38,7 +38,7 @@ def test_noise_is_that_of_the_definition(offset):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_fresh_seeds_drop_the_share_that_is_asked_for(p):
-    """What a seed draws is exact, see above; that seeds follow each other says nothing of their numbers."""
+    """The numbers of a seed are exact, see above; that seeds follow each other says nothing of their numbers."""
     kept = torch.stack([dropout(torch.ones(MANY), p) != 0 for _ in range(3)]).double()
     std = (p * (1 - p)) ** 0.5
     assert ((kept.mean(1) - (1 - p)).abs() < 5 * std / MANY**0.5).all()

@@ -1,4 +1,4 @@
-"""What the records of group norm and instance norm do not have: layouts of results, state, mistakes."""
+"""Beside the records of group norm and instance norm: layouts of results, state, mistakes."""
 
 from __future__ import annotations
 

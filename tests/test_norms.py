@@ -1,4 +1,4 @@
-"""What the records do not have: the forms of RMS norm that models write, and adaptive layer norm."""
+"""Beside the records: the forms of RMS norm that models write, and adaptive layer norm."""
 
 from __future__ import annotations
 

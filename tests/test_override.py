@@ -39,7 +39,7 @@ class Seen(TorchDispatchMode):
 
 
 def run(call, *args, override=True):
-    """What a call returns, and the operators of this package that it ran."""
+    """The result of a call, and the operators of this package that it ran."""
     with Seen() as seen, pr.override_torch() if override else nullcontext():
         return call(*args), seen.ops
 

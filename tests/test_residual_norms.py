@@ -1,4 +1,4 @@
-"""What the records do not have: noise, dtypes of the stream, and each of the two results alone."""
+"""Beside the records: noise, dtypes of the stream, and each of the two results alone."""
 
 from __future__ import annotations
 
@@ -227,6 +227,6 @@ def test_convert_makes_one_call_of_a_norm_and_a_relu_unless_somebody_sees_it():
     assert used(model) == {"batch_norm_relu_eval"}
     model.act = nn.SiLU()
     assert used(model) == {"batch_norm_eval"}
-    # What the function refuses, torch answers.
+    # Torch answers calls that the function refuses.
     with pytest.raises(RuntimeError, match="running_mean"):
         pr.nn.convert(NormAct().double().eval())(x[:, 1:])

@@ -35,7 +35,7 @@ def by_day(names, case):
         )
         for case in CASES
         for turn, names in enumerate(subsets(case.differentiable))
-        # What differs where ops share primitives is which arguments these have.
+        # Ops that share primitives differ in the arguments that these have.
         if not case.family or len(names) == 1
     ],
 )
@@ -65,7 +65,7 @@ def test_only_what_is_wanted_is_computed(case, names, device):
 
 @pytest.mark.parametrize("case", [c for c in FAMILIES if c.second_order], ids=lambda case: case.name)
 def test_unwanted_second_order_outputs_are_empty(case, device):
-    """What is not wanted takes no memory, and what is has the value that it has among all."""
+    """An output that is not wanted takes no memory, and one that is has the value that it has among all."""
     calls = second_order(case, case.small, torch.float64, device, case.perturbable(case.small))[1]
     # One operator for the reverse derivatives of both modes, one for forward over reverse, and nothing else.
     first_order = {primitive.overload for primitive in case.first_order}

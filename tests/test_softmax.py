@@ -65,7 +65,7 @@ def test_masks_are_broadcast_and_rows_without_a_position_are_zero(kind, shape, d
     added = torch.where(seen, 0.0, -INF) if kind == "boolean" else mask
     has_any = added.expand(x.shape).amax(-1, keepdim=True) > -INF
     assert not has_any.all()
-    # What is masked may be anything.
+    # Masked elements may be anything.
     spoilt = torch.where(seen.expand(x.shape), x, torch.tensor([INF, -INF, torch.nan, 1e300, 0.0]).to(x))
 
     def ours(x):

@@ -46,7 +46,7 @@ READ_ONLY |= {"residual_ptr", "s_bar_ptr", "seed_ptr"}
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    """What `compiled_graphs` printed."""
+    """The output of `compiled_graphs`."""
     env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PRIMITIVES_BACKEND")}
     # Nothing is compiled to code: workers for it would each import torch.
     env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -1,4 +1,4 @@
-"""What a type checker knows of calls: `make check` reads this file, and nothing runs it."""
+"""Calls as a type checker knows them: `make check` reads this file, and nothing runs it."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 from __future__ import annotations

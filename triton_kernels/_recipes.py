@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Sequences may have any length, and every one of them needs a recipe; beyond this many, a launcher's are forgotten.
 MAX_RECIPES = 1024
 
-# What Triton asks of an address; allocations have more.
+# Triton asks for this of an address; allocations have more.
 _ALIGNMENT = 16
 _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 _SETTINGS = frozenset([type(None), bool, int, float, str, torch.dtype, tuple])

@@ -1,4 +1,4 @@
-"""What MkDocs runs on each page: formulas become MathML, which browsers show by themselves, without a script."""
+"""A hook of MkDocs for each page: formulas become MathML, which browsers show by themselves, without a script."""
 
 from __future__ import annotations
 

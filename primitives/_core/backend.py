@@ -52,7 +52,7 @@ def current_backend() -> str:
 
 
 def guard_on_backend() -> str:
-    """What Inductor gets to see of a primitive, `"operator"` or `"kernels"`, asked in code that Dynamo traces.
+    """The form in which Inductor sees a primitive, `"operator"` or `"kernels"`, asked in code that Dynamo traces.
 
     Dynamo then compiles anew when the answer is another one: Inductor takes kernels into the graph (see
     `primitives._core.inductor`), which fixes the choice.

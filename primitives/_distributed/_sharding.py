@@ -1,4 +1,4 @@
-"""What DTensor does with a call of a primitive: cuts it along an axis that is free, or runs its reference on the parts.
+"""Rules of DTensor for calls of primitives: cut along an axis that is free, or run the reference on the parts.
 
 Along a free axis (`_axes`) each process runs the operator on its part, without a message. Where x is cut along another
 axis, the normalized one or the classes of a softmax, the reference runs instead, whose sums over that axis DTensor

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# What ATen's whole backward may add up: the rows of channels that lie side by side, or one image. At these sizes
+# ATen's whole backward may add these up: the rows of channels that lie side by side, or one image. At these sizes
 # numbers of one sign lose up to 5e-4 and 3e-5 of their sum: so much is then wrong in the parameters' cotangents, and in
 # what x_bar has subtracted. With sums apart from x_bar a backward takes up to 1.8 times as long, so that batches of
 # convolutions stay below.
@@ -219,7 +219,7 @@ class Channels(NamedTuple):
         self, tensors: Sequence[Tensor], factors: Sequence[Tensor], start: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Sum of t * factor, plus a constant; `start` are the first factor and the constant."""
-        # What ATen's evaluation does to a channel, in one pass, is to scale and shift it.
+        # ATen's evaluation scales and shifts a channel, in one pass.
         zero, one = self.filled(0.0), self.filled(1.0)
         total = torch.native_batch_norm(tensors[0], *start, zero, one, False, 0.0, 0.0)[0]
         for t, factor in zip(tensors[1:], factors[1:], strict=True):

@@ -1,4 +1,4 @@
-"""What the server of `processes` does once, before processes are forked from it: each would take seconds."""
+"""Work that the server of `processes` does once, before processes are forked from it: each would take seconds."""
 
 import pytest  # noqa: F401 - for tests that are unpickled
 import torch

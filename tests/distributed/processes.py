@@ -43,7 +43,7 @@ def _main(rank, world, store, outcome, check, args, wait):
 
 
 def outcomes(check, *args, world=2, wait=TIME_OUT, time_out=TIME_OUT):
-    """What came of `check(rank, world, *args)` in each process: None, or name, text and traceback of what it raised."""
+    """Outcomes of `check(rank, world, *args)` in each process: None, or name, text and traceback of an error."""
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(world):

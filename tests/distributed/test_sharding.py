@@ -140,7 +140,7 @@ def check_others(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     x = torch.randn(N, C, D, dtype=torch.float64)
     rows = distribute_tensor(x, mesh, [Shard(0)])
-    # What nobody may cut is brought together: the keys of attention, and dropout, which counts elements.
+    # Axes that may not be cut are brought together: the keys of attention, and dropout, which counts elements.
     y = F.scaled_dot_product_attention(*[distribute_tensor(x.unsqueeze(0), mesh, [Shard(2)])] * 3)
     assert_close(whole(y), F.scaled_dot_product_attention(*[x.unsqueeze(0)] * 3))
     assert y.placements == (Shard(2),)

@@ -24,7 +24,7 @@ def all_of(*shape, dtype=torch.float64):
 
 
 def part(x, rank, world):
-    """What of a batch that all processes have together is that of one."""
+    """The part of a common batch that is this process's."""
     return x.split([*SIZES[: world - 1], len(x) - sum(SIZES[: world - 1])])[rank]
 
 
@@ -176,7 +176,7 @@ def test_the_module_is_batch_norm_of_all_samples():
     check_in_processes(check_all, check_module, check_low_precision, check_groups, check_vmap, check_data_parallel)
 
 
-# What goes wrong in one process is an error in all.
+# A fault of one process is an error in all.
 
 
 def call(rank, world, norms, shapes, dtypes):

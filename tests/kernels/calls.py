@@ -42,7 +42,7 @@ class Launched(NamedTuple):
 
 
 def launched_by(run: Callable[[], object], watch: Callable[..., Any] = intercept) -> list[Launched]:
-    """What `run` launches: without launching it, or besides with `observe`."""
+    """The launches of `run`: without launching it, or besides with `observe`."""
     found: list[Launched] = []
     with watch(lambda *launch: found.append(Launched(*launch))):
         run()
@@ -115,7 +115,7 @@ def copying_calls(dtype: torch.dtype) -> list[Call]:
     rows = LayerNorm.draw(normalized.shape, dtype, norm_ndim=2).change(x=normalized, weight=None, bias=None)
     turned = random(2, 3, 8, 6, dtype=dtype).transpose(2, 3)
     images = BatchNorm.draw(turned.shape, dtype).change(x=turned)
-    # What stands beside x has no strides of its own in the kernels.
+    # Operands beside x have no strides of its own in the kernels.
     beside = dict.fromkeys(("y", "y_bar", "residual", "residual_dot"), turned)
     block = BatchNormRelu.draw(turned.shape, dtype).change(**beside)
     levels = random(2, 4, 3, 6, 10, dtype=dtype)[:, ::2, :, ::2].transpose(0, 2)

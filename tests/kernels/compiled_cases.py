@@ -1,4 +1,4 @@
-"""What a process without the interpreter checks for `test_machine_code`.
+"""Checks of `test_machine_code` that take a process without the interpreter.
 
 `python -m tests.kernels.compiled_cases`
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:
-    """What is launched on a chip."""
+    """The launches on a chip."""
     found: list[Launch] = []
     with watch_launches(chip_name, [workload], found.append):
         launch()
@@ -79,7 +79,7 @@ def anew(chip_name: str) -> None:
 
 
 def changed(case: str, first: list[tuple[str, dict[str, str]]], again: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """What the compiler knows differently of two sequences of launches, each a kernel and its described arguments."""
+    """The differences, to the compiler, of two sequences of launches, each a kernel and its described arguments."""
     names = [[name for name, _ in one] for one in (first, again)]
     if names[0] != names[1]:
         return [f"{case}: launches {names[1]} instead of {names[0]}"]

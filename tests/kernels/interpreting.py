@@ -234,7 +234,7 @@ def reordered_programs() -> Iterator[None]:
 
 
 def run_compiled(module: str, *arguments: str, failure: str = "") -> str:
-    """What a module prints in a process without the interpreter, in which kernels are compiled."""
+    """The output of a module in a process without the interpreter, in which kernels are compiled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]

@@ -64,7 +64,7 @@ X, UNALIGNED, DOUBLE = memory[:32], memory[1:33], torch.zeros(32, dtype=torch.fl
 STRIDES = (1, 0)
 ARGS, CONSTANTS = (X, X, 7, 32, STRIDES), {"SCALE": 2}
 
-# What differs from these: arguments by position, or constants.
+# Calls that differ from these: arguments by position, or constants.
 CHANGES = [
     {}, {0: UNALIGNED}, {0: DOUBLE}, {1: UNALIGNED}, {1: None},
     {2: 1}, {2: 16}, {2: 2**31}, {2: 2**63}, {2: 7.0}, {2: True},

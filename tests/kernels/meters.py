@@ -44,7 +44,7 @@ class Bytes(NamedTuple):
 
 
 class Seen(TorchDispatchMode):
-    """What `measured` saw: launches, names of kernels, and operations of torch beside them that touch memory."""
+    """The findings of `measured`: launches, names of kernels, and operations of torch beside them that touch memory."""
 
     def __init__(self) -> None:
         super().__init__()

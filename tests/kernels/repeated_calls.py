@@ -161,7 +161,7 @@ def check_never_repeated(call: Call) -> None:
 
 
 def check_toys_and_threads() -> None:
-    """What no launcher of today does, and many threads that record and repeat at once."""
+    """Things that no launcher of today does, and many threads that record and repeat at once."""
     calls = [Call(outer, (random(4, 4),)), *(LogSoftmax.draw((size, 24), 1).call("bwd") for size in range(1, 8))]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         shapes = pool.map(lambda n: (calls[n % 8].results()[0].shape, calls[n % 8].args[0].shape), range(200))

@@ -39,7 +39,7 @@ class Driver(StandInDriver):
 
 
 def _compile(source: Any, options: Any = None, **_: Any) -> CompiledKernel:
-    """What notes the launches of a kernel, in place of the compiled one."""
+    """A stand-in for the compiled kernel that notes its launches."""
     known = repr((source.fn.__name__, source.signature, source.constants, source.attrs, options))
 
     def run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):

@@ -1,4 +1,4 @@
-"""What the gates of `test_every_launcher` must not let through, one fault for each thing that they hold."""
+"""The gates of `test_every_launcher` let nothing through: one fault for each thing that they hold."""
 
 # Compile-time constants are upper case, as in the kernels of the package.
 # ruff: noqa: N803
@@ -71,7 +71,7 @@ def center(x: Tensor, y: Tensor | None = None, launches: int = 1, **flags: Any) 
     return y
 
 
-# What a launcher does, and the complaint; none where it does what it declares.
+# An act of a launcher, and the complaint; none where it does what it declares.
 LAUNCHERS: dict[str, tuple[Callable[[Tensor], Tensor], str | None]] = {
     "nothing wrong": (center, None),
     "another value": (lambda x: center(x, SCALE=42), "result 0 .* is off by"),

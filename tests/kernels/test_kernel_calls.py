@@ -72,7 +72,7 @@ def test_costs_are_those_of_the_own_launches_and_take_no_others(monkeypatch):
     call = X, None, None, 1, 0, 1e-5
     alone, results = costs.cost_of(layer_norm.layer_norm_fwd, *call), []
 
-    # What the launcher calls in the middle of being counted.
+    # The launcher calls this in the middle of being counted.
     def plan(*args, **options):
         in_another_thread(lambda: results.append(log_softmax.log_softmax_fwd(X, 1, None)))
         return of_plan(*args, **options)

@@ -18,7 +18,7 @@ from triton_kernels.launch.channels import channel_programs
 CHIPS = list(launch.CHIPS.values())
 CPU = torch.device("cpu")
 
-# What torch says of devices, from their data sheets and programming guides; of AMD's no registers.
+# Devices as torch describes them, from their data sheets and programming guides; of AMD's no registers.
 FIELDS = ("major", "minor", "multi_processor_count", "shared_memory_per_block_optin",
           "shared_memory_per_multiprocessor", "L2_cache_size")  # fmt: skip
 AMD_FIELDS = ("gcnArchName", "warp_size", "multi_processor_count", "L2_cache_size")

@@ -192,7 +192,7 @@ def test_partial_rows_that_cost_much_are_found(num_parts: int, rows: int, broken
     called = Called("layer_norm 768", 3 * 2 * rows * 768 + 2 * part_bytes, (added,), part_bytes)
     problems = broken_shares([called], [])
     assert ["8.0 partial rows per processor, 0.26 of its bytes" in problem for problem in problems] == [True] * broken
-    # What needs no entry must have none.
+    # A call that needs no entry must have none.
     monkeypatch.setattr(shares, "KNOWN_SHARES", ())
     monkeypatch.setattr(shares, "KNOWN_FEW", ())
     monkeypatch.setattr(shares, "KNOWN_PARTS", (("layer_norm 768", 0.3, "by hand"),))

@@ -80,7 +80,7 @@ def test_nothing_changes_and_the_same_step_alone_changes_it_all():
 
 
 def launched(run):
-    """What the compiler sees of each launch."""
+    """Each launch as the compiler sees it."""
     return {
         f"{one.kernel.__name__} {sorted(one.constants.items(), key=str)} "
         f"{[(x.dtype, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x == 1 for x in one.args]}"

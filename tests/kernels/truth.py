@@ -1,4 +1,4 @@
-"""What each launcher must return: the reference of its operator in float64, which the records hold to a definition."""
+"""True results of each launcher: the reference of its operator in float64, which the records hold to a definition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Exact(NamedTuple):
 
 
 def expected(call: Call, s: Tensor | None = None) -> list[Exact]:
-    """What a call must return; what is not wanted has the shape (0,). With `s`, that is the sum of x and residual."""
+    """True results of a call, of shape (0,) where not wanted. With `s`, that is the sum of x and residual."""
     name = call.launcher.__name__.replace("_train", "").removesuffix("_fwd").removesuffix("_words")
     given = {"eps": EPS, "momentum": MOMENTUM, **inspect.signature(call.launcher).bind(*call.args).arguments}
     if given.get("offset", 0) is None and given["seed"] is not None:

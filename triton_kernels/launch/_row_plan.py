@@ -24,7 +24,7 @@ _LEAST_REGISTERS = 64
 
 
 def row_options(plan: RowPlan | SumPlan, chip: Chip) -> dict[str, int]:
-    """What Triton is told besides the arguments of the kernel.
+    """Options of a launch besides the arguments of the kernel.
 
     Where a plan says so, the compiler of NVIDIA gets no more registers than several programs leave it. It takes a bound
     for leave to use them all, so plans say it only where it takes more on its own, or loads one operand behind the
