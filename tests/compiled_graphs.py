@@ -230,7 +230,7 @@ def cache_keys() -> list[bool]:
 
 
 def inductor_source(kernel: Kernel, args: tuple, constants: dict[str, Any]) -> ASTSource:
-    """The arguments of Triton's compiler under Inductor: a 1 is a constant, whatever the kernel asks, a float a float32."""
+    """Arguments of Triton's compiler under Inductor: a 1 is a constant, whatever the kernel asks, a float a float32."""
     given = dict(zip(kernel.argument_names, args, strict=False)) | kernel._all_constants(len(args), constants)
     signature, fixed = {}, {}
     for parameter in kernel.function.params:
