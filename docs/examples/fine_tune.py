@@ -26,6 +26,7 @@ Source: Martens, "Deep learning via Hessian-free optimization", ICML 2010.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -37,9 +38,15 @@ from optree.integrations.torch import tree_ravel
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification
 
 import primitives as pr
+
+# Transformers imports torchvision where it is, which fails beside another build of torch, and which BERT does not need.
+try:
+    import torchvision  # noqa: F401
+except (ImportError, RuntimeError):
+    sys.modules["torchvision"] = None  # as though it were not installed
+from transformers import BertConfig, BertForSequenceClassification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
