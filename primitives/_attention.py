@@ -14,7 +14,7 @@ from primitives._ops.attention import attention_p
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -26,16 +26,16 @@ MAX_SEED = 2**63 - 1
 @overload
 def attention(
     q: PyTree,
-    k: Any,
-    v: Any,
+    k: Prefix,
+    v: Prefix,
     *,
-    bias: Any = None,
-    mask: Any = None,
+    bias: Prefix | None = None,
+    mask: Prefix | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: Any = None,
-    offset: Any = None,
+    seed: Prefix | int | None = None,
+    offset: Prefix | int | None = None,
     return_lse: Literal[False] = False,
     namespace: str = "",
 ) -> PyTree: ...
@@ -44,36 +44,36 @@ def attention(
 @overload
 def attention(
     q: PyTree,
-    k: Any,
-    v: Any,
+    k: Prefix,
+    v: Prefix,
     *,
-    bias: Any = None,
-    mask: Any = None,
+    bias: Prefix | None = None,
+    mask: Prefix | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: Any = None,
-    offset: Any = None,
+    seed: Prefix | int | None = None,
+    offset: Prefix | int | None = None,
     return_lse: Literal[True],
     namespace: str = "",
 ) -> tuple[PyTree, PyTree]: ...
 
 
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: PyTree,
+    k: Prefix,
+    v: Prefix,
     *,
-    bias: Any = None,
-    mask: Any = None,
+    bias: Prefix | None = None,
+    mask: Prefix | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: Any = None,
-    offset: Any = None,
+    seed: Prefix | int | None = None,
+    offset: Prefix | int | None = None,
     return_lse: bool = False,
     namespace: str = "",
-) -> Any:
+) -> PyTree | tuple[PyTree, PyTree]:
     r"""Attention of the rows of `q` to those of `k`, whose weights average the rows of `v`.
 
     $$ S = s \, q k^T + b, \qquad \operatorname{lse} = \log \sum \exp(S), \qquad

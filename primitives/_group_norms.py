@@ -19,7 +19,7 @@ from primitives._ops.layer_norm import layer_norm_p
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = ["group_norm", "instance_norm", "pure_instance_norm"]
 
@@ -27,8 +27,8 @@ __all__ = ["group_norm", "instance_norm", "pure_instance_norm"]
 def group_norm(
     input: PyTree,
     num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     eps: float = 1e-5,
     *,
     activation: str | None = None,
@@ -124,10 +124,10 @@ def _in_shape(y: Tensor, x: Tensor) -> Tensor:
 
 def instance_norm(
     input: PyTree,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
+    running_mean: Prefix | None = None,
+    running_var: Prefix | None = None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,

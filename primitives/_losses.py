@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import _reduction
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     # Loss and lse of each row, of a target and its smoothing.
     _Losses = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "nll_loss"]
 
 
 def cross_entropy(
     input: PyTree,
-    target: Any,
-    weight: Any = None,
+    target: Prefix,
+    weight: Prefix | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
@@ -131,8 +131,8 @@ def cross_entropy(
 
 def nll_loss(
     input: PyTree,
-    target: Any,
-    weight: Any = None,
+    target: Prefix,
+    weight: Prefix | None = None,
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
@@ -271,9 +271,9 @@ _CHUNK_ELEMENTS = 2**27
 
 
 def linear_cross_entropy(
-    input: Any,
+    input: Tensor,
     linear_weight: Tensor,
-    target: Any,
+    target: Tensor,
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,

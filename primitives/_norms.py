@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = ["ada_layer_norm", "rms_norm"]
 
@@ -24,7 +24,7 @@ __all__ = ["ada_layer_norm", "rms_norm"]
 def rms_norm(
     input: PyTree,
     normalized_shape: Sequence[int],
-    weight: Any = None,
+    weight: Prefix | None = None,
     eps: float | None = None,
     *,
     add_one: bool = False,
@@ -107,8 +107,8 @@ def rms_options(
 
 def ada_layer_norm(
     input: PyTree,
-    scale: Any,
-    shift: Any,
+    scale: Prefix,
+    shift: Prefix,
     normalized_shape: Sequence[int] | None = None,
     eps: float = 1e-5,
     *,

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = ["add_layer_norm", "add_rms_norm"]
 
 
 def add_layer_norm(
     input: PyTree,
-    residual: Any,
+    residual: Prefix,
     normalized_shape: Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     eps: float = 1e-5,
     *,
     dropout_p: float = 0.0,
@@ -103,9 +103,9 @@ def add_layer_norm(
 
 def add_rms_norm(
     input: PyTree,
-    residual: Any,
+    residual: Prefix,
     normalized_shape: Sequence[int],
-    weight: Any = None,
+    weight: Prefix | None = None,
     eps: float | None = None,
     *,
     add_one: bool = False,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = ["log_softmax", "softmax", "softmin"]
 
@@ -79,7 +79,7 @@ def softmax(
     dtype: torch.dtype | None = None,
     *,
     scale: float = 1.0,
-    mask: Any = None,
+    mask: Prefix | None = None,
     namespace: str = "",
 ) -> PyTree:
     r"""Softmax of `input` over one axis, with a scale and a mask as attention has them.
@@ -143,7 +143,7 @@ def softmin(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
     *,
-    mask: Any = None,
+    mask: Prefix | None = None,
     namespace: str = "",
 ) -> PyTree:
     """`softmax` of `-input`, with its arguments, errors and derivatives.

@@ -1,7 +1,8 @@
 """Functional API: the signatures, defaults and errors of `torch.nn.functional`, over tensors and pytrees of tensors.
 
 Each function is differentiable in forward and reverse mode to any order, under every transform of `torch.func`,
-`torch.autograd.forward_ad`, and `torch.compile`.
+`torch.autograd.forward_ad`, and `torch.compile`. A `PyTree` is a tensor or a pytree of tensors; a `Prefix` is a tensor,
+or a tree prefix of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from primitives._core.typing import PyTree
+    from primitives._core.typing import Prefix, PyTree
 
 __all__ = [
     "BatchNormOutput",
@@ -61,8 +62,8 @@ for _name in __all__[1:]:
 def layer_norm(
     input: PyTree,
     normalized_shape: Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     eps: float = 1e-5,
     *,
     namespace: str = "",
@@ -139,11 +140,11 @@ class BatchNormOutput(NamedTuple):
 
 
 def pure_batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    input: Tensor | Any,
+    running_mean: Prefix | None,
+    running_var: Prefix | None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     training: bool = False,
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
@@ -210,10 +211,10 @@ def _batch_norm_tree(name: str, given: tuple, namespace: str, residual: Any = No
 
 def batch_norm(
     input: PyTree,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    running_mean: Prefix | None,
+    running_var: Prefix | None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     training: bool = False,
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
@@ -275,15 +276,15 @@ def batch_norm(
 
 def batch_norm_relu(
     input: PyTree,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    running_mean: Prefix | None,
+    running_var: Prefix | None,
+    weight: Prefix | None = None,
+    bias: Prefix | None = None,
     training: bool = False,
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
     *,
-    residual: Any = None,
+    residual: Prefix | None = None,
     namespace: str = "",
 ) -> PyTree:
     r"""Batch normalization of `input`, a residual added, and the positive part: the end of a block of a ResNet.

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-__all__ = ["PyTree"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Prefix", "PyTree"]
 
 PyTree = TypeVar("PyTree")
 """A tensor, or a pytree of tensors: what comes out is of the type of what goes in."""
+
+Prefix: TypeAlias = "Tensor | Any"
+"""A tensor, or a tree prefix of the argument that is a `PyTree`; a node is of any class that optree knows."""
