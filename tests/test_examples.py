@@ -45,9 +45,8 @@ def own_random_numbers():
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES if path.stem not in OTHERS])
 def test_the_example_shows_what_it_claims(name, tmp_path):
     picture, (example,) = tmp_path / "picture.png", [path for path in EXAMPLES if path.stem == name]
-    pytest.importorskip("matplotlib", reason="examples draw")
-    if "sklearn" in example.read_text():
-        pytest.importorskip("sklearn", reason="its digits are scikit-learn's")
+    for library in re.findall("^from (matplotlib|scipy|sklearn)", example.read_text(), flags=re.MULTILINE):
+        pytest.importorskip(library, reason="the demo's extra brings it")
     figures = runpy.run_path(str(example))["main"](["--quick", "--output", str(picture)])
     assert len(figures) >= 2
     for figure, value in figures.items():

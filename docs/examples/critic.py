@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train all four, print what they found, draw the picture; errors of the derivatives of the loss."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
+    parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(arguments)
     left, right = clouds()
     costs = torch.cdist(left, right)
@@ -150,8 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
                 axis.set(title=f"critic of {name}", xticks=[], yticks=[], aspect="equal")
     axes[0].set(xlabel="step", title="loss", ylim=(-1.5 * exact, exact))
     axes[0].legend(fontsize="small")
-    figure.savefig(options.output, dpi=80)
-    pyplot.close(figure)
+    if options.output or not options.quick:
+        figure.savefig(options.output or Path(__file__).with_suffix(".png").name, dpi=80)
     return figures
 
 

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train both ensembles, and one in a loop; print and draw; errors of curvatures and of the loop."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
+    parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(arguments)
     steps = 3 if options.quick else 60
     data = load_digits()
@@ -158,8 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     axes[1].set(xlabel="member", yscale="log", title="relative error of curvature, jvp(jvp)")
     axes[2].set(xlabel="members", title="accuracy of the first members")
     axes[1].legend()
-    figure.savefig(options.output, dpi=80)
-    pyplot.close(figure)
+    if options.output or not options.quick:
+        figure.savefig(options.output or Path(__file__).with_suffix(".png").name, dpi=80)
     return figures
 
 

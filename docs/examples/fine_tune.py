@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train in all ways, print, draw; the errors of the products."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a step")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
+    parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(arguments)
     tokens, labels = sequences(1000, 3)
     figures: dict[str, float] = {}
@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             axis.plot(losses, line, color=color, linewidth=width, label=name)
     axis.set(xlabel="step", ylabel="loss", yscale="log")
     axis.legend(fontsize="small")
-    figure.savefig(options.output, dpi=80)
-    pyplot.close(figure)
+    if options.output or not options.quick:
+        figure.savefig(options.output or Path(__file__).with_suffix(".png").name, dpi=80)
     return figures
 
 

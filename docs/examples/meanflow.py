@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--compile", action="store_true", help="put the loss through torch.compile")
     parser.add_argument("--quick", action="store_true", help="10 steps: it runs, and draws nothing yet")
-    parser.add_argument("--output", type=Path, default=Path("meanflow.png"))
+    parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(argv)
     options.steps, sides = (10, (8, 16)) if options.quick else (options.steps, (8, 16, 32, 64, 96))
     plain = Run("torch.nn, math attention", lambda net: net, lambda: sdpa_kernel(SDPBackend.MATH), options)
@@ -175,7 +175,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch = batch_of(images[rows], digits[rows])
         for run in runs:
             run.step(batch)
-
     figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), layout="constrained")
     (theirs, _), (ours, _) = logs = [torch.tensor(run.log).unbind(1) for run in runs]
     window = min(options.steps, 50)
@@ -193,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     axes[0].set(xlabel="step", title="mean squared error", yscale="log")
     axes[1].set(xlabel="tokens", title="MiB of a step, at its peak", xscale="log", yscale="log")
     axes[0].legend()
-    figure.savefig(options.output, dpi=80)
+    if options.output or not options.quick:
+        figure.savefig(options.output or Path(__file__).with_suffix(".png").name, dpi=80)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     """Train both, print their errors, draw the picture; the errors of u''."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png").name)
+    parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(arguments)
     t = torch.linspace(0, END, 200, dtype=torch.float64)[:, None]
     figures: dict[str, float] = {}
@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     axes[1].set(xlabel="t")
     axes[2].set(yscale="log", xlabel="t")
     axes[1].legend()
-    figure.savefig(options.output, dpi=100)
-    pyplot.close(figure)
+    if options.output or not options.quick:
+        figure.savefig(options.output or Path(__file__).with_suffix(".png").name, dpi=100)
     return figures
 
 
