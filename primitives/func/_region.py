@@ -254,7 +254,8 @@ class _Guard(TorchFunctionMode):
                 )
                 raise self._refusal
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            # A leaf of its own: nothing else requires grad in a first run.
-            self._known[id(result)] = result
+        for y in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(y, torch.Tensor) and y.requires_grad:
+                # A leaf of its own, or a view of one: nothing else requires grad in a first run.
+                self._known[id(y)] = y
         return result

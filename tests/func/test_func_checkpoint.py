@@ -193,8 +193,16 @@ def joint_graph(region):
     return in_params(run)(Net(region, dropout=0.5))
 
 
+def views_of_a_leaf(region):
+    """Several from one call: torch lets them require grad also where it records nothing."""
+    x = X.clone().requires_grad_()
+    a = region(lambda x: torch.mul(*x.chunk(2, dim=-1)).sin() * x.unbind(1)[0][:, None], x)
+    return torch.autograd.grad(a.sum(), x)
+
+
 # Functions of a region, `checkpoint` or a plain call.
 CASES = {
+    "views of a leaf": views_of_a_leaf,
     **{name: lambda region, run=run: run(Net(region)) for name, run in NESTINGS.items()},
     **{
         f"regions in regions, {name}": lambda region, run=NESTINGS[name]: run(
