@@ -67,6 +67,30 @@ def test_only_what_depends_on_the_inputs_counts():
     assert not pr.audit(lambda x: F.layer_norm(constant.add_(x), (3,)), (torch.randn(2, 3),)).ok
 
 
+def test_numbers_that_are_drawn_with_a_derivative_count():
+    report = pr.audit(
+        lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample() * torch.rand_like(x), (torch.randn(3),)
+    )
+    assert [*found(report)] == ["aten._standard_gamma.default"]
+
+
+@pytest.mark.parametrize(
+    "before, is_found",
+    [
+        # Autograd detaches results that it saves.
+        (lambda x: x.exp().relu(), True),
+        (lambda x: x.mul(2).detach().add_(x), True),
+        (lambda x: (x, x.detach())[0], True),
+        (lambda x: x.mul(2).detach(), False),
+        (lambda x: x.mul(2).detach()[:, :3].clone(), False),
+        (lambda x: x.mul(2).data.tanh(), False),
+    ],
+)
+def test_what_is_detached_and_nothing_else_counts_as_constant(before, is_found):
+    report = pr.audit(lambda x: x * F.layer_norm(before(x), (3,)), (torch.randn(2, 3),))
+    assert ("aten.native_layer_norm.default" in found(report)) == is_found
+
+
 def test_functions_and_operators_of_others_are_found():
     class Cube(torch.autograd.Function):
         @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from primitives._audit.table import name_of, verdict_of
 
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Recorder", "autograd_functions", "places_by_module"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+# Other operators that draw numbers have derivatives, as those of a gamma distribution and cuDNN's LSTM.
+_CONSTANTS = re.compile(
+    "aten::(detach|lift_fresh|.*_like|new_.*|rand(n|int|perm)?|multinomial|"
+    "(bernoulli|cauchy|exponential|geometric|log_normal|normal|poisson|uniform)(_functional)?_?)"
+)
 # Files whose lines are not the user's.
 _INNER = (str(Path(torch.__file__).parent), str(_PACKAGE), "<")
 
@@ -84,18 +91,30 @@ class Recorder(TorchDispatchMode):
         self._call: Any = None
         self._function_of: dict[Any, type | None] = {}
         self._modules = modules
+        # Memory of what is differentiated, but for the tensors that lie in it and have been detached.
         self._moving = {_storage(x) for x in moving}
+        self._detached = WeakTensorKeyDictionary()
+
+    def _moves(self, x: Tensor) -> bool:
+        memory = _storage(x)
+        return x not in self._detached and (memory is None or memory in self._moving)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        depends = any((s := _storage(x)) is None or s in self._moving for x in given)
-        depends = depends and not _makes_constants(func)
+        depends = any(map(self._moves, given)) and not _makes_constants(func)
         moves = [x for x in made if depends and (x.is_floating_point() or x.is_complex())]
+        shared = self._moving.intersection(map(_storage, given))
+        for x in made:
+            self._detached.pop(x, None)
+            if _storage(x) in shared:
+                self._detached[x] = True
         # Memory is used again for other tensors, which may not depend on anything.
-        self._moving.difference_update(map(_storage, made))
-        self._moving.update(map(_storage, moves))
+        self._moving.difference_update({_storage(x) for x in made} - shared)
+        for x in moves:
+            self._detached.pop(x, None)
+            self._moving.add(_storage(x))
         if moves:
             frame = inspect.currentframe()
             call, function = self._applied(frame)
@@ -122,9 +141,7 @@ class Recorder(TorchDispatchMode):
 
 def _makes_constants(operator: Any) -> bool:
     """Whether an operator takes of its inputs their shapes alone, or draws numbers that have no derivative."""
-    name = operator._schema.name.partition("::")[2]
-    draws = torch.Tag.nondeterministic_seeded in operator.tags and verdict_of(name_of(operator)) is None
-    return draws or name in {"detach", "lift_fresh"} or name.endswith("_like") or name.startswith("new_")
+    return bool(_CONSTANTS.fullmatch(operator._schema.name)) and verdict_of(name_of(operator)) is None
 
 
 @contextlib.contextmanager
