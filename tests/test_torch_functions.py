@@ -15,10 +15,14 @@ pytestmark = pytest.mark.usefixtures("seeded")
 MATRIX, COLUMNS, VECTOR = (3, 3), (3, 2), (3,)
 GRID = (1, 2, 2, 2)
 
-# A function, shapes of its arguments, and how many orders of nested derivatives torch has right by itself.
+ZEROS = torch.tensor([2.0, 0.0, 3.0, 0.0], dtype=torch.float64)
+MASKED = torch.tensor([-torch.inf, 0.3, -torch.inf, -1.0], dtype=torch.float64)
+
+# A function, arguments or their shapes, and how many orders of nested derivatives torch has right by itself.
 CASES = {
     "det": (torch.linalg.det, [MATRIX], 1),
     "det, method": (lambda a: a.det(), [(2, *MATRIX)], 1),
+    "det, by name": (lambda a: torch.det(input=a), [MATRIX], 1),
     "slogdet": (lambda a: torch.slogdet(a)[1], [MATRIX], 1),
     "logdet": (lambda a: torch.logdet(a @ a.mT), [MATRIX], 1),
     "solve": (torch.linalg.solve, [MATRIX, COLUMNS], 1),
@@ -35,6 +39,10 @@ CASES = {
     "huber loss, of equals": (lambda x: F.huber_loss(x - x.mT, 0 * x, reduction="sum"), [MATRIX], 1),
     "soft margin loss": (lambda x: F.soft_margin_loss(x, x.detach().sign()), [MATRIX], 1),
     "weight norm": (lambda v, g: torch._weight_norm(v, g, 0), [(3, 4), (3, 1)], 0),
+    "cumprod, zeros": (lambda x: x.cumprod(0), [ZEROS], 1),
+    "cumprod, matrix": (lambda x: torch.cumprod(x, dim=-1), [MATRIX], 3),
+    "sinc, zeros": (torch.sinc, [ZEROS], 1),
+    "logaddexp, masked": (lambda x: torch.logaddexp(x + MASKED, x.sin()), [ZEROS], 1),
     "grid sample": (lambda x, at: F.grid_sample(x, at.tanh(), align_corners=False), [(1, 1, 4, 4), GRID], 0),
 }
 
@@ -42,7 +50,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_nesting_to_order_3_is_right(name):
     function, shapes, right_in_torch = CASES[name]
-    xs, directions = [randn(*shape) for shape in shapes], [randn(*shape) for shape in shapes]
+    xs = [shape if isinstance(shape, torch.Tensor) else randn(*shape) for shape in shapes]
+    directions = [randn(*x.shape) for x in xs]
 
     def scalar(context, *xs):
         with context():

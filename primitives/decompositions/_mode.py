@@ -192,7 +192,15 @@ class differentiate_through(Decorates, TorchFunctionMode):  # noqa: N801 - used 
         if len(meant) > 1:
             meant = [signature for signature in meant if not signature.takes_tensor_as_number(args, names)]
         decomposition = self._decomposition(meant[0].overload, args, kwargs) if meant else None
-        return func(*args, **kwargs) if decomposition is None else decomposition(*args, **names)
+        if decomposition is None:
+            return func(*args, **kwargs)
+        # By position, since a decomposition may have names of its own.
+        given, names = [*args], dict(names)
+        for name in meant[0].positional[len(args) :]:
+            if name not in names:
+                break
+            given.append(names.pop(name))
+        return decomposition(*given, **names)
 
     def _decomposition(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable | None:
         if self._only is not None and op not in self._only:
