@@ -43,7 +43,8 @@ def _finite(top):
 
 
 @triton.jit
-def _scaled(value, r):
+def scaled(value, r):
+    """Times the scale, if there is one."""
     return value * r[0] if len(r) > 0 else value
 
 
@@ -158,7 +159,7 @@ def _share_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y = exponential(_logits(x, r, mask) - s[0]) * s[1]
     y_dot = nothing()
     if x[1].type.is_block():
-        y_dot = _scaled(y * (x[1] - s[2]), r)
+        y_dot = scaled(y * (x[1] - s[2]), r)
     return y, y_dot
 
 
@@ -195,11 +196,12 @@ def log_softmax_fwd_kernel(
     )  # fmt: skip
 
 
-# Pairing: y_bar, y and x_dot; the sums of y_bar and of p * x_dot, or of y * y_bar and of y * x_dot.
+# Derivatives (see `_row_maps`): the sums of the pairing are those of y_bar and p * x_dot, those of the jvp of the vjp
+# are those of y_bar and of y_bar_dot.
 
 
 @triton.jit
-def _log_pairing_terms(x, p, r, mask):
+def pairing_terms(x, p, r, mask):
     weighted = nothing()
     if x[2].type.is_block():
         weighted = exponential(x[1]) * x[2]
@@ -207,7 +209,7 @@ def _log_pairing_terms(x, p, r, mask):
 
 
 @triton.jit
-def _log_pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
     if s[1].type.is_block():
         y_bar_bar = x[2] - s[1]
@@ -221,69 +223,12 @@ def _log_pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
 
 
 @triton.jit
-def _pairing_terms(x, p, r, mask):
-    total, dot_total = nothing(), nothing()
-    if x[0].type.is_block():
-        total = x[1] * x[0]
-    if x[2].type.is_block():
-        dot_total = x[1] * x[2]
-    return total, dot_total
-
-
-@triton.jit
-def _pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    y_bar_bar, output_bar, x_dot_bar = nothing(), nothing(), nothing()
-    if s[1].type.is_block():
-        change = x[2] - s[1]
-        if x[1].type.is_block():
-            y_bar_bar = _scaled(x[1] * change, r)
-        if s[0].type.is_block():
-            output_bar = _scaled(x[0] * change - x[2] * s[0], r)
-    if s[0].type.is_block():
-        change_bar = x[0] - s[0]
-        if x[1].type.is_block():
-            x_dot_bar = _scaled(x[1] * change_bar, r)
-    return y_bar_bar, output_bar, x_dot_bar
-
-
-@stride_independent_jit
-def log_softmax_pairing_kernel(
-    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    y_ptr, y_segment_stride, y_row_stride, y_col_stride,
-    x_dot_ptr, x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride, scale_low, scale_high,
-    y_bar_bar_ptr, output_bar_ptr, x_dot_bar_ptr, out_segment_stride, out_row_stride, out_col_stride,
-    parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
-    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    LOG: tl.constexpr,
-):  # fmt: skip
-    """The derivatives of the pairing for which there is memory; the others' operands may be absent."""
-    row_op(
-        (y_bar_ptr, y_ptr, x_dot_ptr),
-        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (y_segment_stride, y_row_stride, y_col_stride),
-         (x_dot_segment_stride, x_dot_row_stride, x_dot_col_stride)),
-        (), (), (), 0, (y_bar_bar_ptr, output_bar_ptr, x_dot_bar_ptr),
-        (out_segment_stride, out_row_stride, out_col_stride), (None, None), parts_ptr, num_splits, num_rows,
-        _log_pairing_emit if LOG else _pairing_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        TERMS=_log_pairing_terms if LOG else _pairing_terms,
-        WANTED=(0 if y_bar_ptr is None else 1) + (0 if (y_bar_bar_ptr if LOG else x_dot_ptr) is None else 2),
-        scale_low=scale_low, scale_high=scale_high,
-    )  # fmt: skip
-
-
-# JVP of the vjp: y_bar, y, y_bar_dot and y_dot; the sums of y_bar and of y_bar_dot, or of y * y_bar and of the tangent
-# of that.
-
-
-@triton.jit
-def _log_bwd_jvp_terms(x, p, r, mask):
+def bwd_jvp_terms(x, p, r, mask):
     return x[0], x[2]
 
 
 @triton.jit
-def _log_bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     if not s[0].type.is_block():
         change = s[1]
     elif s[1].type.is_block():
@@ -293,52 +238,3 @@ def _log_bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     # Of `exponential`, ptxas spills 8 bytes where three tensors of float32 are swept along rows.
     change = -tl.exp(x[1]) * change
     return (x[2] + change if x[2].type.is_block() else change,)
-
-
-@triton.jit
-def _bwd_jvp_terms(x, p, r, mask):
-    total = nothing()
-    if not x[3].type.is_block():
-        change = x[1] * x[2]
-    else:
-        total = x[1] * x[0]
-        change = x[3] * x[0]
-        if x[2].type.is_block():
-            change += x[1] * x[2]
-    return total, change
-
-
-@triton.jit
-def _bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    change = x[1] * (x[2] - s[1] if x[2].type.is_block() else -s[1])
-    if x[3].type.is_block():
-        change += x[3] * (x[0] - s[0])
-    return (_scaled(change, r),)
-
-
-@stride_independent_jit
-def log_softmax_bwd_jvp_kernel(
-    y_bar_ptr, y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride,
-    y_ptr, y_segment_stride, y_row_stride, y_col_stride,
-    y_bar_dot_ptr, y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride,
-    y_dot_ptr, y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride, scale_low, scale_high,
-    x_bar_dot_ptr, out_segment_stride, out_row_stride, out_col_stride, parts_ptr, num_splits, num_rows,
-    num_cols: tl.constexpr, DTYPE: tl.constexpr, AXES: tl.constexpr, TWO_LEVEL: tl.constexpr, ALIGN: tl.constexpr,
-    ROW_ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MODE: tl.constexpr,
-    SUM_READS: tl.constexpr, EMIT_READS: tl.constexpr, STAGES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    LOG: tl.constexpr,
-):  # fmt: skip
-    """Tangent of x_bar; y_bar is absent where y_dot is."""
-    row_op(
-        (y_bar_ptr, y_ptr, y_bar_dot_ptr, y_dot_ptr),
-        ((y_bar_segment_stride, y_bar_row_stride, y_bar_col_stride), (y_segment_stride, y_row_stride, y_col_stride),
-         (y_bar_dot_segment_stride, y_bar_dot_row_stride, y_bar_dot_col_stride),
-         (y_dot_segment_stride, y_dot_row_stride, y_dot_col_stride)),
-        (), (), (), 0, (x_bar_dot_ptr,), (out_segment_stride, out_row_stride, out_col_stride), (None, None),
-        parts_ptr, num_splits, num_rows,
-        _log_bwd_jvp_emit if LOG else _bwd_jvp_emit, (0.0, 0.0), num_cols, DTYPE, AXES, TWO_LEVEL, ALIGN, ROW_ALIGN,
-        BLOCK_ROWS, BLOCK_COLS, MODE, SUM_READS, EMIT_READS, STAGES, BLOCK_SPLITS,
-        TERMS=_log_bwd_jvp_terms if LOG else _bwd_jvp_terms,
-        WANTED=(0 if y_bar_ptr is None else 1) + (0 if LOG and y_bar_dot_ptr is None else 2),
-        scale_low=scale_low, scale_high=scale_high,
-    )  # fmt: skip

@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     another. The dtype is that of the arithmetic. Of `seeds` a program reads one, and draws `noise` from it. Where a
     `run` of columns shares a number of a parameter, so many rows, one after another, make `groups` of numbers (it is
     negative where so many columns are adjacent, and the next ones have the same numbers); so many `planes` share a
-    statistic.
+    statistic. What the kernel has another name for goes into that of its `slots`.
     """
 
     view: RowView
@@ -56,6 +56,7 @@ class Operands(NamedTuple):
     groups: int = 1
     run: int = 0
     planes: int = 1
+    slots: Mapping[str, str] = MappingProxyType({})
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernel, and constants that follow from the operands alone."""
@@ -63,10 +64,10 @@ class Operands(NamedTuple):
         found: dict[str, Any] = {}
         for name, strides in zip((*self.names, "out"), (*view.strides, view.out_strides), strict=True):
             for axis, stride in zip(("segment", "row", "col"), strides, strict=True):
-                found[f"{name}_{axis}_stride"] = stride
+                found[f"{self.slots.get(name, name)}_{axis}_stride"] = stride
         full_size = dict(zip(self.names, view.tensors, strict=True))
         tensors = {**full_size, **self.statistics, **self.outputs, **self.row_outputs}
-        found |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+        found |= {f"{self.slots.get(name, name)}_ptr": tensor for name, tensor in tensors.items()}
         for name, (param, stride) in self.params.items():
             found |= {f"{name}_ptr": param, f"{name}_stride": stride}
         return found | {

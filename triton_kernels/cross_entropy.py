@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kernels._cross_entropy_kernels import cross_entropy_gradient_kernel, cross_entropy_sums_kernel
-from triton_kernels._log_softmax_rows import launch_log_softmax
 from triton_kernels._row_launch import RowSums
+from triton_kernels._row_maps import launch_map
 from triton_kernels._runtime import accumulation_dtype
 from triton_kernels.tuning import tunable
 
@@ -65,7 +65,7 @@ def _launch_sums(
     has_x_dot, has_target_dot = "x_dot" in present, "target_dot" in present
     has_t = label is None or smoothing != 0.0
     wanted = 2 + has_x_dot + has_t + (has_target_dot or (has_t and has_x_dot)) + (label is None) + has_target_dot
-    launch_log_softmax(
+    launch_map(
         cross_entropy_sums_kernel,
         inputs,
         {},
@@ -136,7 +136,7 @@ def _launch_gradient(
     if wanted[1] and label is None:
         target_bar = torch.empty(x.shape, dtype=target.dtype, device=x.device)
     summed = [name for name in ("target", "x_dot", "target_dot") if inputs[name] is not None]
-    launch_log_softmax(
+    launch_map(
         cross_entropy_gradient_kernel,
         inputs,
         {"x_bar": x_bar, "target_bar": target_bar},

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels._log_softmax_rows import bwd_jvp_of, forward_of, launch_pairing, pairing_of
+from triton_kernels._log_softmax_rows import LOG_SOFTMAX, forward_of
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.
 @tunable
 def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
     """Tangent of `log_softmax_fwd`, in the dtype of `y`."""
-    return launch_pairing(None, y, x_dot, dim, (True, False, False))[0]
+    return LOG_SOFTMAX.gradients(None, y, x_dot, dim, (True, False, False))[0]
 
 
 @tunable
 def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
     """Cotangent of the input of `log_softmax_fwd`, in the dtype `x_dtype`."""
-    return launch_pairing(y_bar, y, None, dim, (False, False, True), x_dtype=x_dtype)[2]
+    return LOG_SOFTMAX.gradients(y_bar, y, None, dim, (False, False, True), x_dtype=x_dtype)[2]
 
 
 @tunable
@@ -74,7 +74,7 @@ def log_softmax_pairing(
 
     `y_bar_bar = x_dot - sum(p * x_dot)`, `output_bar = -p * x_dot * sum(y_bar)`, `x_dot_bar = y_bar - p * sum(y_bar)`.
     """
-    return pairing_of(y_bar, y, x_dot, dim, wanted)
+    return LOG_SOFTMAX.pairing_of(y_bar, y, x_dot, dim, wanted)
 
 
 @tunable
@@ -85,4 +85,4 @@ def log_softmax_bwd_jvp(
 
     Only beside a `y_dot` is `y_bar` read.
     """
-    return bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype)
+    return LOG_SOFTMAX.bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels._log_softmax_rows import bwd_jvp_of, forward_of, launch_pairing, pairing_of
+from triton_kernels._log_softmax_rows import SOFTMAX, forward_of
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def softmax_fwd_jvp(
 @tunable
 def softmax_jvp(x_dot: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
     """Tangent of `softmax_fwd` by its output: `scale * P(x_dot)`, in the dtype of `y`."""
-    return launch_pairing(None, y, x_dot, dim, (True, False, False), scale)[0]
+    return SOFTMAX.gradients(None, y, x_dot, dim, (True, False, False), scale)[0]
 
 
 @tunable
 def softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch.dtype) -> Tensor:
     """Cotangent of the input of `softmax_fwd` by its output: `scale * P(y_bar)`, in the dtype `x_dtype`."""
-    return launch_pairing(y_bar, y, None, dim, (False, False, True), scale, x_dtype=x_dtype)[2]
+    return SOFTMAX.gradients(y_bar, y, None, dim, (False, False, True), scale, x_dtype=x_dtype)[2]
 
 
 @tunable
@@ -71,7 +71,7 @@ def softmax_pairing(
     `y_bar_bar = scale * P(x_dot)`, `x_dot_bar = scale * P(y_bar)` and `output_bar = scale * (y_bar * (x_dot - sum(y *
     x_dot)) - x_dot * sum(y * y_bar))`, which comes second.
     """
-    return pairing_of(y_bar, y, x_dot, dim, wanted, scale)
+    return SOFTMAX.pairing_of(y_bar, y, x_dot, dim, wanted, scale)
 
 
 @tunable
@@ -85,4 +85,4 @@ def softmax_bwd_jvp(
     x_dtype: torch.dtype,
 ) -> Tensor:
     """Tangent of `softmax_bwd` for those of `y_bar` and `y`, or None for zero; `y_bar` is read only beside `y_dot`."""
-    return bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype, scale)
+    return SOFTMAX.bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype, scale)

@@ -19,6 +19,7 @@ from perf.ops.cross_entropy import CrossEntropy
 from perf.ops.layer_norm import LayerNorm
 from tests.kernels.calls import dropout_calls, launched_by, short_rows
 from triton_kernels._kernel import Kernel
+from triton_kernels._row_maps import RowMapKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,9 +67,11 @@ def test_every_launcher_is_tuned_and_has_calls() -> None:
 
 
 def test_every_kernel_is_launched(use_limits: Callable[..., None]) -> None:
-    kernels = {name for module in modules() for name, value in vars(module).items() if isinstance(value, Kernel)}
-    launched: set[str] = set()
+    things = [thing for module in modules() for thing in vars(module).values()]
+    kernels = {thing for thing in things if isinstance(thing, Kernel)}
+    kernels |= {thing.kernel for thing in things if isinstance(thing, RowMapKernels)}
+    launched: set[Kernel] = set()
     for limits in ({}, short_rows(16, 1)):
         use_limits(**limits)
-        launched |= {one.kernel.__name__ for call in some_calls() for one in launched_by(call.results)}
-    assert kernels == launched, f"kernels that no gate launches: {kernels - launched}"
+        launched |= {one.kernel for call in some_calls() for one in launched_by(call.results)}
+    assert kernels == launched, f"kernels that no gate launches: {[one.__name__ for one in kernels - launched]}"

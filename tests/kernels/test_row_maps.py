@@ -1,0 +1,105 @@
+"""The generic kernel of a map's derivatives, on a map that keeps x, a number of its rows, and takes three sums."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.kernels.calls import ROW_PLANS
+from tests.support import assert_close
+from tests.test_row_maps import UNIT, unit_p
+from triton_kernels._row_maps import Part, RowMapKernels, derivative_kernel
+from triton_kernels.tiles import nothing
+
+
+@triton.jit
+def pairing_terms(x, p, r, mask):
+    a, b, c = nothing(), nothing(), nothing()
+    if x[0].type.is_block():
+        a = x[1] * x[0]
+    if x[2].type.is_block():
+        b = x[1] * x[2]
+        if x[0].type.is_block():
+            c = x[0] * x[2]
+    return a, b, c
+
+
+@triton.jit
+def _map(v, x, total, norm):
+    return (v - x * total / (norm * norm)) / norm
+
+
+@triton.jit
+def _along_x(x, s, norm):
+    return (x[1] * (3 * s[0] * s[1] / (norm * norm) - s[2]) - x[0] * s[1]) / (norm * norm * norm)
+
+
+@triton.jit
+def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    y_bar_bar, x_bar, x_dot_bar = nothing(), nothing(), nothing()
+    if s[1].type.is_block():
+        y_bar_bar = _map(x[2], x[1], s[1], r[0])
+    if s[0].type.is_block():
+        x_dot_bar = _map(x[0], x[1], s[0], r[0])
+    if s[2].type.is_block():
+        x_bar = _along_x(x, s, r[0]) - x[2] * s[0] / (r[0] * r[0] * r[0])
+    return y_bar_bar, x_bar, x_dot_bar
+
+
+@triton.jit
+def bwd_jvp_terms(x, p, r, mask):
+    a, b, c = nothing(), nothing(), nothing()
+    if x[2].type.is_block():
+        c = x[1] * x[2]
+    if x[3].type.is_block():
+        a, b = x[1] * x[0], x[1] * x[3]
+        c = x[0] * x[3] + c if x[2].type.is_block() else x[0] * x[3]
+    return a, b, c
+
+
+@triton.jit
+def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    if not x[3].type.is_block():
+        return (_map(x[2], x[1], s[2], r[0]),)
+    moved = _along_x(x, s, r[0]) - x[3] * s[0] / (r[0] * r[0] * r[0])
+    return (moved + x[2] / r[0] if x[2].type.is_block() else moved,)
+
+
+_EVERY = ("y_bar", "x", "x_dot")
+KERNELS = RowMapKernels(
+    derivative_kernel(globals()),
+    "x",
+    pairing=(
+        Part((1,), ("x", "x_dot"), ("x", "x_dot")),
+        Part((0, 1, 2), _EVERY, _EVERY),
+        Part((0,), ("x", "y_bar"), ("x", "y_bar")),
+    ),
+    bwd_jvp=(Part((2,), ("x", "y_bar_dot"), ("x", "y_bar_dot")), Part((0, 1, 2), _EVERY, _EVERY)),
+)
+
+
+# Rows past the end have a norm of 0, and are not stored.
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("plan", ROW_PLANS)
+@pytest.mark.parametrize("shape, dim", [((3, 40), 1), ((40, 3), 0)], ids=str)
+def test_every_result_is_that_of_the_formulas(plan, shape, dim, use_limits):
+    use_limits(**ROW_PLANS[plan])
+    tensors = torch.randn(4, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, y_bar, x_dot, y_bar_dot = tensors.to(torch.get_default_device())
+    norm = x.norm(dim=dim)
+    for wanted in set(itertools.product((False, True), repeat=3)) - {(False,) * 3}:
+        found = KERNELS.pairing_of(y_bar, x, x_dot, dim, wanted, norm=norm)
+        for got, true in zip(found, UNIT.ops["pairing"](y_bar, x, norm, x_dot, dim, wanted), strict=True):
+            assert_close(got, true, what=str(wanted))
+    for dots in ((y_bar_dot, None), (None, x_dot), (y_bar_dot, x_dot)):
+        got = KERNELS.bwd_jvp_of(y_bar, x, *dots, dim, x.dtype, norm=norm)
+        assert_close(got, UNIT.ops["bwd_jvp"](y_bar, x, norm, *dots, dim))
+    (y_dot,) = [
+        out for out in KERNELS.gradients(None, x, x_dot, dim, (True, False, False), norm=norm) if out is not None
+    ]
+    assert_close(y_dot, torch.func.jvp(lambda x: unit_p(x, dim)[0], (x,), (x_dot,))[1])
