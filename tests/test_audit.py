@@ -253,13 +253,26 @@ def test_errors_of_torch_get_the_remedy_as_a_note_once():
 # The table.
 
 
+def test_inputs_with_other_derivatives_have_rows_of_their_own():
+    """Torch's jvp of a product is silently 0."""
+    index, x = torch.tensor([0, 1, 1]), torch.tensor([1.0, 0.0, 2.0])
+    for reduce, is_wrong in (("prod", True), ("sum", False)):
+        report = pr.audit(lambda x, r=reduce: x.clone().scatter_reduce_(0, index, x, r), (x,), order=1)
+        assert [finding.wrong for finding in report.findings] == [("jvp",)] * is_wrong
+    for start, is_wrong in ((x, True), (x + 1, False)):
+        assert bool(pr.audit(lambda x: (x * 1).cumprod_(0), (start,)).findings) == is_wrong
+
+
 @pytest.fixture(scope="module")
 def calls():
     """The calls that the table's script makes beside torch's database."""
     return torch_derivatives.recorded(database=())
 
 
-RIGHT_THROUGH_DECOMPOSITIONS = ("aten.native_group_norm.default channels_last", "aten._weight_norm_interface.default")
+RIGHT_THROUGH_DECOMPOSITIONS = (
+    *("aten.native_group_norm.default channels_last", "aten._weight_norm_interface.default"),
+    *("aten.cumprod.default zeros", "aten.sinc.default zeros", "aten.logaddexp.default infinite"),
+)
 
 
 def test_the_table_says_what_torch_does(calls):

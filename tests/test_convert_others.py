@@ -140,3 +140,38 @@ def test_a_model_of_others_compiles_into_one_graph():
     assert_close(*[torch.autograd.grad(y.sin().sum(), model.qkv.weight) for y in (compiled(x), model(x))])
     operators = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     assert sum("primitives.attention" in name for name in operators) == 1
+
+
+class Weightless(nn.Module):
+    """As Falcon-Mamba's, with a buffer that kernels of others read."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-5
+        self.register_buffer("weight", torch.ones(6))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class NormWithBuffer(Weightless):
+    def forward(self, x):
+        return super().forward(x) * self.weight
+
+
+class ImageNorm(nn.Module):
+    """Without an eps, as those of Wan and Qwen in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(6, 1, 1))
+
+    def forward(self, x):
+        return nn.functional.normalize(x, dim=1) * 6**0.5 * self.gamma
+
+
+def test_norms_with_a_buffer_and_without_eps_are_served_or_named():
+    assert pr.nn.converted(pr.nn.convert(Weightless()))
+    for cls in (NormWithBuffer, ImageNorm):
+        with pytest.warns(pr.nn.ConversionWarning, match=cls.__name__):
+            assert not pr.nn.converted(pr.nn.convert(cls()))

@@ -20,7 +20,7 @@ __all__ = ["MAX_ORDER", "Verdict", "name_of", "remedy_for", "table_path", "table
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
-CHANNELS_LAST, MASKED_ROWS = " channels_last", " masked_rows"
+CHANNELS_LAST, MASKED_ROWS, INFINITE, PRODUCT, ZEROS = " channels_last", " masked_rows", " infinite", " prod", " zeros"
 
 # Operators of CUDA, which the table's machine has not, by those of the CPU that stand in the same place and have their
 # derivatives by the same formulas; and other names of one operator.
@@ -47,12 +47,20 @@ class Verdict(NamedTuple):
 def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
     """Name of an operator in the table: that of its functional form, and what is special about its input."""
     namespace, _, name = operator._schema.name.partition("::")
-    text = f"{namespace}.{name.rstrip('_') or name}.{operator._overloadname}"
+    name = name.rstrip("_") or name
+    text = f"{namespace}.{name}.{operator._overloadname}"
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         return text
-    if "softmax" in name and "backward" not in name and x.numel() and not x.is_meta:
-        return text + MASKED_ROWS * bool((x == -torch.inf).all(args[1]).any())
+    if name == "scatter_reduce":
+        return text + PRODUCT * ("prod" in args)
+    if x.numel() and not x.is_meta:
+        if "softmax" in name and "backward" not in name:
+            return text + MASKED_ROWS * bool((x == -torch.inf).all(args[1]).any())
+        if name in ("cumprod", "sinc"):
+            return text + ZEROS * bool((x == 0).any())
+        if name == "logaddexp":
+            return text + INFINITE * bool((x.isinf() | args[1].isinf()).any())
     is_image = x.dim() == 4 and not x.is_contiguous()
     return text + CHANNELS_LAST * (is_image and x.is_contiguous(memory_format=torch.channels_last))
 

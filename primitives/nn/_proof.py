@@ -68,16 +68,17 @@ def looks_like_a_norm(module: torch.nn.Module) -> bool:
     parameters = list(own(module._parameters).values())
     if not parametrize.is_parametrized(module):
         parts = itertools.chain.from_iterable((*p.parameters(), *p.buffers()) for p in module.children())
-        if next(parts, None) is not None or own(module._buffers):
+        # Of whole numbers the twin has zeros, which may hide what they do.
+        if next(parts, None) is not None or not all(map(torch.is_floating_point, own(module._buffers).values())):
             return False
     are_alike = len(parameters) <= _SCALE_AND_SHIFT and len({p.shape for p in parameters}) <= 1
     return are_alike and (bool(epsilons(module)) or "norm" in type(module).__name__.lower())
 
 
 def _is_worth_a_word(module: torch.nn.Module) -> bool:
-    """Whether one would expect a module to be a norm, by more than its name."""
+    """Whether one would expect a module to be a norm, by two of an eps, parameters, and its name."""
     has_own = bool(module._parameters) or parametrize.is_parametrized(module)
-    return isinstance(module, _NORMS) or (bool(epsilons(module)) and (has_own or "norm" in repr(module).lower()))
+    return isinstance(module, _NORMS) or bool(epsilons(module)) + has_own + ("norm" in repr(module).lower()) > 1
 
 
 def _obstacle(module: torch.nn.Module) -> str:
