@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from perf.calls import random
 from tests.kernels.calls import ROW_PLANS
 from tests.support import assert_close
 from tests.test_row_maps import UNIT, unit_p
@@ -89,8 +90,7 @@ KERNELS = RowMapKernels(
 @pytest.mark.parametrize("shape, dim", [((3, 40), 1), ((40, 3), 0)], ids=str)
 def test_every_result_is_that_of_the_formulas(plan, shape, dim, use_limits):
     use_limits(**ROW_PLANS[plan])
-    tensors = torch.randn(4, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, y_bar, x_dot, y_bar_dot = tensors.to(torch.get_default_device())
+    x, y_bar, x_dot, y_bar_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
     norm = x.norm(dim=dim)
     for wanted in set(itertools.product((False, True), repeat=3)) - {(False,) * 3}:
         found = KERNELS.pairing_of(y_bar, x, x_dot, dim, wanted, norm=norm)
