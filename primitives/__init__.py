@@ -8,7 +8,7 @@ call.
 import sys
 
 from primitives import autograd, custom, decompositions, func, functional, nn, testing, tracing
-from primitives._audit import AuditReport, audit
+from primitives._audit import AuditReport, Finding, audit
 from primitives._core import (
     AxisError,
     BackendError,
@@ -40,6 +40,7 @@ __all__ = [
     "CommunicationError",
     "DeviceError",
     "DtypeError",
+    "Finding",
     "LabelError",
     "LeafError",
     "MissingRuleError",

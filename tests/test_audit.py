@@ -29,6 +29,7 @@ def test_a_norm_of_torch_is_found_with_its_place_and_its_remedy_makes_it_right()
     (place,) = norm.places
     assert place.startswith("1 (LayerNorm), ")
     assert "test_audit.py" in place
+    assert type(norm) is pr.Finding
     assert not report
     for text in (norm.remedy, place, "silently wrong: jvp(jvp), vjp(jvp)"):
         assert text in str(report)

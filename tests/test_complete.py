@@ -61,7 +61,7 @@ def unrecorded(primitives):
     known = {case.family or case.name for case in CASES}
     for name, op in primitives.items():
         stem = re.sub("(_pairing)?(_bwd|_fwd)?(_jvp)?$", "", op.name)
-        # Random bits are state, of which there is no derivative.
+        # Random bits are state, without a derivative.
         if name.startswith("primitives::") and stem not in known and op.spec.differentiable_outputs:
             yield f"{op.name}: write a record of {stem}, perf/ops/{stem}.py, and name it in perf/ops/__init__.py."
 

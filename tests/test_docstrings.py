@@ -16,7 +16,8 @@ MODULES = (pr, pr.autograd, pr.custom, pr.decompositions, pr.func, pr.functional
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # Types that functions return, and that rules are handed.
 RETURNED = (
-    *(pr.AuditReport, pr.custom.BackwardContext, pr.custom.CustomOp, pr.custom.VmapInfo, pr.functional.BatchNormOutput),
+    *(pr.AuditReport, pr.Finding, pr.custom.BackwardContext, pr.custom.CustomOp, pr.custom.VmapInfo),
+    *(pr.functional.BatchNormOutput,),
     *(pr.testing.Report, pr.testing.Row, pr.tracing.JointGraph, pr.tracing.PhiloxState, pr.tracing.PureFunction),
     *(pr.tracing.PureModule, pr.tracing.SubclassSpec, pr.tracing.Unwrapped),
 )

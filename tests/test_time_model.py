@@ -115,7 +115,7 @@ def test_the_longest_of_three_terms_is_predicted_and_named(code, binds, seconds,
     found = model.predict(ROWS, "forward", changed)
     assert found.binds == binds
     assert found.predicted_us == pytest.approx(max(1e6 * seconds, found.cached_us))
-    # One that nobody has compiled leaves the step to its bytes.
+    # A step without machine code is predicted by its bytes.
     monkeypatch.setattr(model, "_machine_code", lambda chip: {})
     found = model.predict(ROWS, "forward", changed)
     assert (found.binds, found.issue_us, found.predicted_us) == ("bytes", None, found.cached_us)

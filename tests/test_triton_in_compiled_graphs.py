@@ -36,7 +36,7 @@ KERNELS = {
 }
 OPAQUE = ("symbolic sizes", "reference", "export")
 
-# Launches outside of graphs whose results nobody uses: the first-order cotangent of the weight.
+# Launches outside of graphs whose results go unused: the first-order cotangent of the weight.
 UNUSED = {"hessian-vector product": ["add_partial_rows_kernel"]}
 
 # A tensor that no kernel writes: a graph would copy it for the result.

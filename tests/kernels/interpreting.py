@@ -1,7 +1,7 @@
 """Triton's interpreter, held to the bounds of its tensors, and watched.
 
 An access that is not masked off goes unnoticed wherever the values that it reads are not used, or what it writes is
-memory of nobody. Here it fails, with the names of the kernel and of the argument that the address came from: while a
+outside all tensors. Here it fails, with the names of the kernel and of the argument that the address came from: while a
 kernel runs, the upper bits of each of its pointers, which no address uses, hold the number of that argument, and
 survive what a kernel adds.
 """

@@ -66,7 +66,7 @@ def in_suite(op: Op) -> dict[tuple[Any, ...], str]:
     """The pairs that the suite and the table of machine code reach, each with a case that does."""
     found: dict[tuple[Any, ...], str] = {}
     for chip in launch.CHIPS.values():
-        # Memory that nobody touches is filled in tests.
+        # Tests fill memory that no code touches.
         with launch.use_chip(chip), torch.device("meta"):
             for workload in (*op.gpu_workloads, *op.other_workloads):
                 for mode in workload.modes:
