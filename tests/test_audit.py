@@ -290,3 +290,26 @@ def test_the_remedy_for_decomposed_operators_makes_them_right(calls):
         with pr.decompositions.differentiate_through():
             verdicts = torch_derivatives.verdicts_of(calls[name])
         assert set(verdicts.values()) == {"right"}, name
+
+
+class Remembering(torch.nn.Module):
+    """Keeps its last result, as models of recurrent layers do, and assigns to slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.state = None
+
+    def forward(self, x):
+        self.state = self.linear(x).sin()
+        y = torch.empty_like(x).zero_()
+        y[0] = self.state[0] + self.state.sum(0)
+        return y
+
+
+def test_a_module_that_keeps_its_result_is_audited_strictly():
+    model = Remembering()
+    report = pr.audit(model, (torch.randn(2, 3),), strict=True)
+    assert report, report
+    assert model.state is None
+    assert pr.audit(model, (torch.randn(2, 3),)), "slices are assigned to"

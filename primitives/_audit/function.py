@@ -106,6 +106,8 @@ def audit(
     moving = [x for x in leaves_of_nodes(given, namespace) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not moving and not any(p.requires_grad for p in parameters):
         raise LeafError("audit: there must be a floating-point tensor or a parameter to differentiate, got none.")
+    # The run may leave tensors with a history in the module, which cannot be copied.
+    twin = copy.deepcopy(function) if strict and modules else function
     with attributes_kept(modules), tensors_kept([*parameters, *buffers]), torch.random.fork_rng(), torch.enable_grad():
         with (
             places_by_module(function) as running,
@@ -118,7 +120,7 @@ def audit(
             raise LeafError("audit: strict=True needs a floating-point result to differentiate, got none.")
         functions = autograd_functions(results)
         derivative = nested_by_autograd if any(map(_is_old, functions)) else nested
-        errors = _errors(function, args, dict(kwargs or {}), order, namespace, derivative) if strict else {}
+        errors = _errors(twin, args, dict(kwargs or {}), order, namespace, derivative) if strict else {}
     findings, right = [], {}
     for name, places in sorted(recorder.calls.items()):
         finding = _finding(name, dict(places), order)
@@ -197,11 +199,15 @@ def _settled(function: Any, directions: list[Tensor], xs: list[Tensor]) -> float
 def _errors(
     function: Any, args: Any, kwargs: Any, order: int, namespace: str, derivative: Callable[..., Any]
 ) -> dict[str, float | Exception]:
-    """Error of each nesting, by `derivative`, of the function in float64 against central differences, or its error."""
+    """Error of each nesting, by `derivative`, of the function in float64 against central differences, or its error.
+
+    A module is the audit's own, and becomes one of float64.
+    """
     names: list[str] = []
     parameters: list[Tensor] = []
+    modules: list[torch.nn.Module] = []
     if isinstance(function, torch.nn.Module):
-        function = copy.deepcopy(function).double()
+        modules = list(function.double().modules())
         names = [name for name, p in function.named_parameters() if p.requires_grad]
         parameters = [p.detach() for p in function.parameters() if p.requires_grad]
     leaves = leaves_of_nodes((args, kwargs), namespace)
@@ -216,7 +222,7 @@ def _errors(
         moved_args, keywords = mapped_nodes(lambda _: next(remaining), (args, kwargs), namespace)
         # Code that draws numbers draws the same ones each time.
         torch.manual_seed(0)
-        with InFloat64(half=True):
+        with attributes_kept(modules), InFloat64(half=True):
             if names:
                 moved = dict(zip(names, xs[len(positions) :], strict=True))
                 buffers = {name: b.clone() for name, b in function.named_buffers()}

@@ -28,6 +28,9 @@ _ALIKE = {
     "aten._scaled_dot_product_flash_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_efficient_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_cudnn_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    # Of slice assignment, and of `zero_`.
+    "aten.copy.default": "aten.clone.default",
+    "aten.zero.default": "aten.fill.Scalar",
     "aten.cudnn_batch_norm.default": "aten.native_batch_norm.default",
     "aten.miopen_batch_norm.default": "aten.native_batch_norm.default",
     "aten._batch_norm_with_update.default": "aten.native_batch_norm.default",
