@@ -98,7 +98,7 @@ def test_the_step_finds_every_kernel_that_it_launches():
     model.noise = torch.nn.Identity()
     plain, warm = (launched(lambda step=step: pr.warm_up(model, (x,), step=step)) for step in (None, jvp_step))
     assert launched(lambda: model(x).backward(torch.ones_like(x))) == plain
-    # Nobody can know of a derivative that the step does not take.
+    # A derivative that the step does not take stays unknown.
     assert launched(lambda: jvp_step(model, x)) == warm
     assert warm - plain
 
