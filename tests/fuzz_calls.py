@@ -113,7 +113,16 @@ def rms_norm(d: Draw) -> dict:
     call = layer_norm(d)
     del call["bias"]
     own = {"add_one": d.one(False, True), "cast_first": d.one(False, True)} if d.is_strict else {}
-    return {**call, "eps": d.one(*EPS, None), **own}
+    return _without_slope({**call, "eps": d.one(*EPS, None), **own})
+
+
+def _without_slope(call: dict) -> dict:
+    """A number over its own size has the slope that eps leaves of it: roundings."""
+    if math.prod(call["normalized_shape"]) > 1:
+        return call
+    drawn = {name: call[name] for name in ("input", "residual") if isinstance(call.get(name), Given)}
+    fixed = {name: dataclasses.replace(x, has_grad=False) for name, x in drawn.items()}
+    return {**call, **fixed}
 
 
 def _residual(d: Draw, call: dict) -> dict:
@@ -127,7 +136,7 @@ def add_layer_norm(d: Draw) -> dict:
 
 
 def add_rms_norm(d: Draw) -> dict:
-    return _residual(d, rms_norm(d))
+    return _without_slope(_residual(d, rms_norm(d)))
 
 
 def ada_layer_norm(d: Draw) -> dict:

@@ -118,8 +118,6 @@ UNSETTLED = (
     (SDPA, 0, lambda c: len(c["query"].shape) == 4 and any(x.special is not None for x in _tensors(c).values())),
     # Its norms, of which definitions are made, find a slope of 0 for rows and channels of one large number.
     ("layer_norm ada_layer_norm group_norm instance_norm batch_norm batch_norm_relu", 1, _repeats_large),
-    # A number over its own size has the slope that eps leaves of it: roundings.
-    ("rms_norm add_rms_norm", 1, lambda c: math.prod(c["normalized_shape"]) == 1),
     # A rounding of half precision decides on which side of ReLU's kink a value lies.
     ("batch_norm_relu", 1, lambda c: c["input"].dtype in LOW_PRECISION),
     # Torch divides the smoothing by no classes, for ignored rows too.
