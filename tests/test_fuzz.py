@@ -119,7 +119,7 @@ UNSETTLED = (
     # Its norms, of which definitions are made, find a slope of 0 for rows and channels of one large number.
     ("layer_norm ada_layer_norm group_norm instance_norm batch_norm batch_norm_relu", 1, _repeats_large),
     # A rounding of half precision decides on which side of ReLU's kink a value lies.
-    ("batch_norm_relu", 1, lambda c: c["input"].dtype in LOW_PRECISION),
+    ("batch_norm_relu", 1, lambda c: c["input"].dtype in LOW_PRECISION and c["input"].special is not None),
     # Torch divides the smoothing by no classes, for ignored rows too.
     ("cross_entropy", 0, lambda c: _is_empty(c) and c["label_smoothing"] > 0),
     # Without a share of the target, 0 times infinity or nothing.
