@@ -139,6 +139,7 @@ def check_call(
         else:
             assert_close(got, want, dtype=got.dtype, precision=coarsest(*dtypes), order=2, what=f"{call}, output {i}")
         assert not got.numel() or got.untyped_storage().data_ptr() not in storages, f"{call}: output {i} is not a copy"
+        assert not got._is_view(), f"{call}: output {i} is a view, which torch refuses to write to"
         storages.add(got.untyped_storage().data_ptr())
     for a, b in zip(call.args, before, strict=True):
         assert not isinstance(a, torch.Tensor) or same(a, b), f"{call} writes into an argument"

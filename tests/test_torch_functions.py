@@ -83,6 +83,38 @@ def test_every_nesting_to_order_3_is_right(name):
     assert min(wrong, default=4) == right_in_torch + 1 or torch.__version__ >= (2, 14)
 
 
+# Rows of each group, the columns of one operand for each, and columns: a mixture's forward and its derivatives.
+GROUPED = {"rows": [(8, 4), (3, 4, 4)], "sums": [(4, 8), (8, 4)], "columns": [(3, 4, 4), (4, 8)]}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_are_those_of_torch_in_every_nesting(name):
+    xs = [randn(*shape) for shape in GROUPED[name]]
+    directions = [randn(*x.shape) for x in xs]
+
+    def product(*xs, ends=(2, 2, 7)):
+        with pr.decompositions.differentiate_through():
+            return F.grouped_mm(*xs, offs=torch.tensor(ends, dtype=torch.int32))
+
+    # Torch takes no float64, and writes nothing to the row of no group.
+    halves, ends = [x.float() for x in xs], torch.tensor([2, 2, 8], dtype=torch.int32)
+    torch.testing.assert_close(product(*halves, ends=(2, 2, 8)), torch._grouped_mm(*halves, ends))
+    torch.testing.assert_close(product(*halves), product(*xs).float(), rtol=1e-5, atol=1e-5)
+
+    def scalar(*xs):
+        return perturbed_sum([product(*xs)])
+
+    truth = scalar
+    for order in (1, 2, 3):
+        truth = difference(truth, directions)
+        for nesting in nestings(order):
+            found = nested(scalar, directions, nesting)(*xs)
+            torch.testing.assert_close(
+                found, truth(*xs), rtol=1e-6, atol=1e-7, msg=lambda text, n=nesting: f"{n}: {text}"
+            )
+        truth = nested(scalar, directions, "f" * order)
+
+
 # Beside a row that is not: padding, and channels that are constant.
 EDGES = {
     "normalize": F.normalize,

@@ -22,6 +22,12 @@ __all__ = ["RuleTable"]
 
 
 _are_tensors = frozenset([torch.Tensor]).issuperset
+_is_view: Any = torch.Tensor._is_view
+
+
+def _own(outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, none of them a view to autograd, which lets a caller write into nothing that a function made so."""
+    return [x.data if _is_view(x) else x for x in outputs]
 
 
 def _runner(spec: Spec, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -39,12 +45,12 @@ def _runner(spec: Spec, implementations: Mapping[str, Callable[..., Any]]) -> Ca
         if returns_list:
             # A copy: the list is the caller's, who may change it.
             if kind is list and _are_tensors(map(type, out)):
-                return [*out]
+                return _own(out)
         elif count == 1:
             if kind is torch.Tensor:
-                return out
+                return _own((out,))[0]
         elif kind is tuple and len(out) == count and _are_tensors(map(type, out)):
-            return out
+            return tuple(_own(out))
         if out is None and count and implementation is not implementations["reference"]:
             out = implementations["reference"](*args)
         return _conformed(spec, out)
@@ -58,12 +64,12 @@ def _conformed(spec: Spec, out: Any) -> Any:
     if count == 0 and out is None:
         return None
     if count == 1 and not spec.returns_list and isinstance(out, torch.Tensor):
-        return out
+        return _own([out])[0]
     if isinstance(out, (tuple, list)) and all(isinstance(x, torch.Tensor) for x in out):
         if spec.returns_list:
-            return list(out)
+            return _own(out)
         if len(out) == count != 1:
-            return tuple(out)
+            return tuple(_own(out))
     wanted = "a list of tensors" if spec.returns_list else "a tensor" if count == 1 else f"a tuple of {count} tensors"
     found = type(out).__name__
     if isinstance(out, (tuple, list)):

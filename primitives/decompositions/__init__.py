@@ -11,6 +11,7 @@ from primitives._core.decomposition import (
     register_decomposition_for_jvp,
 )
 from primitives.decompositions import _batch_norms as _batch_norms
+from primitives.decompositions import _grouped_mm as _grouped_mm
 from primitives.decompositions import _linalg as _linalg
 from primitives.decompositions import _losses as _losses
 from primitives.decompositions import _norms as _norms
