@@ -67,8 +67,12 @@ class CallRecorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
 
+    @property
+    def names(self) -> set[str]:
+        return {str(call) for call in self.calls}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "primitives":
+        if func.namespace.startswith("primitives"):
             plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
             padding = [a.default_value for a in func._schema.arguments[len(plain) :]]
             self.calls.append(Call(func, (*plain, *padding)))

@@ -108,9 +108,19 @@ def torchs_module(name: str) -> Any:
     return next(info for info in module_db if info.module_cls.__name__ == name)
 
 
+def data(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in float64."""
+    return normal(shape, seed)
+
+
 def like(x: Tensor, seed: int, layout: str = "contiguous") -> Tensor:
     """Normal numbers with the shape, dtype and device of `x`."""
     return arranged(normal(x.shape, seed).to(x.device, x.dtype), layout)
+
+
+def along(function: Callable[[Tensor], Tensor], v: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """The derivative of `function` along `v`, or along the sine of where it is taken."""
+    return lambda x: torch.func.jvp(function, (x,), (x.sin() if v is None else v,))[1]
 
 
 def subsets(items: Iterable[Any]) -> Iterator[tuple]:

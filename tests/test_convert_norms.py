@@ -14,9 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import primitives as pr
 from primitives._audit.nestings import InFloat64
-from tests.support import normal
+from tests.call_properties import CallRecorder
+from tests.support import along, normal
 from tests.test_convert_others import wrapped
-from tests.test_override import Seen
 
 SIZE = 6
 LOW = (torch.bfloat16, torch.float16)
@@ -144,9 +144,9 @@ def made(name):
 def run(module, x):
     """Output and gradients, and the operators of this package that ran."""
     x = x.clone().requires_grad_()
-    with Seen() as seen:
+    with CallRecorder() as recorder:
         y = module(x)
-    return y, torch.autograd.grad(y.double().sin().sum(), [x, *module.parameters()]), seen.ops
+    return y, torch.autograd.grad(y.double().sin().sum(), [x, *module.parameters()]), recorder.names
 
 
 @each
@@ -168,8 +168,7 @@ def test_a_norm_of_others_computes_by_this_package(name):
             assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
 
     def curvature(module):
-        gradient = torch.func.grad(lambda x: module(x).pow(3).sum())
-        return torch.func.jvp(gradient, (x,), (x.cos(),))[1]
+        return along(torch.func.grad(lambda x: module(x).pow(3).sum()))(x)
 
     # Torch counts batches, and differentiates twice, in evaluation alone.
     with InFloat64():

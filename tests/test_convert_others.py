@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
+from tests.support import along
 
 
 class OwnLayerNorm(nn.LayerNorm):
@@ -75,9 +76,6 @@ OTHERS = {
 
 
 def curvature(model, x):
-    def along(function):
-        return lambda x: torch.func.jvp(function, (x,), (x.cos(),))[1]
-
     return along(along(lambda x: model(x).pow(3).sum()))(x)
 
 

@@ -17,6 +17,7 @@ from primitives._core.fast_path import fast_path_keys, state_of_new_threads
 from primitives._core.write_back import count_up, write_back
 from primitives._ops.layer_norm import layer_norm_p
 from tests.custom_ops import define, operator
+from tests.support import data
 
 X = torch.tensor([1.0, 2.0])
 
@@ -27,10 +28,6 @@ def cube_rules():
         "vjp": lambda r, c, wanted: {"x": 3.0 * r.x.square() * c.y},
         "jvp": lambda r, t: 3.0 * r.x.square() * t.x,
     }
-
-
-def data(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0), (2, -1)], ids=str)

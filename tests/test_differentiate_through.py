@@ -22,7 +22,7 @@ from primitives._core.decomposition import (
 )
 from primitives.decompositions import differentiate_through
 from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
-from tests.support import TORCH_ERRORS
+from tests.support import TORCH_ERRORS, along
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -34,7 +34,7 @@ def norm(x):
 
 
 def curvature(f, x, v):
-    return jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (v,))[1]
+    return along(along(f, v), v)(x)
 
 
 TORCH_NORMS = {
@@ -77,9 +77,7 @@ WRONG_IN_TORCH = {
 
 
 def _along(function, mode, v):
-    if mode == "jvp":
-        return lambda x: jvp(function, (x,), (v,))[1]
-    return lambda x: (grad(function)(x) * v).sum()
+    return along(function, v) if mode == "jvp" else lambda x: (grad(function)(x) * v).sum()
 
 
 def compiled(function):

@@ -8,15 +8,12 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import primitives as pr
+from tests.support import data
 
 functional = pr.functional
 
 
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, W, B = randn(2, 4, 3, 2), randn(4, seed=1), randn(4, seed=2)
+X, W, B = data(2, 4, 3, 2), data(4, seed=1), data(4, seed=2)
 NORMS = {
     "group": lambda space, x, w, b: space.group_norm(x, 2, w, b),
     "instance": lambda space, x, w, b: space.instance_norm(x, None, None, w, b),

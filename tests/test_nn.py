@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import primitives as pr
 from tests.custom_ops import NAMESPACE, Affine
-from tests.support import TORCH_ERRORS, torchs_module
+from tests.support import TORCH_ERRORS, data, torchs_module
 
 # Not among torch's samples of modules, or of arguments of another kind.
 NOT_MADE = ("Dropout", "SyncBatchNorm", "TransformerEncoder")
@@ -28,10 +28,6 @@ CASES = [
     ("BatchNorm1d", (3,), {"momentum": 0.3, "eps": 1e-2}),
     ("BatchNorm3d", (3,), {"momentum": None}),
 ]  # fmt: skip
-
-
-def data(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def pair(name, args=(3,), options=None):

@@ -10,43 +10,26 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import primitives as pr
+from tests.call_properties import CallRecorder
+from tests.support import along, data
 
-
-def data(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, IMAGES, W, B = data(0, 4, 3), data(1, 2, 3, 2, 2), data(2, 3).exp(), data(3, 3)
+X, IMAGES, W, B = data(4, 3), data(2, 3, 2, 2, seed=1), data(3, seed=2).exp(), data(3, seed=3)
 TARGET = torch.tensor([0, 2, -100, 1])
 # Of torch 2.13, whose derivatives by chunks end at the first order.
 CHUNKS = {"options": nn.LinearCrossEntropyOptions(batch_chunk_size=3)} if hasattr(F, "linear_cross_entropy") else {}
 
 
-class Seen(TorchDispatchMode):
-    """The operators of this package that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace.startswith("primitives"):
-            self.ops.add(func._schema.name.split("::")[1])
-        return func(*args, **(kwargs or {}))
-
-
 def run(call, *args, override=True):
     """The result of a call, and the operators of this package that it ran."""
-    with Seen() as seen, pr.override_torch() if override else nullcontext():
-        return call(*args), seen.ops
+    with CallRecorder() as recorder, pr.override_torch() if override else nullcontext():
+        return call(*args), recorder.names
 
 
 def running():
     """New ones: a training step writes them."""
-    return data(5, 3), data(6, 3).exp()
+    return data(3, seed=5), data(3, seed=6).exp()
 
 
 def flat(outputs):
@@ -60,7 +43,7 @@ def by_formula(*args):
 
 
 def nested(*rows):
-    return torch.nested.nested_tensor([data(i, 3, n, 2) for i, n in enumerate(rows)])
+    return torch.nested.nested_tensor([data(3, n, 2, seed=i) for i, n in enumerate(rows)])
 
 
 SERVED = {
@@ -138,7 +121,7 @@ def test_first_order_is_that_of_torch(case):
     assert not none
     assert op is None or op in ops
     assert_close(actual, expected, rtol=1e-13, atol=1e-13)
-    cotangent = data(7, *expected.shape)
+    cotangent = data(*expected.shape, seed=7)
 
     def gradients(*tensors):
         leaves = [t.clone().requires_grad_() for t in tensors]
@@ -172,10 +155,7 @@ def test_what_is_not_served_is_torchs(case):
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.channels_last_3d])
 def test_group_norm_of_channels_beside_one_another_has_a_jvp(layout):
     shape = (2, 4, 3, 2) if layout is torch.channels_last else (2, 4, 3, 2, 2)
-    x, v, scale = data(8, *shape), data(9, *shape), data(10, 4)
-
-    def along(function, v):
-        return lambda x: torch.func.jvp(function, (x,), (v,))[1]
+    x, v, scale = data(*shape, seed=8), data(*shape, seed=9), data(4, seed=10)
 
     def norm(x):
         return F.group_norm(x, 2, scale, scale.sin(), 1e-2)
@@ -191,12 +171,9 @@ def test_group_norm_of_channels_beside_one_another_has_a_jvp(layout):
 def test_group_norm_has_a_jvp_in_compiled_code():
     norm = nn.GroupNorm(3, IMAGES.shape[1]).double()
 
-    def along(x):
-        return torch.func.jvp(norm, (x,), (x.sin(),))[1]
-
     with pr.override_torch():
-        compiled = torch.compile(along, fullgraph=True, backend="aot_eager")(IMAGES)
-    assert_close(compiled, along(IMAGES))
+        compiled = torch.compile(along(norm), fullgraph=True, backend="aot_eager")(IMAGES)
+    assert_close(compiled, along(norm)(IMAGES))
 
 
 def test_running_statistics_are_written_under_transforms():
@@ -211,7 +188,7 @@ def test_running_statistics_are_written_under_transforms():
 
 def test_batches_are_counted_inside_of_transforms():
     """Torch counts in place, which `torch.func` refuses for a counter from outside of it."""
-    norm, along = nn.BatchNorm2d(3).double(), lambda f: lambda x: torch.func.jvp(f, (x,), (x.sin(),))[1]
+    norm = nn.BatchNorm2d(3).double()
     with pytest.raises(RuntimeError, match="in-place"):
         torch.func.grad(lambda x: norm(x).sum())(IMAGES)
     with pr.override_torch():
@@ -229,9 +206,6 @@ def test_linear_cross_entropy_has_every_derivative():
 
     def composed(x):
         return F.nll_loss(torch.log(torch.softmax(x @ torch.outer(B, W).mT, -1)), TARGET)
-
-    def along(f):
-        return lambda x: torch.func.jvp(f, (x,), (x.sin(),))[1]
 
     with pr.override_torch():
         found = along(loss)(X), torch.func.grad(loss)(X), along(along(loss))(X), along(torch.func.grad(loss))(X)

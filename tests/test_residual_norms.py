@@ -13,15 +13,10 @@ from torch.testing import assert_close
 import primitives as pr
 from primitives._ops.add_layer_norm import add_layer_norm_p
 from tests.call_properties import CallRecorder
+from tests.test_norms import HALF, randn
 
-HALF = (torch.float16, torch.bfloat16)
 FUNCTIONS = {"add_layer_norm": F.layer_norm, "add_rms_norm": F.rms_norm}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
-
-
-def randn(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 @every_function
@@ -216,7 +211,7 @@ def test_convert_makes_one_call_of_a_norm_and_a_relu_unless_somebody_sees_it():
         with CallRecorder() as recorder:
             y = model(x)
         assert_close(y, NormAct.forward(model, x))
-        return {str(call) for call in recorder.calls}
+        return recorder.names
 
     models = [pr.nn.convert(cls().double().eval()) for cls in (NormAct, ActFirst)]
     assert list(map(used, models)) == [{"batch_norm_relu_eval"}, {"batch_norm_eval"}]

@@ -14,15 +14,12 @@ import primitives as pr
 from perf.ops.samples import Sample, make_options
 from perf.ops.softmax import SOFTMAX
 from tests.properties import check_jvp, check_nesting, check_second_order, check_vjp
+from tests.support import data
 
 softmax = pr.functional.softmax
 # The record has a mask that is constant, since it is an argument of none of the derivatives.
 MASKED = dataclasses.replace(SOFTMAX, differentiable=("x", "mask"))
 INF = torch.inf
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.usefixtures("backend")
@@ -58,10 +55,10 @@ MASKS = {
 @pytest.mark.parametrize("kind", ["boolean", "added"])
 def test_masks_are_broadcast_and_rows_without_a_position_are_zero(kind, shape, device):
     """Values and both derivatives are those of torch in rows that have a position, and 0 in all others."""
-    x, v = drawn(2, 3, 4, 5).to(device), drawn(2, 3, 4, 5, seed=1).to(device)
-    seen = drawn(*shape, seed=2).to(device) > -0.3
+    x, v = data(2, 3, 4, 5).to(device), data(2, 3, 4, 5, seed=1).to(device)
+    seen = data(*shape, seed=2).to(device) > -0.3
     seen.view(-1, shape[-1] if shape else 1)[0] = False
-    mask = seen if kind == "boolean" else torch.where(seen, drawn(*shape, seed=3).to(device), -INF)
+    mask = seen if kind == "boolean" else torch.where(seen, data(*shape, seed=3).to(device), -INF)
     added = torch.where(seen, 0.0, -INF) if kind == "boolean" else mask
     has_any = added.expand(x.shape).amax(-1, keepdim=True) > -INF
     assert not has_any.all()
@@ -96,8 +93,8 @@ def test_masks_are_broadcast_and_rows_without_a_position_are_zero(kind, shape, d
 @pytest.mark.usefixtures("backend")
 def test_low_precision_is_rounded_once(device):
     """Scale and mask are applied in float32."""
-    x = (40 * drawn(6, 9)).to(device, torch.bfloat16)
-    mask = drawn(9, seed=1).to(device, torch.float32)
+    x = (40 * data(6, 9)).to(device, torch.bfloat16)
+    mask = data(9, seed=1).to(device, torch.float32)
     y = softmax(x, 1, scale=0.1, mask=mask)
     truth = (0.1 * x.double() + mask).softmax(1)
     assert y.dtype == torch.bfloat16
@@ -105,8 +102,8 @@ def test_low_precision_is_rounded_once(device):
 
 
 def test_a_mask_is_a_prefix_of_a_tree():
-    x = {"a": drawn(2, 3), "b": (drawn(4, 3), drawn(3))}
-    mask = {"a": torch.tensor([[True], [False]]), "b": drawn(3)}
+    x = {"a": data(2, 3), "b": (data(4, 3), data(3))}
+    mask = {"a": torch.tensor([[True], [False]]), "b": data(3)}
     y = softmax(x, -1, mask=mask)
     assert_close(y["a"], torch.stack([x["a"][0].softmax(0), torch.zeros(3).double()]))
     assert_close(y["b"][0], (x["b"][0] + mask["b"]).softmax(1))
@@ -115,8 +112,8 @@ def test_a_mask_is_a_prefix_of_a_tree():
 
 def test_attention_by_softmax_is_that_of_torch():
     """Scores, a boolean mask of samples, and a learned bias of heads, as models have them."""
-    q, k = drawn(2, 3, 4, 6), drawn(2, 3, 5, 6, seed=1)
-    seen, bias = drawn(2, 1, 4, 5, seed=2) > -1.0, drawn(3, 4, 5, seed=3)
+    q, k = data(2, 3, 4, 6), data(2, 3, 5, 6, seed=1)
+    seen, bias = data(2, 1, 4, 5, seed=2) > -1.0, data(3, 4, 5, seed=3)
     scale = 1 / math.sqrt(6)
 
     def weights(q, k, bias):

@@ -13,12 +13,9 @@ import primitives as pr
 from perf.memory import peak
 from primitives.func import checkpoint, grad, hessian, jacrev, jvp, vmap
 from primitives.tracing import PhiloxState, functionalize_rng, pure_module, trace_joint
+from tests.support import data
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def plainly(fn, *args, **kwargs):

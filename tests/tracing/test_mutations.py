@@ -12,10 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import primitives as pr
 from primitives._core.errors import MissingRuleError, MutationError
 from primitives.tracing import create_joint, functionalize_mutations, trace_joint
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support import data
 
 
 def ops(graph):

@@ -14,12 +14,9 @@ import primitives as pr
 from primitives._core.errors import LeafError
 from primitives.func import grad, hessian, jacrev, jvp, vmap
 from primitives.tracing import pure_module
+from tests.support import data
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def data(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def snapshot(model):
@@ -46,7 +43,7 @@ def assert_buffers(buffers, model):
     torch.testing.assert_close(buffers, dict(model.named_buffers()), **CLOSE)
 
 
-X, IMAGES = data(0, 4, 3), data(1, 2, 3, 4, 4)
+X, IMAGES = data(4, 3), data(2, 3, 4, 4, seed=1)
 
 
 class Shared(nn.Module):
@@ -302,7 +299,7 @@ def net(kind="torch", momentum=0.1):
     return pr.nn.convert(model) if kind == "primitives" else model
 
 
-BATCH, LABELS = data(1, 4, 1, 5, 5), torch.tensor([0, 2, 1, 2])
+BATCH, LABELS = data(4, 1, 5, 5, seed=1), torch.tensor([0, 2, 1, 2])
 
 
 @pytest.mark.parametrize("kind, momentum", [("torch", None), ("primitives", 0.1)])
@@ -334,7 +331,7 @@ def without_statistics():
 
 def moved(transform):
     return lambda run, p: transform(
-        lambda p: run(p, BATCH), (p,), ({name: data(i, *x.shape) for i, (name, x) in enumerate(p.items())},)
+        lambda p: run(p, BATCH), (p,), ({name: data(*x.shape, seed=i) for i, (name, x) in enumerate(p.items())},)
     )[1]
 
 
@@ -375,7 +372,7 @@ def test_compiled_training_step():
     step = torch.func.grad(loss, has_aux=True)
     expected, compiled = buffers, torch.compile(step, fullgraph=True, backend="aot_eager")
     for seed in range(2):
-        x = data(seed, 4, 1, 5, 5)
+        x = data(4, 1, 5, 5, seed=seed)
         gradient, buffers = compiled(params, buffers, x)
         expected_gradient, expected = step(params, expected, x)
         torch.testing.assert_close((gradient, buffers), (expected_gradient, expected), **CLOSE)

@@ -20,10 +20,7 @@ from primitives.tracing import (
     trace_joint,
     unwrap_subclasses,
 )
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support import data
 
 
 def two(*shape, seed=0):
