@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
 
 import primitives as pr
 from perf.ops import CASES, FAMILIES
@@ -116,3 +117,23 @@ def test_compiled_autograd(device):
         actual = run(pr.functional)
     for got, want in zip(actual, run(torch.nn.functional), strict=True):
         assert_close(got, want, dtype=torch.float32, order=2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_dynamo_leaves_our_frames_alone_where_a_graph_breaks_inside_a_transform():
+    """It then tries each function that runs: 112 of them before they were marked, with warnings of graph breaks."""
+
+    def slope(x):
+        x = pr.functional.layer_norm(x, (8,))
+        torch._dynamo.graph_break()
+        return pr.functional.log_softmax(pr.functional.layer_norm(x, (8,)), 1)
+
+    def loss(x):
+        return torch.func.jvp(slope, (x,), (torch.ones_like(x),))[1].square().sum()
+
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.randn(4, 8, requires_grad=True)
+    gradients = [torch.autograd.grad(f(x), x)[0] for f in (loss, torch.compile(loss, backend="eager"))]
+    torch.testing.assert_close(*gradients)
+    assert counters["frames"]["total"] < 30

@@ -155,9 +155,9 @@ def _finding(name: str, places: dict[str, int], order: int) -> Finding | None:
         return None
     verdict = verdict_of(name)
     if verdict is None:
-        # Views, factories and what torch never differentiates in its tests.
-        remedy = _UNKNOWN if namespace in {"aten", "prims"} else f"{_UNKNOWN}; {_CUSTOM}"
-        return Finding(name, (), (), places, remedy)
+        # Views, factories, what torch never differentiates in its tests, or does not take in float64.
+        is_torchs = namespace in {"aten", "prims"}
+        return Finding(name, (), (), places, remedy_for(name, _UNKNOWN) if is_torchs else f"{_UNKNOWN}; {_CUSTOM}")
     wrong, raises = (tuple(described(n) for n in kind if len(n) <= order) for kind in verdict)
     return Finding(name, wrong, raises, places, remedy_for(name)) if wrong or raises else None
 

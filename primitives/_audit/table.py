@@ -107,8 +107,10 @@ def verdict_of(name: str) -> Verdict | None:
     return None
 
 
-def remedy_for(name: str) -> str:
-    """The way to make an operator right at every order, in words."""
+def remedy_for(
+    name: str, otherwise: str = "write it in other operations, or wrap it by custom_op with rules of its own"
+) -> str:
+    """The way to make an operator of torch right at every order, in words."""
     plain, _, special = name.partition(" ")
     _, base, overload = plain.split(".")
     operator = getattr(getattr(torch.ops.aten, base, None), overload, None)
@@ -120,4 +122,4 @@ def remedy_for(name: str) -> str:
         return "nn.convert or override_torch" + ", or sdpa_kernel(SDPBackend.MATH)" * base.startswith("_scaled_dot")
     if operator in decomposition_table:
         return "decompositions.differentiate_through"
-    return "write it in other operations, or wrap it by custom_op with rules of its own"
+    return otherwise

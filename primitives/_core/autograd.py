@@ -28,6 +28,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from primitives._core.contexts import run_as_written
 from primitives._core.dtypes import has_derivatives
 from primitives._core.errors import ShapeError
 from primitives._core.fast_path import FAST_PATH_CPU
@@ -234,6 +235,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
             with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
                 return redispatch(keyset, *args)
 
+    @run_as_written
     def forward(ctx: Any, call: _Call, *_tensors: Any) -> Any:
         keyset, reverse, tangents, lengths, args, (output, dots) = call
         output = run(keyset, args) if output is None else output
@@ -265,6 +267,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
                 ctx.non_differentiable = tuple([flat_outputs[i] for i in constants])
         return flat_outputs if returns_list or num_outputs > 1 else output
 
+    @run_as_written
     def backward(ctx: Any, *cotangents: Any) -> tuple:
         for i, name in statistics:
             if cotangents[i] is not None:
@@ -278,6 +281,7 @@ def _rules_class(rules: RuleTable, layout: Residuals, flat_vjp: Callable) -> typ
         lengths = ctx.lengths if has_lists else None
         return (None, *flat_vjp(residuals, cotangents, lengths, ctx.needs_input_grad[1:]))
 
+    @run_as_written
     def jvp(ctx: Any, _call: None, *tangents: Any) -> Any:
         with forward_ad._set_fwd_grad_enabled(True):
             saved = [unpack_dual(value)[0] for value in ctx.saved_tensors]
@@ -328,6 +332,7 @@ def autograd_kernel(rules: RuleTable) -> Callable:
     lists, given, returns_list, on_cpu = spec.list_tensors, rules.given, spec.returns_list, rules.cpu
     get_tensors = tuple_getter([spec.arguments.index(name) for name in spec.tensors])
 
+    @run_as_written
     def kernel(keyset: Any, *args: Any, ready: _Ready = _NOTHING) -> Any:
         if "autograd" in given:
             return given["autograd"](*args)

@@ -1,18 +1,30 @@
-"""Contexts that decorate."""
+"""Contexts that decorate, and code that no compiler looks into."""
 
 from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from torch._C._dynamo import eval_frame  # type: ignore[attr-defined] - no stub
 from torch.utils._contextlib import context_decorator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Decorates"]
+__all__ = ["Decorates", "run_as_written"]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
+_NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def run_as_written(function: _Function) -> _Function:
+    """`function`, which Dynamo compiles neither by itself nor in parts.
+
+    Where a graph breaks inside a transform, Dynamo runs the frame as it is written, and tries each function that it
+    calls. `torch.compiler.disable` would cost every call a microsecond, and the import of the compiler.
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _NEVER)
+    return function
 
 
 class Decorates:

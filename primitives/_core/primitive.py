@@ -12,6 +12,7 @@ from torch import _C
 from primitives._core import backend
 from primitives._core.autograd import autograd_kernel
 from primitives._core.batching import BatchInfo, legacy_vmap_kernel, vmap_by_loop
+from primitives._core.contexts import run_as_written
 from primitives._core.decomposition import register_decomposition
 from primitives._core.fast_path import FastPathTensors, fast_path_keys
 from primitives._core.inductor import register_inductor_lowering
@@ -143,6 +144,7 @@ class Primitive:
         with _registry_lock:
             _registry[self.qualified_name] = self
 
+    @run_as_written
     def __call__(self, *args: Any) -> Any:
         """Call the operator: arguments in the order of the schema, outputs as torch returns them."""
         if _is_tracing():
@@ -234,6 +236,7 @@ class Primitive:
     def _autocast_kernel(self, key: str) -> Callable[..., Any]:
         excluded = _C.DispatchKeySet(getattr(_C.DispatchKey, key))
 
+        @run_as_written
         def kernel(*args: Any) -> Any:
             rule = self.rules.given.get(key)
             with _C._ExcludeDispatchKeyGuard(excluded):
@@ -241,12 +244,14 @@ class Primitive:
 
         return kernel
 
+    @run_as_written
     def _elsewhere(self, *args: Any) -> Any:
         return self.rules.rule("reference")(*args)
 
     def _fake(self, *args: Any) -> Any:
         return self.rules.rule("fake" if self.has_rule("fake") else "reference")(*args)
 
+    @run_as_written
     def _vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         if not self.has_rule("vmap"):
             self.rules.before_loop()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._core import backend
+from primitives._core.contexts import run_as_written
 from primitives._core.decomposition import forget_decompositions, get_decomposition
 from primitives._core.errors import MissingRuleError
 from primitives._core.sequences import flatten, regroup, tuple_getter, tuple_maker
@@ -38,6 +39,7 @@ def _runner(spec: Spec, implementations: Mapping[str, Callable[..., Any]]) -> Ca
     """
     count, returns_list = len(spec.outputs), spec.returns_list
 
+    @run_as_written
     def run(*args: Any) -> Any:
         implementation = implementations[backend.selected]
         out = implementation(*args)
