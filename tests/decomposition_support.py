@@ -1,7 +1,5 @@
 """Shared by the tests of the decompositions."""
 
-from __future__ import annotations
-
 import torch
 
 DOUBLE = {"dtype": torch.float64}

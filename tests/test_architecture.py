@@ -1,7 +1,5 @@
 """The shape of the code: layers, no circles, no private names of others, complete primitives, launch numbers apart."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

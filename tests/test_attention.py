@@ -1,7 +1,5 @@
 """Tests of attention alone: rows that see nothing, empty axes, widths, numerics, dropout, blocks and memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Autocast: what torch casts is cast, on the same devices, to the same dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

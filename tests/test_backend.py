@@ -1,7 +1,5 @@
 """Choosing the backend, and life without Triton or with another project's triton_kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

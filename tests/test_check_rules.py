@@ -97,9 +97,8 @@ RIGHT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RIGHT)
-def test_right_operators_pass(case):
-    op, args, kwargs, others = RIGHT[case]
+@pytest.mark.parametrize("op, args, kwargs, others", RIGHT.values(), ids=RIGHT)
+def test_right_operators_pass(op, args, kwargs, others):
     report = check_rules(op, args, kwargs, order=3 if kwargs else 2, **FAST)
     assert {row.property for row in report.rows if row.status != "ok"} == {"compile against eager", *others}
     assert STATE["steps"] == 0
@@ -178,9 +177,8 @@ OF_CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OF_CALLS)
-def test_the_tensor_and_what_came_are_named(case):
-    op, args, name, words = OF_CALLS[case]
+@pytest.mark.parametrize("op, args, name, words", OF_CALLS.values(), ids=OF_CALLS)
+def test_the_tensor_and_what_came_are_named(op, args, name, words):
     error = failure(op, args, **FAST)
     assert error.property == name
     assert words in error.note
@@ -230,9 +228,8 @@ NOTED = {
 }
 
 
-@pytest.mark.parametrize("case", NOTED)
-def test_what_limits_a_check_is_noted(case):
-    op, name, args, options, note = NOTED[case]
+@pytest.mark.parametrize("op, name, args, options, note", NOTED.values(), ids=NOTED)
+def test_what_limits_a_check_is_noted(op, name, args, options, note):
     if name in ("vmap against loop", "static arguments"):
         assert note in check_rule(op, name, args, **options).note
     else:

@@ -1,7 +1,5 @@
 """An operation that lacks a part fails here, with a sentence for each part that says what to write and where."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """convert and revert: which modules change, what they say of the others, and that nothing else about a model does."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -130,9 +128,8 @@ LEFT = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's own
-@pytest.mark.parametrize("case", LEFT)
-def test_what_is_left_is_named_with_reason_and_remedy(case):
-    make, cls, reason, remedy = LEFT[case]
+@pytest.mark.parametrize("make, cls, reason, remedy", LEFT.values(), ids=LEFT)
+def test_what_is_left_is_named_with_reason_and_remedy(make, cls, reason, remedy):
     model = nn.Sequential(nn.Linear(4, 4), make(), nn.Sequential(make()))
     before = types(model)
     with pytest.warns(pr.nn.ConversionWarning, match=rf"(?s)2 modules.*1 and 1 more .*{reason}.*{remedy}") as caught:
@@ -158,9 +155,8 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("case", CLASSES)
-def test_a_choice_of_classes(case):
-    classes, expected = CLASSES[case]
+@pytest.mark.parametrize("classes, expected", CLASSES.values(), ids=CLASSES)
+def test_a_choice_of_classes(classes, expected):
     model = nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     assert list(pr.nn.converted(pr.nn.convert(model, classes=classes))) == expected
 

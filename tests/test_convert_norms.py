@@ -1,7 +1,5 @@
 """Norms that others wrote: `convert` finds out what they compute, and leaves alone what computes something else."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

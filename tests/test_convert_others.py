@@ -1,7 +1,5 @@
 """convert on modules that others wrote: they stay as they are, and the functions of torch that they call are served."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

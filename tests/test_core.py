@@ -1,7 +1,5 @@
 """The front end, on small operators defined here: rules, missing rules, statistics, masks, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad

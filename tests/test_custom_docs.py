@@ -1,7 +1,5 @@
 """The documentation of custom operators says what is so: the example, its size, and the table beside torch.library."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

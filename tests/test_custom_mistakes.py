@@ -1,7 +1,5 @@
 """Mistakes in users' rules: each is caught at the call, with the rule's place, the key path, and what was expected."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 

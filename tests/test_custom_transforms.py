@@ -1,7 +1,5 @@
 """Custom operators under every transform: derivatives in any nesting, and batches."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """The decomposition tables: values against ATen, derivatives against differences, registration, use, graphs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Examples of docstrings: each public function and module has one, which runs when pasted into a file of its own."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import inspect

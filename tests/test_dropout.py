@@ -1,7 +1,5 @@
 """Dropout as users call it: statistics, seeds, randomness under vmap, in-place writes, compilation, modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

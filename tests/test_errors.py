@@ -1,7 +1,5 @@
 """Errors: their types next to torch's for the same call, what they name, and that nothing happens before them."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import traceback
@@ -213,9 +211,8 @@ STRICTER |= {
 }
 
 
-@pytest.mark.parametrize("case", STRICTER)
-def test_where_torch_is_silent(case):
-    call, error, words = STRICTER[case]
+@pytest.mark.parametrize("call, error, words", STRICTER.values(), ids=STRICTER)
+def test_where_torch_is_silent(call, error, words):
     assert_raises(error, words, lambda: call(pr.functional))
 
 

@@ -1,7 +1,5 @@
 """Every example in docs runs, draws, and shows what it claims: figures that its `main` returns are held to bounds."""
 
-from __future__ import annotations
-
 import math
 import re
 import runpy
@@ -24,10 +22,7 @@ CLAIMS = {
         "torch.nn, forward over reverse.*": RIGHT,
         "torch.nn, reverse over forward.*": WRONG,
     },
-    "per_sample_gradients": {
-        "together, .*|noise, primitives": RIGHT,
-        "alone, .*|noise, torch.nn": WRONG,
-    },
+    "per_sample_gradients": {"together, .*|noise, primitives": RIGHT, "alone, .*|noise, torch.nn": WRONG},
     "oscillator": {"primitives": (0, 1e-4), "torch.nn": WRONG},
     "pinn": {"primitives, .*": RIGHT, "torch.nn, .*": WRONG},
 }

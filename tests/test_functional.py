@@ -1,7 +1,5 @@
 """The functional API against torch.nn.functional: signatures, layouts, dtypes, running statistics."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 
@@ -153,10 +151,7 @@ def test_log_softmax_dtype_casts_the_input_first(dtype, to):
     assert_close(ours.double(), F.log_softmax(x.to(to).double(), 1), rtol=2 * eps, atol=16 * eps)
 
 
-IMPLICIT = {
-    "tree": lambda x: functional.log_softmax({"a": [x]})["a"][0],
-    "module": lambda x: pr.nn.LogSoftmax()(x),
-}
+IMPLICIT = {"tree": lambda x: functional.log_softmax({"a": [x]})["a"][0], "module": lambda x: pr.nn.LogSoftmax()(x)}
 
 
 @pytest.mark.parametrize("name", IMPLICIT)
@@ -256,9 +251,8 @@ SDPA = {
 }
 
 
-@pytest.mark.parametrize("case", SDPA)
-def test_attention_takes_the_shapes_and_masks_of_torch(case):
-    q, k, v, masks, options = SDPA[case]
+@pytest.mark.parametrize("q, k, v, masks, options", SDPA.values(), ids=SDPA)
+def test_attention_takes_the_shapes_and_masks_of_torch(q, k, v, masks, options):
     x = attention_inputs(q, k, v)
     for extra in ({}, {"is_causal": True}):
         found = sdpa(functional, *x, **options, **extra)

@@ -1,7 +1,5 @@
 """Beside the records of group norm and instance norm: layouts of results, state, mistakes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,8 +72,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_named(case):
-    call, error, text = MISTAKES[case]
+@pytest.mark.parametrize("call, error, text", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named(call, error, text):
     with pytest.raises(error, match=f"^{text}"):
         call()

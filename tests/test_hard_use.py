@@ -292,9 +292,8 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_deterministic_algorithms(name, deterministic):
-    op = OPS[name]
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_deterministic_algorithms(op, deterministic):
     torch.manual_seed(0)
     found = derivatives(op, 0)
     torch.manual_seed(0)

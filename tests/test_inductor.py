@@ -25,9 +25,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_differentiated_derivative_is_that_of_eager(name):
-    module, shape = CASES[name]
+@pytest.mark.parametrize("module, shape", CASES.values(), ids=CASES)
+def test_a_differentiated_derivative_is_that_of_eager(module, shape):
     torch.manual_seed(0)
     x, v = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     ends = [Linear(8, 8), Linear(8, 8)]

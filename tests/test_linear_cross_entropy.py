@@ -1,7 +1,5 @@
 """Cross-entropy of logits that are made by chunks: against the formula that makes all of them, and its memory."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """Derivatives of higher order: every nesting of forward and reverse mode against nested modes of the plain formula."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.func import grad, jvp

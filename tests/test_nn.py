@@ -1,7 +1,5 @@
 """Modules against those of torch.nn: steps and state, switches, and the transforms that torch's refuse."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
@@ -232,9 +230,8 @@ def derivatives(function, *x):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention_against_the_formula(case, training):
-    options, call = ATTENTION[case]
+@pytest.mark.parametrize("options, call", ATTENTION.values(), ids=ATTENTION)
+def test_attention_against_the_formula(options, call, training):
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(4, 2, **{"batch_first": True, **options}).double()
     ours = pr.nn.convert(copy.deepcopy(theirs))

@@ -1,7 +1,5 @@
 """Beside the records: the forms of RMS norm that models write, and adaptive layer norm."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -59,9 +57,8 @@ ADAPTIVE = {
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("case", ADAPTIVE)
-def test_ada_layer_norm_is_the_composition(case):
-    shape, param_shape, normalized = ADAPTIVE[case]
+@pytest.mark.parametrize("shape, param_shape, normalized", ADAPTIVE.values(), ids=ADAPTIVE)
+def test_ada_layer_norm_is_the_composition(shape, param_shape, normalized):
     values = randn(*shape), randn(*param_shape, seed=1), randn(*param_shape, seed=2)
     dots = randn(*shape, seed=3), randn(*param_shape, seed=4), randn(*param_shape, seed=5)
     results = []
@@ -116,8 +113,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_of_ada_layer_norm(case):
-    args, error, text = WRONG[case]
+@pytest.mark.parametrize("args, error, text", WRONG.values(), ids=WRONG)
+def test_errors_of_ada_layer_norm(args, error, text):
     with pytest.raises(error, match=f"^ada_layer_norm: {text}"):
         pr.functional.ada_layer_norm(*args)

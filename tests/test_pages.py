@@ -1,7 +1,5 @@
 """Pages of Markdown: tables are whole, examples are doctests, links lead somewhere, and the API has every module."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

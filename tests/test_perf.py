@@ -1,7 +1,5 @@
 """The perf suite without a GPU: a run from end to end, the red check, a made-up torch.cuda."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Results of the perf suite, most of them made up: comparisons, targets, reports."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The README is short, and its example says what it prints."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

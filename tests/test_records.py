@@ -1,7 +1,5 @@
 """Every record on every implementation: values and derivatives of two orders, and each call that these make."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -85,12 +85,7 @@ def test_a_class_of_torch_may_be_registered_and_the_nearest_class_is_asked():
 
 @pytest.mark.parametrize(
     "cls, function, named",
-    [
-        (3, by_rms_norm, "3"),
-        (int, by_rms_norm, "int"),
-        (Gain, "x", "str"),
-        (pr.nn.LayerNorm, by_rms_norm, "LayerNorm"),
-    ],
+    [(3, by_rms_norm, "3"), (int, by_rms_norm, "int"), (Gain, "x", "str"), (pr.nn.LayerNorm, by_rms_norm, "LayerNorm")],
 )
 def test_what_cannot_be_registered(cls, function, named):
     with pytest.raises(TypeError, match=named):

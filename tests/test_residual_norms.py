@@ -1,7 +1,5 @@
 """Beside the records: noise, dtypes of the stream, and each of the two results alone."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -132,9 +130,8 @@ WRONG = {
 
 
 @every_function
-@pytest.mark.parametrize("case", WRONG)
-def test_errors(name, case):
-    args, options, error, text = WRONG[case]
+@pytest.mark.parametrize("args, options, error, text", WRONG.values(), ids=WRONG)
+def test_errors(name, args, options, error, text):
     with pytest.raises(error, match=f"^{name}: {text}"):
         getattr(pr.functional, name)(*args, **options)
 

@@ -1,7 +1,5 @@
 """Rules: what they are asked for, what they keep, and where they are not called at all."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Softmax with a mask: its derivatives, what takes no part, and rows of which nothing does."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -41,13 +39,7 @@ def test_nestings_in_input_and_mask(word, device):
     check_nesting(MASKED, device, word, None)
 
 
-MASKS = {
-    "of keys": (2, 1, 1, 5),
-    "of pairs": (4, 5),
-    "of samples": (2, 1, 4, 5),
-    "of rows": (2, 3, 4, 1),
-    "one": (),
-}
+MASKS = {"of keys": (2, 1, 1, 5), "of pairs": (4, 5), "of samples": (2, 1, 4, 5), "of rows": (2, 3, 4, 1), "one": ()}
 
 
 @pytest.mark.usefixtures("backend")

@@ -1,7 +1,5 @@
 """Torch's own checkers and the older interfaces of autograd, run over every record."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """torch.compile: values, gradients and nestings of transforms in one graph, up to the code that Inductor writes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -47,9 +47,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_nesting_to_order_3_is_right(name):
-    function, shapes, right_in_torch = CASES[name]
+@pytest.mark.parametrize("function, shapes, right_in_torch", CASES.values(), ids=CASES)
+def test_every_nesting_to_order_3_is_right(function, shapes, right_in_torch):
     xs = [shape if isinstance(shape, torch.Tensor) else randn(*shape) for shape in shapes]
     directions = [randn(*x.shape) for x in xs]
 

@@ -1,7 +1,5 @@
 """The samples of torch's own operator and module tests (OpInfo, ModuleInfo), with this package in torch's place."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """The functional API over pytrees: structures, None leaves, prefix trees, errors with key paths, atomic writes."""
 
-from __future__ import annotations
-
 import collections
 import re
 

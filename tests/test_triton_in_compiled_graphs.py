@@ -26,12 +26,7 @@ KERNELS = {
     "log_softmax": [["log_softmax_fwd_kernel"], ["row_map_kernel"]],
     "add_layer_norm": [["add_layer_norm_fwd_kernel"], ["add_layer_norm_bwd_kernel", "add_partial_rows_kernel"]],
     "hessian-vector product": [
-        [
-            "layer_norm_fwd_kernel",
-            "layer_norm_bwd_kernel",
-            "layer_norm_second_sums_kernel",
-            "add_partial_rows_kernel",
-        ]
+        ["layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "layer_norm_second_sums_kernel", "add_partial_rows_kernel"]
     ],
 }
 OPAQUE = ("symbolic sizes", "reference", "export")

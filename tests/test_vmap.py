@@ -1,7 +1,5 @@
 """Batching: vmap over every subset of arguments equals the loop, for the ops and their derivative primitives."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Operators with one planted fault each, and the property of `check_rules` that names it."""
 
-from __future__ import annotations
-
 import torch
 from torch._guards import TracingContext
 

@@ -1,7 +1,5 @@
 """Runs a check in several processes at once, which talk to each other by gloo."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """The axes along which a call of a primitive may be cut: parts give parts of the results, or terms of their sums."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Compiled functions in several processes: their messages are part of the one graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """DTensor: calls that are cut along an axis, against the same calls of one process; values, derivatives, messages."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """`SyncBatchNorm` in several processes, each with a part of the batch, against batch norm of all of it in one."""
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -210,9 +208,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_differs_between_processes_is_an_error_in_each(fault):
-    norms, shapes, error, words = FAULTS[fault]
+@pytest.mark.parametrize("norms, shapes, error, words", FAULTS.values(), ids=FAULTS)
+def test_what_differs_between_processes_is_an_error_in_each(norms, shapes, error, words):
     dtypes = [torch.float32, torch.float64 if error == "DtypeError" else torch.float32]
     for name, text, _ in outcomes(call, norms, shapes, dtypes, wait=5):
         assert name == error

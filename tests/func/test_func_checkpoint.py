@@ -1,7 +1,5 @@
 """checkpoint: values and derivatives of the function itself, in any nesting, with less memory."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -80,8 +80,7 @@ IN_ONE_GRAPH = {"hvp": ()} | dict.fromkeys(("vjp", "linearize", "jacfwd", "jacre
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*TRANSFORMS, *[pytest.param(f"{name}, compiled", marks=marks) for name, marks in IN_ONE_GRAPH.items()]],
+    "name", [*TRANSFORMS, *[pytest.param(f"{name}, compiled", marks=marks) for name, marks in IN_ONE_GRAPH.items()]]
 )
 def test_transform(name):
     name, *is_compiled = name.split(", ")

@@ -17,13 +17,7 @@ import triton
 import triton.language as tl
 
 from perf.machine_code.cases import launch_mode
-from perf.machine_code.compiling import (
-    Launch,
-    StandInDriver,
-    try_compile,
-    watch_launches,
-    whole_rows,
-)
+from perf.machine_code.compiling import Launch, StandInDriver, try_compile, watch_launches, whole_rows
 from perf.machine_code.listing import Region, listings, regions
 from perf.machine_code.rules import broken_rules
 from perf.machine_code.table import Row

@@ -1,7 +1,5 @@
 """Dropout and Philox kernels: bit for bit what the reference and the definition say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The launch plans: within the limits of each chip, rows split where they are few."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """The records on the Triton kernels: they are held to what the reference is."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

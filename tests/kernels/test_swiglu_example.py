@@ -1,7 +1,5 @@
 """The example of the documentation, on its Triton kernel."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`warm_up` launches what a step launches, and leaves no trace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Runs before a library is imported."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

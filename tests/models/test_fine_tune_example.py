@@ -1,7 +1,5 @@
 """The example of documentation that needs transformers."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

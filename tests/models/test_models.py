@@ -1,7 +1,5 @@
 """Unedited models of libraries, inside `override_torch` or after `convert`: derivatives of two orders, and usage."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

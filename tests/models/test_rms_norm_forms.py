@@ -1,7 +1,5 @@
 """The forms of RMS norm that transformers write, by the options of `rms_norm`."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

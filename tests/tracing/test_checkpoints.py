@@ -19,12 +19,7 @@ class Block(nn.Module):
 
     def __init__(self, again):
         super().__init__()
-        self.again, self.linear, self.norm, self.dropout = (
-            again,
-            nn.Linear(4, 4),
-            nn.BatchNorm1d(4),
-            nn.Dropout(0.3),
-        )
+        self.again, self.linear, self.norm, self.dropout = (again, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
         for name in ("in_place", "assigned"):
             self.register_buffer(name, torch.zeros(4))
 

@@ -1,7 +1,5 @@
 """The figures of joint graphs: bytes against eager autograd's, the page that says so, and time to trace."""
 
-from __future__ import annotations
-
 import pathlib
 import time
 

@@ -1,7 +1,5 @@
 """`create_joint`: outputs and gradients are those of eager autograd, whatever is given and returned."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

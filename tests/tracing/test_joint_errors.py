@@ -1,7 +1,5 @@
 """Code that no graph can hold is refused with the user's line; all else gives the results of eager autograd."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -110,9 +108,8 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_tensors_from_elsewhere(case):
-    fn, error, text = OUTSIDE[case]
+@pytest.mark.parametrize("fn, error, text", OUTSIDE.values(), ids=OUTSIDE)
+def test_tensors_from_elsewhere(fn, error, text):
     before = [x.clone() for x in (STATISTIC, MODULE.running_mean, SUBCLASS.a)]
     with pytest.raises(error, match=rf"trace_joint: {re.escape(text)}.*{LINE}"):
         trace_joint(fn, (leaf(3),))

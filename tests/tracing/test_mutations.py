@@ -1,7 +1,5 @@
 """Writes to inputs as outputs: values, metadata, aliases, derivatives, graphs and errors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest
@@ -51,10 +49,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("program, labels", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("tracing_mode", [None, "fake", "symbolic"])
-def test_new_values(name, tracing_mode):
-    program, labels = PROGRAMS[name]
+def test_new_values(program, labels, tracing_mode):
     x, y = data(2, 2), data(2, 2, seed=1)
     expected = x.clone(), y.clone()
     program(*expected)
@@ -93,9 +90,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_writes_that_cannot_be_pure(name):
-    program, args, text = REFUSED[name]
+@pytest.mark.parametrize("program, args, text", REFUSED.values(), ids=REFUSED)
+def test_writes_that_cannot_be_pure(program, args, text):
     given = [x.clone() for x in (BASE, OUTSIDE, MATRIX)]
     pure, calls = functionalize_mutations(program), []
     for call in (pure, functionalize_mutations(lambda *args: pure(*args)[0])):
@@ -197,10 +193,9 @@ WRITING = {
 }
 
 
-@pytest.mark.parametrize("name", WRITING)
-def test_writes_under_autograd(name):
+@pytest.mark.parametrize("fn, is_seen", WRITING.values(), ids=WRITING)
+def test_writes_under_autograd(fn, is_seen):
     """Output, gradient and new values are those of eager autograd; a write that it does not see has no derivative."""
-    fn, is_seen = WRITING[name]
     pure, ones = functionalize_mutations(fn), torch.ones(3, dtype=torch.float64)
 
     def inputs():

@@ -99,10 +99,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_calls_equal_two_calls_of_the_module(case):
+@pytest.mark.parametrize("make, x", CASES.values(), ids=CASES)
+def test_two_calls_equal_two_calls_of_the_module(make, x):
     """Outputs, buffers and gradients."""
-    make, x = CASES[case]
     torch.manual_seed(0)
     model = make().double()
     pure, before = pure_module(model), snapshot(model)
@@ -282,9 +281,8 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
-    action, error, message = ERRORS[case]
+@pytest.mark.parametrize("action, error, message", ERRORS.values(), ids=ERRORS)
+def test_errors(action, error, message):
     with pytest.raises(error, match=re.escape(message)) as info:
         action()
     assert str(info.value).startswith("pure_module: ")

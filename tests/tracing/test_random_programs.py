@@ -1,7 +1,5 @@
 """Random programs that view, alias, write and draw: their pure form against themselves."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

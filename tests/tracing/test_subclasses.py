@@ -1,7 +1,5 @@
 """Functions of wrapper subclasses as functions of plain tensors: values, gradients, graphs, sizes and errors."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -13,13 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from primitives._core.errors import LeafError, TreeError
-from primitives.tracing import (
-    PhiloxState,
-    create_joint,
-    functionalize_rng,
-    trace_joint,
-    unwrap_subclasses,
-)
+from primitives.tracing import PhiloxState, create_joint, functionalize_rng, trace_joint, unwrap_subclasses
 from tests.support import data
 
 
