@@ -6,13 +6,10 @@ import atexit
 import gc
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 KERNEL_TESTS = pathlib.Path(__file__).parent / "kernels"
 

@@ -7,23 +7,17 @@ each held to the reference in float64, which the former ties to the definition, 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from perf.ops.samples import LAYOUTS
+from perf.ops.record import Op
+from perf.ops.samples import LAYOUTS, Sample
 from tests.call_properties import Call, CallRecorder, distinct, parts
 from tests.support import assert_close, coarsest, like, nested, subsets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from perf.ops.record import Op
-    from perf.ops.samples import Sample
-
 
 # Against the definition.
 

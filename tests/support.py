@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from perf.ops.samples import arranged, normal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
 
 # Errors of torch for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
 TORCH_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)

@@ -1,7 +1,6 @@
 """convert and revert: which modules change, what they say of the others, and that nothing else about a model does."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -102,15 +101,6 @@ def test_results_gradients_and_state_stay_the_same(net, x):
     twin.norms["a"].weight.grad = None
     assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
     assert_close(net.state_dict(), twin.state_dict())
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_stay_converted(net, x, duplicate):
-    twin = duplicate(pr.nn.convert(net))
-    assert types(twin) == types(net)
-    assert_close(twin(x), net(x))
-    assert types(pr.nn.revert(twin)) == types(Net())
-    assert list(pr.nn.converted(net)) == CHANGED
 
 
 def test_a_subclass_computes_with_this_package_and_keeps_its_own_methods(net):

@@ -193,16 +193,6 @@ def test_compiled_training_step(options):
 # Attention: torch's is right on the formula that keeps all pairs, off its fast paths.
 
 PADDING = torch.tensor([[False] * 5, [False, True, False, False, True]])
-HIDDEN = torch.ones(4, 5, dtype=torch.bool).triu(2)
-ATTENTION = {
-    "plain": ({}, {}),
-    "weights": ({"bias": False}, {"need_weights": True, "key_padding_mask": PADDING}),
-    "weights of each head": ({}, {"need_weights": True, "average_attn_weights": False, "attn_mask": HIDDEN}),
-    "heads first": ({"batch_first": False}, {"attn_mask": HIDDEN, "key_padding_mask": PADDING}),
-    "causal": ({}, {"attn_mask": torch.ones(4, 5, dtype=torch.bool).triu(1), "is_causal": True}),
-    "bias of keys": ({"add_bias_kv": True, "kdim": 3, "vdim": 5}, {"attn_mask": data(4, 4, 5)}),
-    "zero attention": ({"add_zero_attn": True}, {"attn_mask": data(4, 5), "key_padding_mask": data(2, 5)}),
-}
 
 
 @contextlib.contextmanager
@@ -227,27 +217,6 @@ def derivatives(function, *x):
         return (jvp(function, x, v)[1][0] ** 2).sum()
 
     return function(*x), jvp(gradients, x, v), grad(tangent, argnums=tuple(range(len(x))))(*x)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("options, call", ATTENTION.values(), ids=ATTENTION)
-def test_attention_against_the_formula(options, call, training):
-    torch.manual_seed(0)
-    theirs = torch.nn.MultiheadAttention(4, 2, **{"batch_first": True, **options}).double()
-    ours = pr.nn.convert(copy.deepcopy(theirs))
-    x = [data(2, n, width) for n, width in ((4, 4), (5, options.get("kdim", 4)), (5, options.get("vdim", 4)))]
-    if not options.get("batch_first", True):
-        x = [value.transpose(0, 1) for value in x]
-    results = []
-    for module in (ours.train(training), theirs.train(training)):
-
-        def function(*x, module=module):
-            outputs = module(*x, **{"need_weights": False, **call})
-            return outputs if outputs[1] is not None else outputs[:1]
-
-        with by_formula() if module is theirs else contextlib.nullcontext():
-            results.append(derivatives(function, *x))
-    assert_close(*results)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

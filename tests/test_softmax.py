@@ -1,11 +1,9 @@
 """Softmax with a mask: its derivatives, what takes no part, and rows of which nothing does."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.testing import assert_close
 
 import primitives as pr
@@ -100,25 +98,3 @@ def test_a_mask_is_a_prefix_of_a_tree():
     assert_close(y["a"], torch.stack([x["a"][0].softmax(0), torch.zeros(3).double()]))
     assert_close(y["b"][0], (x["b"][0] + mask["b"]).softmax(1))
     assert_close(y["b"][1], (x["b"][1] + mask["b"]).softmax(0))
-
-
-def test_attention_by_softmax_is_that_of_torch():
-    """Scores, a boolean mask of samples, and a learned bias of heads, as models have them."""
-    q, k = data(2, 3, 4, 6), data(2, 3, 5, 6, seed=1)
-    seen, bias = data(2, 1, 4, 5, seed=2) > -1.0, data(3, 4, 5, seed=3)
-    scale = 1 / math.sqrt(6)
-
-    def weights(q, k, bias):
-        return softmax(q @ k.mT, -1, scale=scale, mask=torch.where(seen, bias, -INF))
-
-    def loss(weights):
-        return lambda *values: (weights(*values) @ k).sin().sum()
-
-    def of_torch(q, k, bias):
-        return F.softmax(scale * (q @ k.mT) + torch.where(seen, bias, -INF), -1)
-
-    given = (q, k, bias)
-    assert_close(weights(*given), of_torch(*given))
-    slopes = [torch.func.grad(loss(function), (0, 1, 2)) for function in (weights, of_torch)]
-    assert_close(*[slope(*given) for slope in slopes])
-    assert_close(*[torch.func.jvp(slope, given, given)[1] for slope in slopes])

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import primitives as pr
 from perf.ops import FAMILIES
 from perf.ops.attention import ATTENTION, MASKED_ATTENTION
 from tests.call_properties import CallRecorder, fullest
@@ -93,37 +92,6 @@ def test_export(case, strict, device):
     for exported in (program, program.run_decompositions()):
         assert any(node.target is case.forward.overload for node in exported.graph.nodes)
         assert_close(exported.module()(x), block(x))
-
-
-class Attention(torch.nn.Module):
-    """Self-attention of a model, with a mask of its input's lengths."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = torch.nn.Linear(4, 12)
-
-    def forward(self, x, lengths):
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
-        mask = (torch.arange(x.shape[1]) < lengths.unsqueeze(-1))[:, None, None]
-        y = pr.functional.scaled_dot_product_attention(q, k, v, mask)
-        return y + pr.functional.scaled_dot_product_attention(q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True)
-
-
-def sized(batch, rows):
-    return torch.randn(batch, rows, 4, generator=torch.Generator().manual_seed(rows)), 1 + torch.arange(batch) % rows
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-def test_attention_is_exported_for_any_batch_and_rows():
-    """Compiled for all rows and keys it is in tests/test_torch_compile.py."""
-    net, sizes = Attention(), ((3, 5), (4, 7), (2, 9))
-    batch, rows = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "rows"))
-    shapes = ({0: batch, 1: rows}, {0: batch})
-    program = torch.export.export(net, sized(*sizes[0]), dynamic_shapes=shapes).module()
-    for size in sizes:
-        ys = [f(*sized(*size)) for f in (net, program)]
-        expected, found = [(y, torch.autograd.grad(y.sin().sum(), net.parameters())) for y in ys]
-        torch.testing.assert_close(found, expected)
 
 
 @every_family

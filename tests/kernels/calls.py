@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from perf.calls import Call, random
 from perf.ops.batch_norm import BatchNorm
@@ -13,11 +15,6 @@ from perf.ops.batch_norm_relu import BatchNormRelu
 from perf.ops.layer_norm import LayerNorm
 from triton_kernels import dropout, log_softmax, philox
 from triton_kernels._kernel import intercept
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 

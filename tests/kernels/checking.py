@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from perf.calls import Call
 from tests.kernels.interpreting import reordered_programs
 from tests.kernels.meters import check_cost, measured
 from tests.kernels.truth import check_values
 from triton_kernels import launch
 from triton_kernels._kernel import INTERPRETED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call
 
 
 def check(call: Call, *, in_any_order: bool = True) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import triton
@@ -24,12 +24,7 @@ from perf.machine_code.table import Row
 from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LAYER_NORM, LayerNorm
-from perf.ops.workload import unnamed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from perf.ops.workload import Workload
+from perf.ops.workload import Workload, unnamed
 
 
 def launches(chip_name: str, workload: Workload, launch: Callable[[], object]) -> list[Launch]:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def pytest_configure(config: pytest.Config) -> None:

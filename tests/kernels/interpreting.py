@@ -14,17 +14,14 @@ import os
 import pathlib
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 from triton.runtime import interpreter
 
 from tests.kernels import fast_interpreter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 

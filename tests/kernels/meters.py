@@ -13,21 +13,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.interpreting import watched
+from perf.calls import Call
+from tests.kernels.interpreting import Accesses, Launch, watched
 from triton_kernels._kernel import intercept
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call
-    from tests.kernels.interpreting import Accesses, Launch
 
 # Share by which what is moved beside full-size operands and results may differ from what is declared: parameters,
 # statistics and partial results, of which a kernel reads a few numbers again.

@@ -14,10 +14,12 @@ import statistics
 import time
 import unittest.mock
 import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from perf.calls import Call, random
 from perf.ops.add_layer_norm import AddLayerNorm
@@ -36,11 +38,6 @@ from triton_kernels._kernel import Kernel, intercept, observe
 from triton_kernels._recipes import Recipe, repeatable
 from triton_kernels.launch import use_limits
 from triton_kernels.launch._planned import set_advisor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 
 @contextlib.contextmanager

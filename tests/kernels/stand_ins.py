@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from perf.machine_code.compiling import StandInDriver
 from triton_kernels.launch import CHIPS, use_chip
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
 
 launches: list[tuple] = []
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,9 +17,6 @@ from tests.kernels.calls import launched_by
 from tests.kernels.truth import check_values
 from triton_kernels._kernel import observe
 from triton_kernels.attention import attention_fwd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INF = math.inf
 pytestmark = pytest.mark.usefixtures("on_device")

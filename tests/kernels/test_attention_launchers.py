@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ from perf.calls import random
 from perf.ops.attention import Attention
 from tests.kernels.checking import check
 from triton_kernels.costs._attention import tiles_of_keys, tiles_of_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -7,10 +7,12 @@ device, which has no meters, its results are the truth and the same in every run
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from perf.calls import EPS, Call, pairwise, random
 from perf.ops._row_maps import RowMapOperands
@@ -25,12 +27,6 @@ from tests.kernels.checking import check
 from triton_kernels import launch
 from triton_kernels._kernel import INTERPRETED
 from triton_kernels.dropout import dropout_fwd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from perf.calls import Call, random
 from perf.ops.attention import Attention
@@ -22,11 +24,6 @@ from tests.kernels.truth import Exact
 from triton_kernels import _attention_kernels, _attention_tiles, costs, rows, tiles
 from triton_kernels._kernel import Kernel
 from triton_kernels.costs import Cost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 NUM_ROWS, NUM_COLS = 6, 1000
 NUM_BYTES = NUM_ROWS * NUM_COLS * 4

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 
 import triton_kernels
+from perf.calls import Call
 from perf.ops._row_maps import RowMapOperands
 from perf.ops.add_layer_norm import AddLayerNorm
 from perf.ops.attention import Attention
@@ -20,12 +22,6 @@ from perf.ops.layer_norm import LayerNorm
 from tests.kernels.calls import dropout_calls, launched_by, short_rows
 from triton_kernels._kernel import Kernel
 from triton_kernels._row_maps import RowMapKernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-    from perf.calls import Call
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,14 +10,10 @@ import torch
 from perf import model
 from perf.machine_code import cases
 from perf.ops import CASES
+from perf.ops.workload import Workload
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
 from tests.kernels.calls import launched_by
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from perf.ops.workload import Workload
 
 # Of the operations that the suite measures.
 WORKLOADS = [w for case in CASES if case.gpu_workloads for w in case.small_workloads if not w.masked]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import primitives as pr
@@ -17,6 +18,7 @@ from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
+from perf.ops.record import Op
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, check_values, expected
@@ -24,13 +26,6 @@ from tests.properties import check_not_finite
 from triton_kernels.batch_norm import batch_norm_train_fwd
 from triton_kernels.layer_norm import layer_norm_fwd
 from triton_kernels.log_softmax import log_softmax_bwd, log_softmax_fwd, log_softmax_jvp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from perf.ops.record import Op
 
 INF, NAN, TINY = math.inf, math.nan, torch.finfo(torch.float32).tiny
 # The interpreter computes in numpy, which mentions what a GPU does silently: 0 / 0 and inf - inf.

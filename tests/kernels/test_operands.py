@@ -6,7 +6,8 @@ Each kernel and plan meets its truth under all meters in `test_every_launcher`; 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from triton_kernels._row_view import row_view
 from triton_kernels.layer_norm import layer_norm_fwd
 from triton_kernels.log_softmax import log_softmax_fwd
 from triton_kernels.sums import add_partial_rows_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -14,21 +14,18 @@ import functools
 import itertools
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from perf.calls import Call
 from perf.ops import CASES
+from perf.ops.record import Op
 from tests.kernels.calls import ROW_PLANS, Launched, launched_by
 from tests.kernels.truth import check_values
 from triton_kernels import launch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from perf.calls import Call
-    from perf.ops.record import Op
 
 # Constants that are sizes, of which small calls have others.
 SIZES = re.compile("BLOCK|NUM_|ALIGN|STAGES|EPS|SCALE|WIDTH|GROUPS?$|PLANES")

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from perf.calls import EPS, MOMENTUM
+from perf.calls import EPS, MOMENTUM, Call
 from primitives import use_backend
 from primitives._core import registered_primitives
 from tests.call_properties import Call as OperatorCall
 from tests.call_properties import in_float64
 from triton_kernels._runtime import accumulation_dtype
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from perf.calls import Call
 
 # Relative to the largest element, or to the number of terms of a sum over rows, positions or samples: as many roundings
 # as a sum over the tested sizes can collect. The interpreter adds in sequence.
