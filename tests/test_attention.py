@@ -134,13 +134,6 @@ def test_empty_axes(name):
         assert_same({**found, "outputs": (o, lse)}, expected)
 
 
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("widths", [(1, 1), (3, 5), (72, 72), (80, 16), (256, 256)])
-def test_widths(widths):
-    case = problem(heads=(4, 2), widths=widths, bias_shape=(4, 1, 4))
-    assert_same(every_mode(ours(), *case), every_mode(definition, *case), rtol=1e-10, atol=1e-11)
-
-
 ROWS, KEYS = 420, 320
 SEEN = normal((2, 1, ROWS, KEYS), 0) > -2
 MANY_BLOCKS = {
@@ -199,18 +192,6 @@ def test_a_float32_bias_is_not_rounded(dtype, most):
     torch.testing.assert_close(actual.double(), expected, **tolerance)
     of_bias = [torch.autograd.grad(y.square().sum(), bias)[0] for y in (actual, expected)]
     torch.testing.assert_close(*of_bias, rtol=0, atol=40 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.usefixtures("implementation")
-def test_large_scores_in_float32():
-    case = problem(widths=(8, 8), dtype=torch.float32)
-    primals = (case[0][0] * 3e3, *case[0][1:])
-    found = every_mode(lambda *x: attention(*x, return_lse=True), primals, *case[1:])
-    wide = [tuple(x.double() for x in each) for each in (primals, *case[1:])]
-    expected = every_mode(definition, *wide)
-    for mode in ("outputs", "jvp"):
-        for x, y in zip(found[mode], expected[mode], strict=True):
-            assert (x.double() - y).norm() < 2e-3 * y.norm(), mode
 
 
 SEED, OFFSET, P = 1234, 7, 0.4

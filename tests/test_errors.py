@@ -200,6 +200,57 @@ def test_where_torch_is_silent(call, error, words):
     assert_raises(error, words, lambda: call(pr.functional))
 
 
+# Of functions that torch does not have, or that check more than it does.
+IMAGES, ADDED = (
+    ones(2, 4, 3, 2),
+    {
+        "shape": ((X, X, (3,)), {}, pr.ShapeError, r"input must have shape \[\*, 3\]"),
+        "residual shape": ((X, X[:1], (4,)), {}, pr.ShapeError, r"residual must have shape \[3, 4\].*got \[1, 4\]"),
+        "residual None": ((X, None, (4,)), {}, pr.DtypeError, "residual must be a tensor, got None"),
+        "residual dtype": ((X, X.half(), (4,)), {}, pr.DtypeError, "residual must have dtype torch.float32"),
+        "p": ((X, X, (4,)), {"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability"),
+        "eps": ((X, X, (4,)), {"eps": "1"}, pr.DtypeError, "eps must be a number"),
+    },
+)
+OF_NORMS = {
+    "ada_layer_norm": {
+        "a number": ((ones(()), X, X), {}, pr.ShapeError, "normalized_shape must name at least one axis"),
+        "scale of others": ((X, ones(2, 4), X), {}, pr.ShapeError, r"scale must have .*\[3, 4\].*got \[2, 4\]"),
+        "scale width": ((X, ones(3, 1), X), {}, pr.ShapeError, r"scale must have .*got \[3, 1\]"),
+        "scale axes": ((X, ones(1, 3, 4), X), {}, pr.ShapeError, r"scale must have .*got \[1, 3, 4\]"),
+        "scale None": ((X, None, X), {}, pr.DtypeError, "scale must be a tensor, got None"),
+        "shift shape": ((X, X, ones(4)), {}, pr.ShapeError, r"shift must have shape \[3, 4\].*got \[4\]"),
+        "shift dtype": ((X, X, X.half()), {}, pr.DtypeError, "shift must have dtype torch.float32"),
+        "eps": ((X, X, X, None, "1"), {}, pr.DtypeError, "eps must be a number"),
+    },
+    "add_layer_norm": ADDED,
+    "add_rms_norm": ADDED,
+    "group_norm": {
+        "one axis": ((ones(4), 2), {}, pr.ShapeError, "input must have at least 2 axes"),
+        "groups": ((IMAGES, 3), {}, pr.ShapeError, "num_groups must be positive and divide"),
+        "no int": ((IMAGES, 2.0), {}, pr.DtypeError, "num_groups must be an int"),
+        "weight": ((IMAGES, 2, ones(2)), {}, pr.ShapeError, r"weight must have shape \[4\]"),
+        "one value": ((IMAGES[:1, :, 0, 0], 4), {}, pr.ShapeError, "input must have more"),
+        "activation": ((IMAGES, 2), {"activation": "relu"}, ValueError, "activation must"),
+    },
+    "instance_norm": {
+        "one position": ((IMAGES[..., :1, :1],), {}, pr.ShapeError, "input must have"),
+        "one statistic": ((IMAGES, ones(4)), {}, pr.ShapeError, "running_mean and running_var"),
+        "eps": ((IMAGES,), {"eps": 0.0}, ValueError, "eps must be positive"),
+        "momentum": ((IMAGES,), {"momentum": "1"}, pr.DtypeError, "momentum must"),
+        "integers": ((IMAGES.long(),), {}, pr.DtypeError, "input must have dtype"),
+    },
+    "dropout": {"no number": ((X, float("nan")), {}, ValueError, "p must be a probability")},
+}
+
+
+@pytest.mark.parametrize("op, case", [(op, case) for op, cases in OF_NORMS.items() for case in cases])
+def test_mistakes_are_named(op, case):
+    args, options, error, text = OF_NORMS[op][case]
+    with pytest.raises(error, match=f"^{op}: {text}"):
+        getattr(pr.functional, op)(*args, **options)
+
+
 # One for each kind of thing that an argument may be.
 WRONG = ("a", -1.5, 10**6, torch.ones(3, 5), torch.full((2, 4), 9), ones(4, device="meta"), X.cfloat(), X.to_sparse())
 

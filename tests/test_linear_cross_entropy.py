@@ -125,23 +125,6 @@ def test_a_batch_of_rows_is_one_call():
     assert sum("linear_cross_entropy" in str(call) for call in recorder.calls) == 2
 
 
-def test_a_weight_that_is_the_embedding_too():
-    """Its gradient is the sum over both places, to the second order."""
-    tokens, weight = torch.tensor([1, 4, 4, 0]), normal((C, D), 0)
-
-    def loss(function):
-        return lambda weight: function(torch.tanh(F.embedding(tokens[:-1], weight)), weight, tokens[1:])
-
-    def full(x, weight, labels):
-        return F.cross_entropy(x @ weight.mT, labels)
-
-    def chunked(x, weight, labels):
-        return pr.functional.linear_cross_entropy(x, weight, labels, chunk_rows=2)
-
-    for take in (grad, lambda f: lambda w: jvp(grad(f), (w,), (w.cos(),))[1]):
-        assert_close(*[take(loss(function))(weight) for function in (chunked, full)])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_that_of_the_formula_in_float64(dtype):
     args = [normal(shape, i).to(dtype) for i, shape in enumerate(((16, 32), (C, 32), (C,)))]
@@ -157,31 +140,6 @@ def test_half_precision_is_that_of_the_formula_in_float64(dtype):
         assert got.dtype == dtype
         # Logits of 32 products are rounded once, to a digit of their size.
         assert_close(got.double(), want, rtol=0.0, atol=8 * torch.finfo(dtype).eps * max(1.0, want.abs().max().item()))
-
-
-def test_a_graph_of_gradients_is_attached():
-    """Torch's own by chunks detaches it, and has no tangent."""
-    leaf = arguments().requires_grad_()
-    (gradient,) = torch.autograd.grad(ours(leaf), leaf, create_graph=True)
-    actual = torch.autograd.grad(gradient.square().sum(), leaf)[0]
-    expected = grad(lambda z: grad(true)(z).square().sum())(leaf.detach())
-    assert_close(actual, expected)
-
-
-def test_probabilities_have_derivatives():
-    x, weight, target = normal((N, D), 0), normal((C, D), 1), normal((N, C), 2).softmax(-1)
-
-    def loss(function):
-        return lambda *args: function(*args).sin()
-
-    def all_logits(x, weight, target):
-        return torch.nn.functional.cross_entropy(x @ weight.mT, target)
-
-    def by_chunks(x, weight, target):
-        return pr.functional.linear_cross_entropy(x, weight, target, chunk_rows=2)
-
-    found = [grad(loss(function), (0, 1, 2))(x, weight, target) for function in (by_chunks, all_logits)]
-    assert_close(*found)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Beside the records: noise, dtypes of the stream, and each of the two results alone."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,20 +13,6 @@ from tests.test_norms import HALF, randn
 
 FUNCTIONS = {"add_layer_norm": F.layer_norm, "add_rms_norm": F.rms_norm}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
-
-
-@every_function
-@pytest.mark.usefixtures("backend")
-def test_dropout_draws_as_dropout_does(name):
-    x, residual = randn(6, 8), randn(6, 8, seed=1)
-    run = functools.partial(getattr(pr.functional, name), x, residual, (8,), eps=1e-3)
-    for p in (0.4, 1.0):
-        torch.manual_seed(3)
-        y, s = run(dropout_p=p)
-        torch.manual_seed(3)
-        assert torch.equal(s, residual + pr.functional.dropout(x, p))
-        assert_close(y, FUNCTIONS[name](s, (8,), eps=1e-3))
-    assert torch.equal(run(dropout_p=0.4, training=False)[1], residual + x)
 
 
 @every_function
@@ -96,18 +80,6 @@ def test_gradients_of_leaves_are_their_own_memory():
     assert x.grad.data_ptr() != residual.grad.data_ptr()
 
 
-def test_randomness_of_vmap():
-    x, residual = randn(3, 4, 8), randn(4, 8, seed=1)
-    f = functools.partial(pr.functional.add_layer_norm, normalized_shape=(8,), dropout_p=0.5)
-    with pytest.raises(RuntimeError, match="randomness"):
-        torch.vmap(f, (0, None))(x, residual)
-    ones = torch.ones_like(x)
-    for randomness in ("same", "different"):
-        _, s = torch.vmap(f, (0, None), randomness=randomness)(ones, residual)
-        dropped = (s - residual).abs() < 1e-6
-        assert torch.equal(dropped[0], dropped[1]) == (randomness == "same")
-
-
 def test_trees_and_autocast():
     x, residual = randn(2, 4), randn(2, 4, seed=1)
     y, s = pr.functional.add_layer_norm({"a": x, "b": [x.float()]}, {"a": residual, "b": [residual.float()]}, (4,))
@@ -116,24 +88,6 @@ def test_trees_and_autocast():
     args = (x.half(), residual.half(), None, None, None, 0.0, torch.float16, 1, 0, 1e-5, True, False)
     key = _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
     assert {out.dtype for out in add_layer_norm_p.overload.redispatch(key, *args)} == {torch.float32}
-
-
-X = torch.ones(3, 4)
-WRONG = {
-    "shape": ((X, X, (3,)), {}, pr.ShapeError, r"input must have shape \[\*, 3\]"),
-    "residual shape": ((X, X[:1], (4,)), {}, pr.ShapeError, r"residual must have shape \[3, 4\].*got \[1, 4\]"),
-    "residual None": ((X, None, (4,)), {}, pr.DtypeError, "residual must be a tensor, got None"),
-    "residual dtype": ((X, X.half(), (4,)), {}, pr.DtypeError, "residual must have dtype torch.float32"),
-    "p": ((X, X, (4,)), {"dropout_p": 1.5}, ValueError, r"dropout_p must be a probability"),
-    "eps": ((X, X, (4,)), {"eps": "1"}, pr.DtypeError, "eps must be a number"),
-}
-
-
-@every_function
-@pytest.mark.parametrize("args, options, error, text", WRONG.values(), ids=WRONG)
-def test_errors(name, args, options, error, text):
-    with pytest.raises(error, match=f"^{name}: {text}"):
-        getattr(pr.functional, name)(*args, **options)
 
 
 @pytest.mark.usefixtures("backend")

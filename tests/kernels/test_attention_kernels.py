@@ -33,7 +33,7 @@ WIDTHS = [(1, 80), (8, 40), (40, 1), (64, 72), (72, 64), (80, 8), (128, 256), (2
 
 
 @pytest.mark.parametrize("width, value_width", WIDTHS)
-def test_widths(width: int, value_width: int) -> None:
+def test_widths(width, value_width):
     dtype = torch.float16 if width > value_width else torch.float32
     heads = Attention.draw((1, 2, 5, width), 18, dtype, 1, value_width, scale=width**-0.5, causal=value_width == 72)
     for call in heads.calls("fwd", "pairing"):
@@ -41,7 +41,7 @@ def test_widths(width: int, value_width: int) -> None:
 
 
 @pytest.mark.parametrize("width, dtype", [(257, torch.float16), (129, torch.float64)])
-def test_the_reference_has_widths_whose_tiles_fit_nowhere(width: int, dtype: torch.dtype) -> None:
+def test_the_reference_has_widths_whose_tiles_fit_nowhere(width, dtype):
     wide = Attention.draw((1, 1, 2, width), 2, dtype)
     assert all(call.launcher(*call.args) is None for call in wide.calls())
     *args, _, _, _ = wide.call("fwd").args
@@ -59,7 +59,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tangents_lie_otherwise_than_what_they_are_tangents_of(layout: str) -> None:
+def test_tangents_lie_otherwise_than_what_they_are_tangents_of(layout):
     k = LAYOUTS[layout]()
     heads = Attention.draw((2, 2, 3, 8), 18)
     bias, bias_dot = random(2, 2, 18, 3).transpose(-2, -1), random(2, 2, 3, 18, seed=8)
@@ -69,7 +69,7 @@ def test_tangents_lie_otherwise_than_what_they_are_tangents_of(layout: str) -> N
     assert torch.equal(k, before)
 
 
-def test_a_bias_keeps_the_axes_along_which_it_is_broadcast() -> None:
+def test_a_bias_keeps_the_axes_along_which_it_is_broadcast():
     """Where no one stride serves its batch it is copied, but not for each pair: that would be rows times keys."""
     heads = Attention.draw((2, 3, 2, 17, 8), 18, bias=random(2, 1, 1, 1, 18), mask=random(1, 3, 1, 17, 1) > -1)
     (launch,) = launched_by(lambda: check_values(heads.call("fwd")), observe)
@@ -80,7 +80,7 @@ def test_a_bias_keeps_the_axes_along_which_it_is_broadcast() -> None:
 @pytest.mark.parametrize("dtype, low", [(torch.float32, -100.0), (torch.float64, -800.0)])
 # The interpreter computes in numpy, which mentions the overflow that a GPU passes over.
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-def test_scores_out_of_range_and_rows_that_see_no_key(dtype: torch.dtype, low: float) -> None:
+def test_scores_out_of_range_and_rows_that_see_no_key(dtype, low):
     """The exponential of such a score overflows where it is taken of a key past the end, whose score is 0."""
     mask = torch.ones(1, 2, 5, 18, dtype=torch.bool)
     mask[0, 0, 1], mask[0, 0, 2, :17], mask[0, 1, 3, 1:] = False, False, False
@@ -95,7 +95,7 @@ def test_scores_out_of_range_and_rows_that_see_no_key(dtype: torch.dtype, low: f
             assert all(result.isfinite().all() for result in call.results())
 
 
-def test_what_the_scores_of_a_row_share_costs_the_tangent_no_digits() -> None:
+def test_what_the_scores_of_a_row_share_costs_the_tangent_no_digits():
     """As time does in a model that is modulated by it: p * 100, rounded, has an error of half the result."""
     bias_dot = 100 + 0.5 * random(1, 2, 9, 40, dtype=torch.bfloat16).round()
     bias = torch.zeros(1, 2, 9, 40, dtype=torch.bfloat16)

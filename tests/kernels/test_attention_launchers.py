@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -48,7 +46,7 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention(case: str, use_limits: Callable[..., None]) -> None:
+def test_attention(case, use_limits):
     use_limits(attention_tile=16)
     make, modes = ATTENTION[case]
     for call in make().calls(*modes):
@@ -56,7 +54,7 @@ def test_attention(case: str, use_limits: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["jvp", "bwd", "pairing"])
-def test_attention_with_any_operands_absent(mode: str) -> None:
+def test_attention_with_any_operands_absent(mode):
     """All that there can be, of which some is there; the first row sees no key."""
     bias, bias_dot = (random(1, 2, 3, 5, seed=seed) for seed in range(2))
     mask = ((torch.arange(3)[:, None] + torch.arange(5)) % 3 < torch.arange(3)[:, None].clamp(max=2))[None, None]
@@ -88,7 +86,7 @@ MATMULS: dict[str, tuple[int, str, tuple[bool, ...] | None, tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("mode", MATMULS)
-def test_products_of_matrices_of_a_tile(mode: str) -> None:
+def test_products_of_matrices_of_a_tile(mode):
     number, launcher, wanted, absent = MATMULS[mode]
     tile = Attention.draw((1, 1, 16, 16), 16)
     given = {"o_dot": tile.o_bar, "lse_dot": tile.lse_bar, **dict.fromkeys(absent)}
@@ -100,9 +98,7 @@ def test_products_of_matrices_of_a_tile(mode: str) -> None:
 
 @pytest.mark.parametrize("sizes", [(64, 64), (100, 50), (50, 100), (1, 40), (40, 1)], ids=str)
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 64)], ids=str)
-def test_tiles_of_a_causal_problem_that_see_nothing_are_passed_over(
-    sizes: tuple[int, int], blocks: tuple[int, int]
-) -> None:
+def test_tiles_of_a_causal_problem_that_see_nothing_are_passed_over(sizes, blocks):
     (num_rows, num_keys), (block_rows, block_keys) = sizes, blocks
     # Rows past the end see as many keys as if they were there.
     all_rows = -(-num_rows // block_rows) * block_rows

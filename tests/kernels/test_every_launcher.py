@@ -7,7 +7,6 @@ device, which has no meters, its results are the truth and the same in every run
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ ROW_PLANS: dict[str, tuple[int, int, dict[str, int], int | None, list[str], bool
 
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)
 @pytest.mark.parametrize("plan", ROW_PLANS)
-def test_layer_norm(
-    plan: str, layout: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]
-) -> None:
+def test_layer_norm(plan, layout, use_limits, use_processors):
     num_rows, num_cols, limits, processors, modes, is_apart = ROW_PLANS[plan]
     use_limits(**limits)
     if processors is not None:
@@ -97,7 +94,7 @@ def test_layer_norm(
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed"])
-def test_sums_of_several_long_rows(layout: str, use_processors: Callable[[int], None]) -> None:
+def test_sums_of_several_long_rows(layout, use_processors):
     """Rows whose second halves lie behind the first ones, the last tile partial along rows and columns."""
     use_processors(1)
     dtype = torch.float32 if layout == "strided" else torch.bfloat16
@@ -126,7 +123,7 @@ def add_layer_norm(turn: int, num_rows: int, num_cols: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("plan", ROW_PLANS)
-def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]) -> None:
+def test_add_layer_norm(plan, use_limits, use_processors):
     num_rows, num_cols, limits, processors, *_ = ROW_PLANS[plan]
     use_limits(**limits)
     if processors is not None:
@@ -152,7 +149,7 @@ def test_add_layer_norm(plan: str, use_limits: Callable[..., None], use_processo
         for j, layout in enumerate(["one", "several", "of their own", "strided", "channels last"])
     ],
 )
-def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -> None:
+def test_group_norm(splits, layout, use_limits):
     if splits:
         use_limits(**short_rows(32, splits))
     lead = {"one": (1,), "of their own": (2, 2)}.get(layout, (2,))
@@ -172,7 +169,7 @@ def test_group_norm(splits: int, layout: str, use_limits: Callable[..., None]) -
 
 # Whole tiles, and rows that are a multiple of nothing: a single pass moves the partial rows of sums and nothing else.
 @pytest.mark.parametrize("num_cols, dtype", [(1024, torch.bfloat16), (1031, torch.float32)])
-def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None:
+def test_layer_norm_of_rows_of_models(num_cols, dtype):
     for mode, call in zip(LayerNorm.modes(), LayerNorm.draw((6, num_cols), dtype).calls(), strict=True):
         check(call, in_any_order=False)
         cost = call.cost()
@@ -180,7 +177,7 @@ def test_layer_norm_of_rows_of_models(num_cols: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_x_hat_is_rounded_before_the_weight(dtype: torch.dtype) -> None:
+def test_x_hat_is_rounded_before_the_weight(dtype):
     rows = LayerNorm.draw((6, 75), dtype).change(centered=False, bias=None)
     x_hat, weight = torch.rms_norm(rows.x.float(), (75,), None, EPS), rows.weight.float()
 
@@ -222,7 +219,7 @@ CHANNEL_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
-def test_batch_norm(layout: str, use_limits: Callable[..., None], use_processors: Callable[[int], None]) -> None:
+def test_batch_norm(layout, use_limits, use_processors):
     # Few programs, so that tensors of this size are to them what those of a GPU are to its programs.
     use_processors(1)
     turn = list(CHANNEL_LAYOUTS).index(layout)
@@ -234,7 +231,7 @@ def test_batch_norm(layout: str, use_limits: Callable[..., None], use_processors
 
 
 @pytest.mark.parametrize("layout", CHANNEL_LAYOUTS)
-def test_batch_norm_relu(layout: str, use_processors: Callable[[int], None]) -> None:
+def test_batch_norm_relu(layout, use_processors):
     use_processors(1)
     turn = list(CHANNEL_LAYOUTS).index(layout)
     norm = CHANNEL_LAYOUTS[layout](DTYPES[turn % len(DTYPES)])
@@ -251,7 +248,7 @@ def test_batch_norm_relu(layout: str, use_processors: Callable[[int], None]) -> 
 
 
 @pytest.mark.parametrize("operands", [LayerNorm.draw((2, 75)), BatchNorm.draw((3, 3, 17, 19))], ids=["rows", "images"])
-def test_norms_read_what_is_wanted(operands: LayerNorm | BatchNorm, use_processors: Callable[[int], None]) -> None:
+def test_norms_read_what_is_wanted(operands, use_processors):
     use_processors(1)
     operands = operands.here()
     for mode, count in (("bwd", 3), ("train_bwd", 3), ("eval_bwd", 5), ("pairing", 6)):
@@ -292,9 +289,7 @@ def of_row_map(
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
 @pytest.mark.parametrize("kind", ROW_MAPS, ids=lambda kind: kind.MODULES[0])
-def test_row_maps(
-    kind: type[RowMapOperands], splits: int, adjacent: str, layout: str, use_limits: Callable[..., None]
-) -> None:
+def test_row_maps(kind, splits, adjacent, layout, use_limits):
     (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
     if splits:
         use_limits(**short_rows(TILE, splits))
@@ -319,7 +314,7 @@ def test_row_maps(
 
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
-def test_softmax(splits: int, adjacent: str, use_limits: Callable[..., None]) -> None:
+def test_softmax(splits, adjacent, use_limits):
     """With a mask of every kind, broadcast or not, that leaves nothing of a row, and factors of either sign."""
     (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
     if splits:
@@ -347,7 +342,7 @@ def test_softmax(splits: int, adjacent: str, use_limits: Callable[..., None]) ->
 
 
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
-def test_a_mask_that_heads_share_is_read_where_it_lies(splits: int, use_limits: Callable[..., None]) -> None:
+def test_a_mask_that_heads_share_is_read_where_it_lies(splits, use_limits):
     num_cols = 24
     if splits:
         use_limits(**short_rows(TILE, splits))
@@ -361,7 +356,7 @@ def test_a_mask_that_heads_share_is_read_where_it_lies(splits: int, use_limits: 
 
 @pytest.mark.parametrize("adjacent", REDUCED_SHAPES)
 @pytest.mark.parametrize("splits", [0, 1, 32], ids=["in registers", "swept", "shared"])
-def test_cross_entropy(splits: int, adjacent: str, use_limits: Callable[..., None]) -> None:
+def test_cross_entropy(splits, adjacent, use_limits):
     (num_segments, *shape), dim = REDUCED_SHAPES[adjacent]
     if splits:
         use_limits(**short_rows(TILE, splits))
@@ -381,7 +376,7 @@ def test_cross_entropy(splits: int, adjacent: str, use_limits: Callable[..., Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_dropout(dtype: torch.dtype) -> None:
+def test_dropout(dtype):
     for call in dropout_calls(dtype):
         check(call)
     # With nothing to drop, x is copied without a kernel.
@@ -389,6 +384,6 @@ def test_dropout(dtype: torch.dtype) -> None:
     assert Call(dropout_fwd, (x, seed, offset, 0.0, batch_ndim)).cost().launches == 0
 
 
-def test_operands_that_no_view_fits_are_copied_once() -> None:
+def test_operands_that_no_view_fits_are_copied_once():
     for number, call in enumerate(copying_calls(torch.float32)):
         check(call if number % 2 else copying_calls(torch.float64)[number])

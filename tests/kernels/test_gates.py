@@ -93,7 +93,7 @@ def centered(x: Tensor) -> list[Exact]:
 
 
 @pytest.mark.parametrize("launcher, complaint", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_faults_are_caught(launcher: Callable, complaint: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_caught(launcher, complaint, monkeypatch):
     def launch(x: Tensor) -> Tensor:
         return launcher(x)
 
@@ -135,9 +135,7 @@ def _all_keys(start_row, num_keys, BLOCK_ROWS: tl.constexpr, CAUSAL: tl.constexp
         ("last_key", _all_keys, "multiplies 8 tiles, 6 declared"),
     ],
 )
-def test_products_of_matrices_that_nobody_asks_for_are_caught(
-    name: str, fault: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, use_limits: Callable[..., None]
-) -> None:
+def test_products_of_matrices_that_nobody_asks_for_are_caught(name, fault, complaint, monkeypatch, use_limits):
     # Three tiles of four see something.
     use_limits(attention_tile=16)
     operands = Attention.draw((1, 1, 32, 16), 32, causal=True).change(k_dot=None, v_dot=None)
@@ -156,7 +154,7 @@ def _params_of_each_row(
     return tiles.load_params(ptrs, strides, segment, cols, each, READS, DTYPE, ALIGN, *rest)
 
 
-def test_parameters_that_are_loaded_for_each_row_of_a_program_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_are_loaded_for_each_row_of_a_program_are_caught(monkeypatch):
     call = LayerNorm.draw((8, 200)).call("fwd")
     check(call)
     monkeypatch.setattr(rows, "load_params", _params_of_each_row)
@@ -164,13 +162,13 @@ def test_parameters_that_are_loaded_for_each_row_of_a_program_are_caught(monkeyp
         check(call)
 
 
-def test_a_race_is_caught() -> None:
+def test_a_race_is_caught():
     call = Call(lambda x: center(x, torch.empty(NUM_COLS), APART=0), (random(NUM_ROWS, NUM_COLS),))
     with pytest.raises(AssertionError, match="depends on the order"):
         check_order(call, call.results())
 
 
-def test_neighbors_of_a_view_are_out_of_bounds() -> None:
+def test_neighbors_of_a_view_are_out_of_bounds():
     """Elements of a view are within bounds, the gaps between them and what lies before and behind them are not."""
     whole = random(NUM_ROWS, NUM_COLS)
     for y, shift in ((whole[:, ::2], 1), (whole[2:], -1), (whole[:2], 2 * NUM_COLS)):

@@ -1,7 +1,5 @@
 """`Kernel` launches what Triton would launch, with less work, and lets launches be watched and replaced."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -12,7 +10,7 @@ from triton_kernels import costs, layer_norm, log_softmax
 from triton_kernels._kernel import intercept, is_tracing, observe, tracing
 
 
-def test_compiled_launches() -> None:
+def test_compiled_launches():
     run_compiled("tests.kernels.kernel_calls")
 
 

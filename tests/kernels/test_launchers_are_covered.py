@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -50,7 +49,7 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(f"triton_kernels.{name}") for name in names if name != "tuning"]
 
 
-def test_every_launcher_is_tuned_and_has_calls() -> None:
+def test_every_launcher_is_tuned_and_has_calls():
     launchers = {
         name: function
         for module in modules()
@@ -62,7 +61,7 @@ def test_every_launcher_is_tuned_and_has_calls() -> None:
     assert all(hasattr(function, "__wrapped__") for function in launchers.values())
 
 
-def test_every_kernel_is_launched(use_limits: Callable[..., None]) -> None:
+def test_every_kernel_is_launched(use_limits):
     things = [thing for module in modules() for thing in vars(module).values()]
     kernels = {thing for thing in things if isinstance(thing, Kernel)}
     kernels |= {thing.kernel for thing in things if isinstance(thing, RowMapKernels)}

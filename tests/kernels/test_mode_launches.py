@@ -10,7 +10,6 @@ import torch
 from perf import model
 from perf.machine_code import cases
 from perf.ops import CASES
-from perf.ops.workload import Workload
 from perf.suite.modes import make_sample, make_steps
 from perf.suite.providers import provider
 from tests.kernels.calls import launched_by
@@ -28,13 +27,13 @@ def launches(run: Callable[[], object]) -> list[str]:
     ]
 
 
-def test_every_mode_is_looked_at() -> None:
+def test_every_mode_is_looked_at():
     assert {mode for workload in WORKLOADS for mode in (*workload.modes, "forward_backward")} == set(model.MODES)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.key)
-def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(workload: Workload) -> None:
+def test_steps_launch_what_is_predicted_and_what_the_table_of_machine_code_has(workload):
     in_table = set(launches(lambda: [cases.launch_mode(workload, mode) for mode in workload.modes]))
     side = provider("primitives")
     for mode in (*workload.modes, "forward_backward"):

@@ -18,7 +18,6 @@ from perf.ops import CASES
 from perf.ops.batch_norm import BatchNorm
 from perf.ops.layer_norm import LayerNorm
 from perf.ops.log_softmax import LogSoftmax
-from perf.ops.record import Op
 from tests.kernels.calls import ROW_PLANS
 from tests.kernels.interpreting import watched
 from tests.kernels.truth import EPS, check_values, expected
@@ -51,7 +50,7 @@ def dim(request: pytest.FixtureRequest, use_limits: Callable[..., None]) -> int:
     return request.param[0]
 
 
-def test_nan_and_inf_stay_in_their_row(plan: str) -> None:
+def test_nan_and_inf_stay_in_their_row(plan):
     """Each operand has one, in a row of its own, in the last column of the last tile."""
     rows = LayerNorm.draw((5, 33))
     for number, name in enumerate(("x", "y_bar", "x_dot", "y_bar_dot")):
@@ -62,7 +61,7 @@ def test_nan_and_inf_stay_in_their_row(plan: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_jvp"])
-def test_large_common_offset_costs_no_digits(plan: str, mode: str) -> None:
+def test_large_common_offset_costs_no_digits(plan, mode):
     rows = LayerNorm.draw((2, 150)).change(weight=None, bias=None, weight_dot=None, bias_dot=None)
     call = rows.change(x=rows.x + 1e4, x_dot=rows.x_dot + 1).call(mode)
     # The mean is rounded once, to 2**-10 here, of split rows that of each slice too; a variance from a difference of
@@ -72,7 +71,7 @@ def test_large_common_offset_costs_no_digits(plan: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_jvp"])
-def test_constant_rows_are_normalized_to_zero(plan: str, mode: str) -> None:
+def test_constant_rows_are_normalized_to_zero(plan, mode):
     x = torch.linspace(-9, 1000.1, 16).unsqueeze(1).expand(16, 75).contiguous()
     call = LayerNorm.draw(x.shape).change(x=x, weight=None, bias=None).call(mode)
     # As small as models have it: a mean that is off in its last place would be off by most of a standard deviation.
@@ -81,7 +80,7 @@ def test_constant_rows_are_normalized_to_zero(plan: str, mode: str) -> None:
     assert torch.equal(mean, x[:, 0])
 
 
-def test_large_means_of_cotangent_and_tangent_cost_no_digits_of_their_product(plan: str) -> None:
+def test_large_means_of_cotangent_and_tangent_cost_no_digits_of_their_product(plan):
     rows = LayerNorm.draw((1, 80), torch.float64).change(weight=None, weight_dot=None, bias_dot=None)
     moved = rows.change(y_bar=rows.y_bar + 1e4, x_dot=rows.x_dot + 1e4)
     # Constants do not matter to the derivative for x; without them, autograd does not lose digits either.
@@ -91,7 +90,7 @@ def test_large_means_of_cotangent_and_tangent_cost_no_digits_of_their_product(pl
     torch.testing.assert_close(*results, rtol=0.0, atol=2e-11)
 
 
-def test_idle_lanes_of_huge_constant_rows(plan: str) -> None:
+def test_idle_lanes_of_huge_constant_rows(plan):
     # mean * rstd overflows, and 21 columns leave idle lanes, where x_hat must not become infinite.
     zero = LayerNorm.draw((1, 21)).change(x=torch.zeros(1, 21))
     huge = zero.change(x=torch.full((1, 21), 2.0**126))
@@ -101,7 +100,7 @@ def test_idle_lanes_of_huge_constant_rows(plan: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_rstd_from_a_coarse_root_that_flushes_subnormal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rstd_from_a_coarse_root_that_flushes_subnormal_numbers(monkeypatch):
     """As the approximation of GPUs does, whose last two bits are wrong."""
     root = InterpreterBuilder.create_rsqrt
 
@@ -123,7 +122,7 @@ SHAPES = {"first": (8, 4, 12, 12), "last": (8, 4, 12, 12), "features": (300, 4)}
 
 
 @pytest.mark.parametrize("layout", SHAPES)
-def test_variance_survives_a_large_offset_and_a_drift(layout: str, use_limits: Callable[..., None]) -> None:
+def test_variance_survives_a_large_offset_and_a_drift(layout, use_limits):
     x = random(*SHAPES[layout])
     x = x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
     dims = tuple(axis for axis in range(x.dim()) if axis != 1)
@@ -148,16 +147,14 @@ def far_from_its_beginning(num_rows: int, num_cols: int) -> Tensor:
     return x + 2**16
 
 
-def test_value_and_tangent_of_rows_far_from_their_anchor(plan: str) -> None:
+def test_value_and_tangent_of_rows_far_from_their_anchor(plan):
     """A tangent with a large mean asks most of its product with x."""
     x, x_dot = far_from_its_beginning(3, 80), random(3, 80, seed=1) + 100
     check_values(LayerNorm.draw((3, 80)).change(x=x, x_dot=x_dot).call("fwd_jvp"))
 
 
 @pytest.mark.parametrize("processors", [1, 4])
-def test_value_and_tangent_of_channels_far_from_their_anchor(
-    processors: int, use_limits: Callable[..., None], use_processors: Callable[[int], None]
-) -> None:
+def test_value_and_tangent_of_channels_far_from_their_anchor(processors, use_limits, use_processors):
     use_limits(channel_tile_bytes=256)
     use_processors(processors)
     # Of one program, or of four: each has a mean that is an integer.
@@ -166,7 +163,7 @@ def test_value_and_tangent_of_channels_far_from_their_anchor(
     check_values(features.call("train_fwd_jvp"))
 
 
-def test_one_element_per_channel() -> None:
+def test_one_element_per_channel():
     features = BatchNorm.draw((1, 5))
     y, mean, _, _, running_var = features.call("train_fwd").results()
     assert torch.equal(y, features.bias[None])
@@ -178,7 +175,7 @@ def test_one_element_per_channel() -> None:
         check_values(call)
 
 
-def test_infinite_operands_without_a_factor_do_not_spread() -> None:
+def test_infinite_operands_without_a_factor_do_not_spread():
     images = BatchNorm.draw((4, 3, 5)).change(x_dot=None, weight_dot=None, y_bar=torch.full((4, 3, 5), INF))
     y_bar_bar, x_bar, *_ = images.call("pairing", (True, True, False, False, False, False)).results()
     assert torch.equal(x_bar, torch.zeros(4, 3, 5))
@@ -188,12 +185,12 @@ def test_infinite_operands_without_a_factor_do_not_spread() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
-def test_nan_and_infinity_propagate_as_in_torch(case: Op, value: float, device: torch.device) -> None:
+def test_nan_and_infinity_propagate_as_in_torch(case, value, device):
     with pr.use_backend("triton"):
         check_not_finite(case, value, device)
 
 
-def test_large_offsets_cost_log_softmax_no_digits(dim: int) -> None:
+def test_large_offsets_cost_log_softmax_no_digits(dim):
     x = random(*((33, 3) if dim == 0 else (3, 33)), seed=1) + 1e4
     # In ascending order every tile moves the running maximum, in descending order only the first does.
     for ordered in (x.sort(dim).values, x.sort(dim, descending=True).values):
@@ -202,7 +199,7 @@ def test_large_offsets_cost_log_softmax_no_digits(dim: int) -> None:
 
 # Numpy, by which the interpreter finds the maximum of a group of columns, says where all of them are NaN.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_infinities_and_nans_of_log_softmax_as_in_torch(dim: int) -> None:
+def test_infinities_and_nans_of_log_softmax_as_in_torch(dim):
     rows = torch.zeros(9, 37)
     # Whole tiles of -inf at either end, a row of them, and what else is not finite in one tile or two.
     rows[1, :], rows[2, 5:], rows[3, :30], rows[4, 33], rows[5, 7] = -INF, -INF, -INF, INF, NAN
@@ -223,7 +220,7 @@ def test_infinities_and_nans_of_log_softmax_as_in_torch(dim: int) -> None:
     torch.testing.assert_close(log_softmax_jvp(v, y, dim), formula.float(), equal_nan=True)
 
 
-def test_infinities_and_nans_of_log_softmax_as_in_the_formula(dim: int) -> None:
+def test_infinities_and_nans_of_log_softmax_as_in_the_formula(dim):
     rows = LogSoftmax.draw((8, 37), 1)
     rows.y[0], rows.y[1, 7] = NAN, -INF
     rows.y_bar[1, 7], rows.y_bar[2, 36] = INF, NAN
@@ -236,7 +233,7 @@ def test_infinities_and_nans_of_log_softmax_as_in_the_formula(dim: int) -> None:
         check_values(call)
 
 
-def test_classes_of_probability_zero(dim: int) -> None:
+def test_classes_of_probability_zero(dim):
     x = random(3, 37, dtype=torch.float64)
     x[0, 3:], x[1, :34], x[2, 35] = -INF, -INF, -INF
     y = torch.log_softmax(x, 1).float()
@@ -259,7 +256,7 @@ def test_classes_of_probability_zero(dim: int) -> None:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("plan", ["swept", "shared"])
 @pytest.mark.parametrize("mode", [LayerNorm.draw((2, 48)).call("fwd"), LogSoftmax.draw((2, 48), 1).call("fwd")])
-def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: Callable[..., None]) -> None:
+def test_the_second_sweep_of_rows_goes_back(plan, mode, use_limits):
     use_limits(**ROW_PLANS[plan])
     with watched() as launches:
         mode.results()
@@ -280,9 +277,7 @@ def test_the_second_sweep_of_rows_goes_back(plan: str, mode: Call, use_limits: C
 @pytest.mark.parametrize(
     "mode, is_last, resident", [("train_fwd", False, 6), ("train_bwd", True, 6), ("pairing", False, 8)]
 )
-def test_transform_of_images_begins_in_the_cache(
-    mode: str, is_last: bool, resident: int, use_limits: Callable[..., None], use_processors: Callable[[int], None]
-) -> None:
+def test_transform_of_images_begins_in_the_cache(mode, is_last, resident, use_limits, use_processors):
     """It reads first the third that the reduction before it, whose programs run in waves, has read last."""
     use_limits(channel_tile_bytes=1024, channel_transform_programs=1)
     use_processors(2)

@@ -47,7 +47,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("operands, plan", GIVEN.values(), ids=GIVEN)
-def test_what_is_given_and_wanted(operands: Any, plan: str, use_limits: Callable[..., None]) -> None:
+def test_what_is_given_and_wanted(operands, plan, use_limits):
     use_limits(**ROW_PLANS[plan])
     operands = operands.here()
     for mode in operands.modes():
@@ -55,7 +55,7 @@ def test_what_is_given_and_wanted(operands: Any, plan: str, use_limits: Callable
             check_values(call)
 
 
-def test_nothing_wanted_launches_nothing() -> None:
+def test_nothing_wanted_launches_nothing():
     call = LogSoftmax.draw((2, 5), 1).call("pairing", (False,) * 3)
     assert not launched_by(lambda: check_values(call), observe)
 
@@ -73,7 +73,7 @@ PARAMETERS = {
 @pytest.mark.parametrize(
     "name, plan", [*((name, "in registers") for name in PARAMETERS), ("layer norm", "sums apart"), ("groups", "swept")]
 )
-def test_dtypes_of_parameters(name: str, plan: str, use_limits: Callable[..., None]) -> None:
+def test_dtypes_of_parameters(name, plan, use_limits):
     use_limits(**ROW_PLANS[plan])
     for call in PARAMETERS[name].here().calls():
         check_values(call)
@@ -82,9 +82,7 @@ def test_dtypes_of_parameters(name: str, plan: str, use_limits: Callable[..., No
 # Dtypes of y_bar, of y, and of x.
 @pytest.mark.parametrize("dtypes", [(SINGLE, LOW, HALF), (DOUBLE, LOW, SINGLE), (LOW, DOUBLE, HALF)], ids=str)
 @pytest.mark.parametrize("dim, plan", [(0, "swept"), (1, "in registers"), (1, "shared")])
-def test_mixed_dtypes_of_log_softmax(
-    dtypes: tuple[torch.dtype, ...], dim: int, plan: str, use_limits: Callable[..., None]
-) -> None:
+def test_mixed_dtypes_of_log_softmax(dtypes, dim, plan, use_limits):
     use_limits(**ROW_PLANS[plan])
     rows = LogSoftmax.draw((3, 33) if dim else (33, 3), dim, DOUBLE)
     names = dict(zip(("y_bar", "y", "x", "y_bar_dot", "y_dot", "x_dot"), dtypes * 2, strict=True))
@@ -94,7 +92,7 @@ def test_mixed_dtypes_of_log_softmax(
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-def test_dtype_is_applied_before_anything_else() -> None:
+def test_dtype_is_applied_before_anything_else():
     for dtype, x_dtype in itertools.product(DTYPES, DTYPES):
         rows = LogSoftmax.draw((3, 20), 1, dtype).change(x=random(3, 20, dtype=x_dtype), output_dtype=dtype)
         # The interpreter truncates to bfloat16, where a GPU rounds.
@@ -137,7 +135,7 @@ def check_layout(operands: Any, view: Callable[[int], torch.Tensor], turn: int, 
 
 
 @pytest.mark.parametrize("layout", ROWS)
-def test_layouts_of_rows(layout: str) -> None:
+def test_layouts_of_rows(layout):
     view, is_readable = ROWS[layout]
     x = view(0)
     assert (row_view([x, torch.empty(x.shape)], 1, None).tensors[0] is x) == is_readable
@@ -148,7 +146,7 @@ def test_layouts_of_rows(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", IMAGES)
-def test_layouts_of_images(layout: str) -> None:
+def test_layouts_of_images(layout):
     view, is_readable = IMAGES[layout]
     x = view(0)
     assert (readable(x, 0) is x) == is_readable
@@ -157,7 +155,7 @@ def test_layouts_of_images(layout: str) -> None:
     check_layout(BatchNorm.draw(x.shape), view, turn, ("train_fwd", "train_bwd", "pairing", "bwd_jvp"))
 
 
-def test_log_softmax_swept_across_strides(use_limits: Callable[..., None]) -> None:
+def test_log_softmax_swept_across_strides(use_limits):
     use_limits(**ROW_PLANS["swept"])
     swept = [random(40, 6, seed=seed)[:, ::2] - 2 for seed in range(6)]
     mixed = [tensor.T if number % 3 else tensor.T.contiguous() for number, tensor in enumerate(swept)]
@@ -175,14 +173,14 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("operands, shared", GROUPS.values(), ids=GROUPS)
-def test_groups(operands: Any, shared: tuple[str, ...]) -> None:
+def test_groups(operands, shared):
     operands, first = operands.here(), (0,) * operands.batch_ndim
     alike = {name: getattr(operands, name)[first].expand(getattr(operands, name).shape) for name in shared}
     for call in (*operands.calls(), *operands.change(**alike).calls()):
         check_values(call)
 
 
-def test_groups_that_lie_elsewhere() -> None:
+def test_groups_that_lie_elsewhere():
     rows = LayerNorm.draw((3, 5, 12), batch_ndim=1)
     rows = rows.change(x=random(5, 3, 12).transpose(0, 1), weight=random(12, 3).T)
     params = {"weight": random(24)[::2], "bias": random(1).expand(12), "weight_dot": random(1).expand(12)}
@@ -194,7 +192,7 @@ def test_groups_that_lie_elsewhere() -> None:
         check_values(call)
 
 
-def test_more_segments_than_sums_over_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_segments_than_sums_over_rows_take(monkeypatch):
     monkeypatch.setattr(launch, "LAYER_NORM_MAX_SEGMENTS", 2)
     rows = LayerNorm.draw((3, 3, 10)).change(x=random(3, 5, 10)[:, 1:4])
     for call in rows.calls("bwd", "pairing", "bwd_jvp"):
@@ -219,7 +217,7 @@ FAR_ROWS = {
         for j, plan in enumerate(ROW_PLANS)
     ],
 )
-def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..., None]) -> None:
+def test_offsets_past_two_to_the_31(far, plan, use_limits):
     use_limits(**ROW_PLANS[plan])
     rows, strides = FAR_ROWS[far][0].here(), FAR_ROWS[far][1]
     # Several programs that share a row read it as one does.
@@ -231,7 +229,7 @@ def test_offsets_past_two_to_the_31(far: str, plan: str, use_limits: Callable[..
 
 # Of batch, heads, and rows or keys: q, k and v lie so, and bias by rows.
 @pytest.mark.parametrize("strides", [(2**31, 64, 8, 1), (64, 2**31, 8, 1), (64, 32, 2**30, 1)], ids=str)
-def test_offsets_of_attention_past_two_to_the_31(strides: tuple[int, ...]) -> None:
+def test_offsets_of_attention_past_two_to_the_31(strides):
     bias = far_apart(random(2, 2, 3, 5, dtype=HALF), strides)
     matrices = Attention.draw((2, 2, 3, 4), 5, HALF, bias=bias, bias_dot=bias)
     names = ("q", "k", "v", "q_dot", "k_dot", "v_dot")
@@ -249,7 +247,7 @@ FAR_STRIDES = {
 
 
 @pytest.mark.parametrize("far", FAR_STRIDES)
-def test_offsets_of_images_past_two_to_the_31(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offsets_of_images_past_two_to_the_31(far, monkeypatch):
     images, strides = BatchNorm.draw((2, 4, 3, 20), HALF, batch_ndim=1), FAR_STRIDES[far]
     names = ("x", "y_bar", "x_dot", "y_bar_dot")
     images = images.change(**{name: far_apart(getattr(images, name), strides) for name in names})
@@ -265,9 +263,7 @@ def test_offsets_of_images_past_two_to_the_31(far: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("strides", [(2**30, 1, 3), (1, 2**30, 3), (9, 3, 2**30)])
 @pytest.mark.parametrize("limits", [{}, short_rows(2, 1)], ids=["whole", "swept"])
-def test_offsets_of_results_past_two_to_the_31(
-    strides: tuple[int, ...], limits: dict[str, int], use_limits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offsets_of_results_past_two_to_the_31(strides, limits, use_limits, monkeypatch):
     """Launchers make their results dense; these are made far apart, where columns are not adjacent."""
     use_limits(**limits)
     x, y = far_apart(random(3, 3, 3, dtype=HALF), strides), far_apart(torch.zeros(3, 3, 3).half(), strides)
@@ -277,7 +273,7 @@ def test_offsets_of_results_past_two_to_the_31(
 
 
 @pytest.mark.usefixtures("only_the_last_programs")
-def test_dense_results_past_two_to_the_31() -> None:
+def test_dense_results_past_two_to_the_31():
     """Those of the last rows; of the others no page exists."""
     x = random(1, 2**15, dtype=HALF)
     y = log_softmax_fwd(x.expand(2**16 + 8, -1), 1, None)
@@ -285,7 +281,7 @@ def test_dense_results_past_two_to_the_31() -> None:
 
 
 @pytest.mark.usefixtures("only_the_last_programs")
-def test_partial_sums_past_two_to_the_31() -> None:
+def test_partial_sums_past_two_to_the_31():
     """Those of the last group; of the others no page exists."""
     parts = far_apart(random(2, 64), (2**31, 1))
     sums = far_apart(torch.zeros(2, 64).half(), (2**31, 1))
@@ -310,7 +306,7 @@ EMPTY = [
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom.*")
 @pytest.mark.parametrize("operands", EMPTY, ids=lambda operands: str(next(iter(vars(operands).values())).shape))
-def test_no_elements(operands: Any) -> None:
+def test_no_elements(operands):
     for call in operands.here().calls():
         for result, exact in zip(call.results(), expected(call), strict=True):
             assert (result.shape, result.dtype) == (exact.value.shape, exact.dtype)

@@ -103,7 +103,7 @@ def small_calls(op: Op) -> Iterator[Small]:
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
-def test_flags_that_meet_in_the_suite_meet_in_a_call_with_right_values(op: Op) -> None:
+def test_flags_that_meet_in_the_suite_meet_in_a_call_with_right_values(op):
     suite = in_suite(op)
     found, missing = [], suite.keys()
     for small in small_calls(op):
