@@ -86,7 +86,7 @@ def flash(problem: Problem) -> tuple[Tensor, Tensor] | None:
 def flash_bwd(problem: Problem) -> tuple[Tensor, Tensor, Tensor] | None:
     """q_bar, k_bar and v_bar."""
     groups = problem.groups
-    # Of half precision ATen rounds P and the gradients of scores, takes an o that was rounded, and is slower than blocks.
+    # Of half precision ATen rounds P and the gradients of scores, takes a rounded o, and is slower than blocks are.
     if problem.o_bar is None or problem.lse_bar is not None or problem.dtype != problem.q.dtype or not _serves(problem):
         return None
     bias, lse = _hidden(problem), _folded(problem.lse.unsqueeze(-1)).squeeze(-1)  # type: ignore[union-attr] - one of a kernel's call
