@@ -10,7 +10,7 @@ and `EMIT`, for operands x and numbers r of a row, which end with the scale if t
     bwd_jvp_terms(x, p, r, mask), bwd_jvp_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k, y_bar_dot and k_dot; the one tile that is written is that of x_bar_dot
 
-`derivative_kernel` makes its kernel of them, and `RowMapKernels` says which operands each result takes.
+`derivative_kernel` makes its kernel of them, and `RowMapKernels`, of what each result takes, its launchers.
 """
 
 # Pyright takes device functions for Python.
@@ -19,6 +19,7 @@ and `EMIT`, for operands x and numbers r of a row, which end with the scale if t
 from __future__ import annotations
 
 import functools
+import inspect
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,9 +32,10 @@ from triton_kernels._row_launch import Operands, RowSums, launch_rows
 from triton_kernels._row_view import reduction_view
 from triton_kernels._runtime import accumulation_dtype, device_guard, float64_bits, stride_independent_jit
 from triton_kernels.rows import row_op
+from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -122,74 +124,84 @@ class RowMapKernels(NamedTuple):
         kept: Name of k, `"y"` or `"x"`.
         pairing: By result, y_bar_bar, k_bar and x_dot_bar.
         bwd_jvp: By tangent, y_bar_dot and that of k.
+        numbers: Names of the numbers of the rows.
+        options: Of the map: the reduced dim, and perhaps the scale.
     """
 
     kernel: Kernel
     kept: str
     pairing: tuple[Part, Part, Part]
     bwd_jvp: tuple[Part, Part]
+    numbers: tuple[str, ...] = ()
+    options: tuple[str, ...] = ("dim",)
 
-    def gradients(
-        self,
-        y_bar: Tensor | None,
-        k: Tensor,
-        x_dot: Tensor | None,
-        dim: int,
-        wanted: Sequence[bool],
-        scale: float | None = None,
-        x_dtype: torch.dtype | None = None,
-        **numbers: Tensor,
-    ) -> list[Any]:
-        """The wanted ones of y_bar_bar, k_bar and x_dot_bar, None for the others; only what they take is read.
+    def launchers(self, op: str) -> list[Callable[..., Any]]:
+        """The module's `<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp`, by position, of the primitives' arguments.
 
-        The last one has `x_dtype`, if it is given, else each the dtype of y_bar, k and x_dot, or of k where one of
-        these is absent. `numbers` are those of the rows.
+        Only what the wanted results take is read. Those of the pairing have the dtypes of y_bar, k and x_dot, and no
+        elements where they are not wanted; tangents may be None for zero.
         """
-        dtypes = [(k if like is None else like).dtype for like in (y_bar, k, x_dot)]
-        dtypes[2] = x_dtype or dtypes[2]
+        of_k = (self.kept, *self.numbers)
+        of_vjp = (*self.options, *["x_dtype"] * (self.kept == "y"))
+        names = {
+            "jvp": ("x_dot", *of_k, *self.options),
+            "bwd": ("y_bar", *of_k, *of_vjp),
+            "pairing": ("y_bar", *of_k, "x_dot", *self.options, "wanted"),
+            "bwd_jvp": ("y_bar", *of_k, "y_bar_dot", f"{self.kept}_dot", *of_vjp),
+        }
+        return [self._launcher(op, role, of_role) for role, of_role in names.items()]
+
+    def _launcher(self, op: str, role: str, names: Sequence[str]) -> Callable[..., Any]:
+        run = {"jvp": self._jvp, "bwd": self._bwd, "pairing": self._pairing, "bwd_jvp": self._bwd_jvp}[role]
+
+        def launcher(*args: Any) -> Any:
+            return run(dict(zip(names, args, strict=True)))
+
+        launcher.__name__, launcher.__module__ = f"{op}_{role}", f"triton_kernels.{op}"
+        absent = ("y_bar_dot", f"{self.kept}_dot") if role == "bwd_jvp" else ()
+        launcher.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+            [
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation="Tensor | None")
+                if name in absent
+                else inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+                for name in names
+            ]
+        )
+        return tunable(launcher)
+
+    def _jvp(self, given: Mapping[str, Any]) -> Tensor:
+        return self._gradients(given, (True, False, False))[0]
+
+    def _bwd(self, given: Mapping[str, Any]) -> Tensor:
+        return self._gradients(given, (False, False, True))[2]
+
+    def _pairing(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        k = given[self.kept]
+        return tuple([k.new_empty(0) if out is None else out for out in self._gradients(given, given["wanted"])])
+
+    def _gradients(self, given: Mapping[str, Any], wanted: Sequence[bool]) -> list[Any]:
+        k = given[self.kept]
+        inputs = {name: given.get(name) for name in ("y_bar", self.kept, "x_dot", "k_dot")}
+        dtypes = [(k if like is None else like).dtype for like in [*inputs.values()][:3]]
+        dtypes[2] = given.get("x_dtype", dtypes[2])
         outputs = [
             torch.empty(k.shape, dtype=dtype, device=k.device) if want else None
             for dtype, want in zip(dtypes, wanted, strict=True)
         ]
         parts = [part for part, want in zip(self.pairing, wanted, strict=True) if want]
-        inputs = {"y_bar": y_bar, self.kept: k, "x_dot": x_dot, "k_dot": None}
-        self._launch(inputs, outputs, parts, dim, numbers, scale, SECOND=False)
+        self._launch(inputs, outputs, parts, given, SECOND=False)
         return outputs
 
-    def pairing_of(
-        self,
-        y_bar: Tensor,
-        k: Tensor,
-        x_dot: Tensor,
-        dim: int,
-        wanted: Sequence[bool],
-        scale: float | None = None,
-        **numbers: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """The wanted results of `gradients`; the others have no elements."""
-        outputs = self.gradients(y_bar, k, x_dot, dim, wanted, scale, **numbers)
-        return tuple([k.new_empty(0) if out is None else out for out in outputs])
-
-    def bwd_jvp_of(
-        self,
-        y_bar: Tensor,
-        k: Tensor,
-        y_bar_dot: Tensor | None,
-        k_dot: Tensor | None,
-        dim: int,
-        x_dtype: torch.dtype,
-        scale: float | None = None,
-        **numbers: Tensor,
-    ) -> Tensor:
-        """The tangent of x_bar for those of y_bar and k; only what they take is read."""
-        if y_bar_dot is None and k_dot is None:
-            return torch.zeros(k.shape, dtype=x_dtype, device=k.device)
-        x_bar_dot = torch.empty(k.shape, dtype=x_dtype, device=k.device)
-        parts = [part for part, dot in zip(self.bwd_jvp, (y_bar_dot, k_dot), strict=True) if dot is not None]
-        inputs = {"y_bar": y_bar, self.kept: k, "y_bar_dot": y_bar_dot, f"{self.kept}_dot": k_dot}
-        # More than two operands of sums take as many registers as two results.
-        num_results = 1 + (len({name for part in parts for name in part.summed}) > 2)
-        self._launch(inputs, [x_bar_dot, None, None], parts, dim, numbers, scale, num_results, SECOND=True)
+    def _bwd_jvp(self, given: Mapping[str, Any]) -> Tensor:
+        k, dots = given[self.kept], ("y_bar_dot", f"{self.kept}_dot")
+        parts = [part for part, dot in zip(self.bwd_jvp, dots, strict=True) if given[dot] is not None]
+        make = torch.empty if parts else torch.zeros
+        x_bar_dot = make(k.shape, dtype=given.get("x_dtype", k.dtype), device=k.device)
+        if parts:
+            inputs = {name: given[name] for name in ("y_bar", self.kept, *dots)}
+            # More than two operands of sums take as many registers as two results.
+            num_results = 1 + (len({name for part in parts for name in part.summed}) > 2)
+            self._launch(inputs, [x_bar_dot, None, None], parts, given, num_results, SECOND=True)
         return x_bar_dot
 
     def _launch(
@@ -197,9 +209,7 @@ class RowMapKernels(NamedTuple):
         inputs: Mapping[str, Tensor | None],
         outputs: Sequence[Tensor | None],
         parts: Sequence[Part],
-        dim: int,
-        numbers: Mapping[str, Tensor],
-        scale: float | None,
+        given: Mapping[str, Any],
         num_results: int = 0,
         **constants: bool,
     ) -> None:
@@ -208,13 +218,14 @@ class RowMapKernels(NamedTuple):
         summed = [name for name in inputs if any(name in part.summed for part in parts)]
         writes = [name for name in inputs if any(name in part.written for part in parts)]
         taken = {name: x if name in (self.kept, *summed, *writes) else None for name, x in inputs.items()}
-        slots = dict(zip((*inputs, *numbers), ("y_bar", "k", "dot", "k_dot", "number_0", "number_1"), strict=False))
-        rows = {**dict.fromkeys(("number_0", "number_1")[len(numbers) :]), **numbers}
+        names = (*inputs, *self.numbers)
+        slots = dict(zip(names, ("y_bar", "k", "dot", "k_dot", "number_0", "number_1"), strict=False))
+        rows = {name: given.get(name) for name in (*self.numbers, *("number_0", "number_1")[len(self.numbers) :])}
         launch_map(
             self.kernel,
             taken,
             {f"out_{place}": out for place, out in enumerate(outputs)},
-            dim,
+            given["dim"],
             RowSums(num_places, summed, len(sums)),
             writes,
             statistics=rows,
@@ -222,7 +233,7 @@ class RowMapKernels(NamedTuple):
             slots=slots,
             SUMS=num_places,
             WANTED=sum(1 << place for place in sums),
-            **scale_bits(scale),
+            **scale_bits(given.get("scale")),
             **constants,
         )
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels._log_softmax_rows import LOG_SOFTMAX, forward_of
+from triton_kernels import _log_softmax_kernels
+from triton_kernels._log_softmax_rows import forward_of
+from triton_kernels._row_maps import Part, RowMapKernels, derivative_kernel
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import Tensor
 
@@ -54,35 +54,14 @@ def log_softmax_fwd_jvp(x: Tensor, x_dot: Tensor, dim: int, output_dtype: torch.
     return y, y_dot
 
 
-@tunable
-def log_softmax_jvp(x_dot: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Tangent of `log_softmax_fwd`, in the dtype of `y`."""
-    return LOG_SOFTMAX.gradients(None, y, x_dot, dim, (True, False, False))[0]
-
-
-@tunable
-def log_softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, x_dtype: torch.dtype) -> Tensor:
-    """Cotangent of the input of `log_softmax_fwd`, in the dtype `x_dtype`."""
-    return LOG_SOFTMAX.gradients(y_bar, y, None, dim, (False, False, True), x_dtype=x_dtype)[2]
-
-
-@tunable
-def log_softmax_pairing(
-    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Gradients of L that are wanted, in the dtypes of `y_bar`, `y` and `x_dot`; the others are empty.
-
-    `y_bar_bar = x_dot - sum(p * x_dot)`, `output_bar = -p * x_dot * sum(y_bar)`, `x_dot_bar = y_bar - p * sum(y_bar)`.
-    """
-    return LOG_SOFTMAX.pairing_of(y_bar, y, x_dot, dim, wanted)
-
-
-@tunable
-def log_softmax_bwd_jvp(
-    y_bar: Tensor, y: Tensor, y_bar_dot: Tensor | None, y_dot: Tensor | None, dim: int, x_dtype: torch.dtype
-) -> Tensor:
-    """Tangent of `log_softmax_bwd`: `x_bar_dot = y_bar_dot - p * (y_dot * sum(y_bar) + sum(y_bar_dot))`.
-
-    Only beside a `y_dot` is `y_bar` read.
-    """
-    return LOG_SOFTMAX.bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype)
+LOG_SOFTMAX = RowMapKernels(
+    derivative_kernel(vars(_log_softmax_kernels)),
+    "y",
+    pairing=(
+        Part((1,), ("y", "x_dot"), ("x_dot",)),
+        Part((0,), ("y_bar",), ("y", "x_dot")),
+        Part((0,), ("y_bar",), ("y_bar", "y")),
+    ),
+    bwd_jvp=(Part((1,), ("y_bar_dot",), ("y", "y_bar_dot")), Part((0,), ("y_bar",), ("y", "y_dot"))),
+)
+log_softmax_jvp, log_softmax_bwd, log_softmax_pairing, log_softmax_bwd_jvp = LOG_SOFTMAX.launchers("log_softmax")

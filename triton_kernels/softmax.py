@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triton_kernels._log_softmax_rows import SOFTMAX, forward_of
+from triton_kernels import _softmax_kernels
+from triton_kernels._log_softmax_rows import forward_of
+from triton_kernels._row_maps import Part, RowMapKernels, derivative_kernel
 from triton_kernels.tuning import tunable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from torch import Tensor
 
@@ -50,39 +50,18 @@ def softmax_fwd_jvp(
     return y, y_dot
 
 
-@tunable
-def softmax_jvp(x_dot: Tensor, y: Tensor, dim: int, scale: float) -> Tensor:
-    """Tangent of `softmax_fwd` by its output: `scale * P(x_dot)`, in the dtype of `y`."""
-    return SOFTMAX.gradients(None, y, x_dot, dim, (True, False, False), scale)[0]
-
-
-@tunable
-def softmax_bwd(y_bar: Tensor, y: Tensor, dim: int, scale: float, x_dtype: torch.dtype) -> Tensor:
-    """Cotangent of the input of `softmax_fwd` by its output: `scale * P(y_bar)`, in the dtype `x_dtype`."""
-    return SOFTMAX.gradients(y_bar, y, None, dim, (False, False, True), scale, x_dtype=x_dtype)[2]
-
-
-@tunable
-def softmax_pairing(
-    y_bar: Tensor, y: Tensor, x_dot: Tensor, dim: int, scale: float, wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Wanted gradients of `sum(y_bar * y_dot)`, in the dtypes of `y_bar`, `y` and `x_dot`; the others are empty.
-
-    `y_bar_bar = scale * P(x_dot)`, `x_dot_bar = scale * P(y_bar)` and `output_bar = scale * (y_bar * (x_dot - sum(y *
-    x_dot)) - x_dot * sum(y * y_bar))`, which comes second.
-    """
-    return SOFTMAX.pairing_of(y_bar, y, x_dot, dim, wanted, scale)
-
-
-@tunable
-def softmax_bwd_jvp(
-    y_bar: Tensor,
-    y: Tensor,
-    y_bar_dot: Tensor | None,
-    y_dot: Tensor | None,
-    dim: int,
-    scale: float,
-    x_dtype: torch.dtype,
-) -> Tensor:
-    """Tangent of `softmax_bwd` for those of `y_bar` and `y`, or None for zero; `y_bar` is read only beside `y_dot`."""
-    return SOFTMAX.bwd_jvp_of(y_bar, y, y_bar_dot, y_dot, dim, x_dtype, scale)
+SOFTMAX = RowMapKernels(
+    derivative_kernel(vars(_softmax_kernels)),
+    "y",
+    pairing=(
+        Part((1,), ("y", "x_dot"), ("y", "x_dot")),
+        Part((0, 1), ("y_bar", "y", "x_dot"), ("y_bar", "x_dot")),
+        Part((0,), ("y_bar", "y"), ("y_bar", "y")),
+    ),
+    bwd_jvp=(
+        Part((1,), ("y", "y_bar_dot"), ("y", "y_bar_dot")),
+        Part((0, 1), ("y_bar", "y", "y_dot"), ("y_bar", "y", "y_dot")),
+    ),
+    options=("dim", "scale"),
+)
+softmax_jvp, softmax_bwd, softmax_pairing, softmax_bwd_jvp = SOFTMAX.launchers("softmax")

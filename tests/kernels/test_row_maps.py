@@ -80,7 +80,9 @@ KERNELS = RowMapKernels(
         Part((0,), ("x", "y_bar"), ("x", "y_bar")),
     ),
     bwd_jvp=(Part((2,), ("x", "y_bar_dot"), ("x", "y_bar_dot")), Part((0, 1, 2), _EVERY, _EVERY)),
+    numbers=("norm",),
 )
+JVP, _, PAIRING, BWD_JVP = KERNELS.launchers("unit")
 
 
 # Rows past the end have a norm of 0, and are not stored.
@@ -93,13 +95,10 @@ def test_every_result_is_that_of_the_formulas(plan, shape, dim, use_limits):
     x, y_bar, x_dot, y_bar_dot = (random(*shape, dtype=torch.float64, seed=seed) for seed in range(4))
     norm = x.norm(dim=dim)
     for wanted in set(itertools.product((False, True), repeat=3)) - {(False,) * 3}:
-        found = KERNELS.pairing_of(y_bar, x, x_dot, dim, wanted, norm=norm)
+        found = PAIRING(y_bar, x, norm, x_dot, dim, wanted)
         for got, true in zip(found, UNIT.ops["pairing"](y_bar, x, norm, x_dot, dim, wanted), strict=True):
             assert_close(got, true, what=str(wanted))
     for dots in ((y_bar_dot, None), (None, x_dot), (y_bar_dot, x_dot)):
-        got = KERNELS.bwd_jvp_of(y_bar, x, *dots, dim, x.dtype, norm=norm)
+        got = BWD_JVP(y_bar, x, norm, *dots, dim)
         assert_close(got, UNIT.ops["bwd_jvp"](y_bar, x, norm, *dots, dim))
-    (y_dot,) = [
-        out for out in KERNELS.gradients(None, x, x_dot, dim, (True, False, False), norm=norm) if out is not None
-    ]
-    assert_close(y_dot, torch.func.jvp(lambda x: unit_p(x, dim)[0], (x,), (x_dot,))[1])
+    assert_close(JVP(x_dot, x, norm, dim), torch.func.jvp(lambda x: unit_p(x, dim)[0], (x,), (x_dot,))[1])
