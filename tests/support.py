@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perf.ops.samples import arranged, normal
 
+DOUBLE = {"dtype": torch.float64}
 # Errors of torch for wrong calls. A mistake in a test itself is none of these, so it cannot pass for one.
 TORCH_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 
@@ -108,6 +109,17 @@ def torchs_module(name: str) -> Any:
 def data(*shape: int, seed: int = 0) -> Tensor:
     """Normal numbers in float64."""
     return normal(shape, seed)
+
+
+def randn(*shape: int) -> Tensor:
+    """Normal numbers in float64, of torch's own generator."""
+    return torch.randn(shape, **DOUBLE)
+
+
+def plain_layer_norm(x: Tensor, eps: float = 1e-2) -> Tensor:
+    """Layer norm over the last axis by the formula."""
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def like(x: Tensor, seed: int, layout: str = "contiguous") -> Tensor:

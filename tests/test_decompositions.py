@@ -18,7 +18,7 @@ from primitives._core.decomposition import (
     register_decomposition_for_jvp,
 )
 from primitives.decompositions import decomposition_graph
-from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
+from tests.support import DOUBLE, plain_layer_norm, randn
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("seeded")

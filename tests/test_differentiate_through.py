@@ -19,8 +19,7 @@ from primitives._core.decomposition import (
     register_decomposition_for_jvp,
 )
 from primitives.decompositions import differentiate_through
-from tests.decomposition_support import DOUBLE, plain_layer_norm, randn
-from tests.support import TORCH_ERRORS, along
+from tests.support import DOUBLE, TORCH_ERRORS, along, plain_layer_norm, randn
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -1,5 +1,6 @@
 """The functional API against torch.nn.functional: signatures, layouts, dtypes, running statistics."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -14,13 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import primitives as pr
 from perf.ops.samples import DTYPES
+from tests.test_norms import randn
 
 functional = pr.functional
 
 
-def seeded(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+seeded = functools.partial(randn, dtype=torch.float32)
 
 
 def running(channels, dtype=torch.float32):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import primitives as pr
 from primitives._audit.nestings import difference, nested, nestings, perturbed_sum
-from tests.decomposition_support import randn
+from tests.support import randn
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
