@@ -1,12 +1,15 @@
-"""Pages of Markdown: tables are whole, examples are doctests, links lead somewhere, and the API has every module."""
+"""Pages of Markdown: tables are whole, examples and figures are so, links lead somewhere, and the API is complete."""
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 import primitives
+from perf.custom_ops import RIGHT, measure
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -43,7 +46,7 @@ def test_a_torn_table_is_found(whole, torn, line):
     assert line in torn_tables(TABLE.replace(whole, torn))
 
 
-# The README's example is run by tests/test_readme.py, as it stands without prompts.
+# The README's example is run below, as it stands without prompts.
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_are_doctests(page):
     blocks = re.findall(r"^```(python|py|pycon)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -80,3 +83,48 @@ def test_versions_agree():
     tested = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     (matrix,) = re.findall(r"python: \[(.*)\]", tested)
     assert re.findall(r"Python :: (3\.\d+)", metadata) == re.findall(r"3\.\d+", matrix)
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 600
+
+
+def test_the_example_shows_the_error_of_torch_and_none_here(tmp_path, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 10
+    script = tmp_path / "example.py"
+    script.write_text(example, encoding="utf-8")
+    with torch.random.fork_rng():
+        runpy.run_path(str(script))
+    (printed, says) = (
+        [float(number) for number in re.findall(r"\de[+-]\d+", text)]
+        for text in (capsys.readouterr().out, example.rpartition("#")[2])
+    )
+    assert printed[0] == pytest.approx(says[0], rel=0.5)
+    # The rest is the error of the difference.
+    assert printed[1] < 100 * says[1] < 1e-6
+
+
+BESIDE_TORCH = re.findall(
+    r"^\| (.+?) \| (right|wrong|raises)\b.*? \| (right|wrong|raises)\b.*? \|$",
+    (ROOT / "docs" / "reference" / "beside_torch_library.md").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
+
+
+def test_the_table_in_the_docs_is_what_comes_out_and_the_comparison_counts_it():
+    rows = measure()
+    # This package is right in every row.
+    assert [(name, here) for name, _, here in rows if here[0] != RIGHT] == []
+    assert [name for name, _, _ in BESIDE_TORCH] == [name for name, _, _ in rows]
+    kinds = [library for _, library, _ in BESIDE_TORCH]
+    comparison = (ROOT / "docs" / "explanation" / "comparison.md").read_text(encoding="utf-8")
+    assert f"{len(kinds)} things done with `torch.library.custom_op`" in comparison
+    assert f"{kinds.count('right')} right, {kinds.count('wrong')} silently wrong" in comparison
+    assert f"{kinds.count('raises')} raise (`torch.func.grad`" in comparison
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"the table is that of torch 2.13, this is {torch.__version__}")
+    assert kinds == [library[0] for _, library, _ in rows]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
+from torch.func import jvp
+from torch.nn import BatchNorm2d, Conv2d, Dropout, LayerNorm, Linear, Sequential
 
 import primitives as pr
 from perf.ops import CASES, FAMILIES
@@ -135,3 +137,41 @@ def test_dynamo_leaves_our_frames_alone_where_a_graph_breaks_inside_a_transform(
     gradients = [torch.autograd.grad(f(x), x)[0] for f in (loss, torch.compile(loss, backend="eager"))]
     torch.testing.assert_close(*gradients)
     assert counters["frames"]["total"] < 30
+
+
+# Inductor plans memory and writes kernels: there a tensor without memory, or a wrong stride, ends a process.
+
+
+def jvp_in_a_loss(net, x, v):
+    y, y_dot = jvp(net, (x,), (v,))
+    return (y - y_dot).square().mean()
+
+
+THROUGH_INDUCTOR = {
+    # The zero tangent of the last weight has no memory in torch, and the process died.
+    "layer norm": (LayerNorm(8, elementwise_affine=False), (4, 6, 8)),
+    "batch norm of channels_last": (BatchNorm2d(4), (2, 4, 3, 3)),
+    "dropout": (Dropout(0.5), (4, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("module, shape", THROUGH_INDUCTOR.values(), ids=THROUGH_INDUCTOR)
+def test_a_differentiated_derivative_is_that_of_eager(module, shape):
+    torch.manual_seed(0)
+    x, v = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    ends = [Linear(8, 8), Linear(8, 8)]
+    if len(shape) == 4:
+        ends = [Conv2d(4, 4, 1), Conv2d(4, 4, 1)]
+        x, v = (t.to(memory_format=torch.channels_last) for t in (x, v))
+    net = pr.nn.convert(Sequential(ends[0], module, ends[1]).double())
+    parameters = list(net.parameters())
+
+    # With its own random numbers Inductor would draw another mask.
+    with torch._inductor.config.patch(fallback_random=True):
+        torch.manual_seed(1)
+        compiled = torch.compile(jvp_in_a_loss, fullgraph=True)(net, x, v)
+    torch.manual_seed(1)
+    expected = jvp_in_a_loss(net, x, v)
+    torch.testing.assert_close(compiled, expected)
+    gradients = [torch.autograd.grad(value, parameters, materialize_grads=True) for value in (compiled, expected)]
+    torch.testing.assert_close(*gradients)

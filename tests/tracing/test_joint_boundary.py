@@ -19,8 +19,7 @@ import primitives as pr
 from primitives._core.errors import DtypeError, LeafError, MutationError, ShapeError, TreeError
 from primitives.tracing import create_joint, functionalize_mutations, trace_joint, unwrap_subclasses
 from tests.custom_ops import NAMESPACE, Affine
-from tests.tracing.test_joint import leaf
-from tests.tracing.test_joint_graph import same
+from tests.tracing.test_joint_graph import leaf, same
 
 
 @dataclasses.dataclass

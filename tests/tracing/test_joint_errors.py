@@ -22,7 +22,7 @@ from primitives.tracing import (
     trace_joint,
     unwrap_subclasses,
 )
-from tests.tracing.test_joint import leaf
+from tests.tracing.test_joint_graph import leaf
 
 ONES = torch.ones(3, dtype=torch.float64)
 WEIGHT = leaf(3)
