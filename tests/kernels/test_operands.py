@@ -155,14 +155,6 @@ def test_layouts_of_images(layout):
     check_layout(BatchNorm.draw(x.shape), view, turn, ("train_fwd", "train_bwd", "pairing", "bwd_jvp"))
 
 
-def test_log_softmax_swept_across_strides(use_limits):
-    use_limits(**ROW_PLANS["swept"])
-    swept = [random(40, 6, seed=seed)[:, ::2] - 2 for seed in range(6)]
-    mixed = [tensor.T if number % 3 else tensor.T.contiguous() for number, tensor in enumerate(swept)]
-    for call in (*LogSoftmax(*swept, dim=0).calls(), *LogSoftmax(*mixed, dim=1).calls()):
-        check_values(call)
-
-
 # Leading dims with parameters of their own, and operands that are one for all of them, or lie elsewhere.
 GROUPS = {
     "rows": (LayerNorm.draw((2, 3, 4, 6), norm_ndim=2, batch_ndim=1), ("weight", "bias", "weight_dot")),
