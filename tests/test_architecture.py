@@ -7,6 +7,7 @@ import graphlib
 import inspect
 import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -209,3 +210,13 @@ def test_launch_numbers_are_in_the_launch_package_alone():
         if not module.startswith(("triton_kernels.launch", "perf")):
             policy = POLICY if module.startswith("triton_kernels") else OPTIONS
             assert fixed_numbers(ast.unparse(source), policy) == [], module
+
+
+def test_tests_for_a_gpu_are_collected_in_one_process():
+    """As `make gpu-test` does, which meets files that no other target has in one process, and stops at an error."""
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "--device", "cuda", "--collect-only", "-q"]
+    done = subprocess.run(
+        [*command, "-W", "default", "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "tests/kernels/test_every_launcher.py" in done.stdout

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from perf.calls import random
 from tests.kernels.calls import ROW_PLANS
+from tests.row_maps import UNIT, unit_p
 from tests.support import assert_close
-from tests.test_row_maps import UNIT, unit_p
 from triton_kernels._row_maps import Part, RowMapKernels, derivative_kernel
 from triton_kernels.tiles import nothing
 
