@@ -10,6 +10,9 @@ and `EMIT`, for operands x and numbers r of a row, which end with the scale if t
     bwd_jvp_terms(x, p, r, mask), bwd_jvp_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k, y_bar_dot and k_dot; the one tile that is written is that of x_bar_dot
 
+The forward of a map that keeps no numbers is made likewise of `pairing_terms` and `pairing_emit` of another mapping: k
+is x, and the tiles that are written are those of y and y_dot.
+
 `derivative_kernel` makes its kernel of them, and `RowMapKernels`, of what each result takes, its launchers.
 """
 
@@ -126,6 +129,7 @@ class RowMapKernels(NamedTuple):
         bwd_jvp: By tangent, y_bar_dot and that of k.
         numbers: Names of the numbers of the rows.
         options: Of the map: the reduced dim, and perhaps the scale.
+        forward: Its kernel, and what y and y_dot take, of x and x_dot; None where the module has launchers of its own.
     """
 
     kernel: Kernel
@@ -134,9 +138,12 @@ class RowMapKernels(NamedTuple):
     bwd_jvp: tuple[Part, Part]
     numbers: tuple[str, ...] = ()
     options: tuple[str, ...] = ("dim",)
+    forward: tuple[Kernel, Part, Part] | None = None
 
     def launchers(self, op: str) -> list[Callable[..., Any]]:
         """The module's `<op>_jvp`, `_bwd`, `_pairing` and `_bwd_jvp`, by position, of the primitives' arguments.
+
+        Behind them come `_fwd` and `_fwd_jvp`, of results in the dtype of x, if there is a `forward`.
 
         Only what the wanted results take is read. Those of the pairing have the dtypes of y_bar, k and x_dot, and no
         elements where they are not wanted; tangents may be None for zero.
@@ -149,10 +156,12 @@ class RowMapKernels(NamedTuple):
             "pairing": ("y_bar", *of_k, "x_dot", *self.options, "wanted"),
             "bwd_jvp": ("y_bar", *of_k, "y_bar_dot", f"{self.kept}_dot", *of_vjp),
         }
+        if self.forward is not None:
+            names |= {"fwd": ("x", *self.options), "fwd_jvp": ("x", "x_dot", *self.options)}
         return [self._launcher(op, role, of_role) for role, of_role in names.items()]
 
     def _launcher(self, op: str, role: str, names: Sequence[str]) -> Callable[..., Any]:
-        run = {"jvp": self._jvp, "bwd": self._bwd, "pairing": self._pairing, "bwd_jvp": self._bwd_jvp}[role]
+        run = getattr(self, f"_{role}")
 
         def launcher(*args: Any) -> Any:
             return run(dict(zip(names, args, strict=True)))
@@ -168,6 +177,20 @@ class RowMapKernels(NamedTuple):
             ]
         )
         return tunable(launcher)
+
+    def _fwd(self, given: Mapping[str, Any]) -> Tensor:
+        return self._values(given, 1)[0]
+
+    def _fwd_jvp(self, given: Mapping[str, Any]) -> list[Tensor]:
+        return self._values(given, 2)
+
+    def _values(self, given: Mapping[str, Any], count: int) -> list[Tensor]:
+        assert self.forward is not None  # noqa: S101 - else it has no launcher
+        x, (kernel, *parts) = given["x"], self.forward
+        inputs = {"y_bar": None, "x": x, "x_dot": given.get("x_dot"), "k_dot": None}
+        outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(count)]
+        self._launch(kernel, inputs, [*outputs, None, None][:3], parts, parts[:count], given, SECOND=False)
+        return outputs
 
     def _jvp(self, given: Mapping[str, Any]) -> Tensor:
         return self._gradients(given, (True, False, False))[0]
@@ -189,7 +212,7 @@ class RowMapKernels(NamedTuple):
             for dtype, want in zip(dtypes, wanted, strict=True)
         ]
         parts = [part for part, want in zip(self.pairing, wanted, strict=True) if want]
-        self._launch(inputs, outputs, parts, given, SECOND=False)
+        self._launch(self.kernel, inputs, outputs, (*self.pairing, *self.bwd_jvp), parts, given, SECOND=False)
         return outputs
 
     def _bwd_jvp(self, given: Mapping[str, Any]) -> Tensor:
@@ -201,20 +224,23 @@ class RowMapKernels(NamedTuple):
             inputs = {name: given[name] for name in ("y_bar", self.kept, *dots)}
             # More than two operands of sums take as many registers as two results.
             num_results = 1 + (len({name for part in parts for name in part.summed}) > 2)
-            self._launch(inputs, [x_bar_dot, None, None], parts, given, num_results, SECOND=True)
+            every, outputs = (*self.pairing, *self.bwd_jvp), [x_bar_dot, None, None]
+            self._launch(self.kernel, inputs, outputs, every, parts, given, num_results, SECOND=True)
         return x_bar_dot
 
     def _launch(
         self,
+        kernel: Kernel,
         inputs: Mapping[str, Tensor | None],
         outputs: Sequence[Tensor | None],
+        every: Sequence[Part],
         parts: Sequence[Part],
         given: Mapping[str, Any],
         num_results: int = 0,
         **constants: bool,
     ) -> None:
         sums = {place for part in parts for place in part.sums}
-        num_places = max(2, *(1 + place for part in (*self.pairing, *self.bwd_jvp) for place in part.sums))
+        num_places = max(2, *(1 + place for part in every for place in part.sums))
         summed = [name for name in inputs if any(name in part.summed for part in parts)]
         writes = [name for name in inputs if any(name in part.written for part in parts)]
         taken = {name: x if name in (self.kept, *summed, *writes) else None for name, x in inputs.items()}
@@ -222,7 +248,7 @@ class RowMapKernels(NamedTuple):
         slots = dict(zip(names, ("y_bar", "k", "dot", "k_dot", "number_0", "number_1"), strict=False))
         rows = {name: given.get(name) for name in (*self.numbers, *("number_0", "number_1")[len(self.numbers) :])}
         launch_map(
-            self.kernel,
+            kernel,
             taken,
             {f"out_{place}": out for place, out in enumerate(outputs)},
             given["dim"],

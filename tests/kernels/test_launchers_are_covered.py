@@ -64,7 +64,8 @@ def test_every_launcher_is_tuned_and_has_calls():
 def test_every_kernel_is_launched(use_limits):
     things = [thing for module in modules() for thing in vars(module).values()]
     kernels = {thing for thing in things if isinstance(thing, Kernel)}
-    kernels |= {thing.kernel for thing in things if isinstance(thing, RowMapKernels)}
+    maps = [thing for thing in things if isinstance(thing, RowMapKernels)]
+    kernels |= {kernel for one in maps for kernel in (one.kernel, *(one.forward or ())[:1])}
     launched: set[Kernel] = set()
     for limits in ({}, short_rows(16, 1)):
         use_limits(**limits)

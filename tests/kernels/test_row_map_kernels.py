@@ -70,6 +70,23 @@ def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return (moved + x[2] / r[0] if x[2].type.is_block() else moved,)
 
 
+@triton.jit
+def _fwd_terms(x, p, r, mask):
+    along = nothing()
+    if x[2].type.is_block():
+        along = x[1] * x[2]
+    return x[1] * x[1], along
+
+
+@triton.jit
+def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+    norm = tl.sqrt(s[0])
+    y_dot = nothing()
+    if x[2].type.is_block():
+        y_dot = _map(x[2], x[1], s[1], norm)
+    return x[1] / norm, y_dot, nothing()
+
+
 _EVERY = ("y_bar", "x", "x_dot")
 KERNELS = RowMapKernels(
     derivative_kernel(globals()),
@@ -81,8 +98,13 @@ KERNELS = RowMapKernels(
     ),
     bwd_jvp=(Part((2,), ("x", "y_bar_dot"), ("x", "y_bar_dot")), Part((0, 1, 2), _EVERY, _EVERY)),
     numbers=("norm",),
+    forward=(
+        derivative_kernel({"pairing_terms": _fwd_terms, "pairing_emit": _fwd_emit}),
+        Part((0,), ("x",), ("x",)),
+        Part((0, 1), ("x", "x_dot"), ("x", "x_dot")),
+    ),
 )
-JVP, _, PAIRING, BWD_JVP = KERNELS.launchers("unit")
+JVP, _, PAIRING, BWD_JVP, FWD, FWD_JVP = KERNELS.launchers("unit")
 
 
 # Rows past the end have a norm of 0, and are not stored.
@@ -101,4 +123,8 @@ def test_every_result_is_that_of_the_formulas(plan, shape, dim, use_limits):
     for dots in ((y_bar_dot, None), (None, x_dot), (y_bar_dot, x_dot)):
         got = BWD_JVP(y_bar, x, norm, *dots, dim)
         assert_close(got, UNIT.ops["bwd_jvp"](y_bar, x, norm, *dots, dim))
-    assert_close(JVP(x_dot, x, norm, dim), torch.func.jvp(lambda x: unit_p(x, dim)[0], (x,), (x_dot,))[1])
+    y, y_dot = torch.func.jvp(lambda x: unit_p(x, dim)[0], (x,), (x_dot,))[:2]
+    for got, true in zip(
+        (FWD(x, dim), *FWD_JVP(x, x_dot, dim), JVP(x_dot, x, norm, dim)), (y, y, y_dot, y_dot), strict=True
+    ):
+        assert_close(got, true)
