@@ -1,10 +1,7 @@
 """What torch has no function for, or another one: in float64, with results in the dtypes that are documented."""
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +10,14 @@ import primitives as pr
 from perf.ops.philox_truth import true_noise
 
 
-def _doubles(*values: Any) -> list:
+def _doubles(*values):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values]
 
 
-def _in_float64(function: Any) -> Any:
+def _in_float64(function):
     """A function of tensors in float64 with a result in the dtype of the first, and the writes of statistics."""
 
-    @functools.wraps(function)
-    def compute(input: Any, **options: Any) -> Any:
+    def compute(input, **options):
         wide = dict(zip(options, _doubles(*options.values()), strict=True))
         y = function(input.double(), **wide)
         for name, x in options.items():
@@ -33,60 +29,56 @@ def _in_float64(function: Any) -> Any:
 
 
 @_in_float64
-def group_norm(input: Any, activation: Any, **options: Any) -> Any:
+def group_norm(input, activation, **options):
     return F.silu(F.group_norm(input, **options))
 
 
 @_in_float64
-def batch_norm_relu(input: Any, residual: Any, **options: Any) -> Any:
+def batch_norm_relu(input, residual, **options):
     y = F.batch_norm(input, **options)
     return F.relu(y if residual is None else y + residual)
 
 
 @_in_float64
-def ada_layer_norm(input: Any, scale: Any, shift: Any, normalized_shape: Any, eps: float) -> Any:
+def ada_layer_norm(input, scale, shift, normalized_shape, eps):
     lead, last = scale.shape[: scale.dim() - len(normalized_shape)], list(normalized_shape)
     w, b = (x.reshape(*lead, *[1] * (input.dim() - len(lead) - len(last)), *last) for x in (scale, shift))
     return F.layer_norm(input, last, eps=eps) * (1 + w) + b
 
 
-def _added(norm: Any, input: Any, residual: Any, dropout_p: float, training: bool, **options: Any) -> Any:
+def _added(norm, input, residual, dropout_p, training, **options):
     """The sum is normalized as it was rounded; its dropout draws as `dropout` does."""
     noise = pr.functional.dropout(torch.ones(input.shape, dtype=torch.float64), dropout_p, training)
     s = (residual.double() + input.double() * noise).to(residual.dtype)
     return norm(s.double(), input.dtype, **options).to(input.dtype), s
 
 
-def add_layer_norm(*args: Any, **options: Any) -> Any:
-    def norm(s: Any, dtype: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-        return F.layer_norm(s, normalized_shape, *_doubles(weight, bias), eps)
-
-    return _added(norm, *args, **options)
+def _layer_norm(s, dtype, normalized_shape, weight, bias, eps):
+    return F.layer_norm(s, normalized_shape, *_doubles(weight, bias), eps)
 
 
-def _rms_norm(s: Any, dtype: Any, normalized_shape: Any, weight: Any, eps: Any, add_one: bool, cast_first: bool) -> Any:
+def _rms_norm(s, dtype, normalized_shape, weight, eps, add_one, cast_first):
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
     y = F.rms_norm(s, normalized_shape, None, eps)
     y = y.to(dtype).double() if cast_first and weight is not None else y
     return y if weight is None else y * (weight.double() + add_one)
 
 
-def rms_norm(input: Any, **options: Any) -> Any:
+def rms_norm(input, **options):
     return _rms_norm(input.double(), input.dtype, **options).to(input.dtype)
 
 
-def add_rms_norm(*args: Any, **options: Any) -> Any:
-    return _added(_rms_norm, *args, **options)
+add_layer_norm, add_rms_norm = (functools.partial(_added, norm) for norm in (_layer_norm, _rms_norm))
 
 
-def _weights(scores: Any, dim: int) -> tuple[Any, Any]:
+def _weights(scores, dim):
     """The softmax and lse of scores, some hidden; a row of such alone is cut out before, as its derivative is NaN."""
     sees_some = (scores != -math.inf).any(dim, keepdim=True)
     scores = scores.masked_fill(~sees_some, 0.0)
     return scores.softmax(dim) * sees_some, scores.logsumexp(dim).where(sees_some.squeeze(dim), -math.inf)
 
 
-def softmax(input: Any, dim: int, dtype: Any, scale: float, mask: Any, **_: Any) -> Any:
+def softmax(input, dim, dtype, scale, mask, **_):
     x = scale * input.to(dtype or input.dtype).double()
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else mask == -math.inf
@@ -97,7 +89,7 @@ def softmax(input: Any, dim: int, dtype: Any, scale: float, mask: Any, **_: Any)
 softmin = functools.partial(softmax, scale=-1.0)
 
 
-def attention(q: Any, k: Any, v: Any, bias: Any, mask: Any, **options: Any) -> Any:
+def attention(q, k, v, bias, mask, **options):
     wide, *others = _doubles(q, k, v)
     wide_k, wide_v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in others)
     scale = (q.shape[-1] or 1) ** -0.5 if options["scale"] is None else options["scale"]
@@ -113,14 +105,14 @@ def attention(q: Any, k: Any, v: Any, bias: Any, mask: Any, **options: Any) -> A
     return (o, lse.to(torch.promote_types(q.dtype, torch.float32))) if options["return_lse"] else o
 
 
-def scaled_dot_product_attention(query: Any, key: Any, value: Any, attn_mask: Any, **options: Any) -> Any:
+def scaled_dot_product_attention(query, key, value, attn_mask, **options):
     is_bias = attn_mask is not None and attn_mask.is_floating_point()
     masks = {"bias": attn_mask if is_bias else None, "mask": None if is_bias else attn_mask}
     rest = {"causal": options["is_causal"], "scale": options["scale"], "dropout_p": 0.0, "return_lse": False}
     return attention(query, key, value, **masks, **rest)
 
 
-def _loss(input: Any, logits: Any, target: Any, weight: Any, ignore_index: Any, reduction: str, **options: Any) -> Any:
+def _loss(input, logits, target, weight, ignore_index, reduction, **options):
     """Of float64 logits with the classes in their last axis."""
     classes, lse, is_soft = logits.shape[-1], logits.logsumexp(-1), target.is_floating_point()
     kept = torch.ones_like(lse, dtype=torch.bool) if is_soft else target != ignore_index
@@ -129,7 +121,7 @@ def _loss(input: Any, logits: Any, target: Any, weight: Any, ignore_index: Any, 
     hit = target.double() if labels is None else F.one_hot(labels, classes).double()
     smoothing = options["label_smoothing"]
     share = (1 - smoothing) * hit + smoothing / classes
-    rows = -(share * w * logits.log_softmax(-1).masked_fill(share == 0.0, 0.0)).sum(-1)
+    rows = -(share * w * logits.log_softmax(-1).masked_fill((share == 0.0) | ~kept.unsqueeze(-1), 0.0)).sum(-1)
     rows = (rows + options["z_loss"] * lse.square() if options["z_loss"] else rows).where(kept, 0.0)
     total = rows.numel() if labels is None else w[labels].where(kept, 0.0).sum()
     dtypes = [x.dtype for x in (target, weight) if is_soft and x is not None]
@@ -137,13 +129,13 @@ def _loss(input: Any, logits: Any, target: Any, weight: Any, ignore_index: Any, 
     return y.to(functools.reduce(torch.promote_types, dtypes, input.dtype))
 
 
-def cross_entropy(input: Any, target: Any, **options: Any) -> Any:
+def cross_entropy(input, target, **options):
     axis = min(input.dim() - 1, 1)
     target = target.movedim(axis, -1) if target.is_floating_point() else target
     return _loss(input, input.double().movedim(axis, -1), target, **options)
 
 
-def linear_cross_entropy(input: Any, linear_weight: Any, target: Any, linear_bias: Any, **options: Any) -> Any:
+def linear_cross_entropy(input, linear_weight, target, linear_bias, **options):
     ignored = options["ignore_index"] = -100 if options["ignore_index"] is None else options["ignore_index"]
     if options["shift"]:
         target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignored)], -1)

@@ -3,13 +3,10 @@
 `make test` draws the same few each time, `make fuzz` others, many of them.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os
 import warnings
-from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -26,25 +23,27 @@ from tests.fuzz_calls import Draw, Given
 NAMES = [name for name in pr.functional.__all__ if hasattr(fuzz_calls, name)]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SETTINGS = hypothesis.settings(
-    max_examples=EXAMPLES or 100,
+    max_examples=EXAMPLES or 200,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 # Of the value in float64: so many roundings of a dtype may lie between.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+# And more where half precision rounds weighted targets, logits, or terms of the gradient of a mask.
+LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 6, "softmin": 6}
 
 
-def _tensors(call: dict) -> dict[str, Given]:
+def _tensors(call):
     return {name: x for name, x in call.items() if isinstance(x, Given)}
 
 
-def _is_empty(call: dict) -> bool:
+def _is_empty(call):
     return any(0 in x.shape for x in _tensors(call).values())
 
 
-def _mixes_dtypes(call: dict) -> bool:
+def _mixes_dtypes(call):
     """Whether dtypes are not those of the docs: one floating dtype, or float32 of parameters of half precision."""
     given = {name: x.dtype for name, x in _tensors(call).items() if x.kind != "labels"}
     first = next(iter(given.values()), torch.bool)
@@ -56,23 +55,23 @@ def _mixes_dtypes(call: dict) -> bool:
     return wanted not in DTYPES or first.is_complex or bool(wrong) or any(len(pair) > 1 for pair in pairs)
 
 
-def _has_wide_parameters(call: dict) -> bool:
+def _has_wide_parameters(call):
     dtypes = [x.dtype for x in _tensors(call).values()]
     return dtypes[0] in LOW_PRECISION and torch.float32 in dtypes
 
 
-def _fits(call: dict) -> bool:
+def _fits(call):
     """Whether query is as wide as key, which has as many rows as value, and all have as many heads."""
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     return query[-1] == key[-1] and key[-2] == value[-2] and query[:-2] == key[:-2] == value[:-2]
 
 
-def _hides_infinity(call: dict) -> bool:
+def _hides_infinity(call):
     hides = any(call.get(name) is not None for name in ("attn_mask", "mask")) or call.get("is_causal")
     return bool(hides) and any(x.special is not None for x in _tensors(call).values())
 
 
-def _repeats_large(call: dict) -> bool:
+def _repeats_large(call):
     return call["input"].layout == "expanded" and call["input"].special is not None
 
 
@@ -118,8 +117,6 @@ UNSETTLED = (
     (SDPA, 0, lambda c: len(c["query"].shape) == 4 and any(x.special is not None for x in _tensors(c).values())),
     # Its norms, of which definitions are made, find a slope of 0 for rows and channels of one large number.
     ("layer_norm ada_layer_norm group_norm instance_norm batch_norm batch_norm_relu", 1, _repeats_large),
-    # A rounding of half precision decides on which side of ReLU's kink a value lies.
-    ("batch_norm_relu", 1, lambda c: c["input"].dtype in LOW_PRECISION and c["input"].special is not None),
     # Torch divides the smoothing by no classes, for ignored rows too.
     ("cross_entropy", 0, lambda c: _is_empty(c) and c["label_smoothing"] > 0),
     # Without a share of the target, 0 times infinity or nothing.
@@ -130,7 +127,7 @@ UNSETTLED = (
 
 
 @st.composite
-def calls(draw: Any, name: str) -> tuple[list, dict, Any]:
+def calls(draw, name):
     """Arguments, and the definition where it is held to that and not to torch."""
     ours, definition = getattr(pr.functional, name), getattr(fuzz_definitions, name, None)
     # Torch has another one by this name.
@@ -143,7 +140,7 @@ def calls(draw: Any, name: str) -> tuple[list, dict, Any]:
     return list(call.values())[:count], dict(list(call.items())[count:]), definition
 
 
-def outcome(function: Any, args: list, kwargs: dict, **options: Any) -> tuple[list, Any]:
+def outcome(function, args, kwargs, **options):
     """The results, what was written and all gradients; or what was given and the error."""
     args = [x.made(**options) if isinstance(x, Given) else x for x in args]
     kwargs = {key: x.made(**options) if isinstance(x, Given) else x for key, x in kwargs.items()}
@@ -166,14 +163,12 @@ def outcome(function: Any, args: list, kwargs: dict, **options: Any) -> tuple[li
     return found, None
 
 
-def _is_told(name: str, error: Exception, call: dict, table: tuple) -> bool:
-    for functions, kind, is_cause in table:
-        if isinstance(error, kind) and name in (functions.split() or [name]) and is_cause(call):
-            return True
-    return False
+def _is_told(name, error, call, table):
+    rows = [row for row in table if isinstance(error, row[1]) and name in (row[0].split() or [name])]
+    return any(is_cause(call) for _, _, is_cause in rows)
 
 
-def difference(name: str, args: list, kwargs: dict, definition: Any = None) -> str:
+def difference(name, args, kwargs, definition=None):
     """How ours differs from torch's or the definition, or nothing."""
     ours = getattr(pr.functional, name)
     bound = inspect.signature(ours).bind(*args, **kwargs)
@@ -200,16 +195,13 @@ def difference(name: str, args: list, kwargs: dict, definition: Any = None) -> s
     return "" if is_typed and _is_told(name, error, call, REFUSED) else f"refused: {error!r}"
 
 
-def _difference_of_values(name: str, call: dict, theirs: tuple, mine: list, others: list, end: int) -> str:
+def _difference_of_values(name, call, theirs, mine, others, end):
     if end and len(mine) != len(others):
         return f"{len(mine)} results and gradients, not {len(others)}"
     dtypes = {call.get("dtype"), *[x.dtype for x in (*mine, *_tensors(call).values())]}
-    # A loss rounds weighted targets and linear logits, and the gradient of a mask adds up rounded terms.
-    is_loose = (name.endswith(("attention", "entropy")) or "mask" in call) and not dtypes.isdisjoint(LOW_PRECISION)
-    tolerance, true = (10 if is_loose else 1) * max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes), None
+    is_loose, true = not dtypes.isdisjoint(LOW_PRECISION), None
+    bound = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) * (LOOSE.get(name, 1) if is_loose else 1)
     for at, (x, other) in enumerate(zip(mine[:end], others, strict=False)):
-        # Gradients of attention are sums over rows of products with rounded results.
-        bound = tolerance * (2 if at and is_loose and name.endswith("attention") else 1)
         # All results of an operator require grad, or none.
         if x.numel() and (x.requires_grad < other.requires_grad or (at == 0 and x.requires_grad > other.requires_grad)):
             return f"{at}: requires_grad is {x.requires_grad}"
@@ -225,7 +217,7 @@ def _difference_of_values(name: str, call: dict, theirs: tuple, mine: list, othe
     return ""
 
 
-def _is_near(name: str, x: torch.Tensor, other: torch.Tensor, bound: float) -> bool:
+def _is_near(name, x, other, bound):
     if "norm" in name and x.is_floating_point():
         # Of an infinite number each order of sums makes another one that is not finite.
         x, other = (y.where(y.isfinite(), math.nan) for y in (x, other))
@@ -234,11 +226,16 @@ def _is_near(name: str, x: torch.Tensor, other: torch.Tensor, bound: float) -> b
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drawn_calls_agree_with_torch(name):
+    passed = set()
+
     @SETTINGS
     @hypothesis.given(calls(name))
     def agree(call):
+        # Hypothesis draws many calls again.
+        hypothesis.assume(repr(call) not in passed)
         found = difference(name, *call)
         assert not found, found
+        passed.add(repr(call))
 
     agree()
 
