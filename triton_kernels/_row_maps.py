@@ -10,8 +10,8 @@ and `EMIT`, for operands x and numbers r of a row, which end with the scale if t
     bwd_jvp_terms(x, p, r, mask), bwd_jvp_emit(x, p, r, s, mask, num_cols)
         x are y_bar, k, y_bar_dot and k_dot; the one tile that is written is that of x_bar_dot
 
-The forward of a map that keeps no numbers is made likewise of `pairing_terms` and `pairing_emit` of another mapping: k
-is x, and the tiles that are written are those of y and y_dot.
+The forward of a map that keeps no numbers is made likewise of two functions that are named `pairing_terms` and
+`pairing_emit` too: k is x, and the tiles that are written are those of y and y_dot.
 
 `derivative_kernel` makes its kernel of them, and `RowMapKernels`, of what each result takes, its launchers.
 """
@@ -95,12 +95,13 @@ def row_map_kernel(
 
 
 def derivative_kernel(functions: Mapping[str, Any]) -> Kernel:
-    """`row_map_kernel` with the device functions of a map, by the names that those of this module have.
+    """`row_map_kernel` with the device functions of a map that are named as those of this module.
 
     Inductor writes the sources of a kernel out, where a function goes by its own name.
     """
     names = [name for name in globals() if name.startswith(("pairing_", "bwd_jvp_"))]
-    known = {**globals(), **{name: functions[name] for name in names if name in functions}}
+    own = {getattr(function, "__name__", None): function for function in functions.values()}
+    known = {**globals(), **{name: own[name] for name in names if name in own}}
     kernel = FunctionType(row_map_kernel.__code__, known, row_map_kernel.__name__)
     return stride_independent_jit(functools.update_wrapper(kernel, row_map_kernel, updated=()))
 

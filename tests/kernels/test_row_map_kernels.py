@@ -18,6 +18,30 @@ from triton_kernels.tiles import nothing
 
 
 @triton.jit
+def _map(v, x, total, norm):
+    return (v - x * total / (norm * norm)) / norm
+
+
+def _forward():
+    @triton.jit
+    def pairing_terms(x, p, r, mask):
+        along = nothing()
+        if x[2].type.is_block():
+            along = x[1] * x[2]
+        return x[1] * x[1], along
+
+    @triton.jit
+    def pairing_emit(x, p, r, s, mask, num_cols: tl.constexpr):
+        norm = tl.sqrt(s[0])
+        y_dot = nothing()
+        if x[2].type.is_block():
+            y_dot = _map(x[2], x[1], s[1], norm)
+        return x[1] / norm, y_dot, nothing()
+
+    return locals()
+
+
+@triton.jit
 def pairing_terms(x, p, r, mask):
     a, b, c = nothing(), nothing(), nothing()
     if x[0].type.is_block():
@@ -27,11 +51,6 @@ def pairing_terms(x, p, r, mask):
         if x[0].type.is_block():
             c = x[0] * x[2]
     return a, b, c
-
-
-@triton.jit
-def _map(v, x, total, norm):
-    return (v - x * total / (norm * norm)) / norm
 
 
 @triton.jit
@@ -70,23 +89,6 @@ def bwd_jvp_emit(x, p, r, s, mask, num_cols: tl.constexpr):
     return (moved + x[2] / r[0] if x[2].type.is_block() else moved,)
 
 
-@triton.jit
-def _fwd_terms(x, p, r, mask):
-    along = nothing()
-    if x[2].type.is_block():
-        along = x[1] * x[2]
-    return x[1] * x[1], along
-
-
-@triton.jit
-def _fwd_emit(x, p, r, s, mask, num_cols: tl.constexpr):
-    norm = tl.sqrt(s[0])
-    y_dot = nothing()
-    if x[2].type.is_block():
-        y_dot = _map(x[2], x[1], s[1], norm)
-    return x[1] / norm, y_dot, nothing()
-
-
 _EVERY = ("y_bar", "x", "x_dot")
 KERNELS = RowMapKernels(
     derivative_kernel(globals()),
@@ -99,7 +101,7 @@ KERNELS = RowMapKernels(
     bwd_jvp=(Part((2,), ("x", "y_bar_dot"), ("x", "y_bar_dot")), Part((0, 1, 2), _EVERY, _EVERY)),
     numbers=("norm",),
     forward=(
-        derivative_kernel({"pairing_terms": _fwd_terms, "pairing_emit": _fwd_emit}),
+        derivative_kernel(_forward()),
         Part((0,), ("x",), ("x",)),
         Part((0, 1), ("x", "x_dot"), ("x", "x_dot")),
     ),
