@@ -5,11 +5,13 @@ import functools
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import primitives as pr
 from tests.test_norms import EPS, HALF, randn
+
+WHY = "transformers is not installed: run make test-models"
+gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma", reason=WHY)
+llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason=WHY)
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
@@ -17,7 +19,7 @@ from tests.test_norms import EPS, HALF, randn
 def test_forms_of_rms_norm_are_those_of_models(dtype):
     """Value, gradients, and both by one call in forward mode."""
     x, weight = randn(5, 24, dtype=dtype), randn(24, dtype=dtype, seed=1)
-    forms = {LlamaRMSNorm: {"cast_first": True}, GemmaRMSNorm: {"add_one": True}}
+    forms = {llama.LlamaRMSNorm: {"cast_first": True}, gemma.GemmaRMSNorm: {"add_one": True}}
     for cls, options in forms.items():
         theirs = cls(24, eps=EPS).to(dtype)
         theirs.weight.data.copy_(weight)
@@ -30,7 +32,7 @@ def test_forms_of_rms_norm_are_those_of_models(dtype):
         if dtype in HALF:
             # The same roundings, but where sums of another order tip one of them; without the option others.
             assert (y == want).float().mean() > 0.98
-            one_more = weight + (cls is GemmaRMSNorm)
+            one_more = weight + (cls is gemma.GemmaRMSNorm)
             assert (y == pr.functional.rms_norm(x, (24,), one_more, EPS)).float().mean() < 0.98
         ours, dots = [x.clone().requires_grad_(), weight.clone().requires_grad_()], (randn(5, 24, dtype=dtype, seed=2),)
         x_theirs = x.clone().requires_grad_()
