@@ -260,7 +260,9 @@ def scaled_dot_product_attention(d):
     mask = d.tensor(_over_pairs(d, pairs), d.one(torch.bool, d.dtype)) if d.one(True, True, False) else None
     is_causal = d.one(False, True) if mask is None or d.is_odd() else False
     options = {"dropout_p": -1.0 if d.is_odd() else 0.0, "is_causal": is_causal, "scale": d.one(None, 0.5)}
-    return {**tensors, "attn_mask": mask, **options, "enable_gqa": heads != key_heads}
+    # Torch divides by the heads of key before it looks at them: without any, the process ends.
+    has_heads = all(x.shape[-3:-2] != (0,) for x in tensors.values() if isinstance(x, Given))
+    return {**tensors, "attn_mask": mask, **options, "enable_gqa": heads != key_heads and has_heads}
 
 
 def attention(d):
