@@ -50,6 +50,11 @@ def test_own_vmap_rule_gets_sizes_axes_and_arguments_by_name():
     assert to_front(data(2, 3), None, 4).stride() == (0, 3, 1)
 
 
+def test_a_decomposed_derivative_is_differentiated_in_its_cotangent():
+    op = define(rules={"reference": lambda x: x.pow(3.0)}, decomposable=True)
+    assert torch.autograd.gradgradcheck(op, (data(3).requires_grad_(),), check_fwd_over_rev=True)
+
+
 # Autocast and implementations.
 
 
