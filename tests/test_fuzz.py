@@ -32,7 +32,7 @@ SETTINGS = hypothesis.settings(
 # Of the value in float64: so many roundings of a dtype may lie between.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 # And more where half precision rounds weighted targets, logits, or terms of the gradient of a mask or weight.
-LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 15, "softmin": 15, "rms_norm": 3, "add_rms_norm": 3}
+LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 30, "softmin": 30, "rms_norm": 3, "add_rms_norm": 3}
 
 
 def _tensors(call):
@@ -202,7 +202,9 @@ def _difference_of_values(name, call, theirs, mine, others, end):
     if end and len(mine) != len(others):
         return f"{len(mine)} results and gradients, not {len(others)}"
     dtypes = {call.get("dtype"), *[x.dtype for x in (*mine, *_tensors(call).values())]}
-    is_loose, true = not dtypes.isdisjoint(LOW_PRECISION), None
+    # Softmaxes beside a mask alone, whose gradient adds up rounded terms.
+    has_sums, true = call.get("mask") is not None or not name.startswith("softm"), None
+    is_loose = has_sums and not dtypes.isdisjoint(LOW_PRECISION)
     bound = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes) * (LOOSE.get(name, 1) if is_loose else 1)
     for at, (x, other) in enumerate(zip(mine[:end], others, strict=False)):
         # All results of an operator require grad, or none.
