@@ -43,9 +43,9 @@ def backward(
         namespace: optree namespace of custom pytree nodes.
 
     Raises:
-        RuntimeError: If a transform of `torch.func` is active, a tensor does not require grad, or the graph was freed.
+        RuntimeError: If a transform of `torch.func` is active, or the graph was freed.
         TreeError: If `tensors` or `inputs` is empty, or `grad_tensors` has another structure than `tensors`.
-        LeafError: If a leaf is neither a tensor nor a `GradientEdge`, or a cotangent is not a tensor.
+        LeafError: If a leaf is neither a tensor that requires grad nor a `GradientEdge`, or a cotangent no tensor.
         ShapeError: If a cotangent has another shape than its tensor, or is missing for a tensor of several elements.
         DtypeError: If a cotangent has another dtype than its tensor, or is missing for a complex one.
         DeviceError: If a cotangent is on another device than its tensor.
@@ -212,9 +212,9 @@ def _leaves(function: str, name: str, tree: Any, namespace: str) -> _Leaves:
                 f"{function}: {leaves.label(i)} must be a tensor or a GradientEdge, got {type(leaf).__name__}."
             )
         if not leaf.requires_grad:
-            raise RuntimeError(
+            raise LeafError(
                 f"{function}: {leaves.label(i)} must require grad, or result from tensors that do, got one that does "
-                "not."
+                "not. Call requires_grad_() on a tensor before it is used, and compute outside of no_grad."
             )
     return leaves
 

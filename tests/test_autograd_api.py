@@ -77,6 +77,8 @@ def test_unused_inputs(shape):
     for options in ({}, {"allow_unused": False}):
         with pytest.raises(RuntimeError, match=re.escape("inputs['unused'][0] is not")):
             autograd.grad(x.sum(), inputs, **options)
+    with pytest.raises(pr.LeafError, match=re.escape("Call requires_grad_()")):
+        autograd.grad(x.detach().sum(), inputs)
     assert autograd.grad(x.sum(), inputs, allow_unused=True)["unused"] == [None]
     for options in ({}, {"allow_unused": True}):
         zeros = autograd.grad(x.sum(), inputs, materialize_grads=True, **options)["unused"][0]

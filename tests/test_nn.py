@@ -234,3 +234,9 @@ def test_encoders_compute_in_evaluation_what_they_compute_in_training(norm_first
         for training in (True, False):
             ours.train(training)
             assert_close(derivatives(lambda x: (ours(x, src_key_padding_mask=PADDING.sort().values),), x), expected)
+
+
+@pytest.mark.parametrize("norm", [pr.nn.LayerNorm, pr.nn.RMSNorm])
+def test_a_shape_of_another_type_is_named(norm):
+    with pytest.raises(pr.DtypeError, match=f"{norm.__name__}: normalized_shape must be a sequence of ints, got float"):
+        norm(8.5)

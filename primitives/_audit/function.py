@@ -21,7 +21,7 @@ from primitives._audit.nestings import (
 from primitives._audit.recording import Recorder, autograd_functions, places_by_module
 from primitives._audit.report import AuditReport, Finding
 from primitives._audit.table import MAX_ORDER, remedy_for, tabled_version, verdict_of
-from primitives._core.errors import LeafError, remedy_noted
+from primitives._core.errors import LeafError, check_callable, remedy_noted
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives._warm_up import tensors_kept
 from primitives.tracing._modules.lending import attributes_kept
@@ -95,6 +95,7 @@ def audit(
         >>> bool(pr.audit(pr.nn.convert(model), (torch.randn(2, 3),)))
         True
     """
+    check_callable("audit", function)
     if not isinstance(args, tuple):
         raise TypeError(f"audit: args must be the tuple of the positional arguments, got {type(args).__name__}.")
     if order not in range(1, MAX_ORDER + 1):

@@ -89,7 +89,10 @@ def _is_dense(x: Tensor) -> bool:
 def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` as a tuple, checked to be a non-empty sequence of sizes."""
     if not isinstance(shape, Sequence):
-        raise DtypeError(f"{op_name}: normalized_shape must be a sequence of ints, got {type(shape).__name__}.")
+        raise DtypeError(
+            f"{op_name}: normalized_shape must be a sequence of ints, got {type(shape).__name__}. "
+            "Write (n,) for one axis."
+        )
     if len(shape) == 0:
         raise ShapeError(f"{op_name}: normalized_shape must name at least one axis, got [].")
     for size in shape:
@@ -98,6 +101,11 @@ def normalized_shape(op_name: str, shape: Sequence[int]) -> tuple[int, ...]:
                 f"{op_name}: normalized_shape must be a sequence of ints, got one with a {type(size).__name__}."
             )
     return tuple(shape)
+
+
+def module_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """The `normalized_shape` of a module, which may be a number."""
+    return normalized_shape(name, (shape,) if _is_integer(shape) else shape)
 
 
 def layer_norm(op_name: str, label: str, x: Tensor, shape: tuple[int, ...], **params: Tensor | None) -> None:

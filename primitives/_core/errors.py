@@ -26,6 +26,7 @@ __all__ = [
     "ShapeError",
     "TraceError",
     "TreeError",
+    "check_callable",
     "remedy_noted",
 ]
 
@@ -80,6 +81,15 @@ class TraceError(PrimitivesError, RuntimeError):
 
 class MutationError(PrimitivesError, RuntimeError, ValueError):
     """A tensor was to be updated in place where that is impossible."""
+
+
+def check_callable(function: str, func: object) -> None:
+    """Raise unless `func` can be called: its result is easily passed in its place."""
+    if not callable(func):
+        raise TypeError(
+            f"{function}: func must be a function or a module, got {type(func).__name__}. Pass the function itself, "
+            "not its result."
+        )
 
 
 @contextlib.contextmanager

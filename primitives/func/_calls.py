@@ -18,6 +18,7 @@ from primitives._core.errors import (
     MissingRuleError,
     ShapeError,
     TreeError,
+    check_callable,
     remedy_noted,
 )
 from primitives._core.trees.leaves import Partition
@@ -221,6 +222,7 @@ def primals_call(
     function: str, func: Callable[..., Any], primals: Any, options: dict[str, Any], *, has_aux: bool = False
 ) -> FlatCall:
     """`func(*primals)` as a function of flat tensors."""
+    check_callable(function, func)
     if not isinstance(primals, tuple):
         raise TreeError(
             f"{function}: primals must be a tuple of the arguments of func, got {type(primals).__name__}. "
@@ -247,11 +249,13 @@ def jvp_of(
     return _jvp_with_argnums(flat, primals, tuple(tangents), argnums=positions, has_aux=True)  # type: ignore[return-value] - as above
 
 
-def named_like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def named_like(function: str, func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that gives a transformed function the name and documentation of `func`.
 
-    Attributes are left behind: those of `torch.compile` belong to one function and not to what wraps it.
+    Attributes are left behind: those of `torch.compile` belong to one function and not to what wraps it. `function` is
+    the name of the transform, for the error of a `func` that cannot be called.
     """
+    check_callable(function, func)
     return functools.wraps(func, updated=())
 
 

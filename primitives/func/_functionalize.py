@@ -53,7 +53,7 @@ def functionalize(
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
-    @named_like(func)
+    @named_like("functionalize", func)
     def functionalized(*args: Any, **kwargs: Any) -> Any:
         return _functionalized(("functionalize", func, args, kwargs, options), remove)
 

@@ -132,7 +132,7 @@ def _transformed(function: str, func: Callable, options: dict[str, Any], *argume
     """The function that a transform returns; its own arguments are checked at once."""
     check_vmap_options(function, arguments[2], "chunk_size", arguments[3])
 
-    @named_like(func)
+    @named_like(function, func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         return _jacobian(function, func, args, kwargs, options, *arguments)
 

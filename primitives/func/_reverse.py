@@ -52,7 +52,7 @@ def grad(
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
-    @named_like(func)
+    @named_like("grad", func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         gradients, (_, *aux) = _grad("grad", func, argnums, has_aux, args, kwargs, options)
         return (gradients, *aux) if has_aux else gradients
@@ -81,7 +81,7 @@ def grad_and_value(
     """
     options = {"namespace": namespace, "is_leaf": is_leaf}
 
-    @named_like(func)
+    @named_like("grad_and_value", func)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         gradients, value = _grad("grad_and_value", func, argnums, has_aux, args, kwargs, options)
         return gradients, value if has_aux else value[0]

@@ -97,7 +97,7 @@ def chunk_vmap(
 
 
 def _mapped(function: str, func: Callable, options: dict[str, Any], *arguments: Any) -> Callable[..., Any]:
-    @named_like(func)
+    @named_like(function, func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return _run((function, func, args, kwargs, options), *arguments)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from primitives import functional
+from primitives._checks import arguments
 from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden, namespace_of
 from primitives.nn._losses import CrossEntropyLoss, NLLLoss
 from primitives.nn._norms import batch_normed
@@ -74,7 +75,8 @@ class LayerNorm(OfThisPackage, torch.nn.LayerNorm):
         *,
         namespace: str = "",
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type] - torch takes any sequence
+        shape = arguments.module_shape("LayerNorm", normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type] - torch takes any sequence
         self._over(namespace)
 
     # TorchScript calls Python here: its compiler cannot read functions of pytrees. The annotations say what it passes.
@@ -108,7 +110,8 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
         *,
         namespace: str = "",
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type] - as above
+        shape = arguments.module_shape("RMSNorm", normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type] - as above
         self._over(namespace)
 
     @torch.jit.ignore()
