@@ -32,7 +32,7 @@ SETTINGS = hypothesis.settings(
 # Of the value in float64: so many roundings of a dtype may lie between.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 # And more where half precision rounds weighted targets, logits, or terms of the gradient of a mask or weight.
-LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 30, "softmin": 30, "rms_norm": 3, "add_rms_norm": 3}
+LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 25, "softmin": 25, "rms_norm": 2.5, "add_rms_norm": 2.5}
 
 
 def _tensors(call):
@@ -69,6 +69,13 @@ def _fits(call):
 def _hides_infinity(call):
     hides = any(call.get(name) is not None for name in ("attn_mask", "mask")) or call.get("is_causal")
     return bool(hides) and any(x.special is not None for x in _tensors(call).values())
+
+
+def _smooths_weights(call):
+    """Whether the weight of labels, whose share is smoothed in part, has a gradient."""
+    weight, target = call["weight"], call["target"]
+    has_grad = isinstance(weight, Given) and weight.has_grad and isinstance(target, Given) and target.kind == "labels"
+    return has_grad and 0.0 < call["label_smoothing"] < 1.0
 
 
 def _repeats_large(call):
@@ -122,8 +129,8 @@ UNSETTLED = (
     ("cross_entropy", 0, lambda c: _is_empty(c) and c["label_smoothing"] > 0),
     # Without a share of the target, 0 times infinity or nothing.
     ("cross_entropy", 0, lambda c: c["label_smoothing"] == 1.0 and c["input"].special is not None),
-    # An ignored row of NaN leaves it in the gradient of weights that are smoothed, which torch refuses.
-    ("cross_entropy", 1, lambda c: c["label_smoothing"] > 0 and c["input"].special is not None),
+    # A fault of ours: an ignored row of NaN leaves it in the gradient of smoothed weights, the last one. Torch has none.
+    ("cross_entropy", -1, lambda c: _smooths_weights(c) and c["input"].special is not None and not _is_empty(c)),
     # What a row that is NaN has to do with what is hidden from it, 0 or NaN, is up to the kernel.
     (f"{SDPA} softmax softmin", 1, _hides_infinity),
 )
