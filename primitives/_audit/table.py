@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives._core.decomposition import decomposition_table
+from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch._ops import OpOverload
 
-__all__ = ["MAX_ORDER", "Verdict", "name_of", "remedy_for", "table_path", "tabled_version", "verdict_of"]
+__all__ = ["MAX_ORDER", "Verdict", "name_of", "table_path", "tabled_version", "verdict_of"]
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
 CHANNELS_LAST, MASKED_ROWS, INFINITE, PRODUCT, ZEROS = " channels_last", " masked_rows", " infinite", " prod", " zeros"
 
-# Operators of CUDA, which the table's machine has not, by those of the CPU that stand in the same place and have their
-# derivatives by the same formulas; and other names of one operator.
-_ALIKE = {
-    "aten._scaled_dot_product_flash_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_efficient_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_cudnn_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+# Operators without a row, as those of CUDA, and one with the same formulas.
+_ALIKE = (
+    (r"aten\._scaled_dot_product_\w+_attention\.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    (r"aten\.(cudnn|miopen|_native)_batch_norm(_legit)?\.\w+", "aten.native_batch_norm.default"),
+    (r"aten\._batch_norm_with_update\.default", "aten.native_batch_norm.default"),
     # Of slice assignment, and of `zero_`.
-    "aten.copy.default": "aten.clone.default",
-    "aten.zero.default": "aten.fill.Scalar",
-    "aten.cudnn_batch_norm.default": "aten.native_batch_norm.default",
-    "aten.miopen_batch_norm.default": "aten.native_batch_norm.default",
-    "aten._batch_norm_with_update.default": "aten.native_batch_norm.default",
-    "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
-    "aten._native_batch_norm_legit.no_stats": "aten.native_batch_norm.default",
-}
-_SERVED = ("layer_norm", "batch_norm", "_scaled_dot_product")
+    (r"aten\.copy\.default", "aten.clone.default"),
+    (r"aten\.zero\.default", "aten.fill.Scalar"),
+)
 
 
 class Verdict(NamedTuple):
@@ -89,37 +83,31 @@ def tabled_version() -> str:
 
 
 @functools.cache
-def _table() -> dict[str, Verdict]:
+def _table() -> dict[str, tuple[Verdict, Verdict | None]]:
+    """By operator, the verdicts without and with the repair; None where the table has no columns of the repair."""
+
+    def verdict(row: dict[str, str], prefix: str = "") -> Verdict | None:
+        columns = f"{prefix}wrong", f"{prefix}raises"
+        return Verdict(*(tuple(row[column].split()) for column in columns)) if row.keys() >= set(columns) else None
+
     with _nearest().open(newline="", encoding="utf-8") as file:
-        return {
-            row["operator"]: Verdict(tuple(row["wrong"].split()), tuple(row["raises"].split()))
-            for row in csv.DictReader(file)
-        }
+        return {row["operator"]: (verdict(row), verdict(row, "repaired_")) for row in csv.DictReader(file)}
 
 
-def verdict_of(name: str) -> Verdict | None:
-    """The table's entry for an operator by `name_of`; None if it does not stand there."""
-    table = _table()
+def verdict_of(name: str, *, repaired: bool = False) -> Verdict | None:
+    """The verdict on an operator by `name_of`, with the repair or without; None if nothing says it."""
     plain, _, _ = name.partition(" ")
-    for known in (name, plain, _ALIKE.get(plain, "")):
-        if known in table:
-            return table[known]
-    return None
+    alike = [known for pattern, known in _ALIKE if re.fullmatch(pattern, plain)]
+    rows = (_table()[known] for known in (name, plain, *alike) if known in _table())
+    torchs, measured = next(rows, (None, None))
+    if not repaired:
+        return torchs
+    return measured or (Verdict((), ()) if _is_served(plain) else torchs)
 
 
-def remedy_for(
-    name: str, otherwise: str = "write it in other operations, or wrap it by custom_op with rules of its own"
-) -> str:
-    """The way to make an operator of torch right at every order, in words."""
-    plain, _, special = name.partition(" ")
+def _is_served(plain: str) -> bool:
+    """Whether the repair has rules for an operator: a formula of the tables, or attention's, whose kernels are many."""
     _, base, overload = plain.split(".")
     operator = getattr(getattr(torch.ops.aten, base, None), overload, None)
-    if base == "native_group_norm" and special:
-        return "override_torch, or .contiguous() before it"
-    if base == "_safe_softmax":
-        return "nn.convert or override_torch: it is a part of attention"
-    if any(part in base for part in _SERVED) and "backward" not in base:
-        return "nn.convert or override_torch" + ", or sdpa_kernel(SDPBackend.MATH)" * base.startswith("_scaled_dot")
-    if operator in decomposition_table:
-        return "decompositions.differentiate_through"
-    return otherwise
+    is_attention = base.startswith("_scaled_dot_product") and "backward" not in base
+    return is_attention or operator in decomposition_table or operator in decomposition_table_for_jvp
