@@ -32,7 +32,14 @@ SETTINGS = hypothesis.settings(
 # Of the value in float64: so many roundings of a dtype may lie between.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 # And more where half precision rounds weighted targets, logits, or terms of the gradient of a mask or weight.
-LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 25, "softmin": 25, "rms_norm": 2.5, "add_rms_norm": 2.5}
+LOOSE = {
+    "cross_entropy": 6,
+    "linear_cross_entropy": 20,
+    "softmax": 25,
+    "softmin": 25,
+    "rms_norm": 2.5,
+    "add_rms_norm": 2.5,
+}
 
 
 def _tensors(call):

@@ -20,7 +20,7 @@ from primitives._audit.strict import TOLERANCE, Call, culprits, errors_of
 from primitives._audit.table import MAX_ORDER, tabled_version, verdict_of
 from primitives._core.errors import LeafError, check_callable, remedy_noted
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
-from primitives._repair import is_repaired
+from primitives._repair.switch import is_repaired
 from primitives._warm_up import tensors_kept
 from primitives.tracing._modules.lending import attributes_kept
 

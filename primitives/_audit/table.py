@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-__all__ = ["MAX_ORDER", "Verdict", "name_of", "table_path", "tabled_version", "verdict_of"]
+__all__ = ["MAX_ORDER", "Verdict", "name_of", "table_path", "tabled_version", "verdict_of", "verdicts_of"]
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
@@ -25,12 +25,11 @@ CHANNELS_LAST, MASKED_ROWS, INFINITE, PRODUCT, ZEROS = " channels_last", " maske
 
 # Operators without a row, as those of CUDA, and one with the same formulas.
 _ALIKE = (
-    (r"aten\._scaled_dot_product_\w+_attention\.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
-    (r"aten\.(cudnn|miopen|_native)_batch_norm(_legit)?\.\w+", "aten.native_batch_norm.default"),
-    (r"aten\._batch_norm_with_update\.default", "aten.native_batch_norm.default"),
+    (r"_scaled_dot_product_\w+_attention\.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    (r"(cudnn_|miopen_|_native_|_)?batch_norm(_legit|_(with|no)_update)?\.\w+", "aten.native_batch_norm.default"),
     # Of slice assignment, and of `zero_`.
-    (r"aten\.copy\.default", "aten.clone.default"),
-    (r"aten\.zero\.default", "aten.fill.Scalar"),
+    (r"copy\.default", "aten.clone.default"),
+    (r"zero\.default", "aten.fill.Scalar"),
 )
 
 
@@ -39,6 +38,10 @@ class Verdict(NamedTuple):
 
     wrong: tuple[str, ...]
     raises: tuple[str, ...]
+
+    def beyond(self, order: int) -> list[str]:
+        """The nestings of a higher order than this that are not right."""
+        return [nesting for nesting in (*self.wrong, *self.raises) if len(nesting) > order]
 
 
 def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
@@ -86,23 +89,37 @@ def tabled_version() -> str:
 def _table() -> dict[str, tuple[Verdict, Verdict | None]]:
     """By operator, the verdicts without and with the repair; None where the table has no columns of the repair."""
 
-    def verdict(row: dict[str, str], prefix: str = "") -> Verdict | None:
-        columns = f"{prefix}wrong", f"{prefix}raises"
-        return Verdict(*(tuple(row[column].split()) for column in columns)) if row.keys() >= set(columns) else None
+    def verdict(row: dict[str, str], prefix: str = "") -> Verdict:
+        return Verdict(tuple(row[f"{prefix}wrong"].split()), tuple(row[f"{prefix}raises"].split()))
 
     with _nearest().open(newline="", encoding="utf-8") as file:
-        return {row["operator"]: (verdict(row), verdict(row, "repaired_")) for row in csv.DictReader(file)}
+        return {
+            row["operator"]: (verdict(row), verdict(row, "repaired_") if "repaired_wrong" in row else None)
+            for row in csv.DictReader(file)
+        }
+
+
+def _alike(plain: str) -> list[str]:
+    return [known for pattern, known in _ALIKE if re.fullmatch(rf"aten\.{pattern}", plain)]
 
 
 def verdict_of(name: str, *, repaired: bool = False) -> Verdict | None:
     """The verdict on an operator by `name_of`, with the repair or without; None if nothing says it."""
     plain, _, _ = name.partition(" ")
-    alike = [known for pattern, known in _ALIKE if re.fullmatch(pattern, plain)]
-    rows = (_table()[known] for known in (name, plain, *alike) if known in _table())
+    rows = (_table()[known] for known in (name, plain, *_alike(plain)) if known in _table())
     torchs, measured = next(rows, (None, None))
     if not repaired:
         return torchs
     return measured or (Verdict((), ()) if _is_served(plain) else torchs)
+
+
+@functools.cache
+def verdicts_of(operator: OpOverload) -> Verdict:
+    """What the table says of an operator of unrepaired torch, whatever is special about its input."""
+    plain = name_of(operator)
+    found = [row[0] for name, row in _table().items() if name.partition(" ")[0] in (plain, *_alike(plain))]
+    wrong, raises = ({nesting for verdict in found for nesting in verdict[i]} for i in range(2))
+    return Verdict(tuple(sorted(wrong)), tuple(sorted(raises)))
 
 
 def _is_served(plain: str) -> bool:
