@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-__all__ = ["Repair", "forward_kernel", "repairs"]
+__all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
 
 
 class Repair:
     """How one operator is repaired.
 
     Attributes:
+        operator: The operator.
         name: Its name, `"aten::native_layer_norm"`.
         formula: Differentiable function of its arguments; it has its derivatives of every order.
         is_fused: Whether the formula is a primitive, which runs on a GPU in plain code too.
@@ -46,6 +47,7 @@ class Repair:
     """
 
     def __init__(self, operator: OpOverload) -> None:
+        self.operator = operator
         self.name: str = operator.name()
         self.is_fused = operator in FUSED
         self.devices: tuple[str, ...] = ("CUDA",) if operator in ON_CUDA_ALONE else ("CPU", "CUDA")
@@ -93,6 +95,28 @@ def forward_kernel(repair: Repair, device: str, own: Callable[..., Any]) -> Call
         with repairing(name):
             outputs = repair.formula(*args, **kwargs)
         return own(keyset, *args, **kwargs) if outputs is NotImplemented else outputs
+
+    return kernel
+
+
+def inplace_name(repair: Repair) -> str | None:
+    """Name of the operator that writes the result into its first argument, if there is one of the same arguments."""
+    packet = getattr(torch.ops.aten, f"{repair.operator._opname}_", None)
+    inplace = getattr(packet, repair.operator._overloadname, None)
+    return None if inplace is None else inplace.name()
+
+
+def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any]:
+    """`(keyset, x, *args) -> x` for `inplace_name`: where it is differentiated, the other operator and a copy."""
+    peek = _functorch.peek_interpreter_stack
+
+    def kernel(keyset: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_active() or is_repairing(repair.name):
+            return own(keyset, x, *args, **kwargs)
+        is_recorded = repair.reverse == "formula" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
+        if peek() is None and not is_recorded and not carries_tangent((x, *args), kwargs):
+            return own(keyset, x, *args, **kwargs)
+        return x.copy_(repair.operator(x.clone(), *args, **kwargs))
 
     return kernel
 

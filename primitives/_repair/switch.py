@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from primitives._core.contexts import Decorates
 from primitives._core.errors import BackendError
 from primitives._repair.dispatcher import Registrations
-from primitives._repair.kernels import forward_kernel, repairs
+from primitives._repair.kernels import forward_kernel, inplace_kernel, inplace_name, repairs
 from primitives._repair.nodes import install_backwards
 from primitives._repair.state import is_active, process, this_thread
 
@@ -75,13 +76,15 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         _refuse_to_compile()
         with _lock:
             self._was_repaired = process.is_repaired
-            process.is_repaired = True
             _register()
+            process.is_repaired = True
 
     def undo(self) -> None:
         """End the repair of the process, whoever began it; blocks of `with` that are open go on."""
         _refuse_to_compile()
         with _lock:
+            if process.is_repaired:
+                _compiled.end()
             process.is_repaired = False
             if not _open_contexts:
                 _registrations.take_back()
@@ -101,6 +104,8 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         this_thread.num_contexts -= 1
         with _lock:
             _open_contexts.pop()
+            if not is_active():
+                _compiled.end()
 
     def __call__(self, function: Any) -> Any:
         """`function`, run inside the context."""
@@ -109,15 +114,44 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         return super().__call__(function)
 
 
+class _Compiled:
+    """Code that Dynamo compiled while torch was not repaired, which has no guard on that.
+
+    Code that was compiled with the repair on is right without it too, and stays.
+    """
+
+    def __init__(self) -> None:
+        self._frames_at_end = 0
+
+    def begin(self) -> None:
+        """Have Dynamo forget all code, if it has compiled some since the repair was on last."""
+        dynamo = sys.modules.get("torch._dynamo.convert_frame")
+        if dynamo is not None and self._frames_at_end != dynamo.FRAME_COUNTER:
+            torch._dynamo.reset()
+
+    def end(self) -> None:
+        """Take note of what has been compiled so far."""
+        dynamo = sys.modules.get("torch._dynamo.convert_frame")
+        self._frames_at_end = 0 if dynamo is None else dynamo.FRAME_COUNTER
+
+
+_compiled = _Compiled()
+
+
 def _register() -> None:
-    """Put kernels before torch's own, once."""
+    """Put kernels before torch's own, once, and forget code that was compiled without them."""
+    if not is_active():
+        _compiled.begin()
     if not _registrations:
         install_backwards()
-        _registrations.add(
-            (repair.name, device, functools.partial(forward_kernel, repair, device))
-            for repair in repairs().values()
-            for device in repair.devices
-        )
+        found = [(repair, device) for repair in repairs().values() for device in repair.devices]
+        forward = [(repair.name, device, functools.partial(forward_kernel, repair, device)) for repair, device in found]
+        inplace = [
+            (name, device, functools.partial(inplace_kernel, repair))
+            for repair, device in found
+            if (name := inplace_name(repair)) is not None
+        ]
+        _registrations.add([*forward, *inplace])
 
 
 def _refuse_to_compile() -> None:
