@@ -216,6 +216,7 @@ def test_steps_leave_nothing_behind(model, compiler, steps):
 WRITER = """
 import contextlib, json, os, pathlib, signal, sys
 from triton_kernels._tuning_store import Store
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in what a shell runs in the background.
 signals = [signal.SIGKILL, signal.SIGINT]
 def dump(content, file, **_):
     file.write('{"format": 1, "choices"')
