@@ -12,6 +12,7 @@ from primitives._core.decomposition import (
 )
 from primitives.decompositions import _batch_norms as _batch_norms
 from primitives.decompositions import _factors as _factors
+from primitives.decompositions import _gathers as _gathers
 from primitives.decompositions import _grouped_mm as _grouped_mm
 from primitives.decompositions import _linalg as _linalg
 from primitives.decompositions import _losses as _losses
