@@ -70,3 +70,14 @@ def special_i1(self: Tensor) -> Tensor:
     # Twice, since the exponential alone may overflow.
     growth = (away.abs() / 2).exp()
     return torch.where(is_small, half * series, torch.special.i1e(away) * growth * growth).to(self.dtype)
+
+
+@register_decomposition(aten.pow.Tensor_Tensor)
+def pow_of_tensors(self: Tensor, exponent: Tensor) -> Tensor:
+    """As `exp(y log(x))` where y is 0: torch has the derivative by x there for a constant, which it is by y alone."""
+    if not (exponent.is_floating_point() or exponent.is_complex()):
+        return torch.pow(self, exponent)
+    is_one = (exponent == 0) & (self != 0 if self.is_complex() else self > 0)
+    power = torch.pow(self, torch.where(is_one, exponent.detach(), exponent))
+    near = (torch.where(is_one, exponent, 0) * torch.where(is_one, self, 1).log()).exp()
+    return torch.where(is_one, near.to(power.dtype), power)
