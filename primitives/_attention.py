@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from primitives._core.typing import Prefix, PyTree
 
-__all__ = ["attention", "scaled_dot_product_attention"]
+__all__ = ["attention", "attention_of_tensors", "scaled_dot_product_attention"]
 
 MIN_AXES = 3
 # Seeds are drawn below this: all that torch.randint can draw from.
@@ -147,7 +147,7 @@ def attention(
         else:
             own_seed = _drawn(q) if own_seed is None and not isinstance(seed, int) else _number(seed, own_seed, q)
             own_offset = _number(offset, own_offset, q)
-        return _of_tensors(q, k, v, bias, mask, own_seed, own_offset, causal, scale, dropout_p)
+        return attention_of_tensors(q, k, v, bias, mask, own_seed, own_offset, causal, scale, dropout_p)
 
     stream = {name: None if isinstance(x, int) else x for name, x in (("seed", seed), ("offset", offset))}
     prefixes = {"k": k, "v": v, "bias": bias, "mask": mask, **stream}
@@ -213,7 +213,7 @@ def scaled_dot_product_attention(
     checks.flag(name, "enable_gqa", enable_gqa)
     checks.attention(name, "query", query, key, value, bias, mask, labels, shares_heads=enable_gqa)
     seed = _drawn(query) if dropout_p > 0.0 else None
-    return _of_tensors(query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p)[0]
+    return attention_of_tensors(query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p)[0]
 
 
 def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -226,7 +226,7 @@ def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tu
     return seen.tril(keys - rows if is_lower_right else 0), is_causal
 
 
-def _of_tensors(
+def attention_of_tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
-__all__ = ["MAX_ORDER", "Verdict", "name_of", "remedy_for", "table_path", "tabled_version", "verdict_of"]
+__all__ = ["MAX_ORDER", "Verdict", "name_of", "remedy_for", "table_path", "tabled_version", "verdict_of", "verdicts_of"]
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
@@ -36,6 +36,8 @@ _ALIKE = {
     "aten._batch_norm_with_update.default": "aten.native_batch_norm.default",
     "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
     "aten._native_batch_norm_legit.no_stats": "aten.native_batch_norm.default",
+    "aten.batch_norm.default": "aten.native_batch_norm.default",
+    "aten._batch_norm_no_update.default": "aten.native_batch_norm.default",
 }
 _SERVED = ("layer_norm", "batch_norm", "_scaled_dot_product")
 
@@ -45,6 +47,10 @@ class Verdict(NamedTuple):
 
     wrong: tuple[str, ...]
     raises: tuple[str, ...]
+
+    def beyond(self, order: int) -> list[str]:
+        """The nestings of a higher order than this that are not right."""
+        return [nesting for nesting in (*self.wrong, *self.raises) if len(nesting) > order]
 
 
 def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
@@ -107,6 +113,15 @@ def verdict_of(name: str) -> Verdict | None:
         if known in table:
             return table[known]
     return None
+
+
+@functools.cache
+def verdicts_of(operator: OpOverload) -> Verdict:
+    """What the table says of an operator, all that may be special about its input taken together."""
+    plain = name_of(operator)
+    found = [verdict for name, verdict in _table().items() if name.partition(" ")[0] in (plain, _ALIKE.get(plain))]
+    wrong, raises = ({nesting for verdict in found for nesting in verdict[i]} for i in range(2))
+    return Verdict(tuple(sorted(wrong)), tuple(sorted(raises)))
 
 
 def remedy_for(
