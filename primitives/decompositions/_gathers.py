@@ -132,7 +132,7 @@ def grid_sampler_3d(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
     """Values of volumes `[N, C, D, H, W]` at the points `[N, *, 3]` of a grid; torch has no jvp of its backward."""
-    fits = input.dim() == grid.dim() == 5 and len(input) == len(grid) and grid.shape[-1] == 3  # noqa: PLR2004
+    fits = input.dim() == grid.dim() == 5 and len(input) == len(grid) and grid.shape[-1] == 3
     torch._check(
         fits and min(input.shape[2:]) > 0 and interpolation_mode in (0, _NEAREST),
         lambda: f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
@@ -168,5 +168,5 @@ def grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
     """Values of images or volumes at the points of a grid."""
-    of = aten.grid_sampler_3d.default if input.dim() == 5 else aten.grid_sampler_2d.default  # noqa: PLR2004
+    of = aten.grid_sampler_3d.default if input.dim() == 5 else aten.grid_sampler_2d.default
     return decomposition_table[of](input, grid, interpolation_mode, padding_mode, align_corners)
