@@ -215,6 +215,7 @@ def test_strict_names_the_module_and_the_line_of_a_derivative_that_is_cut(cut, r
     (place,) = finding.places
     assert place.endswith(f"{line_of(type(cut).forward)}: {reason}")
     assert "wrong, missing or not known: 1" in str(report)
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_strict_names_a_module_with_a_fault_beside_one_that_the_table_knows():

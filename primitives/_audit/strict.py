@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
@@ -62,14 +61,18 @@ def culprits(
     def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         running.pop().kwargs = mapped_nodes(kept, kwargs, namespace)
 
-    with contextlib.ExitStack() as stack:
-        for handle in (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-        ):
-            stack.callback(handle.remove)
-        stack.enter_context(attributes_kept(_modules(call.target)))
-        call.target(*call.args, **call.kwargs)
+    before, after = (
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+    )
+    try:
+        with attributes_kept(_modules(call.target)):
+            call.target(*call.args, **call.kwargs)
+    finally:
+        before.remove()
+        after.remove()
+        # torch forgets to, and warns of hooks from then on.
+        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(after.id, None)
     # A module is the first to be called.
     call.inner = running[0].inner[0].inner if isinstance(call.target, torch.nn.Module) else running[0].inner
     yield from _innermost(call, {n: errors[n] for n in failed_in(errors)}, judge)
