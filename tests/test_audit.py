@@ -432,6 +432,23 @@ def calls():
     return torch_derivatives.recorded(database=())
 
 
+def test_the_columns_of_the_repair_are_read_where_the_table_has_them(tmp_path, monkeypatch):
+    path, x = tmp_path / "torch_2.13.csv", (torch.randn(2),)
+    path.write_text("operator,wrong,raises,repaired_wrong,repaired_raises\naten.sin.default,ff,,,rrr\n")
+    monkeypatch.setattr(table, "_nearest", lambda: path)
+    table._table.cache_clear()
+    try:
+        assert table.verdict_of("aten.sin.default") == (("ff",), ())
+        assert table.verdict_of("aten.sin.default", repaired=True) == ((), ("rrr",))
+        assert pr.audit(torch.sin, x).findings[0].remedy == "pr.repair_torch()"
+        assert "repair_torch" not in pr.audit(torch.sin, x, order=3).findings[0].remedy
+        with pr.repair_torch():
+            assert pr.audit(torch.sin, x)
+            assert pr.audit(torch.sin, x, order=3).findings[0].raises == ("vjp(vjp(vjp))",)
+    finally:
+        table._table.cache_clear()
+
+
 RIGHT_THROUGH_DECOMPOSITIONS = (
     *("aten.native_group_norm.default channels_last", "aten._weight_norm_interface.default"),
     *("aten.cumprod.default zeros", "aten.sinc.default zeros", "aten.logaddexp.default infinite"),
