@@ -307,6 +307,8 @@ def test_a_cell_of_a_notebook_is_named_and_the_shell_is_not(file, shell):
             "tmp/", "tmp/"
         )
         assert place.startswith("M, cell ")
+    ((place, _),) = scope["audit"](nn.LayerNorm(3), (torch.randn(2, 3),)).findings[0].places.items()
+    assert "test_audit.py" in place, "the shell is not the user"
 
 
 def test_reports_are_tables_in_a_notebook_and_text_elsewhere():
