@@ -57,8 +57,10 @@ def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
     if x.numel() and not x.is_meta:
         if "softmax" in name and "backward" not in name:
             return text + MASKED_ROWS * bool((x == -torch.inf).all(args[1]).any())
-        if name in ("cumprod", "sinc"):
+        if name in ("cumprod", "prod", "sinc"):
             return text + ZEROS * bool((x == 0).any())
+        if name == "pow" and isinstance(args[1], torch.Tensor):
+            return text + ZEROS * bool((args[1] == 0).any())
         if name == "logaddexp":
             return text + INFINITE * bool((x.isinf() | args[1].isinf()).any())
     is_image = x.dim() == 4 and not x.is_contiguous()

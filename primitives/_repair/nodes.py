@@ -38,7 +38,7 @@ _lock, _registrations = threading.Lock(), Registrations()
 
 
 def mark(y: Tensor, eps: float | None = None) -> Tensor:
-    """`y`, with a mark on the node that recorded it, if there is one; a norm's also keeps eps, which torch's does not."""
+    """`y`, with a mark on the node that recorded it, if there is one; that of a norm keeps eps, which torch drops."""
     node = y.grad_fn
     if node is not None:
         if not _registrations:

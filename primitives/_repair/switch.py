@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +17,10 @@ from primitives._repair.kernels import forward_kernel, inplace_kernel, inplace_n
 from primitives._repair.nodes import install_backwards
 from primitives._repair.state import is_active, process, this_thread
 
-__all__ = ["is_repaired", "repair_torch"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["is_repaired", "repair_torch", "repaired_thread"]
 
 _lock, _registrations = threading.Lock(), Registrations()
 # One entry for each block that some thread is in.
@@ -76,6 +80,8 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         _refuse_to_compile()
         with _lock:
             self._was_repaired = process.is_repaired
+            if not is_active():
+                _compiled.begin()
             _register()
             process.is_repaired = True
 
@@ -114,6 +120,24 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         return super().__call__(function)
 
 
+@contextlib.contextmanager
+def repaired_thread() -> Iterator[None]:
+    """Context in which functions of this package call torch repaired; nothing where a compiler traces."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with _lock:
+        _open_contexts.append(1)
+        _register()
+    this_thread.num_contexts += 1
+    try:
+        yield
+    finally:
+        this_thread.num_contexts -= 1
+        with _lock:
+            _open_contexts.pop()
+
+
 class _Compiled:
     """Code that Dynamo compiled while torch was not repaired, which has no guard on that.
 
@@ -139,9 +163,7 @@ _compiled = _Compiled()
 
 
 def _register() -> None:
-    """Put kernels before torch's own, once, and forget code that was compiled without them."""
-    if not is_active():
-        _compiled.begin()
+    """Put kernels before torch's own, once."""
     if not _registrations:
         install_backwards()
         found = [(repair, device) for repair in repairs().values() for device in repair.devices]
