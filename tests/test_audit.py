@@ -164,6 +164,8 @@ def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
     report = pr.audit(sine, (torch.randn(3),), order=1, strict=True)
     assert report.failed == ("f",)
     assert "WRONG" in str(report)
+    assert [finding.operation for finding in report.findings] == ["function sine"]
+    assert "autograd.Function Sine" not in report.right
     Sine.factor = 1.0
     assert not pr.audit(sine, (torch.randn(3),), order=1)
     assert pr.audit(sine, (torch.randn(3),), order=1, strict=True)
