@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
             call, function = self._applied(frame)
             module = f"{self._modules[-1]}, " if self._modules else ""
             if function is None:
-                self.calls[name_of(func, args)][module + _place(frame)] += 1
+                self.calls[name_of(func, args, self._moves)][module + _place(frame)] += 1
             elif call is not self._call:
                 self.applied[function][module + _place(call.f_back)] += 1
             self._call = call

@@ -98,7 +98,7 @@ def _scattered_products(self: Tensor, dim: int, index: Tensor, src: Tensor, incl
     """Products of the numbers that go to each place."""
     shape = self.shape
     if self.dim() == 0:
-        self, index, src = self.reshape(1), index.reshape(-1), src.reshape(-1)  # noqa: PLW0642 - ATen's name
+        self, index, src = self.reshape(1), index.reshape(-1), src.reshape(-1)
     for axis, length in enumerate(index.shape):
         src = src.narrow(axis, 0, length)
     # The place of each number in the flattened result.
