@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 # Calls of an operator that are kept, those of them that are judged, and the elements that their arguments have at most.
-CALLS, JUDGED, ELEMENTS = 24, 8, 3000
+CALLS, JUDGED, ELEMENTS = 24, 6, 3000
 SAMPLES = 16
 # Relative errors of central differences, and of differences of differences, where torch has no nesting that is right.
 TOLERANCE, LOOSE_TOLERANCE = 1e-5, 1e-3
