@@ -28,7 +28,6 @@ from primitives._core import (
     use_backend,
 )
 from primitives._core.naming import publish
-from primitives._override import override_torch
 from primitives._repair.switch import is_repaired, repair_torch
 from primitives._version import __version__
 from primitives._warm_up import warm_up
@@ -63,7 +62,6 @@ __all__ = [
     "functional",
     "is_repaired",
     "nn",
-    "override_torch",
     "repair_torch",
     "testing",
     "tracing",

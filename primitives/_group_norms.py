@@ -15,6 +15,7 @@ from primitives._ops._shared import CHANNELS_LAST, weight_beside
 from primitives._ops.batch_norm_eval import batch_norm_eval_p
 from primitives._ops.group_norm_silu import group_norm_silu_p
 from primitives._ops.layer_norm import layer_norm_p
+from primitives._repair.plain import is_left_to_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +86,8 @@ def group_norm(
     if activation not in (None, "silu"):
         raise ValueError(f'group_norm: activation must be None or "silu", got {activation!r}.')
     if arguments.is_plain_group_norm(input, num_groups, weight, bias, eps):
+        if activation is None and is_left_to_torch(input, weight, bias):
+            return torch.group_norm(input, num_groups, weight, bias, eps)
         return group_norm_of_tensors(input, num_groups, weight, bias, eps, activation)[0]
     arguments.number("group_norm", "eps", eps)
 

@@ -107,7 +107,7 @@ def inplace_name(repair: Repair) -> str | None:
 
 
 def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any]:
-    """`(keyset, x, *args) -> x` for the operator of `inplace_name`: where it is differentiated, the other, and a copy."""
+    """`(keyset, x, *args) -> x` for `inplace_name`: where it is differentiated, the other operator and a copy."""
     peek = _functorch.peek_interpreter_stack
 
     def kernel(keyset: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any
         is_recorded = repair.reverse == "formula" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
         if peek() is None and not is_recorded and not carries_tangent((x, *args), kwargs):
             return own(keyset, x, *args, **kwargs)
-        return x.copy_(repair.operator(x, *args, **kwargs))
+        return x.copy_(repair.operator(x.clone(), *args, **kwargs))
 
     return kernel
 

@@ -37,13 +37,14 @@ _KEY = "primitives"
 _lock, _registrations = threading.Lock(), Registrations()
 
 
-def mark(y: Tensor, eps: float | None = None) -> None:
-    """Mark the node that recorded `y`, if there is one; a norm's node keeps its eps, which torch's does not."""
+def mark(y: Tensor, eps: float | None = None) -> Tensor:
+    """`y`, with a mark on the node that recorded it, if there is one; that of a norm keeps eps, which torch drops."""
     node = y.grad_fn
     if node is not None:
         if not _registrations:
             install_backwards()
         node.metadata[_KEY] = eps
+    return y
 
 
 def _unmasked(bars: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:

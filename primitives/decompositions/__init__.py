@@ -21,13 +21,11 @@ from primitives.decompositions import _of_torch as _of_torch
 from primitives.decompositions import _reductions as _reductions
 from primitives.decompositions import _vector_norms as _vector_norms
 from primitives.decompositions._graph import decomposition_graph
-from primitives.decompositions._mode import differentiate_through
 
 __all__ = [
     "decomposition_graph",
     "decomposition_table",
     "decomposition_table_for_jvp",
-    "differentiate_through",
     "get_decomposition",
     "register_decomposition",
     "register_decomposition_for_jvp",

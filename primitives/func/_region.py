@@ -17,7 +17,6 @@ from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives._core.errors import LeafError
-from primitives._core.overrides import OverrideMode
 from primitives._core.recomputation import Recomputable
 from primitives.tracing._memory import bottom
 from primitives.tracing._modules.lending import attributes_kept, running
@@ -61,7 +60,7 @@ class Region(Recomputable):
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
-        self._is_overriding = any(isinstance(mode, OverrideMode) for mode in _get_current_function_mode_stack())
+        self._is_repaired = is_repaired()
 
     @property
     def changed(self) -> Sequence[int]:
@@ -85,8 +84,8 @@ class Region(Recomputable):
             start = len(self._places) + len(self._cells)
             stack.enter_context(_cells_hold(self._cells, tensors[len(self._places) : start]))
             used = self._put(tensors[start:])
-            if self._is_overriding:
-                stack.enter_context(running(self._owners))
+            if self._is_repaired:
+                stack.enter_context(repaired_thread())
             if is_first:
                 stack.enter_context(_Guard([*tensors, *used]))
             leaves = list(self._leaves)
