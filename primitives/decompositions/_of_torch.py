@@ -67,9 +67,7 @@ def special_i1(self: Tensor) -> Tensor:
     for n in range(11, 0, -1):
         series = 1 + square / (n * (n + 1)) * series
     away = torch.where(is_small, 1, x)
-    # Twice, since the exponential alone may overflow.
-    growth = (away.abs() / 2).exp()
-    return torch.where(is_small, half * series, torch.special.i1e(away) * growth * growth).to(self.dtype)
+    return torch.where(is_small, half * series, torch.special.i1e(away) * away.abs().exp()).to(self.dtype)
 
 
 @register_decomposition(aten.pow.Tensor_Tensor)

@@ -88,6 +88,8 @@ def cdist_forward(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) ->
 @register_decomposition(aten._pdist_forward)
 def pdist_forward(self: Tensor, p: float = 2) -> Tensor:
     """Distances between all pairs of rows, the first one's first."""
-    torch._check(self.dim() == 2 and p >= 0, lambda: "pdist: expected a matrix, and p >= 0.")
+    if self.dim() != 2:
+        raise IndexError(f"pdist: expected a matrix, got a tensor of {self.dim()} axes.")
+    torch._check(p >= 0, lambda: f"pdist: p must not be negative, got {p}.")
     first, second = torch.triu_indices(len(self), len(self), 1, device=self.device)
     return _distance(self[first] - self[second], p)
