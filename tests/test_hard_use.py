@@ -159,7 +159,7 @@ def test_conversions_and_overrides_in_many_threads():
         for _ in range(3):
             assert_close(pr.nn.convert(models[index])(X), expected)
             assert_close(pr.nn.revert(models[index])(X), expected)
-            with pr.override_torch():
+            with pr.repair_torch():
                 assert_close(models[index](X), expected)
 
     hammer(work)

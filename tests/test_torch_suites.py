@@ -92,7 +92,7 @@ def test_op_samples(name):
         primals = tuple(t.detach() for t in tensors)
         tangents = tuple(torch.randn_like(t) for t in primals)
         assert_close(*[torch.func.jvp(f, primals, tangents) for f in (ours, theirs)])
-        with pr.override_torch():
+        with pr.repair_torch():
             assert_close(theirs(*primals), results[1], check_stride=False)
         points = [(primals, state), (tuple(2 * t for t in primals), state)]
         several = torch.func.vmap(lambda primals, state, f=ours: f(*primals, state=state))

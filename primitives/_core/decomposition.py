@@ -13,7 +13,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from primitives._core.errors import MissingRuleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = [
     "decomposition_table",

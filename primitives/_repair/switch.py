@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +17,10 @@ from primitives._repair.kernels import forward_kernel, inplace_kernel, inplace_n
 from primitives._repair.nodes import install_backwards
 from primitives._repair.state import is_active, process, this_thread
 
-__all__ = ["is_repaired", "repair_torch"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["is_repaired", "repair_torch", "repaired_thread"]
 
 _lock, _registrations = threading.Lock(), Registrations()
 # One entry for each block that some thread is in.
@@ -75,7 +79,10 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
     def __init__(self) -> None:
         _refuse_to_compile()
         with _lock:
-            self._was_repaired = process.is_repaired
+            # None once this is a context or a decorator.
+            self._was_repaired: bool | None = process.is_repaired
+            if not is_active():
+                _compiled.begin()
             _register()
             process.is_repaired = True
 
@@ -93,7 +100,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         """Begin on this thread alone."""
         _refuse_to_compile()
         with _lock:
-            process.is_repaired = self._was_repaired
+            self._leave_process()
             _open_contexts.append(1)
             _register()
         this_thread.num_contexts += 1
@@ -110,8 +117,32 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
     def __call__(self, function: Any) -> Any:
         """`function`, run inside the context."""
         with _lock:
-            process.is_repaired = self._was_repaired
+            self._leave_process()
         return super().__call__(function)
+
+    def _leave_process(self) -> None:
+        """Take back that the constructor began for every thread."""
+        if self._was_repaired is False:
+            process.is_repaired = False
+        self._was_repaired = None
+
+
+@contextlib.contextmanager
+def repaired_thread() -> Iterator[None]:
+    """Context in which functions of this package call torch repaired; nothing where a compiler traces."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with _lock:
+        _open_contexts.append(1)
+        _register()
+    this_thread.num_contexts += 1
+    try:
+        yield
+    finally:
+        this_thread.num_contexts -= 1
+        with _lock:
+            _open_contexts.pop()
 
 
 class _Compiled:
@@ -139,9 +170,7 @@ _compiled = _Compiled()
 
 
 def _register() -> None:
-    """Put kernels before torch's own, once, and forget code that was compiled without them."""
-    if not is_active():
-        _compiled.begin()
+    """Put kernels before torch's own, once."""
     if not _registrations:
         install_backwards()
         found = [(repair, device) for repair in repairs().values() for device in repair.devices]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._core.errors import TreeError
+from primitives._repair.switch import repaired_thread
 from primitives.func._calls import eager_after_break, jvp_of, primals_call
 
 if TYPE_CHECKING:

@@ -12,14 +12,15 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import Recomputable
+from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.tracing._memory import bottom
-from primitives.tracing._modules.lending import attributes_kept, running
+from primitives.tracing._modules.lending import attributes_kept
 from primitives.tracing._recompute import replays
 
 if TYPE_CHECKING:
