@@ -37,6 +37,10 @@ a constant. Written by `python -m perf.derivatives_page > docs/reference/torch_d
 
 # Why an operator is not right in every nesting with the repair on, too.
 REASONS = {
+    "aten.binary_cross_entropy_with_logits.default": (
+        "functorch has a kernel of its own for it, before that of the repair, and it raises where target and input "
+        "both move in three nested `jvp`."
+    ),
     "aten.convolution.default": (
         "reversed three times, torch's convolution raises where it is transposed and has an `output_padding`. A kernel "
         "before it would cost every convolution time, at every order."

@@ -1,10 +1,15 @@
 """Formulas of operators whose derivatives torch has wrong or lacks: values, every nesting to order 3, errors."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.func import grad, vmap
 
+from perf.derivatives_page import page
+from perf.torch_derivatives import counts
 from primitives._audit.nestings import difference, nested, nestings
+from primitives._audit.table import read_table
 from primitives.decompositions import get_decomposition
 from tests.support import DOUBLE, randn
 
@@ -244,3 +249,10 @@ def test_formulas_are_traced(name):
     torch.compiler.reset()
     gradient = torch.compile(grad(function), backend="aot_eager", fullgraph=True)(*xs)
     torch.testing.assert_close(gradient, grad(function)(*xs))
+
+
+def test_the_page_of_the_table_is_written_from_it_and_repaired_torch_is_nowhere_wrong():
+    path = Path(__file__).parents[1] / "docs" / "reference" / "torch_derivatives.md"
+    assert path.read_text(encoding="utf-8") == page(), "run: python -m perf.derivatives_page"
+    (_, total, *_), (_, _, wrong, early, _) = counts(read_table())
+    assert total > 300 and wrong == early == 0

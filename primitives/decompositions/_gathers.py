@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives.decompositions._norm_checks import require
 from primitives.decompositions._reductions import scatter_reduce
 from primitives.decompositions._statistics import constant_p
 
@@ -78,15 +79,15 @@ def segment_reduce(
     initial: float | None = None,
 ) -> Tensor:
     """Segments of an axis reduced, the first `lengths[..., 0]` numbers first."""
-    torch._check(reduce in _INITIAL, lambda: f"segment_reduce: reduce must be known, got {reduce!r}.")
+    require(reduce in _INITIAL, f"segment_reduce: reduce must be known, got {reduce!r}.")
     if offsets is not None:
         lengths = offsets.diff(dim=-1)
     if lengths is None or indices is not None:
         raise RuntimeError("segment_reduce: expected lengths or offsets.")
     outer = lengths.dim() - 1
-    torch._check(
+    require(
         data.dim() > outer and range(data.dim())[axis] == outer and data.shape[:outer] == lengths.shape[:-1],
-        lambda: f"segment_reduce: {[*lengths.shape]} segments do not fit axis {axis} of {[*data.shape]}.",
+        f"segment_reduce: {[*lengths.shape]} segments do not fit axis {axis} of {[*data.shape]}.",
     )
     if not unsafe and offsets is None:
         is_whole = (lengths >= 0).all() & (lengths.sum(-1) == data.shape[axis]).all()
@@ -130,9 +131,9 @@ def grid_sampler_3d(
 ) -> Tensor:
     """Values of volumes `[N, C, D, H, W]` at the points `[N, *, 3]` of a grid; torch has no jvp of its backward."""
     fits = input.dim() == grid.dim() == 5 and len(input) == len(grid) and grid.shape[-1] == 3
-    torch._check(
+    require(
         fits and min(input.shape[2:]) > 0 and interpolation_mode in (0, _NEAREST),
-        lambda: f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
+        f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
     )
     sizes, ways = input.shape[2:], []
     for size, x in zip(sizes, grid.flatten(1, -2).unbind(-1)[::-1], strict=True):
