@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
 
 
+# The half of the factor that they do not read has a gradient in torch, where it is not zero.
+_WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
+
+
 class Repair:
     """How one operator is repaired.
 
@@ -43,6 +47,7 @@ class Repair:
         devices: Where the operator is repaired, `"CPU"` and `"CUDA"`.
         reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
             backward operator of its node, or `"formula"`.
+        is_wrong_at_once: Whether torch's first gradient can be wrong too.
         eps_at: Place of eps among the arguments, where a node keeps it.
     """
 
@@ -56,7 +61,8 @@ class Repair:
         ]
         names = [argument.name for argument in operator._schema.arguments]
         self.eps_at: int | None = names.index("eps") if "eps" in names else None
-        self.reverse = "torch"
+        self.is_wrong_at_once = operator in _WRONG_AT_ONCE
+        self.reverse = "formula" if self.is_wrong_at_once else "torch"
         if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
 
@@ -180,10 +186,10 @@ def _backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     call, _, repair = ctx.how
     tensors, outputs = ctx.inner, ctx.outputs
     is_recorded = torch.is_grad_enabled()
-    if is_recorded:
+    if is_recorded or repair.is_wrong_at_once:
         # Views, so that what one argument has of another does not count twice.
-        tensors = [x.view_as(x) if x.requires_grad else x for x in ctx.saved_tensors]
-        with repairing(repair.name):
+        with repairing(repair.name), torch.enable_grad():
+            tensors = [x.view_as(x) if x.requires_grad else x for x in ctx.saved_tensors]
             outputs = call(repair.formula, tensors)
     wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
     given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=True) if bar is not None and y.requires_grad]
