@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["backward_name", "backward_operators", "install_backwards", "mark"]
+__all__ = ["MARK", "backward_name", "backward_operators", "install_backwards", "mark"]
 
 aten = torch.ops.aten
-_KEY = "primitives"
+MARK = "primitives"
 _lock, _registrations = threading.Lock(), Registrations()
 
 
@@ -43,7 +43,7 @@ def mark(y: Tensor, eps: float | None = None) -> Tensor:
     if node is not None:
         if not _registrations:
             install_backwards()
-        node.metadata[_KEY] = eps
+        node.metadata[MARK] = eps
     return y
 
 
@@ -138,12 +138,12 @@ def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> 
             return own(keyset, *args, **kwargs)
         node = _C._current_autograd_node()
         marks = {} if node is None else node.metadata
-        if is_misread and (_KEY in marks or is_active()):
+        if is_misread and (MARK in marks or is_active()):
             args = (torch.empty_like(args[1]).copy_(args[0]), *args[1:])
-        if not (_KEY in marks or is_active()) or is_repairing(name) or not _is_differentiated(args, kwargs):
+        if not (MARK in marks or is_active()) or is_repairing(name) or not _is_differentiated(args, kwargs):
             return own(keyset, *args, **kwargs)
         with repairing(name):
-            return formula(marks.get(_KEY), *args, **kwargs)
+            return formula(marks.get(MARK), *args, **kwargs)
 
     return kernel
 
