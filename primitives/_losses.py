@@ -178,7 +178,8 @@ def nll_loss(
     """
     reduction = _by_legacy(reduction, size_average, reduce)
     checks.options("nll_loss", reduction, ignore_index)
-    if _is_left_to_torch(input, target, weight):
+    # Torch's backward takes no other layout of an image.
+    if _is_left_to_torch(input, target, weight) and cast("Any", input).is_contiguous():
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
             options = {"ignore_index": ignore_index, "reduction": reduction}
             return cast("PyTree", of_torch.nll_loss(cast("Any", input), target, weight, **options))
