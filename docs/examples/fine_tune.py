@@ -5,7 +5,7 @@
 
 The network, small and with random weights, learns whether a sequence has more of one token than of another. A step
 solves (H + damping) s = -gradient by conjugate gradients, which need products of the Hessian H alone. Two orders of
-derivatives give them: forward over reverse, `primitives.func.hvp`, and reverse over forward.
+derivatives give them: forward over reverse, jvp(grad(loss)), and reverse over forward, grad(jvp(loss)).
 
 Torch's fused attention has no forward mode, so both orders raise; `attn_implementation="eager"` writes it out. Then the
 first order is right in torch, and the second is silently wrong, because of the layer norms: Newton's method still gets
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 VOCABULARY, LENGTH = 8, 12
 
 ORDERS = {
-    "forward over reverse": lambda loss, w, v: pr.func.hvp(loss, (w,), (v,))[0],
+    "forward over reverse": lambda loss, w, v: jvp(grad(loss), (w,), (v,))[1],
     "reverse over forward": lambda loss, w, v: grad(lambda w: jvp(loss, (w,), (v,))[1])(w),
 }
 

@@ -10,7 +10,7 @@ A product of the Hessian H with a vector v can be taken in two orders, which are
 
 Lanczos's method needs only such products. Its Ritz values and weights, from several random vectors under one `vmap`,
 are the density of the eigenvalues (stochastic Lanczos quadrature). This network is small enough for all of H, so that
-both can be held against its eigenvalues, and H against differences of gradients.
+both can be compared with its eigenvalues, and H with differences of gradients.
 
 Forward over reverse, torch's norms are right too. Reverse over forward they give, silently, another matrix, and so does
 `torch.func.hessian`, whose backward pass is batched. Inside `primitives.repair_torch` all are right. Printed on a CPU,

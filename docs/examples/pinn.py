@@ -11,7 +11,7 @@ constant when it is differentiated twice, so that u''' is wrong there, and in th
 inside `primitives.repair_torch`; nothing else differs. The loss falls in all four, but torch learns another equation:
 
     torch, by reverse mode    loss 8e-03, u off by 1e-01, u''' by 1e-01
-    torch, by forward mode    loss 3e-02, u off by 9e-02, u''' by 1e-01
+    torch, by forward mode    loss 1e-02, u off by 1e-01, u''' by 1e-01
     repaired, by reverse mode loss 4e-04, u off by 2e-03, u''' by 4e-07
     repaired, by forward mode loss 4e-04, u off by 2e-03, u''' by 4e-07
 

@@ -89,7 +89,7 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
 
     Example:
         >>> import torch, primitives as pr
-        >>> pr.nn.RMSNorm(2)(torch.tensor([[3.0, 3.0]])).detach()
+        >>> pr.nn.RMSNorm(2)(torch.tensor([[3.0, 4.0]])).detach()
         tensor([[1.0000, 1.0000]])
     """
 
