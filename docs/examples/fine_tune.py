@@ -11,12 +11,12 @@ Torch's fused attention has no forward mode, so both orders raise; `attn_impleme
 first order is right in torch, and the second is silently wrong, because of the layer norms: Newton's method still gets
 down, later. Inside `primitives.repair_torch` both are right on the attention that Hugging Face chooses.
 
-    repaired, sdpa, forward over reverse product off by 3e-10, loss 7.0e-05, accuracy 0.973, 111 ms a product
-    repaired, sdpa, reverse over forward product off by 3e-10, loss 7.0e-05, accuracy 0.973, 96 ms a product
+    repaired, sdpa, forward over reverse product off by 3e-10, loss 7.0e-05, accuracy 0.973, 74 ms a product
+    repaired, sdpa, reverse over forward product off by 3e-10, loss 7.0e-05, accuracy 0.973, 81 ms a product
     torch, sdpa, forward over reverse    raises NotImplementedError
     torch, sdpa, reverse over forward    raises NotImplementedError
-    torch, eager, forward over reverse   product off by 2e-10, loss 7.0e-05, accuracy 0.973, 96 ms a product
-    torch, eager, reverse over forward   product off by 2e-01, loss 5.1e-04, accuracy 0.976, 85 ms a product
+    torch, eager, forward over reverse   product off by 3e-10, loss 7.0e-05, accuracy 0.973, 63 ms a product
+    torch, eager, reverse over forward   product off by 2e-01, loss 5.1e-04, accuracy 0.976, 60 ms a product
 
 (25 steps, on a CPU. At this size torch is the faster where it is right.)
 

@@ -121,13 +121,12 @@ class Run:
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.998))
         self.optimizer = torch.optim.Adam(self.net.parameters())
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=options.steps)
-        self.loss_of = torch.compile(loss_of) if options.compile else loss_of
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         """Learn from a batch."""
         start = time.perf_counter()
         with self.context():
-            loss, error = self.loss_of(self.net, batch)
+            loss, error = loss_of(self.net, batch)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -160,7 +159,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train both networks, print the figures, and write the picture."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--compile", action="store_true", help="put the loss through torch.compile")
     parser.add_argument("--quick", action="store_true", help="10 steps: it runs, and draws nothing yet")
     parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(argv)
