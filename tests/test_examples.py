@@ -15,16 +15,16 @@ RIGHT, WRONG = (0, 1e-5), (1e-2, math.inf)
 
 # Figures by their names. A torch that is mended fails these: the words of the example are then wrong.
 CLAIMS = {
-    "critic": {"primitives, .*|torch.nn, by reverse mode": RIGHT, "torch.nn, by forward mode": WRONG},
-    "ensemble": {"primitives, .*|torch.nn, loop": RIGHT, "torch.nn, curvature": WRONG},
+    "critic": {"repaired, .*|torch, by reverse mode": RIGHT, "torch, by forward mode": WRONG},
+    "ensemble": {"repaired, .*|torch, loop": RIGHT, "torch, curvature": WRONG},
     "hessian_spectrum": {
-        "primitives, .*": RIGHT,
-        "torch.nn, forward over reverse.*": RIGHT,
-        "torch.nn, reverse over forward.*": WRONG,
+        "repaired, .*": RIGHT,
+        "torch, forward over reverse.*": RIGHT,
+        "torch, reverse over forward.*|torch, torch.func.hessian": WRONG,
     },
     "per_sample_gradients": {"together, .*|noise, primitives": RIGHT, "alone, .*|noise, torch.nn": WRONG},
-    "oscillator": {"primitives": (0, 1e-4), "torch.nn": WRONG},
-    "pinn": {"primitives, .*": RIGHT, "torch.nn, .*": WRONG},
+    "oscillator": {"repaired": (0, 1e-4), "torch": WRONG},
+    "pinn": {"repaired, .*": RIGHT, "torch, .*": WRONG},
 }
 
 # Two run by night, below, and one needs transformers: tests/models/test_fine_tune_example.py.

@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--quick", action="store_true", help="fewer digits")
     parser.add_argument("--output", type=Path, help="the picture; without it a quick run draws none")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # for tensors so small, more only cost time
     number = 60 if options.quick else 200
     data = load_digits()
     x, y = torch.tensor(data.images[:number, None] / 8 - 1), torch.tensor(data.target[:number])

@@ -82,10 +82,12 @@ def repairs() -> dict[str, Repair]:
     """All repairs by the name of their operator: of those that have a formula, the ones that torch has not right."""
     found = {}
     for operator in {**FUSED, **decomposition_table_for_jvp, **decomposition_table}:
+        if operator.namespace != "aten":  # the library of another may be gone
+            continue
         is_wrong = operator in FUSED or not is_tabled(operator) or verdicts_of(operator).beyond(0)
         is_leaf = has_kernel(operator.name(), "Autograd") or operator in ON_CUDA_ALONE
         is_backward = operator.name() in backward_operators()
-        if operator.namespace == "aten" and is_wrong and is_leaf and not is_backward:
+        if is_wrong and is_leaf and not is_backward:
             found[operator.name()] = Repair(operator)
     return found
 

@@ -89,8 +89,8 @@ class RMSNorm(OfThisPackage, torch.nn.RMSNorm):
 
     Example:
         >>> import torch, primitives as pr
-        >>> pr.nn.RMSNorm(2)(torch.tensor([[3.0, 3.0]])).detach()
-        tensor([[1.0000, 1.0000]])
+        >>> pr.nn.RMSNorm(2)(torch.tensor([[3.0, 4.0]])).detach()
+        tensor([[0.8485, 1.1314]])
     """
 
     def __init__(
