@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from primitives._core.errors import LeafError
 from primitives._core.overrides import OverrideMode
 from primitives._core.recomputation import Recomputable
+from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
 from primitives.tracing._modules.lending import attributes_kept, running
 from primitives.tracing._recompute import replays
@@ -26,7 +26,7 @@ from primitives.tracing._recompute import replays
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -47,21 +47,25 @@ class Region(Recomputable):
         self._fn = fn
         self._leaves, self._treespec = optree.tree_flatten((args, kwargs))  # type: ignore[arg-type] - any tree
         self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor)]
-        modules, self._cells = _reached(fn)
-        self._owners = list(dict.fromkeys(owner for each in modules for owner in each.modules()))
-        # Each parameter and buffer once, with all places where it is registered.
-        self._registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
-        for owner in self._owners:
-            for registry in ("_parameters", "_buffers"):
-                for name, value in getattr(owner, registry).items():
-                    if value is not None:
-                        self._registered.setdefault(value, []).append((owner, registry, name))
-        captured = [cell.cell_contents for cell in self._cells]
+        self._reached = self._look([fn])
+        self._owners, self._registered = self._reached.owners, self._reached.registered
+        captured = [place.get() for place in self._reached.places]
         self.tensors = [*(self._leaves[i] for i in self._places), *captured, *self._registered]
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
         self._is_overriding = any(isinstance(mode, OverrideMode) for mode in _get_current_function_mode_stack())
+
+    def _look(self, roots: list[Any]) -> Reached:
+        return Reached(roots, _may_be_differentiated)
+
+    def _surroundings(self, tensors: Sequence[Tensor]) -> list[Context]:
+        """What every run but the first enters again."""
+        return [*replays(), *_surroundings(tensors)]
+
+    def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+        """Context of the first run."""
+        return _Guard(known)
 
     @property
     def changed(self) -> Sequence[int]:
@@ -80,15 +84,15 @@ class Region(Recomputable):
             for make in self._again or ():
                 stack.enter_context(make())
             if is_first:
-                self._again = [*replays(), *_surroundings(tensors)]
+                self._again = self._surroundings(tensors)
             stack.enter_context(attributes_kept(self._owners))
-            start = len(self._places) + len(self._cells)
-            stack.enter_context(_cells_hold(self._cells, tensors[len(self._places) : start]))
+            start = len(self._places) + len(self._reached.places)
+            stack.enter_context(self._reached.holding(tensors[len(self._places) : start]))
             used = self._put(tensors[start:])
             if self._is_overriding:
                 stack.enter_context(running(self._owners))
             if is_first:
-                stack.enter_context(_Guard([*tensors, *used]))
+                stack.enter_context(self._watch([*tensors, *used]))
             leaves = list(self._leaves)
             for i, x in zip(self._places, tensors, strict=False):
                 leaves[i] = x
@@ -135,56 +139,8 @@ class Region(Recomputable):
         return self._out_treespec.unflatten(leaves)
 
 
-def _reached(fn: Any) -> tuple[list[nn.Module], list[types.CellType]]:
-    """The modules that a function reaches, and the cells of its closure with tensors that may be differentiated in."""
-    modules: list[nn.Module] = []
-    cells: list[types.CellType] = []
-    stack, seen = [fn], set()
-    while stack:
-        x = stack.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, torch.nn.Module):
-            modules.append(x)
-        elif isinstance(x, types.CellType):
-            # An empty one is of a name that is not assigned yet.
-            with contextlib.suppress(ValueError):
-                stack.append(x.cell_contents)
-                if isinstance(x.cell_contents, torch.Tensor) and _may_be_differentiated(x.cell_contents):
-                    cells.append(x)
-        else:
-            stack += _next(x)
-    return modules, cells
-
-
-def _next(x: Any) -> list[Any]:
-    """Where a function, or a container that it reaches, leads."""
-    if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, types.MethodType):
-        return [x.__self__, x.__func__]
-    if isinstance(x, (list, tuple, dict)):
-        return list(x.values() if isinstance(x, dict) else x)
-    if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
-        return [*(x.__globals__.get(name) for name in x.__code__.co_names), *(x.__closure__ or ())]
-    return []
-
-
 def _may_be_differentiated(x: Tensor) -> bool:
     return x.requires_grad or _functorch.is_functorch_wrapped_tensor(x)
-
-
-@contextlib.contextmanager
-def _cells_hold(cells: Sequence[types.CellType], values: Sequence[Tensor]) -> Iterator[None]:
-    originals = [cell.cell_contents for cell in cells]
-    try:
-        for cell, value in zip(cells, values, strict=True):
-            cell.cell_contents = value
-        yield
-    finally:
-        for cell, original in zip(cells, originals, strict=True):
-            cell.cell_contents = original
 
 
 def _surroundings(tensors: Sequence[Tensor]) -> list[Context]:
