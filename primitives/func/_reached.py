@@ -44,7 +44,8 @@ class Reached:
     """Modules, variables and tensors that functions, or the modules among their arguments, reach.
 
     Attributes:
-        owners: The modules, with those inside.
+        modules: The modules that are found.
+        owners: With those inside.
         places: Where tensors are that are no parameters or buffers.
         registered: Each parameter and buffer once, with all places where it is registered.
     """
@@ -53,8 +54,8 @@ class Reached:
         self.places: list[_Place] = []
         # Variables that lead on, or are constants, with their values.
         self._links: list[tuple[_Place, Any]] = []
-        modules = self._walk(roots, takes)
-        self.owners = list(dict.fromkeys(owner for each in modules for owner in each.modules()))
+        self.modules = self._walk(roots, takes)
+        self.owners = list(dict.fromkeys(owner for each in self.modules for owner in each.modules()))
         self.registered: dict[Tensor, list[tuple[nn.Module, str, str]]] = {}
         for owner in self.owners:
             for registry in ("_parameters", "_buffers"):

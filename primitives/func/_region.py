@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Context = Callable[[], contextlib.AbstractContextManager]
 
-__all__ = ["Region"]
+__all__ = ["Guard", "Region"]
 
 _write_back = torch.ops.primitives.write_back.default
 
@@ -65,7 +65,7 @@ class Region(Recomputable):
 
     def _watch(self, known: Sequence[Tensor]) -> contextlib.AbstractContextManager:
         """Context of the first run."""
-        return _Guard(known)
+        return Guard(known)
 
     @property
     def changed(self) -> Sequence[int]:
@@ -81,10 +81,9 @@ class Region(Recomputable):
         """Tensors of the output of `fn`, then new values of the buffers that it changes."""
         with contextlib.ExitStack() as stack:
             is_first = self._again is None
+            again = self._surroundings(tensors) if is_first else []
             for make in self._again or ():
                 stack.enter_context(make())
-            if is_first:
-                self._again = self._surroundings(tensors)
             stack.enter_context(attributes_kept(self._owners))
             start = len(self._places) + len(self._reached.places)
             stack.enter_context(self._reached.holding(tensors[len(self._places) : start]))
@@ -100,7 +99,9 @@ class Region(Recomputable):
             results, out_treespec = optree.tree_flatten(self._fn(*inner[0], **inner[1]))
             current = [getattr(o, registry).get(name) for (o, registry, name), *_ in self._registered.values()]
             if is_first:
+                self._again = again
                 self._out_treespec = out_treespec
+                self._is_bare = out_treespec.is_leaf() and isinstance(results[0], torch.Tensor)
                 self._out_places = [i for i, y in enumerate(results) if isinstance(y, torch.Tensor)]
                 self._out_leaves = [None if isinstance(y, torch.Tensor) else y for y in results]
                 for i, (x, y) in enumerate(zip(used, current, strict=True)):
@@ -124,15 +125,19 @@ class Region(Recomputable):
         self._versions = [0 if x.is_inference() else bottom(x)._version for x in used]
         return used
 
-    def output(self, results: tuple[Tensor, ...]) -> Any:
-        """The output of `fn`, out of what a run has returned; buffers get their new values."""
+    def output(self, results: tuple[Tensor, ...], tensors: Sequence[Tensor] | None = None) -> Any:
+        """The output of `fn`, out of what a run (of `tensors`) has returned; buffers get their new values."""
+        if not self.changed and self._is_bare:
+            return results[0]
+        tensors = self.tensors if tensors is None else tensors
+        start, registered = len(self._places) + len(self._reached.places), [*self._registered.values()]
         leaves, count = list(self._out_leaves), len(self._out_places)
         for i, y in zip(self._out_places, results, strict=False):
             leaves[i] = y
         for i, new in zip(self.changed, results[count:], strict=True):
-            old = self.tensors[i]
+            old = tensors[i]
             if new.requires_grad or new.shape != old.shape or new.dtype != old.dtype:
-                for owner, registry, name in self._registered[old]:
+                for owner, registry, name in registered[i - start]:
                     getattr(owner, registry)[name] = new
             else:
                 _write_back([old], [new])
@@ -176,7 +181,7 @@ def _depth() -> int:
     return 0 if interpreter is None else interpreter.level()
 
 
-class _Guard(TorchFunctionMode):
+class Guard(TorchFunctionMode):
     """Context in which no tensor is used whose derivative would get lost, since the region does not know it."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:

@@ -206,7 +206,8 @@ def _run(
             outs = outs._replace(values=_apart(outs.values, [used[i] for i in places]))
         written = {i for i in places if i in signature.mutated or not copied.isdisjoint(memories(used[i]))}
         signature.alone = tuple(number for number, i in enumerate(places) if i in written)
-        taken = [i for i, y in enumerate(outs.values) if takes_cotangent(y, used)]
+        is_differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+        taken = [i for i, y in enumerate(outs.values) if is_differentiated and takes_cotangent(y, used)]
         if signature.mutated:
             mutated = OrderedDict((given.label(i), used[i]) for i in signature.mutated)
             outs, num = Leaves.of((outs.join(outs.values), mutated), "outs", given.namespace), len(outs.values)
