@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C, fx
@@ -177,21 +178,22 @@ class _Resumed(_Stage):
             with torch.no_grad(), _C._DisableAutocast():
                 found = self.halves.backward(ordered, needed, given)
         else:
-            stage = self.halves.stage(ordered, needed, given)
+            stage = self.halves.stage(needed, given)
             found = stage.spread((None, *stage.module(*stage.inputs(ordered))))
         return tuple(bar for bar in found if bar is not None)
 
 
-class _Backward(NamedTuple):
+@dataclasses.dataclass
+class _Backward:
     """The backward pass for some of the arguments and some cotangents."""
 
     module: fx.GraphModule
-    program: Program
     # Where its inputs are among arguments, saved values and cotangents, and the strides of some.
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
     strides: list[tuple[int, tuple[int, ...]]]
     # From nothing and its results to one entry for each argument.
     spread: Callable[[Sequence[Any]], tuple[Any, ...]]
+    program: Program | None = None
 
     def inputs(self, values: Sequence[Any]) -> list[Any]:
         """Its inputs, with the strides that it was traced for."""
@@ -246,18 +248,31 @@ class Halves:
 
     def backward(self, values: Sequence[Any], needed: tuple[bool, ...], given: tuple[bool, ...]) -> tuple[Any, ...]:
         """Cotangents of all arguments, `None` for those not needed, of arguments, saved values and cotangents."""
-        stage = self._backwards.get((needed, given)) or self.stage(values, needed, given)
-        return stage.spread((None, *stage.program(stage.inputs(values))))
+        stage = self._backwards.get((needed, given)) or self.stage(needed, given)
+        inputs = stage.inputs(values)
+        if stage.program is None:
+            with LOCK:
+                stage.program = stage.program or self._compiled(stage.module, inputs)
+        return stage.spread((None, *stage.program(inputs)))
 
-    def stage(self, values: Sequence[Any], needed: tuple[bool, ...], given: tuple[bool, ...]) -> _Backward:
+    def stage(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> _Backward:
         """The backward pass for arguments that need cotangents, and cotangents that are given."""
         with LOCK:
             found = self._backwards.get((needed, given))
             if found is None:
-                found = self._backwards[needed, given] = self._make_backward(values, needed, given)
+                found = self._backwards[needed, given] = self._make_backward(needed, given)
             return found
 
-    def _make_backward(self, values: Sequence[Any], needed: tuple[bool, ...], given: tuple[bool, ...]) -> _Backward:
+    def _compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Program:
+        for node, x in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            fake = node.meta["val"]
+            if isinstance(x, torch.Tensor) and fake.stride() != x.stride():
+                # A compiler chooses the strides of what is saved.
+                node.meta["val"] = fake.as_strided(fake.shape, x.stride())
+        num = len(module.graph.output_node().args[0])  # type: ignore[arg-type] - a list
+        return program_of(module, f"{self.function.name}, backward", self.function.settings, num_visible=num)
+
+    def _make_backward(self, needed: tuple[bool, ...], given: tuple[bool, ...]) -> _Backward:
         module = fx.GraphModule(self._backward_module, copy.deepcopy(self._backward_module.graph))
         graph, output = module.graph, module.graph.output_node()
         kept = [k for k, i in enumerate(self._gradients) if needed[i]]
@@ -280,18 +295,13 @@ class Halves:
                 continue
             if node.name in self._cotangents:
                 strides.append((len(places), fake.stride()))
-            elif isinstance(fake, torch.Tensor):
-                # A compiler chooses the strides of what is saved.
-                node.meta["val"] = fake.as_strided(fake.shape, values[place].stride())
             places.append(place)
         graph.lint()
         module.recompile()
-        name = f"{self.function.name}, backward"
-        program = program_of(module, name, self.function.settings, num_visible=len(kept))
         spread = [0] * len(needed)
         for number, k in enumerate(kept):
             spread[self._gradients[k]] = 1 + number
-        return _Backward(module, program, _getter(places), strides, _getter(spread))
+        return _Backward(module, _getter(places), strides, _getter(spread))
 
     @functools.cached_property
     def forward_function(self) -> Known:

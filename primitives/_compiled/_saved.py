@@ -154,7 +154,9 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         function, wanted = halves.resumed(needed, given)
         num = len(needed)
         y_bars = [y_bar for y_bar in cotangents[: halves.num] if y_bar is not None]
-        for i, bar in zip(wanted, recomputed(function, [*saved[:num], *y_bars, *saved[num:]]), strict=True):
+        # Among what is kept are views of arguments, constants here.
+        kept = [x.detach() if isinstance(x, torch.Tensor) else x for x in saved[num:]]
+        for i, bar in zip(wanted, recomputed(function, [*saved[:num], *y_bars, *kept]), strict=True):
             bars[i] = bar
     return None, *bars
 
