@@ -26,6 +26,7 @@ from primitives._core import (
     current_backend,
     use_backend,
 )
+from primitives._compiled._api import compile  # noqa: A004 - named as torch's
 from primitives._core.naming import publish
 from primitives._override import override_torch
 from primitives._version import __version__
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "audit",
     "autograd",
+    "compile",
     "current_backend",
     "custom",
     "custom_op",

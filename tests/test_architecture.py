@@ -41,7 +41,7 @@ LAYERS = (
         "primitives._serving",
         "primitives._warm_up",
     ),
-    ("primitives._audit",),
+    ("primitives._audit", "primitives._compiled"),
     ("primitives.nn",),
     ("primitives",),
 )

@@ -94,7 +94,7 @@ class Compiled(Derived):
         return program
 
     def _made(self, tensors: Sequence[Tensor]) -> Program:
-        joint, seconds = joint_graph(self.inner, tensors, (), self.names, self.settings)
+        joint, seconds = joint_graph(self.inner, self.name, tensors, (), self.names, self.settings)
         num = joint.signature.num_forward_outputs
         return program_of(joint.module, self.name, self.settings, num_visible=num, seconds=seconds)
 
@@ -106,7 +106,7 @@ class Compiled(Derived):
             with LOCK:
                 found = self._halves.get(key)
                 if found is None:
-                    joint, seconds = joint_graph(self.inner, tensors, wanted, self.names, self.settings)
+                    joint, seconds = joint_graph(self.inner, self.name, tensors, wanted, self.names, self.settings)
                     found = self._halves[key] = Halves(self, joint, wanted, seconds)
         return found
 
@@ -121,9 +121,7 @@ class Compiled(Derived):
         if interpreter.key() != _functorch.TransformType.Grad:
             return super().recorded(tensors)
         level = interpreter.level()
-        wanted = tuple(
-            i for i, x in enumerate(tensors) if x.requires_grad and _functorch.maybe_get_level(x) == level
-        )
+        wanted = tuple(i for i, x in enumerate(tensors) if x.requires_grad and _functorch.maybe_get_level(x) == level)
         if not wanted:
             return super().recorded(tensors)
         halves = self.halves(tensors, wanted)
@@ -235,7 +233,10 @@ class Halves:
             self.module, f"{name}, forward", settings, num_visible=num, seconds=seconds, num_bytes=forward.saved_bytes
         )
         # Where each input of the backward pass comes from: arguments, what was saved, cotangents, one after the other.
-        places = {name: primals.index(name) if name in primals else len(primals) + kept.index(i) for i, name in enumerate(names)}
+        places = {
+            name: primals.index(name) if name in primals else len(primals) + kept.index(i)
+            for i, name in enumerate(names)
+        }
         bars = [name for name, (_, kind) in joint.inputs.items() if kind == "cotangent"]
         start = len(primals) + len(kept)
         self._cotangents = dict(zip(bars, joint.signature.with_cotangent, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from primitives._compiled._derivatives import Compiled
 from primitives._compiled._graphs import LOCK
 from primitives._compiled._saved import Saved
+from primitives._compiled._table import difference, table
 from primitives._core.errors import LeafError
 from primitives._core.recomputation import recomputed
 from primitives.func._reached import Reached
@@ -99,10 +101,10 @@ class _Site:
         compiled: The function of flat tensors.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], settings: Settings) -> None:
-        self.region = _Traced(fn, args, kwargs)
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], owner: CompiledFunction) -> None:
+        self.owner, self.region = owner, _Traced(fn, args, kwargs)
         self.reached = self.region._reached
-        self.compiled = Compiled(self.region, settings, "value", self.region.names)
+        self.compiled = Compiled(self.region, owner.settings, "value", self.region.names)
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())
         self._plans: list[tuple[Any, Callable[[list[Tensor]], Sequence[Tensor]]]] = []
         self._is_known = False
@@ -111,7 +113,11 @@ class _Site:
 
     def tensors(self) -> list[Tensor] | None:
         """What the function reaches, or `None` if that, or torch's state, is not what it was."""
-        if not self._state.check() or (_C._len_torch_function_stack() or self._modes) and tuple(_modes()) != self._modes:
+        if (
+            not self._state.check()
+            or (_C._len_torch_function_stack() or self._modes)
+            and tuple(_modes()) != self._modes
+        ):
             return None
         return self.reached.tensors()
 
@@ -146,7 +152,11 @@ class _Site:
         else:
             run = functools.partial(_call, compiled.program(tensors))
         results = run(tensors)
-        self._plans.insert(0, (guard, run))
+        self._plans = [(guard, run), *self._plans]
+        described = [
+            (name, ([*x.shape], x.dtype, x.stride())) for name, x in zip(self.region.names, tensors, strict=True)
+        ]
+        self.owner.note([*described, *self.reached.described(), ("grad mode", torch.is_grad_enabled())])
         return results
 
 
@@ -185,7 +195,8 @@ class CompiledFunction:
     def __init__(self, fn: Callable[..., Any], settings: Settings) -> None:
         self.settings = settings
         self._sites: dict[Any, list[_Site]] = {}
-        self._is_told = False
+        self._described: list[tuple[str, Any]] = []
+        self._num_described = 0
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,13 +227,42 @@ class CompiledFunction:
         """The first call of its kind; the site is kept if it succeeds."""
         fn = self.__wrapped__  # type: ignore[attr-defined] - as above
         with LOCK:
-            site = _Site(fn, args, kwargs, self.settings)
+            site = _Site(fn, args, kwargs, self)
             reached = site.tensors()
             if reached is None:
                 raise RuntimeError("compile: another thread changes what the function reaches.")
             output = site(tensors + reached)
-            self._sites.setdefault(key, []).insert(0, site)
+            # Another list: threads go through this one.
+            self._sites[key] = [site, *self._sites.get(key, ())]
         return output
+
+    def note(self, described: list[tuple[str, Any]]) -> None:
+        """Say once that calls differ again and again, and how."""
+        before, self._described = self._described, described
+        self._num_described += 1
+        if self._num_described == _MANY:
+            _log.warning(
+                "compile: %s has been compiled for %d different calls: %s. Each takes seconds: pass what changes as a "
+                "tensor, keep sizes fixed, or use dynamic=True.",
+                self,
+                _MANY,
+                difference(before, described),
+            )
+
+    @property
+    def graphs(self) -> dict[str, JointGraph]:
+        """The joint graphs of the programs, by name."""
+        return dict(self.settings.graphs)
+
+    def __repr__(self) -> str:
+        """The table that is printed."""
+        return table(getattr(self.__wrapped__, "__name__", type(self.__wrapped__).__name__), self.settings.programs)  # type: ignore[attr-defined] - as above
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledFunction, (self.__wrapped__, self.settings.fresh())  # type: ignore[attr-defined] - as above
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledFunction:
+        return CompiledFunction(copy.deepcopy(self.__wrapped__, memo), self.settings.fresh())  # type: ignore[attr-defined] - as above
 
 
 def _unhashable(leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> LeafError:

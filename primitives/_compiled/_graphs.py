@@ -46,12 +46,18 @@ class Settings:
         options: Inductor's options.
         dynamic: Whether sizes are symbols.
         programs: What has been compiled, in order.
+        graphs: The joint graphs that it was made of, by name.
     """
 
     backend: Any
     options: dict[str, Any]
     dynamic: bool
     programs: list[Program] = dataclasses.field(default_factory=list)
+    graphs: dict[str, JointGraph] = dataclasses.field(default_factory=dict)
+
+    def fresh(self) -> Settings:
+        """The wishes alone."""
+        return Settings(self.backend, self.options, self.dynamic)
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +100,12 @@ def _outside_everything() -> Iterator[None]:
 
 
 def joint_graph(
-    function: Recomputable, tensors: Sequence[Tensor], wanted: Sequence[int], names: Sequence[str], settings: Settings
+    function: Recomputable,
+    name: str,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[int],
+    names: Sequence[str],
+    settings: Settings,
 ) -> tuple[JointGraph, float]:
     """The joint graph of a function at tensors of these sizes, with gradients of those `wanted`; seconds that it took."""
     start = time.perf_counter()
@@ -113,6 +124,8 @@ def joint_graph(
         roots = tuple(f"{name}_{n}" if n else name for name, n in zip(names, counts, strict=True))
         given = Leaves.of(blanks, roots, "")
         joint = traced("compile", lambda *xs: tuple(function(*xs)), given, axes, table=table, pure=True)
+    number = sum(key.split(" #")[0] == name for key in settings.graphs)
+    settings.graphs[f"{name} #{number + 1}" if number else name] = joint
     return joint, time.perf_counter() - start
 
 
@@ -178,7 +191,9 @@ def _run_by(settings: Settings, module: fx.GraphModule, fakes: list[Any], num_vi
     return lambda values: compiled(*values)
 
 
-def _by_inductor(settings: Settings, module: fx.GraphModule, fakes: list[Any], num_visible: int) -> Callable[[list], Any]:
+def _by_inductor(
+    settings: Settings, module: fx.GraphModule, fakes: list[Any], num_visible: int
+) -> Callable[[list], Any]:
     from torch._inductor import compile_fx, config
     from torch._inductor.virtualized import V
 

@@ -116,6 +116,11 @@ class Reached:
                 return None
         return found
 
+    def described(self) -> list[tuple[str, Any]]:
+        """Variables that are constants, and training modes, with names."""
+        constants = [(str(place.key), value) for place, value in self._links if isinstance(value, (int, float, str))]
+        return [*constants, ("training", [owner.training for owner in self.owners])]
+
     @contextlib.contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Context in which `places` hold other values."""
@@ -157,4 +162,6 @@ def _attributes(method: types.MethodType) -> list[_Place]:
     held = getattr(method.__self__, "__dict__", None)
     if not isinstance(held, dict) or isinstance(method.__self__, torch.nn.Module):
         return []
-    return [_Place(held, name) for name in getattr(method.__func__, "__code__", _next.__code__).co_names if name in held]
+    return [
+        _Place(held, name) for name in getattr(method.__func__, "__code__", _next.__code__).co_names if name in held
+    ]
