@@ -8,7 +8,8 @@ call.
 import sys
 
 from primitives import autograd, custom, decompositions, func, functional, nn, testing, tracing
-from primitives._audit import AuditReport, Finding, audit
+from primitives._audit.function import audit
+from primitives._audit.report import AuditReport, Finding
 from primitives._core import (
     AxisError,
     BackendError,
@@ -28,7 +29,7 @@ from primitives._core import (
 )
 from primitives._compiled._api import compile  # noqa: A004 - named as torch's
 from primitives._core.naming import publish
-from primitives._override import override_torch
+from primitives._repair.switch import is_repaired, repair_torch
 from primitives._version import __version__
 from primitives._warm_up import warm_up
 from primitives.custom import custom_op
@@ -61,8 +62,9 @@ __all__ = [
     "decompositions",
     "func",
     "functional",
+    "is_repaired",
     "nn",
-    "override_torch",
+    "repair_torch",
     "testing",
     "tracing",
     "use_backend",

@@ -6,19 +6,24 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.nn import functional as of_torch
 
 from primitives._checks import attention as checks
 from primitives._core.trees.leaves import map_tensors
 from primitives._ops.attention import attention_p
+from primitives._repair.nodes import mark
+from primitives._repair.plain import is_plain_on_cpu
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from primitives._core.typing import Prefix, PyTree
 
-__all__ = ["attention", "scaled_dot_product_attention"]
+__all__ = ["attention", "attention_of_tensors", "scaled_dot_product_attention"]
 
 MIN_AXES = 3
+# Axes of what torch's fused kernel for the CPU takes.
+_FLASH_AXES = 4
 # Seeds are drawn below this: all that torch.randint can draw from.
 MAX_SEED = 2**63 - 1
 
@@ -147,7 +152,7 @@ def attention(
         else:
             own_seed = _drawn(q) if own_seed is None and not isinstance(seed, int) else _number(seed, own_seed, q)
             own_offset = _number(offset, own_offset, q)
-        return _of_tensors(q, k, v, bias, mask, own_seed, own_offset, causal, scale, dropout_p)
+        return attention_of_tensors(q, k, v, bias, mask, own_seed, own_offset, causal, scale, dropout_p)
 
     stream = {name: None if isinstance(x, int) else x for name, x in (("seed", seed), ("offset", offset))}
     prefixes = {"k": k, "v": v, "bias": bias, "mask": mask, **stream}
@@ -204,6 +209,8 @@ def scaled_dot_product_attention(
         >>> pr.functional.scaled_dot_product_attention(x, x, x, is_causal=True).shape
         torch.Size([1, 2, 3, 4])
     """
+    if attn_mask is None and not dropout_p and not enable_gqa and _is_torchs_attention(query, key, value):
+        return mark(of_torch.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale))
     name, labels = "scaled_dot_product_attention", ("key", "value", "attn_mask", "attn_mask")
     if checks.is_causal_bias(attn_mask):
         attn_mask, is_causal = _without_causal_bias(attn_mask, query, key, is_causal)
@@ -213,7 +220,16 @@ def scaled_dot_product_attention(
     checks.flag(name, "enable_gqa", enable_gqa)
     checks.attention(name, "query", query, key, value, bias, mask, labels, shares_heads=enable_gqa)
     seed = _drawn(query) if dropout_p > 0.0 else None
-    return _of_tensors(query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p)[0]
+    return attention_of_tensors(query, key, value, bias, mask, seed, None, is_causal, scale, dropout_p)[0]
+
+
+def _is_torchs_attention(q: Any, k: Any, v: Any) -> bool:
+    """Whether torch's kernel for the CPU computes this, whose node's backward operator is repaired."""
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return False
+    is_alike = q.dim() == k.dim() == v.dim() == _FLASH_AXES and q.dtype == k.dtype == v.dtype
+    shapes_fit = is_alike and q.shape[:2] == k.shape[:2] and k.shape == v.shape and q.shape[3] == k.shape[3]
+    return shapes_fit and q.numel() > 0 and k.numel() > 0 and is_plain_on_cpu(q, k, v)
 
 
 def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -226,7 +242,7 @@ def _without_causal_bias(bias: Any, query: Any, key: Any, is_causal: bool) -> tu
     return seen.tril(keys - rows if is_lower_right else 0), is_causal
 
 
-def _of_tensors(
+def attention_of_tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,

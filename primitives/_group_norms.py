@@ -15,13 +15,14 @@ from primitives._ops._shared import CHANNELS_LAST, weight_beside
 from primitives._ops.batch_norm_eval import batch_norm_eval_p
 from primitives._ops.group_norm_silu import group_norm_silu_p
 from primitives._ops.layer_norm import layer_norm_p
+from primitives._repair.plain import is_left_to_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from primitives._core.typing import Prefix, PyTree
 
-__all__ = ["group_norm", "instance_norm", "pure_instance_norm"]
+__all__ = ["group_norm", "group_norm_of_tensors", "instance_norm", "pure_instance_norm"]
 
 
 def group_norm(
@@ -85,21 +86,24 @@ def group_norm(
     if activation not in (None, "silu"):
         raise ValueError(f'group_norm: activation must be None or "silu", got {activation!r}.')
     if arguments.is_plain_group_norm(input, num_groups, weight, bias, eps):
-        return _group_norm(input, num_groups, weight, bias, eps, activation)
+        if activation is None and is_left_to_torch(input, weight, bias):
+            return torch.group_norm(input, num_groups, weight, bias, eps)
+        return group_norm_of_tensors(input, num_groups, weight, bias, eps, activation)[0]
     arguments.number("group_norm", "eps", eps)
 
     def check(label: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         arguments.group_norm(label, x, num_groups, weight=weight, bias=bias)
 
     def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return _group_norm(x, num_groups, weight_beside(bias, weight, x), bias, eps, activation)
+        return group_norm_of_tensors(x, num_groups, weight_beside(bias, weight, x), bias, eps, activation)[0]
 
     return map_tensors("group_norm", check, compute, input, {"weight": weight, "bias": bias}, namespace=namespace)
 
 
-def _group_norm(
+def group_norm_of_tensors(
     x: Any, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None
-) -> Any:
+) -> tuple[Any, Tensor, Tensor]:
+    """Y, and mean and rstd of each group `[N, groups]`, of tensors that were checked."""
     samples, channels = x.shape[:2]
     sizes = num_groups, channels // num_groups
     groups = x.reshape(samples, *sizes, math.prod(x.shape[2:]))
@@ -111,7 +115,7 @@ def _group_norm(
         out = layer_norm_p(groups, weight, bias, 2, 0, eps, True, False, grouped)
     else:
         out = group_norm_silu_p(groups, weight, bias, 0, eps, grouped)
-    return _in_shape(out[0], x)
+    return _in_shape(out[0], x), out[1], out[2]
 
 
 def _in_shape(y: Tensor, x: Tensor) -> Tensor:

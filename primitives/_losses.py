@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import _reduction
+from torch.nn import functional as of_torch
 
 from primitives._checks import losses as checks
 from primitives._core.trees.leaves import map_tensors
 from primitives._ops._shared import LOW_PRECISION, accumulation_dtype
 from primitives._ops.cross_entropy import class_labels_p, cross_entropy_p
 from primitives._ops.linear_cross_entropy import linear_cross_entropy_p
+from primitives._repair.plain import is_left_to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,6 +100,17 @@ def cross_entropy(
     """
     reduction = _by_legacy(reduction, size_average, reduce)
     checks.options("cross_entropy", reduction, ignore_index, label_smoothing, z_loss)
+    if not z_loss and _is_left_to_torch(input, target, weight):
+        # Else a check of this package says what is wrong.
+        with contextlib.suppress(RuntimeError, IndexError):
+            return of_torch.cross_entropy(
+                input,
+                target,
+                weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+            )
 
     def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
         checks.loss("cross_entropy", label, x, target, weight, takes_probabilities=True)
@@ -170,6 +184,9 @@ def nll_loss(
     """
     reduction = _by_legacy(reduction, size_average, reduce)
     checks.options("nll_loss", reduction, ignore_index)
+    if _is_left_to_torch(input, target, weight):
+        with contextlib.suppress(RuntimeError, IndexError):
+            return of_torch.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
 
     def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:
         checks.loss("nll_loss", label, x, target, weight, takes_probabilities=False)
@@ -186,6 +203,15 @@ def nll_loss(
 
     prefixes = {"target": target, "weight": weight}
     return map_tensors("nll_loss", check, compute, input, prefixes, namespace=namespace)
+
+
+def _is_left_to_torch(x: Any, target: Any, weight: Any) -> bool:
+    """Whether torch's own loss is taken: of labels, without a gradient of class weights, which torch has not."""
+    if not (isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and target.dtype == torch.int64):
+        return False
+    if weight is not None and not (isinstance(weight, torch.Tensor) and not weight.requires_grad):
+        return False
+    return x.dim() > 1 and x.numel() > 0 and is_left_to_torch(x, target, weight)
 
 
 def _by_legacy(reduction: str, size_average: bool | None, reduce: bool | None) -> str:

@@ -10,6 +10,7 @@ from primitives._checks import arguments
 from primitives._core.trees.leaves import map_tensors
 from primitives._ops._shared import LOW_PRECISION, accumulation_dtype
 from primitives._ops.layer_norm import layer_norm_p
+from primitives._repair.plain import is_left_to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +76,8 @@ def rms_norm(
     """
     number = 0.0 if eps is None else eps
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, None, number):
+        if not add_one and not cast_first and is_left_to_torch(input, weight):
+            return torch.rms_norm(input, normalized_shape, weight, eps)
         return _rms_norm(input, weight, len(normalized_shape), eps, add_one, cast_first)
     shape = arguments.normalized_shape("rms_norm", normalized_shape)
     arguments.number("rms_norm", "eps", number)

@@ -12,6 +12,7 @@ from primitives._core.errors import DtypeError
 from primitives._core.trees.leaves import map_tensors
 from primitives._ops.log_softmax import log_softmax_p
 from primitives._ops.softmax import softmax_p
+from primitives._repair.plain import is_left_to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,8 @@ def log_softmax(
     """
     if arguments.is_plain_softmax(input, dim, dtype):
         x: Any = input
+        if is_left_to_torch(x):
+            return torch.log_softmax(x, dim)
         return log_softmax_p(x, dim % x.dim(), None)
 
     def compute(x: Tensor, axis: int, mask: Tensor | None) -> Tensor:
@@ -126,6 +129,8 @@ def softmax(
     """
     if mask is None and type(scale) is float and arguments.is_plain_softmax(input, dim, dtype):
         x: Any = input
+        if scale == 1.0 and is_left_to_torch(x):
+            return torch.softmax(x, dim)
         return softmax_p(x, None, dim % x.dim(), scale, None)
     if isinstance(scale, torch.Tensor):
         raise DtypeError("softmax: scale must be a number, got a Tensor. Multiply input by it.")

@@ -21,6 +21,8 @@ from primitives._norms import ada_layer_norm, rms_norm
 from primitives._ops._shared import weight_beside
 from primitives._ops.dropout import dropout_p
 from primitives._ops.layer_norm import layer_norm_p
+from primitives._repair.nodes import mark
+from primitives._repair.plain import is_left_to_torch
 from primitives._residual_norms import add_layer_norm, add_rms_norm
 from primitives._softmax import log_softmax, softmax, softmin
 
@@ -112,6 +114,8 @@ def layer_norm(
         Ba, Kiros, Hinton, "Layer Normalization", arXiv:1607.06450, 2016.
     """
     if arguments.is_plain_layer_norm(input, normalized_shape, weight, bias, eps):
+        if is_left_to_torch(input, weight, bias):
+            return mark(torch.layer_norm(input, normalized_shape, weight, bias, eps), eps)
         return layer_norm_p(input, weight, bias, len(normalized_shape), 0, eps, True, False, 0)[0]
     shape = arguments.normalized_shape("layer_norm", normalized_shape)
     arguments.number("layer_norm", "eps", eps)
@@ -271,6 +275,9 @@ def batch_norm(
     given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree("batch_norm", given, namespace).output
+    if is_left_to_torch(input, weight, bias, running_mean, running_var):
+        statistics = running_mean, running_var, training
+        return mark(torch.batch_norm(input, weight, bias, *statistics, momentum, eps, False))  # type: ignore[arg-type]
     return batch_norm_of_tensors(*given, in_place=True)[0]
 
 

@@ -1,5 +1,6 @@
 """`audit`: what it finds in models and functions, and that the table of torch's derivatives says what torch does."""
 
+import linecache
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 import primitives as pr
 from perf import torch_derivatives
 from primitives._audit import table
+from primitives.testing import Row
 from tests.custom_ops import NAMESPACE, Affine
 
 
@@ -34,17 +36,20 @@ def test_a_norm_of_torch_is_found_with_its_place_and_its_remedy_makes_it_right()
     for text in (norm.remedy, place, "silently wrong: jvp(jvp), vjp(jvp)"):
         assert text in str(report)
     assert pr.audit(net, (x,), order=1).ok
-    assert pr.audit(pr.nn.convert(net), (x,), order=3).ok
-    with pr.override_torch():
-        assert pr.audit(model(), (x,), order=3).ok
+    assert norm.remedy == "pr.repair_torch()"
+    with pr.repair_torch():
+        repaired = pr.audit(net, (x,), order=3, strict=True)
+    assert repaired.ok
+    assert "with pr.repair_torch()" in str(repaired)
+    assert not pr.audit(net, (x,)).ok, "the repair has ended"
 
 
-def test_attention_raises_and_is_right_by_the_remedies():
+def test_attention_raises_and_is_right_by_the_remedy():
     q = torch.randn(1, 2, 4, 3)
     (finding,) = pr.audit(F.scaled_dot_product_attention, (q, q, q), order=1).findings
     assert finding.raises == ("jvp",)
-    assert "MATH" in finding.remedy
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    assert finding.remedy == "pr.repair_torch()"
+    with pr.repair_torch():
         assert pr.audit(F.scaled_dot_product_attention, (q, q, q)).ok
     assert pr.audit(pr.functional.scaled_dot_product_attention, (q, q, q)).ok
 
@@ -58,7 +63,7 @@ def test_trees_of_nodes_and_arguments_by_keyword_are_taken():
     report = pr.audit(norm, (params,), {"order": 3}, strict=True, namespace=NAMESPACE)
     assert [*found(report)] == ["aten.native_layer_norm.default"]
     assert "rf" in report.failed
-    with pytest.raises(TypeError, match="args must be the tuple"):
+    with pytest.raises(TypeError, match=r"args must be a tuple of the arguments, got Affine. Write \(x,\)"):
         pr.audit(norm, params)
 
 
@@ -164,6 +169,162 @@ def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
     assert pr.audit(sine, (torch.randn(3),), order=1, strict=True)
 
 
+class Cut(nn.Module):
+    def forward(self, y):
+        return y / y.detach().norm()
+
+
+class Net(nn.Module):
+    """Wrong in one place; the repeated ReLU has zeros, where its derivative jumps."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.ReLU(), part), nn.Linear(4, 4))
+
+    def forward(self, x, *, scale):
+        return self.blocks(scale * x)
+
+
+def line_of(function):
+    return f"{function.__code__.co_firstlineno + 1} in {function.__name__}"
+
+
+def unscaled(y):
+    with torch.no_grad():
+        return y / 2
+
+
+@pytest.mark.parametrize("is_a_function", [False, True])
+@pytest.mark.parametrize(
+    "cut, reason", [(Cut(), "uses a detached tensor"), (None, "makes a Python number of a tensor")]
+)
+def test_strict_names_the_module_and_the_line_of_a_derivative_that_is_cut(cut, reason, is_a_function):
+    class Number(nn.Module):
+        def forward(self, y):
+            return y * y.sum().item()
+
+    torch.manual_seed(0)
+    cut = cut or Number()
+    net, x = Net(cut), torch.randn(3, 4)
+    function = (lambda x, scale: net(x, scale=scale)) if is_a_function else net
+    report = pr.audit(function, (x,), {"scale": 2.0}, order=1, strict=True)
+    (finding,) = report.findings
+    name = type(cut).__name__
+    assert finding.operation == f"module {name if is_a_function else f'blocks.2.1 ({name})'}"
+    assert finding.wrong == ("jvp", "vjp")
+    (place,) = finding.places
+    assert place.endswith(f"{line_of(type(cut).forward)}: {reason}")
+    assert "wrong, missing or not known: 1" in str(report)
+
+
+def test_strict_names_a_module_with_a_fault_beside_one_that_the_table_knows():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x):
+            return self.norm(x) * unscaled(x)
+
+    report = pr.audit(nn.Sequential(Around(), nn.Linear(4, 2)), (torch.randn(3, 4),), strict=True)
+    norm, around = report.findings
+    assert (norm.operation, *norm.wrong) == ("aten.native_layer_norm.default", "jvp(jvp)", "vjp(jvp)")
+    assert around.operation == "module 0 (Around)"
+    assert set(around.wrong) == {"vjp", "jvp(vjp)", "vjp(vjp)"}, "no_grad leaves tangents, and the rest is the norm's"
+    assert any("runs under no_grad" in place for place in around.places)
+
+
+def test_strict_names_the_exception_and_its_line_and_what_else_stands_there():
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, y_bar):
+            raise ValueError(f"no {ctx}" + "\nnor this")
+
+    class Right(Raising):
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, y_bar):
+            return y_bar * 2
+
+        @staticmethod
+        def jvp(ctx, x_dot):
+            return x_dot * 2
+
+    class Once(nn.Module):
+        def forward(self, x):
+            return Raising.apply(x)
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return Right.apply(x)
+
+    report = pr.audit(nn.Sequential(Twice(), Once()), (torch.randn(2, 3),), order=1, strict=True)
+    lacking, module = report.findings
+    assert (lacking.operation, lacking.raises) == ("autograd.Function Raising", ("jvp",))
+    assert (module.operation, module.raises, module.wrong) == ("module 1 (Once)", ("vjp",), ())
+    assert "autograd.Function Raising" in next(iter(module.places))
+    (note,) = module.notes
+    assert note.startswith("vjp: raises ValueError: no <")
+    assert "test_audit.py" in note
+    assert note.endswith("in backward)")
+    assert "autograd.Function Right" in report.right
+    assert not any("strict=True" in finding.remedy for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    "file, shell",
+    [("<ipython-input-3-0a1b>", "<frozen runpy>"), ("/tmp/ipykernel_99/27.py", "/x/ipykernel/kernelbase.py")],
+)
+def test_a_cell_of_a_notebook_is_named_and_the_shell_is_not(file, shell):
+    cell = (
+        "import torch\nclass M(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return x.detach() * torch.special.i1(x)\n"
+    )
+    scope = {"__name__": "__main__", "pr": pr, "torch": torch}
+    linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file
+    exec(compile(cell, file, "exec"), scope)
+    for place in ("/site/IPython/core/interactiveshell.py", shell):
+        exec(compile("def run(f, *args, **kw):\n    return f(*args, **kw)", place, "exec"), scope)
+        audit, scope["audit"] = scope.get("audit", pr.audit), None
+        inner = scope["run"]
+        scope["audit"] = lambda *args, audit=audit, inner=inner, **kw: inner(audit, *args, **kw)
+    report = scope["audit"](scope["M"](), (torch.randn(3),), order=3, strict=True)
+    for finding in report.findings:
+        (place,) = finding.places
+        assert f"{file.removeprefix('/')}:4 in forward: return x.detach() * torch.special.i1(x)" in place.replace(
+            "tmp/", "tmp/"
+        )
+        assert place.startswith("M, cell ")
+
+
+def test_reports_are_tables_in_a_notebook_and_text_elsewhere():
+    report = pr.audit(lambda x: F.layer_norm(x, (3,)), (torch.randn(2, 3),), strict=True)
+    text = report._repr_html_()
+    assert repr(report) == str(report)
+    assert text.count("<tr>") == 1 + len(report.findings) == 2
+    assert "&lt;lambda&gt;" in text
+    assert "<lambda>" not in text
+    for part in ("pr.repair_torch()", "silently wrong: jvp(jvp)", "wrong, missing or not known: 1", "WRONG"):
+        assert part in text
+    assert "<table>" not in pr.audit(torch.sin, (torch.randn(2),))._repr_html_()
+    rows = (Row("forward", "ok", 1e-9, 1e-6), Row("vjp", "failed", 1.0, 1e-6, "x_bar[0] < 3"))
+    checked = pr.testing.Report("nc::<op>", rows)
+    assert checked._repr_html_().count("<td") == 10
+    assert "x_bar[0] &lt; 3" in checked._repr_html_()
+    assert "nc::&lt;op&gt;" in checked._repr_html_()
+
+
 def test_strict_judges_a_function_that_torch_func_refuses():
     """One in the old style, whose forward takes the context: by `torch.autograd`, which has no jvp of a jvp."""
 
@@ -248,7 +409,7 @@ def test_errors_of_torch_get_the_remedy_as_a_note_once():
         with pytest.raises(NotImplementedError, match="forward AD") as caught:
             call()
         (note,) = caught.value.__notes__
-        assert "override_torch" in note
+        assert "repair_torch" in note
 
 
 # The table.
@@ -287,7 +448,7 @@ def test_the_table_says_what_torch_does(calls):
 
 def test_the_remedy_for_decomposed_operators_makes_them_right(calls):
     for name in RIGHT_THROUGH_DECOMPOSITIONS:
-        with pr.decompositions.differentiate_through():
+        with pr.repair_torch():
             verdicts = torch_derivatives.verdicts_of(calls[name])
         assert set(verdicts.values()) == {"right"}, name
 

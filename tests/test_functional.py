@@ -245,7 +245,7 @@ def test_attention_takes_the_shapes_and_masks_of_torch(q, k, v, masks, options):
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("rows", [2, 4])
-@pytest.mark.parametrize("context", [nullcontext, pr.override_torch, pr.decompositions.differentiate_through])
+@pytest.mark.parametrize("context", [nullcontext, pr.repair_torch])
 def test_attention_takes_the_causal_bias_of_torch(make, rows, context):
     """Its elements are never written: whoever reads them computes with what lies in memory."""
     q, k, v = (x[..., :rows, :] if i == 0 else x[..., :4, :] for i, x in enumerate(attention_inputs((2, 3), (2, 3))))

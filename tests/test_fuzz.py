@@ -32,7 +32,14 @@ SETTINGS = hypothesis.settings(
 # Of the value in float64: so many roundings of a dtype may lie between.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 # And more where half precision rounds weighted targets, logits, or terms of the gradient of a mask or weight.
-LOOSE = {"cross_entropy": 6, "linear_cross_entropy": 20, "softmax": 25, "softmin": 25, "rms_norm": 2.5, "add_rms_norm": 2.5}
+LOOSE = {
+    "cross_entropy": 6,
+    "linear_cross_entropy": 20,
+    "softmax": 25,
+    "softmin": 25,
+    "rms_norm": 2.5,
+    "add_rms_norm": 2.5,
+}
 
 
 def _tensors(call):
@@ -129,7 +136,7 @@ UNSETTLED = (
     ("cross_entropy", 0, lambda c: _is_empty(c) and c["label_smoothing"] > 0),
     # Without a share of the target, 0 times infinity or nothing.
     ("cross_entropy", 0, lambda c: c["label_smoothing"] == 1.0 and c["input"].special is not None),
-    # A fault of ours: an ignored row of NaN leaves it in the gradient of smoothed weights, the last one. Torch has none.
+    # A fault of ours: an ignored row of NaN leaves it in the gradient of smoothed weights. Torch has none.
     ("cross_entropy", -1, lambda c: _smooths_weights(c) and c["input"].special is not None and not _is_empty(c)),
     # What a row that is NaN has to do with what is hidden from it, 0 or NaN, is up to the kernel.
     (f"{SDPA} softmax softmin", 1, _hides_infinity),

@@ -24,18 +24,6 @@ from tests.support import assert_close
 OPS = {op.name: op for op in CASES}
 
 
-class OwnNorm(nn.Module):
-    """Converted by its behavior."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = 1e-5
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-
-
 class Scaled(nn.Module):
     """Converted by a function that is registered for it."""
 
@@ -49,7 +37,7 @@ def scaled(module, x):
 
 def made():
     torch.manual_seed(0)
-    layers = [nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.LayerNorm(6), OwnNorm(6), Scaled()]
+    layers = [nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.LayerNorm(6), Scaled()]
     return nn.Sequential(*layers, nn.LogSoftmax(-1)).double()
 
 
@@ -92,7 +80,7 @@ torch.save((own.stepped(model), list(own.pr.nn.converted(model)), model.state_di
 
 @pytest.mark.filterwarnings("ignore")
 def test_another_process_makes_first_calls_in_many_threads_and_loads_models(model, tmp_path):
-    assert len(pr.nn.converted(model)) == 6
+    assert len(pr.nn.converted(model)) == 5
     model[3].register_forward_hook(doubled)
     torch.save(model, tmp_path / "model")
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -171,7 +159,7 @@ def test_conversions_and_overrides_in_many_threads():
         for _ in range(3):
             assert_close(pr.nn.convert(models[index])(X), expected)
             assert_close(pr.nn.revert(models[index])(X), expected)
-            with pr.override_torch():
+            with pr.repair_torch():
                 assert_close(models[index](X), expected)
 
     hammer(work)
@@ -228,6 +216,7 @@ def test_steps_leave_nothing_behind(model, compiler, steps):
 WRITER = """
 import contextlib, json, os, pathlib, signal, sys
 from triton_kernels._tuning_store import Store
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in what a shell runs in the background.
 signals = [signal.SIGKILL, signal.SIGINT]
 def dump(content, file, **_):
     file.write('{"format": 1, "choices"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -13,7 +14,6 @@ from torch.testing import assert_close
 import primitives as pr
 from tests.call_properties import CallRecorder
 from tests.support import normal
-from tests.test_convert_norms import CastFirst
 
 SIZE = 6
 
@@ -56,7 +56,9 @@ def test_a_function_of_the_user_computes():
     expected = [module(x) for module in model]
     pr.nn.convert(model)
     assert list(pr.nn.converted(model)) == ["0", "1"]
-    assert repr(model[1]) == "primitives.Inherits()"
+    assert [type(module) for module in model] == [Gain, Inherits, Overrides]
+    assert f"{__name__}.by_rms_norm" in repr(pr.nn.converted(model))
+    assert inspect.signature(model[1].forward) == inspect.signature(Inherits().forward)
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for module, want, serves in zip(twin, expected, (True, True, False), strict=True):
             with CallRecorder() as recorder:
@@ -64,7 +66,27 @@ def test_a_function_of_the_user_computes():
             assert ("layer_norm" in recorder.names) == serves
             assert_close(module(x, by=2.0), 2 * want if serves else 2 * want - 1)
         assert list(twin.state_dict()) == keys
-    assert [type(module) for module in pr.nn.revert(model)] == [Gain, Inherits, Overrides]
+    attributes = [vars(module).keys() for module in pr.nn.revert(model)]
+    assert attributes == [vars(Gain()).keys()] * 3
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_copy_computes_with_its_own_parameters():
+    """Deep copies, replicas of DataParallel, other states by functional_call, compiled."""
+    model, x = pr.nn.convert(Gain()), normal((3, SIZE), 1).float()
+    y, doubled = model(x), {"gain": torch.full((SIZE,), 2.0)}
+    twin, replica = copy.deepcopy(model), model._replicate_for_data_parallel()
+    for other in (twin, replica):
+        vars(other)["_parameters"] = {"gain": nn.Parameter(doubled["gain"])}
+        assert_close(other(x), 2 * y)
+        assert_close(model(x), y)
+    assert_close(torch.func.functional_call(model, doubled, (x,)), 2 * y)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(*[torch.autograd.grad(f(x).sin().sum(), model.gain) for f in (compiled, model)])
+    hooked, calls = model.register_forward_hook(lambda *args: calls.append(args)), []
+    assert_close(model(x), y)
+    assert len(calls) == 1
+    hooked.remove()
 
 
 def test_a_class_of_torch_may_be_registered_and_the_nearest_class_is_asked():
@@ -90,65 +112,3 @@ def test_a_class_of_torch_may_be_registered_and_the_nearest_class_is_asked():
 def test_what_cannot_be_registered(cls, function, named):
     with pytest.raises(TypeError, match=named):
         pr.nn.register_converter(cls, function)
-
-
-class TemperedBatchNorm(nn.BatchNorm2d):
-    def __init__(self):
-        super().__init__(SIZE)
-        self.act, self.factor = nn.ReLU(), 1.0
-
-    def forward(self, x):
-        return self.factor * self.act(super().forward(x))
-
-
-class ClampedBatchNorm(nn.BatchNorm2d):
-    def __init__(self):
-        super().__init__(SIZE)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(super().forward(x)).clamp(max=50.0)
-
-
-class Tempered(CastFirst):
-    factor: float
-
-    def forward(self, x):
-        return self.factor * super().forward(x)
-
-
-@pytest.mark.parametrize("cls", [Tempered, TemperedBatchNorm, ClampedBatchNorm])
-def test_a_norm_whose_results_change_after_the_check_is_what_it_was_written_to_be(cls):
-    model = nn.Sequential(cls())
-    model[0].factor = 1.0
-    theirs, ours = copy.deepcopy(model), pr.nn.convert(model)
-    assert pr.nn.converted(ours)
-    x = 100 * normal((2, SIZE, 3, SIZE), 6).float()
-    for each in (theirs, ours):
-        each[0].factor = 2.0
-        each[0].weight.data *= 100
-    assert_close(ours(x), theirs(x))
-
-
-def test_weight_norm_is_converted():
-    torch.manual_seed(0)
-    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 3, dtype=torch.float64))
-    keys, x = list(model.state_dict()), torch.randn(5, 4, dtype=torch.float64)
-    g, v = model.parametrizations.weight.original0, model.parametrizations.weight.original1
-    pr.nn.convert(model)
-    assert list(model.state_dict()) == keys
-    assert "primitives._WeightNorm" in repr(model)
-
-    def loss(g, v):
-        names = {"parametrizations.weight.original0": g, "parametrizations.weight.original1": v}
-        return torch.func.functional_call(model, names, (x,)).pow(3).sum()
-
-    assert torch.autograd.gradgradcheck(loss, (g, v))
-    assert "primitives" not in repr(pr.nn.revert(model))
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_weight_norm_by_a_hook_is_named():
-    model = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(4, 3)))
-    with pytest.warns(pr.nn.ConversionWarning, match="(?s)Linear.*parametrizations"):
-        pr.nn.convert(model)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import _C, nn
+from torch import _C
 from torch.testing import assert_close
 
 import primitives as pr
 from primitives._ops.add_layer_norm import add_layer_norm_p
-from tests.call_properties import CallRecorder
 from tests.test_norms import HALF, randn
 
 FUNCTIONS = {"add_layer_norm": F.layer_norm, "add_rms_norm": F.rms_norm}
@@ -131,48 +130,3 @@ def test_batch_norm_relu_keeps_layout_and_writes_state_as_batch_norm_does():
         pr.functional.batch_norm_relu(x, None, None, training=True),
         torch.relu(F.batch_norm(x, None, None, None, None, True)),
     )
-
-
-class NormAct(nn.BatchNorm2d):
-    """As timm's `BatchNormAct2d`, or with the activation before the norm."""
-
-    is_first = False
-
-    def __init__(self):
-        super().__init__(3)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        x = self.act(x) if self.is_first else x
-        args = (self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
-        y = F.batch_norm(x, *args)
-        return y if self.is_first else self.act(y)
-
-
-class ActFirst(NormAct):
-    is_first = True
-
-
-def test_convert_makes_one_call_of_a_norm_and_a_relu_unless_somebody_sees_it():
-    x, calls = randn(4, 3, 2, 2), []
-
-    def used(model):
-        with CallRecorder() as recorder:
-            y = model(x)
-        assert_close(y, NormAct.forward(model, x))
-        return recorder.names
-
-    models = [pr.nn.convert(cls().double().eval()) for cls in (NormAct, ActFirst)]
-    assert list(map(used, models)) == [{"batch_norm_relu_eval"}, {"batch_norm_eval"}]
-    model = models[0]
-    hook = model.act.register_forward_hook(lambda *args: calls.append("hook"))
-    assert (used(model), calls) == ({"batch_norm_eval"}, ["hook"] * 2)
-    hook.remove()
-    assert used(model) == {"batch_norm_relu_eval"}
-    model.act = nn.SiLU()
-    assert used(model) == {"batch_norm_eval"}
-    # Torch answers calls that the function refuses.
-    with pytest.raises(RuntimeError, match="running_mean"):
-        pr.nn.convert(NormAct().double().eval())(x[:, 1:])

@@ -1,4 +1,4 @@
-"""Functions of torch whose nested derivatives are wrong or raise, right inside `differentiate_through`."""
+"""Functions of torch whose nested derivatives are wrong or raise, right inside `repair_torch`."""
 
 import contextlib
 
@@ -57,7 +57,7 @@ def test_every_nesting_to_order_3_is_right(function, shapes, right_in_torch):
             return perturbed_sum([function(*xs)])
 
     def ours(*xs):
-        return scalar(pr.decompositions.differentiate_through, *xs)
+        return scalar(pr.repair_torch, *xs)
 
     def torchs(*xs):
         return scalar(contextlib.nullcontext, *xs)
@@ -92,7 +92,7 @@ def test_grouped_products_are_those_of_torch_in_every_nesting(name):
     directions = [randn(*x.shape) for x in xs]
 
     def product(*xs, ends=(2, 2, 7)):
-        with pr.decompositions.differentiate_through():
+        with pr.repair_torch():
             return F.grouped_mm(*xs, offs=torch.tensor(ends, dtype=torch.int32))
 
     # Torch takes no float64, and writes nothing to the row of no group.
@@ -137,7 +137,7 @@ def test_derivatives_of_zero_rows_are_those_of_torch(name):
         gradient = torch.func.grad(scalar)
         return [torch.func.jvp(f, (x,), (v,))[1] for f in (scalar, gradient)], gradient(x)
 
-    found = derivatives(pr.decompositions.differentiate_through)
+    found = derivatives(pr.repair_torch)
     torch.testing.assert_close(found, derivatives(contextlib.nullcontext), rtol=1e-6, atol=1e-7)
 
 
@@ -146,7 +146,7 @@ def test_the_determinant_of_a_singular_matrix_has_derivatives(rank):
     a, direction = randn(3, rank) @ randn(rank, 3), randn(3, 3)
 
     def det(a):
-        with pr.decompositions.differentiate_through():
+        with pr.repair_torch():
             return torch.linalg.det(a)
 
     for nesting in (nesting for order in (1, 2, 3) for nesting in nestings(order)):
@@ -156,7 +156,7 @@ def test_the_determinant_of_a_singular_matrix_has_derivatives(rank):
 
 
 def test_a_singular_system_is_refused_as_in_torch():
-    with pr.decompositions.differentiate_through(), pytest.raises(torch.linalg.LinAlgError, match="singular"):
+    with pr.repair_torch(), pytest.raises(torch.linalg.LinAlgError, match="singular"):
         torch.linalg.solve(torch.zeros(2, 2), torch.ones(2))
 
 
@@ -164,7 +164,7 @@ def test_a_softmax_of_rows_without_a_key_is_right_beyond_the_first_order():
     mask = torch.tensor([[True, False, True], [False, False, False]])
 
     def weights(x):
-        with pr.decompositions.differentiate_through():
+        with pr.repair_torch():
             return perturbed_sum([torch.ops.aten._safe_softmax(torch.where(mask, x, -torch.inf), -1)])
 
     def truth(x):

@@ -20,7 +20,7 @@ def scaled(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return scale * x
 
 
-@pr.override_torch()
+@pr.repair_torch()
 @pr.use_backend("reference")
 def decorated(x: Tensor) -> int:
     return x.dim()

@@ -140,4 +140,5 @@ class InFloat64(TorchFunctionMode):
             # But for what is written in place.
             kept = 1 if getattr(func, "__name__", "").endswith("_") else 0
             args = (*args[:kept], *map(self._wide, args[kept:]))
+            kwargs = {key: self._wide(given) for key, given in kwargs.items()}
         return func(*args, **kwargs)

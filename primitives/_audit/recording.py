@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
 import re
+import textwrap
+import traceback
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +22,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from primitives._audit.table import name_of, verdict_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["Recorder", "autograd_functions", "places_by_module"]
+__all__ = [
+    "Recorder",
+    "autograd_functions",
+    "labels_of",
+    "line_of_definition",
+    "places_by_module",
+    "told",
+]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Other operators that draw numbers have derivatives, as those of a gamma distribution and cuDNN's LSTM.
@@ -31,8 +41,12 @@ _CONSTANTS = re.compile(
     "aten::(detach|lift_fresh|.*_like|new_.*|rand(n|int|perm)?|multinomial|"
     "(bernoulli|cauchy|exponential|geometric|log_normal|normal|poisson|uniform)(_functional)?_?)"
 )
-# Files whose lines are not the user's.
-_INNER = (str(Path(torch.__file__).parent), str(_PACKAGE), "<")
+# Cells of a notebook, and files whose lines are not the user's: torch's, ours, the shell's, and code without a file.
+_CELL = re.compile(r"<ipython-input|.*[/\\]ipykernel_\d+[/\\]")
+_INNER = re.compile(
+    f"{re.escape(str(Path(torch.__file__).parent))}|{re.escape(str(_PACKAGE))}|.*[/\\\\](IPython|ipykernel)[/\\\\]|"
+    "<(?!ipython-input|python-input|stdin|doctest)"
+)
 
 
 def _storage(x: Tensor) -> int | None:
@@ -43,21 +57,32 @@ def _storage(x: Tensor) -> int | None:
         return None
 
 
-def _user_frame(frame: Any) -> Any:
-    """The innermost frame from this one on that is the user's; None if there is none."""
-    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
-        frame = frame.f_back
-    return frame
-
-
-def _place(frame: Any) -> str:
-    """File, line and function of the innermost frame that is the user's."""
-    frame = _user_frame(frame)
-    if frame is None:
-        return "(no Python frame)"
-    path = Path(frame.f_code.co_filename)
+def _line(code: Any, line: int) -> str:
+    """File, line and function in words; of a cell of a notebook, whose file says little, the text of the line too."""
+    path = Path(code.co_filename)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-3:])
-    return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+    text = f"{shown}:{line} in {code.co_name}"
+    return f"cell {text}: {linecache.getline(str(path), line).strip()}" if _CELL.match(str(path)) else text
+
+
+def _line_of_stack(frame: Any) -> str:
+    """The innermost line of the user's from this frame on."""
+    while frame is not None and _INNER.match(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "(no Python frame)" if frame is None else _line(frame.f_code, frame.f_lineno)
+
+
+def told(error: BaseException) -> str:
+    """An exception in words, and the innermost line of the user's that it came through."""
+    lines = [(f.f_code, n) for f, n in traceback.walk_tb(error.__traceback__) if not _INNER.match(f.f_code.co_filename)]
+    text = textwrap.shorten(f"{type(error).__name__}: {error}", 160)
+    return f"{text} ({_line(*lines[-1])})" if lines else text
+
+
+def line_of_definition(function: Any) -> str:
+    """Where a function or the forward of a module begins; empty where Python does not know."""
+    code = getattr(inspect.unwrap(getattr(function, "forward", function)), "__code__", None)
+    return _line(code, code.co_firstlineno) if code else ""
 
 
 def _functions(base: type = torch.autograd.Function) -> Iterator[tuple[Any, type]]:
@@ -77,7 +102,7 @@ class Recorder(TorchDispatchMode):
     """Counts the operators that depend on some tensors, by name and place.
 
     An `autograd.Function` of the user stands for all operators of its forward, which nothing differentiates; `applied`
-    has the places of its calls.
+    has the places of its calls. `cuts` has the places where a derivative ends, with the reason.
 
     Args:
         moving: The tensors that are differentiated.
@@ -88,6 +113,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, Counter[str]] = defaultdict(Counter)
         self.applied: dict[type, Counter[str]] = defaultdict(Counter)
+        self.cuts: Counter[str] = Counter()
         self._call: Any = None
         self._function_of: dict[Any, type | None] = {}
         self._modules = modules
@@ -105,6 +131,7 @@ class Recorder(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         depends = any(map(self._moves, given)) and not _makes_constants(func)
         moves = [x for x in made if depends and (x.is_floating_point() or x.is_complex())]
+        cut = self._cut(func, given, made, bool(moves))
         shared = self._moving.intersection(map(_storage, given))
         for x in made:
             self._detached.pop(x, None)
@@ -115,16 +142,28 @@ class Recorder(TorchDispatchMode):
         for x in moves:
             self._detached.pop(x, None)
             self._moving.add(_storage(x))
-        if moves:
+        if moves or cut:
             frame = inspect.currentframe()
             call, function = self._applied(frame)
             module = f"{self._modules[-1]}, " if self._modules else ""
-            if function is None:
-                self.calls[name_of(func, args)][module + _place(frame)] += 1
-            elif call is not self._call:
-                self.applied[function][module + _place(call.f_back)] += 1
+            place = module + _line_of_stack(frame if function is None else call.f_back)
+            if function is None and cut:
+                self.cuts[f"{place}: {cut}"] += 1
+            if function is None and moves:
+                self.calls[name_of(func, args)][place] += 1
+            elif function is not None and call is not self._call:
+                self.applied[function][place] += 1
             self._call = call
         return out
+
+    def _cut(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor], moves: bool) -> str:
+        """Why a derivative ends here, in words; empty if it does not."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return "makes a Python number of a tensor" * any(map(self._moves, given))
+        if moves and not torch.is_grad_enabled():
+            return "runs under no_grad"
+        # Autograd detaches results that it saves, which no operator reads.
+        return "uses a detached tensor" * (bool(made) and any(x in self._detached for x in given))
 
     def _applied(self, frame: Any) -> tuple[Any, type | None]:
         """The frame of the outermost `forward` of a user's `autograd.Function`, and which; None twice outside."""
@@ -144,16 +183,19 @@ def _makes_constants(operator: Any) -> bool:
     return bool(_CONSTANTS.fullmatch(operator._schema.name)) and verdict_of(name_of(operator)) is None
 
 
+def labels_of(model: Any) -> Callable[[Any], str]:
+    """How modules are called: `0.norm (LayerNorm)`; by its class alone the model itself, and one that is not in it."""
+    names = {module: name for name, module in model.named_modules()} if isinstance(model, torch.nn.Module) else {}
+    return lambda m: f"{names[m]} ({type(m).__name__})" if names.get(m) else type(m).__name__
+
+
 @contextlib.contextmanager
 def places_by_module(model: Any) -> Iterator[list[str]]:
-    """Context in which a list holds the names of the modules whose forward runs, as `model` names them."""
-    names: dict[Any, str] = {}
-    if isinstance(model, torch.nn.Module):
-        names = {module: name for name, module in model.named_modules() if name}
-    running: list[str] = []
+    """Context in which a list holds the labels of the modules whose forward runs."""
+    label, running = labels_of(model), []
 
     def enter(module: Any, args: Any) -> None:
-        running.append(f"{names.get(module, '(module)')} ({type(module).__name__})")
+        running.append(label(module))
 
     def leave(module: Any, args: Any, output: Any) -> None:
         running.pop()

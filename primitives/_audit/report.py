@@ -6,14 +6,25 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from primitives._audit.nestings import described
+from primitives._audit.recording import told
+from primitives.testing._report import html_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["AuditReport", "Finding"]
+__all__ = ["AuditReport", "Finding", "grouped"]
 
 # More places of one operator than these are counted.
 PLACES = 3
+
+
+def grouped(errors: Mapping[str, float | Exception], failed: Sequence[str] = ()) -> list[str]:
+    """Errors in words, with all nestings that have the same one; those of `failed` are called wrong."""
+    nestings: dict[str, list[str]] = {}
+    for nesting, error in errors.items():
+        text = f"raises {told(error)}" if isinstance(error, Exception) else f"off by {error:.1e}"
+        nestings.setdefault(text + " WRONG" * (nesting in failed), []).append(described(nesting))
+    return [f"{', '.join(names)}: {text}" for text, names in nestings.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +32,13 @@ class Finding:
     """An operation whose derivatives are not known to be right.
 
     Attributes:
-        operation: The operator, as `"aten.native_layer_norm.default"`, or the name of an `autograd.Function`.
+        operation: The operator, as `"aten.native_layer_norm.default"`, or an `autograd.Function`. With `strict`, also a
+            module or function whose derivatives are wrong for a reason that no operator in it explains.
         wrong: Nestings in which torch gives another number without a word: `"jvp(vjp)"`.
         raises: Nestings in which torch raises.
         places: Where it is called: module, file and line, with how many calls of each.
         remedy: The way to make it right.
+        notes: With `strict`, the errors and exceptions, each with the line that raises it.
     """
 
     operation: str
@@ -33,6 +46,7 @@ class Finding:
     raises: tuple[str, ...]
     places: Mapping[str, int]
     remedy: str
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -40,8 +54,15 @@ class Finding:
         kinds = {"silently wrong": self.wrong, "raises": self.raises}
         return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names) or "not known"
 
+    @property
+    def shown_places(self) -> list[str]:
+        """The first places in words, and how many others there are."""
+        shown = [f"{place}{f' ({n} calls)' * (n > 1)}" for place, n in list(self.places.items())[:PLACES]]
+        left = len(self.places) - PLACES
+        return [*shown, *[f"{left} other places"] * (left > 0)]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class AuditReport:
     """The findings of `audit`; printed as a table.
 
@@ -52,6 +73,7 @@ class AuditReport:
         torch_version: The version of torch that the table was measured on.
         errors: With `strict`, the relative error of each nesting of the whole function against central differences, or
             what it raised; empty otherwise.
+        repaired: Whether `repair_torch` was on.
     """
 
     findings: tuple[Finding, ...]
@@ -60,6 +82,7 @@ class AuditReport:
     torch_version: str
     errors: Mapping[str, float | Exception]
     tolerance: float
+    repaired: bool = False
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -74,20 +97,30 @@ class AuditReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def __str__(self) -> str:
-        lines = [
-            f"audit to order {self.order}, by the table of torch {self.torch_version}",
+    def _heading(self) -> list[str]:
+        repaired = ", with pr.repair_torch()" * self.repaired
+        return [
+            f"audit to order {self.order}, by the table of torch {self.torch_version}{repaired}",
             f"right in every nesting: {len(self.right)} operations, called {sum(self.right.values())} times",
             f"wrong, missing or not known: {len(self.findings)}",
         ]
-        for finding in self.findings:
-            lines += ["", finding.operation, f"  {finding.verdict}"]
-            shown = list(finding.places.items())[:PLACES]
-            lines += [f"  at {place}{f' ({calls} calls)' if calls > 1 else ''}" for place, calls in shown]
-            if len(finding.places) > PLACES:
-                lines.append(f"  and at {len(finding.places) - PLACES} other places")
-            lines.append(f"  remedy: {finding.remedy}")
-        for nesting, error in self.errors.items():
-            text = f"raises {type(error).__name__}" if isinstance(error, Exception) else f"is off by {error:.1e}"
-            lines.append(f"{described(nesting)} {text}{' WRONG' if nesting in self.failed else ''}")
-        return "\n".join(lines)
+
+    def _differences(self) -> list[str]:
+        lines = ["in float64, against central differences:"] * bool(self.errors)
+        return [*lines, *[f"  {line}" for line in grouped(self.errors, self.failed)]]
+
+    def __str__(self) -> str:
+        lines = self._heading()
+        for f in self.findings:
+            lines += ["", f.operation, f"  {f.verdict}", *[f"  {note}" for note in f.notes]]
+            lines += [*[f"  at {place}" for place in f.shown_places], f"  remedy: {f.remedy}"]
+        return "\n".join([*lines, *[""] * bool(self.errors), *self._differences()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (f.operation, "\n".join([f.verdict, *f.notes]), "\n".join(f.shown_places), f.remedy) for f in self.findings
+        ]
+        header = ("operation", "found", "at", "remedy")
+        return html_table("\n".join(self._heading()), header, rows, "\n".join(self._differences()))

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from primitives._core.decomposition import decomposition_table
+from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch._ops import OpOverload
 
-__all__ = ["MAX_ORDER", "Verdict", "name_of", "remedy_for", "table_path", "tabled_version", "verdict_of"]
+__all__ = ["MAX_ORDER", "Verdict", "name_of", "table_path", "tabled_version", "verdict_of", "verdicts_of"]
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
 CHANNELS_LAST, MASKED_ROWS, INFINITE, PRODUCT, ZEROS = " channels_last", " masked_rows", " infinite", " prod", " zeros"
 
-# Operators of CUDA, which the table's machine has not, by those of the CPU that stand in the same place and have their
-# derivatives by the same formulas; and other names of one operator.
-_ALIKE = {
-    "aten._scaled_dot_product_flash_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_efficient_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_cudnn_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+# Operators without a row, as those of CUDA, and one with the same formulas.
+_ALIKE = (
+    (r"_scaled_dot_product_\w+_attention\.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    (r"(cudnn_|miopen_|_native_|_)?batch_norm(_legit|_(with|no)_update)?\.\w+", "aten.native_batch_norm.default"),
     # Of slice assignment, and of `zero_`.
-    "aten.copy.default": "aten.clone.default",
-    "aten.zero.default": "aten.fill.Scalar",
-    "aten.cudnn_batch_norm.default": "aten.native_batch_norm.default",
-    "aten.miopen_batch_norm.default": "aten.native_batch_norm.default",
-    "aten._batch_norm_with_update.default": "aten.native_batch_norm.default",
-    "aten._native_batch_norm_legit.default": "aten.native_batch_norm.default",
-    "aten._native_batch_norm_legit.no_stats": "aten.native_batch_norm.default",
-}
-_SERVED = ("layer_norm", "batch_norm", "_scaled_dot_product")
+    (r"copy\.default", "aten.clone.default"),
+    (r"zero\.default", "aten.fill.Scalar"),
+)
 
 
 class Verdict(NamedTuple):
@@ -45,6 +38,10 @@ class Verdict(NamedTuple):
 
     wrong: tuple[str, ...]
     raises: tuple[str, ...]
+
+    def beyond(self, order: int) -> list[str]:
+        """The nestings of a higher order than this that are not right."""
+        return [nesting for nesting in (*self.wrong, *self.raises) if len(nesting) > order]
 
 
 def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
@@ -60,8 +57,10 @@ def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
     if x.numel() and not x.is_meta:
         if "softmax" in name and "backward" not in name:
             return text + MASKED_ROWS * bool((x == -torch.inf).all(args[1]).any())
-        if name in ("cumprod", "sinc"):
+        if name in ("cumprod", "prod", "sinc"):
             return text + ZEROS * bool((x == 0).any())
+        if name == "pow" and isinstance(args[1], torch.Tensor):
+            return text + ZEROS * bool((args[1] == 0).any())
         if name == "logaddexp":
             return text + INFINITE * bool((x.isinf() | args[1].isinf()).any())
     is_image = x.dim() == 4 and not x.is_contiguous()
@@ -89,37 +88,45 @@ def tabled_version() -> str:
 
 
 @functools.cache
-def _table() -> dict[str, Verdict]:
+def _table() -> dict[str, tuple[Verdict, Verdict | None]]:
+    """By operator, the verdicts without and with the repair; None where the table has no columns of the repair."""
+
+    def verdict(row: dict[str, str], prefix: str = "") -> Verdict:
+        return Verdict(tuple(row[f"{prefix}wrong"].split()), tuple(row[f"{prefix}raises"].split()))
+
     with _nearest().open(newline="", encoding="utf-8") as file:
         return {
-            row["operator"]: Verdict(tuple(row["wrong"].split()), tuple(row["raises"].split()))
+            row["operator"]: (verdict(row), verdict(row, "repaired_") if "repaired_wrong" in row else None)
             for row in csv.DictReader(file)
         }
 
 
-def verdict_of(name: str) -> Verdict | None:
-    """The table's entry for an operator by `name_of`; None if it does not stand there."""
-    table = _table()
+def _alike(plain: str) -> list[str]:
+    return [known for pattern, known in _ALIKE if re.fullmatch(rf"aten\.{pattern}", plain)]
+
+
+def verdict_of(name: str, *, repaired: bool = False) -> Verdict | None:
+    """The verdict on an operator by `name_of`, with the repair or without; None if nothing says it."""
     plain, _, _ = name.partition(" ")
-    for known in (name, plain, _ALIKE.get(plain, "")):
-        if known in table:
-            return table[known]
-    return None
+    rows = (_table()[known] for known in (name, plain, *_alike(plain)) if known in _table())
+    torchs, measured = next(rows, (None, None))
+    if not repaired:
+        return torchs
+    return measured or (Verdict((), ()) if _is_served(plain) else torchs)
 
 
-def remedy_for(
-    name: str, otherwise: str = "write it in other operations, or wrap it by custom_op with rules of its own"
-) -> str:
-    """The way to make an operator of torch right at every order, in words."""
-    plain, _, special = name.partition(" ")
+@functools.cache
+def verdicts_of(operator: OpOverload) -> Verdict:
+    """What the table says of an operator of unrepaired torch, whatever is special about its input."""
+    plain = name_of(operator)
+    found = [row[0] for name, row in _table().items() if name.partition(" ")[0] in (plain, *_alike(plain))]
+    wrong, raises = ({nesting for verdict in found for nesting in verdict[i]} for i in range(2))
+    return Verdict(tuple(sorted(wrong)), tuple(sorted(raises)))
+
+
+def _is_served(plain: str) -> bool:
+    """Whether the repair has rules for an operator: a formula of the tables, or attention's, whose kernels are many."""
     _, base, overload = plain.split(".")
     operator = getattr(getattr(torch.ops.aten, base, None), overload, None)
-    if base == "native_group_norm" and special:
-        return "override_torch, or .contiguous() before it"
-    if base == "_safe_softmax":
-        return "nn.convert or override_torch: it is a part of attention"
-    if any(part in base for part in _SERVED) and "backward" not in base:
-        return "nn.convert or override_torch" + ", or sdpa_kernel(SDPBackend.MATH)" * base.startswith("_scaled_dot")
-    if operator in decomposition_table:
-        return "decompositions.differentiate_through"
-    return otherwise
+    is_attention = base.startswith("_scaled_dot_product") and "backward" not in base
+    return is_attention or operator in decomposition_table or operator in decomposition_table_for_jvp

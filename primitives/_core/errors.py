@@ -102,9 +102,8 @@ def remedy_noted() -> Iterator[None]:
         is_torchs = "use forward AD with" in text or ("derivative for" in text and "is not implemented" in text)
         if is_torchs and hasattr(error, "add_note"):
             note = (
-                "primitives: torch lacks this derivative. override_torch serves norms and attention, nn.convert whole "
-                "models, and decompositions.differentiate_through other functions of torch; audit(function, args) "
-                "says which."
+                "primitives: torch lacks this derivative. pr.repair_torch() gives its operators what they "
+                "lack; pr.audit(function, args) says which they are."
             )
             # Transforms nest, and each sees the error.
             if note not in getattr(error, "__notes__", ()):

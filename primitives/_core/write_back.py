@@ -16,7 +16,7 @@ from primitives._core.spec import NAMESPACE, library
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["count_up", "write_back"]
+__all__ = ["count_up", "cumulative_weight", "write_back"]
 
 # Looked up once: this is asked at every call.
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -101,3 +101,9 @@ def count_up(counter: Tensor) -> None:
         counter.add_(1)
     else:
         _overload([counter], [counter + 1])
+
+
+def cumulative_weight(num_batches: Tensor) -> Tensor:
+    """One over the number of batches, in the precision of a Python number where the device has it."""
+    dtype = torch.float32 if num_batches.device.type == "mps" else torch.float64
+    return num_batches.to(dtype).reciprocal()

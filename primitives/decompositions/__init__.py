@@ -11,19 +11,21 @@ from primitives._core.decomposition import (
     register_decomposition_for_jvp,
 )
 from primitives.decompositions import _batch_norms as _batch_norms
+from primitives.decompositions import _factors as _factors
+from primitives.decompositions import _gathers as _gathers
 from primitives.decompositions import _grouped_mm as _grouped_mm
 from primitives.decompositions import _linalg as _linalg
 from primitives.decompositions import _losses as _losses
 from primitives.decompositions import _norms as _norms
 from primitives.decompositions import _of_torch as _of_torch
+from primitives.decompositions import _reductions as _reductions
+from primitives.decompositions import _vector_norms as _vector_norms
 from primitives.decompositions._graph import decomposition_graph
-from primitives.decompositions._mode import differentiate_through
 
 __all__ = [
     "decomposition_graph",
     "decomposition_table",
     "decomposition_table_for_jvp",
-    "differentiate_through",
     "get_decomposition",
     "register_decomposition",
     "register_decomposition_for_jvp",

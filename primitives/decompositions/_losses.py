@@ -121,14 +121,3 @@ def std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Standard deviation, and the mean."""
     variance, mean = torch.var_mean(*args, **kwargs)
     return _root(variance), mean
-
-
-@register_decomposition(aten.grid_sampler)
-def grid_sampler(
-    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
-) -> Tensor:
-    """Values of images at the points of a grid; those of volumes are torch's, and have no jvp."""
-    options = interpolation_mode, padding_mode, align_corners
-    if input.dim() != 4:
-        return torch.grid_sampler(input, grid, *options)
-    return decomposition_table[aten.grid_sampler_2d.default](input, grid, *options)

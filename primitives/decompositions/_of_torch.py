@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import _decomp
@@ -43,15 +41,6 @@ def hardsigmoid(x: Tensor) -> Tensor:
     return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 6 + 0.5))
 
 
-@register_decomposition(aten.cumprod.default)
-def cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """One product after the other; the forward mode of torch's is wrong beside a zero."""
-    x = self if dtype is None else self.to(dtype)
-    if x.dim() == 0 or x.shape[dim] == 0 or not x.is_floating_point():
-        return torch.cumprod(x, dim)
-    return torch.stack([*itertools.accumulate(x.unbind(dim), operator.mul)], dim)
-
-
 @register_decomposition(aten.sinc)
 def sinc(self: Tensor) -> Tensor:
     """`sin(t) / t` of `t = pi x`, around zero by its series to 1e-21: torch takes derivatives there for constants."""
@@ -66,23 +55,29 @@ def sinc(self: Tensor) -> Tensor:
     return torch.where(is_small, series, away.sin() / away).to(self.dtype)
 
 
-@register_decomposition(aten.logaddexp)
-def logaddexp(self: Tensor, other: Tensor) -> Tensor:
-    """As `logsumexp`, whose derivatives beside `-inf` torch has right."""
-    if not (self.is_floating_point() and other.is_floating_point()):
-        return torch.logaddexp(self, other)
-    both = torch.stack(torch.broadcast_tensors(self, other))
-    return accumulated(both).logsumexp(0).to(both.dtype)
+@register_decomposition(aten.special_i1)
+def special_i1(self: Tensor) -> Tensor:
+    """Bessel function, around zero by its series: torch takes derivatives there for constants."""
+    if not self.is_floating_point():
+        return torch.special.i1(self)
+    x = accumulated(self)
+    is_small = x.abs() < 1
+    half = torch.where(is_small, x, 0) / 2
+    square, series = half.square(), 1.0
+    for n in range(11, 0, -1):
+        series = 1 + square / (n * (n + 1)) * series
+    away = torch.where(is_small, 1, x)
+    # Twice, since the exponential alone may overflow.
+    growth = (away.abs() / 2).exp()
+    return torch.where(is_small, half * series, torch.special.i1e(away) * growth * growth).to(self.dtype)
 
 
-_composed_norm = _decomp.decomposition_table[aten.linalg_vector_norm.default]
-
-
-@register_decomposition(aten.linalg_vector_norm)
-def linalg_vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-    """Norm of vectors; its derivatives at zero are 0, as torch has them, where those of a root are infinite."""
-    if ord in (0, 1) or not 0 < ord < float("inf"):
-        return _composed_norm(x, ord, dim, keepdim, **kwargs)
-    is_zero = _composed_norm(x.detach(), ord, dim, True, **kwargs) == 0
-    norm = _composed_norm(torch.where(is_zero, 1.0, x), ord, dim, keepdim, **kwargs)
-    return torch.where(is_zero.reshape(norm.shape), 0.0, norm)
+@register_decomposition(aten.pow.Tensor_Tensor)
+def pow_of_tensors(self: Tensor, exponent: Tensor) -> Tensor:
+    """As `exp(y log(x))` where y is 0: torch has the derivative by x there for a constant, which it is by y alone."""
+    if not (exponent.is_floating_point() or exponent.is_complex()):
+        return torch.pow(self, exponent)
+    is_one = (exponent == 0) & (self != 0 if self.is_complex() else self > 0)
+    power = torch.pow(self, torch.where(is_one, exponent.detach(), exponent))
+    near = (torch.where(is_one, exponent, 0) * torch.where(is_one, self, 1).log()).exp()
+    return torch.where(is_one, near.to(power.dtype), power)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primitives._core.errors import TreeError
-from primitives.decompositions import differentiate_through
+from primitives._repair.switch import repaired_thread
 from primitives.func._calls import eager_after_break, jvp_of, primals_call
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def _hvp(
     positions = tuple(by_position)
 
     def differentiable(*tensors: Any) -> Any:
-        # torch's own jvp of the backward of `mse_loss` raises on the zero tangent of a target.
-        with differentiate_through(torch.ops.aten.mse_loss):
+        # Torch's own jvp of the backward of `mse_loss` raises on the zero tangent of a target.
+        with repaired_thread():
             return call.flat(*tensors)
 
     gradient = torch.func.grad(differentiable, positions, has_aux=True)

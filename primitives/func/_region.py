@@ -11,16 +11,16 @@ import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import arg_tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from primitives._core.errors import LeafError
-from primitives._core.overrides import OverrideMode
 from primitives._core.recomputation import Recomputable
+from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
-from primitives.tracing._modules.lending import attributes_kept, running
+from primitives.tracing._modules.lending import attributes_kept
 from primitives.tracing._recompute import replays
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Region(Recomputable):
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
-        self._is_overriding = any(isinstance(mode, OverrideMode) for mode in _get_current_function_mode_stack())
+        self._is_repaired = is_repaired()
 
     def _look(self, roots: list[Any]) -> Reached:
         return Reached(roots, _may_be_differentiated)
@@ -88,8 +88,8 @@ class Region(Recomputable):
             start = len(self._places) + len(self._reached.places)
             stack.enter_context(self._reached.holding(tensors[len(self._places) : start]))
             used = self._put(tensors[start:])
-            if self._is_overriding:
-                stack.enter_context(running(self._owners))
+            if self._is_repaired:
+                stack.enter_context(repaired_thread())
             if is_first:
                 stack.enter_context(self._watch([*tensors, *used]))
             leaves = list(self._leaves)

@@ -1,6 +1,5 @@
 """Drop-in modules: subclasses of those of `torch.nn`, with the same arguments, state and behavior."""
 
-from primitives.nn._base import ConversionWarning
 from primitives.nn._convert import convert, convert_sync_batchnorm, converted, register_converter, revert
 from primitives.nn._modules import (
     BatchNorm1d,
@@ -14,14 +13,11 @@ from primitives.nn._modules import (
     InstanceNorm3d,
     LayerNorm,
     LogSoftmax,
-    MultiheadAttention,
     NLLLoss,
     RMSNorm,
     Softmax,
     Softmax2d,
     Softmin,
-    TransformerEncoder,
-    TransformerEncoderLayer,
 )
 from primitives.nn._sync_batch_norm import SyncBatchNorm
 
@@ -29,7 +25,6 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
-    "ConversionWarning",
     "CrossEntropyLoss",
     "Dropout",
     "GroupNorm",
@@ -38,15 +33,12 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "LogSoftmax",
-    "MultiheadAttention",
     "NLLLoss",
     "RMSNorm",
     "Softmax",
     "Softmax2d",
     "Softmin",
     "SyncBatchNorm",
-    "TransformerEncoder",
-    "TransformerEncoderLayer",
     "convert",
     "convert_sync_batchnorm",
     "converted",

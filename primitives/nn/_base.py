@@ -1,26 +1,12 @@
-"""Parts of this package's modules, and of those that `convert` changes, beside the class of torch or of others."""
+"""Parts of this package's modules beside the class of torch, and of modules of other classes after `convert`."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from primitives._core.overrides import is_overriding
-from primitives._override import override_except_dropout
-
-__all__ = ["ConversionWarning", "OfThisPackage", "Overridden", "namespace_of"]
-
-
-class ConversionWarning(UserWarning):
-    """Modules are torch's that one might take for this package's: `convert` left them, or something replaced them.
-
-    Attributes:
-        left: The modules that `convert` left, one entry per module, with `path`, `type`, `reason` and `remedy`.
-    """
-
-    def __init__(self, message: str, left: Sequence[Any] = ()) -> None:
-        super().__init__(message)
-        self.left: tuple[Any, ...] = tuple(left)
+__all__ = ["Converted", "OfThisPackage", "namespace_of"]
 
 
 class OfThisPackage(torch.nn.Module):
@@ -50,25 +36,35 @@ def namespace_of(module: torch.nn.Module) -> str:
     return getattr(module, "namespace", "")
 
 
-class Overridden(torch.nn.Module):
-    """A module whose calls of functions of torch are served by this package, as inside `override_torch`.
+class Converted:
+    """Stands for the `forward` of one module, as an attribute of the object: the module keeps its class.
 
-    It goes before the class that computes, which may be anybody's. The context is entered with each call of a module,
-    and not once around the model: what runs a part of a model again, as activation checkpointing does, or runs it in
-    another thread, has it too.
+    It refers to its module, and goes with it into deep copies and files. Its `function` takes the module and the
+    arguments, and returns `NotImplemented` for what the class is to compute by itself.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Who counts the subclasses of a class of theirs is not to find those of `convert` among them.
-        if "converted_from" not in vars(cls):
-            super().__init_subclass__(**kwargs)
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        self.module, self.function = module, function
 
-    def _get_name(self) -> str:
-        name = super()._get_name()
-        return name if isinstance(self, OfThisPackage) else f"primitives.override_torch({name})"
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.function(self.module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs) if result is NotImplemented else result
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if is_overriding():
-            return super()._call_impl(*args, **kwargs)
-        with override_except_dropout():
-            return super()._call_impl(*args, **kwargs)
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def install(self) -> None:
+        """Let the module compute by the function."""
+        vars(self.module).update(forward=self, _replicate_for_data_parallel=self.replicate)
+
+    def remove(self) -> None:
+        """Let the module compute by its class."""
+        for name in ("forward", "_replicate_for_data_parallel"):
+            vars(self.module).pop(name)
+
+    def replicate(self) -> torch.nn.Module:
+        """A replica for `DataParallel`, which copies the attributes of the module, this object among them."""
+        replica = type(self.module)._replicate_for_data_parallel(self.module)
+        Converted(replica, self.function).install()
+        return replica

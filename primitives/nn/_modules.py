@@ -1,17 +1,14 @@
 """The modules. Each adds nothing but behavior, so that a torch module can become one and turn back."""
 
 # TorchScript reads annotations as they are, so they are not put off here.
-import sys
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from primitives import functional
 from primitives._checks import arguments
-from primitives.nn._base import ConversionWarning, OfThisPackage, Overridden, namespace_of
+from primitives.nn._base import OfThisPackage, namespace_of
 from primitives.nn._losses import CrossEntropyLoss, NLLLoss
 from primitives.nn._norms import batch_normed
 from primitives.nn._softmax import LogSoftmax, Softmax, Softmax2d, Softmin
@@ -34,16 +31,12 @@ __all__ = [
     "LazyInstanceNorm2d",
     "LazyInstanceNorm3d",
     "LogSoftmax",
-    "MultiheadAttention",
     "NLLLoss",
     "OfThisPackage",
-    "Overridden",
     "RMSNorm",
     "Softmax",
     "Softmax2d",
     "Softmin",
-    "TransformerEncoder",
-    "TransformerEncoderLayer",
 ]
 
 
@@ -156,26 +149,7 @@ class GroupNorm(OfThisPackage, torch.nn.GroupNorm):
         )
 
 
-class _AskedByReplacement:
-    """An attribute that is not there: `convert_sync_batchnorm` asks every module for it just before it replaces it."""
-
-    def __get__(self, module: torch.nn.Module | None, owner: type) -> Any:
-        frame, level = sys._getframe(1), 2
-        while frame is not None and frame.f_code.co_name == "convert_sync_batchnorm":
-            frame, level = frame.f_back, level + 1
-        if module is not None and level > 2:
-            warnings.warn(
-                f"convert_sync_batchnorm replaces primitives.{owner.__name__} by torch's SyncBatchNorm, which has "
-                "first derivatives alone. primitives.nn.convert_sync_batchnorm makes one that has all.",
-                ConversionWarning,
-                stacklevel=level,
-            )
-        raise AttributeError("qconfig")
-
-
 class _BatchNorm(OfThisPackage, torch.nn.modules.batchnorm._BatchNorm):
-    qconfig: Any = _AskedByReplacement()
-
     @torch.jit.ignore()
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each channel of `input`; in training, move the running statistics on."""
@@ -331,63 +305,11 @@ class Dropout(OfThisPackage, torch.nn.Dropout):
         return functional.dropout(input, self.p, self.training, self.inplace, namespace=namespace_of(self))
 
 
-# Inside the context torch takes no kernel for a whole module that goes round its functions.
-
-
-class MultiheadAttention(Overridden, OfThisPackage, torch.nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` on `primitives.functional.scaled_dot_product_attention`.
-
-    Arguments, state and results are torch's. With `need_weights` the weights are computed whole, as they are asked for.
-
-    Shape:
-        As torch's.
-
-    Example:
-        >>> import torch, primitives as pr
-        >>> attention, x = pr.nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(1, 3, 4)
-        >>> attention(x, x, x, need_weights=False)[0].shape
-        torch.Size([1, 3, 4])
-    """
-
-
-class TransformerEncoderLayer(Overridden, OfThisPackage, torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` on `primitives.functional.scaled_dot_product_attention`.
-
-    It always runs its parts, which `convert` replaces.
-
-    Shape:
-        As torch's.
-
-    Example:
-        >>> import torch, primitives as pr
-        >>> layer = pr.nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
-        >>> layer(torch.randn(1, 3, 4)).shape
-        torch.Size([1, 3, 4])
-    """
-
-
-class TransformerEncoder(Overridden, OfThisPackage, torch.nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` on `primitives.functional.scaled_dot_product_attention`.
-
-    It never packs padded input into nested tensors, which have no jvp.
-
-    Shape:
-        As torch's.
-
-    Example:
-        >>> import torch, primitives as pr
-        >>> layer = pr.nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
-        >>> pr.nn.TransformerEncoder(layer, num_layers=2)(torch.randn(1, 3, 4)).shape
-        torch.Size([1, 3, 4])
-    """
-
-
 # The classes that `torch.load` may build of a file that holds a module.
 torch.serialization.add_safe_globals(
     [
         *(BatchNorm1d, BatchNorm2d, BatchNorm3d, CrossEntropyLoss, Dropout, GroupNorm),
         *(InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, LayerNorm, LogSoftmax),
-        *(MultiheadAttention, NLLLoss, RMSNorm, Softmax, Softmax2d, Softmin),
-        *(TransformerEncoder, TransformerEncoderLayer),
+        *(NLLLoss, RMSNorm, Softmax, Softmax2d, Softmin),
     ]
 )

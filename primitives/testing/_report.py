@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import html
+from typing import TYPE_CHECKING, Any, Literal
 
 from primitives._core.errors import PrimitivesError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 NOTE_WIDTH = 60
+
+
+def html_table(before: str, header: Sequence[str], rows: Sequence[Sequence[str]], after: str = "") -> str:
+    """Texts and a table for a notebook, which gives them its own colours."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        style = 'style="text-align: left; vertical-align: top; white-space: pre-wrap"'
+        return "<tr>" + "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join([line("th", header), *[line("td", row) for row in rows]])
+    texts = [f"<pre>{html.escape(text)}</pre>" if text else "" for text in (before, after)]
+    return f"{texts[0]}<table>{body}</table>{texts[1]}" if rows else "".join(texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +77,7 @@ class Report:
         """Names of the properties that failed."""
         return tuple(row.property for row in self.rows if row.status == FAILED)
 
-    def __str__(self) -> str:
+    def _lines(self) -> list[tuple[str, ...]]:
         lines: list[tuple[str, ...]] = [("property", "status", "error", "allowed", "note")]
         for row in self.rows:
             numbers = ["" if value is None else f"{value:.1e}" for value in (row.error, row.allowed)]
@@ -69,6 +85,10 @@ class Report:
             if len(note) > NOTE_WIDTH and row.status == FAILED:
                 note = f"{note[: NOTE_WIDTH - 3]}..."
             lines.append((row.property, row.status, *numbers, note))
+        return lines
+
+    def __str__(self) -> str:
+        lines = self._lines()
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -76,6 +96,10 @@ class Report:
         return "\n".join([f"{self.op}:", *[f"  {line}" for line in table]])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._lines()
+        return html_table(self.op, header, rows)
 
 
 class RuleError(PrimitivesError, AssertionError):

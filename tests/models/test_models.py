@@ -1,4 +1,4 @@
-"""Unedited models of libraries, inside `override_torch` or after `convert`: derivatives of two orders, and usage."""
+"""Unedited models of libraries, inside `repair_torch` or after `convert`: derivatives of two orders, and usage."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from primitives._audit.nestings import InFloat64
 from tests.models.table import CASES, MODELS
 
 # A context, and what makes a model ready to run in it.
-WAYS = {"override": (pr.override_torch, lambda model: model), "convert": (contextlib.nullcontext, pr.nn.convert)}
+WAYS = {"override": (pr.repair_torch, lambda model: model), "convert": (contextlib.nullcontext, pr.nn.convert)}
 EITHER = pytest.mark.parametrize("way", WAYS)
 EACH = pytest.mark.parametrize("name", [case.name for case in MODELS])
 ZERO = torch.zeros((), dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_a_jvp_in_training_counts_batches(name, way):
 
 @functools.cache
 def usual(name, loss=loss_with_jvp, dtype=torch.float64):
-    return loss_and_gradients(built(name, dtype), CASES[name], pr.override_torch, loss)
+    return loss_and_gradients(built(name, dtype), CASES[name], pr.repair_torch, loss)
 
 
 @EITHER
@@ -169,7 +169,7 @@ def usual(name, loss=loss_with_jvp, dtype=torch.float64):
 def test_gradient_checkpointing(name, way):
     case, context, model = ready(name, way)
     # Layers run again after the context has ended.
-    inside = {"context_fn": lambda: (contextlib.nullcontext(), pr.override_torch())} if way == "override" else {}
+    inside = {"context_fn": lambda: (contextlib.nullcontext(), pr.repair_torch())} if way == "override" else {}
     if case.library == "transformers":
         model.train().gradient_checkpointing_enable({"use_reentrant": False, **inside})
     else:

@@ -1,4 +1,4 @@
-"""A module that is lent to a call: its attributes come back as they were, and it runs on the primitives."""
+"""A module that is lent to a call: its attributes come back as they were, and writes to its buffers are caught."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as torch_functional
 from torch.nn.modules.batchnorm import BatchNorm1d, SyncBatchNorm
+from torch.overrides import TorchFunctionMode
 
-from primitives._core.overrides import BatchWeight, OverrideMode
+from primitives import functional
+from primitives._core.autograd import is_transforming
+from primitives._core.write_back import cumulative_weight, write_back
+from primitives._group_norms import pure_instance_norm
 from primitives.tracing._recompute import replaying_checkpoints
 from primitives.tracing._torch_private import bottom, function_modes
 
@@ -50,7 +55,7 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(owners: Sequence[nn.Module]) -> Iterator[None]:
-    """Context for a call of modules, within `attributes_kept`: they run on the primitives, and checkpoints replay."""
+    """Context for a call of modules, within `attributes_kept`: buffers are rebound, and checkpoints replay."""
     # These modules of torch will read their counter as a number, to average over all batches.
     counting = [
         owner
@@ -73,8 +78,22 @@ def running(owners: Sequence[nn.Module]) -> Iterator[None]:
             owner.momentum = None  # type: ignore[assignment] - as it was
 
 
-class _PureMode(OverrideMode):
-    """Functions of torch run on the primitives; new running statistics take the place of the old ones."""
+class BatchWeight:
+    """Stands for `momentum=None` of a batch norm module: the weight that makes running statistics plain averages.
+
+    The module reads its counter as a Python number, which neither `vmap` nor a compiler can. With this in the place of
+    its momentum it hands the counter on unread.
+
+    Args:
+        module: Batch norm module with a counter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+class _PureMode(TorchFunctionMode):
+    """New running statistics and counters take the place of the old ones, and are not written over them."""
 
     def __init__(self, owners: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -100,11 +119,20 @@ class _PureMode(OverrideMode):
             else:
                 others.append((target, value))
         if others:
-            super().write(*map(list, zip(*others, strict=True)))
+            write_back(*map(list, zip(*others, strict=True)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
-        """Call what stands for `func`, or `func`."""
-        return self.write(*args) if func is _write_back else super().__torch_function__(func, types, args, kwargs)
+        """Call `func`, or what writes as it does by `write`."""
+        if func is _write_back:
+            return self.write(*args)
+        stand_in = _WRITERS.get(func)
+        result = NotImplemented if stand_in is None else stand_in(self, *args, **kwargs or {})
+        if result is not NotImplemented:
+            return result
+        if func is torch.Tensor.unflatten:
+            # Torch's method calls `super()`, which Dynamo cannot trace inside a mode; multi-head attention calls it.
+            return torch.unflatten(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
     def moment(self, is_reentrant: bool) -> Callable[[], contextlib.AbstractContextManager] | None:
         """The context in which a checkpointed region that begins here is computed again; `None` on another thread."""
@@ -140,3 +168,58 @@ class _PureMode(OverrideMode):
         if found is None or found[0] != version or version < 0:
             self._copies[x] = found = version, x.clone()
         return found[1]
+
+
+def _batch_norm(
+    mode: _PureMode,
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: Any = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not training or running_mean is None or running_var is None:
+        return NotImplemented
+    if isinstance(momentum, BatchWeight):
+        momentum = cumulative_weight(momentum.module.num_batches_tracked)  # type: ignore[arg-type] - a buffer
+    out = functional.pure_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    mode.write([running_mean, running_var], [out.running_mean, out.running_var])
+    return out.output
+
+
+def _instance_norm(
+    mode: _PureMode,
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if not use_input_stats or running_mean is None or running_var is None:
+        return NotImplemented
+    y, *moved = pure_instance_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    mode.write([running_mean, running_var], moved)
+    return y
+
+
+def _count(mode: _PureMode, counter: Any, number: Any, **others: Any) -> Any:
+    # A batch norm counts its batches in place, which a transform refuses for a tensor from outside it.
+    is_counter = isinstance(counter, torch.Tensor) and counter.dtype == torch.int64 and type(number) is int
+    if others or not is_counter or not is_transforming():
+        return NotImplemented
+    mode.write([counter], [counter + number])
+    return counter
+
+
+_WRITERS = {
+    torch_functional.batch_norm: _batch_norm,
+    torch_functional.instance_norm: _instance_norm,
+    torch.Tensor.add_: _count,
+    torch.Tensor.__iadd__: _count,
+}

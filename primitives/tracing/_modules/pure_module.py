@@ -187,8 +187,8 @@ def pure_module(module: nn.Module, *, strict: bool = True) -> PureModule:
     the result makes the first ones. Buffers that the module changes, in place or by assignment, come out in
     `new_buffers`, and the others as they are. The module, `params` and `buffers` stay untouched, also when it raises:
     whatever the module assigns to its attributes is taken back. Arguments that the module writes in place are written.
-    Inside, functions of torch run on the primitives of this package, as in `primitives.override_torch`, so that a
-    network with batch norm, in training, works under `vmap`, `jvp`, `hessian` and `torch.compile(fullgraph=True)`.
+    Running statistics are values there, so that a network with batch norm, in training, works under `vmap`, `jvp`,
+    `hessian` and `torch.compile(fullgraph=True)`.
     `primitives.func.functional_call` has torch's contract instead: it returns the output, and writes buffers in place.
 
     Args:

@@ -1,0 +1,77 @@
+"""Kernels of ours for operators of torch, and who else has some there."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _C
+
+from primitives._core.contexts import run_as_written
+from primitives._core.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["DEVICES", "Registrations", "has_kernel"]
+
+DEVICES = ("CPU", "CUDA")
+_KERNEL = re.compile(r"^(?:Autograd)?(?:CPU|CUDA): registered at (.*\.py):\d+", re.MULTILINE)
+_OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator, `"aten::det"`, has a kernel of its own for a dispatch key."""
+    return _C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _others(name: str) -> set[str]:
+    """Files of Python that have registered a kernel for an operator, other than torch's and ours."""
+    files = {Path(path) for path in _KERNEL.findall(_C._dispatch_dump(name))}
+    return {str(path) for path in files if not {_OURS, _TORCHS} & set(path.parents)}
+
+
+class Registrations:
+    """Kernels on the Autograd keys of operators, as long as this has not been taken back."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = None
+
+    def __bool__(self) -> bool:
+        return self._library is not None
+
+    def add(self, kernels: Iterable[tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
+        """Register kernels, each as the name of an operator, a device, and a function of torch's own kernel.
+
+        Raises:
+            BackendError: If this torch does not hand out its own kernels.
+        """
+        if not hasattr(torch.library, "get_kernel"):
+            raise BackendError(
+                f"repair_torch needs torch.library.get_kernel, which torch {torch.__version__} does not have. Install "
+                "torch 2.11 or newer, or call primitives.functional."
+            )
+        self._library = torch.library.Library("aten", "IMPL")
+        others: set[str] = set()
+        for name, device, make in kernels:
+            others |= _others(name)
+            key, overload = f"Autograd{device}", name.partition("::")[2]
+            own = torch.library.get_kernel(name, key).call_boxed
+            kernel = run_as_written(make(own))
+            self._library.impl(overload, kernel, key, with_keyset=True, allow_override=True)
+        if others:
+            warnings.warn(
+                f"repair_torch: {', '.join(sorted(others))} registered kernels for operators that this repairs. Where "
+                "a derivative is taken, the repaired formula runs in their place.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def take_back(self) -> None:
+        """Leave torch's operators as they were."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None

@@ -1,0 +1,137 @@
+"""Operators of torch by this package's primitives: what transforms differentiate, and what runs on a GPU.
+
+Each function takes the arguments of its operator and returns its outputs, or `NotImplemented` for arguments that the
+primitives do not take: the decomposition of the operator answers for these.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives import functional
+from primitives._attention import attention_of_tensors
+from primitives._checks import arguments
+from primitives._core.errors import DeviceError, DtypeError, ShapeError
+from primitives._core.write_back import write_back
+from primitives._group_norms import group_norm_of_tensors
+from primitives._ops._shared import accumulation_dtype, weight_beside
+from primitives._ops.batch_norm import batch_norm_p
+from primitives._ops.batch_norm_eval import batch_norm_eval_p
+from primitives._ops.layer_norm import layer_norm_p
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+__all__ = ["FUSED", "ON_CUDA_ALONE"]
+
+aten = torch.ops.aten
+# Errors before any work.
+_REFUSALS = (ShapeError, DtypeError, DeviceError)
+
+
+def _served(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def formula(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except _REFUSALS:
+            return NotImplemented
+
+    return formula
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    shape = arguments.normalized_shape("layer_norm", shape)
+    arguments.layer_norm("layer_norm", "input", x, shape, weight=weight, bias=bias)
+    y, mean, rstd = layer_norm_p(x, weight_beside(bias, weight, x), bias, len(shape), 0, eps, True, False, 0)
+    rows = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
+    return y, mean.reshape(rows), rstd.reshape(rows)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
+    shape = arguments.normalized_shape("rms_norm", shape)
+    arguments.layer_norm("rms_norm", "input", x, shape, weight=weight)
+    eps = torch.finfo(accumulation_dtype(x)).eps if eps is None else eps
+    y, _, rstd = layer_norm_p(x, weight, None, len(shape), 0, eps, False, False, 0)
+    return y, rstd.reshape([*x.shape[: x.dim() - len(shape)], *[1] * len(shape)])
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, _n: int, _c: int, _hw: int, groups: int, eps: float
+) -> Any:
+    arguments.group_norm("input", x, groups, weight=weight, bias=bias)
+    return group_norm_of_tensors(x, groups, weight_beside(bias, weight, x), bias, eps, None)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    arguments.batch_norm("batch_norm", "input", x, mean, var, weight, bias, training=training)
+    if x.numel() == 0 or eps <= 0.0:
+        return NotImplemented
+    weight = weight_beside(bias, weight, x)
+    if not training:
+        nothing = x.new_zeros(0)
+        return batch_norm_eval_p(x, weight, bias, mean, var, 0, eps), nothing, nothing
+    y, *statistics, new_mean, new_var = batch_norm_p(x, weight, bias, mean, var, 0, momentum, eps)
+    if mean is not None and var is not None:
+        write_back([mean, var], [new_mean, new_var])
+    return y, *statistics
+
+
+def _batch_norm_without_running(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+    return _batch_norm(x, weight, bias, None, None, *options)
+
+
+def _cudnn_batch_norm(*args: Any) -> Any:
+    outputs = _batch_norm(*args)
+    return outputs if outputs is NotImplemented else (*outputs, args[0].new_zeros(0, dtype=torch.uint8))
+
+
+def _flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    if dropout_p or q.numel() == 0 or k.numel() == 0:
+        return NotImplemented
+    is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+    bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
+    return attention_of_tensors(q, k, v, bias, mask, None, None, is_causal, scale, 0.0)
+
+
+FUSED: dict[OpOverload, Callable[..., Any]] = {
+    operator: _served(formula)
+    for operator, formula in {
+        aten.native_layer_norm.default: _layer_norm,
+        aten.native_group_norm.default: _group_norm,
+        aten.native_batch_norm.default: _batch_norm,
+        aten._native_batch_norm_legit.default: _batch_norm,
+        aten._native_batch_norm_legit.no_stats: _batch_norm_without_running,
+        aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+        aten.miopen_batch_norm.default: _batch_norm,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+        aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
+        aten._fused_rms_norm.default: _rms_norm,
+    }.items()
+}
+ON_CUDA_ALONE = frozenset([aten.scaled_dot_product_attention.default, aten._fused_rms_norm.default])
+"""Operators that torch composes of others on the CPU, which are right there."""

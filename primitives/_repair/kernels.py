@@ -1,0 +1,202 @@
+"""The kernel that stands before torch's own for an operator whose derivatives torch has wrong or lacks.
+
+In plain code torch's own kernel runs and torch's node is recorded. Inside a transform, and where an argument has a
+tangent, the formula of the operator runs, and is differentiated. Where torch has reverse mode wrong too, a backward
+pass that is itself recorded takes the formula: by the repaired backward operator of the node where there is one, else
+by an autograd function around torch's node.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _C
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from primitives._audit.table import verdicts_of
+from primitives._core import backend
+from primitives._core.autograd import function_class
+from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
+from primitives._repair.dispatcher import has_kernel
+from primitives._repair.fused import FUSED, ON_CUDA_ALONE
+from primitives._repair.nodes import backward_name, backward_operators, mark
+from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._ops import OpOverload
+
+__all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
+
+
+class Repair:
+    """How one operator is repaired.
+
+    Attributes:
+        operator: The operator.
+        name: Its name, `"aten::native_layer_norm"`.
+        formula: Differentiable function of its arguments; it has its derivatives of every order.
+        is_fused: Whether the formula is a primitive, which runs on a GPU in plain code too.
+        devices: Where the operator is repaired, `"CPU"` and `"CUDA"`.
+        reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
+            backward operator of its node, or `"formula"`.
+        eps_at: Place of eps among the arguments, where a node keeps it.
+    """
+
+    def __init__(self, operator: OpOverload) -> None:
+        self.operator = operator
+        self.name: str = operator.name()
+        self.is_fused = operator in FUSED
+        self.devices: tuple[str, ...] = ("CUDA",) if operator in ON_CUDA_ALONE else ("CPU", "CUDA")
+        self._formulas = [
+            table[operator] for table in (FUSED, decomposition_table_for_jvp, decomposition_table) if operator in table
+        ]
+        names = [argument.name for argument in operator._schema.arguments]
+        self.eps_at: int | None = names.index("eps") if "eps" in names else None
+        self.reverse = "torch"
+        if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
+            self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
+
+    def formula(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs, or `NotImplemented` where no formula takes the arguments."""
+        for formula in self._formulas:
+            outputs = formula(*args, **kwargs)
+            if outputs is not NotImplemented:
+                return outputs
+        return NotImplemented
+
+
+def repairs() -> dict[str, Repair]:
+    """All repairs by the name of their operator: of those that have a formula, the ones that torch has not right."""
+    found = {}
+    for operator in {**FUSED, **decomposition_table_for_jvp, **decomposition_table}:
+        is_wrong = operator in FUSED or verdicts_of(operator).beyond(0)
+        is_leaf = has_kernel(operator.name(), "Autograd") or operator in ON_CUDA_ALONE
+        is_backward = operator.name() in backward_operators()
+        if operator.namespace == "aten" and is_wrong and is_leaf and not is_backward:
+            found[operator.name()] = Repair(operator)
+    return found
+
+
+def forward_kernel(repair: Repair, device: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """`(keyset, *args) -> outputs` for the Autograd key of a device; `own` is torch's kernel there."""
+    name, peek, in_plain_code = repair.name, _functorch.peek_interpreter_stack, _in_plain_code(own, repair)
+    runs_kernels = device == "CUDA" and repair.is_fused
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_active() or is_repairing(name):
+            return own(keyset, *args, **kwargs)
+        is_plain = peek() is None and not carries_tangent(args, kwargs)
+        if is_plain and (not runs_kernels or is_traced() or backend.selected == "reference"):
+            return in_plain_code(keyset, *args, **kwargs)
+        with repairing(name):
+            outputs = repair.formula(*args, **kwargs)
+        return own(keyset, *args, **kwargs) if outputs is NotImplemented else outputs
+
+    return kernel
+
+
+def inplace_name(repair: Repair) -> str | None:
+    """Name of the operator that writes the result into its first argument, if there is one of the same arguments."""
+    packet = getattr(torch.ops.aten, f"{repair.operator._opname}_", None)
+    inplace = getattr(packet, repair.operator._overloadname, None)
+    return None if inplace is None else inplace.name()
+
+
+def inplace_kernel(repair: Repair, own: Callable[..., Any]) -> Callable[..., Any]:
+    """`(keyset, x, *args) -> x` for `inplace_name`: where it is differentiated, the other operator and a copy."""
+    peek = _functorch.peek_interpreter_stack
+
+    def kernel(keyset: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_active() or is_repairing(repair.name):
+            return own(keyset, x, *args, **kwargs)
+        is_recorded = repair.reverse == "formula" and torch.is_grad_enabled() and _C._any_requires_grad(x, *args)
+        if peek() is None and not is_recorded and not carries_tangent((x, *args), kwargs):
+            return own(keyset, x, *args, **kwargs)
+        return x.copy_(repair.operator(x.clone(), *args, **kwargs))
+
+    return kernel
+
+
+def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    """Torch's own kernel, and what a recorded backward pass needs."""
+    if repair.reverse == "torch":
+        return own
+    if repair.reverse == "formula":
+        return _recorded_by(own, repair)
+    eps_at = repair.eps_at
+
+    def marked(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = own(keyset, *args, **kwargs)
+        mark(outputs if isinstance(outputs, torch.Tensor) else outputs[0], None if eps_at is None else args[eps_at])
+        return outputs
+
+    return marked
+
+
+def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())):
+            return own(keyset, *args, **kwargs)
+        values, spec = tree_flatten((args, kwargs))
+        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+
+        def call(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+            given = list(values)
+            for i, x in zip(places, tensors, strict=True):
+                given[i] = x
+            positional, named = tree_unflatten(given, spec)
+            outputs = function(*positional, **named)
+            return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+        tensors = [values[i] for i in places]
+        for i in places:
+            values[i] = None
+        by_torch = lambda *a, **k: own(keyset, *a, **k)  # noqa: E731 - one of two functions of the same arguments
+        outputs = _Repaired.apply((call, by_torch, repair), *tensors)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    return recorded
+
+
+def _forward(ctx: Any, how: Any, *tensors: Any) -> tuple[Any, ...]:
+    call, by_torch, _ = ctx.how = how
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+    with torch.enable_grad():
+        ctx.inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        ctx.outputs = call(by_torch, ctx.inner)
+    results = tuple(y.detach() for y in ctx.outputs)
+    ctx.mark_non_differentiable(
+        *[result for y, result in zip(ctx.outputs, results, strict=True) if not y.requires_grad]
+    )
+    return results
+
+
+def _backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+    call, _, repair = ctx.how
+    tensors, outputs = ctx.inner, ctx.outputs
+    is_recorded = torch.is_grad_enabled()
+    if is_recorded:
+        # Views, so that what one argument has of another does not count twice.
+        tensors = [x.view_as(x) if x.requires_grad else x for x in ctx.saved_tensors]
+        with repairing(repair.name):
+            outputs = call(repair.formula, tensors)
+    wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
+    given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=True) if bar is not None and y.requires_grad]
+    found: list[Any] = [None] * len(tensors)
+    if given:
+        ys, bars = zip(*given, strict=True)
+        inputs = [tensors[i] for i in wanted]
+        gradients = torch.autograd.grad(
+            ys, inputs, bars, retain_graph=True, create_graph=is_recorded, allow_unused=True
+        )
+        for i, gradient in zip(wanted, gradients, strict=True):
+            found[i] = gradient
+    return None, *found
+
+
+_Repaired: Any = function_class("Repaired", forward=_forward, backward=_backward)

@@ -1,0 +1,161 @@
+"""Calls that torch's own C++ nodes record: their backward operators get the derivatives that torch has wrong.
+
+The first-order backward pass of such a node is ATen's. Where it is recorded itself (`create_graph=True`), the operator
+that it calls, such as `native_layer_norm_backward`, takes the formula from here. A node carries a mark, so that this
+holds after the repair has ended, on every thread, and for nodes that `primitives.functional` made without any repair.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _C
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch.autograd import forward_ad
+
+from primitives._audit.table import verdicts_of
+from primitives._core.decomposition import decomposition_table
+from primitives._ops.attention import attention_bwd_p
+from primitives._ops.batch_norm import batch_norm_bwd_p
+from primitives._ops.layer_norm import layer_norm_bwd_p
+from primitives._repair.dispatcher import DEVICES, Registrations, has_kernel
+from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+__all__ = ["backward_name", "backward_operators", "install_backwards", "mark"]
+
+aten = torch.ops.aten
+_KEY = "primitives"
+_lock, _registrations = threading.Lock(), Registrations()
+
+
+def mark(y: Tensor, eps: float | None = None) -> Tensor:
+    """`y`, with a mark on the node that recorded it, if there is one; that of a norm keeps eps, which torch drops."""
+    node = y.grad_fn
+    if node is not None:
+        if not _registrations:
+            install_backwards()
+        node.metadata[_KEY] = eps
+    return y
+
+
+def _unmasked(bars: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(bar if wanted else None for bar, wanted in zip(bars, mask, strict=True))
+
+
+def _layer_norm(eps: float | None, *args: Any) -> Any:
+    y_bar, x, shape, mean, rstd, weight, bias, mask = args
+    is_alike = all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    if eps is None or not is_alike or x.numel() == 0:
+        return decomposition_table[aten.native_layer_norm_backward.default](*args)
+    rows = x.shape[: x.dim() - len(shape)]
+    wanted = [mask[0], mask[1] and weight is not None, mask[2] and bias is not None]
+    statistics = mean.reshape(rows), rstd.reshape(rows)
+    bars = layer_norm_bwd_p(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, wanted)
+    return _unmasked(bars, wanted)
+
+
+def _batch_norm(_eps: float | None, *args: Any) -> Any:
+    y_bar, x, weight, _running_mean, _running_var, mean, rstd, training, eps, mask = args
+    if not training or mean is None or x.numel() == 0 or (weight is not None and weight.dtype != x.dtype):
+        return decomposition_table[aten.native_batch_norm_backward.default](*args)
+    bars = batch_norm_bwd_p(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, list(mask))
+    return _unmasked(bars, mask)
+
+
+def _attention(
+    _eps: float | None,
+    o_bar: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = None, None, None, scale, is_causal, 0.0, [True, True, True, False]
+    return attention_bwd_p(o_bar, None, q, k, v, attn_mask, o, lse, *options)[:3]
+
+
+_FORMULAS: dict[OpOverload, Callable[..., Any]] = {
+    aten.native_layer_norm_backward.default: _layer_norm,
+    aten.native_batch_norm_backward.default: _batch_norm,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention,
+}
+
+
+# Operators whose nodes call a backward operator of another name.
+_ALIKE = {
+    "_native_batch_norm_legit": "native_batch_norm",
+    "_batch_norm_with_update": "batch_norm",
+    "_batch_norm_no_update": "batch_norm",
+}
+
+
+def backward_name(operator: OpOverload) -> str:
+    """Name of the operator that torch's node of an operator calls in its backward pass, if it has one of its own."""
+    return f"aten::{_ALIKE.get(operator._opname, operator._opname)}_backward"
+
+
+@functools.cache
+def backward_operators() -> dict[str, Callable[..., Any]]:
+    """Formulas of backward operators whose derivatives torch has wrong, by name: functions of eps and the arguments."""
+    formulas = dict(_FORMULAS)
+    for overload, formula in decomposition_table.items():
+        if overload.namespace == "aten" and overload._opname.endswith("_backward") and overload not in formulas:
+            forward = getattr(aten, overload._opname.removesuffix("_backward"), None)
+            is_right = forward is not None and not verdicts_of(forward.default).beyond(0)
+            if has_kernel(overload.name(), "Autograd") and not is_right:
+                formulas[overload] = functools.partial(_without_eps, formula)
+    return {overload.name(): formula for overload, formula in formulas.items()}
+
+
+def _without_eps(formula: Callable[..., Any], _eps: float | None, *args: Any, **kwargs: Any) -> Any:
+    return formula(*args, **kwargs)
+
+
+def _kernel(name: str, formula: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    is_grad_enabled, peek = torch.is_grad_enabled, _functorch.peek_interpreter_stack
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        is_plain = forward_ad._current_level < 0 and peek() is None and not is_traced()
+        if is_plain and not is_grad_enabled():
+            return own(keyset, *args, **kwargs)
+        node = _C._current_autograd_node()
+        marks = {} if node is None else node.metadata
+        if not (_KEY in marks or is_active()) or is_repairing(name) or not _is_differentiated(args, kwargs):
+            return own(keyset, *args, **kwargs)
+        with repairing(name):
+            return formula(marks.get(_KEY), *args, **kwargs)
+
+    return kernel
+
+
+def _is_differentiated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if _functorch.peek_interpreter_stack() is not None or carries_tangent(args, kwargs):
+        return True
+    return torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())
+
+
+def install_backwards() -> None:
+    """Register the derivatives of backward operators, once: torch's own run where no node is marked."""
+    with _lock:
+        if not _registrations:
+            _registrations.add(
+                (name, device, functools.partial(_kernel, name, formula))
+                for name, formula in backward_operators().items()
+                for device in DEVICES
+            )

@@ -1,0 +1,184 @@
+"""`repair_torch`: torch's own operators with right derivatives, for the process or for a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from primitives._core.contexts import Decorates
+from primitives._core.errors import BackendError
+from primitives._repair.dispatcher import Registrations
+from primitives._repair.kernels import forward_kernel, inplace_kernel, inplace_name, repairs
+from primitives._repair.nodes import install_backwards
+from primitives._repair.state import is_active, process, this_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["is_repaired", "repair_torch", "repaired_thread"]
+
+_lock, _registrations = threading.Lock(), Registrations()
+# One entry for each block that some thread is in.
+_open_contexts: list[int] = []
+
+
+def is_repaired() -> bool:
+    """Whether torch's operators are repaired on this thread.
+
+    Example:
+        >>> import primitives as pr
+        >>> with pr.repair_torch():
+        ...     pr.is_repaired()
+        True
+    """
+    return is_active()
+
+
+class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.set_grad_enabled is
+    """Make every derivative of torch's own operators right, whoever calls them; a context manager too.
+
+    `pr.repair_torch()` acts at once, for the whole process; `undo` takes it back. `with pr.repair_torch():` acts for
+    the calling thread until the block ends, and so it does as a decorator. Both may be repeated and nested.
+
+    Operators whose nested derivatives torch has wrong or lacks (layer, batch and group norm, attention, determinants,
+    solvers, `huber_loss`, ...) get a formula of this package, registered with torch's dispatcher. Modules, functions
+    and models stay torch's, and so do values and first derivatives of plain code on the CPU, bit for bit. A derivative
+    of higher order, a transform of `torch.func`, a tangent, or a CUDA tensor takes the formula, which on CUDA is a
+    fused kernel where there is one. Code that a compiler traces without forward mode gives the same graph as before.
+
+    Results that were recorded while it held may be differentiated after it has ended.
+
+    Raises:
+        BackendError: Inside a function that is being compiled, or if torch is older than 2.11.
+
+    Warns:
+        RuntimeWarning: If another package has registered kernels for the same operators.
+
+    Derivatives:
+        Forward and reverse mode, every nesting to order 3 by test. The page "Torch's operators, repaired" lists them.
+
+    Example:
+        >>> import torch, primitives as pr
+        >>> x, v = torch.tensor([[1.0, 3.0], [1.0, 3.0]], dtype=torch.float64)
+        >>> def loss(x):
+        ...     return torch.nn.functional.layer_norm(x, (2,), eps=1.0)[0] ** 2
+        >>> def curvature(x):
+        ...     return torch.func.jvp(lambda x: torch.func.jvp(loss, (x,), (v,))[1], (x,), (v,))[1].item()
+        >>> round(curvature(x), 3)
+        0.25
+        >>> with pr.repair_torch():
+        ...     round(curvature(x), 3)
+        -0.5
+    """
+
+    def __init__(self) -> None:
+        _refuse_to_compile()
+        with _lock:
+            self._was_repaired = process.is_repaired
+            if not is_active():
+                _compiled.begin()
+            _register()
+            process.is_repaired = True
+
+    def undo(self) -> None:
+        """End the repair of the process, whoever began it; blocks of `with` that are open go on."""
+        _refuse_to_compile()
+        with _lock:
+            if process.is_repaired:
+                _compiled.end()
+            process.is_repaired = False
+            if not _open_contexts:
+                _registrations.take_back()
+
+    def __enter__(self) -> repair_torch:
+        """Begin on this thread alone."""
+        _refuse_to_compile()
+        with _lock:
+            process.is_repaired = self._was_repaired
+            _open_contexts.append(1)
+            _register()
+        this_thread.num_contexts += 1
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """End what `__enter__` began."""
+        this_thread.num_contexts -= 1
+        with _lock:
+            _open_contexts.pop()
+            if not is_active():
+                _compiled.end()
+
+    def __call__(self, function: Any) -> Any:
+        """`function`, run inside the context."""
+        with _lock:
+            process.is_repaired = self._was_repaired
+        return super().__call__(function)
+
+
+@contextlib.contextmanager
+def repaired_thread() -> Iterator[None]:
+    """Context in which functions of this package call torch repaired; nothing where a compiler traces."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with _lock:
+        _open_contexts.append(1)
+        _register()
+    this_thread.num_contexts += 1
+    try:
+        yield
+    finally:
+        this_thread.num_contexts -= 1
+        with _lock:
+            _open_contexts.pop()
+
+
+class _Compiled:
+    """Code that Dynamo compiled while torch was not repaired, which has no guard on that.
+
+    Code that was compiled with the repair on is right without it too, and stays.
+    """
+
+    def __init__(self) -> None:
+        self._frames_at_end = 0
+
+    def begin(self) -> None:
+        """Have Dynamo forget all code, if it has compiled some since the repair was on last."""
+        dynamo = sys.modules.get("torch._dynamo.convert_frame")
+        if dynamo is not None and self._frames_at_end != dynamo.FRAME_COUNTER:
+            torch._dynamo.reset()
+
+    def end(self) -> None:
+        """Take note of what has been compiled so far."""
+        dynamo = sys.modules.get("torch._dynamo.convert_frame")
+        self._frames_at_end = 0 if dynamo is None else dynamo.FRAME_COUNTER
+
+
+_compiled = _Compiled()
+
+
+def _register() -> None:
+    """Put kernels before torch's own, once."""
+    if not _registrations:
+        install_backwards()
+        found = [(repair, device) for repair in repairs().values() for device in repair.devices]
+        forward = [(repair.name, device, functools.partial(forward_kernel, repair, device)) for repair, device in found]
+        inplace = [
+            (name, device, functools.partial(inplace_kernel, repair))
+            for repair, device in found
+            if (name := inplace_name(repair)) is not None
+        ]
+        _registrations.add([*forward, *inplace])
+
+
+def _refuse_to_compile() -> None:
+    if torch.compiler.is_compiling():
+        raise BackendError(
+            "repair_torch: torch's operators cannot change inside a compiled function. Call repair_torch before it, or "
+            "put the context manager around its call."
+        )

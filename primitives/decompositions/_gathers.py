@@ -1,0 +1,172 @@
+"""Decompositions of operators that look numbers up: rows of a table by bags, segments of an axis, points of volumes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives.decompositions._reductions import scatter_reduce
+from primitives.decompositions._statistics import constant_p
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+_SUM, _MEAN, _MAX = 0, 1, 2  # as in ATen's enumeration
+
+
+@register_decomposition(aten._embedding_bag)
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums, means or largest numbers of rows of `weight`, a bag of them at a time, and which rows they were."""
+    factors = None if per_sample_weights is None else constant_p(per_sample_weights)
+    args = scale_grad_by_freq, mode, sparse, factors, include_last_offset, padding_idx
+    # Of rows alone, which have no derivative.
+    value, bag_of, sizes, largest = aten._embedding_bag_forward_only(constant_p(weight), indices, offsets, *args)
+    # The forward has one more of each where it is given where the last bag ends.
+    sizes, largest = sizes[: len(value)], largest[: len(value)]
+    if mode == _MAX:
+        # As torch leaves a bag without rows.
+        rows = weight.gather(0, largest.to(torch.int64))
+        return torch.where((sizes > 0).unsqueeze(-1), rows, 0), bag_of, sizes, largest
+    indices = indices.to(torch.int64)
+    rows = weight[indices]
+    if scale_grad_by_freq:
+        counts = torch.zeros_like(weight[:, 0]).index_add(0, indices, torch.ones_like(rows[:, 0]))
+        shares = rows / counts[indices].unsqueeze(-1)
+        rows = shares + constant_p(rows - shares)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx >= 0:
+        rows = torch.where((indices == padding_idx).unsqueeze(-1), 0, rows)
+    starts = offsets[:-1] if include_last_offset else offsets
+    places = torch.arange(indices.shape[0], device=indices.device, dtype=offsets.dtype)
+    bags = torch.searchsorted(starts.contiguous(), places, right=True) - 1
+    output = value.new_zeros(value.shape).index_add(0, bags, rows)
+    if mode == _MEAN:
+        output = output / sizes.clamp(min=1).unsqueeze(-1)
+    return output, bag_of, sizes, largest
+
+
+_INITIAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
+
+
+@register_decomposition(aten.segment_reduce)
+def segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Tensor:
+    """Segments of an axis reduced, the first `lengths[..., 0]` numbers first."""
+    torch._check(reduce in _INITIAL, lambda: f"segment_reduce: reduce must be known, got {reduce!r}.")
+    given = lengths if offsets is None else offsets
+    torch._check(given is not None and indices is None, lambda: "segment_reduce: expected lengths or offsets.")
+    assert given is not None
+    torch._check(
+        data.dim() >= given.dim() and range(data.dim())[axis] == given.dim() - 1
+        and data.shape[: given.dim() - 1] == given.shape[:-1],
+        lambda: f"segment_reduce: {[*given.shape]} segments do not fit axis {axis} of {[*data.shape]}.",
+    )  # fmt: skip
+    if offsets is not None:
+        lengths = offsets.diff(dim=-1)
+    assert lengths is not None
+    if not unsafe and offsets is None:
+        is_whole = (lengths >= 0).all() & (lengths.sum(-1) == data.shape[axis]).all()
+        torch._assert_async(is_whole, "segment_reduce: lengths must be positive, and sum up to the axis.")
+    ends = lengths.cumsum(-1)
+    if offsets is not None:
+        ends = ends + offsets[..., :1]
+    rest = data.shape[lengths.dim() :]
+    places = torch.arange(data.shape[axis], device=data.device).expand(data.shape[: lengths.dim()]).contiguous()
+    # One more segment takes what lies outside.
+    segments = torch.searchsorted(ends.contiguous(), places.to(ends.dtype), right=True)
+    if offsets is not None:
+        segments = torch.where(places < offsets[..., :1], lengths.shape[-1], segments)
+    index = segments.reshape(*segments.shape, *[1] * len(rest)).expand_as(data)
+    start = data.new_full((*lengths.shape[:-1], lengths.shape[-1] + 1, *rest), initial or 0.0)
+    start.fill_(_INITIAL[reduce] if initial is None else initial)
+    kind = {"mean": "sum", "max": "amax", "min": "amin"}.get(reduce, reduce)
+    output = scatter_reduce(start, axis, index, data, kind).narrow(axis, 0, lengths.shape[-1])
+    if reduce == "mean":
+        sizes = lengths.reshape(*lengths.shape, *[1] * len(rest)).to(data.dtype)
+        empty = math.nan if initial is None else initial
+        output = torch.where(sizes == 0, empty, output / sizes.clamp(min=1))
+    return output
+
+
+_ZEROS, _BORDER, _REFLECTION = range(3)  # as in ATen's enumeration
+_NEAREST = 1
+
+
+def _reflected(x: Tensor, low: float, high: float) -> Tensor:
+    if low == high:
+        return torch.zeros_like(x)
+    distance = (x - low).abs()
+    turns = (distance / (high - low)).floor()
+    rest = distance - turns * (high - low)
+    return torch.where(turns % 2 == 0, rest + low, high - rest)
+
+
+@register_decomposition(aten.grid_sampler_3d)
+def grid_sampler_3d(
+    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Tensor:
+    """Values of volumes `[N, C, D, H, W]` at the points `[N, *, 3]` of a grid; torch has no jvp of its backward."""
+    fits = input.dim() == grid.dim() == 5 and len(input) == len(grid) and grid.shape[-1] == 3
+    torch._check(
+        fits and min(input.shape[2:]) > 0 and interpolation_mode in (0, _NEAREST),
+        lambda: f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
+    )
+    sizes, ways = input.shape[2:], []
+    for size, x in zip(sizes, grid.flatten(1, -2).unbind(-1)[::-1], strict=True):
+        place = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
+        if padding_mode == _REFLECTION:
+            place = _reflected(place, 0, size - 1) if align_corners else _reflected(place, -0.5, size - 0.5)
+        if padding_mode != _ZEROS:
+            place = place.clamp(0, size - 1)
+        if interpolation_mode == _NEAREST:
+            # Rounding has a derivative, which is zero.
+            nearest = place.round()
+            ways.append([(nearest, 1 + nearest - nearest.detach())])
+        else:
+            below = place.floor()
+            ways.append([(below, 1 - (place - below)), (below + 1, place - below)])
+    flat, total = input.flatten(2), 0
+    for corner in itertools.product(*ways):
+        index, weight = 0, 1
+        for size, (at, share) in zip(sizes, corner, strict=True):
+            inside = (at >= 0) & (at < size)
+            weight = weight * torch.where(inside, share, 0)
+            index = index * size + torch.where(inside, at, 0).to(torch.int64)
+        values = flat.gather(2, index.unsqueeze(1).expand(-1, flat.shape[1], -1))
+        total = total + values * weight.unsqueeze(1)
+    return total.reshape(*input.shape[:2], *grid.shape[1:-1])
+
+
+@register_decomposition(aten.grid_sampler)
+def grid_sampler(
+    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Tensor:
+    """Values of images or volumes at the points of a grid."""
+    of = aten.grid_sampler_3d.default if input.dim() == 5 else aten.grid_sampler_2d.default
+    return decomposition_table[of](input, grid, interpolation_mode, padding_mode, align_corners)

@@ -1,0 +1,157 @@
+"""Decompositions of products, sums and largest numbers along an axis, and by groups of numbers along it.
+
+Torch divides the product of all by one factor for the derivative by it, which is lost beside zeros, or takes what it
+divided by for a constant. Here numbers are multiplied two by two, in as many steps as a binary tree has.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+
+from primitives._core.decomposition import register_decomposition
+from primitives.decompositions._statistics import accumulated, constant_p
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """All before it, and itself, combined at every place along an axis."""
+    # The axis of no length that torch takes for one of a single number.
+    flat = x.reshape(1) if x.dim() == 0 else x
+    length, step = flat.shape[dim], 1
+    while step < length:
+        later = combine(flat.narrow(dim, step, length - step), flat.narrow(dim, 0, length - step))
+        flat, step = torch.cat([flat.narrow(dim, 0, step), later], dim), 2 * step
+    return flat.reshape(x.shape) if length > 1 else x.clone()
+
+
+def _multiplied(self: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In the dtype that torch multiplies in."""
+    if dtype is None and not (self.is_floating_point() or self.is_complex()):
+        dtype = torch.int64
+    return self if dtype is None else self.to(dtype)
+
+
+@register_decomposition(aten.cumprod.default)
+def cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Products of all numbers up to each; the forward mode of torch's is wrong beside a zero."""
+    return _scanned(_multiplied(self, dtype), dim, operator.mul)
+
+
+@register_decomposition(aten.prod.dim_int)
+def prod_along(self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Product along an axis; torch's derivatives of third order are wrong beside several zeros."""
+    x = _multiplied(self, dtype)
+    flat = x.reshape(1) if x.dim() == 0 else x
+    if flat.shape[dim] == 0:
+        flat = torch.ones_like(flat.sum(dim, keepdim=True))
+    while (length := flat.shape[dim]) > 1:
+        half = length // 2
+        pairs = flat.narrow(dim, 0, half) * flat.narrow(dim, half, half)
+        flat = torch.cat([pairs, flat.narrow(dim, 2 * half, length % 2)], dim)
+    return flat.reshape(()) if x.dim() == 0 else flat.clone() if keepdim else flat.squeeze(dim).clone()
+
+
+@register_decomposition(aten.prod.default)
+def prod(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Product of all numbers."""
+    return prod_along(self.flatten(), 0, dtype=dtype)
+
+
+def _log_sum(a: Tensor, b: Tensor) -> Tensor:
+    """`log(exp(a) + exp(b))`, of complex numbers too."""
+    if not a.is_complex():
+        return torch.stack([a, b]).logsumexp(0)
+    largest = constant_p(torch.maximum(a.real, b.real))
+    largest = torch.where(largest.isfinite(), largest, 0.0)
+    return ((a - largest).exp() + (b - largest).exp()).log() + largest
+
+
+@register_decomposition(aten.logaddexp)
+def logaddexp(self: Tensor, other: Tensor) -> Tensor:
+    """As `logsumexp`, whose derivatives beside `-inf` torch has right."""
+    if not self.is_floating_point() or not other.is_floating_point():
+        return torch.logaddexp(self, other)
+    a, b = torch.broadcast_tensors(self, other)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return _log_sum(accumulated(a.to(dtype)), accumulated(b.to(dtype))).to(dtype)
+
+
+@register_decomposition(aten.logcumsumexp)
+def logcumsumexp(self: Tensor, dim: int) -> Tensor:
+    """Logarithms of sums of exponentials up to each; torch's derivative reversed three times is wrong."""
+    if not self.is_floating_point() and not self.is_complex():
+        return torch.logcumsumexp(self, dim)
+    wide = self if self.is_complex() else accumulated(self)
+    return _scanned(wide, dim, _log_sum).to(self.dtype)
+
+
+def _scattered_products(self: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool) -> Tensor:
+    """Products of the numbers that go to each place."""
+    shape = self.shape
+    if self.dim() == 0:
+        self, index, src = self.reshape(1), index.reshape(-1), src.reshape(-1)
+    for axis, length in enumerate(index.shape):
+        src = src.narrow(axis, 0, length)
+    # The place of each number in the flattened result.
+    strides = [self.shape[axis + 1 :].numel() for axis in range(self.dim())]
+    axes = [
+        torch.arange(length, device=index.device).reshape([-1, *[1] * (index.dim() - 1 - axis)]) * strides[axis]
+        for axis, length in enumerate(index.shape)
+    ]
+    axes[dim] = index * strides[dim]
+    places = sum(axes).flatten()  # type: ignore[union-attr] - of one axis at least
+    base = self.flatten()
+    if not include_self:
+        base = torch.where(torch.zeros_like(base, dtype=torch.bool).index_fill(0, places, True), 1, base)
+    places = torch.cat([torch.arange(base.shape[0], device=index.device), places])
+    numbers = torch.cat([base, src.flatten()])
+    order = places.argsort(stable=True)
+    places, numbers, step = places[order], numbers[order], 1
+    while step < places.shape[0]:
+        alike = places[step:] == places[:-step]
+        later = numbers[step:] * torch.where(alike, numbers[:-step], 1)
+        numbers, step = torch.cat([numbers[:step], later]), 2 * step
+    # The last number of a place has the product of all.
+    last = torch.searchsorted(places, torch.arange(base.shape[0], device=index.device), right=True) - 1
+    return numbers[last].reshape(shape)
+
+
+@register_decomposition(aten.scatter_reduce.two)
+def scatter_reduce(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """Numbers reduced at the places that an index names; of products torch has no right derivative."""
+    if reduce != "prod":
+        return torch.scatter_reduce(self, dim, index, src, reduce, include_self=include_self)
+    # Torch's own checks, of what they need.
+    torch.scatter_reduce(self.detach(), dim, index, src.detach(), "prod")
+    return _scattered_products(self, dim, index, src, include_self)
+
+
+@register_decomposition(aten.index_reduce)
+def index_reduce(
+    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """Slices reduced at the places that an index names, as numbers are by `scatter_reduce`."""
+    torch._check(
+        reduce in ("prod", "mean", "amax", "amin"), lambda: f"index_reduce: reduce must be known, got {reduce!r}."
+    )
+    torch._check(self.dtype == source.dtype, lambda: f"index_reduce: dtypes {self.dtype} and {source.dtype} differ.")
+    torch._check(index.dim() < 2, lambda: f"index_reduce: index must have one axis, got {[*index.shape]}.")
+    length = source.shape[dim] if source.dim() else 1
+    torch._check(index.numel() == length, lambda: f"index_reduce: {index.numel()} places for {length} slices.")
+    axis = range(max(source.dim(), 1))[dim]
+    rest = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (self, source)]
+    torch._check(rest[0] == rest[1], lambda: f"index_reduce: slices of shape {rest[0]} and {rest[1]}.")
+    if source.dim():
+        index = index.reshape([-1 if n == axis else 1 for n in range(source.dim())]).expand_as(source)
+    return scatter_reduce(self, dim, index, source, reduce, include_self=include_self)
