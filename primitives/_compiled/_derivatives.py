@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,7 +15,10 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 
 from primitives._compiled._graphs import LOCK, joint_graph, program_of
 from primitives._compiled._saved import Known, Saved, SavedAtLevels, is_here
+from primitives._core.errors import ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
+
+from primitives.tracing._torch_private import bindings, bound_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +37,24 @@ def _meta(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device
 
 
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    """What counts of a tensor where its sizes do not."""
+    sizes = tuple(None if n > 1 else n for n in x.shape)
+    return sizes, x.is_contiguous() or x.stride(), x.dtype, x.device
+
+
+def _fits(joint: JointGraph, tensors: Sequence[Tensor]) -> bool:
+    """Whether a graph with symbols for sizes is valid for these."""
+    fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")[: len(tensors)]]
+    symbols = bindings(fakes, tensors)
+    if any(bound_sizes(fake.shape, symbols) != [*x.shape] for fake, x in zip(fakes, tensors, strict=True)):
+        return False
+    with contextlib.suppress(ShapeError):
+        joint.require_fit([*tensors], symbols)
+        return True
+    return False
+
+
 class Compiled(Derived):
     """A function of tensors, compiled for each set of sizes; its derivatives are functions of the kind.
 
@@ -47,8 +69,8 @@ class Compiled(Derived):
         super().__init__(inner)
         self.settings, self.name, self.names = settings, name, tuple(names)
         self._derived: dict[Any, Compiled] = {}
-        self._programs: dict[Any, Program] = {}
-        self._halves: dict[Any, Halves] = {}
+        # Programs, or halves, with the graphs that they are made of.
+        self._made: dict[Any, list[tuple[JointGraph, Any]]] = {}
 
     def tangents(self, values: Tensors) -> tuple[Tensor | None, ...]:
         """As the function that is compiled."""
@@ -85,30 +107,34 @@ class Compiled(Derived):
 
     def program(self, tensors: Sequence[Tensor]) -> Program:
         """The program of the value, for these sizes."""
-        key = tuple(map(_meta, tensors))
-        program = self._programs.get(key)
-        if program is None:
-            with LOCK:
-                program = self._programs.get(key) or self._made(tensors)
-                self._programs[key] = program
-        return program
 
-    def _made(self, tensors: Sequence[Tensor]) -> Program:
-        joint, seconds = joint_graph(self.inner, self.name, tensors, (), self.names, self.settings)
-        num = joint.signature.num_forward_outputs
-        return program_of(joint.module, self.name, self.settings, num_visible=num, seconds=seconds)
+        def make(joint: JointGraph, seconds: float) -> Program:
+            num = joint.signature.num_forward_outputs
+            return program_of(joint.module, self.name, self.settings, num_visible=num, seconds=seconds)
+
+        return self._of_sizes(tensors, (), make)
 
     def halves(self, tensors: Sequence[Tensor], wanted: tuple[int, ...]) -> Halves:
         """Forward and backward pass for these sizes."""
-        key = (wanted, *map(_meta, tensors))
-        found = self._halves.get(key)
+        return self._of_sizes(tensors, wanted, lambda joint, seconds: Halves(self, joint, wanted, seconds))
+
+    def _of_sizes(self, tensors: Sequence[Tensor], wanted: tuple[int, ...], make: Callable[..., Any]) -> Any:
+        key = wanted, *map(_kind if self.settings.dynamic else _meta, tensors)
+        found = self._fitting(key, tensors)
         if found is None:
             with LOCK:
-                found = self._halves.get(key)
+                found = self._fitting(key, tensors)
                 if found is None:
                     joint, seconds = joint_graph(self.inner, self.name, tensors, wanted, self.names, self.settings)
-                    found = self._halves[key] = Halves(self, joint, wanted, seconds)
+                    found = make(joint, seconds)
+                    self._made[key] = [(joint, found), *self._made.get(key, ())]
         return found
+
+    def _fitting(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        for joint, found in self._made.get(key, ()):
+            if not self.settings.dynamic or _fits(joint, tensors):
+                return found
+        return None
 
     def recorded(self, tensors: Sequence[Tensor]) -> Tensors:
         """The results, with what a backward pass reads saved."""
@@ -125,13 +151,13 @@ class Compiled(Derived):
         if not wanted:
             return super().recorded(tensors)
         halves = self.halves(tensors, wanted)
-        if halves.is_random and _functorch.TransformType.Vmap in map(_kind, _functorch.get_interpreter_stack()):
+        if halves.is_random and _functorch.TransformType.Vmap in map(_key, _functorch.get_interpreter_stack()):
             # The graph draws the same numbers for all samples.
             return super().recorded(tensors)
         return SavedAtLevels.apply(halves, *tensors)[: halves.num]
 
 
-_kind = operator.methodcaller("key")
+_key = operator.methodcaller("key")
 
 
 class _Stage(Recomputable):
@@ -188,7 +214,7 @@ class _Backward:
     module: fx.GraphModule
     # Where its inputs are among arguments, saved values and cotangents, and the strides of some.
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
-    strides: list[tuple[int, tuple[int, ...]]]
+    strides: list[tuple[int, tuple[int, ...] | None]]
     # From nothing and its results to one entry for each argument.
     spread: Callable[[Sequence[Any]], tuple[Any, ...]]
     program: Program | None = None
@@ -197,7 +223,9 @@ class _Backward:
         """Its inputs, with the strides that it was traced for."""
         found = list(self.pick(values))
         for i, stride in self.strides:
-            if found[i].stride() != stride:
+            if stride is None:
+                found[i] = found[i].contiguous()
+            elif found[i].stride() != stride:
                 found[i] = found[i].new_empty_strided(found[i].shape, stride).copy_(found[i])
         return found
 
@@ -230,7 +258,13 @@ class Halves:
         self.module.recompile()
         name, settings = function.name, function.settings
         self.forward = program_of(
-            self.module, f"{name}, forward", settings, num_visible=num, seconds=seconds, num_bytes=forward.saved_bytes
+            self.module,
+            f"{name}, forward",
+            settings,
+            # Strides of what is saved are known where they are numbers, after the first run.
+            num_visible=num + len(kept) * settings.dynamic,
+            seconds=seconds,
+            num_bytes=forward.saved_bytes,
         )
         # Where each input of the backward pass comes from: arguments, what was saved, cotangents, one after the other.
         places = {
@@ -243,7 +277,8 @@ class Halves:
         self._places = places | {name: start + k for name, k in self._cotangents.items()}
         self._gradients = joint.signature.gradient_places
         self.has_numbers = any(entry.dtype is None for entry in forward.saved)
-        self.is_random = bool(joint.graph.find_nodes(op="placeholder")[len(primals) - 1].users)
+        seed = joint.graph.find_nodes(op="placeholder")[function.names.index("seed")]
+        self.is_random = bool(seed.users)
         self._backwards: dict[Any, _Backward] = {}
         self._resumed: dict[Any, tuple[Known, list[int]]] = {}
 
@@ -267,7 +302,7 @@ class Halves:
     def _compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         for node, x in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             fake = node.meta["val"]
-            if isinstance(x, torch.Tensor) and fake.stride() != x.stride():
+            if isinstance(x, torch.Tensor) and not self.function.settings.dynamic and fake.stride() != x.stride():
                 # A compiler chooses the strides of what is saved.
                 node.meta["val"] = fake.as_strided(fake.shape, x.stride())
         num = len(module.graph.output_node().args[0])  # type: ignore[arg-type] - a list
@@ -295,7 +330,7 @@ class Halves:
                 graph.erase_node(node)
                 continue
             if node.name in self._cotangents:
-                strides.append((len(places), fake.stride()))
+                strides.append((len(places), None if self.function.settings.dynamic else fake.stride()))
             places.append(place)
         graph.lint()
         module.recompile()

@@ -25,6 +25,7 @@ from primitives._core.errors import LeafError
 from primitives._core.recomputation import recomputed
 from primitives.func._reached import Reached
 from primitives.func._region import Guard, Region
+from primitives.tracing._leaves import Leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ class _Traced(Region):
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__(fn, args, kwargs)
         kinds = {"cpu", *(x.device.type for x in self.tensors)}
+        # Derivatives of every order are asked of it.
+        self._is_repaired = True
         self._contexts = [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())]
         self._contexts += [
             functools.partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
@@ -62,9 +65,8 @@ class _Traced(Region):
     is_random = False
 
     def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        paths = optree.tree_accessors((args, kwargs))
-        names = [paths[i].codify("")[3:] for i in self._places]
-        names += [f"captured[{k}]" for k in range(len(self._reached.places))]
+        given = Leaves.of_arguments(self._fn, args, dict(sorted(kwargs.items())))
+        names = [*given.labels(self._places), *(f"captured[{k}]" for k in range(len(self._reached.places)))]
         paths = {owner: path for each in self._reached.modules for path, owner in each.named_modules()}
         places = [each[0] for each in self._registered.values()]
         return [*names, *(f"{paths[owner]}.{name}".lstrip(".") for owner, _, name in places), "seed"]
@@ -103,6 +105,7 @@ class _Site:
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], owner: CompiledFunction) -> None:
         self.owner, self.region = owner, _Traced(fn, args, kwargs)
+        owner.settings.fixed.update(self.region.names[-1 - len(self.region._registered) :])
         self.reached = self.region._reached
         self.compiled = Compiled(self.region, owner.settings, "value", self.region.names)
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())
@@ -145,6 +148,9 @@ class _Site:
 
     def _planned(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         """The results, and a plan for the next call of such tensors."""
+        if self.owner.settings.dynamic:
+            # Its programs serve other sizes.
+            return recomputed(self.compiled, tensors)
         guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         compiled, wanted = self.compiled, tuple(i for i, x in enumerate(tensors) if x.requires_grad)
         if wanted and torch.is_grad_enabled():

@@ -45,6 +45,7 @@ class Settings:
         backend: As in `torch.compile`.
         options: Inductor's options.
         dynamic: Whether sizes are symbols.
+        fixed: Names of parameters and buffers, whose sizes are numbers.
         programs: What has been compiled, in order.
         graphs: The joint graphs that it was made of, by name.
     """
@@ -52,6 +53,7 @@ class Settings:
     backend: Any
     options: dict[str, Any]
     dynamic: bool
+    fixed: set[str] = dataclasses.field(default_factory=set)
     programs: list[Program] = dataclasses.field(default_factory=list)
     graphs: dict[str, JointGraph] = dataclasses.field(default_factory=dict)
 
@@ -95,8 +97,13 @@ class Program:
 @contextlib.contextmanager
 def _outside_everything() -> Iterator[None]:
     """Context without the transforms, modes and autocast of the caller: programs are the same wherever they are made."""
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), _C._DisableAutocast():
+    hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), _C._DisableAutocast(), hooks:
         yield
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def joint_graph(
@@ -119,7 +126,11 @@ def joint_graph(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(i in wanted)
             for i, x in enumerate(tensors)
         )
-        axes = [[k for k, n in enumerate(x.shape) if n > 1] if settings.dynamic else [] for x in blanks]
+        is_fixed = [not settings.dynamic or name.split("_dot")[0] in settings.fixed for name in names]
+        axes = [
+            [] if fixed else [k for k, n in enumerate(x.shape) if n > 1]
+            for x, fixed in zip(blanks, is_fixed, strict=True)
+        ]
         counts = [names[:i].count(name) for i, name in enumerate(names)]
         roots = tuple(f"{name}_{n}" if n else name for name, n in zip(names, counts, strict=True))
         given = Leaves.of(blanks, roots, "")

@@ -120,7 +120,8 @@ def _save(ctx: Any, halves: Any, tensors: Sequence[Tensor], outputs: Sequence[An
     # Sizes, where they are symbols in the graphs.
     ctx.numbers = [(k, x) for k, x in enumerate(kept) if not isinstance(x, torch.Tensor)] if halves.has_numbers else ()
     ctx.save_for_backward(*tensors, *([x for x in kept if isinstance(x, torch.Tensor)] if ctx.numbers else kept))
-    ctx.set_materialize_grads(False)
+    # Where sizes are symbols, graphs cannot make the zeros.
+    ctx.set_materialize_grads(halves.function.settings.dynamic)
     ctx.mark_non_differentiable(*[outputs[k] for k in halves.constants])
 
 

@@ -22,6 +22,7 @@ from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
 from primitives.tracing._modules.lending import attributes_kept
 from primitives.tracing._recompute import replays
+from primitives.tracing._torch_private import has_data_mutation, is_functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +106,7 @@ class Region(Recomputable):
                 self._out_places = [i for i, y in enumerate(results) if isinstance(y, torch.Tensor)]
                 self._out_leaves = [None if isinstance(y, torch.Tensor) else y for y in results]
                 for i, (x, y) in enumerate(zip(used, current, strict=True)):
-                    if y is not None and (y is not x or bottom(y)._version > self._versions[i]):
+                    if y is not None and (y is not x or _is_written(bottom(y), self._versions[i])):
                         self._changed.append(start + i)
                 places = list(self._registered.values())
                 self._constants = frozenset(
@@ -142,6 +143,11 @@ class Region(Recomputable):
             else:
                 _write_back([old], [new])
         return self._out_treespec.unflatten(leaves)
+
+
+def _is_written(x: Tensor, version: int) -> bool:
+    """Whether `x` was written to since it had this version; functionalization counts some writes by itself."""
+    return x._version > version or (is_functional(x) and has_data_mutation(x))
 
 
 def _may_be_differentiated(x: Tensor) -> bool:
