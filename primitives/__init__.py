@@ -10,6 +10,7 @@ import sys
 from primitives import autograd, custom, decompositions, func, functional, nn, testing, tracing
 from primitives._audit.function import audit
 from primitives._audit.report import AuditReport, Finding
+from primitives._compiled._api import compile
 from primitives._core import (
     AxisError,
     BackendError,
@@ -27,7 +28,6 @@ from primitives._core import (
     current_backend,
     use_backend,
 )
-from primitives._compiled._api import compile  # noqa: A004 - named as torch's
 from primitives._core.naming import publish
 from primitives._repair.switch import is_repaired, repair_torch
 from primitives._version import __version__

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["compile"]
 
 
-def compile(  # noqa: A001 - named as torch's
+def compile(
     fn: Any,
     *,
     backend: str | Callable[..., Any] = "inductor",
@@ -32,7 +32,7 @@ def compile(  # noqa: A001 - named as torch's
     step takes two, the forward pass, and the backward pass from what the first has saved. A derivative of a backward
     pass computes again, once per order. So compile the whole loss where it holds derivatives, rather than the model.
 
-    Python runs once per program. There is one for each set of sizes, strides, dtypes and devices of the tensors, for each
+    Python runs once per program. There is one for each set of sizes, strides, dtypes and devices of tensors, for each
     set of constants among the arguments, and for the state of torch that changes results: grad mode, autocast, default
     dtype. Modules, and variables of the closure and of globals, are looked up at each call: their tensors are arguments
     of the programs, and another variable, submodule or training mode gets programs of its own. Other attributes of
@@ -49,7 +49,7 @@ def compile(  # noqa: A001 - named as torch's
         dynamic: Whether one program serves all sizes. An axis of size 0 or 1 stays as it is.
 
     Returns:
-        The compiled function; `print` shows its programs, and `graphs` are their joint graphs. For a module, a module of
+        The compiled function; `print` shows its programs, and `graphs` are their joint graphs. For a module, one of
         the same class that shares everything with it; there they are `compiled` and `compiled.graphs`.
 
     Raises:

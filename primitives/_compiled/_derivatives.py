@@ -17,7 +17,6 @@ from primitives._compiled._graphs import LOCK, joint_graph, program_of
 from primitives._compiled._saved import Known, Saved, SavedAtLevels, is_here
 from primitives._core.errors import ShapeError
 from primitives._core.recomputation import Batched, Derived, Pullback, Pushforward, Recomputable
-
 from primitives.tracing._torch_private import bindings, bound_sizes
 
 if TYPE_CHECKING:

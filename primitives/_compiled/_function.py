@@ -118,8 +118,8 @@ class _Site:
         """What the function reaches, or `None` if that, or torch's state, is not what it was."""
         if (
             not self._state.check()
-            or (_C._len_torch_function_stack() or self._modes)
-            and tuple(_modes()) != self._modes
+            or ((_C._len_torch_function_stack() or self._modes)
+            and tuple(_modes()) != self._modes)
         ):
             return None
         return self.reached.tensors()

@@ -96,14 +96,18 @@ class Program:
 
 @contextlib.contextmanager
 def _outside_everything() -> Iterator[None]:
-    """Context without the transforms, modes and autocast of the caller: programs are the same wherever they are made."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), _C._DisableAutocast(), hooks:
-        yield
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    """Context without the transforms, modes and autocast of the caller, on which no program depends."""
+    hooks = []
+    # Those of a checkpoint would compute again what is only traced.
+    while (pair := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[attr-defined] - no stub
+        hooks.append(pair)
+        _C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined] - as above
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes(), _C._DisableAutocast():
+            yield
+    finally:
+        for pair in reversed(hooks):
+            _C._autograd._push_saved_tensors_default_hooks(*pair)  # type: ignore[attr-defined] - as above
 
 
 def joint_graph(
@@ -114,7 +118,7 @@ def joint_graph(
     names: Sequence[str],
     settings: Settings,
 ) -> tuple[JointGraph, float]:
-    """The joint graph of a function at tensors of these sizes, with gradients of those `wanted`; seconds that it took."""
+    """The joint graph of a function for these sizes, with gradients of those `wanted`; seconds that it took."""
     start = time.perf_counter()
     table: dict[Any, Any] = {}
     if settings.backend == "inductor":
@@ -162,7 +166,7 @@ def program_of(
 
 
 def _lifted(module: fx.GraphModule) -> list[Tensor]:
-    """Make inputs of the tensors from elsewhere that a graph reads: who writes to them expects the next call to see it."""
+    """Make inputs of the tensors from elsewhere that a graph reads, so that writes to them are seen."""
     found: dict[str, Tensor] = {}
     graph, made = module.graph, {}
     inputs = graph.find_nodes(op="placeholder")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Tensors = tuple[Tensor, ...]
 
-__all__ = ["Batched", "Derived", "Pullback", "Pushforward", "Recomputable", "recomputed", "pushed"]
+__all__ = ["Batched", "Derived", "Pullback", "Pushforward", "Recomputable", "pushed", "recomputed"]
 
 
 class Recomputable:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["traced", "trace_joint"]
+__all__ = ["trace_joint", "traced"]
 
 _FUNCTION = "trace_joint"
 _STATE_NAMES = ("forward_seed", "forward_offset", "backward_seed", "backward_offset")
@@ -238,13 +238,13 @@ def _run(
 def _refuse_writes(function: str, given: Leaves, mutated: Sequence[int]) -> None:
     if mutated:
         raise MutationError(
-            f"{function}: the function writes to {', '.join(given.labels(mutated))} in place, of which the caller would "
-            "not see anything. Return the new value."
+            f"{function}: the function writes to {', '.join(given.labels(mutated))} in place, and the caller "
+            "would not see it. Return the new value."
         )
 
 
 def _apart(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The values, copied where they share memory with another one or with `others`: autograd gives no view a history."""
+    """The values, copied where they share memory with one before or with `others`: autograd wants no views."""
     taken, found = {number for x in others for number in memories(x)}, []
     for y in values:
         numbers = memories(y) if isinstance(y, torch.Tensor) else []
