@@ -272,7 +272,9 @@ def counts(rows: Iterable[dict[str, str]]) -> str:
     for who, prefix in (("torch", ""), ("repaired", "repaired_")):
         wrong = sum(bool(row[f"{prefix}wrong"]) for row in rows)
         raising = sum(any(len(nesting) < MAX_ORDER for nesting in row[f"{prefix}raises"].split()) for row in rows)
-        lines.append(f"{who}: {len(rows)} rows, {wrong} silently wrong to order {MAX_ORDER}, {raising} raise to order 2")
+        lines.append(
+            f"{who}: {len(rows)} rows, {wrong} silently wrong to order {MAX_ORDER}, {raising} raise to order 2"
+        )
     return "\n".join(lines)
 
 

@@ -69,6 +69,8 @@ class _Traced(Region):
         names = [*given.labels(self._places), *(f"captured[{k}]" for k in range(len(self._reached.places)))]
         paths = {owner: path for each in self._reached.modules for path, owner in each.named_modules()}
         places = [each[0] for each in self._registered.values()]
+        constants = [i for i, x in enumerate(self._leaves) if not isinstance(x, torch.Tensor)]
+        self.given = [*zip(given.labels(constants), (self._leaves[i] for i in constants), strict=True)]
         return [*names, *(f"{paths[owner]}.{name}".lstrip(".") for owner, _, name in places), "seed"]
 
     def _look(self, roots: list[Any]) -> Reached:
@@ -116,10 +118,8 @@ class _Site:
 
     def tensors(self) -> list[Tensor] | None:
         """What the function reaches, or `None` if that, or torch's state, is not what it was."""
-        if (
-            not self._state.check()
-            or ((_C._len_torch_function_stack() or self._modes)
-            and tuple(_modes()) != self._modes)
+        if not self._state.check() or (
+            (_C._len_torch_function_stack() or self._modes) and tuple(_modes()) != self._modes
         ):
             return None
         return self.reached.tensors()
@@ -142,9 +142,21 @@ class _Site:
         return self.region.output(results, tensors)
 
     def _seed(self) -> Tensor:
-        if self._is_known and not self.region.is_random:
-            return self._no_seed
+        if self._is_known:
+            return self._drawn() if self.region.is_random else self._no_seed
+        # A function that draws nothing leaves the generators alone.
+        with torch.random.fork_rng([self.region.device] if self.region.device.type == "cuda" else []):
+            return self._drawn()
+
+    def _drawn(self) -> Tensor:
         return torch.empty((), dtype=torch.int64, device=self.region.device).random_()
+
+    def settle(self) -> None:
+        """After the first call it is known whether anything was random; then what was drawn aside counts."""
+        self._is_known = True
+        if self.region.is_random:
+            with temporarily_clear_interpreter_stack():
+                self._drawn()
 
     def _planned(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         """The results, and a plan for the next call of such tensors."""
@@ -162,7 +174,9 @@ class _Site:
         described = [
             (name, ([*x.shape], x.dtype, x.stride())) for name, x in zip(self.region.names, tensors, strict=True)
         ]
-        self.owner.note([*described, *self.reached.described(), ("grad mode", torch.is_grad_enabled())])
+        self.owner.note(
+            [*self.region.given, *described, *self.reached.described(), ("grad mode", torch.is_grad_enabled())]
+        )
         return results
 
 
@@ -238,6 +252,7 @@ class CompiledFunction:
             if reached is None:
                 raise RuntimeError("compile: another thread changes what the function reaches.")
             output = site(tensors + reached)
+            site.settle()
             # Another list: threads go through this one.
             self._sites[key] = [site, *self._sites.get(key, ())]
         return output

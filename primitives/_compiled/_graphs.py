@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _C, _guards, fx
+from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from primitives._core.errors import LeafError
 from primitives._core.inductor import tracing_a_program
 from primitives.tracing._joint.trace import traced
 from primitives.tracing._leaves import Leaves
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "Program", "Settings", "joint_graph", "program_of"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("primitives.compile")
 # Torch's compilers are not made for several threads at once.
 LOCK = threading.RLock()
@@ -120,6 +123,13 @@ def joint_graph(
 ) -> tuple[JointGraph, float]:
     """The joint graph of a function for these sizes, with gradients of those `wanted`; seconds that it took."""
     start = time.perf_counter()
+    for x, label in zip(tensors, names, strict=True):
+        if x.layout != torch.strided or not (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x)):
+            raise LeafError(
+                f"compile: {label} must be a dense tensor of torch's own type, got {type(x).__name__} of {x.layout}. "
+                "Pass its parts, or compile what runs on them: for a DTensor or FSDP, the module of each rank before it "
+                "is sharded, or use torch.compile."
+            )
     table: dict[Any, Any] = {}
     if settings.backend == "inductor":
         from torch._inductor.decomposition import select_decomp_table

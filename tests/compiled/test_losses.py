@@ -72,7 +72,7 @@ def test_model(loss):
     same(gradients(net, loss(model, X)), gradients(net, loss(net, X)))
 
 
-@pytest.mark.parametrize("loss", (penalty, tangent))
+@pytest.mark.parametrize("loss", [penalty, tangent])
 def test_inductor(loss):
     net = mlp()
     step, model = pr.compile(functools.partial(loss, net)), pr.compile(net)
@@ -90,7 +90,7 @@ def test_backends(loss, compiler):
         same(gradients(net, found), gradients(net, loss(net, X)))
 
 
-@pytest.mark.parametrize("loss", (plain, penalty))
+@pytest.mark.parametrize("loss", [plain, penalty])
 def test_batch_norm(loss):
     """Statistics are written once a call, also where the backward pass is recorded."""
     plain_net, whole_net, inner_net = (mlp(nn.BatchNorm1d) for _ in range(3))
