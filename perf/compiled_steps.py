@@ -6,6 +6,7 @@ One thread, all of them in one process and in turns, the least time of each. JAX
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import sys
@@ -29,7 +30,7 @@ __all__ = ["CASES", "Case", "lines", "measure"]
 def mlp(sizes: Sequence[int], act: type[nn.Module] = nn.Tanh, *, norm: bool = False) -> nn.Module:
     """Linear layers, activations, and layer norms between them."""
     layers: list[nn.Module] = []
-    for i, o in zip(sizes[:-2], sizes[1:-1], strict=True):
+    for i, o in itertools.pairwise(sizes[:-1]):
         layers += [nn.Linear(i, o), *[nn.LayerNorm(o)] * norm, act()]
     return pr.nn.convert(nn.Sequential(*layers, nn.Linear(*sizes[-2:])))
 
@@ -213,7 +214,7 @@ def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             found = step()
-        except Exception as error:  # noqa: BLE001 - what torch.compile refuses, it refuses in many ways
+        except Exception as error:
             if name == "ours":
                 raise
             first[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:70]}"
@@ -261,7 +262,7 @@ def lines(only: Sequence[str] = ()) -> Iterator[str]:
 
 
 @functools.cache
-def _jax_steps() -> dict[str, Callable[[], Callable[[], Any]]]:
+def _jax_steps() -> dict[str, Callable[[], Callable[[], Any]]]:  # noqa: C901 - the losses, once more
     """For each of the first six steps, what makes the same step in JAX; nothing where JAX is not installed."""
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
     try:
@@ -272,7 +273,7 @@ def _jax_steps() -> dict[str, Callable[[], Callable[[], Any]]]:
 
     def init(sizes: Sequence[int], *, norm: bool) -> list[tuple[Any, ...]]:
         key, params = jax.random.PRNGKey(0), []
-        for k, (i, o) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for k, (i, o) in enumerate(itertools.pairwise(sizes)):
             key, use = jax.random.split(key)
             scale = [jnp.ones(o), jnp.zeros(o)] if norm and k < len(sizes) - 2 else []
             params.append((jax.random.uniform(use, (i, o), minval=-1, maxval=1) / i**0.5, jnp.zeros(o), *scale))

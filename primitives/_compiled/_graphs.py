@@ -127,8 +127,7 @@ def joint_graph(
         if x.layout != torch.strided or not (type(x) in _PLAIN or _functorch.is_functorch_wrapped_tensor(x)):
             raise LeafError(
                 f"compile: {label} must be a dense tensor of torch's own type, got {type(x).__name__} of {x.layout}. "
-                "Pass its parts, or compile what runs on them: for a DTensor or FSDP, the module of each rank before it "
-                "is sharded, or use torch.compile."
+                "Pass its parts, or compile what runs on them; for a DTensor, or a model in FSDP, use torch.compile."
             )
     table: dict[Any, Any] = {}
     if settings.backend == "inductor":

@@ -149,12 +149,18 @@ def _next(x: Any) -> list[Any]:
     if isinstance(x, tuple):
         return list(x)
     if isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("torch."):
-        variables = [_Place(x.__globals__, name) for name in x.__code__.co_names if name in x.__globals__]
+        variables = [_Place(x.__globals__, name) for name in _names(x.__code__) if name in x.__globals__]
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         return [*variables, *(_Place(cell, _CELL) for cell in x.__closure__ or ()), *defaults]
     # What stands for a function.
     wrapped = getattr(x, "__wrapped__", None) if callable(x) and not isinstance(x, type) else None
     return [] if wrapped is None else [wrapped]
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Names that are read by code, and by that of functions in it."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _attributes(method: types.MethodType) -> list[_Place]:

@@ -225,7 +225,7 @@ def constant_value(x: Tensor) -> Tensor | None:
         if node not in values:
             if node.op == "get_attr":
                 values[node] = getattr(tracer.root, str(node.target))
-            elif node.op == "call_function" and not getattr(node.target, "_schema", None) is None and not _draws(node):
+            elif node.op == "call_function" and schema_of(node.target) is not None and not _draws(node):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), compute)
                 values[node] = node.target(*args, **kwargs)
             else:

@@ -23,7 +23,7 @@ SHIFT, SCALE = data(3, seed=2), 1.0
 
 def test_modules_by_reference():
     plain, own = mlp(nn.BatchNorm1d), mlp(nn.BatchNorm1d)
-    model = plainly(own)
+    model, other = plainly(own), nn.Linear(5, 2).double()
 
     def both(change):
         change(plain)
@@ -44,9 +44,7 @@ def test_modules_by_reference():
     both(lambda net: net.zero_grad())
     both(lambda net: net[0].weight.requires_grad_(False))
     both(lambda net: net[0].weight.data.mul_(2))
-    both(
-        lambda net: net.__setitem__(3, nn.Linear(5, 2).double().requires_grad_(False)) or net[3].weight.data.fill_(0.5)
-    )
+    both(lambda net: net.__setitem__(3, copy.deepcopy(other)))
     both(lambda net: net[3].bias.data.zero_())
     both(lambda net: net[0].register_parameter("weight", nn.Parameter(torch.ones_like(net[0].weight))))
     plain.float()
@@ -359,6 +357,8 @@ def test_custom_operators():
     def cube(x: torch.Tensor) -> torch.Tensor:
         return x**3
 
+    cube.def_save_for_backward(lambda inputs, output: inputs.x)
+    cube.def_backward(lambda ctx, x, y_bar: {"x": y_bar * 3 * x**2})
     function = plainly(lambda x: cube(x).sum())
     x = X.clone().requires_grad_()
     (g,) = torch.autograd.grad(function(x), x, create_graph=True)
