@@ -113,7 +113,7 @@ class _Site:
         self._state, self._modes = GlobalStateGuard(), tuple(_modes())
         self._plans: list[tuple[Any, Callable[[list[Tensor]], Sequence[Tensor]]]] = []
         self._is_known = False
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), temporarily_clear_interpreter_stack():
             self._no_seed = torch.zeros((), dtype=torch.int64, device=self.region.device)
 
     def tensors(self) -> list[Tensor] | None:

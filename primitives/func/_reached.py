@@ -95,7 +95,7 @@ class Reached:
         return (
             [owner.training for owner in owners],
             [len(owner._parameters) + len(owner._buffers) for owner in owners],
-            [child for owner in owners for child in owner._modules.values()],
+            [child for owner in owners for child in vars(owner)["_modules"].values()],
         )
 
     def tensors(self) -> list[Tensor] | None:
@@ -168,6 +168,5 @@ def _attributes(method: types.MethodType) -> list[_Place]:
     held = getattr(method.__self__, "__dict__", None)
     if not isinstance(held, dict) or isinstance(method.__self__, torch.nn.Module):
         return []
-    return [
-        _Place(held, name) for name in getattr(method.__func__, "__code__", _next.__code__).co_names if name in held
-    ]
+    code = getattr(method.__func__, "__code__", None)
+    return [] if code is None else [_Place(held, name) for name in _names(code) if name in held]
