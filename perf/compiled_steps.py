@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import os
-import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,11 +20,14 @@ import primitives as pr
 from perf.memory import peak
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
-__all__ = ["CASES", "Case", "lines", "measure"]
+__all__ = ["CASES", "Case", "lines", "measure", "results", "write"]
+
+CONTESTANTS = ("eager", "ours", "torch.compile", "jax.jit")
 
 
 def mlp(sizes: Sequence[int], act: type[nn.Module] = nn.Tanh, *, norm: bool = False) -> nn.Module:
@@ -63,7 +66,7 @@ class Block(nn.Module):
 
     def _attention(self, x: Tensor) -> Tensor:
         q, k, v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = pr.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -236,29 +239,69 @@ def measure(case: Case, seconds: float = 3.0) -> dict[str, Any]:
     return {"case": case.name, "ms": times, "first": first, "difference": difference, "peak": peaks}
 
 
-def lines(only: Sequence[str] = ()) -> Iterator[str]:
-    """A table of all steps, one line for each as it is measured, and the geometric means."""
-    torch.set_num_threads(1)
+def lines(results: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """A table, one line for each step as it is measured, and the geometric means."""
     ratios: dict[str, list[float]] = {}
-    yield "| step | eager | ours | torch.compile | jax.jit | ours / eager | difference | first calls, s | peak, kB |"
+    yield "| step | eager, ms | ours | torch.compile | jax.jit | ours / eager | difference | first call, s | peak, kB |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for case in CASES:
-        if only and not any(word in case.name for word in only):
-            continue
-        found = measure(case)
-        ms = found["ms"]
+    for found in results:
+        ms, first = found["ms"], found["first"]
         for name in ms:
             ratios.setdefault(name, []).append(ms["ours"] / ms[name])
-        cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in ("eager", "ours", "torch.compile", "jax.jit")]
-        first = ", ".join(f"{x:.0f}" if isinstance(x, float) else x for x in found["first"].values())
-        peaks = ", ".join(f"{n / 1e3:.0f}" for n in found["peak"].values())
+        cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in CONTESTANTS]
+        seconds = " / ".join(f"{x:.0f}" if isinstance(x, float) else "raises" for x in first.values())
+        peaks = " / ".join(f"{n / 1e3:.0f}" for n in found["peak"].values())
         ratio = ms["ours"] / ms["eager"]
-        row = [case.name, *cells, f"{ratio:.2f}", f"{found['difference']:.0e}", first, peaks]
+        row = [found["case"], *cells, f"{ratio:.2f}", f"{found['difference']:.0e}", seconds, peaks]
         yield f"| {' | '.join(row)} |"
+    yield ""
     for name, values in ratios.items():
         if name != "ours":
             mean = math.exp(sum(map(math.log, values)) / len(values))
-            yield f"ours / {name}: {mean:.2f} in the geometric mean of {len(values)}, {max(values):.2f} at most"
+            yield f"- ours / {name}: {mean:.2f} in the geometric mean of {len(values)}, {max(values):.2f} at most"
+
+
+def results(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """What `measure` finds for each step, or for those whose name contains one of these words."""
+    torch.set_num_threads(1)
+    for case in CASES:
+        if not only or any(word in case.name for word in only):
+            yield measure(case)
+
+
+def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
+    """The page of the docs with its picture, and the figures that both are made of."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4))
+    shown = [name for name in CONTESTANTS if any(name in each["ms"] for each in found)]
+    for k, name in enumerate(shown):
+        pairs = [(i, each["ms"][name] / each["ms"]["eager"]) for i, each in enumerate(found) if name in each["ms"]]
+        places = [i + 0.8 * (k + 0.5) / len(shown) - 0.4 for i, _ in pairs]
+        axes.bar(places, [y for _, y in pairs], 0.75 / len(shown), label=name)
+    axes.set_xticks(range(len(found)), [each["case"].replace(", ", "\n") for each in found], fontsize=7)
+    axes.set_ylabel("time / time of eager torch")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "compile.png", dpi=110)
+    (folder / "compile.json").write_text(json.dumps(list(found), indent=1) + "\n", encoding="utf-8")
+    (folder / "compile.md").write_text(_PAGE.format(table="\n".join(lines(found))), encoding="utf-8")
+
+
+_PAGE = """# Compiled training steps
+
+Loss and gradients of all weights, float32, one CPU thread: eager torch, `primitives.compile` ("ours"), `torch.compile`
+and `jax.jit` in one process and in turns, the least time of each. The last columns are the largest relative difference
+of ours from eager, the first calls (ours / torch.compile / jax.jit) and the peak memory of a step besides its arguments (eager / ours
+/ torch.compile). A dash: it raises, or there is no such step. `python -m perf compile --write` makes this page.
+
+{table}
+
+![Times of the steps beside those of eager torch](compile.png)
+"""
 
 
 @functools.cache
@@ -342,8 +385,3 @@ def _jax_steps() -> dict[str, Callable[[], Callable[[], Any]]]:  # noqa: C901 - 
     return {
         case.name: maker(*specification, case.shape) for case, specification in zip(CASES, specifications, strict=False)
     }
-
-
-if __name__ == "__main__":
-    for line in lines(sys.argv[1:]):
-        print(line, flush=True)
