@@ -53,12 +53,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="h200", help="name in perf/devices or path of a description")
     add("--write", action="store_true", help="write the page of the docs")
     command(_memory)
+<<<<<<< HEAD
     add = command(_compile)
     add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
     add("--write", action="store_true", help="write the page of the docs")
+=======
+    command(_eager)
+>>>>>>> main
     add = command(_peers)
     add("--write", action="store_true", help="write the page of the docs")
     return parser
+
+
+def _eager(_options: argparse.Namespace) -> int:
+    """Times of plain calls on the CPU: torch, torch repaired, primitives."""
+    from perf import eager
+
+    return eager.main()
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev
 
+import primitives as pr
 from perf.ops import CASES
 from perf.ops.attention import ATTENTION
 from perf.ops.samples import normal
-from primitives.decompositions import differentiate_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ torch {version}, CPU. Written by `python -m perf.wrong_derivatives > docs/refere
 
 {summary}
 
-"here" is `primitives.functional`; "decomposed" is torch's own function inside
-`primitives.decompositions.differentiate_through()`.
+"here" is `primitives.functional`; "repaired" is torch's own function inside `primitives.repair_torch()`. The table of
+all operators is [torch_derivatives.md](torch_derivatives.md).
 
 {tables}
 The reason is the same in all cases that are silently wrong: torch keeps mean and reciprocal standard deviation from the
@@ -105,13 +105,13 @@ def _nested(function: Callable[[Tensor], Tensor], weights: Tensor, nesting: tupl
 
 
 def measure(name: str) -> Iterator[tuple[tuple[str, ...], list[float | str]]]:
-    """For every nesting, outermost transform first, the errors of torch, of this package, and of torch decomposed."""
+    """For every nesting, outermost transform first, the errors of torch, of this package, and of torch repaired."""
     operation = OPERATIONS[name]
     weights = normal(operation.plain(operation.x).shape, 0)
     providers = (
         (operation.torchs, contextlib.nullcontext),
         (operation.ours, contextlib.nullcontext),
-        (operation.torchs, differentiate_through),
+        (operation.torchs, pr.repair_torch),
     )
     for nesting in (word for n in range(1, MAX_ORDER + 1) for word in itertools.product(TRANSFORMS, repeat=n)):
         truth = _nested(operation.plain, weights, nesting)(operation.x)
@@ -138,14 +138,14 @@ def _cell(error: float | str) -> str:
 
 def page() -> str:
     """The page, in Markdown."""
-    summary = ["| | nestings | torch right | here right | decomposed right |", "|---|---|---|---|---|"]
+    summary = ["| | nestings | torch right | here right | repaired right |", "|---|---|---|---|---|"]
     tables = []
     for name in OPERATIONS:
         results = list(measure(name))
         columns = zip(*(errors for _, errors in results), strict=True)
         right = " | ".join(str(sum(map(is_right, column))) for column in columns)
         summary.append(f"| {name} | {len(results)} | {right} |")
-        tables.append(f"## {name[0].upper()}{name[1:]}\n\n| nesting | torch | here | decomposed |\n|---|---|---|---|")
+        tables.append(f"## {name[0].upper()}{name[1:]}\n\n| nesting | torch | here | repaired |\n|---|---|---|---|")
         for nesting, errors in results:
             nested = f"{'('.join(nesting)}{')' * (len(nesting) - 1)}"
             tables.append(f"| `{nested}` | {' | '.join(map(_cell, errors))} |")

@@ -15,7 +15,7 @@ from primitives._core.trees.leaves import map_tensors
 from primitives._ops._shared import LOW_PRECISION, accumulation_dtype
 from primitives._ops.cross_entropy import class_labels_p, cross_entropy_p
 from primitives._ops.linear_cross_entropy import linear_cross_entropy_p
-from primitives._repair.plain import is_left_to_torch
+from primitives._repair.plain import is_plain_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,7 +211,7 @@ def _is_left_to_torch(x: Any, target: Any, weight: Any) -> bool:
         return False
     if weight is not None and not (isinstance(weight, torch.Tensor) and not weight.requires_grad):
         return False
-    return x.dim() > 1 and x.numel() > 0 and is_left_to_torch(x, target, weight)
+    return x.dim() > 1 and x.numel() > 0 and is_plain_on_cpu(x, target, weight)
 
 
 def _by_legacy(reduction: str, size_average: bool | None, reduce: bool | None) -> str:

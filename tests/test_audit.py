@@ -164,6 +164,8 @@ def test_strict_knows_of_the_rules_of_the_user_what_the_table_does_not():
     report = pr.audit(sine, (torch.randn(3),), order=1, strict=True)
     assert report.failed == ("f",)
     assert "WRONG" in str(report)
+    assert [finding.operation for finding in report.findings] == ["function sine"]
+    assert "autograd.Function Sine" not in report.right
     Sine.factor = 1.0
     assert not pr.audit(sine, (torch.randn(3),), order=1)
     assert pr.audit(sine, (torch.randn(3),), order=1, strict=True)
@@ -215,6 +217,7 @@ def test_strict_names_the_module_and_the_line_of_a_derivative_that_is_cut(cut, r
     (place,) = finding.places
     assert place.endswith(f"{line_of(type(cut).forward)}: {reason}")
     assert "wrong, missing or not known: 1" in str(report)
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_strict_names_a_module_with_a_fault_beside_one_that_the_table_knows():
@@ -306,6 +309,8 @@ def test_a_cell_of_a_notebook_is_named_and_the_shell_is_not(file, shell):
             "tmp/", "tmp/"
         )
         assert place.startswith("M, cell ")
+    ((place, _),) = scope["audit"](nn.LayerNorm(3), (torch.randn(2, 3),)).findings[0].places.items()
+    assert "test_audit.py" in place, "the shell is not the user"
 
 
 def test_reports_are_tables_in_a_notebook_and_text_elsewhere():
@@ -429,6 +434,23 @@ def test_inputs_with_other_derivatives_have_rows_of_their_own():
 def calls():
     """The calls that the table's script makes beside torch's database."""
     return torch_derivatives.recorded(database=())
+
+
+def test_the_columns_of_the_repair_are_read_where_the_table_has_them(tmp_path, monkeypatch):
+    path, x = tmp_path / "torch_2.13.csv", (torch.randn(2),)
+    path.write_text("operator,wrong,raises,repaired_wrong,repaired_raises\naten.sin.default,ff,,,rrr\n")
+    monkeypatch.setattr(table, "_nearest", lambda: path)
+    table._table.cache_clear()
+    try:
+        assert table.verdict_of("aten.sin.default") == (("ff",), ())
+        assert table.verdict_of("aten.sin.default", repaired=True) == ((), ("rrr",))
+        assert pr.audit(torch.sin, x).findings[0].remedy == "pr.repair_torch()"
+        assert "repair_torch" not in pr.audit(torch.sin, x, order=3).findings[0].remedy
+        with pr.repair_torch():
+            assert pr.audit(torch.sin, x)
+            assert pr.audit(torch.sin, x, order=3).findings[0].raises == ("vjp(vjp(vjp))",)
+    finally:
+        table._table.cache_clear()
 
 
 RIGHT_THROUGH_DECOMPOSITIONS = (

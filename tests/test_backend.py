@@ -15,10 +15,8 @@ import torch
 
 import primitives as pr
 from primitives._core import backend
-from primitives._core.overrides import is_overriding
 from primitives._ops.layer_norm import layer_norm_bwd_p
 from primitives.tracing import PhiloxState, rng_mode
-from primitives.tracing._torch_private import function_modes
 
 ROOT = pathlib.Path(pr.__file__).resolve().parent.parent
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -96,11 +94,9 @@ def test_a_setting_that_selects_nothing_warns():
             pr.use_backend("cuda")
 
 
-OPS = torch.ops.aten.native_layer_norm
 CONTEXTS = {
     "use_backend": (lambda: pr.use_backend("reference"), pr.current_backend),
-    "override_torch": (pr.override_torch, lambda: is_overriding()),
-    "differentiate_through": (lambda: pr.decompositions.differentiate_through(OPS), lambda: len(function_modes())),
+    "repair_torch": (pr.repair_torch, pr.is_repaired),
     "rng_mode": (lambda: rng_mode(PhiloxState.from_seed(0)), lambda: torch.rand(2).sum().item()),
 }
 
@@ -126,8 +122,7 @@ def test_contexts_decorate_functions_and_generators(name):
 
     outside = look()
     assert decorated(depth=0) == inside != outside
-    if name != "differentiate_through":
-        assert decorated() == next(generated()) == inside
+    assert decorated() == next(generated()) == inside
     assert decorated.__doc__.startswith("Recursive")
     assert look() != inside
 

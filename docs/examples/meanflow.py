@@ -8,8 +8,8 @@ The network predicts the mean velocity u(z, r, t) of the flow from time t back t
     target = v - (t - r) du/dt,    du/dt = the JVP of u along (v, 0, 1),    v = noise - image
 
 `F.scaled_dot_product_attention` has a JVP in torch's math backend alone, which stores the weight of every row for every
-key. On this package the network stays as it is written, and `pr.nn.convert(net)` is added. Both learn from the same
-batches. Losses, time and memory are printed; a picture shows them, and what each draws in one step.
+key. On this package the network stays as it is written, inside `pr.repair_torch()`. Both learn from the same batches.
+Losses, time and memory are printed; a picture shows them, and what each draws in one step.
 
 Source: Geng, Deng, Bai, Kolter, He, "Mean Flows for One-step Generative Modeling", arXiv:2505.13447, 2025.
 """
@@ -20,7 +20,6 @@ import json
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     options.steps, sides = (10, (8, 16)) if options.quick else (options.steps, (8, 16, 32, 64, 96))
     plain = Run("torch.nn, math attention", lambda net: net, lambda: sdpa_kernel(SDPBackend.MATH), options)
-    runs = [plain, Run("primitives", pr.nn.convert, nullcontext, options)]
+    runs = [plain, Run("primitives", pr.nn.convert, pr.repair_torch, options)]
     data = load_digits()
     images, digits = torch.tensor(data.images / 8 - 1, dtype=torch.get_default_dtype()), torch.tensor(data.target)
     for _ in range(options.steps):

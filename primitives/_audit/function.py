@@ -16,7 +16,7 @@ from primitives._audit.recording import (
     places_by_module,
 )
 from primitives._audit.report import AuditReport, Finding, grouped
-from primitives._audit.strict import TOLERANCE, Call, culprits, errors_of
+from primitives._audit.strict import Call, culprits, errors_of
 from primitives._audit.table import MAX_ORDER, tabled_version, verdict_of
 from primitives._core.errors import LeafError, check_callable, remedy_noted
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
@@ -115,7 +115,7 @@ def audit(
             errors = judge(whole)
             wrong = culprits(whole, errors, functools.partial(judge, is_inner=True), namespace)
             findings = _judged(findings, right, wrong, recorder.cuts, labels_of(function))
-    return AuditReport(tuple(findings), right, order, tabled_version(), errors, TOLERANCE, is_repaired())
+    return AuditReport(tuple(findings), right, order, tabled_version(), errors, is_repaired())
 
 
 def _leaf(x: Any) -> Any:
@@ -132,11 +132,10 @@ def _looked_up(
     findings, right = [], {}
     doubt = _CUSTOM if strict else f"try it with strict=True; {_CUSTOM}"
     for name, places in sorted(recorder.calls.items()):
-        found = _finding(name, dict(places), order, doubt)
-        if found is None:
-            right[name] = sum(places.values())
-        else:
+        if found := _finding(name, dict(places), order, doubt):
             findings.append(found)
+        else:
+            right[name] = sum(places.values())
     for cls, count in functions.items():
         # One whose forward calls no operator is known by its class alone.
         places = recorder.applied.get(cls) or {f"{cls.__module__}.{cls.__qualname__}": count}
@@ -204,21 +203,17 @@ def _judged(
         errors = {n: e for n, e in failed.items() if described(n) not in known}
         doubtful = [f for f in at if f.remedy.endswith(_CUSTOM)]
         (named if errors else suspected).update(f.operation for f in doubtful)
-        if errors:
-            places = [cut for cut in cuts if cut.startswith(here)]
-            places += [f"{place}: {f.operation}" for f in doubtful for place in f.places if place.startswith(here)]
-            raised = [n for n, e in errors.items() if isinstance(e, Exception)]
-            name = here[:-2] if is_module else getattr(call.target, "__name__", type(call.target).__name__)
-            blamed.append(
-                Finding(
-                    f"module {name}" if is_module else f"function {name}",
-                    tuple(described(n) for n in errors if n not in raised),
-                    tuple(map(described, raised)),
-                    dict.fromkeys(places or [here + line_of_definition(call.target)], 1),
-                    f"correct it, or wrap it by {_CUSTOM}",
-                    tuple(grouped(errors)),
-                )
-            )
+        if not errors:
+            continue
+        operation = f"module {here[:-2]}" if is_module else f"function {getattr(call.target, '__name__', '')}"
+        wrong_ones, raising = (
+            tuple(described(n) for n, e in errors.items() if isinstance(e, Exception) == raises)
+            for raises in (False, True)
+        )
+        places = [*cuts, *[f"{place}: {f.operation}" for f in doubtful for place in f.places]]
+        places = [p for p in places if p.startswith(here)] or [here + line_of_definition(call.target)]
+        remedy, notes = f"correct it, or wrap it by {_CUSTOM}", tuple(grouped(errors))
+        blamed.append(Finding(operation, wrong_ones, raising, dict.fromkeys(places, 1), remedy, notes))
     unknown = [f for f in findings if not (f.wrong or f.raises or f.operation in suspected)]
     right.update((f.operation, sum(f.places.values())) for f in unknown if f.operation not in named)
     return [f for f in findings if f not in unknown] + blamed

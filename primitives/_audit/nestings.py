@@ -74,6 +74,8 @@ def nested_by_autograd(function: Scalar, directions: Sequence[Tensor], nesting: 
             points = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in xs]
             with torch.enable_grad():
                 y = inner(*points)
+                if not y.requires_grad:
+                    return torch.zeros_like(y)
                 gradients = torch.autograd.grad(y, points, create_graph=True, materialize_grads=True)
                 return torch.stack([(g * v).sum() for g, v in zip(gradients, directions, strict=True)]).sum()
 

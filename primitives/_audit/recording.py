@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             if function is None and cut:
                 self.cuts[f"{place}: {cut}"] += 1
             if function is None and moves:
-                self.calls[name_of(func, args)][place] += 1
+                self.calls[name_of(func, args, self._moves)][place] += 1
             elif function is not None and call is not self._call:
                 self.applied[function][place] += 1
             self._call = call

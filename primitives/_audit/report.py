@@ -12,10 +12,17 @@ from primitives.testing._report import html_table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["AuditReport", "Finding", "grouped"]
+__all__ = ["TOLERANCE", "AuditReport", "Finding", "failed_in", "grouped"]
 
+# Of a whole function in float64 against central differences, relative to the derivative.
+TOLERANCE = 1e-5
 # More places of one operator than these are counted.
 PLACES = 3
+
+
+def failed_in(errors: Mapping[str, float | Exception]) -> tuple[str, ...]:
+    """The nestings that are wrong or raise."""
+    return tuple(n for n, e in errors.items() if isinstance(e, Exception) or not e <= TOLERANCE)
 
 
 def grouped(errors: Mapping[str, float | Exception], failed: Sequence[str] = ()) -> list[str]:
@@ -81,13 +88,12 @@ class AuditReport:
     order: int
     torch_version: str
     errors: Mapping[str, float | Exception]
-    tolerance: float
     repaired: bool = False
 
     @property
     def failed(self) -> tuple[str, ...]:
         """Nestings of the whole function that are wrong or raise, by `strict`."""
-        return tuple(n for n, e in self.errors.items() if isinstance(e, Exception) or not e <= self.tolerance)
+        return failed_in(self.errors)
 
     @property
     def ok(self) -> bool:

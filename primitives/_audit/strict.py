@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from primitives._audit.nestings import InFloat64, difference, nestings, perturbed_sum
+from primitives._audit.report import TOLERANCE, failed_in
 from primitives._core.trees.nodes import leaves_of_nodes, mapped_nodes
 from primitives.tracing._modules.lending import attributes_kept
 from primitives.tracing._torch_private import bottom
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     Errors = dict[str, float | Exception]
 
-__all__ = ["TOLERANCE", "Call", "culprits", "errors_of", "failed_in"]
+__all__ = ["Call", "culprits", "errors_of"]
 
-# Of a whole function in float64 against central differences, relative to the derivative.
-TOLERANCE = 1e-5
 # Smaller ones where larger ones cross kinks, of which a network with ReLU has many.
 _STEPS = (1e-4, 1e-6, 1e-8)
 
@@ -38,11 +36,6 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inner: list[Call] = dataclasses.field(default_factory=list)
-
-
-def failed_in(errors: Errors) -> tuple[str, ...]:
-    """The nestings that are wrong or raise."""
-    return tuple(n for n, e in errors.items() if isinstance(e, Exception) or not e <= TOLERANCE)
 
 
 def culprits(
@@ -62,14 +55,18 @@ def culprits(
     def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         running.pop().kwargs = mapped_nodes(kept, kwargs, namespace)
 
-    with contextlib.ExitStack() as stack:
-        for handle in (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-        ):
-            stack.callback(handle.remove)
-        stack.enter_context(attributes_kept(_modules(call.target)))
-        call.target(*call.args, **call.kwargs)
+    before, after = (
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+    )
+    try:
+        with attributes_kept(_modules(call.target)):
+            call.target(*call.args, **call.kwargs)
+    finally:
+        before.remove()
+        after.remove()
+        # torch forgets to, and warns of hooks from then on.
+        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(after.id, None)
     # A module is the first to be called.
     call.inner = running[0].inner[0].inner if isinstance(call.target, torch.nn.Module) else running[0].inner
     yield from _innermost(call, {n: errors[n] for n in failed_in(errors)}, judge)

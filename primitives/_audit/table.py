@@ -13,15 +13,29 @@ import torch
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["MAX_ORDER", "Verdict", "name_of", "table_path", "tabled_version", "verdict_of", "verdicts_of"]
+__all__ = [
+    "MAX_ORDER",
+    "RIGHT_SIDE",
+    "Verdict",
+    "forget_table",
+    "name_of",
+    "read_table",
+    "table_path",
+    "tabled_version",
+    "verdict_of",
+    "verdicts_of",
+]
 
 MAX_ORDER = 3
 # The end of a name where an operator has another derivative for such an input.
 CHANNELS_LAST, MASKED_ROWS, INFINITE, PRODUCT, ZEROS = " channels_last", " masked_rows", " infinite", " prod", " zeros"
+# Of a system whose matrix is a constant.
+RIGHT_SIDE = " right_side"
 
 # Operators without a row, as those of CUDA, and one with the same formulas.
 _ALIKE = (
@@ -44,14 +58,19 @@ class Verdict(NamedTuple):
         return [nesting for nesting in (*self.wrong, *self.raises) if len(nesting) > order]
 
 
-def name_of(operator: OpOverload, args: Sequence[Any] = ()) -> str:
-    """Name of an operator in the table: that of its functional form, and what is special about its input."""
+def name_of(operator: OpOverload, args: Sequence[Any] = (), moves: Callable[[Tensor], bool] | None = None) -> str:
+    """Name of an operator in the table: that of its functional form, and what is special about its input.
+
+    `moves` says of a tensor whether it is differentiated, by default every one.
+    """
     namespace, _, name = operator._schema.name.partition("::")
     name = name.rstrip("_") or name
     text = f"{namespace}.{name}.{operator._overloadname}"
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         return text
+    if name == "_linalg_solve_ex":
+        return text + RIGHT_SIDE * (moves is not None and not moves(x))
     if name == "scatter_reduce":
         return text + PRODUCT * ("prod" in args)
     if x.numel() and not x.is_meta:
@@ -87,6 +106,12 @@ def tabled_version() -> str:
     return _nearest().stem.partition("_")[2]
 
 
+def read_table() -> list[dict[str, str]]:
+    """The rows of the table."""
+    with _nearest().open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 @functools.cache
 def _table() -> dict[str, tuple[Verdict, Verdict | None]]:
     """By operator, the verdicts without and with the repair; None where the table has no columns of the repair."""
@@ -94,11 +119,16 @@ def _table() -> dict[str, tuple[Verdict, Verdict | None]]:
     def verdict(row: dict[str, str], prefix: str = "") -> Verdict:
         return Verdict(tuple(row[f"{prefix}wrong"].split()), tuple(row[f"{prefix}raises"].split()))
 
-    with _nearest().open(newline="", encoding="utf-8") as file:
-        return {
-            row["operator"]: (verdict(row), verdict(row, "repaired_") if "repaired_wrong" in row else None)
-            for row in csv.DictReader(file)
-        }
+    return {
+        row["operator"]: (verdict(row), verdict(row, "repaired_") if "repaired_wrong" in row else None)
+        for row in read_table()
+    }
+
+
+def forget_table() -> None:
+    """Have the table read again."""
+    _table.cache_clear()
+    verdicts_of.cache_clear()
 
 
 def _alike(plain: str) -> list[str]:

@@ -61,7 +61,10 @@ class Registrations:
             key, overload = f"Autograd{device}", name.partition("::")[2]
             own = torch.library.get_kernel(name, key).call_boxed
             kernel = run_as_written(make(own))
-            self._library.impl(overload, kernel, key, with_keyset=True, allow_override=True)
+            with warnings.catch_warnings():
+                # Torch's own, where another package has a kernel; below it is named.
+                warnings.simplefilter("ignore")
+                self._library.impl(overload, kernel, key, with_keyset=True, allow_override=True)
         if others:
             warnings.warn(
                 f"repair_torch: {', '.join(sorted(others))} registered kernels for operators that this repairs. Where "

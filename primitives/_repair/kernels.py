@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import _C
 from torch._C import _functorch  # type: ignore[attr-defined] - no stub
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from primitives._audit.table import verdicts_of
@@ -21,8 +22,8 @@ from primitives._core.autograd import function_class
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
 from primitives._repair.dispatcher import has_kernel
 from primitives._repair.fused import FUSED, ON_CUDA_ALONE
-from primitives._repair.nodes import backward_name, backward_operators, mark
-from primitives._repair.state import carries_tangent, is_active, is_repairing, is_traced, repairing
+from primitives._repair.nodes import MARK, backward_name, backward_operators
+from primitives._repair.state import carries_tangent, is_active, is_repairing, process, repairing, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 __all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
+
+
+# The half of the factor that they do not read has a gradient in torch, where it is not zero.
+_WRONG_AT_ONCE = (torch.ops.aten.cholesky_solve.default, torch.ops.aten.cholesky_inverse.default)
 
 
 class Repair:
@@ -43,6 +48,7 @@ class Repair:
         devices: Where the operator is repaired, `"CPU"` and `"CUDA"`.
         reverse: Who differentiates a backward pass that is recorded: `"torch"`, which has it right, `"node"`, the
             backward operator of its node, or `"formula"`.
+        is_wrong_at_once: Whether torch's first gradient can be wrong too.
         eps_at: Place of eps among the arguments, where a node keeps it.
     """
 
@@ -56,7 +62,8 @@ class Repair:
         ]
         names = [argument.name for argument in operator._schema.arguments]
         self.eps_at: int | None = names.index("eps") if "eps" in names else None
-        self.reverse = "torch"
+        self.is_wrong_at_once = operator in _WRONG_AT_ONCE
+        self.reverse = "formula" if self.is_wrong_at_once else "torch"
         if any(set(nesting) == {"r"} for nesting in verdicts_of(operator).beyond(1)):
             self.reverse = "node" if backward_name(operator) in backward_operators() else "formula"
 
@@ -84,14 +91,18 @@ def repairs() -> dict[str, Repair]:
 def forward_kernel(repair: Repair, device: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """`(keyset, *args) -> outputs` for the Autograd key of a device; `own` is torch's kernel there."""
     name, peek, in_plain_code = repair.name, _functorch.peek_interpreter_stack, _in_plain_code(own, repair)
-    runs_kernels = device == "CUDA" and repair.is_fused
+    num_modes, runs_kernels = _C._len_torch_dispatch_stack, device == "CUDA" and repair.is_fused
 
+    # Questions are spelled out where every call asks them: each call of a function in Python takes time.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_active() or is_repairing(name):
+        if not (process.is_repaired or this_thread.num_contexts) or (this_thread.running and is_repairing(name)):
             return own(keyset, *args, **kwargs)
-        is_plain = peek() is None and not carries_tangent(args, kwargs)
-        if is_plain and (not runs_kernels or is_traced() or backend.selected == "reference"):
-            return in_plain_code(keyset, *args, **kwargs)
+        if peek() is None and (forward_ad._current_level < 0 or not carries_tangent(args, kwargs)):
+            is_traced = num_modes() > 0
+            if not (is_traced and carries_tangent(args, kwargs)) and (
+                not runs_kernels or is_traced or backend.selected == "reference"
+            ):
+                return in_plain_code(keyset, *args, **kwargs)
         with repairing(name):
             outputs = repair.formula(*args, **kwargs)
         return own(keyset, *args, **kwargs) if outputs is NotImplemented else outputs
@@ -131,7 +142,9 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
 
     def marked(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = own(keyset, *args, **kwargs)
-        mark(outputs if isinstance(outputs, torch.Tensor) else outputs[0], None if eps_at is None else args[eps_at])
+        node = outputs[0].grad_fn
+        if node is not None:
+            node.metadata[MARK] = None if eps_at is None else args[eps_at]
         return outputs
 
     return marked
@@ -180,10 +193,10 @@ def _backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     call, _, repair = ctx.how
     tensors, outputs = ctx.inner, ctx.outputs
     is_recorded = torch.is_grad_enabled()
-    if is_recorded:
+    if is_recorded or repair.is_wrong_at_once:
         # Views, so that what one argument has of another does not count twice.
-        tensors = [x.view_as(x) if x.requires_grad else x for x in ctx.saved_tensors]
-        with repairing(repair.name):
+        with repairing(repair.name), torch.enable_grad():
+            tensors = [x.view_as(x) if x.requires_grad else x for x in ctx.saved_tensors]
             outputs = call(repair.formula, tensors)
     wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
     given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=True) if bar is not None and y.requires_grad]

@@ -79,7 +79,8 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
     def __init__(self) -> None:
         _refuse_to_compile()
         with _lock:
-            self._was_repaired = process.is_repaired
+            # None once this is a context or a decorator.
+            self._was_repaired: bool | None = process.is_repaired
             if not is_active():
                 _compiled.begin()
             _register()
@@ -99,7 +100,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
         """Begin on this thread alone."""
         _refuse_to_compile()
         with _lock:
-            process.is_repaired = self._was_repaired
+            self._leave_process()
             _open_contexts.append(1)
             _register()
         this_thread.num_contexts += 1
@@ -116,8 +117,14 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
     def __call__(self, function: Any) -> Any:
         """`function`, run inside the context."""
         with _lock:
-            process.is_repaired = self._was_repaired
+            self._leave_process()
         return super().__call__(function)
+
+    def _leave_process(self) -> None:
+        """Take back that the constructor began for every thread."""
+        if self._was_repaired is False:
+            process.is_repaired = False
+        self._was_repaired = None
 
 
 @contextlib.contextmanager

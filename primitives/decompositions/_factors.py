@@ -11,6 +11,7 @@ import torch
 
 from primitives._core import Primitive
 from primitives._core.decomposition import register_decomposition
+from primitives.decompositions._norm_checks import require
 from primitives.decompositions._statistics import constant_p
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _check_square(caller: str, x: Tensor) -> None:
-    torch._check(x.dim() > 1 and x.shape[-1] == x.shape[-2], lambda: f"{caller}: not square matrices: {[*x.shape]}.")
+    require(x.dim() > 1 and x.shape[-1] == x.shape[-2], f"{caller}: not square matrices: {[*x.shape]}.")
 
 
 @register_decomposition(aten.cholesky)
@@ -44,7 +45,7 @@ def cholesky_inverse(self: Tensor, upper: bool = False) -> Tensor:
 def cholesky_solve(self: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
     """Solution of a system by the Cholesky factor `input2` of its matrix; either may have the axes of a batch."""
     _check_square("cholesky_solve", input2)
-    torch._check(self.dim() > 1 and self.shape[-2] == input2.shape[-1], lambda: "cholesky_solve: shapes do not fit.")
+    require(self.dim() > 1 and self.shape[-2] == input2.shape[-1], "cholesky_solve: shapes do not fit.")
     factor = input2.mH if upper else input2
     half = torch.linalg.solve_triangular(factor, self, upper=False)
     return torch.linalg.solve_triangular(factor.mH, half, upper=True)
@@ -60,7 +61,7 @@ def triangular_solve(
 ) -> tuple[Tensor, Tensor]:
     """Solution of a triangular system, and the matrix."""
     _check_square("triangular_solve", A)
-    torch._check(self.dim() > 1 and self.shape[-2] == A.shape[-1], lambda: "triangular_solve: shapes do not fit.")
+    require(self.dim() > 1 and self.shape[-2] == A.shape[-1], "triangular_solve: shapes do not fit.")
     options = {"upper": upper != transpose, "unitriangular": unitriangular}
     solution = torch.linalg.solve_triangular(A.mT if transpose else A, self, **options)
     return solution, A.expand(*solution.shape[:-2], *A.shape[-2:]).clone(memory_format=torch.contiguous_format)
@@ -79,14 +80,14 @@ def _reflected(x: Tensor, vectors: Tensor, tau: Tensor, order: Iterable[int]) ->
 
 def _check_reflections(caller: str, x: Tensor, tau: Tensor) -> None:
     fits = x.dim() > 1 and x.shape[:-2] == tau.shape[:-1] and tau.shape[-1] <= x.shape[-1] and x.dtype == tau.dtype
-    torch._check(fits, lambda: f"{caller}: {[*tau.shape]} numbers do not fit reflections {[*x.shape]}, or in dtype.")
+    require(fits, f"{caller}: {[*tau.shape]} numbers do not fit reflections {[*x.shape]}, or in dtype.")
 
 
 @register_decomposition(aten.linalg_householder_product)
 def linalg_householder_product(input: Tensor, tau: Tensor) -> Tensor:
     """The first columns of a product of reflections."""
     _check_reflections("linalg.householder_product", input, tau)
-    torch._check(input.shape[-2] >= input.shape[-1], lambda: "linalg.householder_product: more columns than rows.")
+    require(input.shape[-2] >= input.shape[-1], "linalg.householder_product: more columns than rows.")
     eye = torch.eye(*input.shape[-2:], dtype=input.dtype, device=input.device)
     return _reflected(eye.expand_as(input), input, tau, reversed(range(tau.shape[-1])))
 
@@ -96,7 +97,7 @@ def ormqr(self: Tensor, input2: Tensor, input3: Tensor, left: bool = True, trans
     """Product of a matrix with a product of reflections, or its adjoint, at its left or right."""
     _check_reflections("ormqr", self, input2)
     fits = self.dim() == input3.dim() and self.shape[:-2] == input3.shape[:-2] and self.dtype == input3.dtype
-    torch._check(fits and input3.shape[-2 if left else -1] == self.shape[-2], lambda: "ormqr: shapes do not fit.")
+    require(fits and input3.shape[-2 if left else -1] == self.shape[-2], "ormqr: shapes do not fit.")
     if not left:
         return ormqr(self, input2, input3.mH, True, not transpose).mH
     numbers = range(input2.shape[-1])
@@ -153,7 +154,7 @@ def linalg_eigh(
 ) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of hermitian matrices, of which a half is read and both halves move."""
     _check_square("linalg.eigh", A)
-    torch._check(UPLO.upper() in ("L", "U"), lambda: f"linalg.eigh: UPLO must be 'L' or 'U', got {UPLO!r}.")
+    require(UPLO.upper() in ("L", "U"), f"linalg.eigh: UPLO must be 'L' or 'U', got {UPLO!r}.")
     half = A.tril(-1) if UPLO.upper() == "L" else A.triu(1)
     diagonal = torch.diag_embed(A.diagonal(dim1=-2, dim2=-1).real).to(A.dtype)
     symmetric = (A + A.mH) / 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives._core.decomposition import decomposition_table, register_decomposition
+from primitives.decompositions._norm_checks import require
 from primitives.decompositions._reductions import scatter_reduce
 from primitives.decompositions._statistics import constant_p
 
@@ -78,18 +79,16 @@ def segment_reduce(
     initial: float | None = None,
 ) -> Tensor:
     """Segments of an axis reduced, the first `lengths[..., 0]` numbers first."""
-    torch._check(reduce in _INITIAL, lambda: f"segment_reduce: reduce must be known, got {reduce!r}.")
-    given = lengths if offsets is None else offsets
-    torch._check(given is not None and indices is None, lambda: "segment_reduce: expected lengths or offsets.")
-    assert given is not None
-    torch._check(
-        data.dim() >= given.dim() and range(data.dim())[axis] == given.dim() - 1
-        and data.shape[: given.dim() - 1] == given.shape[:-1],
-        lambda: f"segment_reduce: {[*given.shape]} segments do not fit axis {axis} of {[*data.shape]}.",
-    )  # fmt: skip
+    require(reduce in _INITIAL, f"segment_reduce: reduce must be known, got {reduce!r}.")
     if offsets is not None:
         lengths = offsets.diff(dim=-1)
-    assert lengths is not None
+    if lengths is None or indices is not None:
+        raise RuntimeError("segment_reduce: expected lengths or offsets.")
+    outer = lengths.dim() - 1
+    require(
+        data.dim() > outer and range(data.dim())[axis] == outer and data.shape[:outer] == lengths.shape[:-1],
+        f"segment_reduce: {[*lengths.shape]} segments do not fit axis {axis} of {[*data.shape]}.",
+    )
     if not unsafe and offsets is None:
         is_whole = (lengths >= 0).all() & (lengths.sum(-1) == data.shape[axis]).all()
         torch._assert_async(is_whole, "segment_reduce: lengths must be positive, and sum up to the axis.")
@@ -103,14 +102,13 @@ def segment_reduce(
     if offsets is not None:
         segments = torch.where(places < offsets[..., :1], lengths.shape[-1], segments)
     index = segments.reshape(*segments.shape, *[1] * len(rest)).expand_as(data)
-    start = data.new_full((*lengths.shape[:-1], lengths.shape[-1] + 1, *rest), initial or 0.0)
-    start.fill_(_INITIAL[reduce] if initial is None else initial)
+    neutral = _INITIAL[reduce] if initial is None else initial
+    start = data.new_full((*lengths.shape[:-1], lengths.shape[-1] + 1, *rest), neutral)
     kind = {"mean": "sum", "max": "amax", "min": "amin"}.get(reduce, reduce)
     output = scatter_reduce(start, axis, index, data, kind).narrow(axis, 0, lengths.shape[-1])
     if reduce == "mean":
         sizes = lengths.reshape(*lengths.shape, *[1] * len(rest)).to(data.dtype)
-        empty = math.nan if initial is None else initial
-        output = torch.where(sizes == 0, empty, output / sizes.clamp(min=1))
+        output = torch.where(sizes == 0, math.nan if initial is None else initial, output / sizes.clamp(min=1))
     return output
 
 
@@ -133,9 +131,9 @@ def grid_sampler_3d(
 ) -> Tensor:
     """Values of volumes `[N, C, D, H, W]` at the points `[N, *, 3]` of a grid; torch has no jvp of its backward."""
     fits = input.dim() == grid.dim() == 5 and len(input) == len(grid) and grid.shape[-1] == 3
-    torch._check(
+    require(
         fits and min(input.shape[2:]) > 0 and interpolation_mode in (0, _NEAREST),
-        lambda: f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
+        f"grid_sampler: no points {[*grid.shape]} of volumes {[*input.shape]} by mode {interpolation_mode}.",
     )
     sizes, ways = input.shape[2:], []
     for size, x in zip(sizes, grid.flatten(1, -2).unbind(-1)[::-1], strict=True):

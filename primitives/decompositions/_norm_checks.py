@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise what torch raises unless a condition holds; Dynamo does not trace `torch._check` with such a message.
+
+    Raises:
+        RuntimeError: If it does not hold.
+    """
+    if not condition:
+        raise RuntimeError(message)
+
+
 class _MissingStatisticsError(PrimitivesError, RuntimeError, ValueError):
     """torch raises a RuntimeError from `batch_norm`, and a ValueError (or crashes) from `native_batch_norm`."""
 

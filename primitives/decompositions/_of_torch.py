@@ -18,7 +18,6 @@ aten = torch.ops.aten
 
 # Right in every nesting to order 3, by `perf.torch_derivatives`.
 for _operator in (
-    aten._safe_softmax.default,
     aten.binary_cross_entropy_with_logits.default,
     aten.grid_sampler_2d.default,
     aten.multi_margin_loss.default,
@@ -26,6 +25,13 @@ for _operator in (
     aten.native_dropout_backward.default,
 ):
     register_decomposition(_operator)(_decomp.decomposition_table[_operator])
+
+
+@register_decomposition(aten._safe_softmax)
+def safe_softmax(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmax, and zeros with derivatives of zero for a row of `-inf`, which torch's own decomposition makes NaN."""
+    is_hidden = (self == -math.inf).all(dim, keepdim=True)
+    return torch.where(is_hidden, 0, torch.where(is_hidden, 0, self).softmax(dim, dtype=dtype))
 
 
 @register_decomposition(aten.glu)
@@ -67,9 +73,7 @@ def special_i1(self: Tensor) -> Tensor:
     for n in range(11, 0, -1):
         series = 1 + square / (n * (n + 1)) * series
     away = torch.where(is_small, 1, x)
-    # Twice, since the exponential alone may overflow.
-    growth = (away.abs() / 2).exp()
-    return torch.where(is_small, half * series, torch.special.i1e(away) * growth * growth).to(self.dtype)
+    return torch.where(is_small, half * series, torch.special.i1e(away) * away.abs().exp()).to(self.dtype)
 
 
 @register_decomposition(aten.pow.Tensor_Tensor)

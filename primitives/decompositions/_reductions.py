@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from primitives._core.decomposition import register_decomposition
+from primitives.decompositions._norm_checks import require
 from primitives.decompositions._statistics import accumulated, constant_p
 
 if TYPE_CHECKING:
@@ -142,16 +143,14 @@ def index_reduce(
     self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
     """Slices reduced at the places that an index names, as numbers are by `scatter_reduce`."""
-    torch._check(
-        reduce in ("prod", "mean", "amax", "amin"), lambda: f"index_reduce: reduce must be known, got {reduce!r}."
-    )
-    torch._check(self.dtype == source.dtype, lambda: f"index_reduce: dtypes {self.dtype} and {source.dtype} differ.")
-    torch._check(index.dim() < 2, lambda: f"index_reduce: index must have one axis, got {[*index.shape]}.")
+    require(reduce in ("prod", "mean", "amax", "amin"), f"index_reduce: reduce must be known, got {reduce!r}.")
+    require(self.dtype == source.dtype, f"index_reduce: dtypes {self.dtype} and {source.dtype} differ.")
+    require(index.dim() < 2, f"index_reduce: index must have one axis, got {[*index.shape]}.")
     length = source.shape[dim] if source.dim() else 1
-    torch._check(index.numel() == length, lambda: f"index_reduce: {index.numel()} places for {length} slices.")
+    require(index.numel() == length, f"index_reduce: {index.numel()} places for {length} slices.")
     axis = range(max(source.dim(), 1))[dim]
     rest = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (self, source)]
-    torch._check(rest[0] == rest[1], lambda: f"index_reduce: slices of shape {rest[0]} and {rest[1]}.")
+    require(rest[0] == rest[1], f"index_reduce: slices of shape {rest[0]} and {rest[1]}.")
     if source.dim():
         index = index.reshape([-1 if n == axis else 1 for n in range(source.dim())]).expand_as(source)
     return scatter_reduce(self, dim, index, source, reduce, include_self=include_self)

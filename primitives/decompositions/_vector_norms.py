@@ -14,6 +14,7 @@ from torch import _decomp
 from torch._prims_common import get_computation_dtype
 
 from primitives._core.decomposition import register_decomposition
+from primitives.decompositions._norm_checks import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,7 @@ def dist(self: Tensor, other: Tensor, p: float = 2) -> Tensor:
 @register_decomposition(aten.renorm)
 def renorm(self: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
     """Slices along an axis, those of a norm above `maxnorm` scaled down to it."""
-    torch._check(self.dim() > 1 and p > 0 and maxnorm >= 0, lambda: "renorm: expected two axes, p > 0, maxnorm >= 0.")
+    require(self.dim() > 1 and p > 0 and maxnorm >= 0, "renorm: expected two axes, p > 0, maxnorm >= 0.")
     others = [axis for axis in range(self.dim()) if axis != range(self.dim())[dim]]
     wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else None
     size = linalg_vector_norm(self, p, others, True, dtype=wide)
@@ -80,14 +81,16 @@ def _distance(difference: Tensor, p: float) -> Tensor:
 @register_decomposition(aten._cdist_forward)
 def cdist_forward(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) -> Tensor:
     """Distances of the rows `[*, P, M]` to the rows `[*, R, M]`, `[*, P, R]`."""
-    torch._check(min(x1.dim(), x2.dim()) > 1 and p >= 0, lambda: "cdist: expected tensors of rows, and p >= 0.")
-    torch._check(x1.shape[-1] == x2.shape[-1], lambda: f"cdist: rows of {x1.shape[-1]} and {x2.shape[-1]} numbers.")
+    require(min(x1.dim(), x2.dim()) > 1 and p >= 0, "cdist: expected tensors of rows, and p >= 0.")
+    require(x1.shape[-1] == x2.shape[-1], f"cdist: rows of {x1.shape[-1]} and {x2.shape[-1]} numbers.")
     return _distance(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
 
 @register_decomposition(aten._pdist_forward)
 def pdist_forward(self: Tensor, p: float = 2) -> Tensor:
     """Distances between all pairs of rows, the first one's first."""
-    torch._check(self.dim() == 2 and p >= 0, lambda: "pdist: expected a matrix, and p >= 0.")
+    if self.dim() != 2:
+        raise IndexError(f"pdist: expected a matrix, got a tensor of {self.dim()} axes.")
+    require(p >= 0, f"pdist: p must not be negative, got {p}.")
     first, second = torch.triu_indices(len(self), len(self), 1, device=self.device)
     return _distance(self[first] - self[second], p)

@@ -93,17 +93,17 @@ class _Norm:
         return weight.dtype == x.dtype or (is_low and weight.dtype == torch.float32)
 
     def _computed(self, module: torch.nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        eps, is_mixed = getattr(module, self.eps), weight is not None and weight.dtype != x.dtype
+        eps, mixed = getattr(module, self.eps), None if weight is None or weight.dtype == x.dtype else weight
         x = x.movedim(1, -1) if self.axis == 1 else x
-        if is_mixed and self.cast == "weight":
-            x = x.to(weight.dtype)
+        if mixed is not None and self.cast == "weight":
+            x = x.to(mixed.dtype)
         # The tracer of TorchScript has tensors for sizes; that of a norm is a constant of its.
         shape = tuple(map(int, x.shape[-1:])) if torch.jit.is_tracing() else tuple(x.shape[-1:])
         if self.centered:
             y = functional.layer_norm(x, shape, weight, bias, eps)
         else:
-            if is_mixed and self.cast == "first":
-                y = functional.rms_norm(x, shape, None, eps) * weight
+            if mixed is not None and self.cast == "first":
+                y = functional.rms_norm(x, shape, None, eps) * mixed
             else:
                 rounds = self.cast in ("first", "weight")
                 y = functional.rms_norm(x, shape, weight, eps, add_one=self.add_one, cast_first=rounds)
@@ -136,7 +136,7 @@ def _digest(cls: type) -> str:
     for method in methods:
         # Of the code object: a function that wraps another one would show the text of that.
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(method.__code__))).body
-        for part in definition.body:
+        for part in definition.body:  # type: ignore[attr-defined] - a function's
             if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)):
                 text += ast.dump(part, annotate_fields=False)
     # Versions of Python differ in what they show of empty fields.

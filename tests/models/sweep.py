@@ -11,7 +11,6 @@ import collections
 import inspect
 import subprocess
 import sys
-import warnings
 
 import torch
 
@@ -103,9 +102,7 @@ def error(name):
             w = normal(first(call(x)).shape, 2)
         except Exception as reason:
             return f"not built: {type(reason).__name__}: {str(reason)[:80]}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pr.nn.ConversionWarning)
-            pr.nn.convert(model)
+        pr.nn.convert(model)
         v, u = normal(x.shape, 3), normal(x.shape, 4)
 
         def slope(x):

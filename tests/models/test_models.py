@@ -1,4 +1,4 @@
-"""Unedited models of libraries, inside `repair_torch` or after `convert`: derivatives of two orders, and usage."""
+"""Unedited models of libraries, inside `repair_torch`, converted or not: derivatives of two orders, and usage."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from primitives._audit.nestings import InFloat64
 from tests.models.table import CASES, MODELS
 
 # A context, and what makes a model ready to run in it.
-WAYS = {"override": (pr.repair_torch, lambda model: model), "convert": (contextlib.nullcontext, pr.nn.convert)}
+WAYS = {"override": (pr.repair_torch, lambda model: model), "convert": (pr.repair_torch, pr.nn.convert)}
 EITHER = pytest.mark.parametrize("way", WAYS)
 EACH = pytest.mark.parametrize("name", [case.name for case in MODELS])
 ZERO = torch.zeros((), dtype=torch.float64)
@@ -79,17 +79,6 @@ def test_loss_and_gradients_are_those_of_torch(name, way):
     case, context, model = ready(name, way)
     found = loss_and_gradients(model, case, context, loss_of_output)
     assert_near(found, loss_and_gradients(built(name), case, loss=loss_of_output), 1e-12)
-
-
-@EACH
-def test_no_norm_is_left(name):
-    model = ready(name, "convert")[2]
-    norms = {path: m for path, m in model.named_modules() if "norm" in type(m).__name__.lower()}
-    left = norms.keys() - pr.nn.converted(model).keys()
-    # Some hold a norm among other modules.
-    assert not [norms[path] for path in left if not list(norms[path].children())]
-    assert norms.keys() - left
-    assert all(repr(norms[path]).startswith("primitives.") for path in norms.keys() - left)
 
 
 def along(model, case):
@@ -169,7 +158,7 @@ def usual(name, loss=loss_with_jvp, dtype=torch.float64):
 def test_gradient_checkpointing(name, way):
     case, context, model = ready(name, way)
     # Layers run again after the context has ended.
-    inside = {"context_fn": lambda: (contextlib.nullcontext(), pr.repair_torch())} if way == "override" else {}
+    inside = {"context_fn": lambda: (contextlib.nullcontext(), pr.repair_torch())}
     if case.library == "transformers":
         model.train().gradient_checkpointing_enable({"use_reentrant": False, **inside})
     else:

@@ -1,0 +1,389 @@
+"""`repair_torch`: one switch in the dispatcher, under which code for torch has right derivatives."""
+
+import copy
+import itertools
+import multiprocessing
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import primitives as pr
+from primitives._audit.nestings import difference, nested, nestings, perturbed_sum
+from primitives._repair.kernels import repairs
+from tests.support import randn
+
+pytestmark = pytest.mark.usefixtures("seeded")
+X = (4, 3)
+
+
+def layer_norm(x):
+    return F.layer_norm(x, (3,), x[0] + 2, x[1], 0.3)
+
+
+def batch_norm(x):
+    return F.batch_norm(x, None, None, x[0] + 2, x[1], True, eps=0.3)
+
+
+def instance_norm(x):
+    return F.instance_norm(x.reshape(1, 3, 4), eps=0.3)
+
+
+def attention(x):
+    q = x.reshape(1, 2, 3, 2)
+    return F.scaled_dot_product_attention(q, q.sin(), q, is_causal=True)
+
+
+NORMS = {f.__name__: f for f in (layer_norm, batch_norm, instance_norm, attention)}
+
+
+def by_autograd(f, v, order):
+    """Derivatives along `v` by `torch.autograd.grad` alone."""
+
+    def derivative(x):
+        (gradient,) = torch.autograd.grad(below(x), x, create_graph=True)
+        return (gradient * v).sum()
+
+    below = f if order == 1 else by_autograd(f, v, order - 1)
+    return derivative
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_nesting_to_order_3_of_norms_and_attention_is_right(name):
+    x, v = randn(*X), randn(*X)
+
+    def f(x):
+        return perturbed_sum([NORMS[name](x)])
+
+    with pr.repair_torch():
+        below = f
+        for order in (1, 2, 3):
+            truth = difference(below, [v])(x)
+            for nesting in nestings(order):
+                found = nested(f, [v], nesting)(x)
+                torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-7, msg=f"{nesting}: {found} for {truth}")
+            leaf = x.clone().requires_grad_()
+            torch.testing.assert_close(by_autograd(f, v, order)(leaf).detach(), found, rtol=1e-9, atol=1e-10)
+            below = nested(f, [v], "f" * order)
+        total = lambda x: NORMS[name](x).sin().sum()  # noqa: E731 - the operator alone is of interest
+        hessians = torch.func.vmap(torch.func.hessian(total))(torch.stack([x, 2 * x]))
+        torch.testing.assert_close(hessians[0], torch.func.jacrev(torch.func.jacrev(total))(x))
+
+
+def test_what_was_recorded_inside_is_right_after_the_block_and_in_another_thread():
+    x, v = randn(*X).requires_grad_(), randn(*X)
+    with pr.repair_torch():
+        value = perturbed_sum([layer_norm(x)])
+        truth = nested(lambda x: perturbed_sum([layer_norm(x)]), [v], "rrr")(x.detach())
+
+    def third():
+        h = value
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(h, x, create_graph=True)
+            h = (gradient * v).sum()
+        found.append(h.detach())
+
+    found = []
+    third()
+    thread = threading.Thread(target=third)
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(torch.stack(found), truth.expand(2))
+
+
+def test_the_switch():
+    def look():
+        return pr.is_repaired()
+
+    assert not pr.is_repaired()
+    first = pr.repair_torch()
+    try:
+        assert pr.is_repaired()
+        with pr.repair_torch(), pytest.raises(ZeroDivisionError), pr.repair_torch():
+            raise ZeroDivisionError
+        assert pr.is_repaired()
+        decorated = pr.repair_torch()(look)
+        assert decorated()
+        assert pr.is_repaired()
+        pr.repair_torch().undo()
+        assert not pr.is_repaired()
+        assert decorated()
+        pr.repair_torch()
+        assert decorated()
+        assert pr.is_repaired(), "a block of an older object leaves the process alone"
+    finally:
+        first.undo()
+    first.undo()
+    seen = []
+    with pr.repair_torch():
+        thread = threading.Thread(target=lambda: seen.append(pr.is_repaired()))
+        thread.start()
+        thread.join()
+        assert pr.is_repaired()
+    assert seen == [False]
+    assert not pr.is_repaired()
+    assert F.layer_norm(randn(*X).requires_grad_(), (3,)).grad_fn.metadata == {}
+
+
+def _results(function, tensors):
+    """Outputs and gradients, or the type of what was raised."""
+    torch.manual_seed(0)
+    try:
+        outputs = [y for y in tree_leaves(function()) if isinstance(y, torch.Tensor)]
+        moving = [y for y in outputs if y.requires_grad]
+        cotangents = [torch.ones_like(y) for y in moving]
+        wanted = [x for x in tensors if x.requires_grad]
+        gradients = torch.autograd.grad(moving, wanted, cotangents, allow_unused=True) if moving and wanted else []
+        return [*(y.detach() for y in outputs), *(g for g in gradients if g is not None)]
+    except Exception as error:
+        return type(error)
+
+
+def _same(left, right):
+    if isinstance(left, type) or isinstance(right, type):
+        return left == right
+    return len(left) == len(right) and all(
+        a.shape == b.shape and a.stride() == b.stride() and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _named(ops):
+    return [pytest.param(op, id=f"{op.name} {op.variant_test_name}".strip()) for op in ops]
+
+
+REPAIRED = {name.partition("::")[2].partition(".")[0].strip("_") for name in repairs()}
+
+
+def _is_near(op):
+    """Whether a function of torch is by its name one that is repaired."""
+    words = op.name.replace(".", "_")
+    return any(name in words or words.endswith(name) for name in REPAIRED) or "norm" in words or "attention" in words
+
+
+@pytest.mark.parametrize("op", _named(filter(_is_near, op_db)))
+def test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op):
+    if torch.float32 not in op.supported_dtypes("cpu"):
+        pytest.skip("no float32 on the CPU")
+    samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    for sample in itertools.islice(samples, 12):
+        tensors = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
+
+        def run(sample=sample):
+            return op(sample.input, *sample.args, **sample.kwargs)
+
+        expected = _results(run, tensors)
+        with pr.repair_torch():
+            assert _same(_results(run, tensors), expected), sample
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", _named(op_db))
+def test_all_functions_of_torch_are_the_same_in_plain_code(op):
+    test_plain_code_gives_values_and_gradients_of_torch_bit_for_bit(op)
+
+
+@pytest.mark.parametrize("info", [pytest.param(info, id=info.name) for info in module_db])
+def test_modules_of_torch_are_the_same_in_plain_code(info):
+    inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
+    for made, call in [(each.constructor_input, each.forward_input) for each in inputs[:3] if each.forward_input]:
+        torch.manual_seed(0)
+        module = info.module_cls(*made.args, **made.kwargs)
+        given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, torch.Tensor)]
+
+        def results(module, call=call, given=given):
+            return _results(lambda: module(*call.args, **call.kwargs), [*module.parameters(), *given])
+
+        twin = copy.deepcopy(module)
+        expected = results(module)
+        with pr.repair_torch():
+            assert _same(results(twin), expected)
+
+
+NET = {
+    "norms": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Hardsigmoid()),
+    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+}
+
+
+def _graphs(net, x):
+    found = []
+
+    def keep(graph, _inputs):
+        found.append(graph.print_readable(print_output=False))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    torch.compile(net, backend=backend, fullgraph=True)(x).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("name", NET)
+def test_a_compiler_sees_the_graph_that_it_saw_before(name):
+    net, x = NET[name](), torch.randn(5, 3 if name == "norms" else 4)
+    x = x if name == "norms" else x.unsqueeze(0)
+    expected = _graphs(net, x)
+    with pr.repair_torch():
+        assert _graphs(net, x) == expected
+    assert len(expected) == 2
+
+
+def test_code_that_was_compiled_before_is_compiled_again():
+    x, v = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+
+    def curvature(x):
+        return torch.func.jvp(lambda x: torch.func.jvp(torch.sinc, (x,), (v,))[1], (x,), (v,))[1]
+
+    compiled = torch.compile(curvature, backend="aot_eager", fullgraph=True)
+    assert compiled(x).abs().max() == 0, "torch is wrong"
+    for _ in range(2):
+        with pr.repair_torch():
+            torch.testing.assert_close(compiled(x), torch.full_like(x, -(torch.pi**2) / 3))
+    frames = torch._dynamo.convert_frame.FRAME_COUNTER
+    with pr.repair_torch():
+        compiled(x)
+    assert frames == torch._dynamo.convert_frame.FRAME_COUNTER, "what was compiled inside stays"
+
+
+def test_inside_a_compiled_function_the_switch_is_refused():
+    def inside(x):
+        with pr.repair_torch():
+            return x + 1
+
+    with pytest.raises(Exception, match="cannot change inside a compiled function"):
+        torch.compile(inside, backend="eager", fullgraph=True)(torch.ones(1))
+    assert not pr.is_repaired()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_loss_with_a_jvp_compiles_whole(compiler):
+    net, v = NET["norms"]().double(), randn(5, 3)
+    net[2].eval()
+    x = randn(5, 3)
+
+    def loss(x):
+        return torch.func.jvp(net, (x,), (v,))[1].square().sum()
+
+    with pr.repair_torch():
+        truth, leaf = torch.func.grad(loss)(x), x.clone().requires_grad_()
+        torch.compile(loss, backend=compiler, fullgraph=True)(leaf).backward()
+        torch.testing.assert_close(leaf.grad, truth)
+
+
+def test_export_fx_script_and_copies_are_those_of_torch():
+    net, x = NET["norms"]().eval(), torch.randn(5, 3)
+    with pr.repair_torch():
+        names = [str(node.target) for node in torch.export.export(net, (x,)).graph.nodes]
+        assert "aten.layer_norm.default" in names
+        for same in (torch.fx.symbolic_trace(net), torch.jit.script(net), torch.jit.trace(net, x), copy.deepcopy(net)):
+            torch.testing.assert_close(same(x), net(x), rtol=0, atol=0)
+        assert type(net[1]) is nn.LayerNorm
+
+
+def _second(net, x):
+    (gradient,) = torch.autograd.grad(perturbed_sum([net(x)]), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+
+def test_what_stands_around_a_model():
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Tanh()).double(), randn(5, 3).requires_grad_()
+    truth = _second(lambda x: pr.functional.layer_norm(net[0](x), (3,), net[1].weight, net[1].bias).tanh(), x)
+    ways = {
+        "checkpoint": lambda x: checkpoint(net, x, use_reentrant=False),
+        "functional_call": lambda x: torch.func.functional_call(net, dict(net.named_parameters()), (x,)),
+        "pr checkpoint": lambda x: pr.func.checkpoint(net, x),
+    }
+    switch = pr.repair_torch()
+    try:
+        for name, way in ways.items():
+            torch.testing.assert_close(_second(way, x), truth, msg=name)
+        with torch.autograd.graph.save_on_cpu():
+            torch.testing.assert_close(_second(net, x), truth)
+    finally:
+        switch.undo()
+
+
+def test_checkpoint_keeps_nothing_more():
+    """Nodes are marked, and do not hold on to what a checkpoint throws away."""
+    norm, x, packed = nn.LayerNorm(64), torch.randn(8, 64, requires_grad=True), []
+
+    def pack(t):
+        packed.append(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        norm(x)
+        expected = list(packed)
+        packed.clear()
+        with pr.repair_torch():
+            norm(x)
+    assert packed == expected
+
+
+def test_subclasses_of_tensors_stay_what_they_are():
+    class Labelled(torch.Tensor):
+        pass
+
+    x = torch.randn(4, 3).as_subclass(Labelled)
+    with pr.repair_torch():
+        y, y_dot = torch.func.jvp(lambda x: F.layer_norm(x, (3,)), (x,), (x,))
+        assert type(F.layer_norm(x, (3,))) is Labelled
+    expected = torch.func.jvp(lambda x: pr.functional.layer_norm(x, (3,)), (torch.Tensor(x),), (torch.Tensor(x),))
+    torch.testing.assert_close((torch.Tensor(y), torch.Tensor(y_dot)), expected)
+
+
+def _in_a_child(queue):
+    x = torch.zeros(2, requires_grad=True)
+    queue.put(_second(torch.sinc, x).tolist())
+
+
+def test_a_forked_worker_is_repaired_too():
+    switch, context = pr.repair_torch(), multiprocessing.get_context("fork")
+    try:
+        queue = context.Queue()
+        child = context.Process(target=_in_a_child, args=(queue,))
+        child.start()
+        assert queue.get(timeout=60) == _second(torch.sinc, torch.zeros(2, requires_grad=True)).tolist()
+        child.join()
+    finally:
+        switch.undo()
+
+
+def test_operators_that_write_in_place_are_repaired():
+    x, v = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for nesting in (*nestings(1), *nestings(2)):
+        with pr.repair_torch():
+            found = [
+                nested(lambda x, f=f: perturbed_sum([f(x * 1)]), [v], nesting)(x) for f in (torch.sinc_, torch.sinc)
+            ]
+        torch.testing.assert_close(*found)
+
+
+def test_another_package_that_registered_for_an_operator_is_named(tmp_path):
+    path = tmp_path / "flag_gems_like.py"
+    path.write_text(
+        "import torch\n"
+        "library = torch.library.Library('aten', 'IMPL')\n"
+        "own = torch.library.get_kernel('aten::glu', 'AutogradCPU')\n"
+        "library.impl('glu', lambda keys, x, dim: own.call_boxed(keys, x, dim), 'AutogradCPU', with_keyset=True)\n"
+    )
+    scope = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        exec(compile(path.read_text(), str(path), "exec"), scope)
+    try:
+        with pytest.warns(RuntimeWarning, match="flag_gems_like.py"), pr.repair_torch() as switch:
+            assert F.glu(torch.ones(2)).shape == (1,)
+    finally:
+        switch.undo()
+        scope["library"]._destroy()
