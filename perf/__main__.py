@@ -53,13 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="h200", help="name in perf/devices or path of a description")
     add("--write", action="store_true", help="write the page of the docs")
     command(_memory)
-<<<<<<< HEAD
     add = command(_compile)
     add("--only", nargs="+", default=[], metavar="WORDS", help="steps whose name contains one of these")
     add("--write", action="store_true", help="write the page of the docs")
-=======
     command(_eager)
->>>>>>> main
     add = command(_peers)
     add("--write", action="store_true", help="write the page of the docs")
     return parser

@@ -270,17 +270,9 @@ def counts(rows: Sequence[dict[str, str]]) -> Iterator[tuple[str, int, int, int,
     """Of torch and of torch repaired: rows, those silently wrong, those raising to order 2, and to order 3."""
     for who, prefix in (("torch", ""), ("repaired", "repaired_")):
         wrong = sum(bool(row[f"{prefix}wrong"]) for row in rows)
-<<<<<<< HEAD
-        raising = sum(any(len(nesting) < MAX_ORDER for nesting in row[f"{prefix}raises"].split()) for row in rows)
-        lines.append(
-            f"{who}: {len(rows)} rows, {wrong} silently wrong to order {MAX_ORDER}, {raising} raise to order 2"
-        )
-    return "\n".join(lines)
-=======
         raising = [row[f"{prefix}raises"].split() for row in rows if row[f"{prefix}raises"]]
         early = sum(any(len(nesting) < MAX_ORDER for nesting in found) for found in raising)
         yield who, len(rows), wrong, early, len(raising)
->>>>>>> main
 
 
 def main(*, repaired: bool = False) -> None:

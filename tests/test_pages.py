@@ -101,7 +101,7 @@ def test_the_example_shows_the_error_of_torch_and_none_here(tmp_path, capsys, mo
     with torch.random.fork_rng():
         names = runpy.run_path(str(script))
         monkeypatch.setattr(primitives, "compile", functools.partial(primitives.compile, backend="eager"))
-        exec(compiled, names)  # noqa: S102 - it goes on from the first
+        exec(compiled, names)
     (printed, says) = (
         [float(number) for number in re.findall(r"\de[+-]\d+", text)]
         for text in (capsys.readouterr().out, example.rpartition("#")[2])
