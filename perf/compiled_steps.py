@@ -284,7 +284,7 @@ def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
         axes.bar(places, [y for _, y in pairs], 0.75 / len(shown), label=name)
     axes.set_xticks(range(len(found)), [each["case"].replace(", ", "\n") for each in found], fontsize=7)
     axes.set_ylabel("time / time of eager torch")
-    axes.legend()
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
     figure.tight_layout()
     figure.savefig(folder / "compile.png", dpi=110)
     (folder / "compile.json").write_text(json.dumps(list(found), indent=1) + "\n", encoding="utf-8")
