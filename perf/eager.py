@@ -5,6 +5,7 @@ Run: `python -m perf eager`. Ratios are of the least times of one process, since
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def _step(make: Callable[[], nn.Module]) -> Callable[[], None]:
 
 
 def _repaired(run: Callable[[], Any]) -> Callable[[], Any]:
-    """`run` in bursts inside of the context: the switch itself is not timed."""
+    """`run`, before whose bursts `_least` repairs torch: the switch itself is not timed."""
     run.repaired = True  # type: ignore[attr-defined] - read by `_least`
     return run
 
@@ -82,11 +83,10 @@ def _least(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
         counts[name] = max(1, int(SECONDS / (time.perf_counter() - start)))
     for _ in range(BURSTS):
         for name, run in runs.items():
-            if getattr(run, "repaired", False):
-                with pr.repair_torch():
-                    seconds = _burst(run, counts[name])
-            else:
-                seconds = _burst(run, counts[name])
+            switch = pr.repair_torch() if getattr(run, "repaired", False) else None
+            seconds = _burst(run, counts[name])
+            if switch is not None:
+                switch.undo()
             least[name] = min(least[name], seconds)
     return least
 
@@ -105,10 +105,10 @@ def measure() -> dict[str, dict[str, float]]:
     for name, (x, make) in _operations().items():
         modules = {"torch": make(nn), "repaired": make(nn), "primitives": make(pr.nn)}
         leaf = x.requires_grad_()
-        forward = {column: lambda m=module: m(leaf) for column, module in modules.items()}
+        forward = {column: functools.partial(module, leaf) for column, module in modules.items()}
         both = {column: _with_backward(module, leaf) for column, module in modules.items()}
         for suffix, runs in ((", forward", forward), (", with backward", both)):
-            runs["repaired"] = _repaired(runs["repaired"])
+            runs["repaired"] = _repaired(lambda run=runs["repaired"]: run())
             rows[name + suffix] = _least(runs)
     for name, make in {"ConvNet of the demo": ConvNet, "VisionTransformer of the demo": VisionTransformer}.items():
         runs = {"torch": _step(make), "repaired": _repaired(_step(make))}

@@ -102,7 +102,7 @@ def cross_entropy(
     checks.options("cross_entropy", reduction, ignore_index, label_smoothing, z_loss)
     if not z_loss and _is_left_to_torch(input, target, weight):
         # Else a check of this package says what is wrong.
-        with contextlib.suppress(RuntimeError, IndexError):
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
             return of_torch.cross_entropy(
                 input,
                 target,
@@ -185,7 +185,7 @@ def nll_loss(
     reduction = _by_legacy(reduction, size_average, reduce)
     checks.options("nll_loss", reduction, ignore_index)
     if _is_left_to_torch(input, target, weight):
-        with contextlib.suppress(RuntimeError, IndexError):
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
             return of_torch.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
 
     def check(label: str, x: Tensor, target: Tensor, weight: Tensor | None) -> None:

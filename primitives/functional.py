@@ -275,7 +275,9 @@ def batch_norm(
     given: Any = (input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not arguments.is_plain_batch_norm(*given):
         return _batch_norm_tree("batch_norm", given, namespace).output
-    if is_left_to_torch(input, weight, bias, running_mean, running_var):
+    # Torch differentiates no running statistics.
+    is_torchs = running_mean is None or not (running_mean.requires_grad or running_var.requires_grad)
+    if is_torchs and is_left_to_torch(input, weight, bias, running_mean, running_var):
         statistics = running_mean, running_var, training
         return mark(torch.batch_norm(input, weight, bias, *statistics, momentum, eps, False))  # type: ignore[arg-type]
     return batch_norm_of_tensors(*given, in_place=True)[0]

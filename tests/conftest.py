@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 KERNEL_TESTS = pathlib.Path(__file__).parent / "kernels"
 
@@ -85,6 +86,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
     with use_backend(BACKENDS[request.param]):
         yield request.param
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    """Functions of this package run primitives, and leave no plain call to a kernel of torch's."""
+    with BaseTorchFunctionMode():
+        yield
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ def test_kernels_serve_every_layout(case):
 
 @pytest.mark.parametrize("case", [LAYER_NORM, BATCH_NORM], ids=lambda case: case.name)
 @pytest.mark.parametrize("value", [1e4, float("nan"), float("inf")])
+@pytest.mark.usefixtures("watched")
 def test_what_atens_formulas_lose_is_left_to_the_reference(case, value):
     """Constant and nearly constant rows, and NaN: the same bits as the reference's."""
     sample = dataclasses.replace(case.samples[0], shape=(40, 8), absent=case.arguments[3:])
@@ -274,6 +275,7 @@ def test_rows_of_layer_norm(cols, bound, kind):
     check_lost(LAYER_NORM.jvp, (x, None, mean, rstd, v, None, None, 1, 0, EPS, True, False), (size / 2,), bound)
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("value", [1000.1, -3333.3])
 def test_values_that_are_all_one_become_zero(value):
     functional = pr.functional

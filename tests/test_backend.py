@@ -133,6 +133,7 @@ def test_contexts_decorate_functions_and_generators(name):
         context(awaits)
 
 
+@pytest.mark.usefixtures("watched")
 def test_the_backward_pass_follows_the_setting_in_force_when_it_runs(monkeypatch):
     calls = []
 
@@ -183,10 +184,10 @@ def test_triton_and_sympy_are_imported_when_asked_for_and_kernels_need_the_inter
                         call()
                     except pr.BackendError as error:
                         print(error)
-        print([t._version for t in state])
+        print([bool((t != start).any()) for t, start in zip(state, (0, 1))])
     """)
     first, *errors, last = printed.splitlines()
-    assert (first, len(errors), last) == ("[]", 8, "[2, 2]"), printed
+    assert (first, len(errors), last) == ("[]", 8, "[True, True]"), printed
     assert all("TRITON_INTERPRET=1" in error for error in errors[:4])
     assert all("not installed" in error for error in errors[4:])
 

@@ -37,6 +37,7 @@ def by_day(names, case):
         if not case.family or len(names) == 1
     ],
 )
+@pytest.mark.usefixtures("watched")
 def test_only_what_is_wanted_is_computed(case, names, device):
     """Each combination of perturbed arguments has its derivatives, and asks for no others."""
     inputs = case.inputs(case.small, torch.float64, device)
@@ -87,6 +88,7 @@ def test_unwanted_second_order_outputs_are_empty(case, device):
 
 
 @every_case
+@pytest.mark.usefixtures("watched")
 def test_what_is_kept_for_the_backward_pass(case, device):
     inputs = leaves(case.inputs(case.small, torch.float32, device), case.differentiable)
     kept = []
@@ -112,6 +114,7 @@ def called(function, *args, **options):
 
 
 @every_case
+@pytest.mark.usefixtures("watched")
 def test_no_derivative_runs_where_nothing_is_differentiated(case, device):
     inputs = case.inputs(case.small, torch.float32, device)
     expected = case.outputs(inputs, case.small)[0]

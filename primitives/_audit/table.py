@@ -23,6 +23,7 @@ __all__ = [
     "RIGHT_SIDE",
     "Verdict",
     "forget_table",
+    "is_tabled",
     "name_of",
     "read_table",
     "table_path",
@@ -143,6 +144,13 @@ def verdict_of(name: str, *, repaired: bool = False) -> Verdict | None:
     if not repaired:
         return torchs
     return measured or (Verdict((), ()) if _is_served(plain) else torchs)
+
+
+def is_tabled(operator: OpOverload) -> bool:
+    """Whether the table has a row of an operator, or of one that stands for it."""
+    plain = name_of(operator)
+    known = {name.partition(" ")[0] for name in _table()}
+    return not known.isdisjoint((plain, *_alike(plain)))
 
 
 @functools.cache

@@ -39,6 +39,8 @@ class Registrations:
 
     def __init__(self) -> None:
         self._library: torch.library.Library | None = None
+        self._names: set[str] = set()
+        self._noticed: set[str] = set()
 
     def __bool__(self) -> bool:
         return self._library is not None
@@ -55,22 +57,25 @@ class Registrations:
                 "torch 2.11 or newer, or call primitives.functional."
             )
         self._library = torch.library.Library("aten", "IMPL")
-        others: set[str] = set()
         for name, device, make in kernels:
-            others |= _others(name)
             key, overload = f"Autograd{device}", name.partition("::")[2]
-            own = torch.library.get_kernel(name, key).call_boxed
-            kernel = run_as_written(make(own))
+            kernel = run_as_written(make(torch.library.get_kernel(name, key).call_boxed))
             with warnings.catch_warnings():
-                # Torch's own, where another package has a kernel; below it is named.
+                # Torch's own, where another package has a kernel: `warn_of_others` names it.
                 warnings.simplefilter("ignore")
                 self._library.impl(overload, kernel, key, with_keyset=True, allow_override=True)
+            self._names.add(name)
+
+    def warn_of_others(self, stacklevel: int) -> None:
+        """Name packages that have kernels for these operators, each once."""
+        others = {path for name in self._names for path in _others(name)} - self._noticed
         if others:
+            self._noticed |= others
             warnings.warn(
-                f"repair_torch: {', '.join(sorted(others))} registered kernels for operators that this repairs. Where "
-                "a derivative is taken, the repaired formula runs in their place.",
+                f"repair_torch: {', '.join(sorted(others))} registered kernels for operators that this repairs. The "
+                "kernel that was registered last runs: call repair_torch after the other package.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=stacklevel + 1,
             )
 
     def take_back(self) -> None:

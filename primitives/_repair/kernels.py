@@ -8,6 +8,7 @@ by an autograd function around torch's node.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._C import _functorch  # type: ignore[attr-defined] - no stub
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from primitives._audit.table import verdicts_of
+from primitives._audit.table import is_tabled, verdicts_of
 from primitives._core import backend
 from primitives._core.autograd import function_class
 from primitives._core.decomposition import decomposition_table, decomposition_table_for_jvp
@@ -28,6 +29,7 @@ from primitives._repair.state import carries_tangent, is_active, is_repairing, p
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
     from torch._ops import OpOverload
 
 __all__ = ["Repair", "forward_kernel", "inplace_kernel", "inplace_name", "repairs"]
@@ -80,7 +82,7 @@ def repairs() -> dict[str, Repair]:
     """All repairs by the name of their operator: of those that have a formula, the ones that torch has not right."""
     found = {}
     for operator in {**FUSED, **decomposition_table_for_jvp, **decomposition_table}:
-        is_wrong = operator in FUSED or verdicts_of(operator).beyond(0)
+        is_wrong = operator in FUSED or not is_tabled(operator) or verdicts_of(operator).beyond(0)
         is_leaf = has_kernel(operator.name(), "Autograd") or operator in ON_CUDA_ALONE
         is_backward = operator.name() in backward_operators()
         if operator.namespace == "aten" and is_wrong and is_leaf and not is_backward:
@@ -151,6 +153,8 @@ def _in_plain_code(own: Callable[..., Any], repair: Repair) -> Callable[..., Any
 
 
 def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    num_modes = _C._len_torch_dispatch_stack
+
     def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and _C._any_requires_grad(*args, *kwargs.values())):
             return own(keyset, *args, **kwargs)
@@ -166,6 +170,13 @@ def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
             return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
         tensors = [values[i] for i in places]
+        if num_modes() > 0:
+            # A graph is to hold torch's operator as it is.
+            outputs = own(keyset, *args, **kwargs)
+            node = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).grad_fn
+            if node is not None:
+                node.register_hook(functools.partial(_replaced, call, repair, tensors, _places_of_edges(node, tensors)))
+            return outputs
         for i in places:
             values[i] = None
         by_torch = lambda *a, **k: own(keyset, *a, **k)  # noqa: E731 - one of two functions of the same arguments
@@ -173,6 +184,53 @@ def _recorded_by(own: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
         return outputs[0] if len(outputs) == 1 else outputs
 
     return recorded
+
+
+def _places_of_edges(node: Any, tensors: Sequence[Tensor]) -> list[int | None]:
+    """For each gradient that a node returns, which of the tensors has it."""
+    free = {i: torch.autograd.graph.get_gradient_edge(x) for i, x in enumerate(tensors) if x.requires_grad}
+    places = []
+    for edge in node.next_functions:
+        place = next((i for i, own in free.items() if (own.node, own.output_nr) == edge), None)
+        free.pop(place, None)
+        places.append(place)
+    return places
+
+
+def _replaced(
+    call: Any, repair: Repair, tensors: Sequence[Tensor], places: Sequence[int | None], _found: Any, cotangents: Any
+) -> tuple[Any, ...] | None:
+    """The gradients that torch's node returns, by the formula, where a tracer sees a backward pass that is recorded."""
+    if not torch.is_grad_enabled():
+        return None
+    gradients = _by_formula(call, repair, tensors, cotangents, is_recorded=True)
+    return tuple(None if place is None else gradients[place] for place in places)
+
+
+def _by_formula(
+    call: Any, repair: Repair, tensors: Sequence[Tensor], cotangents: Sequence[Any], *, is_recorded: bool
+) -> list[Any]:
+    """The cotangents of all tensors, `None` where there is none."""
+    # Views, so that what one argument has of another does not count twice.
+    with repairing(repair.name), torch.enable_grad():
+        views = [x.view_as(x) if x.requires_grad else x for x in tensors]
+        outputs = call(repair.formula, views)
+    return _gradients(outputs, views, cotangents, is_recorded=is_recorded)
+
+
+def _gradients(
+    outputs: Sequence[Any], tensors: Sequence[Any], cotangents: Sequence[Any], *, is_recorded: bool
+) -> list[Any]:
+    wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
+    given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=True) if bar is not None and y.requires_grad]
+    found: list[Any] = [None] * len(tensors)
+    if given:
+        ys, bars = zip(*given, strict=True)
+        inputs = [tensors[i] for i in wanted]
+        options = {"retain_graph": True, "create_graph": is_recorded, "allow_unused": True}
+        for i, gradient in zip(wanted, torch.autograd.grad(ys, inputs, bars, **options), strict=True):
+            found[i] = gradient
+    return found
 
 
 def _forward(ctx: Any, how: Any, *tensors: Any) -> tuple[Any, ...]:
@@ -183,33 +241,17 @@ def _forward(ctx: Any, how: Any, *tensors: Any) -> tuple[Any, ...]:
         ctx.inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         ctx.outputs = call(by_torch, ctx.inner)
     results = tuple(y.detach() for y in ctx.outputs)
-    ctx.mark_non_differentiable(
-        *[result for y, result in zip(ctx.outputs, results, strict=True) if not y.requires_grad]
-    )
+    constants = [result for y, result in zip(ctx.outputs, results, strict=True) if not y.requires_grad]
+    ctx.mark_non_differentiable(*constants)
     return results
 
 
 def _backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     call, _, repair = ctx.how
-    tensors, outputs = ctx.inner, ctx.outputs
     is_recorded = torch.is_grad_enabled()
     if is_recorded or repair.is_wrong_at_once:
-        # Views, so that what one argument has of another does not count twice.
-        with repairing(repair.name), torch.enable_grad():
-            tensors = [x.view_as(x) if x.requires_grad else x for x in ctx.saved_tensors]
-            outputs = call(repair.formula, tensors)
-    wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
-    given = [(y, bar) for y, bar in zip(outputs, cotangents, strict=True) if bar is not None and y.requires_grad]
-    found: list[Any] = [None] * len(tensors)
-    if given:
-        ys, bars = zip(*given, strict=True)
-        inputs = [tensors[i] for i in wanted]
-        gradients = torch.autograd.grad(
-            ys, inputs, bars, retain_graph=True, create_graph=is_recorded, allow_unused=True
-        )
-        for i, gradient in zip(wanted, gradients, strict=True):
-            found[i] = gradient
-    return None, *found
+        return None, *_by_formula(call, repair, ctx.saved_tensors, cotangents, is_recorded=is_recorded)
+    return None, *_gradients(ctx.outputs, ctx.inner, cotangents, is_recorded=False)
 
 
 _Repaired: Any = function_class("Repaired", forward=_forward, backward=_backward)

@@ -57,7 +57,7 @@ def _layer_norm(eps: float | None, *args: Any) -> Any:
     if eps is None or not is_alike or x.numel() == 0:
         return decomposition_table[aten.native_layer_norm_backward.default](*args)
     rows = x.shape[: x.dim() - len(shape)]
-    wanted = [mask[0], mask[1] and weight is not None, mask[2] and bias is not None]
+    wanted = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
     statistics = mean.reshape(rows), rstd.reshape(rows)
     bars = layer_norm_bwd_p(y_bar.contiguous(), x, weight, *statistics, len(shape), 0, eps, True, 0, wanted)
     return _unmasked(bars, wanted)
@@ -67,7 +67,7 @@ def _batch_norm(_eps: float | None, *args: Any) -> Any:
     y_bar, x, weight, _running_mean, _running_var, mean, rstd, training, eps, mask = args
     if not training or mean is None or x.numel() == 0 or (weight is not None and weight.dtype != x.dtype):
         return decomposition_table[aten.native_batch_norm_backward.default](*args)
-    bars = batch_norm_bwd_p(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, list(mask))
+    bars = batch_norm_bwd_p(y_bar.contiguous(), x, weight, mean, rstd, 0, eps, tuple(mask))
     return _unmasked(bars, mask)
 
 
@@ -86,7 +86,7 @@ def _attention(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = None, None, None, scale, is_causal, 0.0, [True, True, True, False]
+    options = None, None, None, scale, is_causal, 0.0, (True, True, True, False)
     return attention_bwd_p(o_bar, None, q, k, v, attn_mask, o, lse, *options)[:3]
 
 

@@ -25,15 +25,11 @@ def is_plain_on_cpu(x: Tensor, *others: Tensor | None) -> bool:
 
     Torch's kernels for half precision on the CPU round more than this package's.
     """
-    return (
-        x.is_cpu
-        and x.dtype in _DTYPES
-        and backend.selected == "auto"
-        and forward_ad._current_level < 0
-        and not _is_dynamo_tracing()
-        and not _is_jit_tracing()
-        and are_unwatched([x, *[other for other in others if other is not None]])
-    )
+    if not (x.is_cpu and x.dtype in _DTYPES and backend.selected == "auto" and forward_ad._current_level < 0):
+        return False
+    if _is_dynamo_tracing() or _is_jit_tracing():
+        return False
+    return are_unwatched((x, *[other for other in others if other is not None]) if others else (x,))
 
 
 def is_left_to_torch(x: Tensor, *others: Tensor | None) -> bool:

@@ -84,6 +84,7 @@ class repair_torch(Decorates):  # noqa: N801 - used like a function, as torch.se
             if not is_active():
                 _compiled.begin()
             _register()
+            _registrations.warn_of_others(stacklevel=2)
             process.is_repaired = True
 
     def undo(self) -> None:

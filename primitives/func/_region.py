@@ -20,7 +20,7 @@ from primitives._core.recomputation import Recomputable
 from primitives._repair.switch import is_repaired, repaired_thread
 from primitives.func._reached import Reached
 from primitives.tracing._memory import bottom
-from primitives.tracing._modules.lending import attributes_kept
+from primitives.tracing._modules.lending import attributes_kept, is_lending, running
 from primitives.tracing._recompute import replays
 from primitives.tracing._torch_private import has_data_mutation, is_functional
 
@@ -55,7 +55,7 @@ class Region(Recomputable):
         self._changed: list[int] = []
         self._constants: frozenset[int] = frozenset()
         self._again: list[Context] | None = None
-        self._is_repaired = is_repaired()
+        self._is_repaired, self._is_lent = is_repaired(), is_lending()
 
     def _look(self, roots: list[Any]) -> Reached:
         return Reached(roots, _may_be_differentiated)
@@ -91,6 +91,8 @@ class Region(Recomputable):
             used = self._put(tensors[start:])
             if self._is_repaired:
                 stack.enter_context(repaired_thread())
+            if self._is_lent:
+                stack.enter_context(running(self._owners))
             if is_first:
                 stack.enter_context(self._watch([*tensors, *used]))
             leaves = list(self._leaves)

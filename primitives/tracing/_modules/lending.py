@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["attributes_kept", "running"]
+__all__ = ["attributes_kept", "is_lending", "running"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Batch norms that read nothing of their momentum but whether it is None, and hand it on.
@@ -76,6 +76,11 @@ def running(owners: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for owner in counting:
             owner.momentum = None  # type: ignore[assignment] - as it was
+
+
+def is_lending() -> bool:
+    """Whether a call of lent modules runs on this thread."""
+    return any(isinstance(mode, _PureMode) for mode in function_modes())
 
 
 class BatchWeight:
