@@ -185,7 +185,7 @@ def _save(apply: Any, halves: Any, tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _call(program: Program, tensors: list[Tensor]) -> Sequence[Tensor]:
-    with torch.no_grad():
+    with torch.no_grad(), _C._DisableAutocast():
         return program(tensors)
 
 

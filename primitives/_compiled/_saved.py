@@ -126,7 +126,9 @@ def _save(ctx: Any, halves: Any, tensors: Sequence[Tensor], outputs: Sequence[An
 
 
 def _forward_here(ctx: Any, halves: Any, *tensors: Tensor) -> Tensors:
-    outputs = halves.forward([*tensors])
+    # Autocast is in the graphs already.
+    with _C._DisableAutocast():
+        outputs = halves.forward([*tensors])
     _save(ctx, halves, tensors, outputs)
     return tuple(outputs[: halves.num])
 
@@ -149,7 +151,8 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         saved = *saved[: len(needed) + k], x, *saved[len(needed) + k :]
     given = tuple([y_bar is not None for y_bar in cotangents[: halves.num]])
     if not torch.is_grad_enabled() and is_here():
-        return None, *halves.backward(saved + cotangents, needed, given)
+        with _C._DisableAutocast():
+            return None, *halves.backward(saved + cotangents, needed, given)
     bars: list[Any] = [None] * len(needed)
     if any(given):
         function, wanted = halves.resumed(needed, given)

@@ -213,7 +213,10 @@ def test_modes():
         y = model(x)
         assert y.dtype == torch.bfloat16
         same(y, linear(x), 1e-2)
-    y.sum().backward()
+    with torch.autocast("cpu"):
+        y.sum().backward()
+        exact = plainly(lambda x: torch.autocast("cpu", enabled=False)(linear)(x))(x)
+    assert exact.dtype == torch.float32
     assert linear.weight.grad.dtype == model(x).dtype == torch.float32
     makes = plainly(lambda x: x + torch.zeros(3).dtype.itemsize)
     same(makes(X), X + 4)
